@@ -1,0 +1,1 @@
+"""Text source -> tokenizer -> memory-mapped token shards -> batches."""

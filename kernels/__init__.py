@@ -1,0 +1,1 @@
+"""Attention operators: Triton kernels, their PyTorch references, one public function."""

@@ -1,0 +1,1 @@
+"""The network: a decoder-only GPT and what it needs to generate text."""
