@@ -1,0 +1,78 @@
+"""What a run is made of: one dataclass a group, each owned by the module that reads it, composed here.
+
+YAML keys, dataclass fields and the README use the same words. Nothing below `train.py` sees OmegaConf.
+"""
+
+from dataclasses import dataclass, field
+
+from data import DataConfig, TokenizerConfig
+from model import GPTConfig
+from training.hardware import HardwareConfig
+from training.optim import OptimConfig
+from training.runlog import LoggerConfig
+
+
+@dataclass
+class TrainConfig:
+    """What the loop itself reads."""
+
+    steps: int = 600  # optimiser steps
+    seed: int = 0  # of the initial weights, the order of the windows, dropout
+    batch_tokens: int = 4096  # tokens of one optimiser step, over all micro-batches
+    micro_batch: int | None = None  # sequences of one forward and backward; null: the whole step at once
+    log_every: int = 10  # steps between two lines of metrics
+    eval_every: int = 100  # steps between two evaluations; 0: only at the end
+    eval_windows: int = 64  # validation windows of seq_len tokens, always the same ones
+    sample_every: int = 0  # steps between two printed samples; 0: only at the end
+    sample_tokens: int = 200  # length of a printed sample; 0: none
+    sample_prompt: str = ""  # what the samples continue; empty: the beginning of the validation text
+    save_every: int = 0  # steps between two checkpoints that are kept; 0: only the best and the last
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "batch_tokens", "log_every", "eval_windows"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"train.{key}={getattr(self, key)} must be at least 1")
+        for key in ("eval_every", "sample_every", "sample_tokens", "save_every", "seed"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"train.{key}={getattr(self, key)} must be at least 0")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1 sequence, or null")
+
+
+@dataclass
+class Settings:
+    """A whole run. `python train.py --cfg job` prints it."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    resume: str | None = None  # path of a checkpoint; the run goes on in that checkpoint's run folder
+
+    def __post_init__(self) -> None:
+        """Rules that cross groups."""
+        tokens, seq_len = self.train.batch_tokens, self.data.seq_len
+        if tokens % seq_len:
+            nearest = max(seq_len, round(tokens / seq_len) * seq_len)
+            raise ValueError(f"train.batch_tokens={tokens} is not a multiple of data.seq_len={seq_len}; use {nearest}")
+        if self.train.micro_batch is not None and (tokens // seq_len) % self.train.micro_batch:
+            raise ValueError(
+                f"train.micro_batch={self.train.micro_batch} does not divide the {tokens // seq_len} sequences "
+                f"of a step (train.batch_tokens={tokens} / data.seq_len={seq_len})"
+            )
+        if self.optim.warmup_steps >= self.train.steps:
+            raise ValueError(
+                f"optim.warmup_steps={self.optim.warmup_steps} must be less than train.steps={self.train.steps}"
+            )
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.train.batch_tokens // self.data.seq_len
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of one forward and backward pass."""
+        return self.train.micro_batch or self.sequences_per_step

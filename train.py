@@ -1,0 +1,208 @@
+"""Train a GPT. `python train.py` runs the quickstart; `python train.py --help` lists what can be chosen.
+
+This file is the story of a run, top to bottom: choose the hardware, open the data, build the model, loop, evaluate,
+save. Everything it calls is one file with one idea; this is the only training loop.
+"""
+
+import math
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.program import program
+from conf.schema import Settings
+from data import Dataset, Prefetcher, TokenBatches, fixed_windows, open_dataset, tokenizer_state
+from kernels.device import dense_peak_flops
+from model import GPT, generate, resolve_attention
+from training import checkpoint as checkpoints
+from training.evaluate import EvaluationSet, evaluate, unigram_loss
+from training.flops import flops_per_token, mfu
+from training.hardware import Hardware, set_up
+from training.optim import Optimiser, lr_factor
+from training.provenance import provenance, write_description
+from training.runlog import RunLog
+from training.stop import StopRequest
+from training.stopwatch import Stopwatch
+
+EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
+    """Train as `settings` says, keep everything in `run_dir`, return the summary."""
+    config, began = settings.train, time.perf_counter()
+
+    # --- what to run on and what to learn from; whatever cannot work is refused here, before memory is taken
+    hardware = set_up(settings.hardware)
+    settings.model.attention, why_attention = resolve_attention(
+        settings.model.attention, hardware.device, hardware.dtype, settings.model.head_dim
+    )
+    dataset = open_dataset(settings.data, settings.tokenizer, report=print)
+    resumed = checkpoints.open_checkpoint(settings.resume) if settings.resume else None
+    if resumed:
+        resumed.refuse_unless_same(asdict(settings.model), dataset.vocab_size, settings.train.steps)
+
+    # --- the model and its optimiser; the seed fixes the initial weights, whatever the attention
+    torch.manual_seed(config.seed)
+    model = GPT(settings.model, dataset.vocab_size, settings.data.seq_len).to(hardware.device)
+    optimiser = Optimiser(model, settings.optim)
+    first_step, best_loss = 0, math.inf
+    if resumed:
+        resumed.load_weights(model)
+        state = resumed.load_state()
+        optimiser.load_state_dict(state["optimiser"])
+        checkpoints.restore_random_states(state["random"])
+        first_step, best_loss = resumed.step, state["best_loss"]
+    forward = torch.compile(model, dynamic=False) if hardware.compile else model
+
+    # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
+    batches = TokenBatches(dataset.train, settings.data.seq_len, settings.sequences_per_step, config.seed)
+    windows = fixed_windows(dataset.validation, settings.data.seq_len, config.eval_windows)
+    evaluation = EvaluationSet.of(windows, dataset.tokenizer)
+
+    # --- what a step costs, for the MFU
+    flops = flops_per_token(
+        matmul_parameters=model.num_matmul_parameters(),
+        num_layers=settings.model.num_layers,
+        num_heads=settings.model.num_heads,
+        head_dim=settings.model.head_dim,
+        seq_len=settings.data.seq_len,
+    )
+    peak_flops = dense_peak_flops(hardware.device, hardware.dtype)
+
+    log = RunLog(run_dir, settings.logger, asdict(settings), first_step=first_step, steps=config.steps)
+    write_description(run_dir, asdict(settings), dataset.manifest, evaluation.protocol)
+
+    def save(step: int, *, best: bool) -> None:
+        state = {
+            "optimiser": optimiser.state_dict(),
+            "random": checkpoints.random_states(),
+            "best_loss": best_loss,
+        }
+        meta = {
+            "step": step,
+            "settings": asdict(settings),
+            "tokenizer": tokenizer_state(dataset.tokenizer),
+            "vocab_size": dataset.vocab_size,
+            "data_fingerprint": dataset.fingerprint,
+            "provenance": provenance(),
+        }
+        checkpoints.save(run_dir / "checkpoints", model, state, meta, best=best)
+        checkpoints.prune(run_dir / "checkpoints", save_every=config.save_every)
+
+    with log, StopRequest() as stop, Prefetcher(batches, first_step, hardware.device) as prefetcher:
+        log.say(f"run        {run_dir}")
+        log.say(f"hardware   {hardware.description}")
+        log.say(f"attention  {settings.model.attention} ({why_attention})")
+        log.say(f"model      {model.num_parameters():,} parameters, {settings.model.num_layers} layers")
+        log.say(
+            f"data       {len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; "
+            f"{config.steps:,} steps of {config.batch_tokens:,} tokens are "
+            f"{config.steps * config.batch_tokens / len(dataset.train):.1f} epochs"
+        )
+        log.say(f"logging    {run_dir / 'metrics.jsonl'}, {log.wandb_note}")
+        if resumed:
+            log.say(f"resumed    from {resumed.path} after {first_step} steps")
+
+        # --- the loop
+        step, last, results = first_step, False, {}
+        watch = Stopwatch(hardware.synchronize, step)
+        while not last:
+            optimiser.set_lr_factor(lr_factor(step, config.steps, settings.optim))
+            inputs, targets = next(prefetcher)  # (sequences, seq_len) each
+            step_loss = torch.zeros((), device=hardware.device)
+            for start in range(0, settings.sequences_per_step, settings.micro_batch):
+                part = slice(start, start + settings.micro_batch)
+                with hardware.autocast():
+                    # a sum over this part, divided by the tokens of the whole step: any split has the same gradient
+                    loss = forward(inputs[part], targets[part]) / config.batch_tokens
+                loss.backward()
+                step_loss += loss.detach()
+            grad_norm = optimiser.step()
+            step += 1
+            log.advance(step)
+
+            # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
+            last = step == config.steps or stop.requested
+            record: dict[str, float | None] = {}
+            if last or step == first_step + 1 or step % config.log_every == 0:
+                # the first step compiles, so it is no measure of speed
+                step_seconds = watch.lap(step) if step > first_step + 1 else None
+                rate = config.batch_tokens / step_seconds if step_seconds else None
+                record = {
+                    "loss": step_loss.item(),
+                    "lr": optimiser.lr,
+                    "grad_norm": grad_norm.item(),
+                    "tokens": step * config.batch_tokens,
+                    "seconds": time.perf_counter() - began,
+                    "tokens_per_second": rate,
+                    "mfu": mfu(flops["causal"], rate, peak_flops),
+                    "mfu_full": mfu(flops["full"], rate, peak_flops),
+                    "peak_memory_gib": hardware.peak_memory_gib(),
+                }
+            is_best = False
+            if last or (config.eval_every and step % config.eval_every == 0):
+                results = evaluate(forward, evaluation, settings.micro_batch, hardware)
+                is_best = results["val_loss"] < best_loss
+                best_loss = min(best_loss, results["val_loss"])
+                record |= results
+            if record:
+                log.metrics(step, record)
+            if last or is_best or (config.save_every and step % config.save_every == 0):
+                save(step, best=is_best)
+            if config.sample_tokens and (last or (config.sample_every and step % config.sample_every == 0)):
+                log.say(f"--- a sample after {step} steps\n{sample(model, settings, dataset, hardware)}\n---")
+            if record or is_best:
+                watch.restart(step)
+
+        summary = {
+            "steps": step,
+            "tokens": step * config.batch_tokens,
+            "seconds": time.perf_counter() - began,
+            **results,
+            "best_val_loss": best_loss,
+            "unigram_val_loss": unigram_loss(dataset.train, evaluation.targets, dataset.vocab_size),
+            "attention": settings.model.attention,
+            "interrupted": stop.requested,
+            "checkpoint": str(run_dir / "checkpoints" / "last"),
+        }
+        log.summary(summary)
+        log.say(
+            f"held-out loss {summary['val_loss']:.4f} nats a token ({summary['val_bits_per_byte']:.3f} bits a byte); "
+            f"a unigram model of the same text: {summary['unigram_val_loss']:.4f}"
+        )
+        log.say(f"{step} steps in {summary['seconds']:.0f} s; everything is in {run_dir}")
+    return summary
+
+
+def sample(model: GPT, settings: Settings, dataset: Dataset, hardware: Hardware) -> str:
+    """Text that continues train.sample_prompt, or the beginning of the validation split."""
+    if settings.train.sample_prompt:
+        prompt = dataset.tokenizer.encode_ordinary(settings.train.sample_prompt)
+    else:
+        prompt = dataset.validation[: min(32, settings.data.seq_len)].tolist()
+    tokens = list(prompt)
+    with hardware.autocast():
+        for step in generate(
+            model,
+            torch.tensor(prompt, device=hardware.device),
+            max_new_tokens=settings.train.sample_tokens,
+            temperature=0.8,
+            top_k=200,
+            seed=settings.train.seed,
+        ):
+            tokens.append(int(step[0]))
+    return dataset.tokenizer.decode_bytes(tokens).decode("utf-8", errors="replace")
+
+
+@program("config", Settings)
+def main(settings: Settings, run_dir: Path) -> None:
+    if train(settings, run_dir)["interrupted"]:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

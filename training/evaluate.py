@@ -1,0 +1,91 @@
+"""Evaluation on fixed windows, and the unigram model that a trained GPT has to beat.
+
+Protocol: `windows` non-overlapping windows of seq_len tokens, evenly spaced over the validation split; each target is
+predicted from the tokens before it in its window (so the context is 0 to seq_len - 1 tokens, stride seq_len). Words are runs of
+characters between white space in the decoded targets, bytes are the decoded targets' UTF-8.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import tiktoken
+import torch
+from torch import nn
+
+from training.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Windows and what their targets amount to.
+
+    inputs, targets: (windows, seq_len) int64 on the CPU.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    words: int
+    bytes: int
+
+    @classmethod
+    def of(cls, windows: tuple[torch.Tensor, torch.Tensor], tokenizer: tiktoken.Encoding) -> "EvaluationSet":
+        inputs, targets = windows
+        text = [tokenizer.decode_bytes(row) for row in targets.tolist()]
+        words = sum(len(t.decode("utf-8", errors="replace").split()) for t in text)
+        return cls(inputs, targets, words, sum(map(len, text)))
+
+    @property
+    def protocol(self) -> dict[str, int]:
+        count, seq_len = self.targets.shape
+        return {
+            "windows": count,
+            "context_tokens": seq_len,
+            "stride_tokens": seq_len,
+            "tokens": self.targets.numel(),
+            "words": self.words,
+            "bytes": self.bytes,
+        }
+
+    def metrics(self, mean_loss: float) -> dict[str, float]:
+        """Loss (nats a token) and its three translations; exp overflows to inf, never raises."""
+        nats = mean_loss * self.targets.numel()
+        return {
+            "val_loss": mean_loss,
+            "val_perplexity": _exp(mean_loss),
+            "val_word_perplexity": _exp(nats / max(1, self.words)),
+            "val_bits_per_byte": nats / math.log(2) / max(1, self.bytes),
+        }
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, windows: EvaluationSet, micro_batch: int, hardware: Hardware) -> dict[str, float]:
+    """Run the model over all windows; the mode it was in is restored, no random number is drawn."""
+    was_training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64)
+    for start in range(0, len(windows.inputs), micro_batch):
+        inputs = windows.inputs[start : start + micro_batch]
+        targets = windows.targets[start : start + micro_batch]
+        if len(inputs) < micro_batch:  # one shape for all batches, so that nothing is compiled twice
+            padding = (0, 0, 0, micro_batch - len(inputs))
+            inputs = nn.functional.pad(inputs, padding)
+            targets = nn.functional.pad(targets, padding, value=-1)
+        with hardware.autocast():
+            loss = model(inputs.to(hardware.device), targets.to(hardware.device))
+        total += loss.double().cpu()
+    model.train(was_training)
+    return windows.metrics(total.item() / windows.targets.numel())
+
+
+def unigram_loss(train_tokens: np.ndarray, targets: torch.Tensor, vocab_size: int) -> float:
+    """Cross-entropy (nats a token) of `targets` under the training split's token frequencies, add-one smoothed."""
+    counts = np.ones(vocab_size, dtype=np.float64)
+    for start in range(0, len(train_tokens), 1 << 24):  # a memory-mapped split may be larger than memory
+        counts += np.bincount(train_tokens[start : start + (1 << 24)], minlength=vocab_size)
+    log_probability = np.log(counts / counts.sum())
+    return float(-log_probability[targets.numpy().ravel()].mean())
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf

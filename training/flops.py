@@ -1,0 +1,26 @@
+"""FLOPs of a GPT, and what share of the chip's peak a run reaches (MFU).
+
+A matrix product with a weight of P entries costs 2P FLOPs a token forward and 4P backward. Attention's two products
+cost 4 * num_heads * head_dim FLOPs for each (query, key) pair forward and 2.5x that backward in FlashAttention's own
+count (the scores are computed again); MFU counts the 2x that the mathematics needs, as PaLM does, for every backend
+alike. Two conventions for the pairs of a causal mask are in use and differ by 2x in the attention term:
+`causal` counts the pairs that are visible, (N + 1) / 2 a token; `full` counts all N (PaLM, appendix B; nanoGPT).
+"""
+
+
+def flops_per_token(
+    *, matmul_parameters: int, num_layers: int, num_heads: int, head_dim: int, seq_len: int
+) -> dict[str, float]:
+    """Forward and backward FLOPs a token, under both conventions.
+
+    matmul_parameters: entries of all weights that multiply activations (the output projection included, tied or not;
+    the embedding look-up not).
+    """
+    dense = 6 * matmul_parameters
+    pair = 3 * 4 * num_layers * num_heads * head_dim
+    return {"causal": dense + pair * (seq_len + 1) / 2, "full": dense + pair * seq_len}
+
+
+def mfu(flops_a_token: float, tokens_per_second: float, peak_flops: float | None) -> float | None:
+    """Model FLOPs utilisation in [0, 1]; None where the chip's dense peak is not known."""
+    return None if peak_flops is None else flops_a_token * tokens_per_second / peak_flops

@@ -1,0 +1,85 @@
+"""What a run runs on: device, number format, TF32, compilation; each choice comes with its reason."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class HardwareConfig:
+    device: str = "auto"  # auto | cpu | cuda | cuda:N; auto takes a GPU where there is one
+    dtype: str = "auto"  # auto | float32 | bfloat16: the autocast format; weights and optimiser stay float32
+    tf32: bool = True  # tensor cores for float32 matrix products on CUDA; false: full float32
+    compile: bool | None = None  # torch.compile; null: on CUDA only
+    num_threads: int | None = None  # CPU threads of PyTorch; null: PyTorch's own choice
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+            raise ValueError(f"hardware.device={self.device} is not one of auto, cpu, cuda, cuda:N")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"hardware.dtype={self.dtype} is not one of auto, {', '.join(DTYPES)}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"hardware.num_threads={self.num_threads} must be at least 1, or null")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The resolved choices. `description` is the sentence the run prints."""
+
+    device: torch.device
+    dtype: torch.dtype  # of the forward pass's matrix products
+    compile: bool
+    description: str
+
+    def autocast(self) -> AbstractContextManager:
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it; needed before a clock is read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory_gib(self) -> float | None:
+        """Most device memory held by tensors at once; None on a CPU, where PyTorch does not count it."""
+        return torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
+
+
+def set_up(config: HardwareConfig) -> Hardware:
+    """Resolve `auto`, set PyTorch's global switches, raise ValueError where a named choice cannot be had."""
+    has_cuda = torch.cuda.is_available()
+    if config.device.startswith("cuda") and not has_cuda:
+        raise ValueError(f"hardware.device={config.device} but PyTorch sees no CUDA GPU; use hardware.device=cpu")
+    device = torch.device("cuda" if config.device == "auto" and has_cuda else config.device.replace("auto", "cpu"))
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"hardware.device={config.device} but there are {torch.cuda.device_count()} GPUs; count from cuda:0"
+        )
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if config.dtype == "auto":
+        dtype = torch.bfloat16 if has_bf16 else torch.float32
+    else:
+        dtype = DTYPES[config.dtype]
+        if dtype == torch.bfloat16 and device.type == "cuda" and not has_bf16:
+            raise ValueError(
+                f"hardware.dtype=bfloat16 but {torch.cuda.get_device_name(device)} has no bfloat16 units; "
+                "use hardware.dtype=float32"
+            )
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # several runs of one process each report their own
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+
+    compiled = config.compile if config.compile is not None else device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    words = [name, str(dtype).removeprefix("torch.")]
+    if device.type == "cuda":
+        words.append("TF32 on" if config.tf32 else "TF32 off")
+    words.append("compiled" if compiled else "eager")
+    return Hardware(device, dtype, compiled, ", ".join(words))

@@ -1,0 +1,188 @@
+"""The run's log: `metrics.jsonl` always, a console line or progress bar, Weights & Biases where it is wanted.
+
+Logging watches the run and never changes it: it draws no random number, and a failing wandb is reported once and
+switched off.
+"""
+
+import json
+import math
+import netrc
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+WANDB_MODES = ("auto", "online", "offline", "disabled")
+
+
+@dataclass
+class LoggerConfig:
+    wandb: str = "auto"  # auto (online where a login is found, else offline) | online | offline | disabled
+    project: str = "flashgpt"
+    group: str | None = None  # runs to be compared
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.wandb not in WANDB_MODES:
+            raise ValueError(f"logger.wandb={self.wandb} is not one of {', '.join(WANDB_MODES)}")
+
+
+class RunLog:
+    """Open with `with`; `metrics` records a step, `say` prints a line above the progress bar."""
+
+    def __init__(
+        self, run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any], *, first_step: int, steps: int
+    ):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        self.console = Console(highlight=False)
+        self._file = _open_metrics(run_dir / "metrics.jsonl", first_step)
+        self._wandb, self.wandb_note = _start_wandb(run_dir, config, settings, resumed=first_step > 0)
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._progress.add_task("training", total=steps, completed=first_step, status="")
+
+    def __enter__(self) -> "RunLog":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.stop()
+        self._file.close()
+        if self._wandb:
+            self._guarded(lambda run: run.finish(exit_code=0 if exc_info[0] is None else 1, quiet=True))
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def advance(self, step: int) -> None:
+        """Move the bar to `step` steps done."""
+        self._progress.update(self._task, completed=step)
+
+    def metrics(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Record `values` at `step` steps done; None means not known here and is left out."""
+        known = {key: value for key, value in values.items() if value is not None}
+        # JSON has no inf and NaN: they are written as null, a reader of the file sees that there was no number
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in known.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+        if self._wandb:
+            self._guarded(lambda run: run.log({"step": step, **known}))
+        line = _console_line(known)
+        self._progress.update(self._task, completed=step, status=line)
+        if not self.console.is_terminal:
+            self.say(f"step {step:>6}  {line}")
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        (self.run_dir / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
+        if self._wandb:
+            self._guarded(lambda run: run.summary.update(dict(values)))
+
+    def _guarded(self, call) -> None:
+        try:
+            call(self._wandb)
+        except Exception as error:  # wandb may fail in any way it likes; the run goes on without it
+            self._wandb = None
+            self.say(f"wandb failed ({type(error).__name__}: {str(error).splitlines()[0]}); the run goes on without it")
+
+
+def _console_line(values: Mapping[str, float]) -> str:
+    forms = {
+        "loss": "loss {:.4f}",
+        "val_loss": "val {:.4f}",
+        "val_perplexity": "ppl {:.2f}",
+        "val_bits_per_byte": "{:.3f} bits/byte",
+        "lr": "lr {:.2e}",
+        "grad_norm": "norm {:.2f}",
+        "tokens_per_second": "{:,.0f} tok/s",
+        "mfu": "mfu {:.1%}",
+        "mfu_full": "({:.1%} full)",
+        "peak_memory_gib": "{:.1f} GiB",
+    }
+    return "  ".join(form.format(values[key]) for key, form in forms.items() if key in values)
+
+
+def _open_metrics(path: Path, first_step: int):
+    """Open for appending; lines past `first_step` (written after the checkpoint that is resumed) are dropped."""
+    if path.exists() and first_step == 0:
+        raise ValueError(f"run folder {path.parent} already holds a run; give another hydra.run.dir, or resume=PATH")
+    if path.exists():
+        lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= first_step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in lines))
+        temporary.replace(path)
+    return path.open("a")
+
+
+def _has_wandb_login() -> bool:
+    """Whether a key is at hand, found without the network: the environment, or the netrc file `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0].split(":")[0]
+    files = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
+    for file in (Path(f).expanduser() for f in files if f):
+        try:
+            if netrc.netrc(file).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def _start_wandb(run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any], *, resumed: bool):
+    """Start a wandb run that never asks and never waits long; return (run or None, a sentence)."""
+    mode = config.wandb
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE", "online" if _has_wandb_login() else "offline")
+    if mode == "disabled":
+        return None, "wandb off"
+    import wandb  # half a second, so only where it is used
+
+    # one id a run folder, so that a resumed run goes on in the same wandb run
+    id_file = run_dir / "wandb_id"
+    run_id = id_file.read_text().strip() if id_file.exists() else wandb.util.generate_id()
+    id_file.write_text(run_id + "\n")
+    try:
+        run = wandb.init(
+            project=config.project,
+            group=config.group,
+            tags=config.tags or None,
+            name="/".join(run_dir.resolve().parts[-2:]),
+            id=run_id,
+            resume="allow" if resumed and mode == "online" else None,
+            dir=run_dir,
+            mode=mode,
+            config=dict(settings),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=30, x_disable_stats=True),
+        )
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+    except Exception as error:  # as in _guarded: a logger does not stop a run
+        return (
+            None,
+            f"wandb failed to start ({type(error).__name__}: {str(error).splitlines()[0]}); going on without it",
+        )
+    note = f"wandb {mode}"
+    if mode == "offline":
+        note += f" (later: wandb sync {Path(run.dir).parent})"
+    return run, note
