@@ -7,6 +7,7 @@ save. Everything it calls is one file with one idea; this is the only training l
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -113,15 +114,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         while not last:
             optimiser.set_lr_factor(lr_factor(step, config.steps, settings.optim))
             inputs, targets = next(prefetcher)  # (sequences, seq_len) each
-            step_loss = torch.zeros((), device=hardware.device)
-            for start in range(0, settings.sequences_per_step, settings.micro_batch):
-                part = slice(start, start + settings.micro_batch)
-                with hardware.autocast():
-                    # a sum over this part, divided by the tokens of the whole step: any split has the same gradient
-                    loss = forward(inputs[part], targets[part]) / config.batch_tokens
-                loss.backward()
-                step_loss += loss.detach()
-            grad_norm = optimiser.step()
+            step_loss, grad_norm = training_step(forward, optimiser, inputs, targets, settings.micro_batch, hardware)
             step += 1
             log.advance(step)
 
@@ -176,6 +169,29 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         )
         log.say(f"{step} steps in {summary['seconds']:.0f} s; everything is in {run_dir}")
     return summary
+
+
+def training_step(
+    forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    optimiser: Optimiser,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    micro_batch: int,
+    hardware: Hardware,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One optimiser step over (sequences, seq_len) tokens, `micro_batch` sequences at a time.
+
+    `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
+    the step is split. Returns the mean loss (nats a token) and the gradient norm, both still on the device.
+    """
+    step_loss = torch.zeros((), device=hardware.device)
+    for start in range(0, len(inputs), micro_batch):
+        part = slice(start, start + micro_batch)
+        with hardware.autocast():
+            loss = forward(inputs[part], targets[part]) / targets.numel()
+        loss.backward()
+        step_loss += loss.detach()
+    return step_loss, optimiser.step()
 
 
 def sample(model: GPT, settings: Settings, dataset: Dataset, hardware: Hardware) -> str:

@@ -117,7 +117,8 @@ def explain(error: Exception, keys: dict[str, type]) -> str:
     """One line for whatever Hydra, OmegaConf or a dataclass had to say: key, value, remedy."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}={choice} does not exist; {_nearest(choice, error.options)}choose one of {', '.join(error.options)}"
+        options = ", ".join(error.options)
+        return f"{group}={choice} does not exist; {_nearest(choice, error.options)}choose one of {options}"
     if isinstance(error, OverrideParseException):
         return f"cannot read the argument '{error.override}': write key=value (quote lists and spaces)"
     if isinstance(error, ConfigKeyError):

@@ -1,7 +1,7 @@
 """Evaluation on fixed windows, and the unigram model that a trained GPT has to beat.
 
 Protocol: `windows` non-overlapping windows of seq_len tokens, evenly spaced over the validation split; each target is
-predicted from the tokens before it in its window (so the context is 0 to seq_len - 1 tokens, stride seq_len). Words are runs of
+predicted from the tokens before it in its window (a context of 1 to seq_len tokens, stride seq_len). Words are runs of
 characters between white space in the decoded targets, bytes are the decoded targets' UTF-8.
 """
 

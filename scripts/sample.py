@@ -1,0 +1,109 @@
+"""Generate text from a checkpoint: `python -m scripts.sample checkpoint=PATH prompt="..."`.
+
+Without `checkpoint` the newest run is taken. One sample is streamed as it is drawn; several are drawn as one batch and
+printed one after the other.
+"""
+
+import codecs
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from conf.program import program
+from data import tokenizer_from_state
+from model import GPT, GPTConfig, generate, resolve_attention
+from training.checkpoint import newest_checkpoint, open_checkpoint
+from training.hardware import HardwareConfig, set_up
+
+
+@dataclass
+class SampleSettings:
+    checkpoint: str | None = None  # a checkpoint or a run's folder; null: the newest under runs/
+    prompt: str = ""  # text to continue; empty: the end-of-text token, where a document begins
+    num_samples: int = 1
+    max_new_tokens: int = 256
+    temperature: float = 0.8  # 0: always the likeliest token
+    top_k: int | None = 200  # only the k likeliest tokens; null: all
+    top_p: float | None = None  # only the likeliest tokens that make up this probability; null: all
+    seed: int = 0
+    attention: str = "auto"  # auto | flash | naive | tiled | sdpa
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ValueError(f"num_samples={self.num_samples} must be at least 1")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+
+
+@program("sample", SampleSettings)
+def main(settings: SampleSettings, run_dir: Path) -> None:
+    hardware = set_up(settings.hardware)
+    checkpoint = open_checkpoint(settings.checkpoint or newest_checkpoint(Path("runs")))
+    tokenizer = tokenizer_from_state(checkpoint.meta["tokenizer"])
+    trained = checkpoint.meta["settings"]
+    config = GPTConfig(**trained["model"])
+    config.attention, _ = resolve_attention(settings.attention, hardware.device, hardware.dtype, config.head_dim)
+    model = GPT(config, checkpoint.meta["vocab_size"], trained["data"]["seq_len"]).to(hardware.device)
+    checkpoint.load_weights(model)
+
+    prompt = tokenizer.encode_ordinary(settings.prompt) or [tokenizer.eot_token]
+    print(f"{checkpoint.path} after {checkpoint.step} steps, seed {settings.seed}\n", file=sys.stderr)
+    samples: list[list[int]] = [[] for _ in range(settings.num_samples)]
+    stream = Stream(settings.prompt) if settings.num_samples == 1 else None
+    started = time.perf_counter()
+    with hardware.autocast():
+        for tokens in generate(
+            model,
+            torch.tensor(prompt, device=hardware.device),
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            seed=settings.seed,
+            num_samples=settings.num_samples,
+            stop_token=tokenizer.eot_token,
+        ):
+            for text, token in zip(samples, tokens.tolist(), strict=True):
+                if tokenizer.eot_token not in text[-1:]:
+                    text.append(token)
+            if stream and samples[0][-1] != tokenizer.eot_token:
+                stream.write(tokenizer.decode_bytes(samples[0][-1:]))
+    seconds = time.perf_counter() - started
+
+    texts = [tokenizer.decode_bytes([t for t in s if t != tokenizer.eot_token]) for s in samples]
+    if stream:
+        stream.close()
+    else:
+        for number, text in enumerate(texts, 1):
+            print(f"--- {number}\n{settings.prompt}{text.decode('utf-8', errors='replace')}\n")
+    drawn = sum(map(len, samples))
+    result = {
+        "checkpoint": str(checkpoint.path),
+        "step": checkpoint.step,
+        "tokens": drawn,
+        "tokens_per_second": round(drawn / seconds, 1),
+    }
+    print(json.dumps(result))
+
+
+class Stream:
+    """Print bytes as text as they come; a character whose bytes are not all there yet waits for the rest."""
+
+    def __init__(self, prompt: str) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        print(prompt, end="", flush=True)
+
+    def write(self, data: bytes) -> None:
+        print(self._decoder.decode(data), end="", flush=True)
+
+    def close(self) -> None:
+        print(self._decoder.decode(b"", final=True), end="\n\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
