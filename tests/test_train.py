@@ -1,0 +1,252 @@
+"""Whole runs, small: the loss falls, watching changes nothing, a resumed run ends with the same bits."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import SMALL, settings, small_run
+from train import train
+from training.checkpoint import open_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def records(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_digest(run_dir: Path, name: str = "last") -> str:
+    return hashlib.sha256((run_dir / "checkpoints" / name / "model.safetensors").read_bytes()).hexdigest()
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in records(run_dir) if "loss" in r}
+
+
+def test_a_run_learns_and_leaves_its_story(tmp_path):
+    run_dir = tmp_path / "run"
+    summary = train(small_run(tmp_path, "train.steps=60", "train.eval_every=20", "train.sample_tokens=5"), run_dir)
+    assert summary["val_loss"] < summary["unigram_val_loss"]
+    assert summary["steps"] == 60
+    written = {p.name for p in run_dir.iterdir()}
+    assert {"metrics.jsonl", "config.yaml", "run.json", "summary.json", "checkpoints"} <= written
+    description = json.loads((run_dir / "run.json").read_text())
+    assert description["provenance"]["versions"]["torch"] == torch.__version__.split("+")[0] or torch.__version__
+    assert description["evaluation"]["stride_tokens"] == 32
+    curve = losses(run_dir)
+    assert curve[60] < curve[1] - 1.0
+    first = records(run_dir)[0]
+    assert first["loss"] == pytest.approx(5.55, abs=0.4)  # log(257): a new model knows nothing
+    assert [r["step"] for r in records(run_dir)] == sorted({r["step"] for r in records(run_dir)})
+    meta = open_checkpoint(run_dir).meta
+    assert meta["settings"]["model"]["attention"] == "sdpa"  # the resolved name, never "auto"
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_watching_changes_nothing(tmp_path, optim):
+    """Evaluating, sampling, logging and saving more or less often: the same bits at every step."""
+    common = (f"optim={optim}", "train.steps=12", "model.dropout=0.2", "optim.warmup_steps=2")
+    seldom = small_run(tmp_path, *common, "train.log_every=1", "train.eval_every=0")
+    often = small_run(
+        tmp_path,
+        *common,
+        "train.log_every=1",
+        "train.eval_every=1",
+        "train.sample_every=2",
+        "train.sample_tokens=4",
+        "train.save_every=3",
+        "train.eval_windows=7",
+    )
+    train(seldom, tmp_path / "seldom")
+    train(often, tmp_path / "often")
+    assert losses(tmp_path / "seldom") == losses(tmp_path / "often")
+    assert weights_digest(tmp_path / "seldom") == weights_digest(tmp_path / "often")
+    logging = small_run(tmp_path, *common, "train.log_every=5", "train.eval_every=0")
+    train(logging, tmp_path / "logging")
+    assert weights_digest(tmp_path / "logging") == weights_digest(tmp_path / "seldom")
+
+
+def test_any_split_into_micro_batches_is_the_same_step(tmp_path):
+    curves = []
+    for micro_batch in (16, 8, 4):
+        run_dir = tmp_path / str(micro_batch)
+        train(
+            small_run(
+                tmp_path,
+                "train.batch_tokens=512",
+                f"train.micro_batch={micro_batch}",
+                "train.steps=8",
+                "train.log_every=1",
+                "train.eval_every=0",
+                "optim=adamw",
+                "optim.warmup_steps=1",
+            ),
+            run_dir,
+        )
+        curves.append(records(run_dir))
+    for other in curves[1:]:
+        for a, b in zip(curves[0], other, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_resume_ends_with_the_same_bits(tmp_path, optim):
+    # 2.4 epochs, so that the order of the second and third is resumed too; dropout on
+    common = (f"optim={optim}", "train.steps=40", "model.dropout=0.1", "train.log_every=1", "train.eval_every=8")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(small_run(tmp_path, *common, "train.save_every=23"), whole)
+    train(small_run(tmp_path, *common, "train.save_every=23"), parts)
+    resumed = parts / "checkpoints" / "step_000023"
+    train(small_run(tmp_path, *common, "train.save_every=23", f"resume={resumed}"), parts)
+    assert weights_digest(parts) == weights_digest(whole)
+    assert losses(parts) == losses(whole)
+    assert [r["step"] for r in records(parts)] == list(range(1, 41))
+    a, b = (open_checkpoint(p).load_state()["optimiser"] for p in (whole, parts))
+    assert str(a) == str(b)
+
+
+def test_backends_train_alike(tmp_path):
+    curves = {}
+    for attention in ("naive", "tiled", "sdpa", "flash"):
+        if attention == "flash" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("flash needs a GPU or TRITON_INTERPRET=1")
+        run_dir = tmp_path / attention
+        overrides = (
+            "train.steps=3",
+            "train.log_every=1",
+            "train.eval_every=0",
+            "optim.warmup_steps=1",
+            "data.seq_len=16",
+        )
+        small = ("train.batch_tokens=64", f"model.attention={attention}", "train.eval_windows=1")
+        train(small_run(tmp_path, *overrides, *small), run_dir)
+        curves[attention] = losses(run_dir)
+    for attention, curve in curves.items():
+        assert curve == pytest.approx(curves["naive"], abs=1e-5), attention
+
+
+def test_a_window_longer_than_the_data_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.seq_len=4096"):
+        train(small_run(tmp_path, "data.seq_len=4096", "train.batch_tokens=4096"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def command(tmp_path: Path, *arguments: str) -> list[str]:
+    return [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "data=text",
+        f"data.files={tmp_path / 'corpus.txt'}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        *SMALL,
+        *arguments,
+    ]
+
+
+def test_the_command_line_end_to_end(tmp_path):
+    small_run(tmp_path)  # writes the corpus
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [*command(tmp_path, "train.steps=12", "train.sample_tokens=8"), "logger.wandb=auto"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = (tmp_path / "runs" / "quickstart").iterdir()
+    assert str(run_dir.relative_to(tmp_path)) in done.stdout
+    assert "attention  sdpa" in done.stdout
+    assert "a sample after 12 steps" in done.stdout
+    assert "wandb offline" in done.stdout
+    assert list((run_dir / "wandb").glob("offline-run-*"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "corpus.txt", "runs"]  # nothing strays
+
+    sampled = subprocess.run(
+        [sys.executable, "-m", "scripts.sample", "prompt=the ", "max_new_tokens=9", "num_samples=2", "hardware=cpu"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert sampled.returncode == 0, sampled.stderr
+    assert sampled.stdout.count("the ") >= 2
+    assert json.loads(sampled.stdout.splitlines()[-1])["step"] == 12
+
+
+def test_ctrl_c_saves_and_leaves(tmp_path):
+    small_run(tmp_path)
+    process = subprocess.Popen(
+        command(tmp_path, "train.steps=100000", "train.log_every=1", "train.eval_every=0"),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("step      3"):
+            process.send_signal(signal.SIGINT)
+            break
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    (run_dir,) = (tmp_path / "runs" / "quickstart").iterdir()
+    assert open_checkpoint(run_dir).step == records(run_dir)[-1]["step"] >= 3
+
+
+def test_multirun_makes_one_folder_a_value(tmp_path):
+    small_run(tmp_path)
+    done = subprocess.run(
+        command(tmp_path, "-m", "optim.lr=1e-3,3e-4", "train.steps=2", "optim.warmup_steps=1"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rates = sorted(
+        json.loads(p.read_text().splitlines()[-1])["lr"] for p in tmp_path.glob("runs/quickstart/*/*/metrics.jsonl")
+    )
+    assert rates == pytest.approx([3e-4 * 0.1, 1e-3 * 0.1], rel=10)
+    assert len(rates) == 2
+    assert rates[0] != rates[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 1e-2)])
+def test_backends_give_one_loss_curve_on_the_gpu(tmp_path, dtype, bound):
+    """Fifty steps of a small GPT; the largest difference to naive."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    curves = {}
+    for attention in ("naive", "tiled", "sdpa", "flash"):
+        run_dir = tmp_path / attention
+        composed = settings(
+            "data=embedded",
+            f"data.cache_dir={tmp_path / 'cache'}",
+            "logger.wandb=disabled",
+            "train.steps=50",
+            "train.log_every=1",
+            "train.eval_every=0",
+            "train.sample_tokens=0",
+            f"model.attention={attention}",
+            f"hardware.dtype={dtype}",
+            "hardware.tf32=false",
+            "hardware.compile=false",
+        )
+        train(composed, run_dir)
+        curves[attention] = losses(run_dir)
+    for attention, curve in curves.items():
+        worst = max(abs(curve[step] - curves["naive"][step]) for step in curve)
+        print(f"{dtype} {attention}: largest difference to naive {worst:.2e}")
+        assert worst < bound, attention

@@ -1,0 +1,291 @@
+"""The training room: schedule, optimisers, FLOPs, checkpoints, the log."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from training import checkpoint as checkpoints
+from training.flops import flops_per_token, mfu
+from training.hardware import HardwareConfig, set_up
+from training.optim import OptimConfig, Optimiser, lr_factor
+from training.runlog import LoggerConfig, RunLog
+
+
+class Net(nn.Module):
+    """Names and shapes like the GPT's: an embedding, a block with a matrix and a vector, tied output."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.blocks = nn.ModuleList([nn.ModuleDict({"linear": nn.Linear(4, 4, bias=False), "norm": nn.RMSNorm(4)})])
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        block = self.blocks[0]
+        return self.head(block["norm"](block["linear"](self.embedding(x))))
+
+
+# --- schedule
+
+
+def test_warmup_is_linear_and_ends_at_the_peak():
+    config = OptimConfig(warmup_steps=4)
+    assert [lr_factor(step, 100, config) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_cosine_values():
+    config = OptimConfig(warmup_steps=10, min_lr_ratio=0.1)
+    assert lr_factor(10, 110, config) == pytest.approx(1.0)
+    assert lr_factor(60, 110, config) == pytest.approx(0.55)  # half-way: the mean of both ends
+    assert lr_factor(110, 110, config) == pytest.approx(0.1)
+
+
+def test_wsd_is_flat_then_linear():
+    config = OptimConfig(schedule="wsd", warmup_steps=10, decay_fraction=0.2, min_lr_ratio=0.0)
+    assert {lr_factor(step, 100, config) for step in range(10, 81)} == {1.0}
+    assert lr_factor(90, 100, config) == pytest.approx(0.5)
+    assert lr_factor(99, 100, config) == pytest.approx(0.05)
+
+
+def test_no_warmup():
+    assert lr_factor(0, 10, OptimConfig(warmup_steps=0, schedule="constant")) == 1.0
+
+
+# --- optimisers
+
+
+def test_weight_decay_acts_on_matrices_only():
+    optimiser = Optimiser(Net(), OptimConfig(weight_decay=0.1))
+    decay = {p.ndim: g["weight_decay"] for part in optimiser.parts for g in part.param_groups for p in g["params"]}
+    assert decay == {2: 0.1, 1: 0.0}
+
+
+def test_muon_takes_the_hidden_matrices_and_nothing_else():
+    net = Net()
+    adamw, muon = Optimiser(net, OptimConfig(name="muon")).parts
+    assert [p for g in muon.param_groups for p in g["params"]] == [net.blocks[0]["linear"].weight]
+    assert len([p for g in adamw.param_groups for p in g["params"]]) == 2  # the embedding (once, though tied), the norm
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_optimiser_learns_clips_and_round_trips(name):
+    torch.manual_seed(0)
+    net, tokens = Net(), torch.randint(11, (64,))
+    optimiser = Optimiser(net, OptimConfig(name=name, lr=0.05, grad_clip=0.5, weight_decay=0.0))
+    losses = []
+    for _ in range(60):
+        loss = nn.functional.cross_entropy(net(tokens), tokens)
+        loss.backward()
+        norm = optimiser.step()
+        losses.append(loss.item())
+        assert norm > 0
+        assert all(p.grad is None for p in net.parameters())
+    assert losses[-1] < 0.5 * losses[0]
+    other = Optimiser(net, OptimConfig(name=name))
+    other.load_state_dict(optimiser.state_dict())
+    assert str(other.state_dict()) == str(optimiser.state_dict())
+
+
+def test_clipping_bounds_the_gradient():
+    net = Net()
+    optimiser = Optimiser(net, OptimConfig(grad_clip=1e-3))
+    seen = {}
+    optimiser.parts[0].step = lambda: seen.update(
+        norm=torch.cat([p.grad.flatten() for p in optimiser.parameters]).norm().item()
+    )
+    net(torch.arange(11)).square().sum().backward()
+    before = optimiser.step()
+    assert before > 1e-3
+    assert seen["norm"] == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_lr_factor_scales_every_group_from_its_own_peak():
+    optimiser = Optimiser(Net(), OptimConfig(name="muon", lr=1e-3, muon_lr=0.02))
+    optimiser.set_lr_factor(0.5)
+    assert [part.param_groups[0]["lr"] for part in optimiser.parts] == [5e-4, 0.01]
+    optimiser.set_lr_factor(0.25)  # not cumulative
+    assert optimiser.lr == 2.5e-4
+
+
+# --- FLOPs
+
+
+def test_flops_by_hand():
+    # one layer, one head of 2: 4 * 2 = 8 FLOPs a pair forward, 24 with the backward
+    counted = flops_per_token(matmul_parameters=10, num_layers=1, num_heads=1, head_dim=2, seq_len=3)
+    assert counted == {"causal": 60 + 24 * 2, "full": 60 + 24 * 3}  # a causal token sees 2 of 3 on average
+
+
+def test_flops_of_gpt2_are_nanogpts():
+    # nanoGPT's estimate: 6 N + 12 L H Q T with N = 123.6 M, L, H, Q, T = 12, 12, 64, 1024
+    counted = flops_per_token(matmul_parameters=123_587_328, num_layers=12, num_heads=12, head_dim=64, seq_len=1024)
+    assert counted["full"] == 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024
+
+
+def test_mfu_is_absent_where_the_peak_is_unknown():
+    assert mfu(1e9, 1e5, None) is None
+    assert mfu(1e9, 1e5, 1e15) == pytest.approx(0.1)
+
+
+# --- hardware
+
+
+def test_named_hardware_that_is_absent_raises():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="hardware.device=cuda .*use hardware.device=cpu"):
+        set_up(HardwareConfig(device="cuda"))
+
+
+def test_cpu_defaults_to_float32_and_eager():
+    hardware = set_up(HardwareConfig(device="cpu"))
+    assert (hardware.dtype, hardware.compile, hardware.peak_memory_gib()) == (torch.float32, False, None)
+
+
+# --- checkpoints
+
+
+def save(folder, net, step, *, best=False):
+    meta = {"step": step, "vocab_size": 11, "settings": {"model": {"n_embd": 4}}}
+    return checkpoints.save(folder, net, {"value": torch.tensor(step)}, meta, best=best)
+
+
+def test_checkpoint_round_trip(tmp_path):
+    net, other = Net(), Net()
+    save(tmp_path, net, 3, best=True)
+    opened = checkpoints.open_checkpoint(tmp_path / "last")
+    opened.load_weights(other)
+    assert opened.step == 3
+    assert opened.load_state()["value"] == 3
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, dict(other.named_parameters())[name])
+    assert other.head.weight is other.embedding.weight
+    assert (tmp_path / "best").resolve() == opened.path
+
+
+def test_links_move_and_pruning_keeps_last_best_and_milestones(tmp_path):
+    net = Net()
+    for step in (10, 15, 20, 25):
+        save(tmp_path, net, step, best=step == 15)
+        checkpoints.prune(tmp_path, save_every=10)
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == [f"step_{s:06d}" for s in (10, 15, 20, 25)]
+    checkpoints.prune(tmp_path, save_every=0)
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000015", "step_000025"]
+
+
+def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    net = Net()
+    save(tmp_path, net, 1)
+
+    def full_disk(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.torch, "save", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, net, 2)
+    assert checkpoints.open_checkpoint(tmp_path / "last").step == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step_000001"]
+
+
+def test_a_pickle_with_code_is_not_run(tmp_path):
+    path = save(tmp_path, Net(), 1)
+
+    class Bomb:
+        def __reduce__(self):
+            return (print, ("boom",))
+
+    torch.save({"x": Bomb()}, path / checkpoints.STATE)
+    with pytest.raises(Exception, match=r"weights_only|Weights only"):
+        checkpoints.open_checkpoint(path).load_state()
+
+
+@pytest.mark.parametrize("missing", [checkpoints.META, checkpoints.WEIGHTS, checkpoints.STATE])
+def test_an_incomplete_checkpoint_is_named(tmp_path, missing):
+    path = save(tmp_path, Net(), 1)
+    (path / missing).unlink()
+    with pytest.raises(ValueError, match=missing):
+        checkpoints.open_checkpoint(path)
+
+
+def test_another_model_is_refused_by_key(tmp_path):
+    opened = checkpoints.open_checkpoint(save(tmp_path, Net(), 5))
+    opened.refuse_unless_same({"n_embd": 4}, 11, steps=9)
+    with pytest.raises(ValueError, match=r"model.n_embd=4, this run has 8"):
+        opened.refuse_unless_same({"n_embd": 8}, 11, steps=9)
+    with pytest.raises(ValueError, match="vocabulary of 11"):
+        opened.refuse_unless_same({"n_embd": 4}, 12, steps=9)
+    with pytest.raises(ValueError, match=r"raise train\.steps"):
+        opened.refuse_unless_same({"n_embd": 4}, 11, steps=5)
+
+
+def test_random_states_round_trip():
+    states = checkpoints.random_states()
+    first = torch.rand(3)
+    checkpoints.restore_random_states(states)
+    assert torch.equal(first, torch.rand(3))
+
+
+# --- the log
+
+
+def log(tmp_path, **kwargs):
+    return RunLog(tmp_path, LoggerConfig(wandb="disabled"), {}, **({"first_step": 0, "steps": 9} | kwargs))
+
+
+def records(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_are_one_json_object_a_step(tmp_path):
+    with log(tmp_path) as opened:
+        opened.metrics(1, {"loss": 2.5, "mfu": None})
+        opened.metrics(2, {"loss": math.inf})
+    assert records(tmp_path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}]
+
+
+def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
+    with log(tmp_path) as opened:
+        for step in (1, 2, 3):
+            opened.metrics(step, {"loss": float(step)})
+    with log(tmp_path, first_step=2) as opened:
+        opened.metrics(3, {"loss": 9.0})
+    assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path):
+    with log(tmp_path) as opened:
+        opened.metrics(1, {"loss": 1.0})
+    with pytest.raises(ValueError, match="already holds a run"):
+        log(tmp_path)
+
+
+def test_wandb_is_offline_without_a_login(tmp_path, monkeypatch):
+    from training import runlog
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not runlog._has_wandb_login()
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password " + "0" * 40 + "\n")
+    assert runlog._has_wandb_login()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080/")
+    assert not runlog._has_wandb_login()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert runlog._has_wandb_login()
+
+
+def test_a_failing_wandb_does_not_stop_the_run(tmp_path, capsys):
+    class Broken:
+        def log(self, values):
+            raise RuntimeError("no more")
+
+    with log(tmp_path) as opened:
+        opened._wandb = Broken()
+        opened.metrics(1, {"loss": 1.0})
+        opened.metrics(2, {"loss": 1.0})
+    assert len(records(tmp_path)) == 2
+    assert capsys.readouterr().out.count("goes on without it") == 1
