@@ -17,11 +17,10 @@ import torch
 from conf.program import program
 from conf.schema import Settings
 from data import Dataset, Prefetcher, TokenBatches, fixed_windows, open_dataset, tokenizer_state
-from kernels.device import dense_peak_flops
 from model import GPT, generate, resolve_attention
 from training import checkpoint as checkpoints
 from training.evaluate import EvaluationSet, evaluate, unigram_loss
-from training.flops import flops_per_token, mfu
+from training.flops import flops_per_token, mfu, peak_flops
 from training.hardware import Hardware, set_up
 from training.optim import Optimiser, lr_factor
 from training.provenance import provenance, write_description
@@ -72,7 +71,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         head_dim=settings.model.head_dim,
         seq_len=settings.data.seq_len,
     )
-    peak_flops = dense_peak_flops(hardware.device, hardware.dtype)
+    peak = peak_flops(hardware.device, hardware.dtype)
 
     log = RunLog(run_dir, settings.logger, asdict(settings), first_step=first_step, steps=config.steps)
     write_description(run_dir, asdict(settings), dataset.manifest, evaluation.protocol)
@@ -132,8 +131,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
                     "tokens": step * config.batch_tokens,
                     "seconds": time.perf_counter() - began,
                     "tokens_per_second": rate,
-                    "mfu": mfu(flops["causal"], rate, peak_flops),
-                    "mfu_full": mfu(flops["full"], rate, peak_flops),
+                    "mfu": mfu(flops["causal"], rate, peak),
+                    "mfu_full": mfu(flops["full"], rate, peak),
                     "peak_memory_gib": hardware.peak_memory_gib(),
                 }
             is_best = False

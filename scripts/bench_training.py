@@ -22,10 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conf.program import program
 from conf.schema import Settings
-from kernels.device import dense_peak_flops
 from model import GPT, resolve_attention
 from train import training_step
-from training.flops import flops_per_token, mfu
+from training.flops import flops_per_token, mfu, peak_flops
 from training.hardware import Hardware, set_up
 from training.optim import Optimiser
 from training.provenance import provenance
@@ -96,14 +95,14 @@ def measure(settings: BenchSettings, attention: str, seq_len: int, hardware: Har
             head_dim=config.head_dim,
             seq_len=seq_len,
         )
-        peak_flops = dense_peak_flops(hardware.device, hardware.dtype)
+        chip_peak = peak_flops(hardware.device, hardware.dtype)
         row |= {
             "tokens_per_second": round(rate),
             "step_ms": round(1e3 * statistics.median(seconds), 2),
             "step_ms_fastest": round(1e3 * min(seconds), 2),
             "step_ms_slowest": round(1e3 * max(seconds), 2),
-            "mfu": mfu(flops["causal"], rate, peak_flops),
-            "mfu_full": mfu(flops["full"], rate, peak_flops),
+            "mfu": mfu(flops["causal"], rate, chip_peak),
+            "mfu_full": mfu(flops["full"], rate, chip_peak),
             "peak_memory_gib": peak,
         }
         del model

@@ -137,7 +137,7 @@ def test_mfu_is_absent_where_the_peak_is_unknown():
 def test_named_hardware_that_is_absent_raises():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match="hardware.device=cuda .*use hardware.device=cpu"):
+    with pytest.raises(ValueError, match=r"hardware\.device=cuda .*use hardware.device=cpu"):
         set_up(HardwareConfig(device="cuda"))
 
 

@@ -7,6 +7,17 @@ alike. Two conventions for the pairs of a causal mask are in use and differ by 2
 `causal` counts the pairs that are visible, (N + 1) / 2 a token; `full` counts all N (PaLM, appendix B; nanoGPT).
 """
 
+import torch
+
+from kernels.device import dense_bf16_peak_flops
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Dense FLOP/s of the chip's tensor cores in bfloat16; None for other formats and for chips that are not known."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    return dense_bf16_peak_flops(torch.cuda.get_device_name(device))
+
 
 def flops_per_token(
     *, matmul_parameters: int, num_layers: int, num_heads: int, head_dim: int, seq_len: int
