@@ -1,0 +1,405 @@
+"""Forward pass for Hopper (sm_90a), in Gluon: TMA, asynchronous wgmma, specialised warps."""
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels import hopper_tma as tma
+
+LN_2 = gl.constexpr(math.log(2.0))
+LOG2_E = 1.0 / math.log(2.0)
+
+
+@gluon.jit
+def _slot(step, STAGES: gl.constexpr):
+    """Stage of a ring and phase of its barriers at the step-th use."""
+    if STAGES == 2:
+        return step & 1, (step >> 1) & 1
+    else:
+        return step % STAGES, (step // STAGES) & 1
+
+
+@gluon.jit
+def _owned_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL: gl.constexpr):
+    """The (query tile, batch * head) of this program's turn.
+
+    Tiles are ordered by section of heads whose K and V stay in L2 together, inside a section longest first.
+    Programs take them in turns, back and forth, so that nobody always gets the longest of a turn.
+    """
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    place = gl.where(turn % 2 == 0, program, programs - 1 - program)
+    index = turn * programs + place
+    section = index // (num_tiles * heads_per_section)
+    first_head = section * heads_per_section
+    rest = index - first_head * num_tiles
+    heads_here = gl.minimum(heads_per_section, num_heads - first_head)
+    tile = rest // heads_here
+    head = first_head + rest - tile * heads_here
+    if CAUSAL:
+        tile = num_tiles - 1 - tile
+    return tile, head
+
+
+@gluon.jit
+def _num_turns(num_tiles, num_heads):
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    total = num_tiles * num_heads
+    whole = total // programs
+    place = gl.where(whole % 2 == 0, program, programs - 1 - program)
+    return whole + gl.where(whole * programs + place < total, 1, 0)
+
+
+@gluon.jit
+def _key_tiles(row, ROWS: gl.constexpr, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Key tiles that rows row .. row + ROWS visit, as (all, those that need no mask). At least one is visited:
+    its mask then gives the rows that see nothing their zeros."""
+    if CAUSAL:
+        seen_by_first = gl.minimum(gl.maximum(row + 1 + num_k - num_q, 0), num_k)
+        seen_by_last = gl.minimum(gl.maximum(gl.minimum(row + ROWS, num_q) + num_k - num_q, 0), num_k)
+    else:
+        seen_by_first = num_k
+        seen_by_last = num_k
+    return gl.maximum((seen_by_last + BLOCK_K - 1) // BLOCK_K, 1), seen_by_first // BLOCK_K
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, tiles, barriers, sizes,
+    HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_smem, k_smem, v_smem, o_smem = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section = sizes
+    q_bytes: gl.constexpr = 64 * HEAD_DIM * 2
+    k_bytes: gl.constexpr = BLOCK_K * HEAD_DIM * 2
+    q_tile4: gl.constexpr = [1, 1, 64, HEAD_DIM]
+    k_tile4: gl.constexpr = [1, 1, BLOCK_K, HEAD_DIM]
+    num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
+    step = 0
+    for turn in range(_num_turns(num_tiles, num_batch_heads)):
+        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, CAUSAL)
+        batch = batch_head // num_heads
+        head = batch_head - batch * num_heads
+        kv_head = head // group_size
+        row = tile * 64 * CONSUMERS
+        visited, _ = _key_tiles(row, 64 * CONSUMERS, num_q, num_k, CAUSAL, BLOCK_K)
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+            mbarrier.expect(q_full.index(c), q_bytes)
+            tma.load(
+                q_desc, [batch, head, row + 64 * c, 0], q_full.index(c),
+                q_smem.index(c)._reinterpret(q_desc.dtype, q_tile4, q_desc.layout),
+            )  # fmt: skip
+        for i in range(visited):
+            key = (visited - 1 - i) * BLOCK_K
+            stage, phase = _slot(step, STAGES)
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), k_bytes)
+            tma.load(
+                k_desc, [batch, kv_head, key, 0], k_full.index(stage),
+                k_smem.index(stage)._reinterpret(k_desc.dtype, k_tile4, k_desc.layout),
+            )  # fmt: skip
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), k_bytes)
+            tma.load(
+                v_desc, [batch, kv_head, key, 0], v_full.index(stage),
+                v_smem.index(stage)._reinterpret(v_desc.dtype, k_tile4, v_desc.layout),
+            )  # fmt: skip
+            step += 1
+
+
+@gluon.jit
+def _take_baton(CONSUMER: gl.constexpr, PING_PONG: gl.constexpr):
+    if PING_PONG:
+        tma.named_barrier("bar.sync", 9 + CONSUMER, 256)
+
+
+@gluon.jit
+def _pass_baton(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr):
+    if PING_PONG:
+        tma.named_barrier("bar.arrive", 9 + (CONSUMER + 1) % CONSUMERS, 256)
+
+
+@gluon.jit
+def _hide(scores, row, key, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, layout: gl.constexpr):
+    """-inf where the key lies past the end or, causal, where it lies to the right of the diagonal."""
+    cols = key + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))[None, :]
+    if CAUSAL:
+        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
+        limit = gl.minimum(rows + (num_k - num_q + 1), num_k)
+        return gl.where(cols < limit, scores, -float("inf"))
+    else:
+        return gl.where(cols < num_k, scores, -float("inf"))
+
+
+@gluon.jit
+def _thread_sums(probs, BLOCK_K: gl.constexpr):
+    """Sum probs (64, BLOCK_K) over the columns that one thread holds: (64, 8), no shuffle."""
+    return gl.sum(gl.reshape(probs, [64, BLOCK_K // 8, 8]), 1)
+
+
+@gluon.jit
+def _pack(probs, dtype: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Round pairs of neighbouring columns into one int32: (64, BLOCK_K) fp32 -> (64, BLOCK_K / 2).
+
+    Carried around the loop as 16-bit values, P costs a move for every register twice an iteration.
+    """
+    even, odd = gl.split(gl.reshape(probs, [64, BLOCK_K // 2, 2]))
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def _unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.constexpr):
+    """The (64, BLOCK_K) left operand of P V from `_pack`'s integers: no instruction, only names."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    probs = gl.reshape(gl.join(even, odd), [64, BLOCK_K]).to(dtype, bitcast=True)
+    return gl.convert_layout(probs, p_layout)
+
+
+@gluon.jit
+def _softmax_step(
+    q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    step, more, acc, probs, running_max, running_sum, row, key, num_q, num_k, scale_log2,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr,
+    s_layout: gl.constexpr, p_layout: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of key tile `step` while the tensor cores add the previous tile's P V to acc."""
+    stage, _ = _slot(step, STAGES)
+    last_stage, last_phase = _slot(step - 1, STAGES)
+    _take_baton(CONSUMER, PING_PONG)
+    scores = warpgroup_mma(
+        q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_K], gl.float32, s_layout),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    mbarrier.wait(v_full.index(last_stage), last_phase)
+    acc = warpgroup_mma(_unpack(probs, v_smem.dtype, BLOCK_K, p_layout), v_smem.index(last_stage), acc, is_async=True)
+    _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    if MASKED:
+        scores = _hide(scores, row, key, num_q, num_k, CAUSAL, BLOCK_K, s_layout)
+    new_max = gl.maximum(running_max, gl.max(scores, 1))
+    if MASKED:
+        # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
+        base = gl.where(new_max == -float("inf"), 0.0, new_max)
+    else:
+        base = new_max
+    base_log2 = base * scale_log2
+    rescale = gl.exp2(running_max * scale_log2 - base_log2)
+    p = gl.exp2(scores * scale_log2 - base_log2[:, None])
+    sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
+    running_sum = running_sum * gl.convert_layout(rescale, sum_layout)[:, None] + _thread_sums(p, BLOCK_K)
+    # waiting here for the next keys (they have long arrived) also ends a basic block: without it ptxas moves
+    # the wait for P V in front of the exponentials, and they no longer overlap
+    next_stage, next_phase = _slot(step + 1, STAGES)
+    mbarrier.wait(k_full.index(next_stage), next_phase, pred=more)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(v_empty.index(last_stage), count=1)
+    probs = _pack(p, v_smem.dtype, BLOCK_K)  # not earlier: the old P's registers are free only now
+    acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
+    return acc, probs, new_max, running_sum
+
+
+@gluon.jit
+def _consumer(
+    o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+    HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    q_smem, k_smem, v_smem, o_smem = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section = sizes
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    dtype: gl.constexpr = o_desc.dtype
+    q_tile = q_smem.index(CONSUMER)
+    o_tile = o_smem.index(CONSUMER)
+    num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
+    if PING_PONG and CONSUMER == CONSUMERS - 1:
+        _pass_baton(CONSUMER, CONSUMERS, True)  # the first consumer begins
+    step = 0
+    for turn in range(_num_turns(num_tiles, num_batch_heads)):
+        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, CAUSAL)
+        first_row = tile * 64 * CONSUMERS
+        row = first_row + 64 * CONSUMER
+        loaded, _ = _key_tiles(first_row, 64 * CONSUMERS, num_q, num_k, CAUSAL, BLOCK_K)
+        visited, unmasked = _key_tiles(row, 64, num_q, num_k, CAUSAL, BLOCK_K)
+        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+
+        # tiles that only later rows of the program see: hand them back
+        for _ in range(loaded - visited):
+            stage, phase = _slot(step, STAGES)
+            mbarrier.wait(k_full.index(stage), phase)
+            _take_baton(CONSUMER, PING_PONG)
+            _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.wait(v_full.index(stage), phase)
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            step += 1
+
+        # the rightmost tile: masked, nothing to rescale
+        stage, phase = _slot(step, STAGES)
+        mbarrier.wait(k_full.index(stage), phase)
+        _take_baton(CONSUMER, PING_PONG)
+        scores = warpgroup_mma(
+            q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_K], gl.float32, s_layout),
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        scores = _hide(scores, row, (visited - 1) * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_K, s_layout)
+        running_max = gl.max(scores, 1)
+        base = gl.where(running_max == -float("inf"), 0.0, running_max)
+        p = gl.exp2(scores * scale_log2 - (base * scale_log2)[:, None])
+        running_sum = _thread_sums(p, BLOCK_K)
+        probs = _pack(p, dtype, BLOCK_K)
+        acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
+        first = step + 1
+        end = step + visited
+        stage, phase = _slot(first, STAGES)
+        mbarrier.wait(k_full.index(stage), phase, pred=first < end)
+        full_from = end - gl.minimum(unmasked, visited - 1)
+        if CAUSAL:
+            for step in range(first, full_from):
+                acc, probs, running_max, running_sum = _softmax_step(
+                    q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                    step, step + 1 < end, acc, probs, running_max, running_sum,
+                    row, (end - 1 - step) * BLOCK_K, num_q, num_k, scale_log2,
+                    True, CAUSAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
+                )  # fmt: skip
+        for step in range(full_from, end):
+            acc, probs, running_max, running_sum = _softmax_step(
+                q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                step, step + 1 < end, acc, probs, running_max, running_sum, row, 0, num_q, num_k, scale_log2,
+                False, CAUSAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
+            )  # fmt: skip
+        step = end
+        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+
+        last_stage, last_phase = _slot(step - 1, STAGES)
+        mbarrier.wait(v_full.index(last_stage), last_phase)
+        acc = warpgroup_mma(_unpack(probs, dtype, BLOCK_K, p_layout), v_smem.index(last_stage), acc, is_async=True)
+        # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
+        row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
+        row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
+        lse = (running_max * scale_log2 + gl.log2(row_sum)) * LN_2
+        inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
+        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+        gl.store(lse_ptr + batch_head.to(gl.int64) * num_q + rows, lse, mask=rows < num_q)
+        tma.store_wait(0)  # the previous tile's O has left its buffer
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(last_stage), count=1)
+        o_tile.store((acc * inverse[:, None]).to(dtype))
+        fence_async_shared()
+        batch = batch_head // num_heads
+        tma.store(
+            o_desc, [batch, batch_head - batch * num_heads, row, 0],
+            o_tile._reinterpret(dtype, [1, 1, 64, HEAD_DIM], o_desc.layout),
+        )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_heads", "group_size", "num_batch_heads", "num_q", "num_k", "heads_per_section"])
+def hopper_fwd_kernel(
+    q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows
+    k_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
+    v_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
+    o_desc,  # (B, Hq, Nq, D), tiles of 64 rows
+    lse_ptr,  # (B, Hq, Nq) fp32, contiguous, natural logarithm
+    num_heads,  # Hq
+    group_size,  # Hq // Hkv
+    num_batch_heads,  # B * Hq
+    num_q,
+    num_k,
+    heads_per_section,
+    scale_log2,  # scale * log2(e), positive
+    HEAD_DIM: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, HEAD_DIM], q_layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, HEAD_DIM], k_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, HEAD_DIM], k_layout)
+    o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, HEAD_DIM], q_layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(c), count=1)
+        mbarrier.init(q_empty.index(c), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+    fence_async_shared()
+
+    tiles = (q_smem, k_smem, v_smem, o_smem)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 2)),
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
+            ],
+            [4, 4, 1], [160, 160, 24],
+        )  # fmt: skip
+
+
+def descriptor():
+    raise NotImplementedError
