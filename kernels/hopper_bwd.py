@@ -1,6 +1,23 @@
-"""Backward pass for Hopper (sm_90a), in Gluon: one fused kernel between a pre- and a post-kernel."""
+"""Backward pass for Hopper (sm_90a), in Gluon: one fused kernel between a pre- and a post-kernel.
 
-import math
+Roles. A program owns 128 keys of one KV head. Eight consumer warps hold dK and dV in registers; one producer
+warp streams the query tiles (Q with LSE, dO with delta) of all query heads of the group past them.
+
+One step, scores transposed so that P^T and dS^T are left operands from registers (wait n: all but n are done):
+
+    tensor cores   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dQ = dS K      | dK += dS^T Q
+    other units                  exp2: P^T       dS^T -> shared                  dQ -> shared, TMA reduce-add
+    waits                      1               1              0               1               0
+
+Barriers (mbarriers; stage s of a ring of STAGES):
+    k_full, v_full   this program's keys and values have arrived
+    q_full[s]        Q and LSE have arrived      q_empty[s]    S^T and dK with them are done
+    do_full[s]       dO and delta have arrived   do_empty[s]   dP^T and dV with them are done
+
+dQ is summed in fp32 in global memory by bulk adds whose order varies from run to run; dK and dV have one owner.
+"""
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,10 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels import hopper_tma as tma
-from kernels.hopper_fwd import LOG2_E, descriptor
+from kernels.hopper_fwd import LOG2_E, heads_per_section
 
-BLOCK_Q = 64  # queries in a step; 128 spill
-BLOCK_K = 128  # keys that a program owns: two warpgroups of 64
+LOG2_E_CONSTANT = tl.constexpr(LOG2_E)
+ROWS = 64  # of a program of the two memory-bound kernels; any that fills the loads' vectors will do
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded"])
@@ -61,7 +78,7 @@ def _before_kernel(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + batch_head.to(tl.int64) * num_q + rows, mask=inside, other=0.0)
     padded = batch_head.to(tl.int64) * num_q_padded + rows
-    tl.store(lse_log2_ptr + padded, tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634))
+    tl.store(lse_log2_ptr + padded, tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E_CONSTANT))
     tl.store(delta_ptr + padded, delta)
     tl.store(dq_sum_ptr + padded[:, None] * HEAD_DIM + cols, tl.zeros([ROWS, HEAD_DIM], tl.float32))
 
@@ -183,10 +200,22 @@ def _producer(
 
 
 @gluon.jit
+def _scores(k_smem, q_smem, q_full, step, more, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+    """Issue S^T = K Q^T of a step. With no more steps it multiplies stale tiles, and nobody looks at the result."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_Q, 16])
+    stage, phase = _slot(step, STAGES)
+    mbarrier.wait(q_full.index(stage), phase, pred=more)
+    return warpgroup_mma(
+        k_smem, q_smem.index(stage).permute((1, 0)), gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, s_layout),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _gradient_step(
-    dq_desc, tiles, barriers, dq_row, step, row, key, num_q, num_k, scale_log2, dk, dv,
+    dq_desc, tiles, barriers, dq_row, step, num_steps, row, key, num_q, num_k, scale_log2, scores, dk, dv,
     MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One query tile: its share of dK and dV, and this key tile's share of its dQ."""
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = tiles
@@ -199,11 +228,9 @@ def _gradient_step(
     dtype: gl.constexpr = k_smem.dtype
     stage, phase = _slot(step, STAGES)
 
-    mbarrier.wait(q_full.index(stage), phase)
-    scores = warpgroup_mma(
-        k_smem, q_smem.index(stage).permute((1, 0)), gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, s_layout),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
+    next_scores = scores
+    if not EARLY:
+        scores = _scores(k_smem, q_smem, q_full, step, True, BLOCK_Q, BLOCK_K, STAGES)
     lse = lse_smem.index(stage).load(columns)
     mbarrier.wait(do_full.index(stage), phase)
     dp = warpgroup_mma(
@@ -232,26 +259,34 @@ def _gradient_step(
         use_acc=False, is_async=True,
     )  # fmt: skip
     dk = warpgroup_mma(gl.convert_layout(ds, operand), q_smem.index(stage), dk, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=(dq,))
+    if EARLY:
+        next_scores = _scores(k_smem, q_smem, q_full, step + 1, step + 1 < num_steps, BLOCK_Q, BLOCK_K, STAGES)
+        dq = warpgroup_mma_wait(2, deps=(dq,))
+    else:
+        dq = warpgroup_mma_wait(1, deps=(dq,))
     tma.store_wait(0)
     dq_smem.store(dq)
     fence_async_shared()
     tma.reduce_add(dq_desc, [dq_row + row, 0], dq_smem)
-    dk = warpgroup_mma_wait(0, deps=(dk,))
+    if EARLY:
+        dk = warpgroup_mma_wait(1, deps=(dk,))
+    else:
+        dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(q_empty.index(stage), count=1)
-    return dk, dv
+    return next_scores, dk, dv
 
 
 @gluon.jit
 def _consumer(
     descriptors, tiles, barriers, sizes, num_q_padded, scale, scale_log2,
     HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     dq_desc, dk_desc, dv_desc = descriptors
-    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = tiles
+    k_smem, v_smem, q_smem = tiles[0], tiles[1], tiles[2]
     k_full, v_full, q_full, q_empty, do_full, do_empty = barriers
     num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section = sizes
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_Q, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
     num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
     tile, batch_kv_head = _owned_keys(num_tiles, num_batch_kv_heads, heads_per_section)
@@ -265,19 +300,28 @@ def _consumer(
     dv = gl.zeros([BLOCK_K, HEAD_DIM], gl.float32, dk_layout)
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0, pred=first < end)
+    num_steps = group_size * (end - first)
+    if EARLY:
+        scores = _scores(k_smem, q_smem, q_full, 0, num_steps > 0, BLOCK_Q, BLOCK_K, STAGES)
+    else:
+        scores = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, s_layout)  # a name only: the step makes its own
     for member in range(group_size):
         dq_row = (batch * num_heads + kv_head * group_size + member) * num_q_padded
         before = member * (end - first) - first
         for i in range(first, full_from):
-            dk, dv = _gradient_step(
-                dq_desc, tiles, ring, dq_row, before + i, i * BLOCK_Q, key, num_q, num_k, scale_log2, dk, dv,
-                True, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL,
+            scores, dk, dv = _gradient_step(
+                dq_desc, tiles, ring, dq_row, before + i, num_steps, i * BLOCK_Q, key,
+                num_q, num_k, scale_log2, scores, dk, dv,
+                True, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY,
             )  # fmt: skip
         for i in range(full_from, end):
-            dk, dv = _gradient_step(
-                dq_desc, tiles, ring, dq_row, before + i, i * BLOCK_Q, key, num_q, num_k, scale_log2, dk, dv,
-                False, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL,
+            scores, dk, dv = _gradient_step(
+                dq_desc, tiles, ring, dq_row, before + i, num_steps, i * BLOCK_Q, key,
+                num_q, num_k, scale_log2, scores, dk, dv,
+                False, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY,
             )  # fmt: skip
+    if EARLY:
+        warpgroup_mma_wait(0, deps=(scores,))
     # K's and V's tiles are dead now and carry dK and dV out
     k_smem.store((dk * scale).to(k_smem.dtype))
     v_smem.store(dv.to(v_smem.dtype))
@@ -317,6 +361,7 @@ def hopper_bwd_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    EARLY: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
@@ -356,8 +401,81 @@ def hopper_bwd_kernel(
     gl.warp_specialize(
         [
             (_consumer, (outputs, tiles, barriers, sizes, num_q_padded, scale, scale_log2,
-                         HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL)),
+                         HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY)),
             (_producer, (inputs, loaded, barriers, sizes, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL)),
         ],
         [1], [24],
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How the backward runs: queries in a step, keys of a program (two warpgroups of 64), Q/dO stages."""
+
+    block_q: int = 64
+    block_k: int = 128
+    stages: int = 2
+    early_scores: bool = False
+
+
+_PLANS = {128: BackwardPlan(), 64: BackwardPlan()}
+
+
+def launch_hopper_bwd(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    plan: BackwardPlan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward kernels on the forward's inputs and outputs; `dlse` (B, Hq, Nq) may be None.
+
+    Returns dQ, dK, dV in q's dtype, stored as (B, N, H, D). dK and dV have the same bits at each run; dQ is an
+    fp32 sum whose order varies.
+    """
+    batch, num_heads, num_q, head_dim = q.shape
+    num_kv_heads, num_k = k.shape[1], k.shape[2]
+    group_size = num_heads // num_kv_heads
+    plan = plan or _PLANS[head_dim]
+    do = do.to(q.dtype)
+    if not tma.addressable(do):
+        do = do.contiguous()
+    device = q.device
+    dq = torch.empty((batch, num_q, num_heads, head_dim), dtype=q.dtype, device=device).transpose(1, 2)
+    dk = torch.empty((batch, num_k, num_kv_heads, head_dim), dtype=q.dtype, device=device).transpose(1, 2)
+    dv = torch.empty((batch, num_k, num_kv_heads, head_dim), dtype=q.dtype, device=device).transpose(1, 2)
+    num_q_padded = -(-num_q // ROWS) * ROWS
+    rows = batch * num_heads * num_q_padded
+    lse_log2, delta = torch.empty((2, batch * num_heads, num_q_padded), dtype=torch.float32, device=device)
+    dq_sum = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
+    has_dlse = dlse is not None
+    dlse = dlse.to(torch.float32).contiguous() if has_dlse else lse
+    _before_kernel[(rows // ROWS,)](
+        o, do, lse, dlse, lse_log2, delta, dq_sum, o.stride()[:3], do.stride()[:3],
+        num_heads, num_q, num_q_padded, HEAD_DIM=head_dim, ROWS=ROWS, HAS_DLSE=has_dlse, num_warps=4,
+    )  # fmt: skip
+    constants = (head_dim, plan.block_q, plan.block_k, plan.stages, causal, plan.early_scores)
+    tma.launch(
+        hopper_bwd_kernel,
+        -(-num_k // plan.block_k) * batch * num_kv_heads,
+        (q.dtype, *constants),
+        (
+            tma.descriptor(q, plan.block_q), tma.descriptor(k, plan.block_k), tma.descriptor(v, plan.block_k),
+            tma.descriptor(do, plan.block_q), tma.row_descriptor(lse_log2, plan.block_q),
+            tma.row_descriptor(delta, plan.block_q), tma.descriptor(dq_sum, plan.block_q),
+            tma.descriptor(dk, plan.block_k), tma.descriptor(dv, plan.block_k),
+            num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
+            max(heads_per_section(q, 1) // group_size, 1), scale, scale * LOG2_E, *constants,
+        ),
+        num_warps=8,
+    )  # fmt: skip
+    _after_kernel[(rows // ROWS,)](
+        dq_sum, dq, dq.stride()[:3], num_heads, num_q, num_q_padded, scale,
+        HEAD_DIM=head_dim, ROWS=ROWS, num_warps=4,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,9 +1,28 @@
-"""Forward pass for Hopper (sm_90a), in Gluon: TMA, asynchronous wgmma, specialised warps."""
+"""Forward pass for Hopper (sm_90a), in Gluon: TMA, asynchronous wgmma, specialised warps.
+
+Roles. Two (head_dim 128) or three (64) consumer warpgroups own 64 queries each; one producer warp issues all
+loads. A program takes one query tile after another (persistent grid), and the producer runs ahead into the next.
+
+Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from right to left:
+
+    tensor cores   S(0)         S(1) P(0)V(0)            S(2) P(1)V(1)
+    other units         mask,P(0)         max, exp2: P(1)            max, exp2: P(2)   ...  last P V, store
+                        |                 |          |
+                        the only masked   after S(1) O is rescaled when P(0)V(0) is done
+                        tiles come first  alone is done
+
+Barriers (mbarriers; a stage s of a ring of STAGES):
+    q_full[c]   consumer c's 64 queries have arrived        q_empty[c]  c has issued its last product with them
+    k_full[s]   a key tile has arrived                      k_empty[s]  every consumer's S with it is done
+    v_full[s]   a value tile has arrived                    v_empty[s]  every consumer's P V with it is done
+    9 + c       hardware barrier, with PING_PONG: consumer c may issue its products; the others do softmax
+"""
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,7 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels import hopper_tma as tma
 
@@ -81,7 +99,7 @@ def _producer(
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    q_smem, k_smem, v_smem, o_smem = tiles
+    q_smem, k_smem, v_smem, _o_smem = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section = sizes
     q_bytes: gl.constexpr = 64 * HEAD_DIM * 2
@@ -135,15 +153,23 @@ def _pass_baton(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.c
 
 
 @gluon.jit
-def _hide(scores, row, key, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, layout: gl.constexpr):
-    """-inf where the key lies past the end or, causal, where it lies to the right of the diagonal."""
-    cols = key + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))[None, :]
+def _hide(scores, row, key, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr):
+    """-inf where the key lies past the end or, causal, where it lies to the right of the diagonal.
+
+    Seen as (64, BLOCK_K / 8, 8), a column is 8 * a register's number + a thread's own offset: comparing the first
+    with (limit - offset) leaves one comparison with a constant for each score and no index in a register.
+    """
+    blocks = gl.reshape(scores, [64, BLOCK_K // 8, 8])
+    layout: gl.constexpr = blocks.type.layout
+    block = 8 * gl.arange(0, BLOCK_K // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     if CAUSAL:
-        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
-        limit = gl.minimum(rows + (num_k - num_q + 1), num_k)
-        return gl.where(cols < limit, scores, -float("inf"))
+        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+        limit = gl.minimum(rows + (num_k - num_q + 1), num_k) - key
     else:
-        return gl.where(cols < num_k, scores, -float("inf"))
+        limit = num_k - key
+    hidden = gl.where(block < limit - offset, blocks, -float("inf"))
+    return gl.convert_layout(gl.reshape(hidden, [64, BLOCK_K]), scores.type.layout)
 
 
 @gluon.jit
@@ -201,7 +227,7 @@ def _softmax_step(
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED:
-        scores = _hide(scores, row, key, num_q, num_k, CAUSAL, BLOCK_K, s_layout)
+        scores = _hide(scores, row, key, num_q, num_k, CAUSAL, BLOCK_K)
     new_max = gl.maximum(running_max, gl.max(scores, 1))
     if MASKED:
         # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
@@ -233,7 +259,7 @@ def _consumer(
 ):  # fmt: skip
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section = sizes
+    num_heads, _group_size, num_batch_heads, num_q, num_k, heads_per_section = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -274,7 +300,7 @@ def _consumer(
         _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        scores = _hide(scores, row, (visited - 1) * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_K, s_layout)
+        scores = _hide(scores, row, (visited - 1) * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_K)
         running_max = gl.max(scores, 1)
         base = gl.where(running_max == -float("inf"), 0.0, running_max)
         p = gl.exp2(scores * scale_log2 - (base * scale_log2)[:, None])
@@ -401,5 +427,86 @@ def hopper_fwd_kernel(
         )  # fmt: skip
 
 
-def descriptor():
-    raise NotImplementedError
+@dataclass(frozen=True)
+class ForwardPlan:
+    """How the forward runs: consumer warpgroups of 64 queries, K/V stages, ping-pong, persistent grid."""
+
+    consumers: int
+    stages: int = 2
+    ping_pong: bool = False
+    persistent: bool = True
+    block_k: int = 128
+
+
+_PLANS = {128: ForwardPlan(consumers=2), 64: ForwardPlan(consumers=3)}
+
+
+@lru_cache(maxsize=64)
+def device_limits(index: int) -> tuple[tuple[int, int], int, int]:
+    """(compute capability, number of SMs, bytes of L2) of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.multi_processor_count, properties.L2_cache_size
+
+
+def hopper_unsupported_reason(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
+    """Why the Hopper kernels cannot take this call, in one sentence; None when they can."""
+    if q.device.type != "cuda":
+        return f"the Hopper kernels need a CUDA device; q is on {q.device.type}"
+    (major, minor), _, _ = device_limits(q.device.index)
+    if (major, minor) != (9, 0):
+        return f"the Hopper kernels need compute capability 9.0; this device has {major}.{minor}"
+    if not tma.triton_release_supported():
+        return f"the Hopper kernels are written for Triton {tma.TRITON_RELEASE}; {tma.triton.__version__} is installed"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"the Hopper kernels take bfloat16 and float16; q has {q.dtype}"
+    if q.shape[3] not in _PLANS or v.shape[3] != q.shape[3]:
+        return f"the Hopper kernels take head_dim {' and '.join(map(str, sorted(_PLANS)))}; q has {q.shape[3]}"
+    if q.numel() == 0 or k.numel() == 0:
+        return "the Hopper kernels take no empty tensors"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not tma.addressable(tensor):
+            return (
+                f"the Hopper kernels need {name} 16-byte aligned with strides that are multiples of 16 bytes; "
+                f"it has strides {tuple(tensor.stride())}"
+            )
+    return None
+
+
+def heads_per_section(streamed: Tensor, group_size: int) -> int:
+    """How many heads stay in L2 together: those whose two streamed tensors of this shape fill at most 5/6 of it."""
+    total = streamed.shape[0] * streamed.shape[1] * group_size
+    _, _, l2_bytes = device_limits(streamed.device.index)
+    fitting = l2_bytes * 5 // 6 // (2 * streamed.shape[2] * streamed.shape[3] * streamed.element_size())
+    return min(group_size << max(fitting.bit_length() - 1, 0), total)
+
+
+def launch_hopper_fwd(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, plan: ForwardPlan | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), not refused above; scale > 0.
+
+    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32, natural logarithm.
+    """
+    batch, num_heads, num_q, head_dim = q.shape
+    num_kv_heads, num_k = k.shape[1], k.shape[2]
+    group_size = num_heads // num_kv_heads
+    plan = plan or _PLANS[head_dim]
+    o = torch.empty((batch, num_q, num_heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=q.device)
+    programs = -(-num_q // (64 * plan.consumers)) * batch * num_heads
+    if plan.persistent:
+        programs = min(programs, device_limits(q.device.index)[1])
+    constants = (head_dim, plan.block_k, plan.consumers, plan.stages, causal, plan.ping_pong)
+    tma.launch(
+        hopper_fwd_kernel,
+        programs,
+        (q.dtype, *constants),
+        (
+            tma.descriptor(q, 64), tma.descriptor(k, plan.block_k), tma.descriptor(v, plan.block_k),
+            tma.descriptor(o, 64), lse,
+            num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
+            scale * LOG2_E, *constants,
+        ),
+        num_warps=4,
+    )  # fmt: skip
+    return o, lse

@@ -4,12 +4,17 @@ Gluon renames its TMA functions between Triton releases, and Triton 3.6 has the 
 not in its public language. Both facts end in this file; it is written for and checked with triton 3.6.
 """
 
+from functools import lru_cache
+
+import torch
 import triton
+from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 TRITON_RELEASE = "3.6"
 
@@ -51,3 +56,71 @@ def named_barrier(INSTRUCTION: gl.constexpr, IDENTIFIER: gl.constexpr, THREADS: 
     gl.inline_asm_elementwise(
         _barrier_asm(INSTRUCTION, IDENTIFIER, THREADS), "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+_GLUON_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@lru_cache(maxsize=64)
+def _tile_layout(rows: int, cols: int, rank: int, dtype: torch.dtype):
+    return gl.NVMMASharedLayout.get_default_for([1] * (rank - 2) + [rows, cols], _GLUON_DTYPE[dtype])
+
+
+def addressable(x: Tensor) -> bool:
+    """Whether TMA can address x (B, H, N, D): 16-byte aligned start and strides, the last one 1, none 0."""
+    unit = 16 // x.element_size()
+    if x.data_ptr() % 16 or x.stride(-1) != 1:
+        return False
+    return all(
+        size == 1 or (stride > 0 and stride % unit == 0)
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
+
+
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Descriptor of x (..., N, D) for tiles of `rows` rows of the last two dimensions.
+
+    Rows outside one head's N read as 0 and are not written. Made without the dataclass's own checks, which cost
+    as much as the launch; `addressable` has made them.
+    """
+    rank = x.dim()
+    shape = list(x.shape)
+    made = object.__new__(TensorDescriptor)
+    made.base = x
+    made.shape = shape
+    # a dimension of size 1 may carry any stride; the hardware wants a multiple of 16 bytes
+    made.strides = [16 if n == 1 else stride for n, stride in zip(shape[:-1], x.stride()[:-1], strict=True)] + [1]
+    made.block_shape = [1] * (rank - 2) + [rows, shape[-1]]
+    made.layout = _tile_layout(rows, shape[-1], rank, x.dtype)
+    made.padding = "zero"
+    return made
+
+
+def row_descriptor(x: Tensor, cols: int) -> TensorDescriptor:
+    """Descriptor of a contiguous x (M, N) for pieces of `cols` values of one row."""
+    made = object.__new__(TensorDescriptor)
+    made.base = x
+    made.shape = list(x.shape)
+    made.strides = [x.shape[1], 1]
+    made.block_shape = [1, cols]
+    made.layout = _tile_layout(1, cols, 2, x.dtype)
+    made.padding = "zero"
+    return made
+
+
+_compiled = {}
+
+
+def launch(kernel, grid: int, variant: tuple, arguments: tuple, num_warps: int) -> None:
+    """Launch `kernel` on `grid` programs of the current device and stream.
+
+    Triton's own launch inspects every argument again at each call, which takes longer than the rest of it. Our
+    arguments cannot change their types while `variant` (dtype and every constexpr) stays, so a variant's
+    compiled kernel is kept and called directly.
+    """
+    key = (kernel, torch.cuda.current_device(), variant)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(grid,)](*arguments, num_warps=num_warps)
+    else:
+        compiled[(grid, 1, 1)](*arguments)

@@ -1,0 +1,135 @@
+"""The Hopper kernels: what they compile to (no GPU needed), and that they are right (GPU)."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+COMPILE_PROGRAM = "tests.hopper_compile"  # a process of its own: this one may interpret kernels
+SHARED_LIMIT = 232_448  # bytes that one program may use on sm_90
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU (compute capability 9.0)",
+)
+
+
+def _forward(head_dim: int, consumers: int, causal: bool) -> dict:
+    return {
+        "HEAD_DIM": head_dim, "BLOCK_K": 128, "CONSUMERS": consumers, "STAGES": 2, "CAUSAL": causal,
+        "PING_PONG": False,
+    }  # fmt: skip
+
+
+def _backward(head_dim: int, causal: bool) -> dict:
+    return {
+        "HEAD_DIM": head_dim, "BLOCK_Q": 64, "BLOCK_K": 128, "STAGES": 2, "CAUSAL": causal, "EARLY": False,
+    }  # fmt: skip
+
+
+# (kernel, constants, most bytes of stack: more means new spills)
+COMPILED = [
+    ("fwd", _forward(128, 2, True), 0),
+    ("fwd", _forward(128, 2, False), 0),
+    ("fwd", _forward(64, 3, True), 88),
+    ("fwd", _forward(64, 3, False), 32),
+    ("bwd", _backward(128, True), 112),
+    ("bwd", _backward(64, True), 0),
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, whose wheel carries ptxas")
+@pytest.mark.parametrize(("which", "constants", "most_stack"), COMPILED)
+def test_compiles_to_asynchronous_wgmma(which, constants, most_stack):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", COMPILE_PROGRAM, which, json.dumps(constants)],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["complaints"] == [], "ptxas serialized the wgmma instructions"
+    assert report["HGMMA"] > 0
+    assert report["HMMA"] == 0
+    assert report["WARPGROUP.DEPBAR"] <= report["HGMMA"] / 3
+    assert report["stack"] <= most_stack
+    assert report["shared"] <= SHARED_LIMIT
+    assert report["UTMALDG"] > 0
+    assert report["UTMASTG"] > 0
+    assert (report["UTMAREDG"] > 0) == (which == "bwd")
+
+
+def _reference(q, k, v, do, dlse, causal, scale, dtype):
+    """The plain formula and its gradients in `dtype`: (o, lse, dq, dk, dv); rows that see nothing give zeros."""
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+    if causal:
+        visible = visible.tril(k.shape[2] - q.shape[2])
+    blind = ~visible.any(1)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if dtype != torch.float64:
+        scores = scores.float()
+    p = torch.softmax(scores.masked_fill(blind[:, None], 0.0), -1).masked_fill(blind[:, None], 0.0)
+    o = p.to(dtype) @ v.repeat_interleave(group, 1)
+    lse = torch.logsumexp(scores, -1)
+    loss = (o * do.to(dtype)).double().sum() + (lse.masked_fill(blind, 0.0) * dlse).double().sum()
+    return o.detach(), lse.detach(), *torch.autograd.grad(loss, (q, k, v))
+
+
+def _assert_within_budget(ours, exact, plain):
+    """flash-attention's criterion: at most twice the error of the plain formula in the same precision."""
+    rounded = exact.to(ours.dtype)
+    floor = 2 * ((rounded + 0.3 - 0.3) - rounded).abs().max()
+    error = (ours.double() - exact).abs().max()
+    assert error <= 2 * (plain.double() - exact).abs().max() + floor
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("batch", "num_heads", "num_kv_heads", "num_q", "num_k", "causal"),
+    [
+        (1, 1, 1, 1, 1, True),
+        (2, 3, 3, 127, 127, True),
+        (2, 4, 2, 193, 193, False),
+        (1, 4, 1, 300, 100, True),  # the first 200 rows see nothing
+        (1, 2, 2, 100, 300, True),
+        (1, 2, 2, 700, 5, False),
+        (4, 16, 16, 1024, 1024, True),  # more tiles than SMs
+    ],
+)
+def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_heads, num_q, num_k, causal):
+    from kernels.hopper_bwd import launch_hopper_bwd
+    from kernels.hopper_fwd import hopper_unsupported_reason, launch_hopper_fwd
+
+    torch.manual_seed(0)
+
+    def tokens_first(heads, tokens):
+        padded = torch.full((batch, tokens + 8, heads, head_dim), torch.nan, dtype=dtype, device="cuda")
+        padded[:, :tokens] = torch.randn(batch, tokens, heads, head_dim, device="cuda")
+        return padded[:, :tokens].transpose(1, 2)
+
+    q, do = tokens_first(num_heads, num_q), tokens_first(num_heads, num_q)
+    k, v = tokens_first(num_kv_heads, num_k), tokens_first(num_kv_heads, num_k)
+    dlse = torch.randn(batch, num_heads, num_q, device="cuda")
+    scale = head_dim**-0.5
+    assert hopper_unsupported_reason(q, k, v, causal) is None
+    o, lse = launch_hopper_fwd(q, k, v, causal, scale)
+    again = launch_hopper_fwd(q, k, v, causal, scale)
+    assert torch.equal(o, again[0])
+    assert torch.equal(lse, again[1])
+    gradients = launch_hopper_bwd(do, dlse, q, k, v, o, lse, causal, scale)
+    exact = _reference(q, k, v, do, dlse, causal, scale, torch.float64)
+    plain = _reference(q, k, v, do, dlse, causal, scale, dtype)
+    torch.testing.assert_close(lse.double(), exact[1].double(), atol=1e-3, rtol=0)
+    _assert_within_budget(o, exact[0], plain[0])
+    for ours, right, low in zip(gradients, exact[2:], plain[2:], strict=True):
+        _assert_within_budget(ours, right, low)
