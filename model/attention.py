@@ -49,17 +49,13 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float 
             mask = mask.tril(num_keys - num_queries)
         causal = False
     grouped = q.size(1) != k.size(1)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 ATTENTION: dict[str, AttentionFunction] = {"flash": flash, "naive": naive, "tiled": tiled, "sdpa": sdpa}
 
 
-def resolve_attention(
-    name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int
-) -> tuple[str, str]:
+def resolve_attention(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
     """Turn a configured name into the name of a backend that will run, and say why.
 
     Args:

@@ -138,9 +138,7 @@ class GPT(nn.Module):
         if vocab_size < 1 or seq_len < 1:
             raise ValueError(f"vocab_size={vocab_size} and seq_len={seq_len} must be at least 1")
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
-        self.attention, self.attention_reason = resolve_attention(
-            config.attention, device, dtype, config.head_dim
-        )
+        self.attention, self.attention_reason = resolve_attention(config.attention, device, dtype, config.head_dim)
         padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
         with torch.device("meta"):  # shapes only: init_weights draws each number once
             self.embedding = nn.Embedding(padded_vocab, config.n_embd)
@@ -165,9 +163,7 @@ class GPT(nn.Module):
             writes_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
             nn.init.normal_(weight, std=residual_std if writes_residual else INIT_STD, generator=generator)
 
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
         """Predict the next token at every position.
 
         Args:
@@ -186,9 +182,7 @@ class GPT(nn.Module):
         start = 0 if kv_cache is None else kv_cache.length
         end = start + tokens.size(1)
         if end > self.seq_len:
-            raise ValueError(
-                f"a context of {end} tokens is longer than the model's seq_len={self.seq_len}; shorten it"
-            )
+            raise ValueError(f"a context of {end} tokens is longer than the model's seq_len={self.seq_len}; shorten it")
         cos, sin = self.cos[start:end], self.sin[start:end]  # (N, 1, D/2)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)  # (B, N, C)
         mode, every = self.config.activation_checkpointing, self.config.checkpoint_every
@@ -230,3 +224,8 @@ class GPT(nn.Module):
             total -= self.embedding.weight.numel()
             total -= 0 if self.head is None else self.head.weight.numel()
         return total
+
+    def num_matmul_parameters(self) -> int:
+        """Entries of the weights that multiply activations: all but a table that is only looked up in."""
+        looked_up_only = 0 if self.head is None else self.embedding.weight.numel()
+        return self.num_parameters() - looked_up_only

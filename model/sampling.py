@@ -103,9 +103,7 @@ def generate(
     if prompt.min() < 0 or prompt.max() >= model.vocab_size:
         raise ValueError(f"a prompt id lies outside 0..{model.vocab_size - 1}; use the model's tokenizer")
     if num_samples < 1 or max_new_tokens < 0:
-        raise ValueError(
-            f"num_samples={num_samples} must be at least 1, max_new_tokens={max_new_tokens} at least 0"
-        )
+        raise ValueError(f"num_samples={num_samples} must be at least 1, max_new_tokens={max_new_tokens} at least 0")
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     generator = torch.Generator().manual_seed(seed)
     return _stream(model, prompt.expand(num_samples, -1), max_new_tokens, generator, options, stop_token)
