@@ -12,16 +12,7 @@ from kernels.launch import (
     LOG2_E as HOST_LOG2_E,
 )
 from kernels.launch import dot_precision, heads_per_section, kernel_inputs, kernel_operands, on_device
-from kernels.tiles import (
-    LOG2_E,
-    head_base,
-    load_tile,
-    mask_scores,
-    program_tile,
-    seeing_queries,
-    store_tile,
-    visible_keys,
-)
+from kernels.tiles import LOG2_E, head_base, load_tile, mask_scores, program_tile, seeing_queries, store_tile, visible_keys
 from kernels.tuning import Tile, tile_for
 
 # Rows of the LSE and delta scratch are padded to a multiple of every BLOCK_Q, so that the main loops load them unmasked.

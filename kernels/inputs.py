@@ -13,9 +13,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; expected 4 dimensions (batch, heads, tokens, head_dim)"
-            )
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected 4 dimensions (batch, heads, tokens, head_dim)")
         if not tensor.dtype.is_floating_point:
             raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating point dtype")
     for name, tensor in (("k", k), ("v", v)):

@@ -11,7 +11,6 @@ from kernels.tuning import Tile
 
 LOG2_E = 1.0 / math.log(2.0)  # the kernels work in base 2: exp(x) = exp2(x * LOG2_E)
 
-
 def kernel_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Give each tensor a contiguous last dimension; in the interpreter also turn bfloat16 into float32.
 

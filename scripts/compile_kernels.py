@@ -31,12 +31,7 @@ def _signature(kernel, constants: dict, dtype: str):
     element = pointer[1:]
     aligned = [["tt.divisibility", 16]]
     signature, constexprs, attributes = {}, {}, {}
-    rows = {
-        "q": constants["BLOCK_Q"],
-        "do": constants["BLOCK_Q"],
-        "k": constants.get("BLOCK_K"),
-        "v": constants.get("BLOCK_K"),
-    }
+    rows = {"q": constants["BLOCK_Q"], "do": constants["BLOCK_Q"], "k": constants.get("BLOCK_K"), "v": constants.get("BLOCK_K")}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], constexprs[(i,)] = "constexpr", constants[name]
@@ -153,17 +148,13 @@ def jobs_for(arguments) -> list[dict]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--arch", type=int, default=90, choices=sorted(SHARED_LIMIT_BYTES), help="compute capability x 10"
-    )
+    parser.add_argument("--arch", type=int, default=90, choices=sorted(SHARED_LIMIT_BYTES), help="compute capability x 10")
     parser.add_argument("--kernel", nargs="+", default=["fwd", "dkdv", "dq"], choices=["fwd", "dkdv", "dq"])
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=sorted(DTYPES))
     parser.add_argument("--mask", default="both", choices=["both", "causal", "full"])
     parser.add_argument("--ragged", action="store_true", help="lengths that are no multiple of the tile")
-    parser.add_argument(
-        "--tile", type=_parse_tile, action="append", help="BLOCK_Q,BLOCK_K,WARPS,STAGES[,tma]; repeatable"
-    )
+    parser.add_argument("--tile", type=_parse_tile, action="append", help="BLOCK_Q,BLOCK_K,WARPS,STAGES[,tma]; repeatable")
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
 
