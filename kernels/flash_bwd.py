@@ -1,6 +1,7 @@
 """Backward pass: three Triton kernels (delta, dK and dV, dQ) and their launcher. Deterministic: no atomics.
 
-Two kernels recompute S and dP once each, seven products in place of five; in exchange every gradient has one owner.
+Two kernels recompute S and dP once each, seven products in place of five; in exchange every gradient has one
+owner.
 """
 
 import torch
@@ -12,10 +13,20 @@ from kernels.launch import (
     LOG2_E as HOST_LOG2_E,
 )
 from kernels.launch import dot_precision, heads_per_section, kernel_inputs, kernel_operands, on_device
-from kernels.tiles import LOG2_E, head_base, load_tile, mask_scores, program_tile, seeing_queries, store_tile, visible_keys
+from kernels.tiles import (
+    LOG2_E,
+    head_base,
+    load_tile,
+    mask_scores,
+    program_tile,
+    seeing_queries,
+    store_tile,
+    visible_keys,
+)
 from kernels.tuning import Tile, tile_for
 
-# Rows of the LSE and delta scratch are padded to a multiple of every BLOCK_Q, so that the main loops load them unmasked.
+# Rows of the LSE and delta scratch are padded to a multiple of every BLOCK_Q, so that the main loops load
+# them unmasked.
 ROW_PADDING = 128
 
 
@@ -44,8 +55,8 @@ def _delta_kernel(
 
     Grid:     num_q_padded / BLOCK_Q * B * Hq programs.
     Math:     delta = rowsum(dO * O) - dLSE (dLSE/dS = P, so LSE's gradient only shifts delta); LSE in base 2.
-    Numerics: fp32. Rows without a visible key (LSE -inf) and rows past Nq get LSE +inf: exp2(s - inf) = 0 then makes
-              their P and their gradients 0 with no mask in the main loops.
+    Numerics: fp32. Rows without a visible key (LSE -inf) and rows past Nq get LSE +inf: exp2(s - inf) = 0
+              then makes their P and their gradients 0 with no mask in the main loops.
     """
     program = tl.program_id(0)
     tiles = num_q_padded // BLOCK_Q
@@ -159,10 +170,12 @@ def _dkdv_kernel(
     """One program writes one (BLOCK_K, HEAD_DIM) tile of dK and of dV.
 
     Grid:     cdiv(Nk, BLOCK_K) * B * Hkv programs; the first keys, which most queries see, first.
-    Math:     P = exp2(S - LSE), dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dK = scale * dS^T Q, summed over the
-              group's query heads; queries from the diagonal down.
-    Numerics: scores, dP, dS and both accumulators fp32; P and dS rounded to the input dtype before their products.
-    Needs:    HEAD_DIM 16 to 256, scale > 0. Rows past Nk hold garbage that is never stored, columns past Nq are 0.
+    Math:     P = exp2(S - LSE), dV = P^T dO, dP = dO V^T, dS = P * (dP - delta), dK = scale * dS^T Q, summed
+              over the group's query heads; queries from the diagonal down.
+    Numerics: scores, dP, dS and both accumulators fp32; P and dS rounded to the input dtype before their
+              products.
+    Needs:    HEAD_DIM 16 to 256, scale > 0. Rows past Nk hold garbage that is never stored, columns past Nq
+              are 0.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
     num_kv_heads = num_heads // group_size
@@ -173,8 +186,12 @@ def _dkdv_kernel(
 
     k_base = head_base(k, k_strides, batch, kv_head, TMA)
     v_base = head_base(v, v_strides, batch, kv_head, TMA)
-    k_tile = load_tile(k_base, k_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, True, TMA)
-    v_tile = load_tile(v_base, v_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, True, TMA)
+    k_tile = load_tile(
+        k_base, k_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, True, TMA
+    )
+    v_tile = load_tile(
+        v_base, v_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, True, TMA
+    )
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     first, full = seeing_queries(k_start, num_q, num_k, CAUSAL, BLOCK_Q, BLOCK_K)
@@ -283,7 +300,8 @@ def _dq_kernel(
     Grid:     cdiv(Nq, BLOCK_Q) * B * Hq programs, heaviest causal tiles first.
     Math:     dQ = scale * dS K with dS = P * (dO V^T - delta); keys left to right, as in the forward.
     Numerics: scores, dP, dS and the accumulator fp32; dS rounded to the input dtype before its product.
-    Needs:    HEAD_DIM 16 to 256, scale > 0. Keys past Nk are masked: P there would be exp2(0 - LSE), perhaps inf.
+    Needs:    HEAD_DIM 16 to 256, scale > 0. Keys past Nk are masked: P there would be exp2(0 - LSE), perhaps
+              inf.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
     tile, batch_head = program_tile(tl.cdiv(num_q, BLOCK_Q), num_batch_heads, heads_per_section, CAUSAL)
@@ -297,7 +315,9 @@ def _dq_kernel(
     k_base = head_base(k, k_strides, batch, kv_head, TMA)
     v_base = head_base(v, v_strides, batch, kv_head, TMA)
     q_tile = load_tile(q_base, q_strides, batch, head, q_start, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
-    do_tile = load_tile(do_base, do_strides, batch, head, q_start, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
+    do_tile = load_tile(
+        do_base, do_strides, batch, head, q_start, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA
+    )
     padded = batch_head.to(tl.int64) * num_q_padded + q_start + tl.arange(0, BLOCK_Q)
     lse_log2 = tl.load(lse_log2_ptr + padded)
     delta = tl.load(delta_ptr + padded)

@@ -12,7 +12,6 @@ from kernels.tiles import LN_2, head_base, load_tile, mask_scores, program_tile,
 from kernels.tuning import Tile, tile_for
 
 
-
 @triton.jit
 def _softmax_step(
     q_tile,
@@ -95,8 +94,8 @@ def _flash_fwd_kernel(
     """One program writes one (BLOCK_Q, HEAD_DIM) tile of O and its LSE.
 
     Grid:     cdiv(Nq, BLOCK_Q) * B * Hq programs, heaviest causal tiles first (`program_tile`).
-    Math:     O = softmax(scale * Q K^T + mask) V; keys left to right: tiles that need no mask, then the diagonal and
-              the ragged tail.
+    Math:     O = softmax(scale * Q K^T + mask) V; keys left to right: tiles that need no mask, then the
+              diagonal and the ragged tail.
     Numerics: scores, running max, running sum and accumulator fp32; P rounded to V's dtype before P V.
     Needs:    HEAD_DIM 16 to 256, scale > 0, Nk > 0; the launcher sees to it.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 1.
@@ -144,7 +143,8 @@ def launch_flash_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), already checked; scale > 0.
 
-    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32. `tile` overrides the table.
+    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32. `tile` overrides the
+    table.
     """
     batch, num_heads, num_q, head_dim = q.shape
     num_kv_heads, num_k = k.shape[1], k.shape[2]
