@@ -7,8 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import LOG2_E, dot_precision, heads_per_section, kernel_inputs, kernel_operands, on_device
-from kernels.tiles import LN_2, head_base, load_tile, mask_scores, program_tile, store_tile, visible_keys
+from kernels.launch import dot_precision, heads_per_section, kernel_inputs, kernel_operands, on_device
+from kernels.tiles import (
+    LN_2,
+    LOG2_E,
+    head_base,
+    load_tile,
+    mask_scores,
+    program_tile,
+    store_tile,
+    visible_keys,
+)
 from kernels.tuning import Tile, tile_for
 
 
@@ -62,7 +71,7 @@ def _softmax_step(
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_k", "heads_per_section"])
-def _flash_fwd_kernel(
+def flash_fwd_kernel(
     # inputs: pointers, or rank-4 TMA descriptors where TMA
     q,  # (B, Hq, Nq, D) fp16 | bf16 | fp32, one dtype
     k,  # (B, Hkv, Nk, D)
@@ -162,10 +171,10 @@ def launch_flash_fwd(
     )
     grid = (triton.cdiv(num_q, tile.block_q) * batch * num_heads,)
     with on_device(q):
-        _flash_fwd_kernel[grid](
+        flash_fwd_kernel[grid](
             *operands, o, lse, *strides, o.stride()[:3],
             num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k,
-            heads_per_section(q, k), scale * LOG2_E,
+            heads_per_section(q, k), scale * LOG2_E.value,
             HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k,
             CAUSAL=causal, EVEN_K=num_k % tile.block_k == 0, PRECISION=dot_precision(q), TMA=tma,
             num_warps=tile.num_warps, num_stages=tile.num_stages,

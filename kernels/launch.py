@@ -1,6 +1,5 @@
 """What the launchers share: tensors fit for a kernel, TMA descriptors, L2 sections, precision."""
 
-import math
 from contextlib import nullcontext
 
 import torch
@@ -8,8 +7,6 @@ from torch import Tensor
 
 from kernels.device import interpreting, l2_bytes
 from kernels.tuning import Tile
-
-LOG2_E = 1.0 / math.log(2.0)  # the kernels work in base 2: exp(x) = exp2(x * LOG2_E)
 
 
 def kernel_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -74,14 +74,12 @@ def compile_one(job: dict) -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kernels import flash_bwd, flash_fwd
+    from kernels.flash_dkdv import flash_dkdv_kernel
+    from kernels.flash_dq import flash_dq_kernel
+    from kernels.flash_fwd import flash_fwd_kernel
     from kernels.tuning import Tile
 
-    kernel = {
-        "fwd": flash_fwd._flash_fwd_kernel,
-        "dkdv": flash_bwd._dkdv_kernel,
-        "dq": flash_bwd._dq_kernel,
-    }[job["kernel"]]
+    kernel = {"fwd": flash_fwd_kernel, "dkdv": flash_dkdv_kernel, "dq": flash_dq_kernel}[job["kernel"]]
     tile = Tile(*job["tile"])
     constants = {
         "HEAD_DIM": job["head_dim"],
