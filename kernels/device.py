@@ -1,12 +1,12 @@
-"""What the machine can do: compute capability, shared memory, SM count, dense peak. Unknown is None, never a guess."""
+"""What the machine can do: capability, shared memory, SM count, dense peak (None when unknown)."""
 
 import os
 from functools import lru_cache
 
 import torch
 
-# Dense bf16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets (the figures without sparsity), matched against
-# the device name in this order: the longer name stands before the shorter one it contains.
+# Dense bf16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets (the figures without sparsity), matched
+# against the device name in this order: the longer name stands before the shorter one it contains.
 _DENSE_BF16_PEAK = (
     ("GH200", 989.4e12),
     ("H200", 989.4e12),
@@ -25,7 +25,7 @@ _DENSE_BF16_PEAK = (
 
 
 def dense_bf16_peak_flops(device_name: str) -> float | None:
-    """Dense bf16 peak of the GPU with this name in FLOP/s (fp32 accumulation), or None when it is not known."""
+    """Dense bf16 peak of the GPU with this name in FLOP/s (fp32 accumulation); None when unknown."""
     words = device_name.split()
     for name, peak in _DENSE_BF16_PEAK:
         wanted = name.split()

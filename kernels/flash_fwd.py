@@ -7,10 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import LOG2_E, dot_precision, heads_per_section, kernel_inputs, kernel_operands, on_device
-from kernels.tiles import LN_2, head_base, load_tile, mask_scores, program_tile, store_tile, visible_keys
+from kernels.launch import dot_precision, heads_per_section, kernel_inputs, kernel_operands, on_device
+from kernels.tiles import (
+    LN_2,
+    LOG2_E,
+    head_base,
+    load_tile,
+    mask_scores,
+    program_tile,
+    store_tile,
+    visible_keys,
+)
 from kernels.tuning import Tile, tile_for
-
 
 
 @triton.jit
@@ -63,7 +71,7 @@ def _softmax_step(
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_k", "heads_per_section"])
-def _flash_fwd_kernel(
+def flash_fwd_kernel(
     # inputs: pointers, or rank-4 TMA descriptors where TMA
     q,  # (B, Hq, Nq, D) fp16 | bf16 | fp32, one dtype
     k,  # (B, Hkv, Nk, D)
@@ -95,8 +103,8 @@ def _flash_fwd_kernel(
     """One program writes one (BLOCK_Q, HEAD_DIM) tile of O and its LSE.
 
     Grid:     cdiv(Nq, BLOCK_Q) * B * Hq programs, heaviest causal tiles first (`program_tile`).
-    Math:     O = softmax(scale * Q K^T + mask) V; keys left to right: tiles that need no mask, then the diagonal and
-              the ragged tail.
+    Math:     O = softmax(scale * Q K^T + mask) V; keys left to right: tiles that need no mask, then the
+              diagonal and the ragged tail.
     Numerics: scores, running max, running sum and accumulator fp32; P rounded to V's dtype before P V.
     Needs:    HEAD_DIM 16 to 256, scale > 0, Nk > 0; the launcher sees to it.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 1.
@@ -144,7 +152,8 @@ def launch_flash_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), already checked; scale > 0.
 
-    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32. `tile` overrides the table.
+    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32. `tile` overrides the
+    table.
     """
     batch, num_heads, num_q, head_dim = q.shape
     num_kv_heads, num_k = k.shape[1], k.shape[2]
@@ -162,10 +171,10 @@ def launch_flash_fwd(
     )
     grid = (triton.cdiv(num_q, tile.block_q) * batch * num_heads,)
     with on_device(q):
-        _flash_fwd_kernel[grid](
+        flash_fwd_kernel[grid](
             *operands, o, lse, *strides, o.stride()[:3],
             num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k,
-            heads_per_section(q, k), scale * LOG2_E,
+            heads_per_section(q, k), scale * LOG2_E.value,
             HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k,
             CAUSAL=causal, EVEN_K=num_k % tile.block_k == 0, PRECISION=dot_precision(q), TMA=tma,
             num_warps=tile.num_warps, num_stages=tile.num_stages,

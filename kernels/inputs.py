@@ -1,4 +1,4 @@
-"""What a valid attention call is. All implementations share these checks, so a mistake reads the same everywhere."""
+"""What a valid attention call is: checks shared by all implementations, with the same words."""
 
 import math
 
@@ -7,13 +7,18 @@ from torch import Tensor
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
-    """Check q (B, Hq, Nq, D) against k and v (B, Hkv, Nk, D) and return the softmax scale (1/sqrt(D) by default).
+    """Check q (B, Hq, Nq, D) against k and v (B, Hkv, Nk, D) and return the softmax scale.
+
+    The default is 1/sqrt(D).
 
     Raises ValueError, naming the argument, its value and what is allowed.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected 4 dimensions (batch, heads, tokens, head_dim)")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; expected 4 dimensions "
+                "(batch, heads, tokens, head_dim)"
+            )
         if not tensor.dtype.is_floating_point:
             raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating point dtype")
     for name, tensor in (("k", k), ("v", v)):
@@ -22,9 +27,13 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device} but q is on {q.device}; move them to one device")
         if tensor.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} has batch size {tensor.shape[0]} but q has {q.shape[0]}; they must be equal")
+            raise ValueError(
+                f"{name} has batch size {tensor.shape[0]} but q has {q.shape[0]}; they must be equal"
+            )
         if tensor.shape[3] != q.shape[3]:
-            raise ValueError(f"{name} has head_dim {tensor.shape[3]} but q has {q.shape[3]}; they must be equal")
+            raise ValueError(
+                f"{name} has head_dim {tensor.shape[3]} but q has {q.shape[3]}; they must be equal"
+            )
     if k.shape != v.shape:
         raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; they must be equal")
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
@@ -40,7 +49,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
 
 
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k, v to autocast's dtype when autocast is on for their device, as PyTorch's own attention does."""
+    """Cast q, k, v to autocast's dtype where autocast is on, as PyTorch's own attention does."""
     device_type = q.device.type
     if not torch.is_autocast_enabled(device_type):
         return q, k, v

@@ -1,6 +1,5 @@
-"""What the launchers share: making tensors fit for a kernel, TMA descriptors, the size of an L2 section, precision."""
+"""What the launchers share: tensors fit for a kernel, TMA descriptors, L2 sections, precision."""
 
-import math
 from contextlib import nullcontext
 
 import torch
@@ -9,13 +8,12 @@ from torch import Tensor
 from kernels.device import interpreting, l2_bytes
 from kernels.tuning import Tile
 
-LOG2_E = 1.0 / math.log(2.0)  # the kernels work in base 2: exp(x) = exp2(x * LOG2_E)
 
 def kernel_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Give each tensor a contiguous last dimension; in the interpreter also turn bfloat16 into float32.
 
-    Triton's interpreter keeps bfloat16 as 16-bit integers and multiplies those. With float32 inside and one rounding
-    by PyTorch at the end, bfloat16 calls are right there too.
+    Triton's interpreter keeps bfloat16 as 16-bit integers and multiplies those. With float32 inside and one
+    rounding by PyTorch at the end, bfloat16 calls are right there too.
     """
     if tensors[0].dtype == torch.bfloat16 and interpreting():
         tensors = tuple(x.float() for x in tensors)
@@ -23,12 +21,12 @@ def kernel_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def dot_precision(q: Tensor) -> str:
-    """float32 products are exact ("ieee") rather than tf32: PyTorch's default for float32 too. Others ignore it."""
+    """float32 products are exact ("ieee"), as PyTorch's are by default; other dtypes ignore this."""
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
 def on_device(q: Tensor):
-    """Context in which a kernel launches on q's GPU; entering one costs time, so only when another is current."""
+    """Context that makes q's GPU current; entering one costs time, so only when another is."""
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return torch.cuda.device(q.device)
     return nullcontext()
@@ -37,8 +35,8 @@ def on_device(q: Tensor):
 def heads_per_section(q: Tensor, k: Tensor) -> int:
     """How many query heads' K and V stay in L2 together: a power of two of KV heads, times the group size.
 
-    The rule is flash-attention's: 2^floor(log2(L2 / bytes of one head's K and V)), with a sixth of the cache left for
-    what streams through.
+    The rule is flash-attention's: 2^floor(log2(L2 / bytes of one head's K and V)), with a sixth of the cache
+    left for what streams through.
     """
     group = q.shape[1] // k.shape[1]
     if not q.is_cuda:
@@ -49,7 +47,7 @@ def heads_per_section(q: Tensor, k: Tensor) -> int:
 
 
 def tma_ready(x: Tensor) -> bool:
-    """Whether a TMA descriptor can address x (B, H, N, D): 16-byte aligned start and strides, none of them 0."""
+    """Whether TMA can address x (B, H, N, D): 16-byte aligned start and strides, none of them 0."""
     size = x.element_size()
     if x.data_ptr() % 16:
         return False
@@ -57,8 +55,11 @@ def tma_ready(x: Tensor) -> bool:
     return all(shape[i] == 1 or (strides[i] > 0 and strides[i] * size % 16 == 0) for i in range(3))
 
 
-def kernel_operands(tile: Tile, block_d: int, *operands: tuple[Tensor, int]) -> tuple[list, list[tuple], bool]:
-    """For (tensor, rows of its tile) pairs: what the kernel takes, the strides, and whether those are descriptors.
+def kernel_operands(
+    tile: Tile, block_d: int, *operands: tuple[Tensor, int]
+) -> tuple[list, list[tuple], bool]:
+    """For (tensor, rows of its tile) pairs: what the kernel takes, the strides, and whether those are
+    descriptors.
 
     Descriptors where the tile wants TMA and every tensor allows it, plain tensors otherwise.
     """

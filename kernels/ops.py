@@ -1,7 +1,9 @@
-"""The operators' contracts: schemas, fake (shape-only) versions and autograd. Torch only; launchers load when called.
+"""The operators' contracts: schemas, fake (shape-only) versions and autograd. Torch only; launchers load when
+called.
 
-`flashgpt::flash_fwd(q, k, v, causal, scale) -> (o, lse)` is opaque to torch.compile and to autocast, and its name is
-what a selective checkpointing policy compares with. Outputs that hold tokens and heads are stored as (B, N, H, D).
+`flashgpt::flash_fwd(q, k, v, causal, scale) -> (o, lse)` is opaque to torch.compile and to autocast, and its
+name is what a selective checkpointing policy compares with. Outputs that hold tokens and heads are stored as
+(B, N, H, D).
 """
 
 import torch
@@ -39,7 +41,7 @@ def flash_bwd(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV in the inputs' shapes and dtype. `dlse` (B, Hq, Nq) is LSE's gradient, None when it was not used."""
+    """dQ, dK, dV in the inputs' shapes and dtype. `dlse` (B, Hq, Nq) is None when LSE was not used."""
     from kernels.flash_bwd import launch_flash_bwd
 
     return launch_flash_bwd(do, dlse, q, k, v, o, lse, causal, scale)

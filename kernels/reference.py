@@ -1,7 +1,9 @@
-"""The definition of correct: attention in plain PyTorch, materialised and tiled, on any device and in any precision.
+"""The definition of correct: attention in plain PyTorch, materialised and tiled, on any device and in any
+precision.
 
-`naive_attention` is what eager GPT code writes, and what people compare losses with. `tiled_attention` is the flash
-algorithm, forward and hand-written backward, with the kernels' rounding points, readable beside the Triton source.
+`naive_attention` is what eager GPT code writes, and what people compare losses with. `tiled_attention` is the
+flash algorithm, forward and hand-written backward, with the kernels' rounding points, readable beside the
+Triton source.
 """
 
 import math
@@ -13,7 +15,7 @@ from kernels.inputs import autocast_inputs, check_inputs
 
 
 def _visible(num_q: int, num_k: int, q_start: int, q_len: int, k_start: int, k_len: int, device) -> Tensor:
-    """(q_len, k_len) booleans: query i sees key j when j <= i + num_k - num_q (causal, aligned bottom-right)."""
+    """(q_len, k_len) booleans: query i sees key j when j <= i + num_k - num_q (causal, bottom-right)."""
     rows = torch.arange(q_start, q_start + q_len, device=device)[:, None]
     cols = torch.arange(k_start, k_start + k_len, device=device)[None, :]
     return cols <= rows + (num_k - num_q)
@@ -28,13 +30,15 @@ def naive_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention with the (Nq, Nk) scores in memory: `O = softmax(scale * Q K^T) V`, `LSE = logsumexp(scale * Q K^T)`.
+    """Attention with the (Nq, Nk) scores in memory: `O = softmax(scale * Q K^T) V`, `LSE = logsumexp(scale *
+    Q K^T)`.
 
-    Shapes, dtypes and errors as in `kernels.flash_attention`, but any device, float64, and any head_dim. Products run
-    in the input dtype, the softmax in float32 (float64 for float64 inputs). PyTorch's autograd differentiates it.
+    Shapes, dtypes and errors as in `kernels.flash_attention`, but any device, float64, and any head_dim.
+    Products run in the input dtype, the softmax in float32 (float64 for float64 inputs). PyTorch's autograd
+    differentiates it.
     """
-    scale = check_inputs(q, k, v, scale)
     q, k, v = autocast_inputs(q, k, v)
+    scale = check_inputs(q, k, v, scale)
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -45,7 +49,9 @@ def naive_attention(
         hidden = ~_visible(num_q, num_k, 0, num_q, 0, num_k, q.device)
         scores = scores.masked_fill(hidden, -math.inf)
     probs = torch.softmax(scores, dim=-1)
-    if causal and num_q > num_k:  # the first rows see no key: their softmax is 0/0, and its gradient must not escape
+    if (
+        causal and num_q > num_k
+    ):  # the first rows see no key: their softmax is 0/0, and its gradient must not escape
         probs = probs.masked_fill(hidden, 0.0)
     o = probs.to(q.dtype) @ v
     if not return_lse:
@@ -66,17 +72,17 @@ def tiled_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Flash attention in plain PyTorch: online softmax over tiles of block_q queries and block_k keys.
 
-    Shapes, dtypes and errors as in `kernels.flash_attention`, but any device, float64, and any head_dim. Accumulates
-    in float32 (float64 for float64 inputs); P and dS are rounded to the input dtype before they are multiplied, as in
-    the kernels. Saves Q, K, V, O and LSE for the backward, which recomputes P.
+    Shapes, dtypes and errors as in `kernels.flash_attention`, but any device, float64, and any head_dim.
+    Accumulates in float32 (float64 for float64 inputs); P and dS are rounded to the input dtype before they
+    are multiplied, as in the kernels. Saves Q, K, V, O and LSE for the backward, which recomputes P.
 
     Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
     """
+    q, k, v = autocast_inputs(q, k, v)
     scale = check_inputs(q, k, v, scale)
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block < 1:
             raise ValueError(f"{name} is {block}; it must be at least 1")
-    q, k, v = autocast_inputs(q, k, v)
     o, lse = _TiledAttention.apply(q, k, v, causal, scale, block_q, block_k)
     return (o, lse) if return_lse else o
 
@@ -90,7 +96,9 @@ def _tiles(num_q: int, num_k: int, causal: bool, block_q: int, block_k: int):
             yield slice(q_start, q_end), slice(k_start, min(k_start + block_k, num_k))
 
 
-def _tile_scores(q_tile: Tensor, k_tile: Tensor, rows: slice, cols: slice, causal, scale, num_q, num_k) -> Tensor:
+def _tile_scores(
+    q_tile: Tensor, k_tile: Tensor, rows: slice, cols: slice, causal, scale, num_q, num_k
+) -> Tensor:
     """scale * Q K^T of one tile, -inf where the mask hides the key. (B, Hkv, G, rows, cols)."""
     scores = (q_tile @ k_tile.transpose(-1, -2)) * scale
     if not causal:

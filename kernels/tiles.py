@@ -1,7 +1,8 @@
 """Pieces that the forward and the backward kernels share, so that a gradient cannot drift from its function.
 
-Here are the order of tiles, loads and stores, the dot product, and the step from scores to masked scores. BLOCK_Q
-counts queries, BLOCK_K keys. Pieces with strides take them as (batch, head, token), in elements; the last one is 1.
+Here are the order of tiles, loads and stores, the dot product, and the step from scores to masked scores.
+BLOCK_Q counts queries, BLOCK_K keys. Pieces with strides take them as (batch, head, token), in elements; the
+last one is 1.
 """
 
 import math
@@ -17,8 +18,9 @@ LOG2_E = tl.constexpr(1.0 / math.log(2.0))
 def program_tile(num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST: tl.constexpr):
     """Which tile of which (batch * head) this program owns, as (tile, head).
 
-    The grid is one-dimensional: its y and z axes end at 65,535. Heads come in sections whose K and V stay in L2 together;
-    inside a section the tile is the slow axis, so that all heads' longest tiles start first and the tail is short.
+    The grid is one-dimensional: its y and z axes end at 65,535. Heads come in sections whose K and V stay in
+    L2 together; inside a section the tile is the slow axis, so that all heads' longest tiles start first and
+    the tail is short.
     """
     program = tl.program_id(0)
     section = program // (num_tiles * heads_per_section)
@@ -55,7 +57,8 @@ def load_tile(
     RAGGED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Load rows start .. start + BLOCK of one head as (BLOCK, BLOCK_D); what lies outside the tensor reads as 0.
+    """Load rows start .. start + BLOCK of one head as (BLOCK, BLOCK_D); what lies outside the tensor reads as
+    0.
 
     RAGGED says that rows may lie past num_tokens. A 0 matters even where the score is masked: 0 * NaN is NaN.
     """
@@ -64,7 +67,8 @@ def load_tile(
     else:
         rows = tl.arange(0, BLOCK)
         cols = tl.arange(0, BLOCK_D)
-        # the tile's first row in 64 bits, what is inside the tile in 32: cheap, and right beyond 2^31 elements
+        # the tile's first row in 64 bits, what is inside the tile in 32: cheap, and right beyond 2^31
+        # elements
         pointers = base + tl.cast(start, tl.int64) * strides[2] + (rows[:, None] * strides[2] + cols[None, :])
         if RAGGED and HEAD_DIM != BLOCK_D:
             keep = (start + rows < num_tokens)[:, None] & (cols < HEAD_DIM)[None, :]
@@ -90,7 +94,7 @@ def store_tile(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store (BLOCK, BLOCK_D) rows in the tensor's dtype; rows past num_tokens and padded columns are not written."""
+    """Store (BLOCK, BLOCK_D) in the tensor's dtype, but no row past num_tokens and no padded column."""
     rows = tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK_D)
     base = tensor + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
@@ -101,7 +105,7 @@ def store_tile(
 
 @triton.jit
 def mask_scores(scores, rows, cols, num_q, num_k, CAUSAL: tl.constexpr):
-    """Hide keys with -inf. rows and cols are the global query and key indices, shaped to broadcast against scores.
+    """Hide keys with -inf. rows and cols are global query and key indices that broadcast against scores.
 
     Causal is aligned bottom-right: j <= i + num_k - num_q. It also hides keys past num_k from every real row.
     """
@@ -113,7 +117,7 @@ def mask_scores(scores, rows, cols, num_q, num_k, CAUSAL: tl.constexpr):
 
 @triton.jit
 def visible_keys(q_start, num_q, num_k, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Bounds of a query tile's key loop: (end of the tiles that every row sees whole, end of the visible keys)."""
+    """Bounds of a query tile's key loop: (end of the tiles that all rows see whole, end of the keys)."""
     if CAUSAL:
         seen_by_first = tl.minimum(tl.maximum(q_start + 1 + num_k - num_q, 0), num_k)
         end = tl.minimum(tl.maximum(q_start + BLOCK_Q + num_k - num_q, 0), num_k)

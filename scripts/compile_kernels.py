@@ -3,11 +3,11 @@
     python -m scripts.compile_kernels --arch 90 --head-dim 64 128
     python -m scripts.compile_kernels --kernel fwd --tile 128,64,8,3,tma --tile 128,128,8,2,tma
 
-Without --tile it takes every entry of kernels/tuning.py for the architecture. A row holds registers per thread, spilled
-bytes, shared memory in KB, and counts of SASS instructions: HGMMA and HMMA (tensor cores with and without wgmma) and
-DEPBAR (waits for wgmma). A kernel FAILS when it spills more than 32 bytes, needs more shared memory than a block may
-use, or waits after every wgmma (the compiler gave up overlapping them). Takes seconds a kernel; needs no GPU.
-The last line is one JSON object.
+Without --tile it takes every entry of kernels/tuning.py for the architecture. A row holds registers per
+thread, spilled bytes, shared memory in KB, and counts of SASS instructions: HGMMA and HMMA (tensor cores with
+and without wgmma) and DEPBAR (waits for wgmma). A kernel FAILS when it spills more than 32 bytes, needs more
+shared memory than a block may use, or waits after every wgmma (the compiler gave up overlapping them). Takes
+seconds a kernel; needs no GPU. The last line is one JSON object.
 """
 
 import argparse
@@ -20,18 +20,30 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
-SHARED_LIMIT_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}  # CUDA guide, table 30
+SHARED_LIMIT_BYTES = {
+    80: 166912,
+    86: 101376,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    120: 101376,
+}  # CUDA guide, table 30
 SPILL_LIMIT_BYTES = 32  # a few bytes outside the loop cost nothing that can be measured
 DTYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 
 
 def _signature(kernel, constants: dict, dtype: str):
-    """Types, constants and alignment of a launch on dense (B, N, H, D) tensors, as the launcher would specialise them."""
+    """Types, constants and alignment of a launch on dense (B, N, H, D) tensors."""
     pointer = DTYPES[dtype]
     element = pointer[1:]
     aligned = [["tt.divisibility", 16]]
     signature, constexprs, attributes = {}, {}, {}
-    rows = {"q": constants["BLOCK_Q"], "do": constants["BLOCK_Q"], "k": constants.get("BLOCK_K"), "v": constants.get("BLOCK_K")}
+    rows = {
+        "q": constants["BLOCK_Q"],
+        "do": constants["BLOCK_Q"],
+        "k": constants.get("BLOCK_K"),
+        "v": constants.get("BLOCK_K"),
+    }
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], constexprs[(i,)] = "constexpr", constants[name]
@@ -62,14 +74,12 @@ def compile_one(job: dict) -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kernels import flash_bwd, flash_fwd
+    from kernels.flash_dkdv import flash_dkdv_kernel
+    from kernels.flash_dq import flash_dq_kernel
+    from kernels.flash_fwd import flash_fwd_kernel
     from kernels.tuning import Tile
 
-    kernel = {
-        "fwd": flash_fwd._flash_fwd_kernel,
-        "dkdv": flash_bwd._dkdv_kernel,
-        "dq": flash_bwd._dq_kernel,
-    }[job["kernel"]]
+    kernel = {"fwd": flash_fwd_kernel, "dkdv": flash_dkdv_kernel, "dq": flash_dq_kernel}[job["kernel"]]
     tile = Tile(*job["tile"])
     constants = {
         "HEAD_DIM": job["head_dim"],
@@ -134,27 +144,47 @@ def jobs_for(arguments) -> list[dict]:
 
     jobs = []
     masks = {"both": (True, False), "causal": (True,), "full": (False,)}[arguments.mask]
-    for kernel, dtype, head_dim, causal in product(arguments.kernel, arguments.dtype, arguments.head_dim, masks):
+    for kernel, dtype, head_dim, causal in product(
+        arguments.kernel, arguments.dtype, arguments.head_dim, masks
+    ):
         element_bytes = 4 if dtype == "fp32" else 2
         arch = (arguments.arch // 10, arguments.arch % 10)
         tiles = arguments.tile or [astuple(table_tile(kernel, arch, element_bytes, head_dim, causal))]
         for tile in tiles:
             jobs.append(
-                {"kernel": kernel, "arch": arguments.arch, "dtype": dtype, "head_dim": head_dim, "causal": causal,
+                {"kernel": kernel, "arch": arguments.arch, "dtype": dtype, "head_dim": head_dim, "causal":
+                causal,
                  "even": not arguments.ragged, "tile": tile}
             )  # fmt: skip
     return jobs
 
 
+def _line(row: dict) -> str:
+    block_q, block_k, warps, stages, tma = row["tile"]
+    tile = f"{block_q}x{block_k} w{warps} s{stages}" + (" tma" if tma else "")
+    mask = "causal" if row["causal"] else "full"
+    resources = f"{row['registers']:4} {row['spill_bytes']:5} {row['shared_bytes'] // 1024:4}"
+    counts = f"{row['hgmma']:5} {row['hmma']:5} {row['depbar']:6} {row['lines']:6}"
+    verdict = ", ".join(row["fails"]) or "ok"
+    name = f"{row['kernel']:6} {row['head_dim']:4} {row['dtype']:5} {mask:6} {tile:24}"
+    return f"{name} {resources} {counts}  {verdict}"
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, default=90, choices=sorted(SHARED_LIMIT_BYTES), help="compute capability x 10")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--arch", type=int, default=90, choices=sorted(SHARED_LIMIT_BYTES), help="compute capability x 10"
+    )
     parser.add_argument("--kernel", nargs="+", default=["fwd", "dkdv", "dq"], choices=["fwd", "dkdv", "dq"])
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=sorted(DTYPES))
     parser.add_argument("--mask", default="both", choices=["both", "causal", "full"])
     parser.add_argument("--ragged", action="store_true", help="lengths that are no multiple of the tile")
-    parser.add_argument("--tile", type=_parse_tile, action="append", help="BLOCK_Q,BLOCK_K,WARPS,STAGES[,tma]; repeatable")
+    parser.add_argument(
+        "--tile", type=_parse_tile, action="append", help="BLOCK_Q,BLOCK_K,WARPS,STAGES[,tma]; repeatable"
+    )
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
 
@@ -164,14 +194,7 @@ def main() -> int:
     with ProcessPoolExecutor(arguments.workers) as pool:
         for row in pool.map(compile_one, jobs_for(arguments)):
             rows.append(row)
-            block_q, block_k, warps, stages, tma = row["tile"]
-            tile = f"{block_q}x{block_k} w{warps} s{stages}" + (" tma" if tma else "")
-            print(
-                f"{row['kernel']:6} {row['head_dim']:4} {row['dtype']:5} {'causal' if row['causal'] else 'full':6} {tile:24} "
-                f"{row['registers']:4} {row['spill_bytes']:5} {row['shared_bytes'] // 1024:4} {row['hgmma']:5} "
-                f"{row['hmma']:5} {row['depbar']:6} {row['lines']:6}  {', '.join(row['fails']) or 'ok'}",
-                flush=True,
-            )
+            print(_line(row), flush=True)
     failed = sum(bool(row["fails"]) for row in rows)
     print(json.dumps({"arch": arguments.arch, "compiled": len(rows), "failed": failed, "rows": rows}))
     return 1 if failed else 0
