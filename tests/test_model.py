@@ -205,6 +205,7 @@ def test_loss_under_bf16_autocast_is_fp32_and_close():
         loss = model(tokens, targets)
         assert model(tokens).dtype == torch.bfloat16
     assert loss.dtype == torch.float32
+    assert small_gpt().bfloat16()(tokens, targets).dtype == torch.float32
     torch.testing.assert_close(loss, model(tokens, targets), rtol=1e-2, atol=0)
 
 
