@@ -102,7 +102,7 @@ def test_only_the_nucleus_of_the_top_k_is_drawn(values, top_k, top_p, temperatur
 
     # The definition, token by token: the likeliest k, then the fewest of them whose share reaches p.
     probs = (logits.double() / temperature).softmax(0)
-    order = sorted(range(len(values)), key=lambda i: (-probs[i].item(), i))[:top_k]
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:top_k]
     total, share, kept = sum(probs[i].item() for i in order), 0.0, set()
     for i in order:
         if share >= top_p + 1e-9:  # a share that equals p to rounding may go either way
@@ -119,7 +119,7 @@ def test_extreme_options_are_greedy(values, seed):
     best = logits.amax()
     for options in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30}):
         token = choose_next_token(logits, seeded(seed), **options)
-        assert logits[0, token] == best, options
+        assert logits[0, token] >= best - 1e-6, options  # logits closer than that draw like equal ones
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (3, None), (None, 0.8), (4, 0.8)])
