@@ -29,20 +29,25 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position x frequency, each (seq_len, 1, D/2) fp32 (RoFormer, arXiv:2104.09864)."""
+    """Cosine and signed sine of position x frequency, each (seq_len, 1, D) fp32.
+
+    Source: RoFormer, arXiv:2104.09864, with the pairs half a head apart.
+    """
     frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # (D/2,)
+    # in float64: at position 32,768 an fp32 angle is already off by 1e-3
     angle = torch.arange(seq_len, dtype=torch.float64)[:, None, None] * frequency  # (seq_len, 1, D/2)
-    # float64 until here: at position 32,768 an fp32 angle is already off by 1e-3
-    return angle.cos().float(), angle.sin().float()
+    cos, sin = angle.cos().float(), angle.sin().float()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + D/2}) of x (B, N, H, D) by its token's angle; cos and sin (N, 1, D/2).
+    """Turn each pair (x_i, x_{i + D/2}) of x (B, N, H, D) by its token's angle; cos and sin (N, 1, D).
 
-    Computed in fp32, because the tables are, and returned in x's dtype.
+    Computed in fp32, because the tables are, and returned in x's dtype. A flip swaps the halves: the compiler
+    turns it into indexing, where a cat costs a stored fp32 copy.
     """
-    x1, x2 = x.chunk(2, dim=-1)  # (B, N, H, D/2) each
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)  # (B, N, H, D): second half, first half
+    return (x * cos + swapped * sin).to(x.dtype)
 
 
 class CausalSelfAttention(nn.Module):
@@ -138,7 +143,9 @@ class GPT(nn.Module):
         if vocab_size < 1 or seq_len < 1:
             raise ValueError(f"vocab_size={vocab_size} and seq_len={seq_len} must be at least 1")
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
-        self.attention, self.attention_reason = resolve_attention(config.attention, device, dtype, config.head_dim)
+        self.attention, self.attention_reason = resolve_attention(
+            config.attention, device, dtype, config.head_dim
+        )
         padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
         with torch.device("meta"):  # shapes only: init_weights draws each number once
             self.embedding = nn.Embedding(padded_vocab, config.n_embd)
@@ -163,7 +170,9 @@ class GPT(nn.Module):
             writes_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
             nn.init.normal_(weight, std=residual_std if writes_residual else INIT_STD, generator=generator)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None
+    ) -> Tensor:
         """Predict the next token at every position.
 
         Args:
@@ -182,8 +191,10 @@ class GPT(nn.Module):
         start = 0 if kv_cache is None else kv_cache.length
         end = start + tokens.size(1)
         if end > self.seq_len:
-            raise ValueError(f"a context of {end} tokens is longer than the model's seq_len={self.seq_len}; shorten it")
-        cos, sin = self.cos[start:end], self.sin[start:end]  # (N, 1, D/2)
+            raise ValueError(
+                f"a context of {end} tokens is longer than the model's seq_len={self.seq_len}; shorten it"
+            )
+        cos, sin = self.cos[start:end], self.sin[start:end]  # (N, 1, D)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)  # (B, N, C)
         mode, every = self.config.activation_checkpointing, self.config.checkpoint_every
         for layer, block in enumerate(self.blocks):

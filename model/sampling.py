@@ -45,9 +45,10 @@ def choose_next_token(
     check_sampling(temperature, top_k, top_p)
     if temperature == 0:
         return logits.argmax(dim=-1)
+    # Sorted before the softmax, which rounds unequal logits to equal probabilities.
+    logits, ids = logits.double().sort(dim=-1, descending=True, stable=True)  # (S, V), likeliest first
     # The largest logit goes to 0 before the division: a temperature of 1e-6 must not overflow.
-    logits = logits.double() - logits.double().amax(dim=-1, keepdim=True)
-    probs, ids = (logits / temperature).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)  # (S, V)
+    probs = ((logits - logits[:, :1]) / temperature).softmax(dim=-1)  # (S, V)
     if top_k is not None:
         probs[:, top_k:] = 0
     if top_p is not None:
