@@ -60,7 +60,7 @@ def tma_ready(x: Tensor) -> bool:
 def kernel_operands(
     tile: Tile, block_d: int, *operands: tuple[Tensor, int]
 ) -> tuple[list, list[tuple[int, int, int]], bool]:
-    """What the kernel takes for each (tensor, rows of its tile), the strides, and whether it takes descriptors.
+    """What a kernel takes for each (tensor, rows of its tile), the strides, and whether by descriptors.
 
     Descriptors where the tile wants TMA and every tensor allows it, plain tensors otherwise.
     """
