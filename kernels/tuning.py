@@ -58,9 +58,7 @@ _PORTABLE = {
     ("fwd", 256, "any"): Tile(64, 64, 8, 1),  # 243 registers, 72 KB; with 4 warps it spills
     ("dkdv", 16, "any"): Tile(64, 128, 8, 2),
     ("dkdv", 32, "any"): Tile(64, 128, 8, 2),
-    ("dkdv", 64, "any"): Tile(
-        64, 128, 8, 2
-    ),  # 255 registers, 16 bytes spilled; 128 keys halve the traffic of 64
+    ("dkdv", 64, "any"): Tile(32, 128, 8, 2),  # 242 registers; 64 queries spill 16 to 48 bytes
     ("dkdv", 128, "any"): Tile(64, 64, 8, 1),  # 172 registers, 80 KB
     ("dkdv", 256, "any"): Tile(16, 64, 8, 1),  # 255 registers, 88 KB
     ("dq", 16, "any"): Tile(128, 64, 8, 2),
