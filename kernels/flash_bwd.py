@@ -15,8 +15,7 @@ from kernels.launch import dot_precision, heads_per_section, kernel_inputs, kern
 from kernels.tiles import LOG2_E, head_base, load_tile
 from kernels.tuning import Tile, tile_for
 
-# Rows of the LSE and delta scratch are padded to a multiple of every BLOCK_Q, so that the main loops load them
-# unmasked.
+# The LSE and delta scratch is padded to a multiple of every BLOCK_Q, so that the main loops load it unmasked.
 ROW_PADDING = 128
 
 

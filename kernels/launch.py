@@ -48,18 +48,19 @@ def heads_per_section(q: Tensor, k: Tensor) -> int:
 
 def tma_ready(x: Tensor) -> bool:
     """Whether TMA can address x (B, H, N, D): 16-byte aligned start and strides, none of them 0."""
-    size = x.element_size()
+    unit = 16 // x.element_size()
     if x.data_ptr() % 16:
         return False
-    shape, strides = x.shape, x.stride()
-    return all(shape[i] == 1 or (strides[i] > 0 and strides[i] * size % 16 == 0) for i in range(3))
+    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
+        if size != 1 and (stride == 0 or stride % unit):
+            return False
+    return True
 
 
 def kernel_operands(
     tile: Tile, block_d: int, *operands: tuple[Tensor, int]
-) -> tuple[list, list[tuple], bool]:
-    """For (tensor, rows of its tile) pairs: what the kernel takes, the strides, and whether those are
-    descriptors.
+) -> tuple[list, list[tuple[int, int, int]], bool]:
+    """What a kernel takes for each (tensor, rows of its tile), the strides, and whether by descriptors.
 
     Descriptors where the tile wants TMA and every tensor allows it, plain tensors otherwise.
     """
@@ -69,8 +70,9 @@ def kernel_operands(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     descriptors = []
-    for x, rows in operands:
+    for (x, rows), x_strides in zip(operands, strides, strict=True):
+        shape = list(x.shape)
         # a dimension of size 1 may carry any stride; the hardware wants a multiple of 16 bytes
-        legal = [16 if x.shape[i] == 1 else x.stride(i) for i in range(3)]
-        descriptors.append(TensorDescriptor(x, list(x.shape), [*legal, 1], [1, 1, rows, block_d]))
+        legal = [16 if n == 1 else stride for n, stride in zip(shape, x_strides, strict=False)]
+        descriptors.append(TensorDescriptor(x, shape, [*legal, 1], [1, 1, rows, block_d]))
     return descriptors, strides, True

@@ -28,8 +28,9 @@ def test_opcheck_backward(with_dlse):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_fake_agrees_with_real(dtype):
-    q, k, v = (x.detach() for x in make_qkv(2, 4, 2, 20, 24, 16, device=DEVICE, dtype=dtype, layout="bnhd"))
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_fake_agrees_with_real(dtype, layout):
+    q, k, v = (x.detach() for x in make_qkv(2, 4, 2, 20, 24, 16, device=DEVICE, dtype=dtype, layout=layout))
     real = ops.flash_fwd(q, k, v, True, 0.25)
     real += ops.flash_bwd(torch.randn_like(q), None, q, k, v, *real, True, 0.25)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
