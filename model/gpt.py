@@ -117,7 +117,7 @@ class GPT(nn.Module):
         config: what the network is.
         vocab_size: number of token ids; tables are padded to a multiple of 64, outputs never are.
         seq_len: the longest context, in tokens.
-        device: where the model lives; decides what attention=auto becomes.
+        device: where the model will run; decides what attention=auto becomes and whether flash can run.
         dtype: what attention will run in, that is the autocast type where autocast is on.
         generator: a CPU generator for the weights; None draws from the global one.
 
@@ -146,6 +146,7 @@ class GPT(nn.Module):
         self.attention, self.attention_reason = resolve_attention(
             config.attention, device, dtype, config.head_dim
         )
+        self.chosen_for = torch.device(device).type if config.attention == "auto" else None
         padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
         with torch.device("meta"):  # shapes only: init_weights draws each number once
             self.embedding = nn.Embedding(padded_vocab, config.n_embd)
@@ -185,7 +186,8 @@ class GPT(nn.Module):
             the tokens that count, an fp32 scalar: the caller divides by the tokens of its whole step.
 
         Raises:
-            ValueError: the context would be longer than seq_len.
+            ValueError: the context would be longer than seq_len, or the model was moved to a device for which
+                attention=auto did not choose.
         """
         assert kv_cache is None or targets is None
         start = 0 if kv_cache is None else kv_cache.length
@@ -193,6 +195,11 @@ class GPT(nn.Module):
         if end > self.seq_len:
             raise ValueError(
                 f"a context of {end} tokens is longer than the model's seq_len={self.seq_len}; shorten it"
+            )
+        if self.chosen_for not in (None, tokens.device.type):
+            raise ValueError(
+                f"attention=auto chose {self.attention} for {self.chosen_for} and the tokens are on "
+                f"{tokens.device.type}; build the model with GPT(..., device='{tokens.device.type}')"
             )
         cos, sin = self.cos[start:end], self.sin[start:end]  # (N, 1, D)
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)  # (B, N, C)

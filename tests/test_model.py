@@ -108,6 +108,17 @@ def test_an_explicit_name_that_cannot_run_raises_with_the_reason(monkeypatch):
     assert "flash needs a better machine" in reason
 
 
+def test_a_moved_model_does_not_keep_the_choice_of_auto_in_silence():
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"auto chose sdpa for cpu .* GPT\(\.\.\., device='meta'\)"):
+        small_gpt(attention="auto").to("meta")(tokens)
+    assert small_gpt(attention="sdpa").to("meta")(tokens).shape == (
+        1,
+        4,
+        VOCAB,
+    )  # a name goes where it is told
+
+
 def test_auto_takes_flash_on_cuda(monkeypatch):
     monkeypatch.setattr("kernels.unsupported_reason", lambda *_: None)
     assert resolve_attention("auto", "cuda", torch.bfloat16, 64)[0] == "flash"

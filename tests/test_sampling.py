@@ -122,12 +122,19 @@ def test_extreme_options_are_greedy(values, seed):
         assert logits[0, token] >= best - 1e-6, options  # logits closer than that draw like equal ones
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (3, None), (None, 0.8), (4, 0.8)])
-def test_frequencies_follow_the_truncated_distribution(top_k, top_p):
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (None, None, [0, 1, 2, 3, 4]),
+        (3, None, [1, 3, 4]),
+        (None, 0.8, [1, 3, 4]),
+        (3, 0.75, [1, 3]),  # of the three that top_k keeps, these two hold 76 %
+    ],
+)
+def test_frequencies_follow_the_truncated_distribution(top_k, top_p, kept):
     probs = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2], dtype=torch.float64)
-    kept = {(None, None): [0, 1, 2, 3, 4], (3, None): [1, 3, 4], (None, 0.8): [1, 3, 4], (4, 0.8): [1, 3, 4]}
     expected = torch.zeros_like(probs)
-    expected[kept[top_k, top_p]] = probs[kept[top_k, top_p]]
+    expected[kept] = probs[kept]
     expected /= expected.sum()
     draws = 40_000
     tokens = choose_next_token(probs.log().expand(draws, -1), seeded(0), top_k=top_k, top_p=top_p)
