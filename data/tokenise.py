@@ -1,8 +1,8 @@
 """A stream of text to a stream of tokens: in parallel, in bounded memory, the same tokens as one long call gives.
 
 Text travels as fragments: (text, first), where `first` says that a document begins here. Fragments may be cut anywhere;
-`pieces` cuts them anew where the cut changes no token. tiktoken releases the GIL, so threads suffice: measured on nine
-books (19.7 MB, GPT-2, two cores) at @MEASURED@ MB/s.
+`pieces` cuts them anew where the cut changes no token. tiktoken releases the GIL, so threads suffice. Measured on nine
+books (19.7 MB, GPT-2): 16 MB/s with one thread, 24 MB/s with two on two cores (the reader needs a part of the second).
 """
 
 import re
@@ -37,6 +37,7 @@ class Counts:
 
 def pieces(fragments: Iterable[Fragment], size: int = PIECE_CHARACTERS) -> Iterator[Fragment]:
     """The same text in pieces of at least `size` characters (the last of a document may be shorter), cut safely."""
+    assert size > 1, "a piece that begins with a newline must not be cut before it"
     waiting: list[str] = []
     length, first = 0, True
     for text, begins in fragments:
@@ -50,7 +51,7 @@ def pieces(fragments: Iterable[Fragment], size: int = PIECE_CHARACTERS) -> Itera
         while length >= size:
             joined = "".join(waiting)
             cut = _SAFE_CUT.search(joined, size - 1)
-            if cut is None or cut.start() == 0:
+            if cut is None:
                 waiting = [joined]
                 break
             yield joined[: cut.start()], first
