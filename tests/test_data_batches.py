@@ -106,6 +106,7 @@ def test_fixed_windows_are_spread_and_disjoint(count, seq_len, wanted):
     assert (gaps >= seq_len).all()
     if len(gaps):
         assert gaps.max() - gaps.min() <= seq_len
+        assert count - inputs[-1, 0] <= gaps.max() + 2 * seq_len, "the last one is near the end"
 
 
 @given(st.lists(st.integers(0, 5), max_size=5), st.integers(-30, 30), st.integers(-30, 30))

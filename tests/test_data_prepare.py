@@ -114,6 +114,8 @@ def test_characters_come_from_the_training_split(tmp_path, cache):
 def test_embedded(cache):
     dataset = open_dataset(DataConfig(cache_dir=str(cache), seq_len=8), TokenizerConfig())
     topics = embedded_topics()
+    other = open_dataset(DataConfig(cache_dir=str(cache), seq_len=8, validation_fraction=0.2), TokenizerConfig())
+    assert other.fingerprint != dataset.fingerprint
     held_out = bytes(i for i in dataset.validation[:].tolist() if i < 256).decode()
     assert "".join(topics).endswith(held_out)
     assert dataset.manifest["about"]["python"]
@@ -127,7 +129,18 @@ def test_embedded(cache):
 
 
 WIKI_LINES = [" \n", " = Ålesund = \n", " \n", " Text @-@ text = \n", " = Not a title = \n", " text . \n", " \n"]
-WIKI_LINES += [" = = Section = = \n", " \n", " more . \n", " \n", " = Next one = \n", " \n", " last . \n", " \n"]
+WIKI_LINES += [
+    " = Nor this = \n",
+    " text . \n",
+    " = Nor that = \n",
+    " \n",
+    " = = Section = = \n",
+    " \n",
+    " = Next one = \n",
+    " \n",
+    " last . \n",
+    " \n",
+]
 
 
 def test_articles_begin_at_titles():
