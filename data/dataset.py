@@ -134,8 +134,12 @@ def _open(path: Path, fingerprint: str) -> Dataset:
 def _prepare(path: Path, source: Source, tokenizer: str, num_workers: int, facts: dict[str, Any], say: Report) -> None:
     """Tokenise the source into `path`."""
     with _written_at_once(path) as folder:
-        splits = source.splits()
-        encoding = build_tokenizer(tokenizer, _alphabet(splits["train"]) if tokenizer == "characters" else "")
+        if tokenizer == "characters":
+            splits = source.splits()
+            encoding = build_tokenizer(tokenizer, _alphabet(splits["train"]))
+        else:
+            encoding = build_tokenizer(tokenizer)  # first, as it may be out of reach and the text a long download
+            splits = source.splits()
         dtype = token_dtype(encoding.n_vocab)
         manifest = facts | {"tokenizer": tokenizer_state(encoding), "dtype": dtype.str, "splits": {}}
         for split, stream in splits.items():
