@@ -21,10 +21,7 @@ def unsupported_reason(device: torch.device | str, dtype: torch.dtype, head_dim:
             f"({_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}); use attention=sdpa"
         )
     if dtype not in _DTYPES:
-        return (
-            f"dtype {dtype} is not supported by flash attention (float32, bfloat16, float16); "
-            "use attention=naive"
-        )
+        return f"dtype {dtype} is not supported by flash attention (float32, bfloat16, float16); use attention=naive"
     if device.type == "cuda":
         major, minor = capability(torch.cuda.current_device() if device.index is None else device.index)
         if major < 8:

@@ -112,12 +112,8 @@ def flash_dkdv_kernel(
 
     k_base = head_base(k, k_strides, batch, kv_head, TMA)
     v_base = head_base(v, v_strides, batch, kv_head, TMA)
-    k_tile = load_tile(
-        k_base, k_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, True, TMA
-    )
-    v_tile = load_tile(
-        v_base, v_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, True, TMA
-    )
+    k_tile = load_tile(k_base, k_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, True, TMA)
+    v_tile = load_tile(v_base, v_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, True, TMA)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     first, full = seeing_queries(k_start, num_q, num_k, CAUSAL, BLOCK_Q, BLOCK_K)

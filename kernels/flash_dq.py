@@ -103,9 +103,7 @@ def flash_dq_kernel(
     k_base = head_base(k, k_strides, batch, kv_head, TMA)
     v_base = head_base(v, v_strides, batch, kv_head, TMA)
     q_tile = load_tile(q_base, q_strides, batch, head, q_start, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
-    do_tile = load_tile(
-        do_base, do_strides, batch, head, q_start, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA
-    )
+    do_tile = load_tile(do_base, do_strides, batch, head, q_start, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
     padded = batch_head.to(tl.int64) * num_q_padded + q_start + tl.arange(0, BLOCK_Q)
     lse_log2 = tl.load(lse_log2_ptr + padded)
     delta = tl.load(delta_ptr + padded)

@@ -166,9 +166,7 @@ def launch_flash_fwd(
     if tile is None:
         tile = tile_for("fwd", q.device, q.dtype, head_dim, causal)
     block_d = triton.next_power_of_2(head_dim)
-    operands, strides, tma = kernel_operands(
-        tile, block_d, (q, tile.block_q), (k, tile.block_k), (v, tile.block_k)
-    )
+    operands, strides, tma = kernel_operands(tile, block_d, (q, tile.block_q), (k, tile.block_k), (v, tile.block_k))
     grid = (triton.cdiv(num_q, tile.block_q) * batch * num_heads,)
     with on_device(q):
         flash_fwd_kernel[grid](

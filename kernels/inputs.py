@@ -16,8 +16,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; expected 4 dimensions "
-                "(batch, heads, tokens, head_dim)"
+                f"{name} has shape {tuple(tensor.shape)}; expected 4 dimensions (batch, heads, tokens, head_dim)"
             )
         if not tensor.dtype.is_floating_point:
             raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating point dtype")
@@ -27,13 +26,9 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device} but q is on {q.device}; move them to one device")
         if tensor.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"{name} has batch size {tensor.shape[0]} but q has {q.shape[0]}; they must be equal"
-            )
+            raise ValueError(f"{name} has batch size {tensor.shape[0]} but q has {q.shape[0]}; they must be equal")
         if tensor.shape[3] != q.shape[3]:
-            raise ValueError(
-                f"{name} has head_dim {tensor.shape[3]} but q has {q.shape[3]}; they must be equal"
-            )
+            raise ValueError(f"{name} has head_dim {tensor.shape[3]} but q has {q.shape[3]}; they must be equal")
     if k.shape != v.shape:
         raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; they must be equal")
     num_heads, num_kv_heads = q.shape[1], k.shape[1]

@@ -49,9 +49,7 @@ def naive_attention(
         hidden = ~_visible(num_q, num_k, 0, num_q, 0, num_k, q.device)
         scores = scores.masked_fill(hidden, -math.inf)
     probs = torch.softmax(scores, dim=-1)
-    if (
-        causal and num_q > num_k
-    ):  # the first rows see no key: their softmax is 0/0, and its gradient must not escape
+    if causal and num_q > num_k:  # the first rows see no key: their softmax is 0/0, and its gradient must not escape
         probs = probs.masked_fill(hidden, 0.0)
     o = probs.to(q.dtype) @ v
     if not return_lse:
@@ -96,9 +94,7 @@ def _tiles(num_q: int, num_k: int, causal: bool, block_q: int, block_k: int):
             yield slice(q_start, q_end), slice(k_start, min(k_start + block_k, num_k))
 
 
-def _tile_scores(
-    q_tile: Tensor, k_tile: Tensor, rows: slice, cols: slice, causal, scale, num_q, num_k
-) -> Tensor:
+def _tile_scores(q_tile: Tensor, k_tile: Tensor, rows: slice, cols: slice, causal, scale, num_q, num_k) -> Tensor:
     """scale * Q K^T of one tile, -inf where the mask hides the key. (B, Hkv, G, rows, cols)."""
     scores = (q_tile @ k_tile.transpose(-1, -2)) * scale
     if not causal:

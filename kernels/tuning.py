@@ -37,9 +37,7 @@ _HOPPER = {
     ("dkdv", 16, "any"): Tile(64, 128, 8, 3, True),
     ("dkdv", 32, "any"): Tile(64, 128, 8, 3, True),
     ("dkdv", 64, "any"): Tile(64, 128, 8, 3, True),  # causal 207 registers; with 2 stages 255
-    ("dkdv", 128, "any"): Tile(
-        64, 128, 8, 3, True
-    ),  # no spill at 162 KB; with 2 stages causal spills 176 bytes
+    ("dkdv", 128, "any"): Tile(64, 128, 8, 3, True),  # no spill at 162 KB; with 2 stages causal spills 176 bytes
     ("dkdv", 256, "any"): Tile(32, 64, 8, 2, True),  # 255 registers, 16 bytes spilled
     ("dq", 16, "any"): Tile(128, 64, 8, 3, True),
     ("dq", 32, "any"): Tile(128, 64, 8, 3, True),

@@ -143,9 +143,7 @@ class GPT(nn.Module):
         if vocab_size < 1 or seq_len < 1:
             raise ValueError(f"vocab_size={vocab_size} and seq_len={seq_len} must be at least 1")
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
-        self.attention, self.attention_reason = resolve_attention(
-            config.attention, device, dtype, config.head_dim
-        )
+        self.attention, self.attention_reason = resolve_attention(config.attention, device, dtype, config.head_dim)
         self.chosen_for = torch.device(device).type if config.attention == "auto" else None
         padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
         with torch.device("meta"):  # shapes only: init_weights draws each number once
@@ -171,9 +169,7 @@ class GPT(nn.Module):
             writes_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
             nn.init.normal_(weight, std=residual_std if writes_residual else INIT_STD, generator=generator)
 
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
         """Predict the next token at every position.
 
         Args:
@@ -193,9 +189,7 @@ class GPT(nn.Module):
         start = 0 if kv_cache is None else kv_cache.length
         end = start + tokens.size(1)
         if end > self.seq_len:
-            raise ValueError(
-                f"a context of {end} tokens is longer than the model's seq_len={self.seq_len}; shorten it"
-            )
+            raise ValueError(f"a context of {end} tokens is longer than the model's seq_len={self.seq_len}; shorten it")
         if self.chosen_for not in (None, tokens.device.type):
             raise ValueError(
                 f"attention=auto chose {self.attention} for {self.chosen_for} and the tokens are on "

@@ -144,9 +144,7 @@ def jobs_for(arguments) -> list[dict]:
 
     jobs = []
     masks = {"both": (True, False), "causal": (True,), "full": (False,)}[arguments.mask]
-    for kernel, dtype, head_dim, causal in product(
-        arguments.kernel, arguments.dtype, arguments.head_dim, masks
-    ):
+    for kernel, dtype, head_dim, causal in product(arguments.kernel, arguments.dtype, arguments.head_dim, masks):
         element_bytes = 4 if dtype == "fp32" else 2
         arch = (arguments.arch // 10, arguments.arch % 10)
         tiles = arguments.tile or [astuple(table_tile(kernel, arch, element_bytes, head_dim, causal))]
@@ -171,9 +169,7 @@ def _line(row: dict) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--arch", type=int, default=90, choices=sorted(SHARED_LIMIT_BYTES), help="compute capability x 10"
     )

@@ -6,9 +6,7 @@ from torch import Tensor
 from kernels import naive_attention
 
 NAMES = ("o", "lse", "dq", "dk", "dv")
-FLOAT32_FLOOR = (
-    2e-6  # dP - delta cancels two float32 sums of magnitude up to about 10; the plain formula may hit 0
-)
+FLOAT32_FLOOR = 2e-6  # dP - delta cancels two float32 sums of magnitude up to about 10; the plain formula may hit 0
 
 
 def make_qkv(
@@ -107,16 +105,12 @@ def assert_within_budget(ours: dict, reference: dict, lowp: dict, factor: float 
         assert error <= allowed, f"{name}: error {error:.3g} is more than {allowed:.3g}"
 
 
-def compare_with_oracle(
-    attention, q, k, v, *, with_dlse: bool = True, factor: float = 2.0, seed: int = 1, **options
-):
+def compare_with_oracle(attention, q, k, v, *, with_dlse: bool = True, factor: float = 2.0, seed: int = 1, **options):
     """Run forward and backward and hold all five results to the budget."""
     generator = torch.Generator().manual_seed(seed)
     do = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(q.dtype).to(q.device)
     dlse = (
-        torch.randn(q.shape[:3], generator=generator, dtype=torch.float64).float().to(q.device)
-        if with_dlse
-        else None
+        torch.randn(q.shape[:3], generator=generator, dtype=torch.float64).float().to(q.device) if with_dlse else None
     )
     ours = results(attention, q, k, v, do, dlse, **options)
     exact = oracle(q, k, v, do, dlse, **options)

@@ -54,9 +54,7 @@ def test_backends_give_the_same_loss_and_gradients(backend):
     expected = loss_and_gradients(small_gpt(), tokens, targets)
     actual = loss_and_gradients(small_gpt(attention=backend), tokens, targets)
     for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name], value, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("backend", ["naive", "tiled", "sdpa", "flash"])
@@ -183,9 +181,7 @@ def test_loss_is_the_sum_of_cross_entropies(tie_embeddings):
     model = small_gpt(tie_embeddings=tie_embeddings)
     tokens, targets = batch()
     loss = model(tokens, targets)
-    expected = F.cross_entropy(
-        model(tokens).reshape(-1, VOCAB).double(), targets.reshape(-1), reduction="sum"
-    )
+    expected = F.cross_entropy(model(tokens).reshape(-1, VOCAB).double(), targets.reshape(-1), reduction="sum")
     assert loss.shape == ()
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
@@ -286,9 +282,7 @@ def test_recomputation_changes_no_bit_of_the_gradients(mode, every):
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("mode", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every_n", [2, 1, 2])]
-)
+@pytest.mark.parametrize(("mode", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every_n", [2, 1, 2])])
 def test_only_the_chosen_blocks_run_twice(mode, forwards):
     model = small_gpt(num_layers=3, activation_checkpointing=mode)
     counts = [0, 0, 0]

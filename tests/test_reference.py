@@ -50,9 +50,7 @@ def test_agrees_with_pytorch_full_and_causal(attention, shape):
 
 
 @pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
-@pytest.mark.parametrize(
-    ("num_q", "num_k", "causal"), [(5, 5, True), (4, 7, True), (4, 7, False), (7, 4, True)]
-)
+@pytest.mark.parametrize(("num_q", "num_k", "causal"), [(5, 5, True), (4, 7, True), (4, 7, False), (7, 4, True)])
 def test_gradients_agree_with_finite_differences(attention, num_q, num_k, causal):
     q, k, v = _double((1, 2, 1, num_q, num_k, 3))
     blocks = {"block_q": 3, "block_k": 2} if attention is tiled_attention else {}
@@ -90,9 +88,7 @@ def test_tile_sizes_do_not_matter():
     q, k, v = _double((1, 2, 2, 37, 37, 8))
     expected = tiled_attention(q, k, v, causal=True, block_q=64, block_k=64)
     for block_q, block_k in [(1, 1), (5, 16), (16, 5), (37, 37), (128, 2)]:
-        torch.testing.assert_close(
-            tiled_attention(q, k, v, causal=True, block_q=block_q, block_k=block_k), expected
-        )
+        torch.testing.assert_close(tiled_attention(q, k, v, causal=True, block_q=block_q, block_k=block_k), expected)
 
 
 def test_naive_runs_products_in_the_input_dtype():
