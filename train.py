@@ -47,7 +47,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
 
     # --- the model and its optimiser; the seed fixes the initial weights, whatever the attention
     torch.manual_seed(config.seed)
-    model = GPT(settings.model, dataset.vocab_size, settings.data.seq_len).to(hardware.device)
+    model = GPT(settings.model, dataset.vocab_size, settings.data.seq_len, device=hardware.device, dtype=hardware.dtype)
     optimiser = Optimiser(model, settings.optim)
     first_step, best_loss = 0, math.inf
     if resumed:

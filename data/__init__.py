@@ -1,1 +1,20 @@
 """Text source -> tokenizer -> memory-mapped token shards -> batches."""
+
+from data.batches import TokenBatches, fixed_windows
+from data.config import DataConfig, TokenizerConfig
+from data.dataset import Dataset, open_dataset
+from data.prefetch import Prefetcher
+from data.tokenizer import build_tokenizer, tokenizer_from_state, tokenizer_state
+
+__all__ = [
+    "DataConfig",
+    "Dataset",
+    "Prefetcher",
+    "TokenBatches",
+    "TokenizerConfig",
+    "build_tokenizer",
+    "fixed_windows",
+    "open_dataset",
+    "tokenizer_from_state",
+    "tokenizer_state",
+]

@@ -117,7 +117,7 @@ def measure(settings: BenchSettings, attention: str, seq_len: int, hardware: Har
 
 def timed_steps(settings, config, seq_len, sequences, hardware) -> tuple[list[float], float | None, GPT]:
     torch.manual_seed(settings.train.seed)
-    model = GPT(config, settings.bench.vocab_size, seq_len).to(hardware.device)
+    model = GPT(config, settings.bench.vocab_size, seq_len, device=hardware.device, dtype=hardware.dtype)
     optimiser = Optimiser(model, settings.optim)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
     tokens = torch.randint(settings.bench.vocab_size, (sequences, seq_len + 1), device=hardware.device)

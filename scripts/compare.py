@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
+from matplotlib import pyplot as plt  # the backend is chosen first: there may be no screen
 
 
 def read_run(folder: Path) -> dict:

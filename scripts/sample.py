@@ -15,7 +15,7 @@ import torch
 
 from conf.program import program
 from data import tokenizer_from_state
-from model import GPT, GPTConfig, generate, resolve_attention
+from model import GPT, GPTConfig, generate
 from training.checkpoint import newest_checkpoint, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 
@@ -47,8 +47,9 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
     tokenizer = tokenizer_from_state(checkpoint.meta["tokenizer"])
     trained = checkpoint.meta["settings"]
     config = GPTConfig(**trained["model"])
-    config.attention, _ = resolve_attention(settings.attention, hardware.device, hardware.dtype, config.head_dim)
-    model = GPT(config, checkpoint.meta["vocab_size"], trained["data"]["seq_len"]).to(hardware.device)
+    config.attention = settings.attention
+    sizes = checkpoint.meta["vocab_size"], trained["data"]["seq_len"]
+    model = GPT(config, *sizes, device=hardware.device, dtype=hardware.dtype)
     checkpoint.load_weights(model)
 
     prompt = tokenizer.encode_ordinary(settings.prompt) or [tokenizer.eot_token]

@@ -8,6 +8,7 @@ import json
 import math
 import netrc
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ class RunLog:
         self._progress.stop()
         self._file.close()
         if self._wandb:
-            self._guarded(lambda run: run.finish(exit_code=0 if exc_info[0] is None else 1, quiet=True))
+            self._guarded(lambda run: run.finish(exit_code=0 if exc_info[0] is None else 1))
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -160,7 +161,7 @@ def _start_wandb(run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any
 
     # one id a run folder, so that a resumed run goes on in the same wandb run
     id_file = run_dir / "wandb_id"
-    run_id = id_file.read_text().strip() if id_file.exists() else wandb.util.generate_id()
+    run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
     id_file.write_text(run_id + "\n")
     try:
         run = wandb.init(

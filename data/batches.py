@@ -1,0 +1,85 @@
+"""Token arrays to batches. Which tokens a batch holds is a pure function of (seed, step, rank): nothing is stored.
+
+A split of n tokens holds (n - 1) // seq_len windows of seq_len inputs; the targets are the inputs moved by one, so that
+neighbouring windows share one token and no target is learnt twice in an epoch. The few tokens after the last whole
+window are never seen.
+"""
+
+import numpy as np
+import torch
+
+from data.shards import Tokens
+
+
+class TokenBatches:
+    """Every window once an epoch, in an order drawn from (seed, epoch).
+
+    Args:
+        tokens: one split, 1-D, any unsigned dtype.
+        seq_len: tokens of a window.
+        batch_size: sequences of one optimiser step of one rank, over all micro-batches.
+        seed: 0 to 2^64 - 1.
+        rank, world_size: this process among those that share each step.
+
+    Sample `step * batch_size * world_size + rank * batch_size + i` of the endless sequence of epochs is row i of the
+    batch; an epoch may end in the middle of a batch.
+    """
+
+    def __init__(
+        self, tokens: Tokens, seq_len: int, batch_size: int, seed: int, *, rank: int = 0, world_size: int = 1
+    ) -> None:
+        assert batch_size > 0
+        assert 0 <= rank < world_size
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed={seed} must lie between 0 and 2^64 - 1")
+        self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
+        self.rank, self.world_size = rank, world_size
+        self.windows_per_epoch = num_windows(tokens, seq_len)
+        self._orders: dict[int, np.ndarray] = {}  # epoch -> its order; only the epochs of the last batch
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of one step: int64 on the CPU, (batch_size, seq_len), contiguous."""
+        first = step * self.batch_size * self.world_size + self.rank * self.batch_size
+        samples = range(first, first + self.batch_size)
+        epochs = range(samples[0] // self.windows_per_epoch, samples[-1] // self.windows_per_epoch + 1)
+        self._orders = {e: self._orders[e] if e in self._orders else self._order(e) for e in epochs}
+        windows = [int(self._orders[s // self.windows_per_epoch][s % self.windows_per_epoch]) for s in samples]
+        return gather(self.tokens, windows, self.seq_len)
+
+    def position(self, step: int) -> tuple[int, int]:
+        """(epoch, windows of that epoch already taken) when the step begins, over all ranks."""
+        return divmod(step * self.batch_size * self.world_size, self.windows_per_epoch)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        # numpy promises that a bit generator's raw numbers never change, but not `permutation`: sorting raw numbers
+        # gives a resumed run the same order under any version
+        raw = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.windows_per_epoch)
+        return np.argsort(raw, kind="stable")
+
+
+def fixed_windows(tokens: Tokens, seq_len: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` windows (or as many as there are), evenly spaced and without overlap: the same ones at every call.
+
+    Returns inputs and targets, int64 on the CPU, (windows, seq_len).
+    """
+    available = num_windows(tokens, seq_len)
+    count = min(count, available)
+    return gather(tokens, [i * available // count for i in range(count)], seq_len)
+
+
+def num_windows(tokens: Tokens, seq_len: int) -> int:
+    windows = (len(tokens) - 1) // seq_len
+    if windows < 1:
+        raise ValueError(
+            f"seq_len={seq_len} needs {seq_len + 1:,} tokens, there are {len(tokens):,}; use a shorter one"
+        )
+    return windows
+
+
+def gather(tokens: Tokens, windows: list[int], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of the given windows, int64, (len(windows), seq_len)."""
+    rows = np.empty((len(windows), seq_len + 1), dtype=tokens.dtype)
+    for row, window in zip(rows, windows, strict=True):
+        row[:] = tokens[window * seq_len : window * seq_len + seq_len + 1]
+    # two contiguous copies: the transfer to a GPU and the loss both want them so
+    return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))

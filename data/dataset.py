@@ -1,0 +1,212 @@
+"""A tokenised text: prepared once into a folder of the cache, checked and opened ever after.
+
+The folder's name ends in a fingerprint of the text's content, the way it is split and the tokenizer, so a changed file
+gets a folder of its own. It holds shards and `manifest.json`. It is written under a temporary name and renamed when
+complete: whoever sees the folder sees all of it, and of two processes that prepare the same text the second uses what
+the first wrote.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+
+from data.config import DataConfig, TokenizerConfig
+from data.shards import ShardWriter, TokenArray, open_split, token_dtype, verify
+from data.sources import Source, Stream, open_source
+from data.tokenise import Counts, tokenise
+from data.tokenizer import build_tokenizer, tokenizer_from_state, tokenizer_state
+
+FORMAT = 1  # raise it when the same text would give other tokens or another layout; old folders are then not used
+MANIFEST = "manifest.json"
+_ABANDONED_SECONDS = 86_400  # a temporary folder this old belongs to a process that was killed
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Tokens of each split, memory-mapped, and what is known about them.
+
+    tokens: split -> 1-D array of ids, uint16 or uint32; documents are separated by `end_of_text`.
+    manifest: JSON-able; source, tokenizer, counts of each split, shards with their checksums.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    tokenizer: tiktoken.Encoding
+    tokens: dict[str, TokenArray]
+
+    @property
+    def train(self) -> TokenArray:
+        return self.tokens["train"]
+
+    @property
+    def validation(self) -> TokenArray:
+        return self.tokens["validation"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.n_vocab
+
+    @property
+    def end_of_text(self) -> int:
+        return self.tokenizer.eot_token
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest["fingerprint"]
+
+
+def open_dataset(
+    data: DataConfig, tokenizer: TokenizerConfig, *, report: Report | None = None, prepare: bool = True
+) -> Dataset:
+    """The tokenised text that the configuration names, prepared first where it is not in the cache.
+
+    Args:
+        report: is given lines about what is done, for the console.
+        prepare: False refuses what is not in the cache.
+
+    Raises ValueError, one line, for a source that is missing or unreadable, a cache that cannot be written or was
+    damaged, and a data.seq_len for which a split is too short.
+    """
+    source = open_source(data)
+    identity = {"format": FORMAT, **source.identity, "tokenizer": tokenizer.name}
+    fingerprint = digest(identity)
+    path = Path(data.cache_dir).expanduser() / f"{source.label}-{tokenizer.name}-{fingerprint[:16]}"
+    say = report or (lambda line: None)
+    if not path.exists():
+        if not prepare:
+            raise ValueError(f"{path} does not exist; prepare it first")
+        facts = {"fingerprint": fingerprint, "identity": identity, "about": source.about}
+        _prepare(path, source, tokenizer.name, data.num_workers, facts, say)
+    dataset = _open(path, fingerprint)
+    tokens = ", ".join(f"{split} {len(array):,}" for split, array in dataset.tokens.items())
+    say(f"tokens: {tokens} ({dataset.train.dtype}, vocabulary {dataset.vocab_size:,}) in {path}")
+    for split in ("train", "validation"):
+        _refuse_too_long(data.seq_len, split, len(dataset.tokens[split]))
+    return dataset
+
+
+def _refuse_too_long(seq_len: int, split: str, tokens: int) -> None:
+    if seq_len + 1 <= tokens:
+        return
+    remedy = f"use data.seq_len={tokens - 1} or less" if tokens > 1 else "use a longer text"
+    raise ValueError(f"data.seq_len={seq_len} needs {seq_len + 1} tokens, the {split} split has {tokens}; {remedy}")
+
+
+def _open(path: Path, fingerprint: str) -> Dataset:
+    """Check everything in the folder against its manifest, and the manifest against its own checksum."""
+    remedy = f"delete {path} and run again"
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        checksum = manifest.pop("checksum")
+    except FileNotFoundError:
+        raise ValueError(f"{path / MANIFEST} is missing; {remedy}") from None
+    except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, no checksum in it, no object at all
+        raise ValueError(f"{path / MANIFEST} is not a manifest; {remedy}") from None
+    if checksum != digest(manifest):
+        raise ValueError(f"{path / MANIFEST} was altered (its checksum is wrong); {remedy}")
+    if manifest["fingerprint"] != fingerprint:
+        raise ValueError(f"{path / MANIFEST} belongs to another text; {remedy}")
+    dtype = np.dtype(manifest["dtype"])
+    shards = {split: facts["shards"] for split, facts in manifest["splits"].items()}
+    verify(path, [shard for split in shards.values() for shard in split], dtype)
+    return Dataset(
+        path,
+        manifest,
+        tokenizer_from_state(manifest["tokenizer"]),
+        {split: open_split(path, of_split, dtype) for split, of_split in shards.items()},
+    )
+
+
+def _prepare(path: Path, source: Source, tokenizer: str, num_workers: int, facts: dict[str, Any], say: Report) -> None:
+    """Tokenise the source into `path`."""
+    with _written_at_once(path) as folder:
+        if tokenizer == "characters":
+            splits = source.splits()
+            encoding = build_tokenizer(tokenizer, _alphabet(splits["train"]))
+        else:
+            encoding = build_tokenizer(tokenizer)  # first, as it may be out of reach and the text a long download
+            splits = source.splits()
+        dtype = token_dtype(encoding.n_vocab)
+        manifest = facts | {"tokenizer": tokenizer_state(encoding), "dtype": dtype.str, "splits": {}}
+        for split, stream in splits.items():
+            began, counts, writer = time.perf_counter(), Counts(), ShardWriter(folder, split, dtype)
+            for tokens in tokenise(stream(), encoding, num_workers, counts):
+                writer.append(tokens)
+            manifest["splits"][split] = asdict(counts) | {"shards": writer.close()}
+            megabytes, seconds = counts.bytes / 1e6, time.perf_counter() - began
+            say(f"tokenised {split}: {megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s)")
+        with open(folder / MANIFEST, "x") as file:
+            json.dump(manifest | {"checksum": digest(manifest)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _alphabet(stream: Stream) -> str:
+    characters: set[str] = set()
+    for text, _ in stream():
+        characters.update(text)
+    if not characters:
+        raise ValueError("the training split is empty; use a longer text or a smaller data.validation_fraction")
+    return "".join(sorted(characters))
+
+
+@contextmanager
+def _written_at_once(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir={path.parent} cannot be written ({error.strerror}); use data.cache_dir=FOLDER"
+        ) from error
+    try:
+        yield folder
+        _sync_folder(folder)
+        folder.chmod(0o755)  # mkdtemp's folders are private; a cache may be shared
+        try:
+            folder.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+        else:
+            _sync_folder(path.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    for folder in path.parent.glob(f".{path.name}.*.tmp"):
+        if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Names of files reach the disk only when their folder does."""
+    if sys.platform == "win32":  # where a folder cannot be opened
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON-able value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

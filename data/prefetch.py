@@ -1,0 +1,102 @@
+"""Batches ahead of the step that needs them: on CUDA a thread reads and copies while the GPU works."""
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any, Self
+
+import torch
+
+from data.batches import TokenBatches
+
+# one batch in use, two ready: reading a batch takes a hundredth of a step, so more would only hold memory
+BATCHES_AHEAD = 2
+
+
+class Prefetcher:
+    """Iterates over (inputs, targets) on `device`, from `start_step` on, without end.
+
+    On CUDA a thread prepares the next batches in pinned memory and copies them on a stream of its own; elsewhere a
+    batch is made when it is asked for. It draws no random number, so it changes no result. An exception in the thread
+    is raised by `next`. Use it as a context manager, or call `close`: no thread stays behind.
+    """
+
+    def __init__(self, batches: TokenBatches, start_step: int, device: torch.device | str) -> None:
+        self._batches, self._step, self._device = batches, start_step, torch.device(device)
+        self._ahead = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+            self._ahead = Ahead(self._copy, start_step)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._ahead is None:
+            inputs, targets = self._batches.batch(self._step)
+            self._step += 1
+            return inputs.to(self._device), targets.to(self._device)
+        inputs, targets, copied = self._ahead.take()
+        now = torch.cuda.current_stream(self._device)
+        now.wait_event(copied)
+        # the allocator must not give this memory to the copying stream while the step still reads it
+        inputs.record_stream(now)
+        targets.record_stream(now)
+        return inputs, targets
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _copy(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]:
+        inputs, targets = self._batches.batch(step)
+        with torch.cuda.stream(self._stream):  # this thread's current device is the stream's, for pinning too
+            inputs = inputs.pin_memory().to(self._device, non_blocking=True)
+            targets = targets.pin_memory().to(self._device, non_blocking=True)
+            return inputs, targets, self._stream.record_event()
+
+
+class Ahead:
+    """A thread that calls make(start), make(start + 1), ... and keeps a few results ready, in order."""
+
+    def __init__(self, make: Callable[[int], Any], start: int) -> None:
+        self._make = make
+        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._free = threading.Semaphore(BATCHES_AHEAD)
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, args=(start,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Any:
+        """The next result; raises what `make` raised, at this call and every later one."""
+        assert not self._closed, "the prefetcher is closed"
+        result, error = self._results.get()
+        if error is not None:
+            self._results.put((None, error))
+            raise error
+        self._free.release()
+        return result
+
+    def close(self) -> None:
+        self._closed = True
+        self._free.release()
+        self._thread.join()
+
+    def _work(self, step: int) -> None:
+        while True:
+            self._free.acquire()
+            if self._closed:
+                return
+            try:
+                result = self._make(step)
+            except BaseException as error:  # it belongs to whoever waits for the result
+                self._results.put((None, error))
+                return
+            self._results.put((result, None))
+            step += 1

@@ -1,0 +1,136 @@
+"""Token shards on disk: raw little-endian uint16 or uint32 files, read through one array-like view, and their checks.
+
+A split is a sequence of files `train-00000.bin`, `train-00001.bin`, ... of at most SHARD_TOKENS tokens. Each file's
+length and SHA-256 stand in the manifest of the set; `verify` compares them at every opening, because a damaged token
+would train a wrong model in silence.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+SHARD_TOKENS = 1 << 26  # 128 MiB of uint16: few files, and still several for threads to check at once
+_READ_BYTES = 1 << 22  # bytes hashed at a time
+
+
+class Tokens(Protocol):
+    """What batches need of a split: a numpy array has it, and so has `TokenArray`."""
+
+    dtype: np.dtype
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: slice) -> np.ndarray: ...
+
+
+class TokenArray:
+    """A read-only 1-D array over memory-mapped shards. Slices (step 1) give numpy arrays, integers give a token."""
+
+    def __init__(self, shards: list[np.ndarray], dtype: np.dtype) -> None:
+        self.dtype = np.dtype(dtype)
+        self._shards = shards
+        self._starts = np.cumsum([0] + [len(shard) for shard in shards])  # the last one is the length
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if not isinstance(index, slice):
+            position = range(len(self))[index]
+            return self[position : position + 1][0]
+        start, stop, step = index.indices(len(self))
+        assert step == 1, "a token array is read forwards, without gaps"
+        if len(self._shards) == 1:
+            return self._shards[0][start:stop]
+        parts = []
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while start < stop:
+            offset = int(self._starts[shard])
+            part = self._shards[shard][start - offset : stop - offset]
+            parts.append(part)
+            start, shard = start + len(part), shard + 1
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([np.empty(0, self.dtype), *parts])
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """uint16 where every id fits, else uint32."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+class ShardWriter:
+    """Appends tokens of one split to shards in `folder`; `close` returns what the manifest keeps of them."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
+        self._folder, self._split, self._dtype = folder, split, dtype
+        self._shards: list[dict[str, Any]] = []
+        self._file = None
+
+    def append(self, tokens: np.ndarray) -> None:
+        while len(tokens):
+            if self._file is None:
+                name = f"{self._split}-{len(self._shards):05d}.bin"
+                self._file, self._hash, self._count = open(self._folder / name, "xb"), hashlib.sha256(), 0  # noqa: SIM115
+                self._shards.append({"file": name})
+            part, tokens = np.split(tokens, [SHARD_TOKENS - self._count])
+            raw = part.astype(self._dtype).tobytes()
+            self._file.write(raw)
+            self._hash.update(raw)
+            self._count += len(part)
+            if self._count == SHARD_TOKENS:
+                self._finish()
+
+    def close(self) -> list[dict[str, Any]]:
+        if self._file is not None:
+            self._finish()
+        return self._shards
+
+    def _finish(self) -> None:
+        self._shards[-1] |= {"tokens": self._count, "sha256": self._hash.hexdigest()}
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+
+
+def open_split(folder: Path, shards: list[dict[str, Any]], dtype: np.dtype) -> TokenArray:
+    """Memory-map verified shards."""
+    return TokenArray([np.memmap(folder / shard["file"], dtype=dtype, mode="r") for shard in shards], dtype)
+
+
+def verify(folder: Path, shards: list[dict[str, Any]], dtype: np.dtype) -> None:
+    """Compare every shard with the manifest: length first, then SHA-256 (2 GB/s a core; WikiText-103 takes 0.2 s).
+
+    Raises ValueError with the name of the first file that is missing, cut or altered, and the remedy.
+    """
+    remedy = f"delete {folder} and run again"
+    for shard in shards:
+        path, expected = folder / shard["file"], shard["tokens"] * dtype.itemsize
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; {remedy}")
+        size = path.stat().st_size
+        if size != expected:
+            raise ValueError(f"{path} has {size:,} bytes in place of {expected:,}; {remedy}")
+    paths = [folder / shard["file"] for shard in shards]
+    with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
+        for path, shard, digest in zip(paths, shards, pool.map(file_sha256, paths), strict=True):
+            if digest != shard["sha256"]:
+                raise ValueError(f"{path} was altered (its SHA-256 is not the manifest's); {remedy}")
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    for block in read_blocks(path):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def read_blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            yield block

@@ -1,0 +1,90 @@
+"""Text to token ids and back: three tokenizers, all of them tiktoken `Encoding`s with an end-of-text token.
+
+    bytes        ids 0..255 are UTF-8 bytes, 256 is end-of-text; nothing to download
+    characters   ids are the code points of the training split, sorted, then end-of-text (char-rnn, nanoGPT)
+    gpt2         GPT-2's 50,257 tokens; tiktoken downloads two files once
+
+Decoding can meet tokens that are no valid UTF-8 (a model may produce any byte): `decode` replaces what is invalid,
+`decode_bytes` gives the bytes themselves, so that a stream can wait for the rest of a character.
+"""
+
+from typing import Any
+
+import numpy as np
+import tiktoken
+
+from data.config import TOKENIZERS
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class CharacterEncoding(tiktoken.Encoding):
+    """One id for each character of an alphabet. Encoding any other character raises a ValueError that names it."""
+
+    def __init__(self, alphabet: str) -> None:
+        super().__init__(
+            "characters",
+            pat_str=r"(?s:.)",  # each piece is one character, newlines too, so no merge is ever looked for
+            mergeable_ranks={character.encode(): i for i, character in enumerate(alphabet)},
+            special_tokens={END_OF_TEXT: len(alphabet)},
+        )
+        self.alphabet = alphabet
+        self._known = frozenset(alphabet)
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        self._refuse_unknown(text)
+        return super().encode_ordinary(text)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self._refuse_unknown(text.replace(END_OF_TEXT, ""))
+        return super().encode(text, **options)
+
+    def encode_to_numpy(self, text: str, **options: Any) -> np.ndarray:
+        self._refuse_unknown(text.replace(END_OF_TEXT, ""))
+        return super().encode_to_numpy(text, **options)
+
+    def _refuse_unknown(self, text: str) -> None:
+        # tiktoken itself would panic in Rust, which no `except` of a caller expects
+        unknown = set(text) - self._known
+        if unknown:
+            character = min(unknown)
+            raise ValueError(
+                f"character {character!r} (U+{ord(character):04X}) is not among the {len(self.alphabet)} characters of "
+                "the training split; leave it out or use tokenizer=bytes"
+            )
+
+
+def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
+    """The tokenizer called `name`; `alphabet` (distinct characters in order) is needed by `characters` only.
+
+    Raises ValueError for an unknown name, and where GPT-2's files are neither cached nor within reach.
+    """
+    if name == "bytes":
+        return tiktoken.Encoding(
+            "bytes",
+            # any cut is right, as nothing merges; runs of 64 characters encode 3x faster than single ones
+            pat_str=r"(?s:.){1,64}",
+            mergeable_ranks={bytes([i]): i for i in range(256)},
+            special_tokens={END_OF_TEXT: 256},
+        )
+    if name == "characters":
+        assert alphabet, "the alphabet comes from the training split"
+        return CharacterEncoding(alphabet)
+    if name == "gpt2":
+        try:
+            return tiktoken.get_encoding("gpt2")
+        except OSError as error:  # what requests raises for every kind of network failure
+            raise ValueError(
+                "tokenizer=gpt2 needs GPT-2's vocabulary, which could not be downloaded "
+                f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that holds it, or use tokenizer=bytes"
+            ) from error
+    raise ValueError(f"tokenizer.name={name} is not known; use one of {', '.join(TOKENIZERS)}")
+
+
+def tokenizer_state(encoding: tiktoken.Encoding) -> dict[str, str]:
+    """What a checkpoint or a manifest stores (JSON) so that `tokenizer_from_state` needs no data."""
+    return {"name": encoding.name, "alphabet": getattr(encoding, "alphabet", "")}
+
+
+def tokenizer_from_state(state: dict[str, str]) -> tiktoken.Encoding:
+    return build_tokenizer(state["name"], state["alphabet"])

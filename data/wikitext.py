@@ -1,0 +1,60 @@
+"""WikiText: its files and its articles.
+
+The text is taken as published (Merity et al. 2016, arXiv:1609.07843), with the marks of its tokenisation: hyphens,
+commas and points inside words and numbers as ` @-@ `, ` @,@ ` and ` @.@ `, punctuation set off by blanks, headings as
+` = Title = `, and in the versions that are not raw `<unk>` for rare words. Undoing that would make losses incomparable
+with everybody else's.
+
+Published word counts (2,088,628 for WikiText-2's train split) count each line's end as a word; ours do not.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from data.tokenise import Fragment
+
+_TITLE = re.compile(r" = [^=].*[^=] = \n?")
+
+# the first pattern that is there; "head" files are beginnings of a train split
+_FILES = {
+    "train": ("train.txt", "wiki.train.raw", "wiki.train.tokens", "wiki.train.head.raw", "wiki.train.head.tokens"),
+    "validation": ("valid.txt", "validation.txt", "wiki.valid.raw", "wiki.valid.tokens"),
+    "test": ("test.txt", "wiki.test.raw", "wiki.test.tokens"),
+}
+
+
+def find(folder: Path) -> dict[str, Path]:
+    """WikiText's own files in `folder`: train and validation, and test where it is there."""
+    if not folder.is_dir():
+        raise ValueError(f"data.local_dir={folder} is not a folder; paths are taken from {Path.cwd()}")
+    found = {}
+    for split, names in _FILES.items():
+        path = next((folder / name for name in names if (folder / name).is_file()), None)
+        if path:
+            found[split] = path
+        elif split != "test":
+            raise ValueError(f"data.local_dir={folder} has no {split} split; it may be called {', '.join(names)}")
+    return found
+
+
+def articles(lines: Iterable[str]) -> Iterator[Fragment]:
+    """Lines (with line ends) as articles: one begins at a title with a blank line before and after it.
+
+    A few headings inside articles look like titles but have no blank line around them; with this rule the splits
+    have the published 600, 60 and 60 articles. The joined articles are the joined lines.
+    """
+    article: list[str] = []
+    before, candidate = True, False  # was the last line blank; was it a title with a blank line before it
+    for line in lines:
+        blank = not line.strip()
+        if candidate and blank and len(article) > 1:
+            *done, title = article
+            if any(map(str.strip, done)):
+                yield "".join(done), True
+                article = [title]
+        candidate = before and _TITLE.fullmatch(line) is not None
+        before = blank
+        article.append(line)
+    if article:
+        yield "".join(article), True

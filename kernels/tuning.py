@@ -1,0 +1,108 @@
+"""The only table of tile sizes: which tile each kernel uses on which GPU, head dimension and dtype, and why.
+
+Registers, spills and shared memory in the reasons come from `python -m scripts.compile_kernels`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.device import capability, interpreting
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One configuration: queries and keys in a tile, warps, pipeline stages, loads by TMA or pointers."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+
+
+# Small, so that test shapes of 30 to 160 tokens cross tile borders; unequal, so that the diagonal of a key
+# tile spans more than one query tile.
+INTERPRETER = Tile(block_q=16, block_k=32, num_warps=4, num_stages=1)
+
+# 16-bit inputs on Hopper and data-center Blackwell (227 KB of shared memory): (kernel, head_dim padded to a
+# power of two, mask or "any") -> tile. TMA everywhere: pointer arithmetic costs 26 to 50 registers in the
+# same kernel.
+_HOPPER = {
+    ("fwd", 16, "any"): Tile(128, 128, 8, 3, True),  # as 32; few use it
+    ("fwd", 32, "any"): Tile(128, 128, 8, 3, True),  # 150 registers
+    ("fwd", 64, "any"): Tile(128, 128, 8, 3, True),  # 159 registers; with 4 warps wgmma is serialized
+    ("fwd", 128, "any"): Tile(128, 128, 8, 2, True),  # 194 registers, 161 KB
+    ("fwd", 256, "any"): Tile(128, 64, 8, 2, True),  # 227 registers, 192 KB
+    ("dkdv", 16, "any"): Tile(64, 128, 8, 3, True),
+    ("dkdv", 32, "any"): Tile(64, 128, 8, 3, True),
+    ("dkdv", 64, "any"): Tile(64, 128, 8, 3, True),  # causal 207 registers; with 2 stages 255
+    ("dkdv", 128, "any"): Tile(64, 128, 8, 3, True),  # no spill at 162 KB; with 2 stages causal spills 176 bytes
+    ("dkdv", 256, "any"): Tile(32, 64, 8, 2, True),  # 255 registers, 16 bytes spilled
+    ("dq", 16, "any"): Tile(128, 64, 8, 3, True),
+    ("dq", 32, "any"): Tile(128, 64, 8, 3, True),
+    ("dq", 64, "any"): Tile(128, 128, 8, 2, True),  # 181 registers
+    ("dq", 128, "any"): Tile(128, 64, 8, 2, True),  # 161 registers, 128 KB
+    ("dq", 256, "any"): Tile(64, 32, 8, 2, True),  # 182 registers, 128 KB
+}
+
+# 16-bit inputs elsewhere from Ampere on. Every entry fits the 99 KB of sm_86, sm_89 and sm_120; loads by
+# pointers.
+_PORTABLE = {
+    ("fwd", 16, "any"): Tile(128, 64, 4, 2),
+    ("fwd", 32, "any"): Tile(128, 64, 4, 2),
+    ("fwd", 64, "any"): Tile(128, 64, 8, 2),  # 197 registers; with 4 warps sm_120 spills 72 bytes
+    ("fwd", 128, "any"): Tile(128, 64, 8, 2),  # 210 registers, 64 KB
+    ("fwd", 256, "any"): Tile(64, 64, 8, 1),  # 243 registers, 72 KB; with 4 warps it spills
+    ("dkdv", 16, "any"): Tile(64, 128, 8, 2),
+    ("dkdv", 32, "any"): Tile(64, 128, 8, 2),
+    ("dkdv", 64, "any"): Tile(32, 128, 8, 2),  # 242 registers; 64 queries spill 16 to 48 bytes
+    ("dkdv", 128, "any"): Tile(64, 64, 8, 1),  # 172 registers, 80 KB
+    ("dkdv", 256, "any"): Tile(16, 64, 8, 1),  # 255 registers, 88 KB
+    ("dq", 16, "any"): Tile(128, 64, 8, 2),
+    ("dq", 32, "any"): Tile(128, 64, 8, 2),
+    ("dq", 64, "any"): Tile(128, 64, 8, 2),  # 187 registers, 48 KB
+    ("dq", 128, "any"): Tile(128, 32, 8, 2),  # 202 registers, 80 KB
+    ("dq", 256, "any"): Tile(64, 32, 8, 1),  # 208 registers, 96 KB
+}
+
+# float32 on every GPU: exact products run on the FP32 lanes as unrolled multiply-adds, so tiles are small;
+# larger ones spill kilobytes (fwd 64x32 with 4 warps at D = 128: 6,760 bytes).
+_FLOAT32 = {
+    ("fwd", 16, "any"): Tile(64, 32, 8, 1),
+    ("fwd", 32, "any"): Tile(64, 32, 8, 1),
+    ("fwd", 64, "any"): Tile(64, 32, 8, 1),  # 168 registers
+    ("fwd", 128, "any"): Tile(32, 16, 8, 1),
+    ("fwd", 256, "any"): Tile(16, 16, 8, 1),
+    ("dkdv", 16, "any"): Tile(32, 32, 8, 1),
+    ("dkdv", 32, "any"): Tile(32, 32, 8, 1),
+    ("dkdv", 64, "any"): Tile(32, 32, 8, 1),  # 128 registers
+    ("dkdv", 128, "any"): Tile(16, 32, 8, 1),  # 110 registers
+    ("dkdv", 256, "any"): Tile(16, 16, 8, 1),
+    ("dq", 16, "any"): Tile(32, 16, 8, 1),
+    ("dq", 32, "any"): Tile(32, 16, 8, 1),
+    ("dq", 64, "any"): Tile(32, 16, 8, 1),
+    ("dq", 128, "any"): Tile(16, 16, 8, 1),
+    ("dq", 256, "any"): Tile(16, 16, 8, 1),  # spills 184 bytes, the least of the shapes tried
+}
+
+
+def table_tile(kernel: str, arch: tuple[int, int], element_bytes: int, head_dim: int, causal: bool) -> Tile:
+    """The table's tile for a kernel ("fwd", "dkdv" or "dq") on compute capability `arch`."""
+    if element_bytes == 4:
+        table = _FLOAT32
+    else:
+        # sm_90 and sm_10x have the large shared memory; sm_12x, although newer, has not
+        table = _HOPPER if arch[0] in (9, 10, 11) else _PORTABLE
+    padded = max(16, 1 << (head_dim - 1).bit_length())
+    mask = "causal" if causal else "full"
+    tile = table.get((kernel, padded, mask)) or table.get((kernel, padded, "any"))
+    assert tile is not None, f"no tile for {kernel} at head_dim {head_dim}"
+    return tile
+
+
+def tile_for(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool) -> Tile:
+    """The tile to launch with on this device; small ones in the interpreter."""
+    if interpreting():
+        return INTERPRETER
+    return table_tile(kernel, capability(device.index), dtype.itemsize, head_dim, causal)

@@ -1,0 +1,97 @@
+"""What a GPT is made of: sizes and switches, and which of their values can be."""
+
+import math
+from dataclasses import dataclass
+
+from model.attention import ATTENTION
+from model.recompute import MODES
+
+MLPS = ("gelu", "swiglu", "relu2")
+FLASH_HEAD_DIMS = (16, 256)  # smallest and largest D of our kernels
+
+
+@dataclass
+class GPTConfig:
+    """What the network is. The defaults are GPT-2 124M's sizes; vocabulary and context come from the data.
+
+    Raises:
+        ValueError: an impossible value, naming the key, the value and the remedy.
+    """
+
+    num_layers: int = 12
+    num_heads: int = 12
+    num_kv_heads: int | None = None  # heads of k and v, shared by groups of query heads; None: num_heads
+    n_embd: int = 768
+    mlp: str = "gelu"  # gelu | swiglu | relu2
+    mlp_hidden: int | None = None  # None: 4 n_embd; with swiglu 8/3 n_embd, which has as many weights
+    qk_norm: bool = False  # RMSNorm on the heads of q and k: bounds the scores
+    tie_embeddings: bool = True  # the output head is the embedding table
+    dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
+    rope_base: float = 10000.0  # longest wavelength of the rotary positions, in tokens / 2 pi
+    attention: str = "auto"  # auto | flash | naive | tiled | sdpa
+    activation_checkpointing: str = "none"  # none | full | every_n
+    checkpoint_every: int = 2  # with every_n: recompute one block in so many
+
+    def __post_init__(self):
+        self.validate()
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def mlp_width(self) -> int:
+        if self.mlp_hidden is not None:
+            return self.mlp_hidden
+        if self.mlp == "swiglu":
+            return round_up(8 * self.n_embd / 3, 64)
+        return 4 * self.n_embd
+
+    def validate(self) -> None:
+        """Raise ValueError on the first key that cannot be; call it again after changing a field."""
+        for key in ("num_layers", "num_heads", "num_kv_heads", "n_embd", "mlp_hidden", "checkpoint_every"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"model.{key}={value} must be at least 1")
+        for key, allowed in (
+            ("mlp", MLPS),
+            ("attention", ("auto", *ATTENTION)),
+            ("activation_checkpointing", MODES),
+        ):
+            value = getattr(self, key)
+            if value not in allowed:
+                raise ValueError(f"model.{key}={value} is unknown; use one of {', '.join(allowed)}")
+        if self.n_embd % self.num_heads:
+            raise ValueError(
+                f"model.n_embd={self.n_embd} is not a multiple of model.num_heads={self.num_heads}; "
+                f"use n_embd={round_up(self.n_embd, self.num_heads)} or another number of heads"
+            )
+        if self.num_heads % self.kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ValueError(
+                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
+                f"use one of {', '.join(map(str, divisors))}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"model.n_embd={self.n_embd} over model.num_heads={self.num_heads} gives an odd head_dim "
+                f"{self.head_dim}, and RoPE turns pairs; use n_embd={(self.head_dim + 1) * self.num_heads}"
+            )
+        smallest, largest = FLASH_HEAD_DIMS
+        if self.attention == "flash" and not smallest <= self.head_dim <= largest:
+            raise ValueError(
+                f"model.attention=flash does not support head_dim {self.head_dim} ({smallest} to {largest}); "
+                "use model.attention=sdpa or another model.num_heads"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout={self.dropout} must be at least 0 and below 1")
+        if not (self.rope_base > 1 and math.isfinite(self.rope_base)):
+            raise ValueError(f"model.rope_base={self.rope_base} must be a number above 1; 10000 is usual")
+
+
+def round_up(size: float, multiple: int) -> int:
+    return math.ceil(size / multiple) * multiple

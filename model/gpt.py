@@ -1,0 +1,243 @@
+"""The network, top to bottom: rotary positions, attention, MLP, block, GPT.
+
+Letters in the shapes: B sequences, N tokens in each, C = n_embd, Hq query heads, Hkv key/value heads,
+D = head_dim, V = vocab_size.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import ATTENTION, AttentionFunction, resolve_attention
+from model.config import GPTConfig, round_up
+from model.kv_cache import KVCache
+from model.recompute import is_recomputed, recompute
+
+NORM_EPS = 1e-6  # small beside the mean square of a fresh embedding, 0.02 ** 2 = 4e-4
+INIT_STD = 0.02  # GPT-2's
+VOCAB_MULTIPLE = 64  # the head's matmul runs at full speed on sizes that are a multiple of 64
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2)) over the last dimension (arXiv:1910.07467), without a gain.
+
+    The matrix that follows can absorb a gain; its gradient would cost one more pass over all tokens.
+    """
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+
+
+def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine of position x frequency, each (seq_len, 1, D) fp32.
+
+    Source: RoFormer, arXiv:2104.09864, with the pairs half a head apart.
+    """
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # (D/2,)
+    # in float64: at position 32,768 an fp32 angle is already off by 1e-3
+    angle = torch.arange(seq_len, dtype=torch.float64)[:, None, None] * frequency  # (seq_len, 1, D/2)
+    cos, sin = angle.cos().float(), angle.sin().float()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x_i, x_{i + D/2}) of x (B, N, H, D) by its token's angle; cos and sin (N, 1, D).
+
+    Computed in fp32, because the tables are, and returned in x's dtype. A flip swaps the halves: the compiler
+    turns it into indexing, where a cat costs a stored fp32 copy.
+    """
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)  # (B, N, H, D): second half, first half
+    return (x * cos + swapped * sin).to(x.dtype)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int, attend: AttentionFunction):
+        super().__init__()
+        self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
+        self.qk_norm = config.qk_norm
+        self.layer = layer  # our place in the KV cache
+        self.attend = attend
+        self.qkv = nn.Linear(config.n_embd, (self.num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache | None = None) -> Tensor:
+        B, N, C = x.shape
+        qkv = self.qkv(x).view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
+        qk, v = qkv.split([self.num_heads + self.kv_heads, self.kv_heads], dim=2)
+        if self.qk_norm:
+            qk = rms_norm(qk).to(v.dtype)
+        q, k = rotate(qk, cos, sin).split([self.num_heads, self.kv_heads], dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, N, D): views, no copies
+        if kv_cache is not None:
+            k, v = kv_cache.append(self.layer, k, v)  # (B, Hkv, tokens so far, D)
+        o = self.attend(q, k, v, causal=True)  # (B, Hq, N, D)
+        return self.out(o.transpose(1, 2).reshape(B, N, C))  # (B, N, C)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.kind = config.mlp
+        ways = 2 if self.kind == "swiglu" else 1  # SwiGLU's gate and value in one matmul
+        self.up = nn.Linear(config.n_embd, ways * config.mlp_width, bias=False)
+        self.down = nn.Linear(config.mlp_width, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)  # (B, N, mlp_width), twice as wide with swiglu
+        if self.kind == "swiglu":
+            gate, value = h.chunk(2, dim=-1)
+            h = F.silu(gate) * value  # arXiv:2002.05202
+        elif self.kind == "relu2":
+            h = F.relu(h).square()  # arXiv:2109.08668
+        else:
+            h = F.gelu(h, approximate="tanh")  # as GPT-2
+        return self.down(h)  # (B, N, C)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int, attend: AttentionFunction):
+        super().__init__()
+        self.attention = CausalSelfAttention(config, layer, attend)
+        self.mlp = MLP(config)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache | None = None) -> Tensor:
+        x = x + F.dropout(self.attention(rms_norm(x), cos, sin, kv_cache), self.dropout, self.training)
+        x = x + F.dropout(self.mlp(rms_norm(x)), self.dropout, self.training)
+        return x  # (B, N, C)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer: embedding, blocks, norm, head.
+
+    Weights are drawn on the CPU in fp32 and then moved, so one seed gives the same network on every device
+    and with every attention backend.
+
+    Args:
+        config: what the network is.
+        vocab_size: number of token ids; tables are padded to a multiple of 64, outputs never are.
+        seq_len: the longest context, in tokens.
+        device: where the model will run; decides what attention=auto becomes and whether flash can run.
+        dtype: what attention will run in, that is the autocast type where autocast is on.
+        generator: a CPU generator for the weights; None draws from the global one.
+
+    Attributes:
+        attention, attention_reason: the resolved backend and why it was chosen.
+
+    Raises:
+        ValueError: an impossible size, or an attention backend that cannot run on this device.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        vocab_size: int,
+        seq_len: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__()
+        config.validate()
+        if vocab_size < 1 or seq_len < 1:
+            raise ValueError(f"vocab_size={vocab_size} and seq_len={seq_len} must be at least 1")
+        self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
+        self.attention, self.attention_reason = resolve_attention(config.attention, device, dtype, config.head_dim)
+        self.chosen_for = torch.device(device).type if config.attention == "auto" else None
+        padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
+        with torch.device("meta"):  # shapes only: init_weights draws each number once
+            self.embedding = nn.Embedding(padded_vocab, config.n_embd)
+            self.blocks = nn.ModuleList(
+                Block(config, layer, ATTENTION[self.attention]) for layer in range(config.num_layers)
+            )
+            self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, padded_vocab, bias=False)
+        self.to_empty(device="cpu")
+        self.init_weights(generator)
+        cos, sin = rope_tables(seq_len, config.head_dim, config.rope_base)
+        self.register_buffer("cos", cos, persistent=False)  # recomputed, never part of a checkpoint
+        self.register_buffer("sin", sin, persistent=False)
+        self.to(device)
+
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Normal weights of std 0.02; those that write to the residual stream divided by sqrt(2 layers).
+
+        There are 2 x num_layers such writes, so their sum starts at the scale of one (GPT-2, section 2.3).
+        """
+        residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
+        for name, weight in self.named_parameters():
+            writes_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            nn.init.normal_(weight, std=residual_std if writes_residual else INIT_STD, generator=generator)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: (B, N) int64.
+            targets: (B, N) int64, the id that follows each token; -1 is ignored.
+            kv_cache: earlier tokens, to which these are appended (without targets).
+
+        Returns:
+            Without targets the logits (B, N, vocab_size). With targets the cross-entropy in nats, summed over
+            the tokens that count, an fp32 scalar: the caller divides by the tokens of its whole step.
+
+        Raises:
+            ValueError: the context would be longer than seq_len, or the model was moved to a device for which
+                attention=auto did not choose.
+        """
+        assert kv_cache is None or targets is None
+        start = 0 if kv_cache is None else kv_cache.length
+        end = start + tokens.size(1)
+        if end > self.seq_len:
+            raise ValueError(f"a context of {end} tokens is longer than the model's seq_len={self.seq_len}; shorten it")
+        if self.chosen_for not in (None, tokens.device.type):
+            raise ValueError(
+                f"attention=auto chose {self.attention} for {self.chosen_for} and the tokens are on "
+                f"{tokens.device.type}; build the model with GPT(..., device='{tokens.device.type}')"
+            )
+        cos, sin = self.cos[start:end], self.sin[start:end]  # (N, 1, D)
+        x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)  # (B, N, C)
+        mode, every = self.config.activation_checkpointing, self.config.checkpoint_every
+        for layer, block in enumerate(self.blocks):
+            if kv_cache is None and is_recomputed(mode, every, layer):
+                x = recompute(block, x, cos, sin)
+            else:
+                x = block(x, cos, sin, kv_cache)
+        if kv_cache is not None:
+            kv_cache.advance(tokens.size(1))
+        table = self.embedding.weight if self.head is None else self.head.weight  # (padded V, C)
+        logits = F.linear(rms_norm(x), table)[..., : self.vocab_size]  # (B, N, V): the padding is cut off
+        if targets is None:
+            return logits
+        # Flattening keeps the view; the compiler fuses the cast into the softmax, so no fp32 copy is stored.
+        logits = logits.flatten(0, 1).float()  # (B N, V)
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="sum")
+
+    def make_cache(self, batch_size: int) -> KVCache:
+        """An empty cache for seq_len tokens, on the model's device, in the dtype attention runs in now."""
+        weight = self.embedding.weight
+        autocast = torch.is_autocast_enabled(weight.device.type)
+        dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+        config = self.config
+        return KVCache(
+            config.num_layers,
+            batch_size,
+            config.kv_heads,
+            self.seq_len,
+            config.head_dim,
+            weight.device,
+            dtype,
+        )
+
+    def num_parameters(self, non_embedding: bool = False) -> int:
+        """Number of weights, padded rows included; `non_embedding` leaves out both vocabulary tables."""
+        total = sum(weight.numel() for weight in self.parameters())
+        if non_embedding:
+            total -= self.embedding.weight.numel()
+            total -= 0 if self.head is None else self.head.weight.numel()
+        return total
+
+    def num_matmul_parameters(self) -> int:
+        """Entries of the weights that multiply activations: all but a table that is only looked up in."""
+        looked_up_only = 0 if self.head is None else self.embedding.weight.numel()
+        return self.num_parameters() - looked_up_only

@@ -1,0 +1,31 @@
+"""Where the tests run: without a CUDA device, Triton kernels run in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+# before any test module imports triton: the interpreter is chosen when a kernel is decorated
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` skip themselves, with the reason, where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU (torch.cuda.is_available() is False)")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fill memory that `torch.empty` returns with NaN, so that a store which never happens shows."""
+    # warnings only: cuBLAS, which the references use on a GPU, would otherwise refuse to run
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,185 @@
+"""What a batch holds follows from (seed, step, rank); every window comes once an epoch."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data import Prefetcher, TokenBatches, fixed_windows
+from data.prefetch import Ahead
+from data.shards import ShardWriter, TokenArray, open_split, token_dtype, verify
+
+
+def tokens(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.uint16)
+
+
+def windows_of(batches: list[TokenBatches], steps: range) -> list[int]:
+    """Window numbers in the order of the samples; tokens(n) makes them readable from a row's first token."""
+    rows = [b.batch(step)[0][:, 0] for step in steps for b in batches]
+    return (torch.cat(rows) // batches[0].seq_len).tolist()
+
+
+def test_targets_are_inputs_moved_by_one():
+    inputs, targets = TokenBatches(tokens(1000), 16, 4, seed=0).batch(3)
+    assert inputs.shape == targets.shape == (4, 16)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.is_contiguous()
+    assert targets.is_contiguous()
+    assert torch.equal(targets, inputs + 1)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(2, 400), st.integers(1, 9), st.integers(1, 7), st.integers(1, 4))
+def test_each_window_once_an_epoch(seed, count, seq_len, batch_size, world_size):
+    if count <= seq_len:
+        return
+    ranks = [
+        TokenBatches(tokens(count), seq_len, batch_size, seed, rank=r, world_size=world_size) for r in range(world_size)
+    ]
+    per_epoch = ranks[0].windows_per_epoch
+    assert per_epoch == (count - 1) // seq_len
+    steps = -(-2 * per_epoch // (batch_size * world_size))  # two epochs, most of them ending inside a batch
+    seen = windows_of(ranks, range(steps))
+    assert sorted(seen[:per_epoch]) == list(range(per_epoch))
+    assert sorted(seen[per_epoch : 2 * per_epoch]) == list(range(per_epoch))
+
+
+def test_ranks_share_the_step_of_one_process():
+    """Two ranks of 4 sequences see together what one process with 8 sees."""
+    alone = TokenBatches(tokens(1000), 10, 8, seed=5)
+    ranks = [TokenBatches(tokens(1000), 10, 4, seed=5, rank=r, world_size=2) for r in (0, 1)]
+    for step in range(30):
+        assert torch.equal(alone.batch(step)[0], torch.cat([r.batch(step)[0] for r in ranks]))
+
+
+def test_order_depends_on_seed_and_epoch():
+    first, other = (TokenBatches(tokens(1001), 10, 100, seed=s) for s in (0, 1))
+    orders = [windows_of([first], range(1)), windows_of([first], range(1, 2)), windows_of([other], range(1))]
+    assert orders[0] != orders[1]
+    assert orders[0] != orders[2]
+    assert orders[0] != sorted(orders[0])
+
+
+def test_order_never_changes():
+    """A run resumed under another version of this project or of numpy must go on in the same order."""
+    assert windows_of([TokenBatches(tokens(101), 10, 10, seed=42)], range(1)) == [7, 1, 6, 4, 3, 5, 9, 0, 2, 8]
+
+
+def test_resume_at_any_step():
+    straight = TokenBatches(tokens(500), 7, 6, seed=3)
+    expected = [straight.batch(step) for step in range(40)]
+    for step in (0, 1, 11, 12, 39):
+        fresh = TokenBatches(tokens(500), 7, 6, seed=3).batch(step)
+        assert torch.equal(fresh[0], expected[step][0])
+        assert torch.equal(fresh[1], expected[step][1])
+    assert torch.equal(straight.batch(2)[0], expected[2][0]), "going back is allowed too"
+
+
+def test_position():
+    batches = TokenBatches(tokens(101), 10, 4, seed=0)  # 10 windows an epoch
+    assert [batches.position(step) for step in (0, 1, 2, 3, 5)] == [(0, 0), (0, 4), (0, 8), (1, 2), (2, 0)]
+
+
+def test_batch_larger_than_the_split():
+    seen = windows_of([TokenBatches(tokens(41), 10, 10, seed=0)], range(2))
+    assert [sorted(seen[i : i + 4]) for i in range(0, 20, 4)] == [[0, 1, 2, 3]] * 5
+
+
+def test_too_short_for_one_window():
+    with pytest.raises(ValueError, match="seq_len=10 needs 11 tokens, there are 10"):
+        TokenBatches(tokens(10), 10, 1, seed=0)
+    with pytest.raises(ValueError, match="seed=-1"):
+        TokenBatches(tokens(100), 10, 1, seed=-1)
+
+
+@given(st.integers(2, 500), st.integers(1, 20), st.integers(1, 50))
+def test_fixed_windows_are_spread_and_disjoint(count, seq_len, wanted):
+    if count <= seq_len:
+        return
+    inputs, targets = fixed_windows(tokens(count), seq_len, wanted)
+    assert len(inputs) == min(wanted, (count - 1) // seq_len)
+    assert torch.equal(targets, inputs + 1)
+    gaps = inputs[:, 0].diff()
+    assert (gaps >= seq_len).all()
+    if len(gaps):
+        assert gaps.max() - gaps.min() <= seq_len
+        assert count - inputs[-1, 0] <= gaps.max() + 2 * seq_len, "the last one is near the end"
+
+
+@given(st.lists(st.integers(0, 5), max_size=5), st.integers(-30, 30), st.integers(-30, 30))
+def test_token_array_is_one_array(lengths, start, stop):
+    whole = np.arange(sum(lengths), dtype=np.uint16)
+    array = TokenArray(np.split(whole, np.cumsum(lengths)[:-1]) if lengths else [], np.uint16)
+    assert len(array) == len(whole)
+    assert np.array_equal(array[start:stop], whole[start:stop])
+    assert array[start:stop].dtype == np.uint16
+    assert [array[i] for i in range(len(whole))] == whole.tolist()
+    with pytest.raises(IndexError):
+        array[len(whole)]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "<u2"), (65_536, "<u2"), (65_537, "<u4"), (200_019, "<u4")])
+def test_shards_hold_every_id(vocab_size, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.shards.SHARD_TOKENS", 10)
+    assert token_dtype(vocab_size) == np.dtype(dtype)
+    ids = np.linspace(0, vocab_size - 1, 34).astype(np.uint32)
+    writer = ShardWriter(tmp_path, "train", token_dtype(vocab_size))
+    for part in np.split(ids, [1, 1, 25]):
+        writer.append(part)
+    shards = writer.close()
+    assert [shard["tokens"] for shard in shards] == [10, 10, 10, 4]
+    verify(tmp_path, shards, token_dtype(vocab_size))
+    assert np.array_equal(open_split(tmp_path, shards, token_dtype(vocab_size))[:], ids)
+    # batches across shard borders
+    split = open_split(tmp_path, shards, token_dtype(vocab_size))
+    assert torch.equal(
+        TokenBatches(split, 7, 2, seed=0).batch(1)[0], TokenBatches(ids.astype(dtype), 7, 2, seed=0).batch(1)[0]
+    )
+
+
+def test_prefetcher_on_the_cpu_is_the_batches():
+    batches = TokenBatches(tokens(500), 7, 6, seed=3)
+    with Prefetcher(batches, 5, "cpu") as prefetcher:
+        for step in range(5, 30):
+            inputs, targets = next(prefetcher)
+            assert torch.equal(inputs, batches.batch(step)[0])
+            assert torch.equal(targets, batches.batch(step)[1])
+
+
+def test_ahead_keeps_order_and_leaves_no_thread():
+    ahead = Ahead(lambda step: step * step, 3)
+    assert [ahead.take() for _ in range(50)] == [step * step for step in range(3, 53)]
+    ahead.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+def test_ahead_raises_what_the_thread_raised():
+    def make(step):
+        if step == 2:
+            raise ValueError("shard is gone")
+        return step
+
+    ahead = Ahead(make, 0)
+    assert [ahead.take(), ahead.take()] == [0, 1]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="shard is gone"):
+            ahead.take()
+    ahead.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.mark.gpu
+def test_prefetcher_on_cuda_is_the_batches():
+    batches = TokenBatches(tokens(60_000), 64, 32, seed=3)
+    expected = [TokenBatches(tokens(60_000), 64, 32, seed=3).batch(step) for step in range(5, 205)]
+    with Prefetcher(batches, 5, "cuda") as prefetcher:
+        for inputs, targets in expected:
+            on_gpu = next(prefetcher)
+            torch.cuda._sleep(100_000)  # the step still runs while the next batch is being copied
+            assert on_gpu[0].device.type == "cuda"
+            assert torch.equal((on_gpu[0] * 1).cpu(), inputs)
+            assert torch.equal((on_gpu[1] * 1).cpu(), targets)
+    assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]

@@ -1,0 +1,455 @@
+"""A text is tokenised once, checked at every opening, and refused in one line when something is wrong with it."""
+
+import json
+import os
+import re
+import socket
+import threading
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+
+from data import DataConfig, TokenizerConfig, hub, open_dataset, prepare
+from data.dataset import digest
+from data.sources import embedded_topics
+from data.textfiles import TextFile, inspect, lines
+from data.wikitext import articles
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+TEXT = "".join(f"line {i} of a text\n" for i in range(200))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """No text that lies on this machine may ask the network for anything."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("asked the network"))
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+def opened(cache, files, tokenizer="bytes", **options):
+    data = DataConfig(source="text", files=files, cache_dir=str(cache), **{"seq_len": 8} | options)
+    return open_dataset(data, TokenizerConfig(tokenizer))
+
+
+def write_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+# --- what comes out
+
+
+def test_split_is_that_of_nanogpt(corpus, cache):
+    """First 90 % and last 10 % of the characters."""
+    dataset = opened(cache, str(corpus))
+    cut = int(len(TEXT) * 0.9)
+    assert dataset.train[:].tolist() == list(TEXT[:cut].encode())
+    assert dataset.validation[:].tolist() == list(TEXT[cut:].encode())
+    assert dataset.train.dtype == np.uint16
+    assert (dataset.vocab_size, dataset.end_of_text) == (257, 256)
+
+
+def test_counts(tmp_path, cache):
+    dataset = opened(
+        cache, write_lines(tmp_path / "a.jsonl", ["é one", "two\n", "", "three four", "x" * 10]), seq_len=2
+    )
+    counts = {key: sum(facts[key] for facts in dataset.manifest["splits"].values()) for key in ("bytes", "characters")}
+    assert counts == {"bytes": 6 + 4 + 10 + 10, "characters": 5 + 4 + 10 + 10}
+    train = dataset.manifest["splits"]["train"]
+    assert (train["documents"], train["words"]) == (4, 6)  # the fourth is cut; its first part is a word
+    assert train["tokens"] == train["bytes"] + 3 == len(dataset.train)
+
+
+def test_documents_are_separated(tmp_path, cache):
+    """A row of JSONL or parquet and a file of text each are a document; nothing is put at the ends."""
+    rows = ["first", "second 漢", "third\nwith two lines", "0123456789"]
+    expected = "\0".join(rows)[:-5]  # 43 characters, of which the last 10 % are held out
+    pq.write_table(pa.table({"n": [1, 2, 3, 4], "text": rows}), tmp_path / "b.parquet")
+    names = []
+    for number, row in enumerate(rows):
+        names.append(str(tmp_path / f"{number}.txt"))
+        Path(names[-1]).write_text(row)
+    for files in (write_lines(tmp_path / "a.jsonl", rows), str(tmp_path / "b.parquet"), names, str(tmp_path / "?.txt")):
+        dataset = opened(cache, files, validation_fraction=0.1, seq_len=1)
+        ids = dataset.train[:].tolist()
+        assert bytes(0 if i == 256 else i for i in ids).decode() == expected
+    assert dataset.manifest["about"]["names"] == ["0.txt", "1.txt", "2.txt", "3.txt"]
+
+
+def test_files_are_read_alike(tmp_path):
+    """Line ends become newlines, all else stays, also where the path looks like a glob."""
+    path = tmp_path / "odd [1]*.txt"
+    path.write_bytes(" a\r\n\r\n\x0b\x85 b\u2028c\n\n\n d".encode())
+    assert list(lines(inspect([path])[0])) == [" a\n", "\n", "\x0b\x85 b\u2028c\n", "\n", "\n", " d"]
+
+
+def test_characters_come_from_the_training_split(tmp_path, cache):
+    path = tmp_path / "a.txt"
+    path.write_text("abcd" * 50)
+    dataset = opened(cache, str(path), "characters")
+    assert dataset.tokenizer.alphabet == "abcd"
+    assert opened(cache, str(path), "characters").tokenizer.alphabet == "abcd"
+    path.write_text("abcd" * 50 + "é")
+    with pytest.raises(ValueError, match=r"'é' \(U\+00E9\)"):
+        opened(cache, str(path), "characters")
+    assert len(list(cache.iterdir())) == 1, "the refused text leaves nothing behind"
+
+
+def test_embedded(cache):
+    dataset = open_dataset(DataConfig(cache_dir=str(cache), seq_len=8), TokenizerConfig())
+    topics = embedded_topics()
+    other = open_dataset(DataConfig(cache_dir=str(cache), seq_len=8, validation_fraction=0.2), TokenizerConfig())
+    assert other.fingerprint != dataset.fingerprint
+    held_out = bytes(i for i in dataset.validation[:].tolist() if i < 256).decode()
+    assert "".join(topics).endswith(held_out)
+    assert dataset.manifest["about"]["python"]
+    assert sum(map(len, topics)) > 300_000
+    # nothing of any length that is held out was seen in training
+    learnt = set("".join(topics)[: -len(held_out)].split("\n\n"))
+    assert not [p for p in held_out.split("\n\n") if p in learnt and len(p) >= 40]
+
+
+# --- WikiText
+
+
+WIKI_LINES = [" \n", " = Ålesund = \n", " \n", " Text @-@ text = \n", " = Not a title = \n", " text . \n", " \n"]
+WIKI_LINES += [
+    " = Nor this = \n",
+    " text . \n",
+    " = Nor that = \n",
+    " \n",
+    " = = Section = = \n",
+    " \n",
+    " = Next one = \n",
+    " \n",
+    " last . \n",
+    " \n",
+]
+
+
+def test_articles_begin_at_titles():
+    found = list(articles(WIKI_LINES))
+    assert [first for _, first in found] == [True, True]
+    assert "".join(text for text, _ in found) == "".join(WIKI_LINES)
+    assert found[1][0] == " = Next one = \n \n last . \n \n"
+
+
+@pytest.mark.parametrize("names", [("train.txt", "valid.txt"), ("wiki.train.head.raw", "wiki.valid.raw")])
+def test_wikitext_from_its_own_files(names, tmp_path, cache):
+    for name in names:
+        (tmp_path / name).write_text("".join(WIKI_LINES))
+    data = DataConfig(
+        source="wikitext", name="wikitext-2-raw-v1", local_dir=str(tmp_path), cache_dir=str(cache), seq_len=8
+    )
+    dataset = open_dataset(data, TokenizerConfig())
+    assert dataset.manifest["splits"]["train"]["documents"] == 2
+    assert list(dataset.tokens) == ["train", "validation"]
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(ValueError, match=r"no validation split; it may be called valid\.txt"):
+        open_dataset(data, TokenizerConfig())
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not on this machine")
+def test_wikitext_has_its_published_articles():
+    for name, count in (("valid", 60), ("test", 60)):
+        path = SHARED / "wikitext-103" / f"wiki.{name}.tokens"
+        assert sum(1 for _ in articles(lines(TextFile(path, "text", 0, "")))) == count
+
+
+def test_wikitext_from_the_hub(cache, monkeypatch):
+    """The hub's rows have no blank lines; with these put back the text is that of the files."""
+    rows = datasets.Dataset.from_dict({"text": [line if line.strip() else "" for line in WIKI_LINES]})
+    asked = []
+
+    def load_dataset(*request, **options):
+        asked.append((request, options))
+        return {"train": rows, "validation": rows, "test": rows}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(hub, "within_reach", lambda: True)
+    data = DataConfig(source="wikitext", name="wikitext-2-raw-v1", cache_dir=str(cache), seq_len=8)
+    with pytest.raises(ValueError, match="rows in place of"):
+        open_dataset(data, TokenizerConfig())
+    monkeypatch.setitem(hub._ROWS, "wikitext-2", (len(WIKI_LINES),) * 3)
+    dataset = open_dataset(data, TokenizerConfig())
+    text = bytes(i for i in dataset.train[:].tolist() if i < 256).decode()
+    assert text == "".join(WIKI_LINES)
+    open_dataset(data, TokenizerConfig())
+    assert len(asked) == 2, "a tokenised copy needs no hub"
+    assert asked[0] == (("Salesforce/wikitext", "wikitext-2-raw-v1"), {"revision": hub.REVISION})
+
+
+@pytest.mark.parametrize(
+    "failure", [ConnectionError("refused"), OfflineModeIsEnabled("offline"), HTTPError("500"), TimeoutError()]
+)
+def test_hub_out_of_reach_is_one_line(failure, cache, monkeypatch):
+    def load_dataset(*request, **options):
+        assert datasets.config.HF_HUB_OFFLINE, "no retries when the hub did not answer"
+        raise failure
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "within_reach", lambda: False)
+    data = DataConfig(source="wikitext", name="wikitext-103-raw-v1", cache_dir=str(cache))
+    with pytest.raises(ValueError, match=r"wikitext-103-raw-v1.*data.local_dir=.*data=text data.files=") as refused:
+        open_dataset(data, TokenizerConfig())
+    assert "\n" not in str(refused.value)
+    assert not datasets.config.HF_HUB_OFFLINE
+    assert not list(cache.iterdir())
+
+
+# --- the cache
+
+
+def test_fingerprint_is_of_content(corpus, tmp_path, cache):
+    first = opened(cache, str(corpus))
+    moved = tmp_path / "elsewhere" / "other.txt"
+    moved.parent.mkdir()
+    moved.write_text(TEXT)
+    assert opened(cache, str(moved)).fingerprint == first.fingerprint
+    others = [opened(cache, str(corpus), "characters"), opened(cache, str(corpus), validation_fraction=0.2)]
+    corpus.write_text(TEXT.replace("9", "8", 1))
+    os.utime(corpus, ns=(1, 1))
+    others.append(opened(cache, str(corpus)))
+    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 4
+
+
+def test_second_run_touches_nothing(corpus, cache, monkeypatch):
+    first = opened(cache, str(corpus))
+    before = {path: path.stat() for path in cache.rglob("*")}
+    monkeypatch.setattr("data.dataset._prepare", lambda *_: pytest.fail("prepared again"))
+    again = opened(cache, str(corpus), num_workers=1)
+    assert again.train[:].tolist() == first.train[:].tolist()
+    assert again.manifest == first.manifest
+    after = {path: path.stat() for path in cache.rglob("*")}
+    assert {p: (s.st_mtime_ns, s.st_ino) for p, s in before.items()} == {
+        p: (s.st_mtime_ns, s.st_ino) for p, s in after.items()
+    }
+
+
+def test_tokens_do_not_depend_on_threads(corpus, tmp_path):
+    one, four = (opened(tmp_path / str(n), str(corpus), num_workers=n) for n in (1, 4))
+    assert one.manifest == four.manifest
+
+
+def truncate(folder):
+    os.truncate(folder / "train-00001.bin", 100)
+    return "train-00001.bin has 100 bytes in place of 2,048"
+
+
+def flip_a_byte(folder):
+    raw = bytearray((folder / "train-00000.bin").read_bytes())
+    raw[1001] ^= 1
+    (folder / "train-00000.bin").write_bytes(raw)
+    return "train-00000.bin was altered"
+
+
+def remove_shard(folder):
+    (folder / "validation-00000.bin").unlink()
+    return "validation-00000.bin is missing"
+
+
+def remove_manifest(folder):
+    (folder / "manifest.json").unlink()
+    return "manifest.json is missing"
+
+
+def garble_manifest(folder):
+    (folder / "manifest.json").write_text("{")
+    return "manifest.json is not a manifest"
+
+
+def replace_manifest(folder):
+    (folder / "manifest.json").write_text("[]")
+    return "manifest.json is not a manifest"
+
+
+def alter_manifest(folder):
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"documents": 1', '"documents": 2', 1))
+    return "manifest.json was altered"
+
+
+def exchange_manifest(folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest |= {"fingerprint": "0" * 64}
+    manifest.pop("checksum")
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"checksum": digest(manifest)}))
+    return "manifest.json belongs to another text"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        flip_a_byte,
+        remove_shard,
+        remove_manifest,
+        garble_manifest,
+        replace_manifest,
+        alter_manifest,
+        exchange_manifest,
+    ],
+)
+def test_damage_is_named(damage, corpus, cache, monkeypatch):
+    monkeypatch.setattr("data.shards.SHARD_TOKENS", 1024)
+    folder = opened(cache, str(corpus)).path
+    says = damage(folder)
+    with pytest.raises(ValueError, match=r"delete .* and run again") as refused:
+        opened(cache, str(corpus))
+    assert says in str(refused.value)
+    assert str(folder) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_interrupted_preparation_leaves_nothing(interruption, corpus, cache, monkeypatch):
+    with monkeypatch.context() as patch:
+
+        def interrupted(*_):
+            assert list(cache.glob(".text-*.tmp/train-00000.bin")), "the first split is on disk by now"
+            raise interruption
+
+        patch.setattr("data.sources.tail", interrupted)
+        with pytest.raises(type(interruption)):
+            opened(cache, str(corpus))
+    assert not list(cache.iterdir())
+    assert len(opened(cache, str(corpus)).train) > 0
+
+
+def test_two_preparations_at_once(corpus, cache, monkeypatch):
+    """Both tokenise, one folder wins, both read it."""
+    meet = threading.Barrier(2, timeout=30)
+    from data import dataset as module
+
+    rename = Path.rename
+
+    def rename_together(self, target):
+        meet.wait()
+        return rename(self, target)
+
+    monkeypatch.setattr(module.Path, "rename", rename_together)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(opened(cache, str(corpus)))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 2
+    assert results[0].manifest == results[1].manifest
+    assert [path.name for path in cache.iterdir()] == [results[0].path.name]
+
+
+def test_abandoned_folder_is_removed(corpus, cache):
+    folder = opened(cache, str(corpus)).path
+    old, young = (cache / f".{folder.name}.{age}.tmp" for age in ("old", "young"))
+    for path in (old, young):
+        path.mkdir()
+    os.utime(old, (0, 0))
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    opened(cache, str(corpus))
+    assert not old.exists()
+    assert young.exists(), "it may belong to a process at work"
+
+
+def test_cache_that_cannot_be_written(corpus, tmp_path):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(ValueError, match=r"data\.cache_dir=.* cannot be written .*use data\.cache_dir=FOLDER"):
+        opened(tmp_path / "cache", str(corpus))
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "says"),
+    [
+        (b"", "a.txt", "a.txt is empty"),
+        (b"ok\xff\xfe", "a.txt", "not UTF-8 (byte 2)"),
+        (b"x" * (1 << 22) + "é".encode()[:1] + b"z", "a.txt", "not UTF-8 (byte 4,194,304)"),
+        (b'{"text": "a"}\n{"text": ', "a.jsonl", "cannot be read as json"),
+        (b'{"content": "a"}\n', "a.jsonl", 'no column "text", only content'),
+        (b'{"text": "a"}\n{"text": null}\n', "a.jsonl", 'row 2 has no text in its column "text"'),
+        (b'{"text": 3}\n', "a.jsonl", "row 1 has no text"),
+        (b"PAR1", "a.parquet", "cannot be read as parquet"),
+    ],
+)
+def test_unreadable_file_is_one_line(content, name, says, tmp_path, cache):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(says)) as refused:
+        opened(cache, str(tmp_path / name))
+    assert str(tmp_path / name) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("files", ["missing.txt", "*.none", ""])
+def test_missing_files(files, tmp_path, cache):
+    """The last one is a folder."""
+    with pytest.raises(ValueError, match=r"data\.files="):
+        opened(cache, str(tmp_path / files))
+
+
+def test_seq_len_longer_than_a_split(corpus, cache):
+    held_out = len(TEXT) - int(len(TEXT) * 0.9)
+    with pytest.raises(ValueError, match=rf"data.seq_len={held_out} .*validation.*data.seq_len={held_out - 1} or less"):
+        opened(cache, str(corpus), seq_len=held_out)
+    opened(cache, str(corpus), seq_len=held_out - 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"source": "web"}, "data.source=web"),
+        ({"source": "text"}, "data.files"),
+        ({"source": "text", "files": [3]}, "data.files=[3]"),
+        ({"source": "wikitext", "name": "wikitext-3"}, "data.name=wikitext-3"),
+        ({"files": "a.txt"}, "data.files=['a.txt'] is for data.source=text"),
+        ({"local_dir": "x"}, "data.local_dir=x is for data.source=wikitext"),
+        ({"validation_fraction": 1.0}, "data.validation_fraction=1.0"),
+        ({"seq_len": 0}, "data.seq_len=0"),
+        ({"num_workers": 0}, "data.num_workers=0"),
+    ],
+)
+def test_impossible_configuration(values, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        DataConfig(**values)
+
+
+def test_unknown_tokenizer():
+    with pytest.raises(ValueError, match=r"tokenizer\.name=gpt5"):
+        TokenizerConfig("gpt5")
+
+
+# --- the program
+
+
+def test_prepare_and_verify(corpus, cache, capsys):
+    arguments = ["text", "--files", str(corpus), "--cache-dir", str(cache)]
+    with pytest.raises(SystemExit, match="prepare it first"):
+        prepare.main([*arguments, "--verify"])
+    prepare.main(arguments)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["splits"]["train"]["tokens"] == int(len(TEXT) * 0.9)
+    prepare.main([*arguments, "--verify"])
+    flip_a_byte(Path(last["path"]))
+    with pytest.raises(SystemExit, match="was altered"):
+        prepare.main([*arguments, "--verify"])

@@ -1,0 +1,139 @@
+"""Text to ids and back without loss; pieces and threads give the tokens of one long call."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from data import build_tokenizer, tokenizer_from_state, tokenizer_state
+from data.tokenise import Counts, head, pieces, tail, tokenise
+
+CACHED_GPT2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
+
+# many line ends, blanks and apostrophes, where GPT-2's pattern is touchy
+SNIPPETS = ["\n", "\n\n\n", "  ", "\t", "\r", "a", "'s", " 1", ".", "é", "–", "\u2003", "\x1c", "\x85", "漢", "😀"]
+PROSE = st.lists(st.sampled_from(SNIPPETS), max_size=60).map("".join)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    with pytest.MonkeyPatch.context() as patch:
+        if CACHED_GPT2.is_dir():
+            patch.setenv("TIKTOKEN_CACHE_DIR", str(CACHED_GPT2))
+        try:
+            return build_tokenizer("gpt2")
+        except ValueError as error:
+            pytest.skip(str(error))
+
+
+@given(st.text())
+def test_bytes_round_trip(text):
+    encoding = build_tokenizer("bytes")
+    assert encoding.encode_ordinary(text) == list(text.encode())
+    assert encoding.decode(encoding.encode_ordinary(text)) == text
+
+
+@given(st.text(min_size=1))
+def test_characters_round_trip(text):
+    encoding = build_tokenizer("characters", "".join(sorted(set(text))))
+    ids = encoding.encode_ordinary(text)
+    assert len(ids) == len(text)
+    assert encoding.decode(ids) == text
+    assert encoding.n_vocab == len(set(text)) + 1
+    assert encoding.eot_token == len(set(text))
+
+
+@given(PROSE)
+def test_gpt2_round_trip(gpt2, text):
+    assert gpt2.decode(gpt2.encode_ordinary(text)) == text
+
+
+def test_vocabularies_end_in_end_of_text():
+    assert build_tokenizer("bytes").eot_token == 256
+    assert build_tokenizer("bytes").n_vocab == 257
+
+
+def test_what_looks_like_end_of_text_is_text():
+    assert 256 not in np.concatenate(list(tokenise([("a<|endoftext|>b", True)], build_tokenizer("bytes"), 1, Counts())))
+
+
+def test_invalid_utf8_can_be_decoded():
+    encoding = build_tokenizer("bytes")
+    half = list("é".encode())[:1]
+    assert encoding.decode(half) == "\ufffd"
+    assert encoding.decode_bytes(half) == "é".encode()[:1]
+
+
+def test_unknown_character_is_named():
+    encoding = build_tokenizer("characters", "abc")
+    for encode in (encoding.encode_ordinary, encoding.encode, encoding.encode_to_numpy):
+        with pytest.raises(ValueError, match=r"'é' \(U\+00E9\).*tokenizer=bytes"):
+            encode("abé")
+
+
+@pytest.mark.parametrize("encoding", [build_tokenizer("bytes"), build_tokenizer("characters", "\n abcé")])
+def test_stored_tokenizer_is_the_same(encoding):
+    stored = json.loads(json.dumps(tokenizer_state(encoding)))
+    again = tokenizer_from_state(stored)
+    assert again.encode_ordinary("a bé\n") == encoding.encode_ordinary("a bé\n")
+    assert (again.n_vocab, again.eot_token, again.name) == (encoding.n_vocab, encoding.eot_token, encoding.name)
+
+
+def test_gpt2_out_of_reach_is_one_line(monkeypatch):
+    def unreachable(name):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
+    with pytest.raises(ValueError, match=r"TIKTOKEN_CACHE_DIR.*tokenizer=bytes") as refused:
+        build_tokenizer("gpt2")
+    assert "\n" not in str(refused.value)
+
+
+@given(st.lists(st.tuples(PROSE.filter(bool), st.booleans()), max_size=6), st.integers(2, 40))
+def test_pieces_keep_text_and_documents(fragments, size):
+    def documents(stream):
+        joined: list[str] = []
+        for text, first in stream:
+            joined = [*joined, text] if first or not joined else [*joined[:-1], joined[-1] + text]
+        return joined
+
+    cut = list(pieces(fragments, size))
+    assert documents(cut) == documents(fragments)
+    # a piece ends at the first safe cut past the size, or where its document ends
+    assert not any(re.search(r"\n[!-~]", text[size - 1 :]) for text, _ in cut)
+
+
+@given(PROSE, st.integers(2, 40))
+@example("a\n\n\nb", 3)  # GPT-2 has a token for two newlines, but the last of three stands alone
+@settings(max_examples=300)
+def test_pieces_change_no_token(gpt2, text, size):
+    ids = [token for part, _ in pieces([(text, True)], size) for token in gpt2.encode_ordinary(part)]
+    assert ids == gpt2.encode_ordinary(text)
+
+
+@given(st.lists(st.tuples(PROSE.filter(bool), st.booleans()), max_size=6), st.integers(0, 400))
+def test_head_and_tail_divide_a_stream(fragments, cut):
+    whole = "".join(text for text, _ in fragments)
+    first, rest = list(head(fragments, cut)), list(tail(fragments, cut))
+    assert "".join(text for text, _ in first) == whole[:cut]
+    assert "".join(text for text, _ in rest) == whole[cut:]
+
+
+def test_parallel_is_serial(monkeypatch):
+    monkeypatch.setattr("data.tokenise.pieces", lambda fragments: pieces(fragments, 50))
+    encoding = build_tokenizer("bytes")
+    documents = [f"document {i}\n" + "a line of it\n" * i for i in range(60)]
+    expected = []
+    for document in documents:
+        expected += [*([encoding.eot_token] if expected else []), *document.encode()]
+    for workers in (1, 4):
+        counts = Counts()
+        stream = ((document, True) for document in documents)
+        assert np.concatenate(list(tokenise(stream, encoding, workers, counts))).tolist() == expected
+        text = "".join(documents)
+        assert counts == Counts(len(expected), len(text.split()), len(text), len(text), 60)

@@ -1,0 +1,284 @@
+"""The Triton kernels against float64: in the interpreter on a CPU, the same matrix and more on a GPU."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from kernels import flash_attention, unsupported_reason
+from kernels.device import dense_bf16_peak_flops
+from kernels.flash_bwd import launch_flash_bwd
+from kernels.flash_fwd import launch_flash_fwd
+from kernels.tuning import Tile
+from tests.attention_checks import compare_with_oracle, make_qkv
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# batch, heads, kv_heads, num_q, num_k, head_dim, causal: each line is there for what its comment says
+SMALL = [
+    (1, 2, 2, 64, 64, 16, True),  # whole tiles only
+    (1, 2, 2, 64, 64, 16, False),
+    (2, 2, 1, 45, 45, 32, True),  # ragged, grouped
+    (1, 4, 2, 45, 45, 32, False),
+    (1, 4, 1, 33, 70, 16, True),  # more keys than queries, multi-query
+    (1, 2, 2, 33, 70, 16, False),
+    (1, 2, 1, 70, 33, 16, True),  # fewer: the first 37 rows see nothing
+    (1, 2, 1, 70, 33, 16, False),
+    (1, 1, 1, 1, 50, 64, True),  # one query, as in decoding
+    (1, 1, 1, 50, 1, 64, True),  # one key
+    (1, 1, 1, 1, 1, 16, True),
+    (1, 1, 1, 17, 31, 40, True),  # head_dim padded to 64
+    (1, 1, 1, 31, 17, 80, False),  # to 128
+    (1, 1, 1, 20, 40, 96, True),
+    (1, 1, 1, 20, 33, 128, True),
+    (1, 1, 1, 18, 35, 192, False),
+    (1, 1, 1, 18, 35, 256, True),
+    (1, 1, 1, 20, 20, 17, True),  # odd: rows are not 16-byte aligned
+]
+
+# The backward recomputes P from scores and LSE, both rounded at their size (2^-24 * 500 here); the plain
+# formula kept differences to the row's maximum, which are exact. In 16-bit dtypes this disappears under the
+# operands' rounding.
+LARGE_SCORES_FACTOR = 32.0
+
+
+@pytest.fixture(autouse=True)
+def _poison(poisoned_memory):
+    """Every test runs on memory that begins as NaN."""
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_agrees_with_float64(shape):
+    *sizes, causal = shape
+    q, k, v = make_qkv(*sizes, device=DEVICE)
+    compare_with_oracle(flash_attention, q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_agrees_with_float64_in_half_precision(dtype):
+    q, k, v = make_qkv(1, 4, 2, 45, 70, 32, dtype=dtype, device=DEVICE)
+    compare_with_oracle(flash_attention, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("layout", ["bnhd", "packed", "strided", "padded"])
+def test_any_strides(layout):
+    q, k, v = make_qkv(2, 4, 2, 35, 35, 16, layout=layout, device=DEVICE)
+    compare_with_oracle(flash_attention, q, k, v, causal=True)
+
+
+def test_expanded_heads_and_expanded_gradient():
+    q, k, v = make_qkv(2, 2, 1, 20, 20, 16, device=DEVICE)
+    k, v = (x.detach()[:1, :1].expand(2, 2, 20, 16).requires_grad_() for x in (k, v))
+    compare_with_oracle(flash_attention, q, k, v, causal=True)
+    dense = flash_attention(q, k, v)
+    (grad,) = torch.autograd.grad(dense.sum(), q)  # dO is one element expanded
+    (expected,) = torch.autograd.grad(flash_attention(q, k, v), q, torch.ones_like(dense))
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("scale", [0.7, -0.3, 0.0])
+def test_any_scale(scale):
+    q, k, v = make_qkv(1, 2, 2, 20, 40, 16, device=DEVICE)
+    compare_with_oracle(flash_attention, q, k, v, causal=True, scale=scale)
+
+
+def test_without_a_gradient_for_lse():
+    q, k, v = make_qkv(1, 2, 2, 40, 40, 16, device=DEVICE)
+    compare_with_oracle(flash_attention, q, k, v, causal=True, with_dlse=False)
+
+
+def test_gradient_of_lse_alone():
+    q, k, v = make_qkv(1, 2, 2, 40, 40, 16, device=DEVICE)
+    _, lse = flash_attention(q, k, v, return_lse=True)
+    dq, dv = torch.autograd.grad(lse.sum(), (q, v))
+    scores = (q.double() @ k.double().transpose(-1, -2)) * 0.25
+    expected = torch.softmax(scores, -1) @ k.double() * 0.25
+    torch.testing.assert_close(dq.double(), expected, rtol=1e-5, atol=1e-5)
+    assert not dv.any()
+
+
+@pytest.mark.parametrize("spread", [50.0, 1e-3])
+def test_large_and_small_scores(spread):
+    """exp overflows float32 at 89 without the running maximum."""
+    q, k, v = make_qkv(1, 1, 1, 40, 40, 16, device=DEVICE)
+    q = (q.detach() * spread).requires_grad_()
+    compare_with_oracle(flash_attention, q, k, v, causal=True, factor=LARGE_SCORES_FACTOR)
+
+
+def test_strongly_negative_scores_do_not_leak_from_padding():
+    """Real scores near -300: a padded key's score of 0 would win the maximum, or exp2(0 - LSE) overflow."""
+    q = torch.full((1, 1, 20, 16), 8.0, device=DEVICE)
+    k = torch.full((1, 1, 20, 16), -10.0, device=DEVICE)
+    noise = make_qkv(1, 1, 1, 20, 20, 16, device=DEVICE)
+    q, k = ((x + n.detach()).requires_grad_() for x, n in zip((q, k), noise[:2], strict=True))
+    for causal in (False, True):
+        compare_with_oracle(flash_attention, q, k, noise[2], causal=causal, factor=LARGE_SCORES_FACTOR)
+
+
+def test_equal_rows_average_the_values():
+    q = torch.ones(1, 1, 20, 16, device=DEVICE)
+    v = make_qkv(1, 1, 1, 20, 33, 16, device=DEVICE)[2].detach()
+    o = flash_attention(q, torch.ones(1, 1, 33, 16, device=DEVICE), v)
+    torch.testing.assert_close(o, v.mean(2, keepdim=True).expand_as(o))
+
+
+def test_rows_without_a_visible_key():
+    q, k, v = make_qkv(1, 2, 1, 60, 20, 16, device=DEVICE)
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    assert not o[:, :, :40].any()
+    assert (lse[:, :, :40] == -math.inf).all()
+    dq, dk, dv = torch.autograd.grad(o.sum() + lse[:, :, 40:].sum(), (q, k, v))
+    assert not dq[:, :, :40].any()
+    assert all(torch.isfinite(g).all() for g in (dq, dk, dv))
+
+
+@pytest.mark.parametrize(("num_q", "num_k"), [(0, 20), (20, 0), (0, 0)])
+def test_empty_lengths(num_q, num_k):
+    q, k, v = make_qkv(2, 2, 1, num_q, num_k, 16, device=DEVICE)
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    assert o.shape == q.shape
+    assert not o.any()
+    assert (lse == -math.inf).all()
+    for grad, x in zip(torch.autograd.grad(o.sum(), (q, k, v)), (q, k, v), strict=True):
+        assert grad.shape == x.shape
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(("block_q", "block_k"), [(16, 16), (32, 16), (16, 64), (64, 32)])
+def test_every_tile_shape_agrees(block_q, block_k, tma):
+    """Tile sizes, and descriptors in place of pointers, change nothing beyond rounding."""
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 45, 70, 16, device=DEVICE, dtype=torch.float16))
+    do = torch.randn_like(q)
+    tile = Tile(block_q, block_k, num_warps=4, num_stages=1, tma=tma and DEVICE == "cpu")
+
+    def run(tile):
+        o, lse = launch_flash_fwd(q, k, v, True, 0.25, tile)
+        return o, lse, *launch_flash_bwd(do, None, q, k, v, o, lse, True, 0.25, tile, tile)
+
+    for actual, expected in zip(run(tile), run(Tile(16, 32, 4, 1)), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_same_inputs_give_the_same_bits():
+    q, k, v = make_qkv(2, 4, 2, 45, 45, 16, device=DEVICE)
+    runs = []
+    for _ in range(2):
+        o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+        runs.append((o, lse, *torch.autograd.grad(o.square().sum() + lse.sum(), (q, k, v))))
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_outputs_are_stored_with_tokens_before_heads():
+    q, k, v = make_qkv(2, 3, 3, 20, 20, 16, device=DEVICE)
+    o = flash_attention(q, k, v)
+    merged = o.transpose(1, 2).reshape(2, 20, 48)
+    assert merged.data_ptr() == o.data_ptr()
+    for grad in torch.autograd.grad(o.square().sum(), (q, k, v)):
+        assert grad.transpose(1, 2).is_contiguous()
+
+
+BAD_CALLS = {
+    "q has shape (2, 20, 16); expected 4 dimensions": lambda q, k, v: (q[0], k, v),
+    "k has dtype torch.float16 but q has torch.float32": lambda q, k, v: (q, k.half(), v),
+    "v has dtype torch.bfloat16 but q has torch.float32": lambda q, k, v: (q, k, v.bfloat16()),
+    "q has dtype torch.int64; expected a floating point dtype": lambda q, k, v: (q.long(), k, v),
+    "v is on meta but q is on": lambda q, k, v: (q, k, v.to("meta")),
+    "k has batch size 1 but q has 2": lambda q, k, v: (q, k[:1], v[:1]),
+    "k has head_dim 8 but q has 16": lambda q, k, v: (q, k[..., :8], v[..., :8]),
+    "v has shape (2, 2, 19, 16) but k has (2, 2, 20, 16)": lambda q, k, v: (q, k, v[:, :, :19]),
+    "q has 3 heads; it must be a multiple of k's 2 heads": lambda q, k, v: (
+        torch.cat([q, q[:, :1]], 1),
+        k,
+        v,
+    ),
+    "head_dim 8 is not supported by flash attention (16 to 256)": lambda q, k, v: (
+        q[..., :8],
+        k[..., :8],
+        v[..., :8],
+    ),
+    "head_dim 272 is not supported": lambda q, k, v: [x.repeat(1, 1, 1, 17) for x in (q, k, v)],
+    "dtype torch.float64 is not supported": lambda q, k, v: [x.double() for x in (q, k, v)],
+}
+
+
+@pytest.mark.parametrize("message", BAD_CALLS, ids=lambda message: message.split(";")[0])
+def test_bad_input_is_refused_by_name(message):
+    q, k, v = (x.detach() for x in make_qkv(2, 2, 2, 20, 20, 16, device=DEVICE))
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        flash_attention(*BAD_CALLS[message](q, k, v))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf])
+def test_scale_must_be_finite(scale):
+    q, k, v = make_qkv(1, 1, 1, 4, 4, 16, device=DEVICE)
+    with pytest.raises(ValueError, match=f"scale is {scale}; it must be a finite number"):
+        flash_attention(q, k, v, scale=scale)
+
+
+def test_unsupported_reason_names_the_remedy(monkeypatch):
+    assert unsupported_reason(DEVICE, torch.float32, 64) is None
+    assert "use attention=sdpa" in unsupported_reason(DEVICE, torch.float32, 320)
+    assert "use attention=naive" in unsupported_reason(DEVICE, torch.float64, 64)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "needs an NVIDIA GPU; use attention=sdpa" in unsupported_reason("cpu", torch.float32, 64)
+
+
+def test_unknown_gpus_have_no_peak():
+    assert dense_bf16_peak_flops("NVIDIA H200") == 989.4e12
+    assert dense_bf16_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert dense_bf16_peak_flops("NVIDIA L40S") == 362.05e12
+    assert dense_bf16_peak_flops("NVIDIA L4000") is None
+    assert dense_bf16_peak_flops("Some future GPU") is None
+
+
+# batch, heads, kv_heads, num_q, num_k
+LARGE = [
+    (2, 4, 4, 512, 512),
+    (1, 4, 2, 1023, 1023),
+    (1, 4, 1, 257, 700),
+    (1, 2, 1, 700, 257),
+    (1, 2, 2, 1, 1000),
+    (1, 2, 2, 129, 127),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [16, 32, 40, 64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gpu_agrees_with_float64(dtype, head_dim, causal):
+    for shape in LARGE:
+        q, k, v = make_qkv(*shape, head_dim, dtype=dtype, device="cuda", layout="bnhd")
+        compare_with_oracle(flash_attention, q, k, v, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bhnd", "packed", "strided", "padded"])
+def test_gpu_any_strides(layout):
+    q, k, v = make_qkv(2, 4, 2, 300, 300, 64, dtype=torch.bfloat16, layout=layout, device="cuda")
+    compare_with_oracle(flash_attention, q, k, v, causal=True)
+
+
+@pytest.mark.gpu
+def test_gpu_more_heads_than_a_grid_axis_holds():
+    q, k, v = make_qkv(1, 70_000, 70_000, 17, 17, 16, dtype=torch.bfloat16, device="cuda")
+    compare_with_oracle(flash_attention, q, k, v, causal=True)
+
+
+@pytest.mark.gpu
+def test_gpu_same_bits_fifty_times():
+    q, k, v = make_qkv(2, 8, 2, 1000, 1000, 128, dtype=torch.bfloat16, device="cuda")
+    do = torch.randn_like(q)
+
+    def run():
+        o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+        return o, lse, *torch.autograd.grad(o, (q, k, v), do)
+
+    first = run()
+    for _ in range(49):
+        for expected, actual in zip(first, run(), strict=True):
+            assert torch.equal(actual, expected)

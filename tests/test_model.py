@@ -1,0 +1,387 @@
+"""The network: backends, causality, padding, the loss, initialisation, recomputation, compilation, sizes."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import ATTENTION, GPT, GPTConfig, resolve_attention
+
+VOCAB = 65  # padded to 128
+SEQ_LEN = 32
+
+
+def small_config(**changes) -> GPTConfig:
+    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "n_embd": 64, "attention": "sdpa"}
+    return GPTConfig(**(sizes | changes))
+
+
+def small_gpt(seed: int = 0, **changes) -> GPT:
+    return GPT(small_config(**changes), VOCAB, SEQ_LEN, generator=torch.Generator().manual_seed(seed))
+
+
+def batch(rows: int = 2, length: int = SEQ_LEN, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    stream = torch.randint(VOCAB, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+    return stream[:, :-1], stream[:, 1:]
+
+
+def loss_and_gradients(model: GPT, tokens, targets) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss = model(tokens, targets)
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def needs(backend: str, head_dim: int = 16) -> None:
+    if backend == "flash":
+        from kernels import unsupported_reason
+
+        reason = unsupported_reason("cpu", torch.float32, head_dim)
+        if reason is not None:
+            pytest.skip(reason)
+
+
+# ---- attention backends
+
+
+@pytest.mark.parametrize("backend", ["naive", "tiled", "flash"])
+def test_backends_give_the_same_loss_and_gradients(backend):
+    needs(backend)
+    tokens, targets = batch(length=19)  # odd: the last tile is ragged
+    expected = loss_and_gradients(small_gpt(), tokens, targets)
+    actual = loss_and_gradients(small_gpt(attention=backend), tokens, targets)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("backend", ["naive", "tiled", "sdpa", "flash"])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(7, 7), (1, 9), (5, 9)])
+def test_backends_align_the_causal_mask_bottom_right(backend, num_queries, num_keys):
+    needs(backend)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, num_queries, 16, generator=generator)
+    k, v = torch.randn(2, 2, 2, num_keys, 16, generator=generator)
+    actual = ATTENTION[backend](q, k, v, causal=True)
+    k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    row, column = torch.arange(num_queries)[:, None], torch.arange(num_keys)
+    scores = (q @ k.mT / 4).masked_fill(column > row + num_keys - num_queries, -math.inf)
+    torch.testing.assert_close(actual, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
+
+
+def test_tiled_takes_block_sizes():
+    q = torch.randn(1, 2, 10, 16, generator=torch.Generator().manual_seed(0))
+    small_tiles = ATTENTION["tiled"](q, q, q, causal=True, block_q=3, block_k=4)
+    torch.testing.assert_close(small_tiles, ATTENTION["sdpa"](q, q, q, causal=True), rtol=1e-4, atol=1e-5)
+
+
+def test_every_backend_starts_from_the_same_weights():
+    expected = small_gpt().state_dict()
+    actual = small_gpt(attention="naive").state_dict()
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def test_auto_takes_sdpa_off_cuda_and_says_why():
+    name, reason = resolve_attention("auto", "cpu", torch.float32, 64)
+    assert name == "sdpa"
+    assert "cpu" in reason
+    model = small_gpt(attention="auto")
+    assert (model.attention, model.attention_reason) == (name, reason)
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled", "sdpa"])
+def test_an_explicit_name_stays_itself(name):
+    assert resolve_attention(name, "cpu", torch.float32, 64)[0] == name
+
+
+def test_an_explicit_name_that_cannot_run_raises_with_the_reason(monkeypatch):
+    monkeypatch.setattr("kernels.unsupported_reason", lambda *_: "flash needs a better machine")
+    with pytest.raises(ValueError, match="attention=flash cannot run: flash needs a better machine"):
+        resolve_attention("flash", "cuda", torch.bfloat16, 64)
+    name, reason = resolve_attention("auto", "cuda", torch.bfloat16, 64)
+    assert name == "sdpa"
+    assert "flash needs a better machine" in reason
+
+
+def test_a_moved_model_does_not_keep_the_choice_of_auto_in_silence():
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"auto chose sdpa for cpu .* GPT\(\.\.\., device='meta'\)"):
+        small_gpt(attention="auto").to("meta")(tokens)
+    assert small_gpt(attention="sdpa").to("meta")(tokens).shape == (
+        1,
+        4,
+        VOCAB,
+    )  # a name goes where it is told
+
+
+def test_auto_takes_flash_on_cuda(monkeypatch):
+    monkeypatch.setattr("kernels.unsupported_reason", lambda *_: None)
+    assert resolve_attention("auto", "cuda", torch.bfloat16, 64)[0] == "flash"
+
+
+# ---- what a forward means
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu", "relu2"])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_no_position_sees_a_later_token(mlp, qk_norm):
+    model = small_gpt(mlp=mlp, qk_norm=qk_norm)
+    tokens, _ = batch()
+    changed = tokens.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % VOCAB
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert not torch.equal(before[:, 20:], after[:, 20:])
+    assert (before[:, 21:] - after[:, 21:]).abs().amax() > 0  # and later ones do see it
+
+
+def test_order_matters():
+    """Without rotary positions, swapping two earlier tokens would leave the last logits as they are."""
+    model = small_gpt(num_layers=1)
+    tokens, _ = batch()
+    swapped = tokens.clone()
+    swapped[:, [3, 4]] = tokens[:, [4, 3]]
+    assert (tokens[:, 3] != tokens[:, 4]).all()
+    with torch.no_grad():
+        assert (model(tokens)[:, -1] - model(swapped)[:, -1]).abs().amax() > 1e-4
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    from model.gpt import rope_tables, rotate
+
+    cos, sin = rope_tables(SEQ_LEN, 16, 10000.0)
+    q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0))
+
+    def score(i: int, j: int) -> torch.Tensor:
+        return (rotate(q, cos[i : i + 1], sin[i : i + 1]) * rotate(k, cos[j : j + 1], sin[j : j + 1])).sum()
+
+    torch.testing.assert_close(score(9, 4), score(25, 20))
+    assert (score(9, 4) - score(9, 5)).abs() > 1e-3
+
+
+def test_logits_cover_the_vocabulary_and_not_its_padding():
+    model = small_gpt()
+    tokens, targets = batch()
+    assert model.embedding.weight.size(0) == 128
+    assert model(tokens).shape == (2, SEQ_LEN, VOCAB)
+    gradients = loss_and_gradients(model, tokens, targets)
+    assert torch.count_nonzero(gradients["embedding.weight"][VOCAB:]) == 0
+    with torch.no_grad():
+        expected = model(tokens, targets)
+        model.embedding.weight[VOCAB:] = 1e4  # would win every softmax it took part in
+        assert torch.equal(model(tokens, targets), expected)
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_loss_is_the_sum_of_cross_entropies(tie_embeddings):
+    model = small_gpt(tie_embeddings=tie_embeddings)
+    tokens, targets = batch()
+    loss = model(tokens, targets)
+    expected = F.cross_entropy(model(tokens).reshape(-1, VOCAB).double(), targets.reshape(-1), reduction="sum")
+    assert loss.shape == ()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_micro_batches_add_up_to_the_whole_batch():
+    model = small_gpt()
+    tokens, targets = batch(rows=4)
+    whole = loss_and_gradients(model, tokens, targets)
+    parts = [loss_and_gradients(model, tokens[i : i + 1], targets[i : i + 1]) for i in range(4)]
+    for name, value in whole.items():
+        torch.testing.assert_close(sum(part[name] for part in parts), value, rtol=1e-4, atol=1e-4)
+
+
+def test_ignored_targets_count_for_nothing():
+    model = small_gpt()
+    tokens, targets = batch()
+    masked = targets.clone()
+    masked[:, 10:] = -1
+    expected = model(tokens[:, :10], targets[:, :10])
+    torch.testing.assert_close(model(tokens, masked), expected, rtol=1e-5, atol=0)
+
+
+def test_loss_under_bf16_autocast_is_fp32_and_close():
+    model = small_gpt(qk_norm=True)
+    tokens, targets = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, targets)
+        assert model(tokens).dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    assert small_gpt().bfloat16()(tokens, targets).dtype == torch.float32
+    torch.testing.assert_close(loss, model(tokens, targets), rtol=1e-2, atol=0)
+
+
+def test_a_context_beyond_seq_len_is_refused():
+    with pytest.raises(ValueError, match=r"context of 33 tokens .* seq_len=32"):
+        small_gpt()(torch.zeros(1, 33, dtype=torch.int64))
+
+
+# ---- initialisation
+
+
+def test_initial_loss_is_that_of_a_uniform_guess():
+    tokens, targets = batch(rows=8)
+    loss = small_gpt()(tokens, targets).item() / targets.numel()
+    assert abs(loss - math.log(VOCAB)) < 0.1
+
+
+def test_initial_weights_have_their_standard_deviations():
+    model = small_gpt(num_layers=4, n_embd=128)
+    for name, weight in model.named_parameters():
+        writes_residual = name.endswith(("out.weight", "down.weight"))
+        expected = 0.02 / math.sqrt(8) if writes_residual else 0.02
+        assert abs(weight.std().item() / expected - 1) < 0.05, name  # 8,192 numbers: error of 0.8 %
+        assert abs(weight.mean().item()) < 0.05 * expected, name
+
+
+def test_weights_come_from_the_given_generator():
+    state = torch.get_rng_state()
+    first, again, other = small_gpt(seed=3), small_gpt(seed=3), small_gpt(seed=4)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.embedding.weight, again.embedding.weight)
+    assert not torch.equal(first.embedding.weight, other.embedding.weight)
+    torch.manual_seed(5)
+    from_global = GPT(small_config(), VOCAB, SEQ_LEN)
+    torch.manual_seed(5)
+    assert torch.equal(from_global.embedding.weight, GPT(small_config(), VOCAB, SEQ_LEN).embedding.weight)
+
+
+def test_parameters_are_counted():
+    model = small_gpt(tie_embeddings=False)
+    attention = 64 * (64 + 2 * 32) + 64 * 64
+    hidden = 2 * (attention + 2 * 64 * 256)
+    assert model.num_parameters(non_embedding=True) == hidden
+    assert model.num_parameters() == hidden + 2 * 128 * 64
+    assert small_gpt().num_parameters() == hidden + 128 * 64
+
+
+def test_swiglu_has_as_many_weights_as_gelu():
+    assert GPTConfig(mlp="swiglu").mlp_width == 2048  # 3 x 2,048 = 2 x 3,072
+    assert GPTConfig(mlp="swiglu", n_embd=192).mlp_width == 512
+    assert GPTConfig(mlp="swiglu", n_embd=216).mlp_width == 576  # 8/3 x 216 rounded up to a multiple of 64
+
+
+# ---- recomputation and compilation
+
+
+@pytest.mark.parametrize(("mode", "every"), [("full", 2), ("every_n", 2), ("every_n", 3)])
+def test_recomputation_changes_no_bit_of_the_gradients(mode, every):
+    tokens, targets = batch()
+
+    def run(**changes) -> dict[str, torch.Tensor]:
+        model = small_gpt(num_layers=4, dropout=0.2, **changes).train()
+        torch.manual_seed(7)  # the dropout masks
+        return loss_and_gradients(model, tokens, targets)
+
+    expected, actual = run(), run(activation_checkpointing=mode, checkpoint_every=every)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("mode", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every_n", [2, 1, 2])])
+def test_only_the_chosen_blocks_run_twice(mode, forwards):
+    model = small_gpt(num_layers=3, activation_checkpointing=mode)
+    counts = [0, 0, 0]
+    for layer, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, layer=layer: counts.__setitem__(layer, counts[layer] + 1))
+    model(*batch()).backward()
+    assert counts == forwards
+
+
+@pytest.mark.parametrize(("backend", "mode"), [("sdpa", "every_n"), ("flash", "none"), ("flash", "full")])
+def test_compiles_into_one_graph(backend, mode):
+    needs(backend)
+    tokens, targets = batch(rows=1, length=8)
+    model = small_gpt(num_layers=1, attention=backend, activation_checkpointing=mode, qk_norm=True)
+    expected = loss_and_gradients(model, tokens, targets)
+    model.zero_grad()
+    # aot_eager traces forward and backward as inductor would, and needs no C++ compiler
+    loss = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, targets)
+    loss.backward()
+    torch.testing.assert_close(loss, expected["loss"], rtol=1e-5, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_flash_trains_like_sdpa_on_the_gpu(mode):
+    """Ten compiled bf16 steps from the same weights: the losses differ by rounding alone."""
+
+    def losses(attention: str) -> list[float]:
+        config = small_config(n_embd=256, attention=attention, activation_checkpointing=mode)
+        generator = torch.Generator().manual_seed(0)
+        model = GPT(config, VOCAB, 256, device="cuda", dtype=torch.bfloat16, generator=generator)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        compiled = torch.compile(model, fullgraph=True)
+        tokens, targets = (t.cuda() for t in batch(rows=4, length=255))
+        history = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = compiled(tokens, targets) / targets.numel()
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+        return history
+
+    flash, sdpa = losses("flash"), losses("sdpa")
+    assert flash[-1] < flash[0] - 0.5
+    assert max(abs(a - b) for a, b in zip(flash, sdpa, strict=True)) < 1e-2
+
+
+# ---- configuration
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "model.num_layers=0 must be at least 1"),
+        ({"num_kv_heads": 0}, "model.num_kv_heads=0 must be at least 1"),
+        ({"mlp_hidden": -3}, "model.mlp_hidden=-3 must be at least 1"),
+        ({"checkpoint_every": 0}, "model.checkpoint_every=0 must be at least 1"),
+        ({"n_embd": 66}, "model.n_embd=66 is not a multiple of model.num_heads=4; use n_embd=68"),
+        ({"num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=4; use one of 1, 2, 4"),
+        ({"n_embd": 60}, "odd head_dim 15, and RoPE turns pairs; use n_embd=64"),
+        ({"dropout": 1.0}, "model.dropout=1.0 must be at least 0 and below 1"),
+        ({"dropout": -0.1}, "model.dropout=-0.1 must be at least 0 and below 1"),
+        ({"dropout": math.nan}, "model.dropout=nan must be at least 0 and below 1"),
+        ({"rope_base": 0.0}, "model.rope_base=0.0 must be a number above 1"),
+        ({"mlp": "silu"}, "model.mlp=silu is unknown; use one of gelu, swiglu, relu2"),
+        ({"attention": "fa2"}, "model.attention=fa2 is unknown; use one of auto, flash, naive, tiled, sdpa"),
+        ({"activation_checkpointing": "all"}, "is unknown; use one of none, full, every_n"),
+        ({"attention": "flash", "n_embd": 32}, "attention=flash does not support head_dim 8 (16 to 256)"),
+        (
+            {"attention": "flash", "n_embd": 4 * 320},
+            "attention=flash does not support head_dim 320 (16 to 256)",
+        ),
+    ],
+)
+def test_an_impossible_configuration_is_refused_in_one_line(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        small_config(**changes)
+    assert "\n" not in str(error.value)
+
+
+def test_the_head_dims_of_the_configuration_are_the_kernels_own():
+    from kernels import unsupported_reason
+    from model.config import FLASH_HEAD_DIMS
+
+    smallest, largest = FLASH_HEAD_DIMS
+    for head_dim in (smallest - 1, largest + 1):
+        assert f"head_dim {head_dim}" in unsupported_reason("cpu", torch.float32, head_dim)
+    for head_dim in (smallest, largest):
+        assert "head_dim" not in (unsupported_reason("cpu", torch.float32, head_dim) or "")
+
+
+def test_a_changed_configuration_is_checked_again():
+    config = dataclasses.replace(small_config(), num_heads=8)
+    assert (config.head_dim, config.kv_heads) == (8, 2)
+    config.num_kv_heads = 5
+    with pytest.raises(ValueError, match="num_kv_heads=5"):
+        GPT(config, VOCAB, SEQ_LEN)

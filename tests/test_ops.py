@@ -1,0 +1,142 @@
+"""The operator as PyTorch sees it: schema, fake, autograd, compile, checkpointing, autocast, imports."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from kernels import flash_attention, ops
+from tests.attention_checks import make_qkv
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_opcheck_forward(grouped):
+    q, k, v = make_qkv(1, 2, 1 if grouped else 2, 20, 24, 16, device=DEVICE, layout="bnhd")
+    torch.library.opcheck(ops.flash_fwd, (q, k, v, True, 0.25))
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_opcheck_backward(with_dlse):
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 20, 24, 16, device=DEVICE))
+    o, lse = ops.flash_fwd(q, k, v, True, 0.25)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    torch.library.opcheck(ops.flash_bwd, (torch.randn_like(o), dlse, q, k, v, o, lse, True, 0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_fake_agrees_with_real(dtype, layout):
+    q, k, v = (x.detach() for x in make_qkv(2, 4, 2, 20, 24, 16, device=DEVICE, dtype=dtype, layout=layout))
+    real = ops.flash_fwd(q, k, v, True, 0.25)
+    real += ops.flash_bwd(torch.randn_like(q), None, q, k, v, *real, True, 0.25)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fq, fk, fv = (mode.from_tensor(x) for x in (q, k, v))
+        fake = ops.flash_fwd(fq, fk, fv, True, 0.25)
+        fake += ops.flash_bwd(torch.randn_like(fq), None, fq, fk, fv, *fake, True, 0.25)
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.stride(), r.dtype) == (f.shape, f.stride(), f.dtype)
+
+
+def _loss(q, k, v):
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    return o.square().sum() + lse.sum()
+
+
+def _eager(q, k, v):
+    return torch.autograd.grad(_loss(q, k, v), (q, k, v))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_into_one_graph(dynamic):
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(_loss, fullgraph=True, dynamic=dynamic, backend=backend)
+    for num_tokens in (20, 33, 47):
+        q, k, v = make_qkv(1, 2, 1, num_tokens, num_tokens, 16, device=DEVICE)
+        expected = _eager(q, k, v)
+        for grad, value in zip(torch.autograd.grad(compiled(q, k, v), (q, k, v)), expected, strict=True):
+            assert torch.equal(grad, value)
+    if dynamic:
+        assert len(graphs) == 1
+
+
+def test_checkpointing_recomputes_to_the_same_gradients():
+    q, k, v = make_qkv(1, 2, 2, 33, 33, 16, device=DEVICE)
+    loss = checkpoint(_loss, q, k, v, use_reentrant=False)
+    for grad, value in zip(torch.autograd.grad(loss, (q, k, v)), _eager(q, k, v), strict=True):
+        assert torch.equal(grad, value)
+
+
+@pytest.mark.parametrize(("save", "forward_runs"), [(True, 1), (False, 2)])
+def test_selective_checkpointing_can_save_our_output(monkeypatch, save, forward_runs):
+    from kernels import flash_fwd
+
+    launches = []
+    launch = flash_fwd.launch_flash_fwd
+    monkeypatch.setattr(flash_fwd, "launch_flash_fwd", lambda *args: launches.append(1) or launch(*args))
+
+    def policy(ctx, op, *args, **kwargs):
+        wanted = save and op == torch.ops.flashgpt.flash_fwd.default
+        return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+    q, k, v = make_qkv(1, 2, 2, 33, 33, 16, device=DEVICE)
+    expected = _eager(q, k, v)
+    launches.clear()
+    loss = checkpoint(
+        _loss, q, k, v, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+    )
+    for grad, value in zip(torch.autograd.grad(loss, (q, k, v)), expected, strict=True):
+        assert torch.equal(grad, value)
+    assert len(launches) == forward_runs
+
+
+def test_nothing_is_saved_without_gradients():
+    q, k, v = make_qkv(1, 2, 2, 20, 20, 16, device=DEVICE)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        with torch.no_grad():
+            assert not flash_attention(q, k, v).requires_grad
+        flash_attention(*(x.detach() for x in (q, k, v)))
+        assert saved == []
+        flash_attention(q, k, v)
+    assert len(saved) == 5  # q, k, v, o, lse
+
+
+def test_autocast_casts_as_pytorch_does():
+    q, k, v = make_qkv(1, 2, 2, 20, 20, 16, device=DEVICE)
+
+    def forward(q, k, v):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return flash_attention(q, k.half(), v)
+
+    o = forward(q, k, v)
+    assert o.dtype == torch.bfloat16
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(forward, fullgraph=True, backend="aot_eager")(q, k, v), o)
+    (grad,) = torch.autograd.grad(o.float().sum(), q)
+    assert grad.dtype == torch.float32
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = make_qkv(1, 1, 1, 20, 20, 16, device=DEVICE)
+    (grad,) = torch.autograd.grad(flash_attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="flash_bwd"):
+        torch.autograd.grad(grad.sum(), q)
+
+
+def test_importing_kernels_imports_no_triton():
+    program = (
+        "import sys, torch; before = {m for m in sys.modules if m.split('.')[0] == 'triton'}; import kernels;"
+        "print(sorted(m for m in sys.modules if m.split('.')[0] == 'triton' and m not in before))"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert answer.stdout.strip() == "[]"

@@ -1,0 +1,115 @@
+"""The references define correct: they are held to PyTorch's own attention and to finite differences."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import naive_attention, tiled_attention
+from tests.attention_checks import make_qkv, oracle, results
+
+SHAPES = [
+    # batch, heads, kv_heads, num_q, num_k, head_dim
+    (2, 2, 2, 16, 16, 16),
+    (1, 4, 2, 33, 33, 8),
+    (1, 4, 1, 7, 40, 24),
+    (2, 2, 1, 40, 7, 16),
+    (1, 2, 2, 1, 65, 5),
+    (1, 1, 1, 50, 1, 16),
+]
+
+
+def _double(shape):
+    return tuple(x.detach().double().requires_grad_() for x in make_qkv(*shape))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tiled_equals_naive_in_float64(shape, causal):
+    q, k, v = _double(shape)
+    do, dlse = torch.randn_like(q), torch.randn(q.shape[:3], dtype=torch.float64)
+    expected = oracle(q, k, v, do, dlse, causal=causal)
+    actual = results(tiled_attention, q, k, v, do, dlse, causal=causal, block_q=16, block_k=12)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_agrees_with_pytorch_full_and_causal(attention, shape):
+    q, k, v = _double(shape)
+    group = shape[1] // shape[2]
+    wide_k, wide_v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    torch.testing.assert_close(attention(q, k, v), F.scaled_dot_product_attention(q, wide_k, wide_v))
+    num_q, num_k = shape[3], shape[4]
+    if num_q <= num_k:  # PyTorch leaves NaN where a row sees nothing
+        mask = torch.ones(num_q, num_k, dtype=torch.bool).tril(num_k - num_q)
+        expected = F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=mask, scale=0.3)
+        torch.testing.assert_close(attention(q, k, v, causal=True, scale=0.3), expected)
+
+
+@pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
+@pytest.mark.parametrize(("num_q", "num_k", "causal"), [(5, 5, True), (4, 7, True), (4, 7, False), (7, 4, True)])
+def test_gradients_agree_with_finite_differences(attention, num_q, num_k, causal):
+    q, k, v = _double((1, 2, 1, num_q, num_k, 3))
+    blocks = {"block_q": 3, "block_k": 2} if attention is tiled_attention else {}
+
+    def both_outputs(q, k, v):
+        o, lse = attention(q, k, v, causal=causal, return_lse=True, **blocks)
+        return o, lse.masked_fill(lse == -math.inf, 0.0)
+
+    assert torch.autograd.gradcheck(both_outputs, (q, k, v))
+
+
+@pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
+def test_rows_without_a_visible_key(attention):
+    q, k, v = _double((1, 2, 1, 9, 4, 8))
+    o, lse = attention(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(o[:, :, :5], torch.zeros_like(o[:, :, :5]))
+    assert (lse[:, :, :5] == -math.inf).all()
+    grads = torch.autograd.grad(o.sum() + lse[:, :, 5:].sum(), (q, k, v))
+    assert torch.equal(grads[0][:, :, :5], torch.zeros(1, 2, 5, 8, dtype=torch.float64))
+    assert all(torch.isfinite(g).all() for g in grads)
+
+
+@pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
+@pytest.mark.parametrize(("num_q", "num_k"), [(0, 5), (5, 0), (0, 0)])
+def test_empty_lengths(attention, num_q, num_k):
+    q, k, v = _double((2, 2, 1, num_q, num_k, 8))
+    o, lse = attention(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(o, torch.zeros(2, 2, num_q, 8, dtype=torch.float64))
+    assert torch.equal(lse, torch.full((2, 2, num_q), -math.inf, dtype=torch.float64))
+    for grad in torch.autograd.grad(o.sum(), (q, k, v)):
+        assert not grad.any()
+
+
+def test_tile_sizes_do_not_matter():
+    q, k, v = _double((1, 2, 2, 37, 37, 8))
+    expected = tiled_attention(q, k, v, causal=True, block_q=64, block_k=64)
+    for block_q, block_k in [(1, 1), (5, 16), (16, 5), (37, 37), (128, 2)]:
+        torch.testing.assert_close(tiled_attention(q, k, v, causal=True, block_q=block_q, block_k=block_k), expected)
+
+
+def test_naive_runs_products_in_the_input_dtype():
+    q, k, v = make_qkv(1, 2, 2, 20, 20, 16, dtype=torch.bfloat16)
+    scores = (q @ k.transpose(-1, -2)) * 0.25
+    expected = torch.softmax(scores.float(), dim=-1).to(torch.bfloat16) @ v
+    assert torch.equal(naive_attention(q, k, v), expected)
+
+
+@pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
+def test_autocast_casts_as_pytorch_does(attention):
+    q, k, v = make_qkv(1, 2, 2, 20, 20, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = attention(q, k, v, causal=True)
+    assert o.dtype == torch.bfloat16
+    (grad,) = torch.autograd.grad(o.float().sum(), q)
+    assert grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("block", ["block_q", "block_k"])
+def test_refuses_an_empty_tile(block):
+    q, k, v = _double((1, 1, 1, 4, 4, 8))
+    with pytest.raises(ValueError, match=f"{block} is 0; it must be at least 1"):
+        tiled_attention(q, k, v, **{block: 0})
