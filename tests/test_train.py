@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.compare import main as compare
 from tests.runs import SMALL, settings, small_run
 from train import train
 from training.checkpoint import open_checkpoint
@@ -47,6 +48,18 @@ def test_a_run_learns_and_leaves_its_story(tmp_path):
     assert [r["step"] for r in records(run_dir)] == sorted({r["step"] for r in records(run_dir)})
     meta = open_checkpoint(run_dir).meta
     assert meta["settings"]["model"]["attention"] == "sdpa"  # the resolved name, never "auto"
+
+
+def test_compare_draws_finished_runs_and_refuses_others(tmp_path, capsys):
+    runs = [tmp_path / name for name in ("one", "two")]
+    for run_dir in runs:
+        train(small_run(tmp_path, "train.steps=3", "train.log_every=1"), run_dir)
+    assert compare([*map(str, runs), "--out", str(tmp_path / "curves.png")]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    assert [row["tokens"] for row in rows] == [3 * 256] * 2
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert compare([str(tmp_path / "three")]) == 2
+    assert "has no metrics.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
