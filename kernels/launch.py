@@ -1,11 +1,13 @@
-"""What the launchers share: tensors fit for a kernel, TMA descriptors, L2 sections, precision."""
+"""What the launchers share: tensors and options fit for a kernel, TMA descriptors, L2 sections, precision."""
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.device import interpreting, l2_bytes
+from kernels.options import Options
 from kernels.tuning import Tile
 
 
@@ -57,22 +59,77 @@ def tma_ready(x: Tensor) -> bool:
     return True
 
 
-def kernel_operands(
-    tile: Tile, block_d: int, *operands: tuple[Tensor, int]
-) -> tuple[list, list[tuple[int, int, int]], bool]:
-    """What a kernel takes for each (tensor, rows of its tile), the strides, and whether by descriptors.
+class KernelOptions(NamedTuple):
+    """The kernels' view of the options. A field that is None is a compile-time None: its code disappears.
 
-    Descriptors where the tile wants TMA and every tensor allows it, plain tensors otherwise.
+    Integers are no fields: Triton would compile again for 1 and for multiples of 16.
     """
-    strides = [x.stride()[:3] for x, _ in operands]
-    if not tile.tma or not all(tma_ready(x) for x, _ in operands):
-        return [x for x, _ in operands], strides, False
+
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None  # (B or documents, Hq) fp32, contiguous
+    sinks: Tensor | None = None  # (Hq,) fp32
+    dropout_seed: Tensor | None = None  # one int64
+    dropout_p: float | None = None
+    cu_seqlens_q: Tensor | None = None  # (documents + 1,) int32
+    cu_seqlens_k: Tensor | None = None
+
+
+_PLAIN = KernelOptions()
+
+
+def kernel_options(options: Options) -> KernelOptions:
+    """Translate the options of a call; one shared constant where all are off."""
+    if options.softcap == 0.0 and options[5:] == _PLAIN_TAIL:
+        return _PLAIN
+    dropped = options.dropout_p > 0.0
+    return KernelOptions(
+        softcap=options.softcap or None,
+        alibi_slopes=None if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
+        sinks=None if options.sinks is None else options.sinks.contiguous(),
+        dropout_seed=options.dropout_seed if dropped else None,
+        dropout_p=options.dropout_p if dropped else None,
+        cu_seqlens_q=options.cu_seqlens_q,
+        cu_seqlens_k=options.cu_seqlens_k,
+    )
+
+
+_PLAIN_TAIL = (None, None, 0.0, None, None, None, 0, 0)
+
+
+def window_bounds(options: Options, num_q: int, num_k: int) -> tuple[int, int]:
+    """(left, right) where no bound is a distance that no pair of tokens has."""
+    unbounded = num_q + num_k
+    return (
+        unbounded if options.window_left < 0 else min(options.window_left, unbounded),
+        unbounded if options.window_right < 0 else min(options.window_right, unbounded),
+    )
+
+
+def grid_tiles(num_tokens: int, block: int, cu_seqlens: Tensor | None) -> tuple[int, int]:
+    """(documents, tiles to launch over num_tokens rows): see `document_of` in kernels/tiles.py."""
+    if cu_seqlens is None:
+        return 0, -(-num_tokens // block)
+    num_docs = cu_seqlens.shape[0] - 1
+    return num_docs, num_tokens // block + num_docs
+
+
+def kernel_operands(
+    tile: Tile, options: Options, *operands: tuple[Tensor, int, int]
+) -> tuple[list, list[tuple[int, int, int]], bool]:
+    """What a kernel takes for each (tensor, rows and columns of its tile), the strides, whether by descriptors.
+
+    Descriptors where the tile wants TMA and every tensor allows it, plain tensors otherwise. Packed documents
+    take plain tensors: a descriptor's edges are the tensor's, and would let in the next document's rows.
+    """
+    strides = [x.stride()[:3] for x, _, _ in operands]
+    if not tile.tma or options.packed or not all(tma_ready(x) for x, _, _ in operands):
+        return [x for x, _, _ in operands], strides, False
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     descriptors = []
-    for (x, rows), x_strides in zip(operands, strides, strict=True):
+    for (x, rows, columns), x_strides in zip(operands, strides, strict=True):
         shape = list(x.shape)
         # a dimension of size 1 may carry any stride; the hardware wants a multiple of 16 bytes
         legal = [16 if n == 1 else stride for n, stride in zip(shape, x_strides, strict=False)]
-        descriptors.append(TensorDescriptor(x, shape, [*legal, 1], [1, 1, rows, block_d]))
+        descriptors.append(TensorDescriptor(x, shape, [*legal, 1], [1, 1, rows, columns]))
     return descriptors, strides, True

@@ -10,6 +10,7 @@ from kernels import flash_attention, unsupported_reason
 from kernels.device import dense_bf16_peak_flops
 from kernels.flash_bwd import launch_flash_bwd
 from kernels.flash_fwd import launch_flash_fwd
+from kernels.options import Options
 from kernels.tuning import Tile
 from tests.attention_checks import compare_with_oracle, make_qkv
 
@@ -154,8 +155,9 @@ def test_every_tile_shape_agrees(block_q, block_k, tma):
     tile = Tile(block_q, block_k, num_warps=4, num_stages=1, tma=tma and DEVICE == "cpu")
 
     def run(tile):
-        o, lse = launch_flash_fwd(q, k, v, True, 0.25, tile)
-        return o, lse, *launch_flash_bwd(do, None, q, k, v, o, lse, True, 0.25, tile, tile)
+        options = Options(causal=True, scale=0.25)
+        o, lse = launch_flash_fwd(q, k, v, options, tile)
+        return o, lse, *launch_flash_bwd(do, None, q, k, v, o, lse, options, tile, tile)[:3]
 
     for actual, expected in zip(run(tile), run(Tile(16, 32, 4, 1)), strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
@@ -188,7 +190,11 @@ BAD_CALLS = {
     "v is on meta but q is on": lambda q, k, v: (q, k, v.to("meta")),
     "k has batch size 1 but q has 2": lambda q, k, v: (q, k[:1], v[:1]),
     "k has head_dim 8 but q has 16": lambda q, k, v: (q, k[..., :8], v[..., :8]),
-    "v has shape (2, 2, 19, 16) but k has (2, 2, 20, 16)": lambda q, k, v: (q, k, v[:, :, :19]),
+    "v has shape (2, 2, 19, 16) but k has (2, 2, 20, 16); all but head_dim must be equal": lambda q, k, v: (
+        q,
+        k,
+        v[:, :, :19],
+    ),
     "q has 3 heads; it must be a multiple of k's 2 heads": lambda q, k, v: (
         torch.cat([q, q[:, :1]], 1),
         k,
