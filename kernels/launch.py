@@ -8,7 +8,9 @@ from torch import Tensor
 
 from kernels.device import interpreting, l2_bytes
 from kernels.options import Options
-from kernels.tuning import Tile
+from kernels.tuning import PACKED_ORIGIN, Tile
+
+_LARGEST = 0x7FFF0000  # a tensor dimension that no coordinate here reaches
 
 
 def kernel_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -118,18 +120,42 @@ def kernel_operands(
 ) -> tuple[list, list[tuple[int, int, int]], bool]:
     """What a kernel takes for each (tensor, rows and columns of its tile), the strides, whether by descriptors.
 
-    Descriptors where the tile wants TMA and every tensor allows it, plain tensors otherwise. Packed documents
-    take plain tensors: a descriptor's edges are the tensor's, and would let in the next document's rows.
+    Descriptors where the tile wants TMA and every tensor allows it, plain tensors otherwise.
     """
     strides = [x.stride()[:3] for x, _, _ in operands]
-    if not tile.tma or options.packed or not all(tma_ready(x) for x, _, _ in operands):
+    if not tile.tma or not all(tma_ready(x) for x, _, _ in operands):
         return [x for x, _, _ in operands], strides, False
+    describe = packed_descriptor if options.packed else dense_descriptor
+    return [describe(*operand) for operand in operands], strides, True
+
+
+def dense_descriptor(x: Tensor, rows: int, columns: int):
+    """A TMA descriptor of x (B, H, N, D) that loads tiles of (rows, columns); what is outside x reads as 0."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    descriptors = []
-    for (x, rows, columns), x_strides in zip(operands, strides, strict=True):
-        shape = list(x.shape)
-        # a dimension of size 1 may carry any stride; the hardware wants a multiple of 16 bytes
-        legal = [16 if n == 1 else stride for n, stride in zip(shape, x_strides, strict=False)]
-        descriptors.append(TensorDescriptor(x, shape, [*legal, 1], [1, 1, rows, columns]))
-    return descriptors, strides, True
+    shape = list(x.shape)
+    # a dimension of size 1 may carry any stride; the hardware wants a multiple of 16 bytes
+    legal = [16 if n == 1 else stride for n, stride in zip(shape, x.stride(), strict=False)]
+    return TensorDescriptor(x, shape, [*legal[:3], 1], [1, 1, rows, columns])
+
+
+def packed_descriptor(x: Tensor, rows: int, columns: int):
+    """A TMA descriptor of packed rows x (1, H, N, D) that reads 0 past the end of a document, wherever it lies.
+
+    The hardware clips at the tensor's edges only, so the edge is moved: the row coordinate runs up to
+    PACKED_ORIGIN, where every document ends, and two more coordinates in front place that end. They are
+    (PACKED_ORIGIN, end of the document) with strides (2^34 - s, s) for row stride s, and the row is
+    PACKED_ORIGIN - length + i. The address is PACKED_ORIGIN * 2^34 + (start + i) * s elements, whose first
+    term is a multiple of 2^64 bytes: 64-bit addresses drop it. Triton's tools/ragged_tma.py has the same trick.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    _, heads, _, head_dim = x.shape
+    head_stride, row_stride = x.stride(1), x.stride(2)
+    legal_head_stride = 16 if heads == 1 else head_stride
+    return TensorDescriptor(
+        x,
+        [_LARGEST, _LARGEST, heads, PACKED_ORIGIN, head_dim],
+        [2**34 - row_stride, row_stride, legal_head_stride, row_stride, 1],
+        [1, 1, 1, rows, columns],
+    )

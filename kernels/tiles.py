@@ -10,8 +10,12 @@ import math
 import triton
 import triton.language as tl
 
+from kernels.tuning import PACKED_ORIGIN
+
 LN_2 = tl.constexpr(math.log(2.0))
 LOG2_E = tl.constexpr(1.0 / math.log(2.0))
+# The coordinate that is the end of every document in a packed TMA descriptor.
+ORIGIN = tl.constexpr(PACKED_ORIGIN)
 # The backward's row scratch (LSE, delta) is padded to a multiple of every BLOCK_Q, for each document apart, so
 # that the main loops load it unmasked. Document d's rows start at (cu_seqlens[d] // ROW_PADDING + d) *
 # ROW_PADDING: the reason is that of `document_of`.
@@ -64,12 +68,13 @@ def document_rows(document, cu_seqlens):
 
 @triton.jit
 def head_base(tensor, strides, batch, head, first_row, TMA: tl.constexpr):
-    """Where a head's first row is: a pointer, with 64-bit arithmetic; a TMA descriptor addresses heads itself.
+    """Where a head's first row is: a pointer, with 64-bit arithmetic; a TMA descriptor addresses heads itself,
+    and carries the row with it.
 
     first_row is a document's first packed row, 0 for dense tensors.
     """
     if TMA:
-        return tensor
+        return tensor, first_row
     else:
         base = tensor + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
         return base + tl.cast(first_row, tl.int64) * strides[2]
@@ -95,7 +100,13 @@ def load_tile(
     RAGGED says that rows may lie past num_tokens. A 0 matters even where the score is masked: 0 * NaN is NaN.
     """
     if TMA:
-        return base.load([batch, head, start, 0]).reshape([BLOCK, BLOCK_D])
+        descriptor, first_row = base
+        if len(descriptor.shape) == 5:
+            # see `packed_descriptor` in kernels/launch.py: rows past the document's last are out of bounds
+            last = first_row + num_tokens
+            return descriptor.load([ORIGIN, last, head, ORIGIN - num_tokens + start, 0]).reshape([BLOCK, BLOCK_D])
+        else:
+            return descriptor.load([batch, head, start, 0]).reshape([BLOCK, BLOCK_D])
     else:
         rows = tl.arange(0, BLOCK)
         cols = tl.arange(0, BLOCK_D)

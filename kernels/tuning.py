@@ -10,6 +10,11 @@ import torch
 from kernels.device import capability, interpreting
 
 
+# Where every document ends in the coordinates of a packed TMA descriptor (kernels/launch.py): a power of two
+# beyond any number of tokens.
+PACKED_ORIGIN = 2**30
+
+
 @dataclass(frozen=True)
 class Tile:
     """One configuration: queries and keys in a tile, warps, pipeline stages, loads by TMA or pointers."""

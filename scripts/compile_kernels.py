@@ -71,7 +71,8 @@ def _signature(kernel, constants: dict, dtype: str, switched_on: list[str]):
                     constexprs[(i, j)] = None
         elif name in rows and constants["TMA"]:
             width = constants["BLOCK_D" if name in "qk" else "BLOCK_DV"]
-            signature[name] = f"tensordesc<{element}[1, 1, {rows[name]}, {width}]>"
+            leading = "1, 1, 1" if "varlen" in switched_on else "1, 1"
+            signature[name] = f"tensordesc<{element}[{leading}, {rows[name]}, {width}]>"
         elif name in rows:
             signature[name], attributes[(i,)] = pointer, aligned
         elif name.endswith("_strides"):
@@ -114,7 +115,7 @@ def compile_one(job: dict) -> dict:
         "EVEN_Q": job["even"],
         "EVEN_K": job["even"],
         "PRECISION": "ieee" if job["dtype"] == "fp32" else "tf32",
-        "TMA": tile.tma and "varlen" not in job["options"],
+        "TMA": tile.tma,
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     source = ASTSource(kernel, *_signature(kernel, constants, job["dtype"], job["options"]))
