@@ -23,7 +23,7 @@ from kernels.launch import (
 )
 from kernels.options import Options
 from kernels.tiles import LOG2_E, ROW_PADDING, document_of, document_rows, head_base, load_tile
-from kernels.tuning import Tile, tile_for
+from kernels.tuning import Tile, launch_fitting, tile_for
 
 _DELTA_ROWS = 64  # memory-bound: any tile that fills the loads' vectors will do
 
@@ -118,8 +118,8 @@ def launch_flash_bwd(
         dsinks = dsinks if options.sinks is not None else dsinks[:0].clone()
         return dq.zero_().to(dtype), dk.zero_().to(dtype), dv.zero_().to(dtype), dsinks
     widest = max(head_dim, head_dim_v)
-    dkdv_tile = dkdv_tile or tile_for("dkdv", q.device, q.dtype, widest, options.causal)
-    dq_tile = dq_tile or tile_for("dq", q.device, q.dtype, widest, options.causal)
+    dkdv_tile = dkdv_tile or tile_for("dkdv", q.device, q.dtype, widest, options)
+    dq_tile = dq_tile or tile_for("dq", q.device, q.dtype, widest, options)
 
     padding = ROW_PADDING.value
     num_docs, padded_tiles = grid_tiles(num_q, padding, options.cu_seqlens_q)
@@ -148,14 +148,7 @@ def launch_flash_bwd(
         rows_q, rows_k, d, dv = tile.block_q, tile.block_k, constants["BLOCK_D"], constants["BLOCK_DV"]
         return kernel_operands(tile, options, (q, rows_q, d), (k, rows_k, d), (v, rows_k, dv), (do, rows_q, dv))
 
-    with on_device(q):
-        _delta_kernel[(num_q_padded // _DELTA_ROWS * batch * num_heads,)](
-            o, do, lse, dlse, options.cu_seqlens_q, lse_log2, delta, o.stride()[:3], do.stride()[:3],
-            num_heads, num_q, num_q_padded, num_docs,
-            HEAD_DIM_V=head_dim_v, BLOCK_DV=constants["BLOCK_DV"], BLOCK_Q=_DELTA_ROWS, num_warps=4,
-        )  # fmt: skip
-
-        tile = dkdv_tile
+    def launch_dkdv(tile: Tile) -> None:
         operands, strides, tma = operands_for(tile)
         num_tiles = grid_tiles(num_k, tile.block_k, options.cu_seqlens_k)[1]
         flash_dkdv_kernel[(num_tiles * batch * num_kv_heads,)](
@@ -167,7 +160,7 @@ def launch_flash_bwd(
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
-        tile = dq_tile
+    def launch_dq(tile: Tile) -> None:
         operands, strides, tma = operands_for(tile)
         num_tiles = grid_tiles(num_q, tile.block_q, options.cu_seqlens_q)[1]
         flash_dq_kernel[(num_tiles * batch * num_heads,)](
@@ -178,6 +171,15 @@ def launch_flash_bwd(
             EVEN_K=not options.packed and num_k % tile.block_k == 0,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
+
+    with on_device(q):
+        _delta_kernel[(num_q_padded // _DELTA_ROWS * batch * num_heads,)](
+            o, do, lse, dlse, options.cu_seqlens_q, lse_log2, delta, o.stride()[:3], do.stride()[:3],
+            num_heads, num_q, num_q_padded, num_docs,
+            HEAD_DIM_V=head_dim_v, BLOCK_DV=constants["BLOCK_DV"], BLOCK_Q=_DELTA_ROWS, num_warps=4,
+        )  # fmt: skip
+        launch_fitting(dkdv_tile, launch_dkdv)
+        launch_fitting(dq_tile, launch_dq)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), _sinks_gradient(options.sinks, lse_log2, delta)
 
 

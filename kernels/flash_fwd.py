@@ -32,7 +32,7 @@ from kernels.tiles import (
     store_tile,
     visible_keys,
 )
-from kernels.tuning import Tile, tile_for
+from kernels.tuning import Tile, launch_fitting, tile_for
 
 
 @triton.jit
@@ -235,14 +235,14 @@ def launch_flash_fwd(
     if o.numel() == 0 or num_k == 0:
         sinks = -math.inf if options.sinks is None else options.sinks[None, :, None]
         return o.zero_().to(dtype), lse.copy_(torch.as_tensor(sinks).expand_as(lse))
-    if tile is None:
-        tile = tile_for("fwd", q.device, q.dtype, max(head_dim, head_dim_v), options.causal)
+    tile = tile or tile_for("fwd", q.device, q.dtype, max(head_dim, head_dim_v), options)
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim_v)
-    operands, strides, tma = kernel_operands(
-        tile, options, (q, tile.block_q, block_d), (k, tile.block_k, block_d), (v, tile.block_k, block_dv)
-    )
-    num_docs, num_tiles = grid_tiles(num_q, tile.block_q, options.cu_seqlens_q)
-    with on_device(q):
+
+    def launch(tile: Tile) -> None:
+        operands, strides, tma = kernel_operands(
+            tile, options, (q, tile.block_q, block_d), (k, tile.block_k, block_d), (v, tile.block_k, block_dv)
+        )
+        num_docs, num_tiles = grid_tiles(num_q, tile.block_q, options.cu_seqlens_q)
         flash_fwd_kernel[(num_tiles * batch * num_heads,)](
             *operands, o, lse, *strides, o.stride()[:3],
             num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, num_docs,
@@ -253,4 +253,7 @@ def launch_flash_fwd(
             EVEN_K=not options.packed and num_k % tile.block_k == 0, PRECISION=dot_precision(q), TMA=tma,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
+
+    with on_device(q):
+        launch_fitting(tile, launch)
     return o.to(dtype), lse

@@ -172,7 +172,9 @@ def jobs_for(arguments) -> list[dict]:
     for kernel, dtype, head_dim, causal in product(arguments.kernel, arguments.dtype, arguments.head_dim, masks):
         element_bytes = 4 if dtype == "fp32" else 2
         arch = (arguments.arch // 10, arguments.arch % 10)
-        tiles = arguments.tile or [astuple(table_tile(kernel, arch, element_bytes, head_dim, causal))]
+        tiles = arguments.tile or [
+            astuple(table_tile(kernel, arch, element_bytes, head_dim, _variant(arguments.options, causal)))
+        ]
         for tile in tiles:
             jobs.append(
                 {"kernel": kernel, "arch": arguments.arch, "dtype": dtype, "head_dim": head_dim, "causal": causal,
@@ -180,6 +182,14 @@ def jobs_for(arguments) -> list[dict]:
                  "options": arguments.options}
             )  # fmt: skip
     return jobs
+
+
+def _variant(switched_on: list[str], causal: bool) -> str:
+    """The tuning table's variant, as `kernels.tuning.variant_of` finds it."""
+    for name in ("dropout", "softcap", "window"):
+        if name in switched_on:
+            return name
+    return "causal" if causal else "full"
 
 
 def _line(row: dict) -> str:

@@ -163,6 +163,27 @@ def test_every_tile_shape_agrees(block_q, block_k, tma):
         torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
 
 
+def test_a_tile_that_does_not_fit_is_replaced_and_reported_once(monkeypatch, caplog):
+    from triton.runtime.errors import OutOfResources
+
+    from kernels import tuning
+
+    monkeypatch.setattr(tuning, "_REPLACED", {})
+    tried = []
+
+    def launch(tile):
+        tried.append((tile.block_q, tile.block_k, tile.num_stages))
+        if tile.block_k > 32 or tile.num_stages > 1:
+            raise OutOfResources(232_449, 232_448, "shared memory")
+
+    for _ in range(2):
+        tuning.launch_fitting(Tile(64, 64, 4, 2), launch)
+    assert tried == [(64, 64, 2), (64, 64, 1), (64, 32, 1), (64, 32, 1)]
+    assert len(caplog.records) == 2
+    with pytest.raises(OutOfResources):
+        tuning.launch_fitting(Tile(16, 16, 4, 1), lambda tile: launch(Tile(64, 64, 4, 2)))
+
+
 def test_same_inputs_give_the_same_bits():
     q, k, v = make_qkv(2, 4, 2, 45, 45, 16, device=DEVICE)
     runs = []

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from kernels import flash_attention, ops
-from tests.attention_checks import make_qkv
+from kernels import flash_attention, flash_attention_varlen, ops
+from tests.attention_checks import make_packed, make_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,6 +25,48 @@ def test_opcheck_backward(with_dlse):
     o, lse = ops.flash_fwd(q, k, v, True, 0.25)
     dlse = torch.randn_like(lse) if with_dlse else None
     torch.library.opcheck(ops.flash_bwd, (torch.randn_like(o), dlse, q, k, v, o, lse, True, 0.25))
+
+
+ALL_OPTIONS = {
+    "window": (9, 3),
+    "softcap": 4.0,
+    "alibi_slopes": torch.tensor([0.3, 0.1]),
+    "dropout_p": 0.2,
+    "dropout_seed": 5,
+}
+
+
+def _operator_inputs(packed: bool):
+    """The operator's arguments as the public function would pass them, every option on."""
+    options = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in ALL_OPTIONS.items()}
+    options["sinks"] = torch.tensor([0.5, -0.5], device=DEVICE, requires_grad=True)
+    seen = []
+
+    def record(*args):
+        seen.append(args)
+        return flash_fwd(*args)
+
+    flash_fwd = ops.flash_fwd
+    if packed:
+        (q, k, v), arguments = make_packed([9, 0, 12], [12, 5, 0], 2, 1, 16, device=DEVICE)
+        call = (flash_attention_varlen, (q, k, v), options | arguments)
+    else:
+        call = (flash_attention, make_qkv(1, 2, 1, 20, 24, 16, head_dim_v=32, device=DEVICE), options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "flash_fwd", record)
+        call[0](*call[1], **call[2])
+    return [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in seen[0]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck_with_every_option(packed):
+    arguments = _operator_inputs(packed)
+    torch.library.opcheck(ops.flash_fwd, arguments)
+    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    o, lse = ops.flash_fwd(*arguments)
+    torch.library.opcheck(
+        ops.flash_bwd, (torch.randn_like(o), torch.randn_like(lse), *arguments[:3], o, lse, *arguments[3:])
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -68,6 +110,39 @@ def test_compiles_into_one_graph(dynamic):
         first = first or len(graphs)  # a first call may trace twice, to learn that a default float is a constant
     if dynamic:
         assert len(graphs) == first
+
+
+def test_compiles_with_every_option():
+    torch.compiler.reset()
+    q, k, v = make_qkv(1, 2, 1, 20, 24, 16, device=DEVICE)
+    slopes = ALL_OPTIONS["alibi_slopes"].to(DEVICE)
+    sinks = torch.tensor([0.5, -0.5], device=DEVICE, requires_grad=True)
+
+    def loss(q, k, v, sinks):
+        return flash_attention(q, k, v, **(ALL_OPTIONS | {"alibi_slopes": slopes}), sinks=sinks).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    inputs = (q, k, v, sinks)
+    for grad, value in zip(
+        torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(loss(*inputs), inputs), strict=True
+    ):
+        assert torch.equal(grad, value)
+
+
+def test_checkpointing_redraws_the_same_dropout():
+    """No seed given: it comes from PyTorch's generator, whose state checkpointing keeps."""
+    q, k, v = make_qkv(1, 1, 1, 20, 20, 16, device=DEVICE)
+
+    def loss(q, k, v):
+        return flash_attention(q, k, v, dropout_p=0.5).square().sum()
+
+    torch.manual_seed(7)
+    expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    torch.manual_seed(7)
+    recomputed = checkpoint(loss, q, k, v, use_reentrant=False)
+    torch.manual_seed(8)  # what happens in between must not matter
+    for grad, value in zip(torch.autograd.grad(recomputed, (q, k, v)), expected, strict=True):
+        assert torch.equal(grad, value)
 
 
 def test_checkpointing_recomputes_to_the_same_gradients():
