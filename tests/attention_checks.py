@@ -116,12 +116,14 @@ def oracle(q, k, v, do, dlse, **options) -> dict[str, Tensor]:
     return results(naive_for(options), *wide, do.double(), None if dlse is None else dlse.double(), **options)
 
 
-def assert_within_budget(ours: dict, reference: dict, lowp: dict, factor: float = 2.0) -> None:
+def assert_within_budget(
+    ours: dict, reference: dict, lowp: dict, factor: float = 2.0, floor: float = FLOAT32_FLOOR
+) -> None:
     """flash-attention's criterion: our error is at most `factor` times the plain formula's in the same
     precision.
 
-    The floor, 2 max|(x + 0.3 - 0.3) - x| in the output's dtype, is theirs too: it keeps results that the
-    plain formula happens to hit exactly from failing. NaN never passes; infinities must agree in place and
+    The least that is allowed, 2 max|(x + 0.3 - 0.3) - x| in the output's dtype, is theirs too: it keeps
+    results that the plain formula happens to hit exactly from failing. NaN never passes; infinities must agree in place and
     sign.
     """
     for name, expected in reference.items():
@@ -134,12 +136,12 @@ def assert_within_budget(ours: dict, reference: dict, lowp: dict, factor: float 
             continue
         expected, actual, plain = (x[finite].double() for x in (expected, actual, plain))
         rounded = expected.to(ours[name].dtype)
-        floor = FLOAT32_FLOOR + 2 * float(((rounded + 0.3 - 0.3).double() - rounded.double()).abs().max())
+        least = floor + 2 * float(((rounded + 0.3 - 0.3).double() - rounded.double()).abs().max())
         if name == "dsinks":  # a sum over all rows of P * rowsum(dO * O), where O has been rounded; eager code's is not
-            floor += 0.02 * torch.finfo(ours["o"].dtype).eps * math.sqrt(ours["lse"].numel())
+            least += 0.05 * torch.finfo(ours["o"].dtype).eps * math.sqrt(ours["lse"].numel())
         error, allowed = (
             float((actual - expected).abs().max()),
-            factor * float((plain - expected).abs().max()) + floor,
+            factor * float((plain - expected).abs().max()) + least,
         )
         assert error <= allowed, f"{name}: error {error:.3g} is more than {allowed:.3g}"
 
