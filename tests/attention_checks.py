@@ -123,8 +123,8 @@ def assert_within_budget(
     precision.
 
     The least that is allowed, 2 max|(x + 0.3 - 0.3) - x| in the output's dtype, is theirs too: it keeps
-    results that the plain formula happens to hit exactly from failing. NaN never passes; infinities must agree in place and
-    sign.
+    results that the plain formula happens to hit exactly from failing. NaN never passes; infinities must
+    agree in place and sign.
     """
     for name, expected in reference.items():
         actual, plain = ours[name], lowp[name]
