@@ -123,7 +123,7 @@ def test_backends_train_alike(tmp_path):
             "train.steps=3",
             "train.log_every=1",
             "train.eval_every=0",
-            "optim.warmup_steps=1",
+            "optim=adamw",  # Muon's Newton-Schulz iteration runs in bfloat16 and makes large what rounding left
             "data.seq_len=16",
         )
         small = ("train.batch_tokens=64", f"model.attention={attention}", "train.eval_windows=1")
@@ -172,7 +172,7 @@ def test_the_command_line_end_to_end(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "corpus.txt", "runs"]  # nothing strays
 
     sampled = subprocess.run(
-        [sys.executable, "-m", "scripts.sample", "prompt=the ", "max_new_tokens=9", "num_samples=2", "hardware=cpu"],
+        [sys.executable, "-m", "scripts.sample", "prompt=the", "max_new_tokens=9", "num_samples=2", "hardware=cpu"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -180,7 +180,7 @@ def test_the_command_line_end_to_end(tmp_path):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert sampled.returncode == 0, sampled.stderr
-    assert sampled.stdout.count("the ") >= 2
+    assert sampled.stdout.count("the") >= 2
     assert json.loads(sampled.stdout.splitlines()[-1])["step"] == 12
 
 
@@ -236,6 +236,7 @@ def test_backends_give_one_loss_curve_on_the_gpu(tmp_path, dtype, bound):
             f"data.cache_dir={tmp_path / 'cache'}",
             "logger.wandb=disabled",
             "train.steps=50",
+            "optim.warmup_steps=10",
             "train.log_every=1",
             "train.eval_every=0",
             "train.sample_tokens=0",
