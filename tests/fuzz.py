@@ -243,8 +243,12 @@ def fuzz(cases: int, seed: int, workers: int, device: str = "cuda") -> dict:
     numbers = [make_case(number, seed) for number in range(cases)]
     # by configuration, so that a kernel is compiled by one worker; the costly ones spread
     shares = [[c for c in numbers if c["configuration"] % workers == w] for w in range(workers)]
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        failures = [f for share in pool.map(run_share, [(s, device) for s in shares], chunksize=1) for f in share]
+    jobs = [(share, device) for share in shares]
+    if workers == 1:  # in this process, so that tools which watch one process see the kernels
+        failures = run_share(jobs[0])
+    else:
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            failures = [f for share in pool.map(run_share, jobs, chunksize=1) for f in share]
     return {
         "seed": seed,
         "cases": cases,

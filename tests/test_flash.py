@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -309,3 +311,23 @@ def test_gpu_same_bits_fifty_times():
     for _ in range(49):
         for expected, actual in zip(first, run(), strict=True):
             assert torch.equal(actual, expected)
+
+
+_ONE_CALL = """
+import hashlib, torch
+from kernels import flash_attention
+generator = torch.Generator("cuda").manual_seed(0)
+q, k, v, do = (torch.randn(2, 8, 1000, 64, device="cuda", generator=generator).bfloat16() for _ in range(4))
+q, k, v = (x.requires_grad_() for x in (q, k, v))
+sinks = torch.zeros(8, device="cuda", requires_grad=True)
+o = flash_attention(q, k, v, causal=True, sinks=sinks, dropout_p=0.1, dropout_seed=1)
+results = (o, *torch.autograd.grad(o, (q, k, v, sinks), do))
+print(hashlib.sha256(b"".join(x.detach().float().cpu().numpy().tobytes() for x in results)).hexdigest())
+"""
+
+
+@pytest.mark.gpu
+def test_gpu_same_bits_in_ten_fresh_processes():
+    runs = [subprocess.Popen([sys.executable, "-c", _ONE_CALL], stdout=subprocess.PIPE, text=True) for _ in range(10)]
+    assert len({run.communicate()[0] for run in runs}) == 1
+    assert all(run.returncode == 0 for run in runs)
