@@ -67,6 +67,8 @@ _HOPPER = {
     ("dkdv", 32, "dropout"): Tile(32, 128, 8, 2, True),
     ("dkdv", 64, "dropout"): Tile(32, 128, 8, 2, True),  # 170 registers
     ("dkdv", 128, "dropout"): Tile(32, 128, 8, 2, True),  # 254 registers
+    ("dkdv", 256, "dropout"): Tile(16, 64, 8, 2, True),  # spills 40 bytes; 32 queries 152
+    ("dkdv", 256, "softcap"): Tile(16, 64, 8, 2, True),  # 244 registers
     ("dkdv", 128, "softcap"): Tile(32, 128, 8, 2, True),  # 255 registers; 64 queries spill 120 bytes
     ("dq", 16, "any"): Tile(128, 64, 8, 3, True),
     ("dq", 32, "any"): Tile(128, 64, 8, 3, True),
@@ -95,6 +97,7 @@ _PORTABLE = {
     ("dq", 64, "any"): Tile(128, 64, 8, 2),  # 187 registers, 48 KB
     ("dq", 128, "any"): Tile(128, 32, 8, 2),  # 202 registers, 80 KB
     ("dq", 256, "any"): Tile(64, 32, 8, 1),  # 208 registers, 96 KB
+    ("dq", 256, "dropout"): Tile(32, 32, 8, 1),  # 174 registers; 64 queries spill 184 bytes
 }
 
 # float32 on every GPU: exact products run on the FP32 lanes as unrolled multiply-adds, so tiles are small;

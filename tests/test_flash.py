@@ -66,7 +66,7 @@ def test_agrees_with_float64_in_half_precision(dtype):
 
 @pytest.mark.parametrize("layout", ["bnhd", "packed", "strided", "padded"])
 def test_any_strides(layout):
-    q, k, v = make_qkv(2, 4, 2, 35, 35, 16, layout=layout, device=DEVICE)
+    q, k, v = make_qkv(2, 2, 1, 35, 35, 16, layout=layout, device=DEVICE)
     compare_with_oracle(flash_attention, q, k, v, causal=True)
 
 
@@ -148,18 +148,36 @@ def test_empty_lengths(num_q, num_k):
         assert not grad.any()
 
 
-@pytest.mark.parametrize("tma", [False, True])
-@pytest.mark.parametrize(("block_q", "block_k"), [(16, 16), (32, 16), (16, 64), (64, 32)])
-def test_every_tile_shape_agrees(block_q, block_k, tma):
-    """Tile sizes, and descriptors in place of pointers, change nothing beyond rounding."""
-    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 45, 70, 16, device=DEVICE, dtype=torch.float16))
+TILE_OPTIONS = {
+    "causal": {"causal": True},
+    "window": {"window_left": 20, "window_right": 3},
+    "all": {
+        "window_left": 33,
+        "window_right": 0,
+        "softcap": 3.0,
+        "alibi_slopes": torch.tensor([[0.1, 0.02]]),
+        "sinks": torch.tensor([0.3, -1.0]),
+        "dropout_p": 0.3,
+        "dropout_seed": torch.tensor(11),
+    },
+}
+
+
+@pytest.mark.parametrize("switched_on", TILE_OPTIONS)
+@pytest.mark.parametrize(
+    ("block_q", "block_k", "tma"), [(16, 16, True), (32, 16, False), (16, 64, False), (64, 32, True)]
+)
+def test_every_tile_shape_agrees(block_q, block_k, tma, switched_on):
+    """Tile sizes, and descriptors in place of pointers, change nothing beyond rounding; no dropout mask either."""
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 45, 70, 16, device=DEVICE, dtype=torch.float16))
+    chosen = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in TILE_OPTIONS[switched_on].items()}
     do = torch.randn_like(q)
     tile = Tile(block_q, block_k, num_warps=4, num_stages=1, tma=tma and DEVICE == "cpu")
 
     def run(tile):
-        options = Options(causal=True, scale=0.25)
+        options = Options(**({"causal": False, "scale": 0.25} | chosen))
         o, lse = launch_flash_fwd(q, k, v, options, tile)
-        return o, lse, *launch_flash_bwd(do, None, q, k, v, o, lse, options, tile, tile)[:3]
+        return o, lse, *launch_flash_bwd(do, None, q, k, v, o, lse, options, tile, tile)
 
     for actual, expected in zip(run(tile), run(Tile(16, 32, 4, 1)), strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
@@ -187,7 +205,7 @@ def test_a_tile_that_does_not_fit_is_replaced_and_reported_once(monkeypatch, cap
 
 
 def test_same_inputs_give_the_same_bits():
-    q, k, v = make_qkv(2, 4, 2, 45, 45, 16, device=DEVICE)
+    q, k, v = make_qkv(1, 2, 1, 45, 45, 16, device=DEVICE)
     runs = []
     for _ in range(2):
         o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
