@@ -15,7 +15,7 @@ _MAX_HEAD_DIM = 256  # beyond it the accumulators of one tile no longer fit the 
 
 def unsupported_reason(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why `flash_attention` cannot run here, in one sentence with the remedy; None when it can."""
-    device = torch.device(device)
+    device = device if isinstance(device, torch.device) else torch.device(device)
     if head_dim < _MIN_HEAD_DIM or head_dim > _MAX_HEAD_DIM:
         return (
             f"head_dim {head_dim} is not supported by flash attention "
@@ -148,11 +148,12 @@ def flash_attention_varlen(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Refuse what cannot run, then call the operator on (B, H, N, D) tensors."""
-    for head_dim in (q.shape[3], v.shape[3]):
+    for head_dim in {q.shape[3], v.shape[3]}:
         reason = unsupported_reason(q.device, q.dtype, head_dim)
         if reason is not None:
             raise ValueError(reason)
-    reason = refusal("flash", features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3]), q.dtype)
+    features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+    reason = refusal("flash", features, q.dtype)
     if reason is not None:
         raise ValueError(reason)
     if options.scale <= 0.0:  # the kernels scale the row maximum instead of every score, which needs scale > 0

@@ -19,6 +19,7 @@ from kernels.launch import (
     kernel_operands,
     kernel_options,
     on_device,
+    padded,
     window_bounds,
 )
 from kernels.options import Options
@@ -135,8 +136,8 @@ def launch_flash_bwd(
     constants = {
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "BLOCK_DV": triton.next_power_of_2(head_dim_v),
+        "BLOCK_D": padded(head_dim),
+        "BLOCK_DV": padded(head_dim_v),
         "CAUSAL": options.causal,
         "LOCAL": options.local,
         "PRECISION": dot_precision(q),

@@ -15,6 +15,7 @@ from kernels.launch import (
     kernel_operands,
     kernel_options,
     on_device,
+    padded,
     window_bounds,
 )
 from kernels.options import Options
@@ -236,7 +237,7 @@ def launch_flash_fwd(
         sinks = -math.inf if options.sinks is None else options.sinks[None, :, None]
         return o.zero_().to(dtype), lse.copy_(torch.as_tensor(sinks).expand_as(lse))
     tile = tile or tile_for("fwd", q.device, q.dtype, max(head_dim, head_dim_v), options)
-    block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim_v)
+    block_d, block_dv = padded(head_dim), padded(head_dim_v)
 
     def launch(tile: Tile) -> None:
         operands, strides, tma = kernel_operands(

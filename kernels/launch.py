@@ -24,6 +24,11 @@ def kernel_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
+def padded(head_dim: int) -> int:
+    """The next power of two: tile sides are powers of two."""
+    return 1 << (head_dim - 1).bit_length()
+
+
 def dot_precision(q: Tensor) -> str:
     """float32 products are exact ("ieee"), as PyTorch's are by default; other dtypes ignore this."""
     return "ieee" if q.dtype == torch.float32 else "tf32"
@@ -52,13 +57,16 @@ def heads_per_section(q: Tensor, k: Tensor) -> int:
 
 def tma_ready(x: Tensor) -> bool:
     """Whether TMA can address x (B, H, N, D): 16-byte aligned start and strides, none of them 0."""
-    unit = 16 // x.element_size()
     if x.data_ptr() % 16:
         return False
-    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
-        if size != 1 and (stride == 0 or stride % unit):
-            return False
-    return True
+    unit = 16 // x.element_size()
+    batch, heads, tokens, _ = x.stride()
+    if batch > 0 and heads > 0 and tokens > 0 and not (batch | heads | tokens) & (unit - 1):
+        return True
+    # a dimension of size 1 may carry any stride
+    return all(
+        n == 1 or (stride > 0 and stride % unit == 0) for n, stride in zip(x.shape[:3], x.stride(), strict=False)
+    )
 
 
 class KernelOptions(NamedTuple):
@@ -131,12 +139,11 @@ def kernel_operands(
 
 def dense_descriptor(x: Tensor, rows: int, columns: int):
     """A TMA descriptor of x (B, H, N, D) that loads tiles of (rows, columns); what is outside x reads as 0."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    shape = list(x.shape)
-    # a dimension of size 1 may carry any stride; the hardware wants a multiple of 16 bytes
-    legal = [16 if n == 1 else stride for n, stride in zip(shape, x.stride(), strict=False)]
-    return TensorDescriptor(x, shape, [*legal[:3], 1], [1, 1, rows, columns])
+    shape, strides = list(x.shape), list(x.stride())
+    for i in range(3):
+        if shape[i] == 1:  # may carry any stride, and the hardware wants a multiple of 16 bytes
+            strides[i] = 16
+    return _descriptor(x, shape, strides, [1, 1, rows, columns])
 
 
 def packed_descriptor(x: Tensor, rows: int, columns: int):
@@ -148,14 +155,23 @@ def packed_descriptor(x: Tensor, rows: int, columns: int):
     PACKED_ORIGIN - length + i. The address is PACKED_ORIGIN * 2^34 + (start + i) * s elements, whose first
     term is a multiple of 2^64 bytes: 64-bit addresses drop it. Triton's tools/ragged_tma.py has the same trick.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    _, heads, _, head_dim = x.shape
-    head_stride, row_stride = x.stride(1), x.stride(2)
-    legal_head_stride = 16 if heads == 1 else head_stride
-    return TensorDescriptor(
+    _, heads, tokens, head_dim = x.shape
+    # as above, for a single head and for a single row
+    head_stride = 16 if heads == 1 else x.stride(1)
+    row_stride = padded(max(head_dim, 16)) if tokens == 1 else x.stride(2)
+    return _descriptor(
         x,
         [_LARGEST, _LARGEST, heads, PACKED_ORIGIN, head_dim],
-        [2**34 - row_stride, row_stride, legal_head_stride, row_stride, 1],
+        [2**34 - row_stride, row_stride, head_stride, row_stride, 1],
         [1, 1, 1, rows, columns],
     )
+
+
+def _descriptor(x: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
+    """Triton's host descriptor. `tma_ready` has checked what its constructor would check again, for 4 us each."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = x, shape, strides
+    descriptor.block_shape, descriptor.padding = block_shape, "zero"
+    return descriptor
