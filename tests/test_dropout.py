@@ -36,6 +36,12 @@ def test_known_answers():
     assert int(philox_bits(zero, zero, zero, zero, rounds=10)) == 0x6627E8D5
 
 
+def test_a_seed_means_the_same_mask_for_ever():
+    rows, cols = torch.arange(2)[:, None], torch.arange(8)[None, :]
+    kept = keep_mask(torch.tensor(42), 0.5, torch.tensor(3), rows, cols)
+    assert ["".join(map(str, row.int().tolist())) for row in kept] == ["10010101", "11011001"]
+
+
 def test_the_mask_is_fair_and_uncorrelated():
     rows, cols = torch.arange(500)[:, None], torch.arange(400)[None, :]
     heads = torch.arange(3).reshape(3, 1, 1)

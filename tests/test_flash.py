@@ -80,6 +80,13 @@ def test_expanded_heads_and_expanded_gradient():
     assert torch.equal(grad, expected)
 
 
+@pytest.mark.parametrize("window", [(60, 20), (-1, 50), (45, -1), (70, 0)])
+def test_windows_with_whole_tiles_inside(window):
+    """Wide enough for tiles that need no mask, with masked ones on both sides."""
+    q, k, v = make_qkv(1, 1, 1, 100, 110, 16, device=DEVICE)
+    compare_with_oracle(flash_attention, q, k, v, window=window)
+
+
 @pytest.mark.parametrize("scale", [0.7, -0.3, 0.0])
 def test_any_scale(scale):
     q, k, v = make_qkv(1, 2, 2, 20, 40, 16, device=DEVICE)
