@@ -87,6 +87,27 @@ def test_windows_with_whole_tiles_inside(window):
     compare_with_oracle(flash_attention, q, k, v, window=window)
 
 
+def test_tiles_outside_the_window_are_never_visited():
+    """They hold NaN: a product with them would show, however well it was masked. Forward and both gradients."""
+    q, k, v = (x.detach().clone() for x in make_qkv(1, 1, 1, 16, 256, 16, device=DEVICE))
+    near = slice(
+        128, None
+    )  # the last query tile stands at keys 240 to 255 and looks 20 back; tiles are 32, 128 on a GPU
+    outside = [x[:, :, :128] for x in (k, v)]
+    for x in outside:
+        x.fill_(math.nan)
+    for x in (q, k, v):
+        x.requires_grad_()
+    o = flash_attention(q, k, v, window=(20, 0))
+    dq, dk, dv = torch.autograd.grad(o.square().sum(), (q, k, v))
+    expected = flash_attention(q, k[:, :, near], v[:, :, near], window=(20, 0))
+    assert torch.equal(o, expected)
+    assert torch.isfinite(dq).all()
+    for grad in (dk, dv):
+        assert torch.isfinite(grad[:, :, near]).all()
+        assert not grad[:, :, :128].any()
+
+
 @pytest.mark.parametrize("scale", [0.7, -0.3, 0.0])
 def test_any_scale(scale):
     q, k, v = make_qkv(1, 2, 2, 20, 40, 16, device=DEVICE)
