@@ -17,9 +17,9 @@ from kernels.launch import (
     heads_per_section,
     kernel_inputs,
     kernel_operands,
-    kernel_options,
     on_device,
     padded,
+    switches_of,
     window_bounds,
 )
 from kernels.options import Options
@@ -142,7 +142,7 @@ def launch_flash_bwd(
         "LOCAL": options.local,
         "PRECISION": dot_precision(q),
     }
-    in_kernel = kernel_options(options)
+    switches = switches_of(options)
 
     def operands_for(tile: Tile):
         assert padding % tile.block_q == 0
@@ -155,7 +155,7 @@ def launch_flash_bwd(
         flash_dkdv_kernel[(num_tiles * batch * num_kv_heads,)](
             *operands, lse_log2, delta, dk, dv, *strides, dk.stride()[:3], dv.stride()[:3],
             num_heads, group_size, batch * num_kv_heads, num_q, num_q_padded, num_k, num_docs,
-            max(section // group_size, 1), *window, options.scale, scale_log2, in_kernel,
+            max(section // group_size, 1), *window, options.scale, scale_log2, switches,
             **constants, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, TMA=tma,
             EVEN_Q=not options.packed and num_q % tile.block_q == 0,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -167,7 +167,7 @@ def launch_flash_bwd(
         flash_dq_kernel[(num_tiles * batch * num_heads,)](
             *operands, lse_log2, delta, dq, *strides, dq.stride()[:3],
             num_heads, group_size, batch * num_heads, num_q, num_q_padded, num_k, num_docs,
-            section, *window, options.scale, scale_log2, in_kernel,
+            section, *window, options.scale, scale_log2, switches,
             **constants, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, TMA=tma,
             EVEN_K=not options.packed and num_k % tile.block_k == 0,
             num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -42,7 +42,7 @@ def _dkdv_step(
     window,
     scale_log2,
     slope_log2,
-    options,
+    switches,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -66,24 +66,24 @@ def _dkdv_step(
     rows = q_start + tl.arange(0, BLOCK_Q)[None, :]
     cols = k_start + tl.arange(0, BLOCK_K)[:, None]
     logits, factor, cap_gradient = logits_of(
-        scores, rows, cols, num_k - num_q, scale_log2, slope_log2, options, PRECISION == "ieee"
+        scores, rows, cols, num_k - num_q, scale_log2, slope_log2, switches, PRECISION == "ieee"
     )
     if MASKED:
         logits = mask_scores(logits, rows, cols, num_q, num_k, window, CAUSAL, LOCAL)
     probs = tl.exp2(logits * factor - lse_log2[None, :])
     do_tile = load_tile(do, do_strides, batch, head, q_start, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, RAGGED, TMA)
-    if options.dropout_seed is not None:
-        keep = kept(q_row0 + rows, k_row0 + cols, batch_head, options)
+    if switches.dropout_seed is not None:
+        keep = kept(q_row0 + rows, k_row0 + cols, batch_head, switches)
         dropped = tl.where(keep, probs, 0.0)
         dv = tl.dot(dropped.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
     else:
         dv = tl.dot(probs.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
     delta = tl.load(delta_ptr + q_start + tl.arange(0, BLOCK_Q))
     dprobs = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)  # dP^T
-    if options.dropout_seed is not None:
-        dprobs = tl.where(keep, dprobs * (1.0 / (1.0 - options.dropout_p)), 0.0)
+    if switches.dropout_seed is not None:
+        dprobs = tl.where(keep, dprobs * (1.0 / (1.0 - switches.dropout_p)), 0.0)
     dscores = probs * (dprobs - delta[None, :])
-    if options.softcap is not None:
+    if switches.softcap is not None:
         dscores = dscores * cap_gradient
     dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
@@ -125,7 +125,7 @@ def flash_dkdv_kernel(
     window_right,
     scale,
     scale_log2,  # scale * log2(e), positive
-    options,  # KernelOptions: what is None is compiled away
+    switches,  # Switches: what is None is compiled away
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -150,12 +150,12 @@ def flash_dkdv_kernel(
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
     num_kv_heads = num_heads // group_size
-    if options.cu_seqlens_q is not None:
+    if switches.cu_seqlens_q is not None:
         num_tiles = k_tokens // BLOCK_K + num_docs
         tile, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, False)
-        document, tile = document_of(tile, options.cu_seqlens_k, num_docs, BLOCK_K)
-        q_row0, num_q = document_rows(document, options.cu_seqlens_q)
-        k_row0, num_k = document_rows(document, options.cu_seqlens_k)
+        document, tile = document_of(tile, switches.cu_seqlens_k, num_docs, BLOCK_K)
+        q_row0, num_q = document_rows(document, switches.cu_seqlens_q)
+        k_row0, num_k = document_rows(document, switches.cu_seqlens_k)
         padded_row0 = (q_row0 // ROW_PADDING + document) * ROW_PADDING
         if tile * BLOCK_K >= num_k:
             return
@@ -183,10 +183,10 @@ def flash_dkdv_kernel(
     )
     for member in range(group_size):
         head = kv_head * group_size + member
-        if options.cu_seqlens_q is not None:
-            slope_log2 = slope_of(document, head, num_heads, options)
+        if switches.cu_seqlens_q is not None:
+            slope_log2 = slope_of(document, head, num_heads, switches)
         else:
-            slope_log2 = slope_of(batch, head, num_heads, options)
+            slope_log2 = slope_of(batch, head, num_heads, switches)
         q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
         do_base = head_base(do, do_strides, batch, head, q_row0, TMA)
         row_offset = (batch * num_heads + head).to(tl.int64) * q_tokens_padded + padded_row0
@@ -197,17 +197,17 @@ def flash_dkdv_kernel(
                 dk, dv = _dkdv_step(
                     k_tile, v_tile, dk, dv, q_base, do_base, q_strides, do_strides, lse_base, delta_base,
                     batch, head, batch * num_heads + head, q_row0, k_row0, q_start, k_start, num_q, num_k, window,
-                    scale_log2, slope_log2, options, True, CAUSAL, LOCAL, not EVEN_Q,
+                    scale_log2, slope_log2, switches, True, CAUSAL, LOCAL, not EVEN_Q,
                     HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, PRECISION, TMA,
                 )  # fmt: skip
         for q_start in range(full_start, full_end, BLOCK_Q):
             dk, dv = _dkdv_step(
                 k_tile, v_tile, dk, dv, q_base, do_base, q_strides, do_strides, lse_base, delta_base,
                 batch, head, batch * num_heads + head, q_row0, k_row0, q_start, k_start, num_q, num_k, window,
-                scale_log2, slope_log2, options, False, CAUSAL, LOCAL, not EVEN_Q,
+                scale_log2, slope_log2, switches, False, CAUSAL, LOCAL, not EVEN_Q,
                 HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, PRECISION, TMA,
             )  # fmt: skip
-    if options.dropout_seed is not None:
-        dv = dv * (1.0 / (1.0 - options.dropout_p))
+    if switches.dropout_seed is not None:
+        dv = dv * (1.0 / (1.0 - switches.dropout_p))
     store_tile(dk_ptr, dk_strides, batch, kv_head, k_row0, k_start, num_k, dk * scale, HEAD_DIM, BLOCK_D, BLOCK_K)
     store_tile(dv_ptr, dv_strides, batch, kv_head, k_row0, k_start, num_k, dv, HEAD_DIM_V, BLOCK_DV, BLOCK_K)

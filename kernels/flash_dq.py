@@ -41,7 +41,7 @@ def _dq_step(
     window,
     scale_log2,
     slope_log2,
-    options,
+    switches,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -61,18 +61,18 @@ def _dq_step(
     rows = q_start + tl.arange(0, BLOCK_Q)[:, None]
     cols = k_start + tl.arange(0, BLOCK_K)[None, :]
     logits, factor, cap_gradient = logits_of(
-        scores, rows, cols, num_k - num_q, scale_log2, slope_log2, options, PRECISION == "ieee"
+        scores, rows, cols, num_k - num_q, scale_log2, slope_log2, switches, PRECISION == "ieee"
     )
     if MASKED:
         logits = mask_scores(logits, rows, cols, num_q, num_k, window, CAUSAL, LOCAL)
     probs = tl.exp2(logits * factor - lse_log2[:, None])
     v_tile = load_tile(v, v_strides, batch, kv_head, k_start, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, RAGGED, TMA)
     dprobs = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
-    if options.dropout_seed is not None:
-        keep = kept(q_row0 + rows, k_row0 + cols, batch_head, options)
-        dprobs = tl.where(keep, dprobs * (1.0 / (1.0 - options.dropout_p)), 0.0)
+    if switches.dropout_seed is not None:
+        keep = kept(q_row0 + rows, k_row0 + cols, batch_head, switches)
+        dprobs = tl.where(keep, dprobs * (1.0 / (1.0 - switches.dropout_p)), 0.0)
     dscores = probs * (dprobs - delta[:, None])
-    if options.softcap is not None:
+    if switches.softcap is not None:
         dscores = dscores * cap_gradient
     return tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
 
@@ -111,7 +111,7 @@ def flash_dq_kernel(
     window_right,
     scale,
     scale_log2,  # scale * log2(e), positive
-    options,  # KernelOptions: what is None is compiled away
+    switches,  # Switches: what is None is compiled away
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -133,12 +133,12 @@ def flash_dq_kernel(
               perhaps inf.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
-    if options.cu_seqlens_q is not None:
+    if switches.cu_seqlens_q is not None:
         num_tiles = q_tokens // BLOCK_Q + num_docs
         tile, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, CAUSAL)
-        document, tile = document_of(tile, options.cu_seqlens_q, num_docs, BLOCK_Q)
-        q_row0, num_q = document_rows(document, options.cu_seqlens_q)
-        k_row0, num_k = document_rows(document, options.cu_seqlens_k)
+        document, tile = document_of(tile, switches.cu_seqlens_q, num_docs, BLOCK_Q)
+        q_row0, num_q = document_rows(document, switches.cu_seqlens_q)
+        k_row0, num_k = document_rows(document, switches.cu_seqlens_k)
         padded_row0 = (q_row0 // ROW_PADDING + document) * ROW_PADDING
         if tile * BLOCK_Q >= num_q:
             return
@@ -155,10 +155,10 @@ def flash_dq_kernel(
     kv_head = head // group_size
     q_start = tile * BLOCK_Q
     window = (window_left, window_right)
-    if options.cu_seqlens_q is not None:
-        slope_log2 = slope_of(document, head, num_heads, options)
+    if switches.cu_seqlens_q is not None:
+        slope_log2 = slope_of(document, head, num_heads, switches)
     else:
-        slope_log2 = slope_of(batch, head, num_heads, options)
+        slope_log2 = slope_of(batch, head, num_heads, switches)
 
     q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
     do_base = head_base(do, do_strides, batch, head, q_row0, TMA)
@@ -177,7 +177,7 @@ def flash_dq_kernel(
     for k_start in range(full_start, full_end, BLOCK_K):
         dq = _dq_step(
             q_tile, do_tile, lse_log2, delta, dq, k_base, v_base, k_strides, v_strides, batch, kv_head, batch_head,
-            q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, options,
+            q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, switches,
             False, CAUSAL, LOCAL, False, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, PRECISION, TMA,
         )  # fmt: skip
     if CAUSAL or LOCAL or not EVEN_K:
@@ -185,7 +185,7 @@ def flash_dq_kernel(
             k_start = masked_tile(position, full_start, full_end, LOCAL)
             dq = _dq_step(
                 q_tile, do_tile, lse_log2, delta, dq, k_base, v_base, k_strides, v_strides, batch, kv_head,
-                batch_head, q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, options,
+                batch_head, q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, switches,
                 True, CAUSAL, LOCAL, not EVEN_K, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K,
                 PRECISION, TMA,
             )  # fmt: skip

@@ -13,9 +13,9 @@ from kernels.launch import (
     heads_per_section,
     kernel_inputs,
     kernel_operands,
-    kernel_options,
     on_device,
     padded,
+    switches_of,
     window_bounds,
 )
 from kernels.options import Options
@@ -58,7 +58,7 @@ def _softmax_step(
     window,
     scale_log2,
     slope_log2,
-    options,
+    switches,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     LOCAL: tl.constexpr,
@@ -78,7 +78,7 @@ def _softmax_step(
     rows = q_start + tl.arange(0, BLOCK_Q)[:, None]
     cols = k_start + tl.arange(0, BLOCK_K)[None, :]
     logits, factor, _ = logits_of(
-        scores, rows, cols, num_k - num_q, scale_log2, slope_log2, options, PRECISION == "ieee"
+        scores, rows, cols, num_k - num_q, scale_log2, slope_log2, switches, PRECISION == "ieee"
     )
     if MASKED:
         logits = mask_scores(logits, rows, cols, num_q, num_k, window, CAUSAL, LOCAL)
@@ -92,8 +92,8 @@ def _softmax_step(
     probs = tl.exp2(logits * factor - base[:, None])
     rescale = tl.exp2(running_max - base)
     running_sum = running_sum * rescale + tl.sum(probs, 1)
-    if options.dropout_seed is not None:  # after the sum: dropout acts on normalised probabilities
-        probs = tl.where(kept(q_row0 + rows, k_row0 + cols, batch_head, options), probs, 0.0)
+    if switches.dropout_seed is not None:  # after the sum: dropout acts on normalised probabilities
+        probs = tl.where(kept(q_row0 + rows, k_row0 + cols, batch_head, switches), probs, 0.0)
     v_tile = load_tile(v, v_strides, batch, kv_head, k_start, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, RAGGED, TMA)
     acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
     return acc, new_max, running_sum
@@ -127,7 +127,7 @@ def flash_fwd_kernel(
     window_left,  # read only where LOCAL
     window_right,
     scale_log2,  # scale * log2(e), positive
-    options,  # KernelOptions: what is None is compiled away
+    switches,  # Switches: what is None is compiled away
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM padded to a power of two
@@ -149,12 +149,12 @@ def flash_fwd_kernel(
     Needs:    head dimensions 16 to 256, scale > 0, Nk > 0; the launcher sees to it.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 1.
     """
-    if options.cu_seqlens_q is not None:
+    if switches.cu_seqlens_q is not None:
         num_tiles = q_tokens // BLOCK_Q + num_docs
         tile, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, CAUSAL)
-        document, tile = document_of(tile, options.cu_seqlens_q, num_docs, BLOCK_Q)
-        q_row0, num_q = document_rows(document, options.cu_seqlens_q)
-        k_row0, num_k = document_rows(document, options.cu_seqlens_k)
+        document, tile = document_of(tile, switches.cu_seqlens_q, num_docs, BLOCK_Q)
+        q_row0, num_q = document_rows(document, switches.cu_seqlens_q)
+        k_row0, num_k = document_rows(document, switches.cu_seqlens_k)
         if tile * BLOCK_Q >= num_q:
             return
     else:
@@ -169,10 +169,10 @@ def flash_fwd_kernel(
     kv_head = head // group_size
     q_start = tile * BLOCK_Q
     window = (window_left, window_right)
-    if options.cu_seqlens_q is not None:
-        slope_log2 = slope_of(document, head, num_heads, options)
+    if switches.cu_seqlens_q is not None:
+        slope_log2 = slope_of(document, head, num_heads, switches)
     else:
-        slope_log2 = slope_of(batch, head, num_heads, options)
+        slope_log2 = slope_of(batch, head, num_heads, switches)
 
     q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
     k_base = head_base(k, k_strides, batch, kv_head, k_row0, TMA)
@@ -180,8 +180,8 @@ def flash_fwd_kernel(
     q_tile = load_tile(q_base, q_strides, batch, head, q_start, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
 
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    if options.sinks is not None:  # a key without a value: it is in the maximum and in the sum from the start
-        sink_log2 = tl.load(options.sinks + head) * LOG2_E
+    if switches.sinks is not None:  # a key without a value: it is in the maximum and in the sum from the start
+        sink_log2 = tl.load(switches.sinks + head) * LOG2_E
         running_max = tl.zeros([BLOCK_Q], tl.float32) + sink_log2
         running_sum = tl.full([BLOCK_Q], 1.0, tl.float32)
     else:
@@ -193,7 +193,7 @@ def flash_fwd_kernel(
     for k_start in range(full_start, full_end, BLOCK_K):
         acc, running_max, running_sum = _softmax_step(
             q_tile, acc, running_max, running_sum, k_base, v_base, k_strides, v_strides, batch, kv_head, batch_head,
-            q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, options,
+            q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, switches,
             False, CAUSAL, LOCAL, False, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, PRECISION, TMA,
         )  # fmt: skip
     if CAUSAL or LOCAL or not EVEN_K:
@@ -201,15 +201,15 @@ def flash_fwd_kernel(
             k_start = masked_tile(position, full_start, full_end, LOCAL)
             acc, running_max, running_sum = _softmax_step(
                 q_tile, acc, running_max, running_sum, k_base, v_base, k_strides, v_strides, batch, kv_head,
-                batch_head, q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, options,
+                batch_head, q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, switches,
                 True, CAUSAL, LOCAL, not EVEN_K, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K,
                 PRECISION, TMA,
             )  # fmt: skip
 
     # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
     denominator = tl.where(running_sum == 0.0, 1.0, running_sum)
-    if options.dropout_seed is not None:
-        acc = acc * (1.0 / (denominator * (1.0 - options.dropout_p)))[:, None]
+    if switches.dropout_seed is not None:
+        acc = acc * (1.0 / (denominator * (1.0 - switches.dropout_p)))[:, None]
     else:
         acc = acc * (1.0 / denominator)[:, None]
     store_tile(o_ptr, o_strides, batch, head, q_row0, q_start, num_q, acc, HEAD_DIM_V, BLOCK_DV, BLOCK_Q)
@@ -248,7 +248,7 @@ def launch_flash_fwd(
             *operands, o, lse, *strides, o.stride()[:3],
             num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, num_docs,
             heads_per_section(q, k), *window_bounds(options, num_q, num_k), options.scale * LOG2_E.value,
-            kernel_options(options),
+            switches_of(options),
             HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv,
             BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, CAUSAL=options.causal, LOCAL=options.local,
             EVEN_K=not options.packed and num_k % tile.block_k == 0, PRECISION=dot_precision(q), TMA=tma,

@@ -69,10 +69,11 @@ def tma_ready(x: Tensor) -> bool:
     )
 
 
-class KernelOptions(NamedTuple):
+class Switches(NamedTuple):
     """The kernels' view of the options. A field that is None is a compile-time None: its code disappears.
 
-    Integers are no fields: Triton would compile again for 1 and for multiples of 16.
+    Integers are no fields: Triton would compile again for 1 and for multiples of 16. (No kernel argument may be
+    called `options`: Triton's generated binder has a name like that.)
     """
 
     softcap: float | None = None
@@ -84,15 +85,15 @@ class KernelOptions(NamedTuple):
     cu_seqlens_k: Tensor | None = None
 
 
-_PLAIN = KernelOptions()
+_PLAIN = Switches()
 
 
-def kernel_options(options: Options) -> KernelOptions:
+def switches_of(options: Options) -> Switches:
     """Translate the options of a call; one shared constant where all are off."""
     if options.softcap == 0.0 and options[5:] == _PLAIN_TAIL:
         return _PLAIN
     dropped = options.dropout_p > 0.0
-    return KernelOptions(
+    return Switches(
         softcap=options.softcap or None,
         alibi_slopes=None if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
         sinks=None if options.sinks is None else options.sinks.contiguous(),

@@ -26,19 +26,19 @@ def _tanh(x, ACCURATE: tl.constexpr):
 
 
 @triton.jit
-def logits_of(scores, rows, cols, diagonal, scale_log2, slope_log2, options, ACCURATE: tl.constexpr):
+def logits_of(scores, rows, cols, diagonal, scale_log2, slope_log2, switches, ACCURATE: tl.constexpr):
     """Soft-cap, then ALiBi: returns (logits, factor, cap_gradient).
 
     logits * factor are the scaled scores in base 2. With neither option they are the raw scores and
     scale_log2, so that scaling stays inside one fused multiply-add with the row maximum. `diagonal` is
     num_k - num_q; cap_gradient is d(capped)/d(uncapped), to be used only with softcap.
     """
-    if options.softcap is not None:
-        tanh = _tanh(scores * (scale_log2 / (LOG2_E * options.softcap)), ACCURATE)
-        logits = tanh * (options.softcap * LOG2_E)
+    if switches.softcap is not None:
+        tanh = _tanh(scores * (scale_log2 / (LOG2_E * switches.softcap)), ACCURATE)
+        logits = tanh * (switches.softcap * LOG2_E)
         cap_gradient = 1.0 - tanh * tanh
         factor = 1.0
-    elif options.alibi_slopes is not None:
+    elif switches.alibi_slopes is not None:
         logits = scores * scale_log2
         cap_gradient = 1.0
         factor = 1.0
@@ -46,7 +46,7 @@ def logits_of(scores, rows, cols, diagonal, scale_log2, slope_log2, options, ACC
         logits = scores
         cap_gradient = 1.0
         factor = scale_log2
-    if options.alibi_slopes is not None:
+    if switches.alibi_slopes is not None:
         # float32 holds token positions exactly up to 2^24
         distance = tl.abs((rows + diagonal).to(tl.float32) - cols.to(tl.float32))
         logits = logits - slope_log2 * distance
@@ -54,20 +54,20 @@ def logits_of(scores, rows, cols, diagonal, scale_log2, slope_log2, options, ACC
 
 
 @triton.jit
-def slope_of(row, head, num_heads, options):
+def slope_of(row, head, num_heads, switches):
     """The ALiBi slope of a head in base 2; `row` is the batch entry or the document. 0 without ALiBi."""
-    if options.alibi_slopes is not None:
-        return tl.load(options.alibi_slopes + row * num_heads + head) * LOG2_E
+    if switches.alibi_slopes is not None:
+        return tl.load(switches.alibi_slopes + row * num_heads + head) * LOG2_E
     else:
         return 0.0
 
 
 @triton.jit
-def kept(rows, cols, batch_head, options):
+def kept(rows, cols, batch_head, switches):
     """Which probabilities dropout keeps: a function of seed, head, query and key alone, so that the backward
     and other implementations find the same. rows and cols count in the whole tensor, not in the document."""
-    seed = tl.load(options.dropout_seed)
+    seed = tl.load(switches.dropout_seed)
     # the four counters must have one type; 32-bit ones choose the 32-bit generator
     head = tl.cast(batch_head, tl.int32)
     bits, _, _, _ = tl.philox(seed, cols, rows, head, tl.cast(0, tl.int32), PHILOX_ROUNDS)
-    return (bits >> 8).to(tl.float32) * (1.0 / 16777216) >= options.dropout_p
+    return (bits >> 8).to(tl.float32) * (1.0 / 16777216) >= switches.dropout_p

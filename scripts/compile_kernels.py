@@ -32,7 +32,7 @@ SPILL_LIMIT_BYTES = 32  # a few bytes outside the loop cost nothing that can be 
 DTYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 
 
-# What --options switches on: the fields of kernels.launch.KernelOptions that are not None, with their types.
+# What --options switches on: the fields of kernels.launch.Switches that are not None, with their types.
 OPTIONS = {
     "softcap": {"softcap": "fp32"},
     "alibi_slopes": {"alibi_slopes": "*fp32"},
@@ -45,10 +45,10 @@ OPTIONS = {
 
 def _signature(kernel, constants: dict, dtype: str, switched_on: list[str]):
     """Types, constants and alignment of a launch on dense (B, N, H, D) tensors."""
-    from kernels.launch import KernelOptions
+    from kernels.launch import Switches
 
     types = {field: kind for option in switched_on for field, kind in OPTIONS[option].items()}
-    options = KernelOptions(*(types.get(field, "constexpr") for field in KernelOptions._fields))
+    switches = Switches(*(types.get(field, "constexpr") for field in Switches._fields))
     pointer = DTYPES[dtype]
     element = pointer[1:]
     aligned = [["tt.divisibility", 16]]
@@ -64,9 +64,9 @@ def _signature(kernel, constants: dict, dtype: str, switched_on: list[str]):
             signature[name], constexprs[(i,)] = "constexpr", constants[name]
         elif name == "group_size":  # 1: no grouped queries
             signature[name], constexprs[(i,)] = "constexpr", 1
-        elif name == "options":
-            signature[name] = options
-            for j, value in enumerate(options):
+        elif name == "switches":
+            signature[name] = switches
+            for j, value in enumerate(switches):
                 if value == "constexpr":
                     constexprs[(i, j)] = None
         elif name in rows and constants["TMA"]:
