@@ -120,6 +120,6 @@ def table() -> str:
 
 
 def _cell(implementation: Implementation, feature: str) -> str:
-    short = {torch.float16: "16", torch.bfloat16: "b16", torch.float32: "32", torch.float64: "64"}
+    short = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
     working = [short[d] for d in DTYPES if all(implementation.supports(feature, which, d) for which in PASSES)]
     return " ".join(working) or "no"
