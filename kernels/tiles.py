@@ -47,16 +47,17 @@ def document_of(tile, cu_seqlens, num_docs, BLOCK: tl.constexpr):
     """Which document a tile of the packed rows lies in: (document, the tile's number inside it).
 
     Document d owns the tiles from cu_seqlens[d] // BLOCK + d to the next document's first. That is never too
-    few, wastes at most two a document, and is found by bisection with no table of tiles.
+    few, wastes at most two a document, and needs no table of tiles: the document is the last whose first tile
+    is not past this one. Counted 128 documents at a time, because a bisection is a chain of loads that each
+    wait for the one before.
     """
-    low = 0
-    high = num_docs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        before = tl.load(cu_seqlens + middle) // BLOCK + middle <= tile
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle - 1)
-    return low, tile - (tl.load(cu_seqlens + low) // BLOCK + low)
+    count = 0
+    for first in range(0, num_docs, 128):
+        documents = first + tl.arange(0, 128)
+        starts = tl.load(cu_seqlens + documents, mask=documents < num_docs, other=0) // BLOCK + documents
+        count += tl.sum(((starts <= tile) & (documents < num_docs)).to(tl.int32), 0)
+    document = count - 1
+    return document, tile - (tl.load(cu_seqlens + document) // BLOCK + document)
 
 
 @triton.jit

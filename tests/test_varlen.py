@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from kernels import flash_attention, flash_attention_varlen
+from kernels import flash_attention, flash_attention_varlen, naive_attention_varlen
 from kernels.flash_bwd import launch_flash_bwd
 from kernels.flash_fwd import launch_flash_fwd
 from kernels.options import Options
@@ -59,6 +59,22 @@ def test_a_document_never_reads_another(tma):
         x[:, :, 54:] = float("nan")
     for actual, expected in zip(run(*poisoned), clean, strict=True):
         assert torch.equal(actual[:, :, middle], expected[:, :, middle])
+
+
+def test_more_documents_than_are_counted_at_a_time():
+    lengths = [0] * 126 + [3, 0, 0, 5, 1]
+    (q, k, v), arguments = make_packed(lengths, lengths, 1, 1, 16, device=DEVICE)
+    o = flash_attention_varlen(q.detach(), k.detach(), v.detach(), **arguments)
+    torch.testing.assert_close(o, naive_attention_varlen(q, k, v, **arguments))
+
+
+def test_autocast_casts_as_pytorch_does():
+    (q, k, v), arguments = make_packed([9, 4], [9, 4], 1, 1, 16, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        o = flash_attention_varlen(q, k, v, **arguments, sinks=torch.zeros(1, device=DEVICE))
+    assert o.dtype == torch.bfloat16
+    (grad,) = torch.autograd.grad(o.float().sum(), q)
+    assert grad.dtype == torch.float32
 
 
 def test_equals_the_dense_call_where_documents_are_equal():
