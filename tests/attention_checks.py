@@ -137,8 +137,11 @@ def assert_within_budget(
         expected, actual, plain = (x[finite].double() for x in (expected, actual, plain))
         rounded = expected.to(ours[name].dtype)
         least = floor + 2 * float(((rounded + 0.3 - 0.3).double() - rounded.double()).abs().max())
-        if name == "dsinks":  # a sum over all rows of P * rowsum(dO * O), where O has been rounded; eager code's is not
-            least += 0.05 * torch.finfo(ours["o"].dtype).eps * math.sqrt(ours["lse"].numel())
+        if name == "dsinks":
+            # a sum over rows of P * rowsum(dO * O), where our O has been rounded and eager code's has not: each row
+            # adds about eps / 4 * sqrt(Dv), and P keeps the sum of long ones near eps
+            eps, entries = torch.finfo(ours["o"].dtype).eps, ours["o"].numel() / actual.numel()
+            least += eps * min(8.0, 0.25 * math.sqrt(entries))
         error, allowed = (
             float((actual - expected).abs().max()),
             factor * float((plain - expected).abs().max()) + least,
