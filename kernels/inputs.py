@@ -112,8 +112,8 @@ def check_varlen_call(
         check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, heads, device),
         check_sinks(sinks, heads, device, q.dtype),
         *check_dropout(dropout_p, dropout_seed, device),
-        cu_seqlens_q,
-        cu_seqlens_k,
+        cu_seqlens_q.contiguous(),
+        cu_seqlens_k.contiguous(),
         max_seqlen_q,
         max_seqlen_k,
     )

@@ -86,11 +86,12 @@ class Switches(NamedTuple):
 
 
 _PLAIN = Switches()
+_PLAIN_OPTIONS = Options(causal=True, scale=1.0)[4:]  # softcap and all after it
 
 
 def switches_of(options: Options) -> Switches:
     """Translate the options of a call; one shared constant where all are off."""
-    if options.softcap == 0.0 and options[5:] == _PLAIN_TAIL:
+    if options[4:] == _PLAIN_OPTIONS:
         return _PLAIN
     dropped = options.dropout_p > 0.0
     return Switches(
@@ -102,9 +103,6 @@ def switches_of(options: Options) -> Switches:
         cu_seqlens_q=options.cu_seqlens_q,
         cu_seqlens_k=options.cu_seqlens_k,
     )
-
-
-_PLAIN_TAIL = (None, None, 0.0, None, None, None, 0, 0)
 
 
 def window_bounds(options: Options, num_q: int, num_k: int) -> tuple[int, int]:

@@ -209,6 +209,13 @@ def run_case(case: dict, device: str) -> str | None:
     floor = FLOAT32_FLOOR * largest[0] * largest[1]
     if dtype != torch.float32:
         floor += torch.finfo(dtype).eps / 2  # one key: dQ is exactly 0, and so is the plain formula's
+    for name, value in plain.items():
+        if torch.isfinite(exact[name]).all() and not torch.isfinite(value).all():  # float16 overflowed in eager code
+            error = (ours[name].double() - exact[name]).norm()
+            if not error <= 0.02 * exact[name].norm() + floor:
+                return f"{name}: norm of error {error:.3g} of {exact[name].norm():.3g}, plain formula not finite"
+            exact[name] = ours[name].double()  # judged
+            plain[name] = exact[name]
     try:
         assert_within_budget(ours, exact, plain, factor, floor=floor)
     except AssertionError as error:

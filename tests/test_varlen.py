@@ -68,6 +68,14 @@ def test_more_documents_than_are_counted_at_a_time():
     torch.testing.assert_close(o, naive_attention_varlen(q, k, v, **arguments))
 
 
+def test_cu_seqlens_of_any_stride():
+    (q, k, v), arguments = make_packed([9, 4], [9, 4], 1, 1, 16, device=DEVICE)
+    expected = flash_attention_varlen(q, k, v, **arguments)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        arguments[name] = torch.stack([arguments[name], arguments[name] * 0 - 1], 1)[:, 0]
+    assert torch.equal(flash_attention_varlen(q, k, v, **arguments), expected)
+
+
 def test_autocast_casts_as_pytorch_does():
     (q, k, v), arguments = make_packed([9, 4], [9, 4], 1, 1, 16, device=DEVICE)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
