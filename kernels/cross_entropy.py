@@ -1,7 +1,7 @@
 """Cross-entropy of a vocabulary's logits: one read of them forward, one read and one write backward.
 
-At 65,536 tokens the logits of GPT-2's vocabulary are 6.6 GB, the largest tensor of a training step, so the loss costs
-what moving them costs. torch.compile's version moves them as often, but spends 2.2x the time (README, "Figures").
+At 65,536 tokens the logits of GPT-2's vocabulary are 6.6 GB, the largest tensor of a training step: the loss should
+cost what moving them costs, and no more. An odd vocabulary size (50,257) must not cost vector loads either.
 
 This file is the contract (torch only); the kernels load when a CUDA tensor, or the interpreter, needs them.
 """

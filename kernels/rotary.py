@@ -2,7 +2,7 @@
 
 A pair (x_i, x_{i + D/2}) of a query or key turns by its token's angle; values are copied. Source: RoFormer,
 arXiv:2104.09864. The gradient turns back by the same angle, so backward is the same kernel with the sine negated.
-torch.compile spends 3x the time on that backward (README, "Figures"): it computes q's, k's and v's case everywhere.
+A compiler that joins three gradients computes every element's three cases; here a program knows which head it has.
 
 This file is the contract (torch only); the kernel loads when a CUDA tensor, or the interpreter, needs it.
 """

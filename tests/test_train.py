@@ -249,6 +249,7 @@ def test_backends_give_one_loss_curve_on_the_gpu(tmp_path, dtype, bound):
             f"data.cache_dir={tmp_path / 'cache'}",
             "logger.wandb=disabled",
             "train.steps=50",
+            "optim=adamw",  # Muon's Newton-Schulz iteration runs in bfloat16 and makes large what rounding left
             "optim.warmup_steps=10",
             "train.log_every=1",
             "train.eval_every=0",
@@ -261,6 +262,7 @@ def test_backends_give_one_loss_curve_on_the_gpu(tmp_path, dtype, bound):
         train(composed, run_dir)
         curves[attention] = losses(run_dir)
     for attention, curve in curves.items():
+        assert len(curve) == 50
         worst = max(abs(curve[step] - curves["naive"][step]) for step in curve)
         print(f"{dtype} {attention}: largest difference to naive {worst:.2e}")
         assert worst < bound, attention
