@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, ValidationError
@@ -36,29 +37,32 @@ def program(config_name: str, schema: type[S]) -> Callable[[Callable[[S, Path], 
     """Decorate `main(settings, run_dir)`; `settings` is a checked `schema`, `run_dir` the folder of this run."""
 
     def decorate(main: Callable[[S, Path], Any]) -> Callable[[], None]:
+        refusals: list[ConfigError] = []  # kept, not raised: Hydra would print lines of its own about them
+
         @wraps(main)
         def task(cfg: DictConfig) -> None:
-            run_dir = Path(HydraConfig.get().runtime.output_dir)
+            run_dir = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
             try:
-                settings = settings_from(cfg, schema)
-            except ConfigError:
-                _remove_if_empty(run_dir)
-                raise
-            try:
-                main(settings, run_dir)
+                main(settings_from(cfg, schema), run_dir)
             except (ValueError, OSError) as error:
-                if _remove_if_empty(run_dir):
-                    raise ConfigError(str(error)) from error  # nothing was written: refused before it began
-                (run_dir / "error.log").write_text(traceback.format_exc())
-                raise ConfigError(f"{error} [traceback: {run_dir}/error.log]") from error
+                message = str(error)
+                if not _remove_if_empty(run_dir):  # the run had begun
+                    (run_dir / "error.log").write_text(traceback.format_exc())
+                    message += f" [traceback: {run_dir}/error.log]"
+                refusal = ConfigError(message)
+                refusal.__cause__ = error
+                refusals.append(refusal)
 
         @wraps(main)
         def command_line() -> None:
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
-            register_resolvers()
+            sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: a not in ("-m", "--multirun"))  # argparse wants it first
+            register(schema)
             try:
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config_name)(task)()
+                if refusals:
+                    raise refusals.pop()
             except (ConfigError, HydraException, OmegaConfBaseException) as error:
                 if show_traceback:
                     raise
@@ -75,10 +79,17 @@ def fail(message: str) -> int:
     return EXIT_USER_ERROR
 
 
-def register_resolvers() -> None:
-    """`${run_dir:...}`: a new folder for a new run, the old one for a run that is resumed."""
+def register(schema: type) -> None:
+    """Tell Hydra what the YAML files refer to: the config `schema` and the resolver `run_dir`.
+
+    `schema` holds every field with its default, so that `--cfg job` lists all keys and all can be overridden. It is
+    stored without its types: `settings_from` checks those, after composition, where one place can explain a mistake.
+    """
+    defaults = OmegaConf.to_container(OmegaConf.structured(schema))
+    ConfigStore.instance().store("schema", OmegaConf.create(defaults))
 
     def run_dir(resume: str | None, experiment: str, time: str) -> str:
+        """A new folder for a new run, the old one for a run that is resumed."""
         if resume:
             # .../<run>/checkpoints/<name>  ->  .../<run>
             checkpoint = Path(os.path.abspath(resume))

@@ -16,7 +16,7 @@ from training.runlog import LoggerConfig
 class TrainConfig:
     """What the loop itself reads."""
 
-    steps: int = 600  # optimiser steps
+    steps: int = 300  # optimiser steps
     seed: int = 0  # of the initial weights, the order of the windows, dropout
     batch_tokens: int = 4096  # tokens of one optimiser step, over all micro-batches
     micro_batch: int | None = None  # sequences of one forward and backward; null: the whole step at once

@@ -1,9 +1,22 @@
-"""Attention operators: Triton kernels, their PyTorch references, one public function.
+"""Operators: Triton kernels and their PyTorch references; attention, and the two passes a GPT loses most time in.
 
 The package imports torch only. Triton is loaded when a kernel is launched for the first time.
 """
 
-from kernels.api import flash_attention, unsupported_reason
-from kernels.reference import naive_attention, tiled_attention
+from kernels.api import flash_attention, flash_attention_varlen, unsupported_reason
+from kernels.cross_entropy import cross_entropy
+from kernels.reference import naive_attention, naive_attention_varlen
+from kernels.rotary import rotate_and_split
+from kernels.tiled import tiled_attention, tiled_attention_varlen
 
-__all__ = ["flash_attention", "naive_attention", "tiled_attention", "unsupported_reason"]
+__all__ = [
+    "cross_entropy",
+    "flash_attention",
+    "flash_attention_varlen",
+    "naive_attention",
+    "naive_attention_varlen",
+    "rotate_and_split",
+    "tiled_attention",
+    "tiled_attention_varlen",
+    "unsupported_reason",
+]

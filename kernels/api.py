@@ -1,26 +1,27 @@
-"""The public function: checks meaning, casts under autocast, then calls the operator; imports no Triton."""
+"""The public functions: check meaning, cast under autocast, then call the operator; import no Triton."""
 
 import torch
 from torch import Tensor
 
 from kernels import ops
 from kernels.device import capability, interpreting
-from kernels.inputs import autocast_inputs, check_inputs
+from kernels.inputs import check_call, check_varlen_call
+from kernels.options import Options
+from kernels.support import IMPLEMENTATIONS, features_of, refusal
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_HEAD_DIM = 16  # the smallest inner dimension of a tensor-core product
 _MAX_HEAD_DIM = 256  # beyond it the accumulators of one tile no longer fit the register file
 
 
 def unsupported_reason(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why `flash_attention` cannot run here, in one sentence with the remedy; None when it can."""
-    device = torch.device(device)
+    device = device if isinstance(device, torch.device) else torch.device(device)
     if head_dim < _MIN_HEAD_DIM or head_dim > _MAX_HEAD_DIM:
         return (
             f"head_dim {head_dim} is not supported by flash attention "
             f"({_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}); use attention=sdpa"
         )
-    if dtype not in _DTYPES:
+    if dtype not in IMPLEMENTATIONS["flash"].dtypes:
         return f"dtype {dtype} is not supported by flash attention (float32, bfloat16, float16); use attention=naive"
     if device.type == "cuda":
         major, minor = capability(torch.cuda.current_device() if device.index is None else device.index)
@@ -47,7 +48,14 @@ def flash_attention(
     *,
     causal: bool = False,
     scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
+    deterministic: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention `softmax(scale * q k^T) v` in tiles: nothing of size Nq x Nk is ever in memory.
 
@@ -55,29 +63,100 @@ def flash_attention(
         q: (B, Hq, Nq, D), float32, bfloat16 or float16, D from 16 to 256. Any strides; a last dimension that
             is not contiguous costs a copy. Under autocast all three are cast as PyTorch's own attention casts
             them.
-        k, v: (B, Hkv, Nk, D), q's dtype and device; Hq is a multiple of Hkv and query head h reads head
-            `h // (Hq // Hkv)`.
+        k, v: (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv), q's dtype and device; Hq is a multiple of Hkv and query
+            head h reads head `h // (Hq // Hkv)`.
         causal: query i sees key j when `j <= i + Nk - Nq` (aligned bottom-right). A row that sees no key
-            gives 0, LSE -inf and zero gradients.
+            gives 0, LSE -inf (its sink's score where it has one) and zero gradients.
         scale: factor on the scores; 1/sqrt(D) by default.
+        window: (left, right): query i sees keys `i + Nk - Nq - left` to `i + Nk - Nq + right`; -1 is no bound.
+            Costs N x window, forward and backward. With causal, right is 0.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        alibi_slopes: (Hq,) or (B, Hq): `slope * |i + Nk - Nq - j|` is taken off the score, after the
+            soft-cap. Constants: they have no gradient.
+        dropout_p: probability with which a softmax probability is dropped; the rest is scaled by 1 / (1 - p).
+            LSE is that of the whole row.
+        dropout_seed: an integer or a () int64 tensor on q's device. The mask is a function of it, of the head
+            and of the two token numbers alone. Without it, one is drawn from PyTorch's generator.
+        sinks: (Hq,) a score per head, of a key without a value, that joins the softmax's denominator and LSE;
+            differentiable. Source: Xiao et al., arXiv:2309.17453, in gpt-oss's learned form.
         return_lse: also return the log of the softmax denominator.
+        deterministic: stated for the reader; the backward has no other mode.
 
     Returns:
-        O (B, Hq, Nq, D) in q's dtype, stored as (B, Nq, Hq, D) so that merging the heads costs no copy. With
-        `return_lse`, also LSE (B, Hq, Nq), float32, natural logarithm. Both are differentiable; the backward
-        is deterministic.
+        O (B, Hq, Nq, Dv) in q's dtype, stored as (B, Nq, Hq, Dv), so that merging the heads costs no copy.
+        With `return_lse`, also LSE (B, Hq, Nq), float32, natural logarithm. Both are differentiable; the
+        backward is deterministic.
 
     Raises:
         ValueError: before any launch, naming the argument, its value and what is allowed.
 
     Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
     """
-    q, k, v = autocast_inputs(q, k, v)
-    scale = check_inputs(q, k, v, scale)
-    reason = unsupported_reason(q.device, q.dtype, q.shape[3])
+    q, k, v, options = check_call(q, k, v, causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks)
+    o, lse = _attend(q, k, v, options)
+    return (o, lse) if return_lse else o
+
+
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attention` over packed documents: tokens see only their own document, and no work is done for
+    other pairs.
+
+    Args:
+        q, k, v: (total_q, Hq, D), (total_k, Hkv, D), (total_k, Hkv, Dv): the documents' tokens end to end.
+        cu_seqlens_q, cu_seqlens_k: (documents + 1,) int32 on q's device: document d holds the rows from
+            cu_seqlens[d] to cu_seqlens[d + 1]. Empty documents are allowed. Their values are read once a
+            tensor, which waits for the GPU, and not inside a CUDA graph.
+        max_seqlen_q, max_seqlen_k: upper bounds on a document's length, checked with cu_seqlens. No launch
+            depends on them, so a constant bound serves every packing.
+        alibi_slopes: (Hq,) or (documents, Hq).
+        others: as in `flash_attention`, inside each document.
+
+    Returns:
+        O (total_q, Hq, Dv); with `return_lse`, also LSE (Hq, total_q), float32.
+
+    Raises:
+        ValueError: before any launch, naming the argument, its value and what is allowed.
+    """
+    q, k, v, options = check_varlen_call(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks,
+    )  # fmt: skip
+    # one batch entry that holds all documents: the operator's layout, by views
+    o, lse = _attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), options)
+    o = o[0].transpose(0, 1)
+    return (o, lse[0]) if return_lse else o
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Refuse what cannot run, then call the operator on (B, H, N, D) tensors."""
+    for head_dim in {q.shape[3], v.shape[3]}:
+        reason = unsupported_reason(q.device, q.dtype, head_dim)
+        if reason is not None:
+            raise ValueError(reason)
+    features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+    reason = refusal("flash", features, q.dtype)
     if reason is not None:
         raise ValueError(reason)
-    if scale <= 0.0:  # the kernels scale the row maximum instead of every score, which needs a positive scale
-        q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
-    o, lse = ops.flash_fwd(q, k, v, causal, scale)
-    return (o, lse) if return_lse else o
+    if options.scale <= 0.0:  # the kernels scale the row maximum instead of every score, which needs scale > 0
+        q, scale = (-q, -options.scale) if options.scale < 0.0 else (q * 0.0, 1.0)
+        options = options._replace(scale=scale)
+    return ops.flash_fwd(q, k, v, *options)

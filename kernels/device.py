@@ -41,9 +41,8 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
-@lru_cache(maxsize=64)
 def capability(device_index: int) -> tuple[int, int]:
-    """Compute capability of a CUDA device, for example (9, 0)."""
+    """Compute capability of a CUDA device, for example (9, 0). PyTorch caches it; Dynamo warns of caches of ours."""
     return torch.cuda.get_device_capability(device_index)
 
 

@@ -7,18 +7,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import dot_precision, heads_per_section, kernel_inputs, kernel_operands, on_device
+from kernels.launch import (
+    dot_precision,
+    grid_tiles,
+    heads_per_section,
+    kernel_inputs,
+    kernel_operands,
+    on_device,
+    padded,
+    switches_of,
+    window_bounds,
+)
+from kernels.options import Options
+from kernels.scores import kept, logits_of, slope_of
 from kernels.tiles import (
     LN_2,
     LOG2_E,
+    document_of,
+    document_rows,
     head_base,
     load_tile,
     mask_scores,
+    masked_tile,
     program_tile,
     store_tile,
     visible_keys,
 )
-from kernels.tuning import Tile, tile_for
+from kernels.tuning import Tile, launch_fitting, tile_for
 
 
 @triton.jit
@@ -33,16 +48,25 @@ def _softmax_step(
     v_strides,
     batch,
     kv_head,
+    batch_head,
+    q_row0,
+    k_row0,
     q_start,
     k_start,
     num_q,
     num_k,
+    window,
     scale_log2,
+    slope_log2,
+    switches,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    LOCAL: tl.constexpr,
     RAGGED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -51,33 +75,42 @@ def _softmax_step(
     """Take in one tile of keys: online softmax in base 2, everything but the dots' operands in fp32."""
     k_tile = load_tile(k, k_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, RAGGED, TMA)
     scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # (BLOCK_Q, BLOCK_K), unscaled
+    rows = q_start + tl.arange(0, BLOCK_Q)[:, None]
+    cols = k_start + tl.arange(0, BLOCK_K)[None, :]
+    logits, factor, _ = logits_of(
+        scores, rows, cols, num_k - num_q, scale_log2, slope_log2, switches, PRECISION == "ieee"
+    )
     if MASKED:
-        rows = q_start + tl.arange(0, BLOCK_Q)[:, None]
-        cols = k_start + tl.arange(0, BLOCK_K)[None, :]
-        scores = mask_scores(scores, rows, cols, num_q, num_k, CAUSAL)
+        logits = mask_scores(logits, rows, cols, num_q, num_k, window, CAUSAL, LOCAL)
     # the maximum of raw scores, scaled once a row, leaves one fused multiply-add and one exp2 for each score
-    new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)
+    new_max = tl.maximum(running_max, tl.max(logits, 1) * factor)
     if MASKED:
         # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
     else:
         base = new_max
-    probs = tl.exp2(scores * scale_log2 - base[:, None])
+    probs = tl.exp2(logits * factor - base[:, None])
     rescale = tl.exp2(running_max - base)
     running_sum = running_sum * rescale + tl.sum(probs, 1)
-    v_tile = load_tile(v, v_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, RAGGED, TMA)
+    if switches.dropout_seed is not None:  # after the sum: dropout acts on normalised probabilities
+        probs = tl.where(kept(q_row0 + rows, k_row0 + cols, batch_head, switches), probs, 0.0)
+    v_tile = load_tile(v, v_strides, batch, kv_head, k_start, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, RAGGED, TMA)
     acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
     return acc, new_max, running_sum
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_q", "num_k", "heads_per_section"])
+@triton.jit(
+    do_not_specialize=[
+        "num_heads", "q_tokens", "k_tokens", "num_docs", "heads_per_section", "window_left", "window_right"
+    ]
+)  # fmt: skip
 def flash_fwd_kernel(
     # inputs: pointers, or rank-4 TMA descriptors where TMA
     q,  # (B, Hq, Nq, D) fp16 | bf16 | fp32, one dtype
     k,  # (B, Hkv, Nk, D)
-    v,  # (B, Hkv, Nk, D)
+    v,  # (B, Hkv, Nk, Dv)
     # outputs
-    o_ptr,  # (B, Hq, Nq, D), q's dtype
+    o_ptr,  # (B, Hq, Nq, Dv), q's dtype
     lse_ptr,  # (B, Hq, Nq) fp32, contiguous, natural logarithm
     # layout and sizes
     q_strides,  # (batch, head, token), elements; the last stride is 1
@@ -87,94 +120,141 @@ def flash_fwd_kernel(
     num_heads,  # Hq
     group_size,  # Hq // Hkv
     num_batch_heads,  # B * Hq
-    num_q,  # Nq, any length
-    num_k,  # Nk, any length
+    q_tokens,  # Nq, any length; all documents together where packed
+    k_tokens,  # Nk
+    num_docs,
     heads_per_section,
+    window_left,  # read only where LOCAL
+    window_right,
     scale_log2,  # scale * log2(e), positive
+    switches,  # Switches: what is None is compiled away
     HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,  # HEAD_DIM padded to a power of two
+    BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr,
-    EVEN_K: tl.constexpr,  # Nk is a multiple of BLOCK_K
+    LOCAL: tl.constexpr,  # a window (left, right) in place of CAUSAL
+    EVEN_K: tl.constexpr,  # Nk is a multiple of BLOCK_K; False where packed
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """One program writes one (BLOCK_Q, HEAD_DIM) tile of O and its LSE.
+    """One program writes one (BLOCK_Q, HEAD_DIM_V) tile of O and its LSE; no tile holds two documents.
 
-    Grid:     cdiv(Nq, BLOCK_Q) * B * Hq programs, heaviest causal tiles first (`program_tile`).
-    Math:     O = softmax(scale * Q K^T + mask) V; keys left to right: tiles that need no mask, then the
-              diagonal and the ragged tail.
+    Grid:     tiles of queries * B * Hq programs, heaviest causal tiles first (`program_tile`).
+    Math:     O = softmax(scale * Q K^T + mask) V; keys left to right: tiles that need no mask, then those
+              that do (the diagonal, a window's edges, the ragged tail).
     Numerics: scores, running max, running sum and accumulator fp32; P rounded to V's dtype before P V.
-    Needs:    HEAD_DIM 16 to 256, scale > 0, Nk > 0; the launcher sees to it.
+    Needs:    head dimensions 16 to 256, scale > 0, Nk > 0; the launcher sees to it.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 1.
     """
-    tile, batch_head = program_tile(tl.cdiv(num_q, BLOCK_Q), num_batch_heads, heads_per_section, CAUSAL)
+    if switches.cu_seqlens_q is not None:
+        num_tiles = q_tokens // BLOCK_Q + num_docs
+        tile, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, CAUSAL)
+        document, tile = document_of(tile, switches.cu_seqlens_q, num_docs, BLOCK_Q)
+        q_row0, num_q = document_rows(document, switches.cu_seqlens_q)
+        k_row0, num_k = document_rows(document, switches.cu_seqlens_k)
+        if tile * BLOCK_Q >= num_q:
+            return
+    else:
+        num_tiles = tl.cdiv(q_tokens, BLOCK_Q)
+        tile, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, CAUSAL)
+        q_row0 = 0
+        k_row0 = 0
+        num_q = q_tokens
+        num_k = k_tokens
     batch = batch_head // num_heads
     head = batch_head - batch * num_heads
     kv_head = head // group_size
     q_start = tile * BLOCK_Q
+    window = (window_left, window_right)
+    if switches.cu_seqlens_q is not None:
+        slope_log2 = slope_of(document, head, num_heads, switches)
+    else:
+        slope_log2 = slope_of(batch, head, num_heads, switches)
 
-    q_base = head_base(q, q_strides, batch, head, TMA)
-    k_base = head_base(k, k_strides, batch, kv_head, TMA)
-    v_base = head_base(v, v_strides, batch, kv_head, TMA)
+    q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
+    k_base = head_base(k, k_strides, batch, kv_head, k_row0, TMA)
+    v_base = head_base(v, v_strides, batch, kv_head, k_row0, TMA)
     q_tile = load_tile(q_base, q_strides, batch, head, q_start, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
 
-    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    running_max = tl.full([BLOCK_Q], -float("inf"), tl.float32)
-    running_sum = tl.zeros([BLOCK_Q], tl.float32)
-    full_end, end = visible_keys(q_start, num_q, num_k, CAUSAL, BLOCK_Q, BLOCK_K)
-    for k_start in range(0, full_end, BLOCK_K):
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    if switches.sinks is not None:  # a key without a value: it is in the maximum and in the sum from the start
+        sink_log2 = tl.load(switches.sinks + head) * LOG2_E
+        running_max = tl.zeros([BLOCK_Q], tl.float32) + sink_log2
+        running_sum = tl.full([BLOCK_Q], 1.0, tl.float32)
+    else:
+        running_max = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+        running_sum = tl.zeros([BLOCK_Q], tl.float32)
+    full_start, full_end, masked_start, masked_end = visible_keys(
+        q_start, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_Q, BLOCK_K
+    )
+    for k_start in range(full_start, full_end, BLOCK_K):
         acc, running_max, running_sum = _softmax_step(
-            q_tile, acc, running_max, running_sum, k_base, v_base, k_strides, v_strides, batch, kv_head,
-            q_start, k_start, num_q, num_k, scale_log2, False, CAUSAL, False,
-            HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, PRECISION, TMA,
+            q_tile, acc, running_max, running_sum, k_base, v_base, k_strides, v_strides, batch, kv_head, batch_head,
+            q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, switches,
+            False, CAUSAL, LOCAL, False, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, PRECISION, TMA,
         )  # fmt: skip
-    if CAUSAL or not EVEN_K:
-        for k_start in range(full_end, end, BLOCK_K):
+    if CAUSAL or LOCAL or not EVEN_K:
+        for position in range(masked_start, masked_end, BLOCK_K):
+            k_start = masked_tile(position, full_start, full_end, LOCAL)
             acc, running_max, running_sum = _softmax_step(
                 q_tile, acc, running_max, running_sum, k_base, v_base, k_strides, v_strides, batch, kv_head,
-                q_start, k_start, num_q, num_k, scale_log2, True, CAUSAL, not EVEN_K,
-                HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_K, PRECISION, TMA,
+                batch_head, q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, switches,
+                True, CAUSAL, LOCAL, not EVEN_K, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K,
+                PRECISION, TMA,
             )  # fmt: skip
 
     # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
     denominator = tl.where(running_sum == 0.0, 1.0, running_sum)
-    acc = acc * (1.0 / denominator)[:, None]
-    store_tile(o_ptr, o_strides, batch, head, q_start, num_q, acc, HEAD_DIM, BLOCK_D, BLOCK_Q)
+    if switches.dropout_seed is not None:
+        acc = acc * (1.0 / (denominator * (1.0 - switches.dropout_p)))[:, None]
+    else:
+        acc = acc * (1.0 / denominator)[:, None]
+    store_tile(o_ptr, o_strides, batch, head, q_row0, q_start, num_q, acc, HEAD_DIM_V, BLOCK_DV, BLOCK_Q)
     rows = q_start + tl.arange(0, BLOCK_Q)
     lse = (running_max + tl.log2(denominator)) * LN_2
-    tl.store(lse_ptr + batch_head.to(tl.int64) * num_q + rows, lse, mask=rows < num_q)
+    tl.store(lse_ptr + batch_head.to(tl.int64) * q_tokens + q_row0 + rows, lse, mask=rows < num_q)
 
 
 def launch_flash_fwd(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, tile: Tile | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), already checked; scale > 0.
+    """Run the forward kernel. q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), already checked;
+    options.scale > 0; packed documents have B = 1.
 
-    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32. `tile` overrides the
+    Returns O (B, Hq, Nq, Dv), stored as (B, Nq, Hq, Dv), and LSE (B, Hq, Nq) float32. `tile` overrides the
     table.
     """
     batch, num_heads, num_q, head_dim = q.shape
-    num_kv_heads, num_k = k.shape[1], k.shape[2]
+    num_kv_heads, num_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
     dtype = q.dtype
     q, k, v = kernel_inputs(q, k, v)
-    o = q.new_empty(batch, num_q, num_heads, head_dim).transpose(1, 2)
+    o = q.new_empty(batch, num_q, num_heads, head_dim_v).transpose(1, 2)
     lse = q.new_empty(batch, num_heads, num_q, dtype=torch.float32)
     if o.numel() == 0 or num_k == 0:
-        return o.zero_().to(dtype), lse.fill_(-math.inf)
-    if tile is None:
-        tile = tile_for("fwd", q.device, q.dtype, head_dim, causal)
-    block_d = triton.next_power_of_2(head_dim)
-    operands, strides, tma = kernel_operands(tile, block_d, (q, tile.block_q), (k, tile.block_k), (v, tile.block_k))
-    grid = (triton.cdiv(num_q, tile.block_q) * batch * num_heads,)
-    with on_device(q):
-        flash_fwd_kernel[grid](
+        sinks = -math.inf if options.sinks is None else options.sinks[None, :, None]
+        return o.zero_().to(dtype), lse.copy_(torch.as_tensor(sinks).expand_as(lse))
+    tile = tile or tile_for("fwd", q.device, q.dtype, max(head_dim, head_dim_v), options)
+    block_d, block_dv = padded(head_dim), padded(head_dim_v)
+
+    def launch(tile: Tile) -> None:
+        operands, strides, tma = kernel_operands(
+            tile, options, (q, tile.block_q, block_d), (k, tile.block_k, block_d), (v, tile.block_k, block_dv)
+        )
+        num_docs, num_tiles = grid_tiles(num_q, tile.block_q, options.cu_seqlens_q)
+        flash_fwd_kernel[(num_tiles * batch * num_heads,)](
             *operands, o, lse, *strides, o.stride()[:3],
-            num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k,
-            heads_per_section(q, k), scale * LOG2_E.value,
-            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k,
-            CAUSAL=causal, EVEN_K=num_k % tile.block_k == 0, PRECISION=dot_precision(q), TMA=tma,
+            num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, num_docs,
+            heads_per_section(q, k), *window_bounds(options, num_q, num_k), options.scale * LOG2_E.value,
+            switches_of(options),
+            HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, BLOCK_D=block_d, BLOCK_DV=block_dv,
+            BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, CAUSAL=options.causal, LOCAL=options.local,
+            EVEN_K=not options.packed and num_k % tile.block_k == 0, PRECISION=dot_precision(q), TMA=tma,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
+
+    with on_device(q):
+        launch_fitting(tile, launch)
     return o.to(dtype), lse

@@ -1,12 +1,16 @@
-"""What the launchers share: tensors fit for a kernel, TMA descriptors, L2 sections, precision."""
+"""What the launchers share: tensors and options fit for a kernel, TMA descriptors, L2 sections, precision."""
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.device import interpreting, l2_bytes
-from kernels.tuning import Tile
+from kernels.options import Options
+from kernels.tuning import PACKED_ORIGIN, Tile
+
+_LARGEST = 0x7FFF0000  # a tensor dimension that no coordinate here reaches
 
 
 def kernel_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -18,6 +22,11 @@ def kernel_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     if tensors[0].dtype == torch.bfloat16 and interpreting():
         tensors = tuple(x.float() for x in tensors)
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def padded(head_dim: int) -> int:
+    """The next power of two: tile sides are powers of two."""
+    return 1 << (head_dim - 1).bit_length()
 
 
 def dot_precision(q: Tensor) -> str:
@@ -48,31 +57,120 @@ def heads_per_section(q: Tensor, k: Tensor) -> int:
 
 def tma_ready(x: Tensor) -> bool:
     """Whether TMA can address x (B, H, N, D): 16-byte aligned start and strides, none of them 0."""
-    unit = 16 // x.element_size()
     if x.data_ptr() % 16:
         return False
-    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
-        if size != 1 and (stride == 0 or stride % unit):
-            return False
-    return True
+    unit = 16 // x.element_size()
+    batch, heads, tokens, _ = x.stride()
+    if batch > 0 and heads > 0 and tokens > 0 and not (batch | heads | tokens) & (unit - 1):
+        return True
+    # a dimension of size 1 may carry any stride
+    return all(
+        n == 1 or (stride > 0 and stride % unit == 0) for n, stride in zip(x.shape[:3], x.stride(), strict=False)
+    )
+
+
+class Switches(NamedTuple):
+    """The kernels' view of the options. A field that is None is a compile-time None: its code disappears.
+
+    Integers are no fields: Triton would compile again for 1 and for multiples of 16. (No kernel argument may be
+    called `options`: Triton's generated binder has a name like that.)
+    """
+
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None  # (B or documents, Hq) fp32, contiguous
+    sinks: Tensor | None = None  # (Hq,) fp32
+    dropout_seed: Tensor | None = None  # one int64
+    dropout_p: float | None = None
+    cu_seqlens_q: Tensor | None = None  # (documents + 1,) int32
+    cu_seqlens_k: Tensor | None = None
+
+
+_PLAIN = Switches()
+_PLAIN_OPTIONS = Options(causal=True, scale=1.0)[4:]  # softcap and all after it
+
+
+def switches_of(options: Options) -> Switches:
+    """Translate the options of a call; one shared constant where all are off."""
+    if options[4:] == _PLAIN_OPTIONS:
+        return _PLAIN
+    dropped = options.dropout_p > 0.0
+    return Switches(
+        softcap=options.softcap or None,
+        alibi_slopes=None if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
+        sinks=None if options.sinks is None else options.sinks.contiguous(),
+        dropout_seed=options.dropout_seed if dropped else None,
+        dropout_p=options.dropout_p if dropped else None,
+        cu_seqlens_q=options.cu_seqlens_q,
+        cu_seqlens_k=options.cu_seqlens_k,
+    )
+
+
+def window_bounds(options: Options, num_q: int, num_k: int) -> tuple[int, int]:
+    """(left, right) where no bound is a distance that no pair of tokens has."""
+    unbounded = num_q + num_k
+    return (
+        unbounded if options.window_left < 0 else min(options.window_left, unbounded),
+        unbounded if options.window_right < 0 else min(options.window_right, unbounded),
+    )
+
+
+def grid_tiles(num_tokens: int, block: int, cu_seqlens: Tensor | None) -> tuple[int, int]:
+    """(documents, tiles to launch over num_tokens rows): see `document_of` in kernels/tiles.py."""
+    if cu_seqlens is None:
+        return 0, -(-num_tokens // block)
+    num_docs = cu_seqlens.shape[0] - 1
+    return num_docs, num_tokens // block + num_docs
 
 
 def kernel_operands(
-    tile: Tile, block_d: int, *operands: tuple[Tensor, int]
+    tile: Tile, options: Options, *operands: tuple[Tensor, int, int]
 ) -> tuple[list, list[tuple[int, int, int]], bool]:
-    """What a kernel takes for each (tensor, rows of its tile), the strides, and whether by descriptors.
+    """What a kernel takes for each (tensor, rows and columns of its tile), the strides, whether by descriptors.
 
     Descriptors where the tile wants TMA and every tensor allows it, plain tensors otherwise.
     """
-    strides = [x.stride()[:3] for x, _ in operands]
-    if not tile.tma or not all(tma_ready(x) for x, _ in operands):
-        return [x for x, _ in operands], strides, False
+    strides = [x.stride()[:3] for x, _, _ in operands]
+    if not tile.tma or not all(tma_ready(x) for x, _, _ in operands):
+        return [x for x, _, _ in operands], strides, False
+    describe = packed_descriptor if options.packed else dense_descriptor
+    return [describe(*operand) for operand in operands], strides, True
+
+
+def dense_descriptor(x: Tensor, rows: int, columns: int):
+    """A TMA descriptor of x (B, H, N, D) that loads tiles of (rows, columns); what is outside x reads as 0."""
+    shape, strides = list(x.shape), list(x.stride())
+    for i in range(3):
+        if shape[i] == 1:  # may carry any stride, and the hardware wants a multiple of 16 bytes
+            strides[i] = 16
+    return _descriptor(x, shape, strides, [1, 1, rows, columns])
+
+
+def packed_descriptor(x: Tensor, rows: int, columns: int):
+    """A TMA descriptor of packed rows x (1, H, N, D) that reads 0 past the end of a document, wherever it lies.
+
+    The hardware clips at the tensor's edges only, so the edge is moved: the row coordinate runs up to
+    PACKED_ORIGIN, where every document ends, and two more coordinates in front place that end. They are
+    (PACKED_ORIGIN, end of the document) with strides (2^34 - s, s) for row stride s, and the row is
+    PACKED_ORIGIN - length + i. The address is PACKED_ORIGIN * 2^34 + (start + i) * s elements, whose first
+    term is a multiple of 2^64 bytes: 64-bit addresses drop it. Triton's tools/ragged_tma.py has the same trick.
+    """
+    _, heads, tokens, head_dim = x.shape
+    # as above, for a single head and for a single row
+    head_stride = 16 if heads == 1 else x.stride(1)
+    row_stride = padded(max(head_dim, 16)) if tokens == 1 else x.stride(2)
+    return _descriptor(
+        x,
+        [_LARGEST, _LARGEST, heads, PACKED_ORIGIN, head_dim],
+        [2**34 - row_stride, row_stride, head_stride, row_stride, 1],
+        [1, 1, 1, rows, columns],
+    )
+
+
+def _descriptor(x: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
+    """Triton's host descriptor. `tma_ready` has checked what its constructor would check again, for 4 us each."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    descriptors = []
-    for (x, rows), x_strides in zip(operands, strides, strict=True):
-        shape = list(x.shape)
-        # a dimension of size 1 may carry any stride; the hardware wants a multiple of 16 bytes
-        legal = [16 if n == 1 else stride for n, stride in zip(shape, x_strides, strict=False)]
-        descriptors.append(TensorDescriptor(x, shape, [*legal, 1], [1, 1, rows, block_d]))
-    return descriptors, strides, True
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = x, shape, strides
+    descriptor.block_shape, descriptor.padding = block_shape, "zero"
+    return descriptor

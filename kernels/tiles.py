@@ -1,6 +1,6 @@
 """Pieces that the forward and the backward kernels share, so that a gradient cannot drift from its function.
 
-Here are the order of tiles, loads and stores, the dot product, and the step from scores to masked scores.
+Here are the order of tiles, loads and stores, which tiles a tile meets, and the mask.
 BLOCK_Q counts queries, BLOCK_K keys. Pieces with strides take them as (batch, head, token), in elements; the
 last one is 1.
 """
@@ -10,8 +10,16 @@ import math
 import triton
 import triton.language as tl
 
+from kernels.tuning import PACKED_ORIGIN
+
 LN_2 = tl.constexpr(math.log(2.0))
 LOG2_E = tl.constexpr(1.0 / math.log(2.0))
+# The coordinate that is the end of every document in a packed TMA descriptor.
+ORIGIN = tl.constexpr(PACKED_ORIGIN)
+# The backward's row scratch (LSE, delta) is padded to a multiple of every BLOCK_Q, for each document apart, so
+# that the main loops load it unmasked. Document d's rows start at (cu_seqlens[d] // ROW_PADDING + d) *
+# ROW_PADDING: the reason is that of `document_of`.
+ROW_PADDING = tl.constexpr(128)
 
 
 @triton.jit
@@ -35,12 +43,42 @@ def program_tile(num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST: tl.co
 
 
 @triton.jit
-def head_base(tensor, strides, batch, head, TMA: tl.constexpr):
-    """Where a head starts: a pointer, with 64-bit arithmetic; a TMA descriptor addresses heads itself."""
+def document_of(tile, cu_seqlens, num_docs, BLOCK: tl.constexpr):
+    """Which document a tile of the packed rows lies in: (document, the tile's number inside it).
+
+    Document d owns the tiles from cu_seqlens[d] // BLOCK + d to the next document's first. That is never too
+    few, wastes at most two a document, and needs no table of tiles: the document is the last whose first tile
+    is not past this one. Counted 128 documents at a time, because a bisection is a chain of loads that each
+    wait for the one before.
+    """
+    count = 0
+    for first in range(0, num_docs, 128):
+        documents = first + tl.arange(0, 128)
+        starts = tl.load(cu_seqlens + documents, mask=documents < num_docs, other=0) // BLOCK + documents
+        count += tl.sum(((starts <= tile) & (documents < num_docs)).to(tl.int32), 0)
+    document = count - 1
+    return document, tile - (tl.load(cu_seqlens + document) // BLOCK + document)
+
+
+@triton.jit
+def document_rows(document, cu_seqlens):
+    """(first packed row, length) of a document."""
+    start = tl.load(cu_seqlens + document)
+    return start, tl.load(cu_seqlens + document + 1) - start
+
+
+@triton.jit
+def head_base(tensor, strides, batch, head, first_row, TMA: tl.constexpr):
+    """Where a head's first row is: a pointer, with 64-bit arithmetic; a TMA descriptor addresses heads itself,
+    and carries the row with it.
+
+    first_row is a document's first packed row, 0 for dense tensors.
+    """
     if TMA:
-        return tensor
+        return tensor, first_row
     else:
-        return tensor + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        base = tensor + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+        return base + tl.cast(first_row, tl.int64) * strides[2]
 
 
 @triton.jit
@@ -63,7 +101,13 @@ def load_tile(
     RAGGED says that rows may lie past num_tokens. A 0 matters even where the score is masked: 0 * NaN is NaN.
     """
     if TMA:
-        return base.load([batch, head, start, 0]).reshape([BLOCK, BLOCK_D])
+        descriptor, first_row = base
+        if len(descriptor.shape) == 5:
+            # see `packed_descriptor` in kernels/launch.py: rows past the document's last are out of bounds
+            last = first_row + num_tokens
+            return descriptor.load([ORIGIN, last, head, ORIGIN - num_tokens + start, 0]).reshape([BLOCK, BLOCK_D])
+        else:
+            return descriptor.load([batch, head, start, 0]).reshape([BLOCK, BLOCK_D])
     else:
         rows = tl.arange(0, BLOCK)
         cols = tl.arange(0, BLOCK_D)
@@ -87,6 +131,7 @@ def store_tile(
     strides,
     batch,
     head,
+    first_row,
     start,
     num_tokens,
     tile,
@@ -97,45 +142,93 @@ def store_tile(
     """Store (BLOCK, BLOCK_D) in the tensor's dtype, but no row past num_tokens and no padded column."""
     rows = tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK_D)
-    base = tensor + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    base = head_base(tensor, strides, batch, head, first_row, False)
     pointers = base + tl.cast(start, tl.int64) * strides[2] + (rows[:, None] * strides[2] + cols[None, :])
     keep = (start + rows < num_tokens)[:, None] & (cols < HEAD_DIM)[None, :]
     tl.store(pointers, tile.to(tensor.dtype.element_ty), mask=keep)
 
 
 @triton.jit
-def mask_scores(scores, rows, cols, num_q, num_k, CAUSAL: tl.constexpr):
-    """Hide keys with -inf. rows and cols are global query and key indices that broadcast against scores.
+def mask_scores(scores, rows, cols, num_q, num_k, window, CAUSAL: tl.constexpr, LOCAL: tl.constexpr):
+    """Hide keys with -inf. rows and cols are query and key indices that broadcast against scores.
 
-    Causal is aligned bottom-right: j <= i + num_k - num_q. It also hides keys past num_k from every real row.
+    The diagonal is aligned bottom-right: query i stands at key i + num_k - num_q. CAUSAL also hides keys past
+    num_k from every real row. LOCAL: window = (left, right), no bound being larger than any distance.
     """
-    if CAUSAL:
+    if LOCAL:
+        diagonal = rows + (num_k - num_q)
+        visible = (cols >= diagonal - window[0]) & (cols <= diagonal + window[1]) & (cols < num_k)
+        return tl.where(visible, scores, -float("inf"))
+    elif CAUSAL:
         return tl.where(cols <= rows + (num_k - num_q), scores, -float("inf"))
     else:
         return tl.where(cols < num_k, scores, -float("inf"))
 
 
 @triton.jit
-def visible_keys(q_start, num_q, num_k, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Bounds of a query tile's key loop: (end of the tiles that all rows see whole, end of the keys)."""
-    if CAUSAL:
+def visible_keys(
+    q_start, num_q, num_k, window, CAUSAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Bounds of a query tile's key loops: (full_start, full_end, masked_start, masked_end), see `masked_tile`.
+
+    Every row sees the keys from full_start to full_end, which need no mask. Only tiles that some row sees are
+    visited, so that a window costs N * window.
+    """
+    if LOCAL:
+        first = q_start + num_k - num_q  # where the tile's first query stands
+        last = first + BLOCK_Q - 1
+        start = tl.maximum(first - window[0], 0) // BLOCK_K * BLOCK_K
+        end = tl.minimum(tl.maximum(last + window[1] + 1, 0), num_k)
+        full_start = tl.cdiv(tl.maximum(last - window[0], 0), BLOCK_K) * BLOCK_K
+        full_end = tl.minimum(tl.maximum(first + window[1] + 1, 0), num_k) // BLOCK_K * BLOCK_K
+        full_end = tl.maximum(full_start, full_end)
+        return full_start, full_end, start, end - (full_end - full_start)
+    elif CAUSAL:
         seen_by_first = tl.minimum(tl.maximum(q_start + 1 + num_k - num_q, 0), num_k)
         end = tl.minimum(tl.maximum(q_start + BLOCK_Q + num_k - num_q, 0), num_k)
+        full_end = seen_by_first // BLOCK_K * BLOCK_K
+        return 0, full_end, full_end, end
     else:
-        seen_by_first = num_k
-        end = num_k
-    return seen_by_first // BLOCK_K * BLOCK_K, end
+        full_end = num_k // BLOCK_K * BLOCK_K
+        return 0, full_end, full_end, num_k
 
 
 @triton.jit
-def seeing_queries(k_start, num_q, num_k, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Bounds of a key tile's query loop: (first tile that sees any key, first tile whose rows see them all).
+def seeing_queries(
+    k_start, num_q, num_k, window, CAUSAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Bounds of a key tile's query loops: (full_start, full_end, masked_start, masked_end), see `masked_tile`.
 
-    Both are multiples of BLOCK_Q; queries from the second bound to num_q need no mask.
+    Starts are multiples of BLOCK_Q. Rows past num_q need no mask: their LSE is +inf.
     """
-    if CAUSAL:
-        first = tl.maximum(k_start - (num_k - num_q), 0) // BLOCK_Q * BLOCK_Q
+    if LOCAL:
+        first = k_start - (num_k - num_q)  # the query that stands at the tile's first key
+        last = first + BLOCK_K - 1
+        start = tl.maximum(first - window[1], 0) // BLOCK_Q * BLOCK_Q
+        end = tl.minimum(tl.maximum(last + window[0] + 1, 0), num_q)
+        full_start = tl.cdiv(tl.maximum(last - window[1], 0), BLOCK_Q) * BLOCK_Q
+        full_end = tl.minimum(tl.maximum(first + window[0] + 1, 0), num_q) // BLOCK_Q * BLOCK_Q
+        full_end = tl.maximum(full_start, full_end)
+        return full_start, full_end, start, end - (full_end - full_start)
+    elif CAUSAL:
+        start = tl.maximum(k_start - (num_k - num_q), 0) // BLOCK_Q * BLOCK_Q
         full = tl.cdiv(tl.maximum(k_start + BLOCK_K - 1 - (num_k - num_q), 0), BLOCK_Q) * BLOCK_Q
-        return first, tl.maximum(first, full)
+        full = tl.maximum(start, full)
+        return full, num_q, start, tl.minimum(full, num_q)
     else:
-        return 0, 0
+        return 0, num_q, 0, 0
+
+
+@triton.jit
+def masked_tile(position, full_start, full_end, LOCAL: tl.constexpr):
+    """The tile that a masked loop visits at `position`.
+
+    A window has masked tiles on both sides of the full ones. One loop takes both: from full_start on it jumps
+    over the full tiles.
+    """
+    if LOCAL:
+        return position + tl.where(position >= full_start, full_end - full_start, 0)
+    else:
+        return position

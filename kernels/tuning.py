@@ -3,11 +3,18 @@
 Registers, spills and shared memory in the reasons come from `python -m scripts.compile_kernels`.
 """
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.device import capability, interpreting
+from kernels.options import Options
+
+# Where every document ends in the coordinates of a packed TMA descriptor (kernels/launch.py): a power of two
+# beyond any number of tokens.
+PACKED_ORIGIN = 2**30
 
 
 @dataclass(frozen=True)
@@ -20,13 +27,24 @@ class Tile:
     num_stages: int
     tma: bool = False
 
+    def smaller(self) -> "Tile | None":
+        """The next tile that needs less shared memory: fewer stages first, then fewer keys, then queries."""
+        if self.num_stages > 1:
+            return replace(self, num_stages=self.num_stages - 1)
+        if self.block_k > 16:
+            return replace(self, block_k=self.block_k // 2)
+        if self.block_q > 16:
+            return replace(self, block_q=self.block_q // 2)
+        return None
+
 
 # Small, so that test shapes of 30 to 160 tokens cross tile borders; unequal, so that the diagonal of a key
 # tile spans more than one query tile.
 INTERPRETER = Tile(block_q=16, block_k=32, num_warps=4, num_stages=1)
 
 # 16-bit inputs on Hopper and data-center Blackwell (227 KB of shared memory): (kernel, head_dim padded to a
-# power of two, mask or "any") -> tile. TMA everywhere: pointer arithmetic costs 26 to 50 registers in the
+# power of two, variant or "any") -> tile. A variant is "dropout" or "softcap", whose arithmetic takes registers,
+# else the mask: "window", "causal" or "full". TMA everywhere: pointer arithmetic costs 26 to 50 registers in the
 # same kernel.
 _HOPPER = {
     ("fwd", 16, "any"): Tile(128, 128, 8, 3, True),  # as 32; few use it
@@ -34,16 +52,45 @@ _HOPPER = {
     ("fwd", 64, "any"): Tile(128, 128, 8, 3, True),  # 159 registers; with 4 warps wgmma is serialized
     ("fwd", 128, "any"): Tile(128, 128, 8, 2, True),  # 194 registers, 161 KB
     ("fwd", 256, "any"): Tile(128, 64, 8, 2, True),  # 227 registers, 192 KB
+    # plain masks at 64 and 128: the fastest of 12 to 20 tiles at 1,024 to 16,384 tokens (H200, torch 2.11.0, triton
+    # 3.6.0, 2026-11-21); "any" above came from the compiler's registers and is 1.05 to 1.7 times slower there
+    ("fwd", 64, "causal"): Tile(64, 64, 4, 2, True),
+    ("fwd", 64, "full"): Tile(64, 128, 4, 2, True),
+    ("fwd", 128, "causal"): Tile(64, 64, 4, 3, True),
+    ("fwd", 128, "full"): Tile(64, 64, 4, 3, True),
+    ("dkdv", 64, "causal"): Tile(32, 64, 4, 3, True),
+    ("dkdv", 64, "full"): Tile(32, 64, 4, 3, True),
+    ("dkdv", 128, "causal"): Tile(64, 64, 4, 2, True),
+    ("dkdv", 128, "full"): Tile(64, 64, 4, 2, True),
+    ("dq", 64, "causal"): Tile(64, 64, 4, 2, True),
+    ("dq", 64, "full"): Tile(64, 64, 4, 2, True),
+    ("dq", 128, "causal"): Tile(128, 32, 8, 3, True),
+    ("dq", 128, "full"): Tile(128, 32, 8, 3, True),
+    # dropout: Philox holds four words a score, and 128 x 128 spills 550 to 800 bytes
+    ("fwd", 16, "dropout"): Tile(128, 64, 8, 2, True),
+    ("fwd", 32, "dropout"): Tile(128, 64, 8, 2, True),
+    ("fwd", 64, "dropout"): Tile(128, 64, 8, 2, True),  # 226 registers
+    ("fwd", 128, "dropout"): Tile(128, 64, 8, 2, True),  # 246 registers
+    ("fwd", 256, "dropout"): Tile(128, 32, 8, 2, True),
     ("dkdv", 16, "any"): Tile(64, 128, 8, 3, True),
     ("dkdv", 32, "any"): Tile(64, 128, 8, 3, True),
     ("dkdv", 64, "any"): Tile(64, 128, 8, 3, True),  # causal 207 registers; with 2 stages 255
     ("dkdv", 128, "any"): Tile(64, 128, 8, 3, True),  # no spill at 162 KB; with 2 stages causal spills 176 bytes
     ("dkdv", 256, "any"): Tile(32, 64, 8, 2, True),  # 255 registers, 16 bytes spilled
+    ("dkdv", 16, "dropout"): Tile(32, 128, 8, 2, True),
+    ("dkdv", 32, "dropout"): Tile(32, 128, 8, 2, True),
+    ("dkdv", 64, "dropout"): Tile(32, 128, 8, 2, True),  # 170 registers
+    ("dkdv", 128, "dropout"): Tile(32, 128, 8, 2, True),  # 254 registers
+    ("dkdv", 256, "dropout"): Tile(16, 64, 8, 2, True),  # spills 40 bytes; 32 queries 152
+    ("dkdv", 256, "softcap"): Tile(16, 64, 8, 2, True),  # 244 registers
+    ("dkdv", 128, "softcap"): Tile(32, 128, 8, 2, True),  # 255 registers; 64 queries spill 120 bytes
     ("dq", 16, "any"): Tile(128, 64, 8, 3, True),
     ("dq", 32, "any"): Tile(128, 64, 8, 3, True),
     ("dq", 64, "any"): Tile(128, 128, 8, 2, True),  # 181 registers
     ("dq", 128, "any"): Tile(128, 64, 8, 2, True),  # 161 registers, 128 KB
     ("dq", 256, "any"): Tile(64, 32, 8, 2, True),  # 182 registers, 128 KB
+    ("dq", 64, "dropout"): Tile(128, 64, 8, 2, True),  # 167 registers
+    ("dq", 128, "dropout"): Tile(128, 32, 8, 2, True),  # 184 registers
 }
 
 # 16-bit inputs elsewhere from Ampere on. Every entry fits the 99 KB of sm_86, sm_89 and sm_120; loads by
@@ -64,6 +111,7 @@ _PORTABLE = {
     ("dq", 64, "any"): Tile(128, 64, 8, 2),  # 187 registers, 48 KB
     ("dq", 128, "any"): Tile(128, 32, 8, 2),  # 202 registers, 80 KB
     ("dq", 256, "any"): Tile(64, 32, 8, 1),  # 208 registers, 96 KB
+    ("dq", 256, "dropout"): Tile(32, 32, 8, 1),  # 174 registers; 64 queries spill 184 bytes
 }
 
 # float32 on every GPU: exact products run on the FP32 lanes as unrolled multiply-adds, so tiles are small;
@@ -87,7 +135,18 @@ _FLOAT32 = {
 }
 
 
-def table_tile(kernel: str, arch: tuple[int, int], element_bytes: int, head_dim: int, causal: bool) -> Tile:
+def variant_of(options: Options) -> str:
+    """The table's variant for a call: what takes registers before what masks."""
+    if options.dropout_p > 0.0:
+        return "dropout"
+    if options.softcap > 0.0:
+        return "softcap"
+    if options.local:
+        return "window"
+    return "causal" if options.causal else "full"
+
+
+def table_tile(kernel: str, arch: tuple[int, int], element_bytes: int, head_dim: int, variant: str) -> Tile:
     """The table's tile for a kernel ("fwd", "dkdv" or "dq") on compute capability `arch`."""
     if element_bytes == 4:
         table = _FLOAT32
@@ -95,14 +154,39 @@ def table_tile(kernel: str, arch: tuple[int, int], element_bytes: int, head_dim:
         # sm_90 and sm_10x have the large shared memory; sm_12x, although newer, has not
         table = _HOPPER if arch[0] in (9, 10, 11) else _PORTABLE
     padded = max(16, 1 << (head_dim - 1).bit_length())
-    mask = "causal" if causal else "full"
-    tile = table.get((kernel, padded, mask)) or table.get((kernel, padded, "any"))
+    tile = table.get((kernel, padded, variant)) or table.get((kernel, padded, "any"))
     assert tile is not None, f"no tile for {kernel} at head_dim {head_dim}"
     return tile
 
 
-def tile_for(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, causal: bool) -> Tile:
+def tile_for(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, options: Options) -> Tile:
     """The tile to launch with on this device; small ones in the interpreter."""
     if interpreting():
         return INTERPRETER
-    return table_tile(kernel, capability(device.index), dtype.itemsize, head_dim, causal)
+    return table_tile(kernel, capability(device.index), dtype.itemsize, head_dim, variant_of(options))
+
+
+# Tiles that did not fit this GPU's shared memory, and what took their place.
+_REPLACED: dict[Tile, Tile] = {}
+
+
+def launch_fitting(tile: Tile, launch: Callable[[Tile], None]) -> None:
+    """Call launch(tile); where the GPU has too little shared memory for it, the next smaller tile that fits.
+
+    Says so once a tile. Raises what Triton raises when not even the smallest fits.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    wanted = tile
+    tile = _REPLACED.get(tile, tile)
+    while True:
+        try:
+            launch(tile)
+        except OutOfResources as error:
+            smaller = tile.smaller()
+            if smaller is None:
+                raise
+            logging.getLogger(__name__).warning("%s does not fit (%s); trying %s", tile, error, smaller)
+            _REPLACED[wanted] = tile = smaller
+        else:
+            return

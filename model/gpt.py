@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels import cross_entropy, rotate_and_split
 from model.attention import ATTENTION, AttentionFunction, resolve_attention
 from model.config import GPTConfig, round_up
 from model.kv_cache import KVCache
@@ -40,16 +41,6 @@ def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tenso
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + D/2}) of x (B, N, H, D) by its token's angle; cos and sin (N, 1, D).
-
-    Computed in fp32, because the tables are, and returned in x's dtype. A flip swaps the halves: the compiler
-    turns it into indexing, where a cat costs a stored fp32 copy.
-    """
-    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)  # (B, N, H, D): second half, first half
-    return (x * cos + swapped * sin).to(x.dtype)
-
-
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, attend: AttentionFunction):
         super().__init__()
@@ -63,11 +54,10 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache | None = None) -> Tensor:
         B, N, C = x.shape
         qkv = self.qkv(x).view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
-        qk, v = qkv.split([self.num_heads + self.kv_heads, self.kv_heads], dim=2)
         if self.qk_norm:
-            qk = rms_norm(qk).to(v.dtype)
-        q, k = rotate(qk, cos, sin).split([self.num_heads, self.kv_heads], dim=2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, N, D): views, no copies
+            qk, v = qkv.split([self.num_heads + self.kv_heads, self.kv_heads], dim=2)
+            qkv = torch.cat((rms_norm(qk).to(v.dtype), v), dim=2)
+        q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads)  # (B, H, N, D) each
         if kv_cache is not None:
             k, v = kv_cache.append(self.layer, k, v)  # (B, Hkv, tokens so far, D)
         o = self.attend(q, k, v, causal=True)  # (B, Hq, N, D)
@@ -206,12 +196,10 @@ class GPT(nn.Module):
         if kv_cache is not None:
             kv_cache.advance(tokens.size(1))
         table = self.embedding.weight if self.head is None else self.head.weight  # (padded V, C)
-        logits = F.linear(rms_norm(x), table)[..., : self.vocab_size]  # (B, N, V): the padding is cut off
+        logits = F.linear(rms_norm(x), table)  # (B, N, padded V)
         if targets is None:
-            return logits
-        # Flattening keeps the view; the compiler fuses the cast into the softmax, so no fp32 copy is stored.
-        logits = logits.flatten(0, 1).float()  # (B N, V)
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="sum")
+            return logits[..., : self.vocab_size]  # the padding is cut off
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.vocab_size)
 
     def make_cache(self, batch_size: int) -> KVCache:
         """An empty cache for seq_len tokens, on the model's device, in the dtype attention runs in now."""

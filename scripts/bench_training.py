@@ -13,6 +13,7 @@ import statistics
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -122,14 +123,26 @@ def timed_steps(settings, config, seq_len, sequences, hardware) -> tuple[list[fl
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
     tokens = torch.randint(settings.bench.vocab_size, (sequences, seq_len + 1), device=hardware.device)
     micro_batch = min(settings.train.micro_batch or sequences, sequences)
-    seconds = []
+    marks = [Mark(hardware)]
     for _ in range(settings.bench.warmup_steps + settings.bench.steps):
-        hardware.synchronize()
-        started = time.perf_counter()
         training_step(forward, optimiser, tokens[:, :-1], tokens[:, 1:], micro_batch, hardware)
-        hardware.synchronize()
-        seconds.append(time.perf_counter() - started)
+        marks.append(Mark(hardware))
+    hardware.synchronize()
+    seconds = [begin.seconds_to(end) for begin, end in pairwise(marks)]
     return seconds[settings.bench.warmup_steps :], hardware.peak_memory_gib(), model
+
+
+class Mark:
+    """A moment in the device's stream of work. As in a run, the host does not wait between steps."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if hardware.device.type == "cuda" else None
+        self.time = time.perf_counter()
+        if self.event:
+            self.event.record()
+
+    def seconds_to(self, later: "Mark") -> float:
+        return self.event.elapsed_time(later.event) / 1e3 if self.event else later.time - self.time
 
 
 def held_to(attention: str) -> AbstractContextManager:
@@ -139,16 +152,8 @@ def held_to(attention: str) -> AbstractContextManager:
 
 def table(rows: list[dict]) -> Table:
     result = Table(title="training step, median")
-    for column in (
-        "attention",
-        "context",
-        "tokens/s",
-        "ms a step",
-        "fastest - slowest",
-        "MFU causal (full)",
-        "peak GiB",
-    ):
-        result.add_column(column, justify="left" if column == "attention" else "right")
+    for column in ("attention", "context", "tokens/s", "ms", "range", "MFU (full)", "GiB"):
+        result.add_column(column, justify="left" if column == "attention" else "right", no_wrap=True)
     for row in rows:
         if "error" in row:
             result.add_row(row["attention"], f"{row['seq_len']:,}", row["error"])

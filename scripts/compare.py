@@ -15,6 +15,7 @@ from rich.table import Table
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # the backend is chosen first: there may be no screen
+from matplotlib.ticker import EngFormatter
 
 
 def read_run(folder: Path) -> dict:
@@ -52,6 +53,7 @@ def draw(runs: list[dict], path: Path) -> None:
         axes.axhline(unigram, color="grey", linestyle=":", label=f"unigram model of the same text ({unigram:.2f})")
         axes.set_title(runs[0]["name"])
     axes.set_xlabel("tokens")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylabel("loss, nats a token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
@@ -73,9 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
     draw(runs, options.out)
 
     table = Table()
-    table.add_column("run")
-    for column in ("steps", "tokens", "seconds", "tokens/s", "held-out loss", "perplexity", "bits/byte", "peak GiB"):
-        table.add_column(column, justify="right")
+    table.add_column("run", overflow="fold")
+    for column in ("tokens", "s", "tok/s", "val loss", "ppl", "GiB"):
+        table.add_column(column, justify="right", no_wrap=True)
     rows = []
     for run in runs:
         summary = run["summary"]
@@ -93,9 +95,16 @@ def main(arguments: list[str] | None = None) -> int:
             "peak_memory_gib": max(memory) if memory else None,
         }
         rows.append(row)
-        forms = ("{}", "{:,}", "{:,}", "{:,.1f}", "{:,}", "{:.4f}", "{:.2f}", "{:.3f}", "{:.1f}")
-        cells = zip(forms, row.values(), strict=True)
-        table.add_row(*("-" if value is None else form.format(value) for form, value in cells))
+        forms = {
+            "run": "{}",
+            "tokens": "{:,}",
+            "seconds": "{:,.1f}",
+            "tokens_per_second": "{:,}",
+            "val_loss": "{:.4f}",
+            "val_perplexity": "{:.2f}",
+            "peak_memory_gib": "{:.1f}",
+        }
+        table.add_row(*("-" if row[key] is None else form.format(row[key]) for key, form in forms.items()))
     Console(highlight=False).print(table)
     print(json.dumps({"picture": str(options.out), "runs": rows}))
     return 0

@@ -32,8 +32,23 @@ SPILL_LIMIT_BYTES = 32  # a few bytes outside the loop cost nothing that can be 
 DTYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 
 
-def _signature(kernel, constants: dict, dtype: str):
+# What --options switches on: the fields of kernels.launch.Switches that are not None, with their types.
+OPTIONS = {
+    "softcap": {"softcap": "fp32"},
+    "alibi_slopes": {"alibi_slopes": "*fp32"},
+    "sinks": {"sinks": "*fp32"},
+    "dropout": {"dropout_seed": "*i64", "dropout_p": "fp32"},
+    "varlen": {"cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32"},
+    "window": {},  # a constant of the kernel, LOCAL
+}
+
+
+def _signature(kernel, constants: dict, dtype: str, switched_on: list[str]):
     """Types, constants and alignment of a launch on dense (B, N, H, D) tensors."""
+    from kernels.launch import Switches
+
+    types = {field: kind for option in switched_on for field, kind in OPTIONS[option].items()}
+    switches = Switches(*(types.get(field, "constexpr") for field in Switches._fields))
     pointer = DTYPES[dtype]
     element = pointer[1:]
     aligned = [["tt.divisibility", 16]]
@@ -49,8 +64,15 @@ def _signature(kernel, constants: dict, dtype: str):
             signature[name], constexprs[(i,)] = "constexpr", constants[name]
         elif name == "group_size":  # 1: no grouped queries
             signature[name], constexprs[(i,)] = "constexpr", 1
+        elif name == "switches":
+            signature[name] = switches
+            for j, value in enumerate(switches):
+                if value == "constexpr":
+                    constexprs[(i, j)] = None
         elif name in rows and constants["TMA"]:
-            signature[name] = f"tensordesc<{element}[1, 1, {rows[name]}, {constants['BLOCK_D']}]>"
+            width = constants["BLOCK_D" if name in "qk" else "BLOCK_DV"]
+            leading = "1, 1, 1" if "varlen" in switched_on else "1, 1"
+            signature[name] = f"tensordesc<{element}[{leading}, {rows[name]}, {width}]>"
         elif name in rows:
             signature[name], attributes[(i,)] = pointer, aligned
         elif name.endswith("_strides"):
@@ -83,17 +105,20 @@ def compile_one(job: dict) -> dict:
     tile = Tile(*job["tile"])
     constants = {
         "HEAD_DIM": job["head_dim"],
+        "HEAD_DIM_V": job["head_dim"],
         "BLOCK_D": triton.next_power_of_2(job["head_dim"]),
+        "BLOCK_DV": triton.next_power_of_2(job["head_dim"]),
         "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k,
-        "CAUSAL": job["causal"],
+        "CAUSAL": job["causal"] and "window" not in job["options"],
+        "LOCAL": "window" in job["options"],
         "EVEN_Q": job["even"],
         "EVEN_K": job["even"],
         "PRECISION": "ieee" if job["dtype"] == "fp32" else "tf32",
         "TMA": tile.tma,
     }
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    source = ASTSource(kernel, *_signature(kernel, constants, job["dtype"]))
+    source = ASTSource(kernel, *_signature(kernel, constants, job["dtype"], job["options"]))
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", job["arch"], 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
@@ -147,14 +172,24 @@ def jobs_for(arguments) -> list[dict]:
     for kernel, dtype, head_dim, causal in product(arguments.kernel, arguments.dtype, arguments.head_dim, masks):
         element_bytes = 4 if dtype == "fp32" else 2
         arch = (arguments.arch // 10, arguments.arch % 10)
-        tiles = arguments.tile or [astuple(table_tile(kernel, arch, element_bytes, head_dim, causal))]
+        tiles = arguments.tile or [
+            astuple(table_tile(kernel, arch, element_bytes, head_dim, _variant(arguments.options, causal)))
+        ]
         for tile in tiles:
             jobs.append(
-                {"kernel": kernel, "arch": arguments.arch, "dtype": dtype, "head_dim": head_dim, "causal":
-                causal,
-                 "even": not arguments.ragged, "tile": tile}
+                {"kernel": kernel, "arch": arguments.arch, "dtype": dtype, "head_dim": head_dim, "causal": causal,
+                 "even": not (arguments.ragged or "varlen" in arguments.options), "tile": tile,
+                 "options": arguments.options}
             )  # fmt: skip
     return jobs
+
+
+def _variant(switched_on: list[str], causal: bool) -> str:
+    """The tuning table's variant, as `kernels.tuning.variant_of` finds it."""
+    for name in ("dropout", "softcap", "window"):
+        if name in switched_on:
+            return name
+    return "causal" if causal else "full"
 
 
 def _line(row: dict) -> str:
@@ -177,6 +212,7 @@ def main() -> int:
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=sorted(DTYPES))
     parser.add_argument("--mask", default="both", choices=["both", "causal", "full"])
+    parser.add_argument("--options", nargs="+", default=[], choices=sorted(OPTIONS), help="switched on, together")
     parser.add_argument("--ragged", action="store_true", help="lengths that are no multiple of the tile")
     parser.add_argument(
         "--tile", type=_parse_tile, action="append", help="BLOCK_Q,BLOCK_K,WARPS,STAGES[,tma]; repeatable"

@@ -5,7 +5,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from conf.program import register_resolvers, settings_from
+from conf.program import register, settings_from
 from conf.schema import Settings
 
 CORPUS = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs.\n" * 60
@@ -18,6 +18,7 @@ SMALL = (
     "model.attention=sdpa",
     "data.seq_len=32",
     "train.batch_tokens=256",
+    "optim.warmup_steps=1",
     "train.eval_windows=4",
     "train.sample_tokens=0",
     "logger.wandb=disabled",
@@ -27,7 +28,7 @@ SMALL = (
 
 def settings(*overrides: str, schema: type = Settings, config: str = "config"):
     """The settings that `python train.py <overrides>` would run."""
-    register_resolvers()
+    register(schema)
     with initialize_config_module("conf", version_base="1.3"):
         cfg = compose(config, overrides=list(overrides))
     OmegaConf.set_struct(cfg, False)

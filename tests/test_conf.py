@@ -121,6 +121,7 @@ def test_typo_inside_an_experiment_file(tmp_path, capsys, monkeypatch):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nmodel:\n  num_layerz: 3\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py", "--config-dir", str(tmp_path), "experiment=mine"])
     with pytest.raises(SystemExit) as stopped:
         main()

@@ -151,7 +151,8 @@ def test_order_matters():
 
 
 def test_rotary_scores_depend_on_distance_alone():
-    from model.gpt import rope_tables, rotate
+    from kernels.rotary import rotate
+    from model.gpt import rope_tables
 
     cos, sin = rope_tables(SEQ_LEN, 16, 10000.0)
     q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0))

@@ -62,6 +62,69 @@ def test_gradients_agree_with_finite_differences(attention, num_q, num_k, causal
     assert torch.autograd.gradcheck(both_outputs, (q, k, v))
 
 
+OPTIONS = {
+    "window": {"window": (2, 1)},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25])},
+    "dropout": {"dropout_p": 0.4, "dropout_seed": 9},
+    "sinks": {"sinks": torch.tensor([0.3, -0.7]), "causal": True},
+    "all": {
+        "window": (3, 1),
+        "softcap": 1.5,
+        "alibi_slopes": torch.tensor([[0.5, 0.25]]),
+        "dropout_p": 0.4,
+        "dropout_seed": 9,
+        "sinks": torch.tensor([0.3, -0.7]),
+    },
+}
+
+
+@pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("num_q", "num_k"), [(4, 6), (6, 4)])
+def test_gradients_of_options_agree_with_finite_differences(attention, options, num_q, num_k):
+    q, k, v = (x.detach().double().requires_grad_() for x in make_qkv(1, 2, 1, num_q, num_k, 3, head_dim_v=2))
+    blocks = {"block_q": 3, "block_k": 2} if attention is tiled_attention else {}
+    options = dict(OPTIONS[options])
+    sinks = options.pop("sinks", None)
+    sinks = () if sinks is None else (sinks.double().requires_grad_(),)
+
+    def both_outputs(q, k, v, *sinks):
+        o, lse = attention(q, k, v, sinks=sinks[0] if sinks else None, return_lse=True, **options, **blocks)
+        return o, lse.masked_fill(lse == -math.inf, 0.0)
+
+    assert torch.autograd.gradcheck(both_outputs, (q, k, v, *sinks))
+
+
+def test_window_softcap_and_alibi_by_hand():
+    """The options' definitions, written out for one row."""
+    q, k, v = (x.detach() for x in _double((1, 1, 1, 6, 8, 3)))
+    scores = (q[0, 0, 2] @ k[0, 0].T) * 3**-0.5
+    scores = 2.0 * torch.tanh(scores / 2.0) - 0.5 * (4 - torch.arange(8)).abs()  # row 2 stands at key 2 + 8 - 6
+    weights = torch.softmax(scores[1:6], -1)  # three keys back, one ahead
+    o = naive_attention(q, k, v, softcap=2.0, alibi_slopes=torch.tensor([0.5]), window=(3, 1))
+    torch.testing.assert_close(o[0, 0, 2], weights @ v[0, 0, 1:6])
+
+
+def test_sinks_are_keys_without_values():
+    q, k, v = (x.detach() for x in _double((1, 2, 2, 5, 7, 3)))
+    sinks = torch.tensor([0.4, -2.0])
+    o, lse = naive_attention(q, k, v, sinks=sinks, return_lse=True)
+    plain, plain_lse = naive_attention(q, k, v, return_lse=True)
+    expected = torch.logaddexp(plain_lse, sinks.double()[None, :, None])
+    torch.testing.assert_close(lse, expected)
+    torch.testing.assert_close(o, plain * (plain_lse - expected).exp()[..., None])
+
+
+def test_a_row_that_sees_no_key_sees_its_sink():
+    q, k, v = _double((1, 2, 1, 9, 4, 8))
+    sinks = torch.tensor([0.5, -1.0])
+    for attention in (naive_attention, tiled_attention):
+        o, lse = attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+        assert not o[:, :, :5].any()
+        assert torch.equal(lse[0, :, 0], sinks.double())
+
+
 @pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
 def test_rows_without_a_visible_key(attention):
     q, k, v = _double((1, 2, 1, 9, 4, 8))

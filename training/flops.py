@@ -32,6 +32,8 @@ def flops_per_token(
     return {"causal": dense + pair * (seq_len + 1) / 2, "full": dense + pair * seq_len}
 
 
-def mfu(flops_a_token: float, tokens_per_second: float, peak_flops: float | None) -> float | None:
-    """Model FLOPs utilisation in [0, 1]; None where the chip's dense peak is not known."""
-    return None if peak_flops is None else flops_a_token * tokens_per_second / peak_flops
+def mfu(flops_a_token: float, tokens_per_second: float | None, peak_flops: float | None) -> float | None:
+    """Model FLOPs utilisation in [0, 1]; None where the chip's dense peak or the speed is not known."""
+    if tokens_per_second is None or peak_flops is None:
+        return None
+    return flops_a_token * tokens_per_second / peak_flops

@@ -26,6 +26,22 @@ from rich.progress import (
 
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
+# what a console line shows of a record, in this order
+TRAINING_FORMS = {
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.2e}",
+    "grad_norm": "norm {:.2f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "mfu": "mfu {:.1%}",
+    "mfu_full": "({:.1%} full)",
+    "peak_memory_gib": "{:.1f} GiB",
+}
+EVALUATION_FORMS = {
+    "val_loss": "held-out loss {:.4f}",
+    "val_perplexity": "perplexity {:.2f}",
+    "val_bits_per_byte": "{:.3f} bits a byte",
+}
+
 
 @dataclass
 class LoggerConfig:
@@ -51,17 +67,18 @@ class RunLog:
         self._file = _open_metrics(run_dir / "metrics.jsonl", first_step)
         self._wandb, self.wandb_note = _start_wandb(run_dir, config, settings, resumed=first_step > 0)
         self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("steps"),
             TimeElapsedColumn(),
-            TextColumn("left"),
+            TextColumn("gone,"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=self.console,
             disable=not self.console.is_terminal,
+            transient=True,
         )
-        self._task = self._progress.add_task("training", total=steps, completed=first_step, status="")
+        self._task = self._progress.add_task("", total=steps, completed=first_step)
 
     def __enter__(self) -> "RunLog":
         self._progress.start()
@@ -89,10 +106,9 @@ class RunLog:
         self._file.flush()
         if self._wandb:
             self._guarded(lambda run: run.log({"step": step, **known}))
-        line = _console_line(known)
-        self._progress.update(self._task, completed=step, status=line)
-        if not self.console.is_terminal:
-            self.say(f"step {step:>6}  {line}")
+        for forms in (TRAINING_FORMS, EVALUATION_FORMS):
+            if line := _console_line(known, forms):
+                self.say(f"step {step:>6}  {line}")
 
     def summary(self, values: Mapping[str, Any]) -> None:
         (self.run_dir / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
@@ -107,19 +123,7 @@ class RunLog:
             self.say(f"wandb failed ({type(error).__name__}: {str(error).splitlines()[0]}); the run goes on without it")
 
 
-def _console_line(values: Mapping[str, float]) -> str:
-    forms = {
-        "loss": "loss {:.4f}",
-        "val_loss": "val {:.4f}",
-        "val_perplexity": "ppl {:.2f}",
-        "val_bits_per_byte": "{:.3f} bits/byte",
-        "lr": "lr {:.2e}",
-        "grad_norm": "norm {:.2f}",
-        "tokens_per_second": "{:,.0f} tok/s",
-        "mfu": "mfu {:.1%}",
-        "mfu_full": "({:.1%} full)",
-        "peak_memory_gib": "{:.1f} GiB",
-    }
+def _console_line(values: Mapping[str, float], forms: Mapping[str, str]) -> str:
     return "  ".join(form.format(values[key]) for key, form in forms.items() if key in values)
 
 

@@ -1,0 +1,71 @@
+"""Cross-entropy of a vocabulary's logits: one read of them forward, one read and one write backward.
+
+At 65,536 tokens the logits of GPT-2's vocabulary are 6.6 GB, the largest tensor of a training step: the loss should
+cost what moving them costs, and no more. An odd vocabulary size (50,257) must not cost vector loads either.
+
+This file is the contract (torch only); the kernels load when a CUDA tensor, or the interpreter, needs them.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -1  # a target that does not count
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Negative log-likelihood of `targets` in nats, summed over the rows that count: an fp32 scalar.
+
+    Args:
+        logits: (T, columns), any float dtype, contiguous rows. Columns from `vocab_size` on are padding: they get
+            no probability and a zero gradient.
+        targets: (T,) int64 below `vocab_size`; -1 does not count. On CUDA a larger id makes the loss NaN.
+
+    Triton on CUDA, PyTorch's own elsewhere; computed in fp32, the gradient is returned in the logits' dtype.
+    """
+    if logits.is_cuda:
+        return cross_entropy_fwd(logits, targets, vocab_size)[0].sum()
+    return F.cross_entropy(logits[:, :vocab_size].float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+@torch.library.custom_op("flashgpt::cross_entropy_fwd", mutates_args=())
+def cross_entropy_fwd(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Loss and log-sum-exp of each row, (T,) fp32, in nats."""
+    from kernels.cross_entropy_kernels import launch_cross_entropy_fwd
+
+    return launch_cross_entropy_fwd(logits, targets, vocab_size)
+
+
+@cross_entropy_fwd.register_fake
+def _(logits, targets, vocab_size):
+    return logits.new_empty(logits.shape[:1], dtype=torch.float32), logits.new_empty(
+        logits.shape[:1], dtype=torch.float32
+    )
+
+
+@torch.library.custom_op("flashgpt::cross_entropy_bwd", mutates_args=())
+def cross_entropy_bwd(dloss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, vocab_size: int) -> Tensor:
+    """Gradient of the logits, (T, columns) in their dtype; `dloss` (T,) fp32 is what each row's loss is worth."""
+    from kernels.cross_entropy_kernels import launch_cross_entropy_bwd
+
+    return launch_cross_entropy_bwd(dloss, logits, targets, lse, vocab_size)
+
+
+@cross_entropy_bwd.register_fake
+def _(dloss, logits, targets, lse, vocab_size):
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    logits, targets, ctx.vocab_size = inputs
+    _, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(logits, targets, lse)
+
+
+def _backward(ctx, dloss: Tensor, _dlse: Tensor | None):
+    logits, targets, lse = ctx.saved_tensors
+    return cross_entropy_bwd(dloss, logits, targets, lse, ctx.vocab_size), None, None
+
+
+cross_entropy_fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,96 @@
+"""Rotary positions, and the cut of one fused projection into q, k and v, in one pass over memory.
+
+A pair (x_i, x_{i + D/2}) of a query or key turns by its token's angle; values are copied. Source: RoFormer,
+arXiv:2104.09864. The gradient turns back by the same angle, so backward is the same kernel with the sine negated.
+A compiler that joins three gradients computes every element's three cases; here a program knows which head it has.
+
+This file is the contract (torch only); the kernel loads when a CUDA tensor, or the interpreter, needs it.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x_i, x_{i + D/2}) of x (B, N, H, D) by its token's angle, in fp32; returned in x's dtype.
+
+    cos, sin: (N, 1, D) fp32, the sine negative in its first half.
+    """
+    # a flip swaps the halves: a compiler turns it into indexing, where a cat costs a stored fp32 copy
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)  # (B, N, H, D): second half, first half
+    return (x * cos + swapped * sin).to(x.dtype)
+
+
+def rotate_and_split(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut qkv into q, k and v, with q and k turned to their positions.
+
+    Args:
+        qkv: (B, N, Hq + 2 Hkv, D), any float dtype, D even; query heads first, then keys, then values.
+        cos, sin: (N, 1, D) fp32 of each token's position, the sine negative in its first half. No gradient.
+        num_heads: Hq.
+
+    Returns:
+        q (B, Hq, N, D), k and v (B, Hkv, N, D) in qkv's dtype, stored as (B, N, H, D).
+
+    Triton on CUDA, PyTorch's own operators elsewhere.
+    """
+    if qkv.is_cuda:
+        return rotary_fwd(qkv, cos, sin, num_heads)
+    kv_heads = (qkv.shape[2] - num_heads) // 2
+    qk, v = qkv.split([num_heads + kv_heads, kv_heads], dim=2)
+    q, k = rotate(qk, cos, sin).split([num_heads, kv_heads], dim=2)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _empty_split(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, tokens, heads, head_dim = qkv.shape
+    kv_heads = (heads - num_heads) // 2
+    q, k, v = (qkv.new_empty(batch, tokens, h, head_dim).transpose(1, 2) for h in (num_heads, kv_heads, kv_heads))
+    return q, k, v
+
+
+@torch.library.custom_op("flashgpt::rotary_fwd", mutates_args=())
+def rotary_fwd(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as `rotate_and_split` describes them."""
+    from kernels.rotary_kernel import launch_rotary
+
+    q, k, v = _empty_split(qkv, num_heads)
+    launch_rotary(qkv, q, k, v, cos, sin, inverse=False)
+    return q, k, v
+
+
+@rotary_fwd.register_fake
+def _(qkv, cos, sin, num_heads):
+    return _empty_split(qkv, num_heads)
+
+
+@torch.library.custom_op("flashgpt::rotary_bwd", mutates_args=())
+def rotary_bwd(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of qkv, (B, N, Hq + 2 Hkv, D), contiguous."""
+    from kernels.rotary_kernel import launch_rotary
+
+    dqkv = _empty_packed(dq, dk)
+    launch_rotary(dqkv, dq, dk, dv, cos, sin, inverse=True)
+    return dqkv
+
+
+@rotary_bwd.register_fake
+def _(dq, dk, dv, cos, sin):
+    return _empty_packed(dq, dk)
+
+
+def _empty_packed(q: Tensor, k: Tensor) -> Tensor:
+    batch, num_heads, tokens, head_dim = q.shape
+    return q.new_empty(batch, tokens, num_heads + 2 * k.shape[1], head_dim)
+
+
+def _setup_context(ctx, inputs, output):
+    _, cos, sin, _ = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx, dq, dk, dv):
+    return rotary_bwd(dq, dk, dv, *ctx.saved_tensors), None, None, None
+
+
+rotary_fwd.register_autograd(_backward, setup_context=_setup_context)

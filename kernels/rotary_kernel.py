@@ -1,0 +1,113 @@
+"""The Triton kernel of rotary.py: packed (B, N, Hq + 2 Hkv, D) to q, k, v with rotation, or back with the inverse.
+
+Bound by memory: each element is read once and written once.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.device import interpreting
+from kernels.launch import on_device
+
+TOKENS = 16  # of a program
+MAX_HEADS = 4  # of a program: they share the loads of cosine and sine
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def rotary_kernel(
+    packed_ptr,  # (B, N, Hq + 2 Hkv, D): read, or written where INVERSE
+    q_ptr,  # (B, Hq, N, D): written, or read where INVERSE
+    k_ptr,
+    v_ptr,  # (B, Hkv, N, D)
+    cos_ptr,  # (N, D) fp32
+    sin_ptr,  # (N, D) fp32, negative in the first half
+    packed_strides,  # (batch, token, head), elements
+    q_strides,  # (batch, head, token)
+    k_strides,
+    v_strides,
+    table_stride,  # of a token
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    BLOCK_HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    """One program: TOKENS tokens of HEADS heads, which are all query, all key or all value heads."""
+    head_blocks: tl.constexpr = (NUM_HEADS + 2 * KV_HEADS) // HEADS
+    program = tl.program_id(0)
+    first_head = (program % head_blocks) * HEADS
+    token_block = program // head_blocks
+    token_blocks = tl.cdiv(num_tokens, TOKENS)
+    batch = (token_block // token_blocks).to(tl.int64)
+    tokens = (token_block % token_blocks) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    heads = tl.arange(0, HEADS)[None, :, None]
+    columns = tl.arange(0, BLOCK_HALF)[None, None, :]
+    inside = (tokens < num_tokens) & (columns < HALF)
+
+    packed = packed_ptr + batch * packed_strides[0] + tokens * packed_strides[1]
+    packed += (first_head + heads) * packed_strides[2] + columns
+    turns = first_head < NUM_HEADS + KV_HEADS
+    if first_head < NUM_HEADS:
+        split = q_ptr + batch * q_strides[0] + (first_head + heads) * q_strides[1] + tokens * q_strides[2]
+    elif turns:
+        head = first_head - NUM_HEADS + heads
+        split = k_ptr + batch * k_strides[0] + head * k_strides[1] + tokens * k_strides[2]
+    else:
+        head = first_head - NUM_HEADS - KV_HEADS + heads
+        split = v_ptr + batch * v_strides[0] + head * v_strides[1] + tokens * v_strides[2]
+    split += columns
+
+    source = split if INVERSE else packed
+    target = packed if INVERSE else split
+    low = tl.load(source, mask=inside, other=0.0)
+    high = tl.load(source + HALF, mask=inside, other=0.0)
+    if turns:
+        table = tokens * table_stride + columns
+        cos = tl.load(cos_ptr + table, mask=inside, other=0.0)
+        sin = tl.load(sin_ptr + table + HALF, mask=inside, other=0.0)
+        if INVERSE:
+            sin = -sin
+        x, y = low.to(tl.float32), high.to(tl.float32)
+        low = (x * cos - y * sin).to(low.dtype)
+        high = (y * cos + x * sin).to(high.dtype)
+    tl.store(target, low, mask=inside)
+    tl.store(target + HALF, high, mask=inside)
+
+
+def launch_rotary(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> None:
+    """Fill q, k, v from `packed`, or `packed` from them where `inverse`."""
+    if interpreting() and packed.dtype.itemsize == 2:
+        return _launch_in_float32(packed, q, k, v, cos, sin, inverse)
+    if packed.numel() == 0:
+        return None
+    if inverse:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    elif packed.stride(-1) != 1:
+        packed = packed.contiguous()
+    batch, tokens, _, head_dim = packed.shape
+    num_heads, kv_heads = q.shape[1], k.shape[1]
+    heads = math.gcd(num_heads, kv_heads, MAX_HEADS)
+    blocks = batch * triton.cdiv(tokens, TOKENS) * ((num_heads + 2 * kv_heads) // heads)
+    with on_device(packed):
+        rotary_kernel[(blocks,)](
+            packed, q, k, v, cos, sin,
+            packed.stride()[:3], q.stride()[:3], k.stride()[:3], v.stride()[:3], cos.stride(0), tokens,
+            NUM_HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2,
+            BLOCK_HALF=triton.next_power_of_2(head_dim // 2), TOKENS=TOKENS, HEADS=heads, INVERSE=inverse,
+            num_warps=4,
+        )  # fmt: skip
+    return None
+
+
+def _launch_in_float32(packed, q, k, v, cos, sin, inverse) -> None:
+    """The interpreter keeps bfloat16 as integers: run it in float32 and round once."""
+    wide = [x.float() for x in (packed, q, k, v)]
+    launch_rotary(*wide, cos, sin, inverse=inverse)
+    for narrow, result in zip((packed,) if inverse else (q, k, v), wide[:1] if inverse else wide[1:], strict=True):
+        narrow.copy_(result)

@@ -1,0 +1,73 @@
+"""From raw scores to logits, and the dropout mask: the options' arithmetic, shared by forward and backward.
+
+Each option is switched by None at compile time and costs nothing when it is off.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.philox import ROUNDS
+from kernels.tiles import LOG2_E
+
+PHILOX_ROUNDS = tl.constexpr(ROUNDS)
+
+
+@triton.jit
+def _tanh(x, ACCURATE: tl.constexpr):
+    """tanh from one exp2 and one division. Near 0 that leaves an absolute error of 2^-24, which float32 inputs
+    would show: ACCURATE takes the series there."""
+    result = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
+    if ACCURATE:
+        square = x * x
+        # the next term is 62/2835 x^9: 6e-8 of the result at 0.2
+        series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0))))
+        result = tl.where(square < 0.04, series, result)
+    return result
+
+
+@triton.jit
+def logits_of(scores, rows, cols, diagonal, scale_log2, slope_log2, switches, ACCURATE: tl.constexpr):
+    """Soft-cap, then ALiBi: returns (logits, factor, cap_gradient).
+
+    logits * factor are the scaled scores in base 2. With neither option they are the raw scores and
+    scale_log2, so that scaling stays inside one fused multiply-add with the row maximum. `diagonal` is
+    num_k - num_q; cap_gradient is d(capped)/d(uncapped), to be used only with softcap.
+    """
+    if switches.softcap is not None:
+        tanh = _tanh(scores * (scale_log2 / (LOG2_E * switches.softcap)), ACCURATE)
+        logits = tanh * (switches.softcap * LOG2_E)
+        cap_gradient = 1.0 - tanh * tanh
+        factor = 1.0
+    elif switches.alibi_slopes is not None:
+        logits = scores * scale_log2
+        cap_gradient = 1.0
+        factor = 1.0
+    else:
+        logits = scores
+        cap_gradient = 1.0
+        factor = scale_log2
+    if switches.alibi_slopes is not None:
+        # float32 holds token positions exactly up to 2^24
+        distance = tl.abs((rows + diagonal).to(tl.float32) - cols.to(tl.float32))
+        logits = logits - slope_log2 * distance
+    return logits, factor, cap_gradient
+
+
+@triton.jit
+def slope_of(row, head, num_heads, switches):
+    """The ALiBi slope of a head in base 2; `row` is the batch entry or the document. 0 without ALiBi."""
+    if switches.alibi_slopes is not None:
+        return tl.load(switches.alibi_slopes + row * num_heads + head) * LOG2_E
+    else:
+        return 0.0
+
+
+@triton.jit
+def kept(rows, cols, batch_head, switches):
+    """Which probabilities dropout keeps: a function of seed, head, query and key alone, so that the backward
+    and other implementations find the same. rows and cols count in the whole tensor, not in the document."""
+    seed = tl.load(switches.dropout_seed)
+    # the four counters must have one type; 32-bit ones choose the 32-bit generator
+    head = tl.cast(batch_head, tl.int32)
+    bits, _, _, _ = tl.philox(seed, cols, rows, head, tl.cast(0, tl.int32), PHILOX_ROUNDS)
+    return (bits >> 8).to(tl.float32) * (1.0 / 16777216) >= switches.dropout_p

@@ -1,0 +1,191 @@
+"""How wrong attention is: `python -m scripts.error_budget` holds ours, PyTorch's formula and SDPA to float64.
+
+For each feature, dtype and head dimension: the largest error of O, dQ, dK and dV, ours beside the plain PyTorch
+formula in the same precision and beside scaled_dot_product_attention, and the bias of O: its mean signed error over
+several draws, with a 95 % confidence interval. Flash-attention's criterion is that our largest error is at most twice
+the plain formula's. "repeated maxima" repeats every row's largest score and gives V one sign, where rounding P V to
+bfloat16 is biased (arXiv:2510.04212). The table goes to the terminal and, as Markdown and JSON, to the run's folder.
+The last line is one JSON object.
+"""
+
+import json
+import math
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.markdown import Markdown
+from torch import Tensor
+
+from conf.program import program
+from kernels import flash_attention, flash_attention_varlen, naive_attention, naive_attention_varlen
+from training.hardware import HardwareConfig, set_up
+from training.provenance import provenance
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TENSORS = ("o", "dq", "dk", "dv")
+CASES = {
+    "full": {},
+    "causal": {"causal": True},
+    "repeated maxima": {},
+    "window": {"causal": True, "window": (100, 0)},
+    "softcap": {"causal": True, "softcap": 15.0},
+    "alibi": {"causal": True},
+    "sinks": {"causal": True},
+    "dropout": {"causal": True, "dropout_p": 0.1, "dropout_seed": 1},
+    "varlen": {"causal": True},
+}
+BY_SDPA = ("full", "causal", "repeated maxima")  # what PyTorch's own attention takes without a mask in memory
+
+
+@dataclass
+class BudgetConfig:
+    cases: list[str] = field(default_factory=lambda: list(CASES))
+    dtypes: list[str] = field(default_factory=lambda: list(DTYPES))  # bfloat16 | float16 | float32
+    head_dim: list[int] = field(default_factory=lambda: [64, 128])
+    seq_len: int = 1024  # tokens of queries and of keys
+    num_heads: int = 4
+    draws: int = 8  # independent inputs; the confidence interval is over them
+
+    def __post_init__(self) -> None:
+        for name, known in (("cases", CASES), ("dtypes", DTYPES)):
+            for value in getattr(self, name):
+                if value not in known:
+                    raise ValueError(f"budget.{name}={value} is not one of {', '.join(known)}")
+        if self.draws < 2:
+            raise ValueError(f"budget.draws={self.draws} must be at least 2: a spread needs two")
+
+
+@dataclass
+class BudgetSettings:
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+
+
+@program("error_budget", BudgetSettings)
+def main(settings: BudgetSettings, run_dir: Path) -> None:
+    hardware = set_up(settings.hardware)
+    torch.set_float32_matmul_precision("highest")  # the float32 baseline must not be TF32
+    budget, device = settings.budget, hardware.device
+    rows = [
+        measure(case, dtype, head_dim, budget, device)
+        for case in budget.cases
+        for dtype in budget.dtypes
+        for head_dim in budget.head_dim
+    ]
+    text = table(rows)
+    Console(width=160).print(Markdown(text))
+    summary = {
+        "worst_ratio_to_plain": {x: max((row["ratio"][x] for row in rows), default=None) for x in TENSORS},
+        "over_twice": [[row["case"], row["dtype"], row["head_dim"], x] for row in rows for x in over_budget(row)],
+        "more_biased_than_plain": [[r["case"], r["dtype"], r["head_dim"]] for r in rows if not r["bias_no_larger"]],
+    }
+    report = {"hardware": hardware.description, "provenance": provenance(), "summary": summary, "rows": rows}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "error_budget.md").write_text(text + "\n")
+    (run_dir / "error_budget.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps({"hardware": hardware.description, "rows": len(rows), **summary}))
+
+
+def over_budget(row: dict) -> list[str]:
+    """The tensors whose error is more than twice the plain formula's and more than float32's own rounding."""
+    return [x for x in TENSORS if row["ratio"][x] > 2.0 and row["ours"][x] > 1e-5]
+
+
+def measure(case: str, dtype: str, head_dim: int, budget: BudgetConfig, device: torch.device) -> dict:
+    """Errors of every implementation over the draws."""
+    names = ["ours", "plain"] + (["sdpa"] if case in BY_SDPA else [])
+    worst = {name: dict.fromkeys(TENSORS, 0.0) for name in names}
+    means: dict[str, list[float]] = {name: [] for name in names}
+    for draw in range(budget.draws):
+        inputs, options, packed = make_inputs(case, DTYPES[dtype], head_dim, budget, device, seed=draw)
+        exact = gradients(naive_attention_varlen if packed else naive_attention, [x.double() for x in inputs], options)
+        for name in names:
+            attention = {
+                "ours": flash_attention_varlen if packed else flash_attention,
+                "plain": naive_attention_varlen if packed else naive_attention,
+                "sdpa": sdpa,
+            }[name]
+            for x, actual, expected in zip(TENSORS, gradients(attention, inputs, options), exact, strict=True):
+                error = actual.double() - expected
+                worst[name][x] = max(worst[name][x], float(error.abs().max()))
+                if x == "o":
+                    means[name].append(float(error.mean()))
+    bias = {name: (statistics.fmean(means[name]), confidence(means[name])) for name in names}
+    (ours, ours_interval), (plain, plain_interval) = bias["ours"], bias["plain"]
+    return {
+        "case": case,
+        "dtype": dtype,
+        "head_dim": head_dim,
+        **worst,
+        "ratio": {x: worst["ours"][x] / max(worst["plain"][x], 1e-30) for x in TENSORS},
+        "bias": bias,
+        # both are estimates: ours is called larger only where the intervals say so
+        "bias_no_larger": abs(ours) - ours_interval <= abs(plain) + plain_interval,
+    }
+
+
+def confidence(values: list[float]) -> float:
+    """Half of the 95 % interval of the mean, from Student's t, approximated to 2 % for 8 draws or more."""
+    freedom = len(values) - 1
+    t = 1.96 + 2.4 / freedom + 3.0 / freedom**2
+    return t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def make_inputs(case: str, dtype: torch.dtype, head_dim: int, budget: BudgetConfig, device, seed: int):
+    """(q, k, v, dO), options, whether documents are packed."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, tokens = budget.num_heads, budget.seq_len
+    options = dict(CASES[case])
+    packed = case == "varlen"
+    shape = (tokens, heads, head_dim) if packed else (1, heads, tokens, head_dim)
+    q, k, v, do = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
+    if case == "repeated maxima":
+        k[:, :, ::8] = 2 * k[:, :, :1]  # one key in eight is the same, and long: many rows' maximum
+        v, do = v.abs(), do.abs()
+    if case == "alibi":
+        options["alibi_slopes"] = torch.tensor([2.0 ** -(h + 1) for h in range(heads)], device=device)
+    if case == "sinks":
+        options["sinks"] = torch.randn(heads, generator=generator).to(device)
+    if packed:
+        ends = sorted(torch.randperm(tokens, generator=generator)[:7].tolist())
+        starts = torch.tensor([0, *ends, tokens], dtype=torch.int32, device=device)
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": tokens, "max_seqlen_k": tokens}
+    return [q, k, v, do], options, packed
+
+
+def gradients(attention, inputs: list[Tensor], options: dict) -> tuple[Tensor, ...]:
+    """O, dQ, dK, dV."""
+    *qkv, do = (x.detach().clone() for x in inputs)
+    for x in qkv:
+        x.requires_grad_()
+    o = attention(*qkv, **options)
+    return o.detach(), *torch.autograd.grad(o, qkv, do.to(o.dtype))
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: largest error of ours / plain / SDPA, our ratio to the plain formula, and O's bias."""
+    lines = [
+        "| case | dtype | D | " + " | ".join(f"{x}: ours / plain / SDPA (ratio)" for x in TENSORS)
+        + " | bias of O: ours / plain (95 %) |",
+        "|---|---|---" + "|---" * len(TENSORS) + "|---|",
+    ]  # fmt: skip
+    for row in rows:
+        cells = []
+        for x in TENSORS:
+            errors = [f"{row[name][x]:.1e}" if name in row else "-" for name in ("ours", "plain", "sdpa")]
+            cells.append(f"{' / '.join(errors)} ({row['ratio'][x]:.2f})")
+        bias = " / ".join(f"{row['bias'][name][0]:+.1e} ± {row['bias'][name][1]:.0e}" for name in ("ours", "plain"))
+        lines.append(f"| {row['case']} | {row['dtype']} | {row['head_dim']} | {' | '.join(cells)} | {bias} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The rotary kernel against the PyTorch formula, forward and backward."""
+
+import pytest
+import torch
+
+from kernels.rotary import rotary_bwd, rotary_fwd, rotate, rotate_and_split
+from model.gpt import rope_tables
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = [
+    # B, N, Hq, Hkv, D
+    (2, 19, 4, 4, 16),
+    (1, 5, 6, 2, 40),
+    (2, 33, 3, 1, 80),
+    (1, 16, 2, 2, 256),
+    (3, 1, 8, 8, 64),
+]
+
+
+def make(B, N, Hq, Hkv, D, dtype):
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(B, N, Hq + 2 * Hkv, D, generator=generator).to(dtype).to(DEVICE).requires_grad_()
+    cos, sin = (table[7 : 7 + N].to(DEVICE) for table in rope_tables(N + 7, D, 10000.0))  # a cache's later tokens
+    return qkv, cos, sin
+
+
+def formula(qkv, cos, sin, num_heads):
+    kv_heads = (qkv.shape[2] - num_heads) // 2
+    q, k, v = qkv.split([num_heads, kv_heads, kv_heads], dim=2)
+    return [x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=["-".join(map(str, c)) for c in CASES])
+def test_agrees_with_the_formula(case, dtype, poisoned_memory):
+    qkv, cos, sin = make(*case, dtype)
+    results = rotary_fwd(qkv, cos, sin, case[2])
+    grads = [torch.randn_like(x) for x in results]
+    torch.autograd.backward(results, grads)
+    other = qkv.detach().clone().requires_grad_()
+    expected = formula(other, cos, sin, case[2])
+    torch.autograd.backward(expected, grads)
+    tolerance = {"rtol": 2**-7, "atol": 2**-7} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    for ours, theirs in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **tolerance)
+    torch.testing.assert_close(qkv.grad, other.grad, **tolerance)
+
+
+def test_turning_back_restores_the_input():
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+    back = rotary_bwd(*rotary_fwd(qkv, cos, sin, 4), cos, sin)
+    torch.testing.assert_close(back, qkv, rtol=1e-5, atol=1e-6)
+
+
+def test_operators_are_well_formed():
+    qkv, cos, sin = make(1, 5, 4, 2, 16, torch.float32)
+    torch.library.opcheck(rotary_fwd, (qkv, cos, sin, 4))
+
+
+def test_public_function_agrees_with_the_operator():
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+    for ours, theirs in zip(rotate_and_split(qkv, cos, sin, 4), rotary_fwd(qkv, cos, sin, 4), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_strided_gradients():
+    """Gradients arrive as PyTorch's attention leaves them: heads first, or expanded."""
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+    dq, dk, dv = (torch.randn(x.shape, device=DEVICE) for x in rotary_fwd(qkv, cos, sin, 4))
+    dv = dv[..., :1].expand_as(dv)
+    dense = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dq, dk, dv)]
+    torch.testing.assert_close(rotary_bwd(dq, dk, dv, cos, sin), rotary_bwd(*dense, cos, sin))

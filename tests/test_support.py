@@ -1,0 +1,198 @@
+"""The support matrix is true: every "yes" runs forward and backward within the error budget, every "no" refuses."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from kernels import flash_attention, flash_attention_varlen
+from kernels.options import Options
+from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, PASSES, features_of, refusal, table
+from model.attention import ATTENTION as MODEL_ATTENTION
+from tests.attention_cases import ATTENTION, OPTIONS, call_for
+from tests.attention_checks import compare_with_oracle, make_qkv
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CELLS = [
+    pytest.param(name, feature, dtype, id=f"{name}-{feature}-{str(dtype).removeprefix('torch.')}")
+    for name, feature, dtype in itertools.product(IMPLEMENTATIONS, FEATURES, DTYPES)
+]
+
+
+def yes(name: str, feature: str, dtype: torch.dtype) -> bool:
+    """Both passes; a cell with one pass only would need a test of its own."""
+    answers = {IMPLEMENTATIONS[name].supports(feature, which, dtype) for which in PASSES}
+    assert len(answers) == 1
+    return answers.pop()
+
+
+YES = [cell for cell in CELLS if yes(*cell.values)]
+NO = [cell for cell in CELLS if not yes(*cell.values)]
+
+
+@pytest.mark.parametrize(("name", "feature", "dtype"), YES)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_what_the_matrix_promises_works(name, feature, dtype):
+    which, q, k, v, options = call_for([feature], dtype, DEVICE)
+    if name == "sdpa":  # it returns no LSE: hold O alone, with its own autograd
+        o = MODEL_ATTENTION["sdpa"](q, k, v, **options)
+        expected = ATTENTION["naive"][0](q, k, v, **options)
+        tolerance = {torch.float16: 1e-2, torch.bfloat16: 5e-2}.get(dtype, 1e-5)
+        torch.testing.assert_close(o, expected, rtol=tolerance, atol=tolerance)
+        assert all(torch.isfinite(g).all() for g in torch.autograd.grad(o.sum(), (q, k, v)))
+        return
+    compare_with_oracle(ATTENTION[name][which], q, k, v, with_dlse=feature == "lse", **options)
+
+
+@pytest.mark.parametrize(("name", "feature", "dtype"), NO)
+def test_what_the_matrix_denies_is_refused(name, feature, dtype):
+    reason = refusal(name, [feature], dtype)
+    short = str(dtype).removeprefix("torch.")
+    assert reason == f"{feature} in {short} is not supported by {name}; use {IMPLEMENTATIONS[name].instead}"
+    if name == "flash":
+        which, q, k, v, options = call_for([feature], dtype, DEVICE)
+        with pytest.raises(ValueError, match=r"is not supported by flash.*; use attention="):
+            ATTENTION["flash"][which](q, k, v, **options)
+
+
+SENSIBLE_PAIRS = [
+    ("causal", "gqa"),
+    ("causal", "window"),
+    ("causal", "softcap"),
+    ("causal", "alibi_slopes"),
+    ("causal", "sinks"),
+    ("causal", "dropout"),
+    ("causal", "varlen"),
+    ("gqa", "varlen"),
+    ("gqa", "dropout"),
+    ("gqa", "alibi_slopes"),
+    ("window", "sinks"),
+    ("window", "varlen"),
+    ("window", "dropout"),
+    ("softcap", "alibi_slopes"),
+    ("softcap", "window"),
+    ("softcap", "sinks"),
+    ("sinks", "dropout"),
+    ("sinks", "varlen"),
+    ("alibi_slopes", "varlen"),
+    ("dropout", "varlen"),
+    tuple(f for f in FEATURES if f not in ("full", "window")),
+]
+
+
+@pytest.mark.parametrize("features", SENSIBLE_PAIRS, ids="+".join)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_options_work_together(features):
+    which, q, k, v, options = call_for(features, torch.float32, DEVICE)
+    compare_with_oracle(ATTENTION["flash"][which], q, k, v, **options)
+
+
+@pytest.mark.parametrize("feature", [f for f in FEATURES if OPTIONS[f] and f != "lse"])
+def test_the_cases_do_what_they_say(feature):
+    """An option that changed nothing would pass every comparison."""
+    which, q, k, v, options = call_for([feature], torch.float64)
+    plain = ATTENTION["naive"][which](q, k, v)
+    assert not torch.allclose(ATTENTION["naive"][which](q, k, v, **options), plain, atol=1e-3)
+
+
+def test_features_are_read_off_the_options():
+    everything = Options(
+        False, 1.0, 3, 4, 5.0, torch.ones(1, 4), torch.ones(4), 0.1, torch.zeros(()), torch.zeros(2), torch.zeros(2)
+    )
+    assert features_of(everything, 4, 2, 16, 32) == [f for f in FEATURES if f not in ("full", "causal", "lse")]
+    assert features_of(Options(True, 1.0), 4, 4, 16, 16) == ["causal"]
+    assert features_of(Options(False, 1.0), 4, 4, 16, 16) == ["full"]
+
+
+def test_a_refusal_names_all_features_and_the_remedy():
+    expected = "window with dropout in float32 is not supported by sdpa; use attention=flash"
+    assert refusal("sdpa", ["causal", "window", "dropout"], torch.float32) == expected
+
+
+def test_the_table_shows_the_matrix():
+    lines = table().splitlines()
+    assert lines[0].startswith("| feature | naive | tiled | flash | sdpa |")
+    assert len(lines) == 2 + len(FEATURES)
+    everywhere = "fp16 bf16 fp32 fp64"
+    assert lines[7].startswith(f"| window | {everywhere} | {everywhere} | fp16 bf16 fp32 | no |")
+
+
+DENSE_MISTAKES = {
+    "window has left bound -2; it must be at least 0, or -1 for no bound": {"window": (-2, 0)},
+    "window has right bound -7": {"window": (3, -7), "causal": False},
+    "window is 5; expected two integers (left, right)": {"window": 5},
+    "softcap is -1.0; it must be a positive number, or 0 for none": {"softcap": -1.0},
+    "softcap is nan": {"softcap": float("nan")},
+    "alibi_slopes has shape (3,); expected (2,) or (1, 2)": {"alibi_slopes": torch.ones(3)},
+    "alibi_slopes has dtype torch.int64; expected a floating point dtype": {
+        "alibi_slopes": torch.ones(2, dtype=torch.int64)
+    },
+    "alibi_slopes asks for a gradient": {"alibi_slopes": torch.ones(2, requires_grad=True)},
+    "sinks has shape (1, 2); expected (2,)": {"sinks": torch.ones(1, 2)},
+    "sinks is on meta but q is on": {"sinks": torch.ones(2, device="meta")},
+    "dropout_p is 1.0; it must be at least 0 and less than 1": {"dropout_p": 1.0},
+    "dropout_p is -0.5": {"dropout_p": -0.5},
+    "dropout_seed has dtype torch.float32": {"dropout_p": 0.5, "dropout_seed": torch.ones(())},
+}
+
+
+@pytest.mark.parametrize("message", DENSE_MISTAKES, ids=lambda message: message.split(";")[0])
+def test_bad_options_are_refused_by_name(message):
+    q, k, v = make_qkv(1, 2, 2, 4, 4, 16, device=DEVICE)
+    options = {
+        name: x.detach().to(DEVICE).requires_grad_(x.requires_grad)
+        if isinstance(x, torch.Tensor) and x.device.type == "cpu"
+        else x
+        for name, x in DENSE_MISTAKES[message].items()
+    }
+    for attention, _ in ATTENTION.values():
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            attention(q, k, v, **options)
+        assert "\n" not in str(caught.value)
+
+
+PACKED_MISTAKES = {
+    "q has shape (1, 12, 2, 16); expected 3 dimensions (tokens, heads, head_dim)": lambda a: a | {"q": a["q"][None]},
+    "cu_seqlens_q has dtype torch.int64": lambda a: a | {"cu_seqlens_q": a["cu_seqlens_q"].long()},
+    "cu_seqlens_k has dtype torch.int32 and shape (1, 4)": lambda a: a | {"cu_seqlens_k": a["cu_seqlens_k"][None]},
+    "cu_seqlens_k is on meta": lambda a: a | {"cu_seqlens_k": a["cu_seqlens_k"].to("meta")},
+    "cu_seqlens_k has 2 documents but cu_seqlens_q has 3": lambda a: a | {"cu_seqlens_k": a["cu_seqlens_k"][:-1]},
+    "cu_seqlens_q starts at 1; it must start at 0": lambda a: a | {"cu_seqlens_q": a["cu_seqlens_q"] + 1},
+    "cu_seqlens_q ends at 12; it must end at q's 11 tokens": lambda a: a | {"q": a["q"][:-1]},
+    "cu_seqlens_k falls at document 1": lambda a: a | {"cu_seqlens_k": a["cu_seqlens_k"][[0, 2, 1, 3]]},
+    "max_seqlen_k is 4 but document 2 has 5 tokens": lambda a: a | {"max_seqlen_k": 4},
+    "max_seqlen_q is -1": lambda a: a | {"max_seqlen_q": -1},
+    "v has shape (11, 2, 16) but k has (12, 2, 16)": lambda a: a | {"v": a["v"][:-1]},
+    "alibi_slopes has shape (4, 2); expected (2,) or (3, 2)": lambda a: a | {"alibi_slopes": torch.ones(4, 2)},
+}
+
+
+@pytest.mark.parametrize("message", PACKED_MISTAKES, ids=lambda message: message.split(";")[0])
+def test_bad_packings_are_refused_by_name(message):
+    (q, k, v), arguments = packed_call()
+    calls = PACKED_MISTAKES[message]({"q": q, "k": k, "v": v} | arguments)
+    for _, attention in ATTENTION.values():
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            attention(**calls)
+        assert "\n" not in str(caught.value)
+
+
+def packed_call():
+    from tests.attention_checks import make_packed
+
+    return make_packed([4, 3, 5], [4, 3, 5], 2, 2, 16, device=DEVICE)
+
+
+def test_a_changed_packing_is_looked_at_again():
+    """What was found right is remembered for the tensor as it was, not for the tensor."""
+    (q, k, v), arguments = packed_call()
+    flash_attention_varlen(q, k, v, **arguments)
+    arguments["cu_seqlens_q"][-1] = 11
+    with pytest.raises(ValueError, match="cu_seqlens_q ends at 11"):
+        flash_attention_varlen(q, k, v, **arguments)
+
+
+def test_deterministic_may_be_stated():
+    q, k, v = make_qkv(1, 1, 1, 4, 4, 16, device=DEVICE)
+    assert torch.equal(flash_attention(q, k, v, deterministic=True), flash_attention(q, k, v))

@@ -1,0 +1,162 @@
+"""Packed documents: isolation, odd packings, one compilation, and the tiles' lookup."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from kernels import flash_attention, flash_attention_varlen, naive_attention_varlen
+from kernels.flash_bwd import launch_flash_bwd
+from kernels.flash_fwd import launch_flash_fwd
+from kernels.options import Options
+from kernels.tuning import Tile
+from tests.attention_checks import compare_with_oracle, make_packed
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _poison(poisoned_memory):
+    """Every test runs on memory that begins as NaN."""
+
+
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k"),
+    [
+        ([40], [40]),
+        ([0, 0, 33], [0, 0, 33]),
+        ([33, 0, 0], [33, 0, 0]),
+        ([16, 32, 16], [32, 32, 64]),  # whole tiles
+        ([1] * 5, [1] * 5),
+        ([0, 4], [6, 0]),  # queries without keys and keys without queries: nothing to do anywhere
+    ],
+)
+def test_agrees_with_a_loop_over_documents(lengths_q, lengths_k):
+    (q, k, v), arguments = make_packed(lengths_q, lengths_k, 2, 1, 16, device=DEVICE)
+    compare_with_oracle(flash_attention_varlen, q, k, v, causal=True, **arguments)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_a_document_never_reads_another(tma):
+    """Neighbours hold NaN: one stray product would show. Both by pointers and by descriptors."""
+    lengths = [21, 33, 18]
+    (q, k, v), arguments = make_packed(lengths, lengths, 1, 1, 16, device=DEVICE, dtype=torch.float16)
+    q, k, v = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
+    options = Options(True, 0.25, **arguments)
+    tile = Tile(16, 32, 4, 1, tma)
+    do = torch.randn_like(q)
+
+    def run(q, k, v, do):
+        o, lse = launch_flash_fwd(q, k, v, options, tile)
+        return o, *launch_flash_bwd(do, None, q, k, v, o, lse, options, tile, tile)[:3]
+
+    clean = run(q, k, v, do)
+    middle = slice(21, 54)
+    poisoned = [x.clone() for x in (q, k, v, do)]
+    for x in poisoned:
+        x[:, :, :21] = float("nan")
+        x[:, :, 54:] = float("nan")
+    for actual, expected in zip(run(*poisoned), clean, strict=True):
+        assert torch.equal(actual[:, :, middle], expected[:, :, middle])
+
+
+def test_more_documents_than_are_counted_at_a_time():
+    lengths = [0] * 126 + [3, 0, 0, 5, 1]
+    (q, k, v), arguments = make_packed(lengths, lengths, 1, 1, 16, device=DEVICE)
+    o = flash_attention_varlen(q.detach(), k.detach(), v.detach(), **arguments)
+    torch.testing.assert_close(o, naive_attention_varlen(q, k, v, **arguments))
+
+
+def test_cu_seqlens_of_any_stride():
+    (q, k, v), arguments = make_packed([9, 4], [9, 4], 1, 1, 16, device=DEVICE)
+    expected = flash_attention_varlen(q, k, v, **arguments)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        arguments[name] = torch.stack([arguments[name], arguments[name] * 0 - 1], 1)[:, 0]
+    assert torch.equal(flash_attention_varlen(q, k, v, **arguments), expected)
+
+
+def test_autocast_casts_as_pytorch_does():
+    (q, k, v), arguments = make_packed([9, 4], [9, 4], 1, 1, 16, device=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        o = flash_attention_varlen(q, k, v, **arguments, sinks=torch.zeros(1, device=DEVICE))
+    assert o.dtype == torch.bfloat16
+    (grad,) = torch.autograd.grad(o.float().sum(), q)
+    assert grad.dtype == torch.float32
+
+
+def test_equals_the_dense_call_where_documents_are_equal():
+    (q, k, v), arguments = make_packed([32, 32], [32, 32], 2, 2, 16, device=DEVICE)
+    dense = (x.detach().reshape(2, 32, 2, 16).transpose(1, 2) for x in (q, k, v))
+    expected, expected_lse = flash_attention(*dense, causal=True, return_lse=True)
+    actual, lse = flash_attention_varlen(q, k, v, **arguments, causal=True, return_lse=True)
+    assert torch.equal(actual.reshape(2, 32, 2, 16).transpose(1, 2), expected)
+    assert torch.equal(lse.reshape(2, 2, 32).transpose(0, 1), expected_lse)
+
+
+def test_outputs_are_stored_as_the_inputs_are():
+    (q, k, v), arguments = make_packed([9, 4], [9, 4], 2, 2, 16, device=DEVICE)
+    o, lse = flash_attention_varlen(q, k, v, **arguments, return_lse=True)
+    assert o.shape == q.shape
+    assert o.is_contiguous()
+    assert lse.shape == (2, 13)
+    for grad in torch.autograd.grad(o.square().sum(), (q, k, v)):
+        assert grad.is_contiguous()
+
+
+def packings(count: int, total: int, documents: int, seed: int):
+    """cu_seqlens of `count` different packings of `total` tokens, some documents empty."""
+    numbers = random.Random(seed)
+    seen = set()
+    while len(seen) < count:
+        seen.add((0, *sorted(numbers.randrange(total + 1) for _ in range(documents - 1)), total))
+    return [torch.tensor(starts, dtype=torch.int32, device=DEVICE) for starts in sorted(seen)]
+
+
+def compile_once(count: int, total: int, documents: int) -> None:
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def loss(q, k, v, cu_seqlens):
+        o = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, total, total, causal=True)
+        return o.square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    (q, k, v), _ = make_packed([total], [total], 1, 1, 16, device=DEVICE)
+    for i, cu_seqlens in enumerate(packings(count, total, documents, seed=0)):
+        value = compiled(q, k, v, cu_seqlens)
+        if i % (count // 4) == 0:
+            assert torch.equal(value, loss(q, k, v, cu_seqlens))
+            for grad, expected in zip(
+                torch.autograd.grad(value, (q, k, v)),
+                torch.autograd.grad(loss(q, k, v, cu_seqlens), (q, k, v)),
+                strict=True,
+            ):
+                assert torch.equal(grad, expected)
+    assert len(graphs) == 1
+
+
+def test_one_compilation_serves_twenty_packings():
+    compile_once(20, total=20, documents=3)
+
+
+@pytest.mark.gpu
+def test_gpu_one_compilation_serves_two_hundred_packings():
+    compile_once(200, total=2000, documents=17)
+
+
+@pytest.mark.parametrize("block", [1, 7, 16])
+def test_the_tiles_of_a_packing_cover_it_once(block):
+    """The rule of `document_of`, in Python: every row has one tile, and no tile two documents."""
+    for lengths in itertools.product([0, 1, 6, 7, 8, 33], repeat=3):
+        starts = [0, *itertools.accumulate(lengths)]
+        covered = []
+        for tile in range(starts[-1] // block + 3):
+            document = max(d for d in range(3) if starts[d] // block + d <= tile)
+            first = (tile - (starts[document] // block + document)) * block
+            covered += [starts[document] + i for i in range(first, min(first + block, lengths[document]))]
+        assert covered == list(range(starts[-1]))
