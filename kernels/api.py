@@ -92,8 +92,17 @@ def flash_attention(
 
     Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
     """
-    q, k, v, options = check_call(q, k, v, causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks)
-    o, lse = _attend(q, k, v, options)
+    plain = softcap == dropout_p == 0.0 and alibi_slopes is sinks is None
+    call = _description(q, k, v, causal, scale, window) if plain else None
+    options = None if call is None else _FOUND_RIGHT.get(call)
+    if options is None:
+        q, k, v, options = check_call(
+            q, k, v, causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks
+        )
+        q, options = _supported(q, k, v, options)
+        if call is not None:
+            _FOUND_RIGHT[call] = options
+    o, lse = ops.attend(q, k, v, options)
     return (o, lse) if return_lse else o
 
 
@@ -141,13 +150,15 @@ def flash_attention_varlen(
         causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks,
     )  # fmt: skip
     # one batch entry that holds all documents: the operator's layout, by views
-    o, lse = _attend(*(x.transpose(0, 1)[None] for x in (q, k, v)), options)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    q, options = _supported(q, k, v, options)
+    o, lse = ops.attend(q, k, v, options)
     o = o[0].transpose(0, 1)
     return (o, lse[0]) if return_lse else o
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Refuse what cannot run, then call the operator on (B, H, N, D) tensors."""
+def _supported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Options]:
+    """Refuse what cannot run on these (B, H, N, D) tensors. Returns q and options with a positive scale."""
     for head_dim in {q.shape[3], v.shape[3]}:
         reason = unsupported_reason(q.device, q.dtype, head_dim)
         if reason is not None:
@@ -159,4 +170,28 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     if options.scale <= 0.0:  # the kernels scale the row maximum instead of every score, which needs scale > 0
         q, scale = (-q, -options.scale) if options.scale < 0.0 else (q * 0.0, 1.0)
         options = options._replace(scale=scale)
-    return ops.flash_fwd(q, k, v, *options)
+    return q, options
+
+
+class _FoundRight(dict):
+    """Descriptions of calls that passed all checks -> their options: a model repeats a few calls for ever."""
+
+    def __setitem__(self, call: tuple, options: Options) -> None:
+        if len(self) >= 512:
+            self.clear()
+        super().__setitem__(call, options)
+
+
+_FOUND_RIGHT = _FoundRight()
+
+
+def _description(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: tuple) -> tuple | None:
+    """All that the checks of a call without other options look at; None where a call is not worth remembering."""
+    if torch.compiler.is_compiling() or type(window) is not tuple:
+        return None
+    if scale is not None and not (type(scale) is float and scale > 0.0):
+        return None
+    if torch.is_autocast_enabled(q.device.type) and torch.get_autocast_dtype(q.device.type) != q.dtype:
+        return None
+    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    return *tensors, bool(causal), scale, window

@@ -12,17 +12,20 @@ from torch import Tensor
 from kernels.flash_dkdv import flash_dkdv_kernel
 from kernels.flash_dq import flash_dq_kernel
 from kernels.launch import (
+    addresses_of,
     dot_precision,
     grid_tiles,
     heads_per_section,
     kernel_inputs,
     kernel_operands,
+    launch,
     on_device,
     padded,
     switches_of,
     window_bounds,
 )
 from kernels.options import Options
+from kernels.replay import Replay, description, known, remember, replay
 from kernels.tiles import LOG2_E, ROW_PADDING, document_of, document_rows, head_base, load_tile
 from kernels.tuning import Tile, launch_fitting, tile_for
 
@@ -118,69 +121,90 @@ def launch_flash_bwd(
         dsinks = lse.new_zeros(num_heads) if dlse is None else dlse.to(torch.float32).sum((0, 2))
         dsinks = dsinks if options.sinks is not None else dsinks[:0].clone()
         return dq.zero_().to(dtype), dk.zero_().to(dtype), dv.zero_().to(dtype), dsinks
-    widest = max(head_dim, head_dim_v)
-    dkdv_tile = dkdv_tile or tile_for("dkdv", q.device, q.dtype, widest, options)
-    dq_tile = dq_tile or tile_for("dq", q.device, q.dtype, widest, options)
-
     padding = ROW_PADDING.value
     num_docs, padded_tiles = grid_tiles(num_q, padding, options.cu_seqlens_q)
     num_q_padded = padded_tiles * padding
-    lse_log2 = q.new_empty(batch, num_heads, num_q_padded, dtype=torch.float32)
-    delta = torch.empty_like(lse_log2)
+    lse_log2, delta = q.new_empty(2, batch, num_heads, num_q_padded, dtype=torch.float32)
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(torch.float32).contiguous()
+    switches = switches_of(options)
+
+    described = description(options, (dkdv_tile, dq_tile, dlse is None), do, q, k, v, o)
+    inputs, rows, optional = addresses_of(q, k, v, do), addresses_of(lse_log2, delta), switches.tensors()
+    if known(described) and replay(
+        described,
+        addresses_of(o, do, lse, dlse, options.cu_seqlens_q, lse_log2, delta),
+        [*inputs, *rows, *addresses_of(dk, dv, *optional)],
+        [*inputs, *rows, *addresses_of(dq, *optional)],
+    ):
+        return dq, dk, dv, _sinks_gradient(options.sinks, lse_log2, delta)
+
+    widest = max(head_dim, head_dim_v)
+    dkdv_tile = dkdv_tile or tile_for("dkdv", q.device, q.dtype, widest, options)
+    dq_tile = dq_tile or tile_for("dq", q.device, q.dtype, widest, options)
     group_size = num_heads // num_kv_heads
     section = heads_per_section(q, k)
-    scale_log2 = options.scale * LOG2_E.value
     window = window_bounds(options, num_q, num_k)
-    constants = {
+    shared_constants = {
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
         "BLOCK_D": padded(head_dim),
         "BLOCK_DV": padded(head_dim_v),
-        "CAUSAL": options.causal,
-        "LOCAL": options.local,
-        "PRECISION": dot_precision(q),
     }
-    switches = switches_of(options)
 
-    def operands_for(tile: Tile):
+    def operands_and_constants(tile: Tile, **even: bool):
         assert padding % tile.block_q == 0
-        rows_q, rows_k, d, dv = tile.block_q, tile.block_k, constants["BLOCK_D"], constants["BLOCK_DV"]
-        return kernel_operands(tile, options, (q, rows_q, d), (k, rows_k, d), (v, rows_k, dv), (do, rows_q, dv))
+        rows_q, rows_k, d, dv = tile.block_q, tile.block_k, padded(head_dim), padded(head_dim_v)
+        operands, strides, tma = kernel_operands(
+            tile, options, (q, rows_q, d), (k, rows_k, d), (v, rows_k, dv), (do, rows_q, dv)
+        )
+        constants = shared_constants | {
+            "BLOCK_Q": rows_q, "BLOCK_K": rows_k, "CAUSAL": options.causal, "LOCAL": options.local, **even,
+            "PRECISION": dot_precision(q), "TMA": tma,
+        }  # fmt: skip
+        return operands, strides, constants
 
-    def launch_dkdv(tile: Tile) -> None:
-        operands, strides, tma = operands_for(tile)
-        num_tiles = grid_tiles(num_k, tile.block_k, options.cu_seqlens_k)[1]
-        flash_dkdv_kernel[(num_tiles * batch * num_kv_heads,)](
-            *operands, lse_log2, delta, dk, dv, *strides, dk.stride()[:3], dv.stride()[:3],
-            num_heads, group_size, batch * num_kv_heads, num_q, num_q_padded, num_k, num_docs,
-            max(section // group_size, 1), *window, options.scale, scale_log2, switches,
-            **constants, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, TMA=tma,
-            EVEN_Q=not options.packed and num_q % tile.block_q == 0,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+    def launch_delta() -> Replay | None:
+        return launch(
+            _delta_kernel, num_q_padded // _DELTA_ROWS * batch * num_heads,
+            (
+                o, do, lse, dlse, options.cu_seqlens_q, lse_log2, delta, o.stride()[:3], do.stride()[:3],
+                num_heads, num_q, num_q_padded, num_docs,
+            ),
+            {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v), "BLOCK_Q": _DELTA_ROWS}, num_warps=4,
         )  # fmt: skip
 
-    def launch_dq(tile: Tile) -> None:
-        operands, strides, tma = operands_for(tile)
+    def launch_dkdv(tile: Tile) -> Replay | None:
+        even = not options.packed and num_q % tile.block_q == 0
+        operands, strides, constants = operands_and_constants(tile, EVEN_Q=even)
+        num_tiles = grid_tiles(num_k, tile.block_k, options.cu_seqlens_k)[1]
+        return launch(
+            flash_dkdv_kernel, num_tiles * batch * num_kv_heads,
+            (
+                *operands, lse_log2, delta, dk, dv, *strides, dk.stride()[:3], dv.stride()[:3],
+                num_heads, group_size, batch * num_kv_heads, num_q, num_q_padded, num_k, num_docs,
+                max(section // group_size, 1), *window, options.scale, options.scale * LOG2_E.value, switches,
+            ),
+            constants, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    def launch_dq(tile: Tile) -> Replay | None:
+        even = not options.packed and num_k % tile.block_k == 0
+        operands, strides, constants = operands_and_constants(tile, EVEN_K=even)
         num_tiles = grid_tiles(num_q, tile.block_q, options.cu_seqlens_q)[1]
-        flash_dq_kernel[(num_tiles * batch * num_heads,)](
-            *operands, lse_log2, delta, dq, *strides, dq.stride()[:3],
-            num_heads, group_size, batch * num_heads, num_q, num_q_padded, num_k, num_docs,
-            section, *window, options.scale, scale_log2, switches,
-            **constants, BLOCK_Q=tile.block_q, BLOCK_K=tile.block_k, TMA=tma,
-            EVEN_K=not options.packed and num_k % tile.block_k == 0,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        return launch(
+            flash_dq_kernel, num_tiles * batch * num_heads,
+            (
+                *operands, lse_log2, delta, dq, *strides, dq.stride()[:3],
+                num_heads, group_size, batch * num_heads, num_q, num_q_padded, num_k, num_docs,
+                section, *window, options.scale, options.scale * LOG2_E.value, switches,
+            ),
+            constants, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
     with on_device(q):
-        _delta_kernel[(num_q_padded // _DELTA_ROWS * batch * num_heads,)](
-            o, do, lse, dlse, options.cu_seqlens_q, lse_log2, delta, o.stride()[:3], do.stride()[:3],
-            num_heads, num_q, num_q_padded, num_docs,
-            HEAD_DIM_V=head_dim_v, BLOCK_DV=constants["BLOCK_DV"], BLOCK_Q=_DELTA_ROWS, num_warps=4,
-        )  # fmt: skip
-        launch_fitting(dkdv_tile, launch_dkdv)
-        launch_fitting(dq_tile, launch_dq)
+        launched = launch_delta(), launch_fitting(dkdv_tile, launch_dkdv), launch_fitting(dq_tile, launch_dq)
+    remember(described, *launched)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), _sinks_gradient(options.sinks, lse_log2, delta)
 
 

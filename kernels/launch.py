@@ -8,20 +8,21 @@ from torch import Tensor
 
 from kernels.device import interpreting, l2_bytes
 from kernels.options import Options
+from kernels.replay import Replay
 from kernels.tuning import PACKED_ORIGIN, Tile
 
 _LARGEST = 0x7FFF0000  # a tensor dimension that no coordinate here reaches
 
 
-def kernel_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+def kernel_inputs(*tensors: Tensor) -> list[Tensor]:
     """Give each tensor a contiguous last dimension; in the interpreter also turn bfloat16 into float32.
 
     Triton's interpreter keeps bfloat16 as 16-bit integers and multiplies those. With float32 inside and one
     rounding by PyTorch at the end, bfloat16 calls are right there too.
     """
     if tensors[0].dtype == torch.bfloat16 and interpreting():
-        tensors = tuple(x.float() for x in tensors)
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+        tensors = [x.float() for x in tensors]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def padded(head_dim: int) -> int:
@@ -39,6 +40,34 @@ def on_device(q: Tensor):
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return torch.cuda.device(q.device)
     return nullcontext()
+
+
+def launch(kernel, grid: int, arguments: tuple, constants: dict, **how: int) -> Replay | None:
+    """Launch through Triton, which compiles where it must. Returns what launches it again.
+
+    None in the interpreter, and where an address is no multiple of 16: Triton has then compiled for that.
+
+    arguments: the kernel's parameters in order, but for its constexprs, which `constants` names in their order.
+    how: num_warps and num_stages.
+    """
+    compiled = kernel[(grid,)](*arguments, **constants, **how)
+    tensors = [x.base if hasattr(x, "base") else x for x in _flat(arguments)]
+    if compiled is None or any(x.data_ptr() % 16 for x in tensors if isinstance(x, Tensor)):
+        return None
+    return Replay(compiled, grid, (*arguments, *constants.values()))
+
+
+def _flat(arguments: tuple):
+    for x in arguments:
+        if isinstance(x, tuple):
+            yield from x
+        else:
+            yield x
+
+
+def addresses_of(*tensors: Tensor | None) -> list[int]:
+    """Where the tensors begin; None has no address."""
+    return [x.data_ptr() for x in tensors if x is not None]
 
 
 def heads_per_section(q: Tensor, k: Tensor) -> int:
@@ -83,6 +112,10 @@ class Switches(NamedTuple):
     dropout_p: float | None = None
     cu_seqlens_q: Tensor | None = None  # (documents + 1,) int32
     cu_seqlens_k: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are on, in order."""
+        return [x for x in self if isinstance(x, Tensor)]
 
 
 _PLAIN = Switches()

@@ -81,8 +81,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            o, lse = flash_fwd(*inputs)
+        o, lse = _below_autograd(flash_fwd, _run_forward, inputs)
         # an unused LSE then arrives in backward as None and costs nothing
         ctx.set_materialize_grads(False)
         # the dispatcher leaves out trailing defaults, so options may be fewer than the fields
@@ -113,27 +112,54 @@ class _FlashBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            return flash_bwd(*inputs)
+        return _below_autograd(flash_bwd, _run_backward, inputs)
 
     @staticmethod
     def backward(ctx, *gradients):
         raise RuntimeError("flash_bwd has no derivative: use naive_attention where second derivatives are needed")
 
 
-def _with_autograd(operator, function):
-    """The operator's Autograd kernel: `function` where a gradient is asked for, else straight to the kernels."""
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """`flash_fwd`, but with autograd entered at once where nobody watches: the dispatcher takes 10 us a call."""
+    if torch.compiler.is_compiling() or _watched(q, k, v):
+        return flash_fwd(q, k, v, *options)
+    return _forward_with_autograd(q, k, v, *options)
 
-    def call(*inputs):
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            return function.apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*inputs)
 
-    return call
+def _watched(*tensors: Tensor) -> bool:
+    """Whether something waits for operators to pass by: a dispatch mode (tracing, selective checkpointing, counting
+    FLOPs), a functorch transform, a tensor subclass."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return True
+    return any(type(x) not in _PLAIN for x in tensors)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _below_autograd(operator, run, inputs):
+    """The kernels, through the dispatcher where it has a watcher to tell."""
+    if not _watched(*inputs[:3]):
+        return run(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*inputs)
+
+
+def _wants_gradient(inputs) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+
+def _forward_with_autograd(*inputs):
+    return _Flash.apply(*inputs) if _wants_gradient(inputs) else _below_autograd(flash_fwd, _run_forward, inputs)
+
+
+def _backward_with_autograd(*inputs):
+    return (
+        _FlashBackward.apply(*inputs) if _wants_gradient(inputs) else _below_autograd(flash_bwd, _run_backward, inputs)
+    )
 
 
 _LIBRARY.impl("flash_fwd", _run_forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("flash_bwd", _run_backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("flash_fwd", _with_autograd(flash_fwd, _Flash), "Autograd")
-_LIBRARY.impl("flash_bwd", _with_autograd(flash_bwd, _FlashBackward), "Autograd")
+_LIBRARY.impl("flash_fwd", _forward_with_autograd, "Autograd")
+_LIBRARY.impl("flash_bwd", _backward_with_autograd, "Autograd")

@@ -33,6 +33,12 @@ class Options(NamedTuple):
         """A window with bounds of its own, not the causal one."""
         return self.window_left >= 0 or self.window_right >= 0
 
+    def tensors(self) -> bool:
+        """Whether any of them is a tensor."""
+        return not (
+            self.alibi_slopes is self.sinks is self.dropout_seed is self.cu_seqlens_q is self.cu_seqlens_k is None
+        )
+
     @property
     def packed(self) -> bool:
         """Documents end to end in one row of tokens."""

@@ -6,6 +6,7 @@ Registers, spills and shared memory in the reasons come from `python -m scripts.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -168,10 +169,11 @@ def tile_for(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: in
 
 # Tiles that did not fit this GPU's shared memory, and what took their place.
 _REPLACED: dict[Tile, Tile] = {}
+_Launched = TypeVar("_Launched")
 
 
-def launch_fitting(tile: Tile, launch: Callable[[Tile], None]) -> None:
-    """Call launch(tile); where the GPU has too little shared memory for it, the next smaller tile that fits.
+def launch_fitting(tile: Tile, launch: Callable[[Tile], _Launched]) -> _Launched:
+    """launch(tile); where the GPU has too little shared memory for it, that of the next smaller tile that fits.
 
     Says so once a tile. Raises what Triton raises when not even the smallest fits.
     """
@@ -181,12 +183,10 @@ def launch_fitting(tile: Tile, launch: Callable[[Tile], None]) -> None:
     tile = _REPLACED.get(tile, tile)
     while True:
         try:
-            launch(tile)
+            return launch(tile)
         except OutOfResources as error:
             smaller = tile.smaller()
             if smaller is None:
                 raise
             logging.getLogger(__name__).warning("%s does not fit (%s); trying %s", tile, error, smaller)
             _REPLACED[wanted] = tile = smaller
-        else:
-            return

@@ -43,18 +43,18 @@ def _operator_inputs(packed: bool):
     options["sinks"] = torch.tensor([0.5, -0.5], device=DEVICE, requires_grad=True)
     seen = []
 
-    def record(*args):
-        seen.append(args)
-        return flash_fwd(*args)
+    def record(q, k, v, options):
+        seen.append((q, k, v, *options))
+        return attend(q, k, v, options)
 
-    flash_fwd = ops.flash_fwd
+    attend = ops.attend
     if packed:
         (q, k, v), arguments = make_packed([9, 0, 12], [12, 5, 0], 2, 1, 16, device=DEVICE)
         call = (flash_attention_varlen, (q, k, v), options | arguments)
     else:
         call = (flash_attention, make_qkv(1, 2, 1, 20, 24, 16, head_dim_v=32, device=DEVICE), options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "flash_fwd", record)
+        patch.setattr(ops, "attend", record)
         call[0](*call[1], **call[2])
     return [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in seen[0]]
 
