@@ -6,10 +6,10 @@ import triton.language as tl
 from kernels.scores import kept, logits_of, slope_of
 from kernels.tiles import (
     ROW_PADDING,
-    document_of,
     document_rows,
     head_base,
     load_tile,
+    longest_first,
     mask_scores,
     masked_tile,
     program_tile,
@@ -152,13 +152,14 @@ def flash_dkdv_kernel(
     num_kv_heads = num_heads // group_size
     if switches.cu_seqlens_q is not None:
         num_tiles = k_tokens // BLOCK_K + num_docs
-        tile, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, False)
-        document, tile = document_of(tile, switches.cu_seqlens_k, num_docs, BLOCK_K)
+        ordinal, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, False)
+        document, level = longest_first(ordinal, switches.cu_seqlens_k, num_docs, BLOCK_K)
+        if document < 0:
+            return
         q_row0, num_q = document_rows(document, switches.cu_seqlens_q)
         k_row0, num_k = document_rows(document, switches.cu_seqlens_k)
         padded_row0 = (q_row0 // ROW_PADDING + document) * ROW_PADDING
-        if tile * BLOCK_K >= num_k:
-            return
+        tile = tl.cdiv(num_k, BLOCK_K) - 1 - level  # the first keys have the most work
     else:
         num_tiles = tl.cdiv(k_tokens, BLOCK_K)
         tile, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, False)

@@ -26,10 +26,10 @@ from kernels.scores import kept, logits_of, slope_of
 from kernels.tiles import (
     LN_2,
     LOG2_E,
-    document_of,
     document_rows,
     head_base,
     load_tile,
+    longest_first,
     mask_scores,
     masked_tile,
     program_tile,
@@ -154,12 +154,12 @@ def flash_fwd_kernel(
     """
     if switches.cu_seqlens_q is not None:
         num_tiles = q_tokens // BLOCK_Q + num_docs
-        tile, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, CAUSAL)
-        document, tile = document_of(tile, switches.cu_seqlens_q, num_docs, BLOCK_Q)
+        ordinal, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, False)
+        document, tile = longest_first(ordinal, switches.cu_seqlens_q, num_docs, BLOCK_Q)
+        if document < 0:
+            return
         q_row0, num_q = document_rows(document, switches.cu_seqlens_q)
         k_row0, num_k = document_rows(document, switches.cu_seqlens_k)
-        if tile * BLOCK_Q >= num_q:
-            return
     else:
         num_tiles = tl.cdiv(q_tokens, BLOCK_Q)
         tile, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, CAUSAL)

@@ -148,7 +148,7 @@ def window_bounds(options: Options, num_q: int, num_k: int) -> tuple[int, int]:
 
 
 def grid_tiles(num_tokens: int, block: int, cu_seqlens: Tensor | None) -> tuple[int, int]:
-    """(documents, tiles to launch over num_tokens rows): see `document_of` in kernels/tiles.py."""
+    """(documents, tiles to launch over num_tokens rows): see `longest_first` in kernels/tiles.py."""
     if cu_seqlens is None:
         return 0, -(-num_tokens // block)
     num_docs = cu_seqlens.shape[0] - 1

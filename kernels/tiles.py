@@ -61,6 +61,47 @@ def document_of(tile, cu_seqlens, num_docs, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _tile_counts(first, cu_seqlens, num_docs, BLOCK: tl.constexpr):
+    """How many tiles the 128 documents from `first` on have, 0 past the last."""
+    documents = first + tl.arange(0, 128)
+    starts = tl.load(cu_seqlens + documents, mask=documents < num_docs, other=0)
+    ends = tl.load(cu_seqlens + documents + 1, mask=documents < num_docs, other=0)
+    return (ends - starts + BLOCK - 1) // BLOCK
+
+
+@triton.jit
+def longest_first(ordinal, cu_seqlens, num_docs, BLOCK: tl.constexpr):
+    """The program's tile of the packed rows: (document, level), document -1 where no tile is left.
+
+    A document's tiles have levels 0, 1, ... Tiles go by falling level, so that the work of a causal tile, which grows
+    with it, falls too, whatever the order of the documents: a long document that started last would keep a few
+    multiprocessors busy while the rest wait. Documents are looked at 128 at a time; the level is found by bisection.
+    """
+    first = 0
+    tiles = _tile_counts(first, cu_seqlens, num_docs, BLOCK)
+    total = tl.sum(tiles, 0)
+    while (ordinal >= total) & (first + 128 < num_docs):
+        ordinal -= total
+        first += 128
+        tiles = _tile_counts(first, cu_seqlens, num_docs, BLOCK)
+        total = tl.sum(tiles, 0)
+    # tiles at level `level` or above are more than ordinal, those at `above` or above are not
+    level = 0
+    above = tl.max(tiles, 0)
+    while above - level > 1:
+        middle = (level + above) // 2
+        if tl.sum(tl.maximum(tiles - middle, 0), 0) > ordinal:
+            level = middle
+        else:
+            above = middle
+    rank = ordinal - tl.sum(tl.maximum(tiles - (level + 1), 0), 0)  # among the documents that reach the level
+    reaches = (tiles > level).to(tl.int32)
+    chosen = (reaches == 1) & (tl.cumsum(reaches, 0) == rank + 1)
+    document = tl.sum(tl.where(chosen, first + tl.arange(0, 128), 0), 0)
+    return tl.where(ordinal < total, document, -1), level
+
+
+@triton.jit
 def document_rows(document, cu_seqlens):
     """(first packed row, length) of a document."""
     start = tl.load(cu_seqlens + document)

@@ -5,11 +5,14 @@ import random
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from kernels import flash_attention, flash_attention_varlen, naive_attention_varlen
 from kernels.flash_bwd import launch_flash_bwd
 from kernels.flash_fwd import launch_flash_fwd
 from kernels.options import Options
+from kernels.tiles import longest_first
 from kernels.tuning import Tile
 from tests.attention_checks import compare_with_oracle, make_packed
 
@@ -160,3 +163,26 @@ def test_the_tiles_of_a_packing_cover_it_once(block):
             first = (tile - (starts[document] // block + document)) * block
             covered += [starts[document] + i for i in range(first, min(first + block, lengths[document]))]
         assert covered == list(range(starts[-1]))
+
+
+@triton.jit
+def _orders(documents_ptr, levels_ptr, cu_seqlens, num_docs, BLOCK: tl.constexpr):
+    ordinal = tl.program_id(0)
+    document, level = longest_first(ordinal, cu_seqlens, num_docs, BLOCK)
+    tl.store(documents_ptr + ordinal, document)
+    tl.store(levels_ptr + ordinal, level)
+
+
+@pytest.mark.parametrize("lengths", [[5, 0, 64, 17, 16], [0], [1] * 5, [40] + [3] * 130 + [0, 33]])
+def test_tiles_of_long_documents_come_first(lengths):
+    """Every tile once, levels falling within 128 documents, and nothing after the last."""
+    cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+    launched = sum(lengths) // 16 + len(lengths)
+    documents, levels = torch.full((2, launched), -7, dtype=torch.int32, device=DEVICE)
+    _orders[(launched,)](documents, levels, cu_seqlens, len(lengths), BLOCK=16)
+    order = [(d, level) for d, level in zip(documents.tolist(), levels.tolist(), strict=True) if d >= 0]
+    assert sorted(order) == [(d, level) for d, n in enumerate(lengths) for level in range(-(-n // 16))]
+    assert documents.tolist()[len(order) :] == [-1] * (launched - len(order))
+    for chunk in (0, 1):
+        falling = [level for d, level in order if d // 128 == chunk]
+        assert falling == sorted(falling, reverse=True)
