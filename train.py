@@ -19,6 +19,7 @@ from conf.schema import Settings
 from data import Dataset, Prefetcher, TokenBatches, fixed_windows, open_dataset, tokenizer_state
 from model import GPT, generate, resolve_attention
 from training import checkpoint as checkpoints
+from training.documents import packed_rows
 from training.evaluate import EvaluationSet, evaluate, unigram_loss
 from training.flops import flops_per_token, mfu, peak_flops
 from training.hardware import Hardware, set_up
@@ -37,8 +38,9 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
 
     # --- what to run on and what to learn from; whatever cannot work is refused here, before memory is taken
     hardware = set_up(settings.hardware)
+    features = settings.model.attention_features(settings.data.document_mask)
     settings.model.attention, why_attention = resolve_attention(
-        settings.model.attention, hardware.device, hardware.dtype, settings.model.head_dim
+        settings.model.attention, hardware.device, hardware.dtype, settings.model.head_dim, features
     )
     dataset = open_dataset(settings.data, settings.tokenizer, report=print)
     resumed = checkpoints.open_checkpoint(settings.resume) if settings.resume else None
@@ -62,6 +64,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     batches = TokenBatches(dataset.train, settings.data.seq_len, settings.sequences_per_step, config.seed)
     windows = fixed_windows(dataset.validation, settings.data.seq_len, config.eval_windows)
     evaluation = EvaluationSet.of(windows, dataset.tokenizer)
+    # where documents end, if they must not see each other
+    boundary = dataset.end_of_text if settings.data.document_mask else None
 
     # --- what a step costs, for the MFU
     flops = flops_per_token(
@@ -70,6 +74,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         num_heads=settings.model.num_heads,
         head_dim=settings.model.head_dim,
         seq_len=settings.data.seq_len,
+        window=settings.model.window,
     )
     peak = peak_flops(hardware.device, hardware.dtype)
 
@@ -93,7 +98,11 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         checkpoints.save(run_dir / "checkpoints", model, state, meta, best=best)
         checkpoints.prune(run_dir / "checkpoints", save_every=config.save_every)
 
-    with log, StopRequest() as stop, Prefetcher(batches, first_step, hardware.device) as prefetcher:
+    with (
+        log,
+        StopRequest() as stop,
+        Prefetcher(batches, first_step, hardware.device, end_of_text=boundary) as prefetcher,
+    ):
         log.say(f"run        {run_dir}")
         log.say(f"hardware   {hardware.description}")
         log.say(f"attention  {settings.model.attention} ({why_attention})")
@@ -112,8 +121,10 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         watch = Stopwatch(hardware.synchronize, step)
         while not last:
             optimiser.set_lr_factor(lr_factor(step, config.steps, settings.optim))
-            inputs, targets = next(prefetcher)  # (sequences, seq_len) each
-            step_loss, grad_norm = training_step(forward, optimiser, inputs, targets, settings.micro_batch, hardware)
+            inputs, targets, starts = next(prefetcher)  # (sequences, seq_len) each, and where documents begin
+            step_loss, grad_norm = training_step(
+                forward, optimiser, inputs, targets, settings.micro_batch, hardware, starts
+            )
             step += 1
             log.advance(step)
 
@@ -137,7 +148,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
                 }
             is_best = False
             if last or (config.eval_every and step % config.eval_every == 0):
-                results = evaluate(forward, evaluation, settings.micro_batch, hardware)
+                results = evaluate(forward, evaluation, settings.micro_batch, hardware, boundary)
                 is_best = results["val_loss"] < best_loss
                 best_loss = min(best_loss, results["val_loss"])
                 record |= results
@@ -171,23 +182,26 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
 
 
 def training_step(
-    forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    forward: Callable[..., torch.Tensor],
     optimiser: Optimiser,
     inputs: torch.Tensor,
     targets: torch.Tensor,
     micro_batch: int,
     hardware: Hardware,
+    starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimiser step over (sequences, seq_len) tokens, `micro_batch` sequences at a time.
 
     `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
-    the step is split. Returns the mean loss (nats a token) and the gradient norm, both still on the device.
+    the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
+    CPU. Returns the mean loss (nats a token) and the gradient norm, both still on the device.
     """
     step_loss = torch.zeros((), device=hardware.device)
     for start in range(0, len(inputs), micro_batch):
         part = slice(start, start + micro_batch)
+        documents = packed_rows(starts, start, *inputs[part].shape, hardware.device)
         with hardware.autocast():
-            loss = forward(inputs[part], targets[part]) / targets.numel()
+            loss = forward(inputs[part], targets[part], **documents) / targets.numel()
         loss.backward()
         step_loss += loss.detach()
     return step_loss, optimiser.step()

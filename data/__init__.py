@@ -1,6 +1,6 @@
 """Text source -> tokenizer -> memory-mapped token shards -> batches."""
 
-from data.batches import TokenBatches, fixed_windows
+from data.batches import TokenBatches, document_starts, fixed_windows
 from data.config import DataConfig, TokenizerConfig
 from data.dataset import Dataset, open_dataset
 from data.prefetch import Prefetcher
@@ -13,6 +13,7 @@ __all__ = [
     "TokenBatches",
     "TokenizerConfig",
     "build_tokenizer",
+    "document_starts",
     "fixed_windows",
     "open_dataset",
     "tokenizer_from_state",

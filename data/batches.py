@@ -67,6 +67,17 @@ def fixed_windows(tokens: Tokens, seq_len: int, count: int) -> tuple[torch.Tenso
     return gather(tokens, [i * available // count for i in range(count)], seq_len)
 
 
+def document_starts(inputs: torch.Tensor, end_of_text: int) -> torch.Tensor:
+    """Where documents begin in `inputs` (sequences, seq_len), counted over all its tokens: int32 on the CPU, rising.
+
+    A document begins with the end-of-text token before it, which is what predicts its first word; and each sequence
+    begins one, whatever it starts with.
+    """
+    begins = inputs == end_of_text
+    begins[:, 0] = True
+    return begins.flatten().nonzero().flatten().to(torch.int32)
+
+
 def num_windows(tokens: Tokens, seq_len: int) -> int:
     windows = (len(tokens) - 1) // seq_len
     if windows < 1:

@@ -24,6 +24,7 @@ class DataConfig:
         0.1  # embedded and text: the last part of the characters is held out; WikiText has its own
     )
     seq_len: int = 128  # tokens of a training sequence
+    document_mask: bool = False  # documents in one sequence do not see each other, and positions begin anew in each
     cache_dir: str = "~/.cache/flashgpt/data"  # where tokenised text is kept
     num_workers: int = 2  # threads that tokenise
 

@@ -7,42 +7,49 @@ from typing import Any, Self
 
 import torch
 
-from data.batches import TokenBatches
+from data.batches import TokenBatches, document_starts
 
 # one batch in use, two ready: reading a batch takes a hundredth of a step, so more would only hold memory
 BATCHES_AHEAD = 2
 
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
 
 class Prefetcher:
-    """Iterates over (inputs, targets) on `device`, from `start_step` on, without end.
+    """Iterates over (inputs, targets, starts), from `start_step` on, without end: inputs and targets on `device`.
+
+    `starts` are the `document_starts` of the inputs, on the CPU; None unless `end_of_text` is given.
 
     On CUDA a thread prepares the next batches in pinned memory and copies them on a stream of its own; elsewhere a
     batch is made when it is asked for. It draws no random number, so it changes no result. An exception in the thread
     is raised by `next`. Use it as a context manager, or call `close`: no thread stays behind.
     """
 
-    def __init__(self, batches: TokenBatches, start_step: int, device: torch.device | str) -> None:
+    def __init__(
+        self, batches: TokenBatches, start_step: int, device: torch.device | str, *, end_of_text: int | None = None
+    ) -> None:
         self._batches, self._step, self._device = batches, start_step, torch.device(device)
+        self._end_of_text = end_of_text
         self._ahead = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
             self._ahead = Ahead(self._copy, start_step)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def __next__(self) -> Batch:
         if self._ahead is None:
             inputs, targets = self._batches.batch(self._step)
             self._step += 1
-            return inputs.to(self._device), targets.to(self._device)
-        inputs, targets, copied = self._ahead.take()
+            return inputs.to(self._device), targets.to(self._device), self._starts(inputs)
+        inputs, targets, starts, copied = self._ahead.take()
         now = torch.cuda.current_stream(self._device)
         now.wait_event(copied)
         # the allocator must not give this memory to the copying stream while the step still reads it
         inputs.record_stream(now)
         targets.record_stream(now)
-        return inputs, targets
+        return inputs, targets, starts
 
     def close(self) -> None:
         if self._ahead is not None:
@@ -54,12 +61,16 @@ class Prefetcher:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _copy(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]:
+    def _starts(self, inputs: torch.Tensor) -> torch.Tensor | None:
+        return None if self._end_of_text is None else document_starts(inputs, self._end_of_text)
+
+    def _copy(self, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.cuda.Event]:
         inputs, targets = self._batches.batch(step)
+        starts = self._starts(inputs)
         with torch.cuda.stream(self._stream):  # this thread's current device is the stream's, for pinning too
             inputs = inputs.pin_memory().to(self._device, non_blocking=True)
             targets = targets.pin_memory().to(self._device, non_blocking=True)
-            return inputs, targets, self._stream.record_event()
+            return inputs, targets, starts, self._stream.record_event()
 
 
 class Ahead:

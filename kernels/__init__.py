@@ -5,8 +5,10 @@ The package imports torch only. Triton is loaded when a kernel is launched for t
 
 from kernels.api import flash_attention, flash_attention_varlen, unsupported_reason
 from kernels.cross_entropy import cross_entropy
+from kernels.inputs import place_documents
 from kernels.reference import naive_attention, naive_attention_varlen
 from kernels.rotary import rotate_and_split
+from kernels.support import refusal
 from kernels.tiled import tiled_attention, tiled_attention_varlen
 
 __all__ = [
@@ -15,6 +17,8 @@ __all__ = [
     "flash_attention_varlen",
     "naive_attention",
     "naive_attention_varlen",
+    "place_documents",
+    "refusal",
     "rotate_and_split",
     "tiled_attention",
     "tiled_attention_varlen",

@@ -162,20 +162,42 @@ def check_documents(options: Options, total_q: int, total_k: int) -> None:
             continue
         if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
             continue
-        starts = cu_seqlens.tolist()
-        if starts[0] != 0:
-            raise ValueError(f"cu_seqlens_{name} starts at {starts[0]}; it must start at 0")
-        if starts[-1] != total:
-            raise ValueError(f"cu_seqlens_{name} ends at {starts[-1]}; it must end at {name}'s {total} tokens")
-        lengths = [end - start for start, end in itertools.pairwise(starts)]
-        if min(lengths) < 0:
-            raise ValueError(f"cu_seqlens_{name} falls at document {lengths.index(min(lengths))}; it must not fall")
-        if max(lengths) > bound:
-            raise ValueError(
-                f"max_seqlen_{name} is {bound} but document {lengths.index(max(lengths))} has {max(lengths)} tokens; "
-                "it must be at least the longest document's length"
-            )
+        _check_starts(name, cu_seqlens.tolist(), total, bound)
         _CHECKED[cu_seqlens] = described
+
+
+def _check_starts(name: str, starts: list[int], total: int, bound: int) -> None:
+    if starts[0] != 0:
+        raise ValueError(f"cu_seqlens_{name} starts at {starts[0]}; it must start at 0")
+    if starts[-1] != total:
+        raise ValueError(f"cu_seqlens_{name} ends at {starts[-1]}; it must end at {name}'s {total} tokens")
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    if min(lengths) < 0:
+        raise ValueError(f"cu_seqlens_{name} falls at document {lengths.index(min(lengths))}; it must not fall")
+    if max(lengths) > bound:
+        raise ValueError(
+            f"max_seqlen_{name} is {bound} but document {lengths.index(max(lengths))} has {max(lengths)} tokens; "
+            "it must be at least the longest document's length"
+        )
+
+
+def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device) -> Tensor:
+    """cu_seqlens for self-attention, checked on the CPU and then copied to `device`.
+
+    The copy is known to be right, so that a call which takes it does not wait for the GPU to read it back.
+
+    Args:
+        cu_seqlens: (documents + 1,) int32 on the CPU; it ends at the number of tokens.
+        max_seqlen: the bound that the calls will name.
+
+    Raises ValueError as `flash_attention_varlen` does.
+    """
+    starts = cu_seqlens.tolist()
+    _check_starts("q", starts, starts[-1], max_seqlen)
+    if device.type == "cuda":
+        cu_seqlens = cu_seqlens.pin_memory().to(device, non_blocking=True)
+    _CHECKED[cu_seqlens] = (cu_seqlens._version, starts[-1], max_seqlen)
+    return cu_seqlens
 
 
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

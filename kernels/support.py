@@ -3,6 +3,7 @@
 The one source of the refusals at run time, of the tests' parametrisation and of the README's table.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,7 +69,10 @@ IMPLEMENTATIONS = {
         Implementation("flash", _ALL, _ALL_DTYPES - {torch.float64}, instead="attention=naive"),
         # PyTorch's own, as the model calls it; its dropout draws from a stream of its own
         Implementation(
-            "sdpa", frozenset({"full", "causal", "gqa", "head_dim_v"}), _ALL_DTYPES, instead="attention=flash"
+            "sdpa",
+            frozenset({"full", "causal", "gqa", "head_dim_v"}),
+            _ALL_DTYPES,
+            instead="attention=flash or attention=naive",
         ),
     )
 }
@@ -92,7 +96,7 @@ def features_of(options: Options, num_heads: int, num_kv_heads: int, head_dim: i
     return [name for name in FEATURES if used[name]]
 
 
-def refusal(implementation: str, features: list[str], dtype: torch.dtype, backward: bool = True) -> str | None:
+def refusal(implementation: str, features: Iterable[str], dtype: torch.dtype, backward: bool = True) -> str | None:
     """Why an implementation cannot run these features together in this dtype: one sentence with the remedy, or
     None.
 

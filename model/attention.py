@@ -3,42 +3,73 @@
 Every function takes q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), where Hq is a multiple of Hkv, and returns
 (B, Hq, Nq, D) in q's dtype. The causal mask is aligned bottom-right: query i sees key j when
 j <= i + Nk - Nq, so the last query always sees every key. `scale` defaults to 1 / sqrt(D).
+
+`window` (left, right) also hides keys further than that from the diagonal; -1 is no bound. With `documents`, a
+`Documents`, B is 1 and tokens see only their own document. Who can do what is said in kernels/support.py.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import kernels
+
 AttentionFunction = Callable[..., Tensor]
+ALL = (-1, -1)  # a window without bounds
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+class Documents(NamedTuple):
+    """Documents end to end in one row of tokens."""
+
+    cu_seqlens: Tensor  # (documents + 1,) int32: where each starts, and the number of tokens
+    max_seqlen: int  # an upper bound on a document's length
+
+
+def _packed(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, documents: Documents, **options):
+    """Call a `..._varlen` function on one row of packed documents, by views."""
+    bounds = 2 * (documents.cu_seqlens,), 2 * (documents.max_seqlen,)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)
+    return attention(q, k, v, *bounds[0], *bounds[1], **options).transpose(0, 1)[None]
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents | None = None, **options) -> Tensor:
     """Our Triton kernels: nothing of size Nq x Nk in memory, forward or backward."""
-    from kernels import flash_attention
+    if documents is not None:
+        return _packed(kernels.flash_attention_varlen, q, k, v, documents, **options)
+    return kernels.flash_attention(q, k, v, **options)
 
-    return flash_attention(q, k, v, causal=causal, scale=scale)
 
-
-def naive(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+def naive(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents | None = None, **options) -> Tensor:
     """The formula, with its Nq x Nk matrix in memory: the baseline."""
-    from kernels import naive_attention
+    if documents is not None:
+        return _packed(kernels.naive_attention_varlen, q, k, v, documents, **options)
+    return kernels.naive_attention(q, k, v, **options)
 
-    return naive_attention(q, k, v, causal=causal, scale=scale)
 
-
-def tiled(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, **block_sizes: int
-) -> Tensor:
+def tiled(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents | None = None, **options) -> Tensor:
     """Online softmax in plain PyTorch; `block_q` and `block_k` set the tile, kernels/ its default."""
-    from kernels import tiled_attention
+    if documents is not None:
+        return _packed(kernels.tiled_attention_varlen, q, k, v, documents, **options)
+    return kernels.tiled_attention(q, k, v, **options)
 
-    return tiled_attention(q, k, v, causal=causal, scale=scale, **block_sizes)
 
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, which picks its own kernel."""
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = ALL,
+    documents: Documents | None = None,
+) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, which picks its own kernel. No window, no documents: ValueError."""
+    beyond = [name for name, used in (("window", window != ALL), ("varlen", documents is not None)) if used]
+    if obstacle := kernels.refusal("sdpa", beyond, q.dtype):
+        raise ValueError(obstacle)
     num_queries, num_keys = q.size(2), k.size(2)
     mask = None
     if causal and num_queries != num_keys:
@@ -55,7 +86,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float 
 ATTENTION: dict[str, AttentionFunction] = {"flash": flash, "naive": naive, "tiled": tiled, "sdpa": sdpa}
 
 
-def resolve_attention(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+def resolve_attention(
+    name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int, features: tuple[str, ...] = ()
+) -> tuple[str, str]:
     """Turn a configured name into the name of a backend that will run, and say why.
 
     Args:
@@ -63,6 +96,7 @@ def resolve_attention(name: str, device: torch.device | str, dtype: torch.dtype,
         device: where attention will run.
         dtype: of q, k and v, that is the autocast type where autocast is on.
         head_dim: D, in elements.
+        features: what will be asked of it, in the words of kernels/support.py: "gqa", "window", "varlen".
 
     Returns:
         (resolved name, reason): a key of ATTENTION and one sentence for the first lines of the run.
@@ -71,18 +105,23 @@ def resolve_attention(name: str, device: torch.device | str, dtype: torch.dtype,
         ValueError: unknown name, or a backend asked for by name that cannot run here. Only "auto" may choose.
     """
     device = torch.device(device)
-    if name in ("naive", "tiled", "sdpa"):
-        return name, "asked for by name"
-    if name == "auto" and device.type != "cuda":
-        return "sdpa", f"auto: the device is {device.type}, flash is for CUDA"
-    if name not in ("auto", "flash"):
+    if name not in ("auto", *ATTENTION):
         raise ValueError(f"model.attention={name} is unknown; use one of auto, {', '.join(ATTENTION)}")
+    if name != "auto":
+        obstacle = kernels.refusal(name, features, dtype)
+        if name == "flash":
+            obstacle = kernels.unsupported_reason(device, dtype, head_dim) or obstacle
+        if obstacle is not None:
+            raise ValueError(f"model.attention={name} cannot run: {obstacle}")
+        return name, "asked for by name"
 
-    from kernels import unsupported_reason
-
-    obstacle = unsupported_reason(device, dtype, head_dim)
-    if obstacle is None:
-        return "flash", "asked for by name" if name == "flash" else "auto: the device is cuda"
-    if name == "flash":
-        raise ValueError(f"model.attention=flash cannot run: {obstacle}")
-    return "sdpa", f"auto: flash cannot run: {obstacle}"
+    if device.type == "cuda":
+        obstacle = kernels.unsupported_reason(device, dtype, head_dim) or kernels.refusal("flash", features, dtype)
+        if obstacle is None:
+            return "flash", "auto: the device is cuda"
+        reason = f"auto: flash cannot run: {obstacle}"
+    else:
+        reason = f"auto: the device is {device.type}, flash is for CUDA"
+    if obstacle := kernels.refusal("sdpa", features, dtype):
+        return "naive", f"{reason}; {obstacle.partition(';')[0]}"
+    return "sdpa", reason

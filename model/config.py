@@ -27,6 +27,7 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm on the heads of q and k: bounds the scores
     tie_embeddings: bool = True  # the output head is the embedding table
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
+    window: int | None = None  # tokens that each token sees, itself included; None: all before it
     rope_base: float = 10000.0  # longest wavelength of the rotary positions, in tokens / 2 pi
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
     activation_checkpointing: str = "none"  # none | full | every_n
@@ -43,6 +44,11 @@ class GPTConfig:
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
+    def attention_features(self, document_mask: bool = False) -> tuple[str, ...]:
+        """What the network asks of attention, in the words of kernels/support.py."""
+        used = {"gqa": self.kv_heads != self.num_heads, "window": self.window is not None, "varlen": document_mask}
+        return ("causal", *(name for name, is_used in used.items() if is_used))
+
     @property
     def mlp_width(self) -> int:
         if self.mlp_hidden is not None:
@@ -53,7 +59,7 @@ class GPTConfig:
 
     def validate(self) -> None:
         """Raise ValueError on the first key that cannot be; call it again after changing a field."""
-        for key in ("num_layers", "num_heads", "num_kv_heads", "n_embd", "mlp_hidden", "checkpoint_every"):
+        for key in ("num_layers", "num_heads", "num_kv_heads", "n_embd", "mlp_hidden", "window", "checkpoint_every"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"model.{key}={value} must be at least 1")

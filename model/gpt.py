@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import cross_entropy, rotate_and_split
-from model.attention import ATTENTION, AttentionFunction, resolve_attention
+from model.attention import ATTENTION, AttentionFunction, Documents, resolve_attention
 from model.config import GPTConfig, round_up
 from model.kv_cache import KVCache
 from model.recompute import is_recomputed, recompute
@@ -41,17 +41,32 @@ def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tenso
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
+def positions_in(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Each token's position in its document, (num_tokens,) int64, from (documents + 1,) starts."""
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens, tokens.to(cu_seqlens.dtype), right=True) - 1
+    return tokens - cu_seqlens[document]
+
+
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, attend: AttentionFunction):
         super().__init__()
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
         self.qk_norm = config.qk_norm
         self.layer = layer  # our place in the KV cache
+        self.window = (-1 if config.window is None else config.window - 1, -1)  # its right bound is causal's
         self.attend = attend
         self.qkv = nn.Linear(config.n_embd, (self.num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         B, N, C = x.shape
         qkv = self.qkv(x).view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
         if self.qk_norm:
@@ -60,7 +75,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads)  # (B, H, N, D) each
         if kv_cache is not None:
             k, v = kv_cache.append(self.layer, k, v)  # (B, Hkv, tokens so far, D)
-        o = self.attend(q, k, v, causal=True)  # (B, Hq, N, D)
+        o = self.attend(q, k, v, causal=True, window=self.window, documents=documents)  # (B, Hq, N, D)
         return self.out(o.transpose(1, 2).reshape(B, N, C))  # (B, N, C)
 
 
@@ -91,8 +106,15 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache | None = None) -> Tensor:
-        x = x + F.dropout(self.attention(rms_norm(x), cos, sin, kv_cache), self.dropout, self.training)
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: KVCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        x = x + F.dropout(self.attention(rms_norm(x), cos, sin, kv_cache, documents), self.dropout, self.training)
         x = x + F.dropout(self.mlp(rms_norm(x)), self.dropout, self.training)
         return x  # (B, N, C)
 
@@ -133,7 +155,9 @@ class GPT(nn.Module):
         if vocab_size < 1 or seq_len < 1:
             raise ValueError(f"vocab_size={vocab_size} and seq_len={seq_len} must be at least 1")
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
-        self.attention, self.attention_reason = resolve_attention(config.attention, device, dtype, config.head_dim)
+        self.attention, self.attention_reason = resolve_attention(
+            config.attention, device, dtype, config.head_dim, config.attention_features()
+        )
         self.chosen_for = torch.device(device).type if config.attention == "auto" else None
         padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
         with torch.device("meta"):  # shapes only: init_weights draws each number once
@@ -159,13 +183,21 @@ class GPT(nn.Module):
             writes_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
             nn.init.normal_(weight, std=residual_std if writes_residual else INIT_STD, generator=generator)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, kv_cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """Predict the next token at every position.
 
         Args:
             tokens: (B, N) int64.
             targets: (B, N) int64, the id that follows each token; -1 is ignored.
             kv_cache: earlier tokens, to which these are appended (without targets).
+            cu_seqlens: (documents + 1,) int32: where documents begin among the B * N tokens, each row beginning one,
+                and B * N. Tokens then see only their own document, and positions begin anew in each.
 
         Returns:
             Without targets the logits (B, N, vocab_size). With targets the cross-entropy in nats, summed over
@@ -175,7 +207,8 @@ class GPT(nn.Module):
             ValueError: the context would be longer than seq_len, or the model was moved to a device for which
                 attention=auto did not choose.
         """
-        assert kv_cache is None or targets is None
+        assert kv_cache is None or (targets is None and cu_seqlens is None)
+        shape = tokens.shape
         start = 0 if kv_cache is None else kv_cache.length
         end = start + tokens.size(1)
         if end > self.seq_len:
@@ -185,20 +218,25 @@ class GPT(nn.Module):
                 f"attention=auto chose {self.attention} for {self.chosen_for} and the tokens are on "
                 f"{tokens.device.type}; build the model with GPT(..., device='{tokens.device.type}')"
             )
-        cos, sin = self.cos[start:end], self.sin[start:end]  # (N, 1, D)
+        cos, sin, documents = self.cos[start:end], self.sin[start:end], None  # (N, 1, D)
+        if cu_seqlens is not None:
+            documents = Documents(cu_seqlens, max_seqlen=tokens.size(1))
+            tokens = tokens.reshape(1, -1)  # one row: from here on B is 1 and N all tokens
+            positions = positions_in(cu_seqlens, tokens.size(1))
+            cos, sin = self.cos[positions], self.sin[positions]
         x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)  # (B, N, C)
         mode, every = self.config.activation_checkpointing, self.config.checkpoint_every
         for layer, block in enumerate(self.blocks):
             if kv_cache is None and is_recomputed(mode, every, layer):
-                x = recompute(block, x, cos, sin)
+                x = recompute(block, x, cos, sin, None, documents)
             else:
-                x = block(x, cos, sin, kv_cache)
+                x = block(x, cos, sin, kv_cache, documents)
         if kv_cache is not None:
             kv_cache.advance(tokens.size(1))
         table = self.embedding.weight if self.head is None else self.head.weight  # (padded V, C)
         logits = F.linear(rms_norm(x), table)  # (B, N, padded V)
         if targets is None:
-            return logits[..., : self.vocab_size]  # the padding is cut off
+            return logits[..., : self.vocab_size].view(*shape, -1)  # the padding is cut off
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.vocab_size)
 
     def make_cache(self, batch_size: int) -> KVCache:

@@ -3,6 +3,8 @@
 The code says "recompute", because here the word "checkpoint" means files. Source: arXiv:1604.06174.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +16,7 @@ def is_recomputed(mode: str, every: int, layer: int) -> bool:
     return mode == "full" or (mode == "every_n" and layer % every == 0)
 
 
-def recompute(block: nn.Module, *inputs: Tensor) -> Tensor:
+def recompute(block: nn.Module, *inputs: Any) -> Tensor:
     """Run `block(*inputs)` and save only its inputs for backward.
 
     The random state is kept and put back, so dropout draws the same mask the second time: the gradients are

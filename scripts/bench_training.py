@@ -95,6 +95,7 @@ def measure(settings: BenchSettings, attention: str, seq_len: int, hardware: Har
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             seq_len=seq_len,
+            window=config.window,
         )
         chip_peak = peak_flops(hardware.device, hardware.dtype)
         row |= {

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import Prefetcher, TokenBatches, fixed_windows
+from data import Prefetcher, TokenBatches, document_starts, fixed_windows
 from data.prefetch import Ahead
 from data.shards import ShardWriter, TokenArray, open_split, token_dtype, verify
 
@@ -144,9 +144,21 @@ def test_prefetcher_on_the_cpu_is_the_batches():
     batches = TokenBatches(tokens(500), 7, 6, seed=3)
     with Prefetcher(batches, 5, "cpu") as prefetcher:
         for step in range(5, 30):
-            inputs, targets = next(prefetcher)
+            inputs, targets, starts = next(prefetcher)
+            assert starts is None
             assert torch.equal(inputs, batches.batch(step)[0])
             assert torch.equal(targets, batches.batch(step)[1])
+
+
+def test_a_document_starts_at_the_token_that_ends_the_one_before():
+    inputs = torch.tensor([[5, 6, 9, 7], [9, 9, 5, 5], [5, 5, 5, 9]])
+    assert document_starts(inputs, end_of_text=9).tolist() == [0, 2, 4, 5, 8, 11]
+    batches = TokenBatches(tokens(500) % 5, 7, 6, seed=3)
+    with Prefetcher(batches, 2, "cpu", end_of_text=3) as prefetcher:
+        inputs, _, starts = next(prefetcher)
+    assert torch.equal(inputs, batches.batch(2)[0])
+    assert torch.equal(starts, document_starts(inputs, 3))
+    assert starts.dtype == torch.int32
 
 
 def test_ahead_keeps_order_and_leaves_no_thread():

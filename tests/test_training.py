@@ -118,6 +118,9 @@ def test_flops_by_hand():
     # one layer, one head of 2: 4 * 2 = 8 FLOPs a pair forward, 24 with the backward
     counted = flops_per_token(matmul_parameters=10, num_layers=1, num_heads=1, head_dim=2, seq_len=3)
     assert counted == {"causal": 60 + 24 * 2, "full": 60 + 24 * 3}  # a causal token sees 2 of 3 on average
+    sizes = {"matmul_parameters": 10, "num_layers": 1, "num_heads": 1, "head_dim": 2, "seq_len": 4}
+    assert flops_per_token(**sizes, window=2) == {"causal": 60 + 24 * 7 / 4, "full": 60 + 24 * 2}  # 1 + 2 + 2 + 2
+    assert flops_per_token(**sizes, window=9) == flops_per_token(**sizes)
 
 
 def test_flops_of_gpt2_are_nanogpts():

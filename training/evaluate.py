@@ -13,6 +13,8 @@ import tiktoken
 import torch
 from torch import nn
 
+from data import document_starts
+from training.documents import packed_rows
 from training.hardware import Hardware
 
 
@@ -59,8 +61,13 @@ class EvaluationSet:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, windows: EvaluationSet, micro_batch: int, hardware: Hardware) -> dict[str, float]:
-    """Run the model over all windows; the mode it was in is restored, no random number is drawn."""
+def evaluate(
+    model: nn.Module, windows: EvaluationSet, micro_batch: int, hardware: Hardware, end_of_text: int | None = None
+) -> dict[str, float]:
+    """Run the model over all windows; the mode it was in is restored, no random number is drawn.
+
+    With `end_of_text` documents do not see each other, as in training.
+    """
     was_training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.float64)
@@ -71,8 +78,12 @@ def evaluate(model: nn.Module, windows: EvaluationSet, micro_batch: int, hardwar
             padding = (0, 0, 0, micro_batch - len(inputs))
             inputs = nn.functional.pad(inputs, padding)
             targets = nn.functional.pad(targets, padding, value=-1)
+        documents = {}
+        if end_of_text is not None:
+            starts = document_starts(inputs, end_of_text)
+            documents = packed_rows(starts, 0, *inputs.shape, hardware.device)
         with hardware.autocast():
-            loss = model(inputs.to(hardware.device), targets.to(hardware.device))
+            loss = model(inputs.to(hardware.device), targets.to(hardware.device), **documents)
         total += loss.double().cpu()
     model.train(was_training)
     return windows.metrics(total.item() / windows.targets.numel())

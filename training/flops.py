@@ -20,16 +20,26 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def flops_per_token(
-    *, matmul_parameters: int, num_layers: int, num_heads: int, head_dim: int, seq_len: int
+    *,
+    matmul_parameters: int,
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    seq_len: int,
+    window: int | None = None,
 ) -> dict[str, float]:
     """Forward and backward FLOPs a token, under both conventions.
 
     matmul_parameters: entries of all weights that multiply activations (the output projection included, tied or not;
     the embedding look-up not).
+    window: keys that a token sees, itself included; None: all before it. Document masks are not taken off: with them
+    the true figure is lower, and so is the MFU.
     """
     dense = 6 * matmul_parameters
     pair = 3 * 4 * num_layers * num_heads * head_dim
-    return {"causal": dense + pair * (seq_len + 1) / 2, "full": dense + pair * seq_len}
+    seen = seq_len if window is None else min(window, seq_len)
+    visible = seen - seen * (seen - 1) / (2 * seq_len)  # the mean of min(i, seen) over i = 1 .. seq_len
+    return {"causal": dense + pair * visible, "full": dense + pair * seen}
 
 
 def mfu(flops_a_token: float, tokens_per_second: float | None, peak_flops: float | None) -> float | None:

@@ -1,0 +1,113 @@
+"""What the model sees: sliding windows, documents that do not see each other, and who refuses them."""
+
+import itertools
+
+import pytest
+import torch
+
+from data import document_starts
+from model import GPT, GPTConfig, resolve_attention
+from model.gpt import positions_in
+from training.documents import packed_rows
+
+VOCAB, SEQ_LEN, END = 20, 24, 0
+
+
+def gpt(attention: str, **changes) -> GPT:
+    config = GPTConfig(num_layers=2, num_heads=2, num_kv_heads=1, n_embd=32, attention=attention, **changes)
+    return GPT(config, VOCAB, SEQ_LEN, generator=torch.Generator().manual_seed(0))
+
+
+def packed_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens (3, SEQ_LEN) with documents that end inside, at an edge, and one after the other; their cu_seqlens."""
+    tokens = torch.randint(1, VOCAB, (3, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    tokens[0, 7] = tokens[1, 0] = tokens[1, 1] = tokens[2, 5] = tokens[2, -1] = END
+    starts = document_starts(tokens, END)
+    return tokens, starts, packed_rows(starts, 0, 3, SEQ_LEN, torch.device("cpu"))["cu_seqlens"]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("attention", ["naive", "tiled", "flash"])
+def test_a_packed_document_is_as_if_alone(attention, window):
+    """Logits and gradients of a batch with cu_seqlens are those of each document in a forward of its own."""
+    model = gpt(attention, window=window)
+    tokens, _, cu_seqlens = packed_batch()
+    targets = tokens.roll(-1, 1)
+    loss = model(tokens, targets, cu_seqlens=cu_seqlens)
+    packed = torch.autograd.grad(loss, list(model.parameters()))
+    flat, flat_targets = tokens.flatten(), targets.flatten()
+    bounds = cu_seqlens.tolist()
+    alone = sum(model(flat[None, a:b], flat_targets[None, a:b]) for a, b in itertools.pairwise(bounds))
+    torch.testing.assert_close(loss, alone, rtol=1e-5, atol=1e-4)
+    for a, b in zip(packed, torch.autograd.grad(alone, list(model.parameters())), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert model(tokens, cu_seqlens=cu_seqlens).shape == (3, SEQ_LEN, VOCAB)
+
+
+def test_without_the_mask_documents_see_each_other():
+    """Guards the test above: the same batch without cu_seqlens gives another loss."""
+    model = gpt("naive")
+    tokens, _, cu_seqlens = packed_batch()
+    with torch.no_grad():
+        assert abs(model(tokens, tokens) - model(tokens, tokens, cu_seqlens=cu_seqlens)) > 1e-2
+
+
+def test_positions_begin_anew_in_each_document():
+    cu_seqlens = torch.tensor([0, 3, 3, 4, 8], dtype=torch.int32)
+    assert positions_in(cu_seqlens, 8).tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+
+
+def test_rows_can_be_taken_out_of_a_batch():
+    """A micro-batch has the documents of its rows."""
+    tokens, starts, _ = packed_batch()
+    for first, rows in ((0, 1), (1, 2), (2, 1)):
+        part = packed_rows(starts, first, rows, SEQ_LEN, torch.device("cpu"))["cu_seqlens"]
+        expected = document_starts(tokens[first : first + rows].clone(), END).tolist()
+        assert part.tolist() == [*expected, rows * SEQ_LEN]
+    assert packed_rows(None, 0, 1, SEQ_LEN, torch.device("cpu")) == {}
+
+
+@pytest.mark.parametrize("attention", ["naive", "tiled", "flash"])
+def test_a_window_hides_what_is_further_back(attention):
+    """With window w and two layers, logits depend on the last 2 (w - 1) + 1 tokens and on no other."""
+    model = gpt(attention, window=4)
+    tokens = torch.randint(1, VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = model(tokens)[0, -1]
+        for position, seen in ((SEQ_LEN - 8, False), (SEQ_LEN - 7, True)):
+            changed = tokens.clone()
+            changed[0, position] = changed[0, position] % (VOCAB - 1) + 1
+            assert torch.equal(model(changed)[0, -1], expected) != seen
+
+
+def test_a_window_holds_in_the_kv_cache():
+    model = gpt("naive", window=4).eval()
+    tokens = torch.randint(1, VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(3))
+    cache = model.make_cache(batch_size=1)
+    with torch.no_grad():
+        steps = [model(tokens[:, i : i + 1], kv_cache=cache) for i in range(SEQ_LEN)]
+        torch.testing.assert_close(torch.cat(steps, 1), model(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_one_compiled_model_serves_every_number_of_documents():
+    model = gpt("flash")
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for seed in range(5):
+        tokens = torch.randint(0, 6, (2, SEQ_LEN), generator=torch.Generator().manual_seed(seed))
+        documents = packed_rows(document_starts(tokens, END), 0, 2, SEQ_LEN, torch.device("cpu"))
+        torch.testing.assert_close(compiled(tokens, tokens, **documents), model(tokens, tokens, **documents))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_refusals_come_from_the_support_matrix():
+    features = GPTConfig(window=5).attention_features(document_mask=True)
+    with pytest.raises(ValueError, match=r"attention=sdpa cannot run: window with varlen in float32 is not supported"):
+        resolve_attention("sdpa", "cpu", torch.float32, 64, features)
+    name, reason = resolve_attention("auto", "cpu", torch.float32, 64, features)
+    assert name == "naive"
+    assert "window with varlen in float32 is not supported by sdpa" in reason
+    assert resolve_attention("tiled", "cpu", torch.float32, 64, features)[0] == "tiled"
+    tokens, _, cu_seqlens = packed_batch()
+    with pytest.raises(ValueError, match="varlen in float32 is not supported by sdpa"):
+        gpt("sdpa")(tokens, cu_seqlens=cu_seqlens)
