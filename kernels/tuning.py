@@ -147,13 +147,17 @@ def variant_of(options: Options) -> str:
     return "causal" if options.causal else "full"
 
 
+def table_for(arch: tuple[int, int], element_bytes: int) -> dict[tuple[str, int, str], Tile]:
+    """(kernel, head_dim padded to a power of two, variant) -> tile, for compute capability `arch`."""
+    if element_bytes == 4:
+        return _FLOAT32
+    # sm_90 and sm_10x have the large shared memory; sm_12x, although newer, has not
+    return _HOPPER if arch[0] in (9, 10, 11) else _PORTABLE
+
+
 def table_tile(kernel: str, arch: tuple[int, int], element_bytes: int, head_dim: int, variant: str) -> Tile:
     """The table's tile for a kernel ("fwd", "dkdv" or "dq") on compute capability `arch`."""
-    if element_bytes == 4:
-        table = _FLOAT32
-    else:
-        # sm_90 and sm_10x have the large shared memory; sm_12x, although newer, has not
-        table = _HOPPER if arch[0] in (9, 10, 11) else _PORTABLE
+    table = table_for(arch, element_bytes)
     padded = max(16, 1 << (head_dim - 1).bit_length())
     tile = table.get((kernel, padded, variant)) or table.get((kernel, padded, "any"))
     assert tile is not None, f"no tile for {kernel} at head_dim {head_dim}"
