@@ -150,11 +150,12 @@ def flash_attention_varlen(
         causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks,
     )  # fmt: skip
     # one batch entry that holds all documents: the operator's layout, by views
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     q, options = _supported(q, k, v, options)
     o, lse = ops.attend(q, k, v, options)
-    o = o[0].transpose(0, 1)
-    return (o, lse[0]) if return_lse else o
+    # not o[0]: the gradient of an index is a tensor of zeros with a part filled in
+    o = o.squeeze(0).transpose(0, 1)
+    return (o, lse.squeeze(0)) if return_lse else o
 
 
 def _supported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Options]:

@@ -31,8 +31,8 @@ class Documents(NamedTuple):
 def _packed(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, documents: Documents, **options):
     """Call a `..._varlen` function on one row of packed documents, by views."""
     bounds = 2 * (documents.cu_seqlens,), 2 * (documents.max_seqlen,)
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)
-    return attention(q, k, v, *bounds[0], *bounds[1], **options).transpose(0, 1)[None]
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))  # (N, H, D)
+    return attention(q, k, v, *bounds[0], *bounds[1], **options).transpose(0, 1).unsqueeze(0)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents | None = None, **options) -> Tensor:

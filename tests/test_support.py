@@ -106,7 +106,7 @@ def test_features_are_read_off_the_options():
 
 
 def test_a_refusal_names_all_features_and_the_remedy():
-    expected = "window with dropout in float32 is not supported by sdpa; use attention=flash"
+    expected = "window with dropout in float32 is not supported by sdpa; use attention=flash or attention=naive"
     assert refusal("sdpa", ["causal", "window", "dropout"], torch.float32) == expected
 
 

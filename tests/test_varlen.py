@@ -165,7 +165,7 @@ def test_the_tiles_of_a_packing_cover_it_once(block):
         assert covered == list(range(starts[-1]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_docs"])
 def _orders(documents_ptr, levels_ptr, cu_seqlens, num_docs, BLOCK: tl.constexpr):
     ordinal = tl.program_id(0)
     document, level = longest_first(ordinal, cu_seqlens, num_docs, BLOCK)
