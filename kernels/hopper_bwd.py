@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels import hopper_tma as tma
+from kernels.hopper import addressable
 from kernels.hopper_fwd import LOG2_E, heads_per_section
 
 LOG2_E_CONSTANT = tl.constexpr(LOG2_E)
@@ -443,7 +444,7 @@ def launch_hopper_bwd(
     group_size = num_heads // num_kv_heads
     plan = plan or _PLANS[head_dim]
     do = do.to(q.dtype)
-    if not tma.addressable(do):
+    if not addressable(do):
         do = do.contiguous()
     device = q.device
     dq = torch.empty((batch, num_q, num_heads, head_dim), dtype=q.dtype, device=device).transpose(1, 2)

@@ -20,7 +20,6 @@ Barriers (mbarriers; a stage s of a ring of STAGES):
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,6 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels import hopper_tma as tma
+from kernels.device import l2_bytes, num_sms
+from kernels.launch import addresses_of, launch, on_device
+from kernels.options import Options
+from kernels.replay import description, known, remember, replay
 
 LN_2 = gl.constexpr(math.log(2.0))
 LOG2_E = 1.0 / math.log(2.0)
@@ -438,75 +441,67 @@ class ForwardPlan:
     block_k: int = 128
 
 
-_PLANS = {128: ForwardPlan(consumers=2), 64: ForwardPlan(consumers=3)}
-
-
-@lru_cache(maxsize=64)
-def device_limits(index: int) -> tuple[tuple[int, int], int, int]:
-    """(compute capability, number of SMs, bytes of L2) of a CUDA device."""
-    properties = torch.cuda.get_device_properties(index)
-    return (properties.major, properties.minor), properties.multi_processor_count, properties.L2_cache_size
-
-
-def hopper_unsupported_reason(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str | None:
-    """Why the Hopper kernels cannot take this call, in one sentence; None when they can."""
-    if q.device.type != "cuda":
-        return f"the Hopper kernels need a CUDA device; q is on {q.device.type}"
-    (major, minor), _, _ = device_limits(q.device.index)
-    if (major, minor) != (9, 0):
-        return f"the Hopper kernels need compute capability 9.0; this device has {major}.{minor}"
-    if not tma.triton_release_supported():
-        return f"the Hopper kernels are written for Triton {tma.TRITON_RELEASE}; {tma.triton.__version__} is installed"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"the Hopper kernels take bfloat16 and float16; q has {q.dtype}"
-    if q.shape[3] not in _PLANS or v.shape[3] != q.shape[3]:
-        return f"the Hopper kernels take head_dim {' and '.join(map(str, sorted(_PLANS)))}; q has {q.shape[3]}"
-    if q.numel() == 0 or k.numel() == 0:
-        return "the Hopper kernels take no empty tensors"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not tma.addressable(tensor):
-            return (
-                f"the Hopper kernels need {name} 16-byte aligned with strides that are multiples of 16 bytes; "
-                f"it has strides {tuple(tensor.stride())}"
-            )
-    return None
+def plan_for(head_dim: int, causal: bool, num_q: int) -> ForwardPlan:
+    """The fastest of 18 (head_dim 128) and 32 (64) plans at 1,024 to 32,768 tokens, or within 2 % of it: one H200,
+    torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md)."""
+    if head_dim == 128:
+        if causal:
+            return ForwardPlan(consumers=2, ping_pong=True, persistent=num_q <= 1024)
+        return ForwardPlan(consumers=2)
+    if num_q <= 1024:
+        return ForwardPlan(consumers=2, stages=3, ping_pong=causal)
+    if causal and num_q > 8192:
+        return ForwardPlan(consumers=2, ping_pong=True, persistent=False)
+    return ForwardPlan(consumers=3, ping_pong=causal or num_q <= 2048)
 
 
 def heads_per_section(streamed: Tensor, group_size: int) -> int:
     """How many heads stay in L2 together: those whose two streamed tensors of this shape fill at most 5/6 of it."""
     total = streamed.shape[0] * streamed.shape[1] * group_size
-    _, _, l2_bytes = device_limits(streamed.device.index)
-    fitting = l2_bytes * 5 // 6 // (2 * streamed.shape[2] * streamed.shape[3] * streamed.element_size())
+    fitting = (
+        l2_bytes(streamed.device.index)
+        * 5
+        // 6
+        // (2 * streamed.shape[2] * streamed.shape[3] * streamed.element_size())
+    )
     return min(group_size << max(fitting.bit_length() - 1, 0), total)
 
 
 def launch_hopper_fwd(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, plan: ForwardPlan | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ForwardPlan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), not refused above; scale > 0.
+    """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), not refused by
+    `hopper_unsupported_reason`; options.scale > 0.
 
-    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32, natural logarithm.
+    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32, natural logarithm. `plan`
+    overrides the choice.
     """
     batch, num_heads, num_q, head_dim = q.shape
-    num_kv_heads, num_k = k.shape[1], k.shape[2]
-    group_size = num_heads // num_kv_heads
-    plan = plan or _PLANS[head_dim]
     o = torch.empty((batch, num_q, num_heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=q.device)
+    described = description(options, ("hopper", plan), q, k, v)
+    if known(described) and replay(described, addresses_of(q, k, v, o, lse)):
+        return o, lse
+    num_kv_heads, num_k = k.shape[1], k.shape[2]
+    group_size = num_heads // num_kv_heads
+    plan = plan or plan_for(head_dim, options.causal, num_q)
     programs = -(-num_q // (64 * plan.consumers)) * batch * num_heads
     if plan.persistent:
-        programs = min(programs, device_limits(q.device.index)[1])
-    constants = (head_dim, plan.block_k, plan.consumers, plan.stages, causal, plan.ping_pong)
-    tma.launch(
-        hopper_fwd_kernel,
-        programs,
-        (q.dtype, *constants),
-        (
-            tma.descriptor(q, 64), tma.descriptor(k, plan.block_k), tma.descriptor(v, plan.block_k),
-            tma.descriptor(o, 64), lse,
-            num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
-            scale * LOG2_E, *constants,
-        ),
-        num_warps=4,
-    )  # fmt: skip
+        programs = min(programs, num_sms(q.device.index))
+    constants = {
+        "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
+        "CAUSAL": options.causal, "PING_PONG": plan.ping_pong,
+    }  # fmt: skip
+    with on_device(q):
+        launched = launch(
+            hopper_fwd_kernel, programs,
+            (
+                tma.descriptor(q, 64), tma.descriptor(k, plan.block_k), tma.descriptor(v, plan.block_k),
+                tma.descriptor(o, 64), lse,
+                num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
+                options.scale * LOG2_E,
+            ),
+            constants, num_warps=4,
+        )  # fmt: skip
+    remember(described, launched)
     return o, lse

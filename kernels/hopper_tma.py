@@ -7,7 +7,6 @@ not in its public language. Both facts end in this file; it is written for and c
 from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -16,16 +15,9 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-TRITON_RELEASE = "3.6"
-
 load = tma.async_copy_global_to_shared  # (descriptor, coordinates, mbarrier, shared tile)
 store = tma.async_copy_shared_to_global  # (descriptor, coordinates, shared tile)
 store_wait = tma.store_wait  # until all but n stores and adds of this thread have READ their shared tile
-
-
-def triton_release_supported() -> bool:
-    """Whether the installed Triton is the release whose private names this file uses."""
-    return ".".join(triton.__version__.split(".")[:2]) == TRITON_RELEASE
 
 
 @builtin
@@ -66,22 +58,11 @@ def _tile_layout(rows: int, cols: int, rank: int, dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for([1] * (rank - 2) + [rows, cols], _GLUON_DTYPE[dtype])
 
 
-def addressable(x: Tensor) -> bool:
-    """Whether TMA can address x (B, H, N, D): 16-byte aligned start and strides, the last one 1, none 0."""
-    unit = 16 // x.element_size()
-    if x.data_ptr() % 16 or x.stride(-1) != 1:
-        return False
-    return all(
-        size == 1 or (stride > 0 and stride % unit == 0)
-        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    )
-
-
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Descriptor of x (..., N, D) for tiles of `rows` rows of the last two dimensions.
 
     Rows outside one head's N read as 0 and are not written. Made without the dataclass's own checks, which cost
-    as much as the launch; `addressable` has made them.
+    as much as the launch; `kernels.hopper.addressable` has made them.
     """
     rank = x.dim()
     shape = list(x.shape)

@@ -12,8 +12,10 @@ microseconds a call in filling in defaults, here all of it takes 10.
 import torch
 from torch import Tensor
 
+from kernels.hopper import hopper_unsupported_reason
 from kernels.inputs import check_documents
 from kernels.options import Options
+from kernels.replay import description
 
 _LIBRARY = torch.library.Library("flashgpt", "FRAGMENT")
 _OPTIONS = (
@@ -35,28 +37,43 @@ flash_fwd = torch.ops.flashgpt.flash_fwd.default
 flash_bwd = torch.ops.flashgpt.flash_bwd.default
 
 
-def _launchers(q: Tensor, v: Tensor, options: Options):
-    """(forward, backward): the one place where an implementation is chosen for checked inputs.
+_HOPPER: dict[tuple, bool] = {}  # descriptions of forward calls -> whether the Hopper kernels take them
 
-    Every implementation keeps one contract: the same inputs, the same (O, LSE), the same gradients.
+
+def _forward_launcher(q: Tensor, k: Tensor, v: Tensor, options: Options):
+    """The one place where an implementation is chosen for checked inputs.
+
+    Every implementation keeps one contract: the same inputs, the same (O, LSE). The backward takes both from
+    either, and is the portable one: its sums have one order.
     """
-    from kernels import flash_bwd, flash_fwd
+    from kernels import flash_fwd
 
-    return flash_fwd.launch_flash_fwd, flash_bwd.launch_flash_bwd
+    call = description(options, None, q, k, v)
+    if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        return flash_fwd.launch_flash_fwd
+    chosen = _HOPPER.get(call)
+    if chosen is None:
+        if len(_HOPPER) >= 512:
+            _HOPPER.clear()
+        chosen = _HOPPER[call] = hopper_unsupported_reason(q, k, v, options) is None
+    if chosen:
+        from kernels import hopper_fwd
+
+        return hopper_fwd.launch_hopper_fwd
+    return flash_fwd.launch_flash_fwd
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
     options = Options(*options)
     if options.packed:
         check_documents(options, q.shape[2], k.shape[2])
-    forward, _ = _launchers(q, v, options)
-    return forward(q, k, v, options)
+    return _forward_launcher(q, k, v, options)(q, k, v, options)
 
 
 def _run_backward(do, dlse, q, k, v, o, lse, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options = Options(*options)
-    _, backward = _launchers(q, v, options)
-    return backward(do, dlse, q, k, v, o, lse, options)
+    from kernels.flash_bwd import launch_flash_bwd
+
+    return launch_flash_bwd(do, dlse, q, k, v, o, lse, Options(*options))
 
 
 def _tokens_first(like: Tensor, head_dim: int) -> Tensor:

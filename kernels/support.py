@@ -78,6 +78,22 @@ IMPLEMENTATIONS = {
 }
 
 
+# The kernels behind "flash" that are chosen where they can be: forward only, the backward is the portable one.
+KERNELS = {
+    "hopper": Implementation(
+        "hopper",
+        frozenset({"full", "causal", "gqa", "lse"}),
+        frozenset({torch.float16, torch.bfloat16}),
+        instead="the portable kernels",
+        exceptions=frozenset(
+            (feature, "backward", dtype)
+            for feature in ("full", "causal", "gqa", "lse")
+            for dtype in (torch.float16, torch.bfloat16)
+        ),
+    )
+}
+
+
 def features_of(options: Options, num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int) -> list[str]:
     """The features that a checked call uses, in the matrix's order."""
     used = {
@@ -102,8 +118,8 @@ def refusal(implementation: str, features: Iterable[str], dtype: torch.dtype, ba
 
     "window with dropout in float32 is not supported by NAME; use attention=OTHER"
     """
-    chosen = IMPLEMENTATIONS[implementation]
-    if not chosen.exceptions and dtype in chosen.dtypes and chosen.features.issuperset(features):
+    chosen = IMPLEMENTATIONS.get(implementation) or KERNELS[implementation]
+    if not (chosen.exceptions and backward) and dtype in chosen.dtypes and chosen.features.issuperset(features):
         return None  # what most calls hear
     passes = PASSES if backward else PASSES[:1]
     missing = [f for f in features if not all(chosen.supports(f, which, dtype) for which in passes)]
@@ -114,16 +130,18 @@ def refusal(implementation: str, features: Iterable[str], dtype: torch.dtype, ba
 
 
 def table() -> str:
-    """The matrix as a Markdown table, for the README: a cell names the dtypes that work forward and backward."""
-    names = list(IMPLEMENTATIONS)
+    """The matrix as a Markdown table, for the README: a cell names the dtypes that work forward and backward, for
+    the Hopper kernels those that work forward."""
+    names = [*IMPLEMENTATIONS, *KERNELS]
     lines = ["| feature | " + " | ".join(names) + " | meaning |", "|---" * (len(names) + 2) + "|"]
     for feature in FEATURES.values():
-        cells = [_cell(IMPLEMENTATIONS[name], feature.name) for name in names]
+        cells = [_cell(i, feature.name) for i in (*IMPLEMENTATIONS.values(), *KERNELS.values())]
         lines.append(f"| {feature.name} | " + " | ".join(cells) + f" | {feature.meaning} |")
     return "\n".join(lines)
 
 
 def _cell(implementation: Implementation, feature: str) -> str:
     short = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-    working = [short[d] for d in DTYPES if all(implementation.supports(feature, which, d) for which in PASSES)]
+    passes = PASSES[:1] if implementation.name in KERNELS else PASSES
+    working = [short[d] for d in DTYPES if all(implementation.supports(feature, which, d) for which in passes)]
     return " ".join(working) or "no"

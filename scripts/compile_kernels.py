@@ -207,7 +207,7 @@ def every_entry(arch: int) -> list[dict]:
 
 def _variant(switched_on: list[str], causal: bool) -> str:
     """The tuning table's variant, as `kernels.tuning.variant_of` finds it."""
-    for name in ("dropout", "softcap", "window"):
+    for name in ("dropout", "softcap", "varlen", "window"):
         if name in switched_on:
             return name
     return "causal" if causal else "full"

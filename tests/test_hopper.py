@@ -9,6 +9,12 @@ import sys
 import pytest
 import torch
 
+from kernels import flash_attention, ops
+from kernels.options import Options
+from kernels.support import FEATURES, KERNELS
+from tests.attention_cases import ATTENTION, call_for
+from tests.attention_checks import compare_with_oracle
+
 COMPILE_PROGRAM = "tests.hopper_compile"  # a process of its own: this one may interpret kernels
 SHARED_LIMIT = 232_448  # bytes that one program may use on sm_90
 
@@ -107,8 +113,9 @@ def _assert_within_budget(ours, exact, plain):
     ],
 )
 def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_heads, num_q, num_k, causal):
+    from kernels.hopper import hopper_unsupported_reason
     from kernels.hopper_bwd import launch_hopper_bwd
-    from kernels.hopper_fwd import hopper_unsupported_reason, launch_hopper_fwd
+    from kernels.hopper_fwd import launch_hopper_fwd
 
     torch.manual_seed(0)
 
@@ -121,9 +128,10 @@ def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_he
     k, v = tokens_first(num_kv_heads, num_k), tokens_first(num_kv_heads, num_k)
     dlse = torch.randn(batch, num_heads, num_q, device="cuda")
     scale = head_dim**-0.5
-    assert hopper_unsupported_reason(q, k, v, causal) is None
-    o, lse = launch_hopper_fwd(q, k, v, causal, scale)
-    again = launch_hopper_fwd(q, k, v, causal, scale)
+    options = Options(causal, scale)
+    assert hopper_unsupported_reason(q, k, v, options) is None
+    o, lse = launch_hopper_fwd(q, k, v, options)
+    again = launch_hopper_fwd(q, k, v, options)
     assert torch.equal(o, again[0])
     assert torch.equal(lse, again[1])
     gradients = launch_hopper_bwd(do, dlse, q, k, v, o, lse, causal, scale)
@@ -133,3 +141,53 @@ def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_he
     _assert_within_budget(o, exact[0], plain[0])
     for ours, right, low in zip(gradients, exact[2:], plain[2:], strict=True):
         _assert_within_budget(ours, right, low)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("plan", range(6))
+def test_every_plan_agrees_with_the_portable_kernel(plan):
+    """Each plan that `plan_for` can choose, on lengths with a ragged end and more tiles than multiprocessors."""
+    from kernels.flash_fwd import launch_flash_fwd
+    from kernels.hopper_fwd import launch_hopper_fwd, plan_for
+
+    chosen = sorted(
+        {(d, c, plan_for(d, c, n)) for d in (64, 128) for c in (True, False) for n in (1024, 2048, 4096, 16384)},
+        key=repr,
+    )
+    for head_dim, causal, its_plan in chosen[plan::6]:
+        for tokens in (333, 2048):
+            q, k, v = (torch.randn(2, tokens, 8, head_dim, device="cuda").bfloat16().transpose(1, 2) for _ in range(3))
+            options = Options(causal, head_dim**-0.5)
+            expected = launch_flash_fwd(q, k, v, options)
+            for actual, right in zip(launch_hopper_fwd(q, k, v, options, its_plan), expected, strict=True):
+                torch.testing.assert_close(actual, right, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_matrix_says_which_kernel_runs(feature, dtype, monkeypatch):
+    """A "yes" of the Hopper column runs its kernel, a "no" the portable one; both are right, backward too."""
+    from kernels import hopper_fwd
+
+    launches = []
+    launch = hopper_fwd.launch_hopper_fwd
+    monkeypatch.setattr(hopper_fwd, "launch_hopper_fwd", lambda *a: launches.append(1) or launch(*a))
+    monkeypatch.setattr(ops, "_HOPPER", {})
+    which, q, k, v, options = call_for([feature], dtype, "cuda")
+    widen = [torch.randn((*x.shape[:-1], 64), device="cuda").to(dtype).requires_grad_() for x in (q, k, v)]
+    if feature == "head_dim_v":
+        widen[2] = torch.randn((*v.shape[:-1], 128), device="cuda").to(dtype).requires_grad_()
+    compare_with_oracle(ATTENTION["flash"][which], *widen, with_dlse=feature == "lse", **options)
+    assert bool(launches) == KERNELS["hopper"].supports(feature, "forward", dtype)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_what_tma_cannot_address_runs_on_the_portable_kernel():
+    whole = torch.randn(1, 2, 64, 72, dtype=torch.bfloat16, device="cuda")
+    odd = whole[..., 1:65]
+    o = flash_attention(odd, odd, odd)
+    torch.testing.assert_close(o, flash_attention(*[odd.contiguous()] * 3), rtol=2e-2, atol=2e-2)

@@ -11,11 +11,12 @@ from model.gpt import positions_in
 from training.documents import packed_rows
 
 VOCAB, SEQ_LEN, END = 20, 24, 0
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def gpt(attention: str, **changes) -> GPT:
     config = GPTConfig(num_layers=2, num_heads=2, num_kv_heads=1, n_embd=32, attention=attention, **changes)
-    return GPT(config, VOCAB, SEQ_LEN, generator=torch.Generator().manual_seed(0))
+    return GPT(config, VOCAB, SEQ_LEN, device=DEVICE, generator=torch.Generator().manual_seed(0))
 
 
 def packed_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,7 +24,7 @@ def packed_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens = torch.randint(1, VOCAB, (3, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     tokens[0, 7] = tokens[1, 0] = tokens[1, 1] = tokens[2, 5] = tokens[2, -1] = END
     starts = document_starts(tokens, END)
-    return tokens, starts, packed_rows(starts, 0, 3, SEQ_LEN, torch.device("cpu"))["cu_seqlens"]
+    return tokens.to(DEVICE), starts, packed_rows(starts, 0, 3, SEQ_LEN, DEVICE)["cu_seqlens"]
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -61,17 +62,17 @@ def test_rows_can_be_taken_out_of_a_batch():
     """A micro-batch has the documents of its rows."""
     tokens, starts, _ = packed_batch()
     for first, rows in ((0, 1), (1, 2), (2, 1)):
-        part = packed_rows(starts, first, rows, SEQ_LEN, torch.device("cpu"))["cu_seqlens"]
-        expected = document_starts(tokens[first : first + rows].clone(), END).tolist()
+        part = packed_rows(starts, first, rows, SEQ_LEN, DEVICE)["cu_seqlens"]
+        expected = document_starts(tokens[first : first + rows].cpu(), END).tolist()
         assert part.tolist() == [*expected, rows * SEQ_LEN]
-    assert packed_rows(None, 0, 1, SEQ_LEN, torch.device("cpu")) == {}
+    assert packed_rows(None, 0, 1, SEQ_LEN, DEVICE) == {}
 
 
 @pytest.mark.parametrize("attention", ["naive", "tiled", "flash"])
 def test_a_window_hides_what_is_further_back(attention):
     """With window w and two layers, logits depend on the last 2 (w - 1) + 1 tokens and on no other."""
     model = gpt(attention, window=4)
-    tokens = torch.randint(1, VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(1, VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     with torch.no_grad():
         expected = model(tokens)[0, -1]
         for position, seen in ((SEQ_LEN - 8, False), (SEQ_LEN - 7, True)):
@@ -82,7 +83,7 @@ def test_a_window_hides_what_is_further_back(attention):
 
 def test_a_window_holds_in_the_kv_cache():
     model = gpt("naive", window=4).eval()
-    tokens = torch.randint(1, VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(1, VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     cache = model.make_cache(batch_size=1)
     with torch.no_grad():
         steps = [model(tokens[:, i : i + 1], kv_cache=cache) for i in range(SEQ_LEN)]
@@ -95,7 +96,8 @@ def test_one_compiled_model_serves_every_number_of_documents():
     torch._dynamo.utils.counters.clear()
     for seed in range(5):
         tokens = torch.randint(0, 6, (2, SEQ_LEN), generator=torch.Generator().manual_seed(seed))
-        documents = packed_rows(document_starts(tokens, END), 0, 2, SEQ_LEN, torch.device("cpu"))
+        documents = packed_rows(document_starts(tokens, END), 0, 2, SEQ_LEN, DEVICE)
+        tokens = tokens.to(DEVICE)
         torch.testing.assert_close(compiled(tokens, tokens, **documents), model(tokens, tokens, **documents))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 

@@ -112,10 +112,11 @@ def test_a_refusal_names_all_features_and_the_remedy():
 
 def test_the_table_shows_the_matrix():
     lines = table().splitlines()
-    assert lines[0].startswith("| feature | naive | tiled | flash | sdpa |")
+    assert lines[0].startswith("| feature | naive | tiled | flash | sdpa | hopper | meaning |")
     assert len(lines) == 2 + len(FEATURES)
     everywhere = "fp16 bf16 fp32 fp64"
-    assert lines[7].startswith(f"| window | {everywhere} | {everywhere} | fp16 bf16 fp32 | no |")
+    assert lines[7].startswith(f"| window | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | no |")
+    assert "| fp16 bf16 fp32 fp64 | fp16 bf16 |" in lines[3], "the Hopper kernels take causal calls"
 
 
 DENSE_MISTAKES = {

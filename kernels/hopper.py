@@ -1,0 +1,50 @@
+"""When the Hopper kernels run: read by the operator for every new kind of call, before their modules are loaded."""
+
+from importlib.metadata import version
+
+from torch import Tensor
+
+from kernels.device import capability
+from kernels.options import Options
+from kernels.support import features_of, refusal
+
+HEAD_DIMS = (64, 128)
+TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper_tma.py uses
+
+
+def hopper_unsupported_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why the Hopper forward cannot take this call, in one sentence; None when it can."""
+    features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+    reason = refusal("hopper", features, q.dtype, backward=False)
+    if reason is not None:
+        return reason
+    if q.shape[3] not in HEAD_DIMS:
+        return f"head_dim {q.shape[3]} is not supported by hopper ({' or '.join(map(str, HEAD_DIMS))})"
+    if q.device.type != "cuda":
+        return f"hopper needs a CUDA device; q is on {q.device.type}"
+    major, minor = capability(q.device.index)
+    if (major, minor) != (9, 0):
+        return f"hopper needs compute capability 9.0; this device has {major}.{minor}"
+    installed = version("triton")
+    if not installed.startswith(f"{TRITON_RELEASE}."):
+        return f"hopper is written for Triton {TRITON_RELEASE}; {installed} is installed"
+    if q.numel() == 0 or k.numel() == 0:
+        return "hopper takes no empty tensors"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not addressable(tensor):
+            return (
+                f"hopper needs {name} 16-byte aligned with strides that are multiples of 16 bytes; "
+                f"it has strides {tuple(tensor.stride())}"
+            )
+    return None
+
+
+def addressable(x: Tensor) -> bool:
+    """Whether TMA can address x (B, H, N, D): 16-byte aligned start and strides, the last one 1, none 0."""
+    unit = 16 // x.element_size()
+    if x.data_ptr() % 16 or x.stride(-1) != 1:
+        return False
+    return all(
+        size == 1 or (stride > 0 and stride % unit == 0)
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
