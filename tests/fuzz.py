@@ -23,6 +23,7 @@ from kernels import flash_attention, flash_attention_varlen
 from tests.attention_checks import (
     FLOAT32_FLOOR,
     assert_within_budget,
+    lse_term,
     make_packed,
     make_qkv,
     naive_for,
@@ -206,9 +207,8 @@ def run_case(case: dict, device: str) -> str | None:
         finite = exact["lse"][torch.isfinite(exact["lse"])]
         largest_lse = float(finite.abs().max()) if finite.numel() else 0.0
         factor = max(32.0, 2 * largest_lse)
-        for name in ("dq", "dk", "dv"):  # the plain formula has no error at all where a row sees one key
-            size = float(exact[name].abs().max()) if exact[name].numel() else 0.0
-            extra[name] = extra.get(name, 0.0) + 2**-23 * largest_lse * size
+        for name, term in lse_term(exact, dtype).items():  # the plain formula has no error where a row sees one key
+            extra[name] = extra.get(name, 0.0) + term
     largest = [max(1.0, float(x.detach().abs().max()) / 4) if x.numel() else 1.0 for x in (q, v)]
     floor = FLOAT32_FLOOR * largest[0] * largest[1]
     for name, value in plain.items():

@@ -44,7 +44,7 @@ def test_out_of_memory_is_a_row_and_is_marked_in_the_charts(monkeypatch, tmp_pat
     with (tmp_path / "attention.csv").open() as file:
         assert [row["error"] for row in csv.DictReader(file)] == ["", "", "out of memory", "out of memory"]
     charts(tmp_path / "attention.csv", tmp_path)
-    assert len(list(tmp_path.glob("attention_*_causal_16_float32.png"))) == 2
+    assert (tmp_path / "attention_causal_16_float32.png").is_file()
 
 
 def test_goals_compare_like_with_like():

@@ -129,8 +129,8 @@ def test_resume_ends_with_the_same_bits(tmp_path, optim):
 def test_backends_train_alike(tmp_path):
     curves = {}
     for attention in ("naive", "tiled", "sdpa", "flash"):
-        if attention == "flash" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("flash needs a GPU or TRITON_INTERPRET=1")
+        if attention == "flash" and os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("on the CPU flash needs TRITON_INTERPRET=1; the GPU has a test of its own")
         run_dir = tmp_path / attention
         overrides = (
             "train.steps=3",
