@@ -371,6 +371,7 @@ def charts(source: Path, folder: Path) -> None:
             axis.set_title(title, fontsize=10)
             axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else n for n in lengths], fontsize=8)
             axis.xaxis.set_minor_locator(NullLocator())
+            axis.margins(y=0.12)
             axis.grid(alpha=0.25)
         axes[0].legend(fontsize=8, frameon=False)
         machine = rows[0]["machine"].split(",")[0]
