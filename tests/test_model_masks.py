@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from data import document_starts
+from kernels import place_documents
 from model import GPT, GPTConfig, resolve_attention
 from model.gpt import positions_in
 from training.documents import packed_rows
@@ -113,3 +114,12 @@ def test_refusals_come_from_the_support_matrix():
     tokens, _, cu_seqlens = packed_batch()
     with pytest.raises(ValueError, match="varlen in float32 is not supported by sdpa"):
         gpt("sdpa")(tokens, cu_seqlens=cu_seqlens)
+
+
+def test_documents_are_checked_before_they_go_to_the_gpu():
+    right = torch.tensor([0, 3, 8], dtype=torch.int32)
+    assert place_documents(right, 5, DEVICE).tolist() == [0, 3, 8]
+    with pytest.raises(ValueError, match="max_seqlen_q is 4 but document 1 has 5 tokens"):
+        place_documents(right, 4, DEVICE)
+    with pytest.raises(ValueError, match="cu_seqlens_q falls at document 1"):
+        place_documents(torch.tensor([0, 5, 3, 8], dtype=torch.int32), 8, DEVICE)
