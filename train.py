@@ -61,7 +61,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
 
     # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
-    batches = TokenBatches(dataset.train, settings.data.seq_len, settings.sequences_per_step, config.seed)
+    data_seed = config.seed if config.data_seed is None else config.data_seed
+    batches = TokenBatches(dataset.train, settings.data.seq_len, settings.sequences_per_step, data_seed)
     windows = fixed_windows(dataset.validation, settings.data.seq_len, config.eval_windows)
     evaluation = EvaluationSet.of(windows, dataset.tokenizer)
     # where documents end, if they must not see each other

@@ -18,6 +18,7 @@ class TrainConfig:
 
     steps: int = 300  # optimiser steps
     seed: int = 0  # of the initial weights, the order of the windows, dropout
+    data_seed: int | None = None  # of the order of the windows alone; null: seed
     batch_tokens: int = 4096  # tokens of one optimiser step, over all micro-batches
     micro_batch: int | None = None  # sequences of one forward and backward; null: the whole step at once
     log_every: int = 10  # steps between two lines of metrics
@@ -32,8 +33,8 @@ class TrainConfig:
         for key in ("steps", "batch_tokens", "log_every", "eval_windows"):
             if getattr(self, key) < 1:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at least 1")
-        for key in ("eval_every", "sample_every", "sample_tokens", "save_every", "seed"):
-            if getattr(self, key) < 0:
+        for key in ("eval_every", "sample_every", "sample_tokens", "save_every", "seed", "data_seed"):
+            if (getattr(self, key) or 0) < 0:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at least 0")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1 sequence, or null")

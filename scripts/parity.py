@@ -1,0 +1,294 @@
+"""Does flash attention change the training? `python -m scripts.parity` trains one GPT with each attention and judges.
+
+The same weights, batches and seed, once for each backend, beside two kinds of noise: *null* runs of the baseline, which
+are equal in exact arithmetic and round differently, and *seed* runs, the baseline with the batches in another order. A
+backend passes when
+  - its loss curve is no further from the baseline's than null runs are (a tolerance limit, scripts/parity_verdict.py),
+  - its final held-out loss is no further from the baseline's than the seeds' are,
+  - one call on each layer's own q, k, v and dO, before and after training, agrees with naive attention in float32 as
+    nulls do, and survives scores that only a running maximum survives.
+The run's folder gets parity.json, parity.png and parity.md, and a folder for each run; wandb gets one group of runs.
+The exit code is the verdict: 0 when all pass, 1 otherwise. The last line is one JSON object.
+
+Without a GPU, flash runs in Triton's interpreter, on a minute model.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from conf.program import program
+from conf.schema import Settings
+from data import TokenBatches, open_dataset
+from kernels import naive_attention
+from model import ATTENTION, GPT
+from scripts.parity_verdict import Recorded, compare, fault, judge, limits_of, noise, stress
+from scripts.variants import MUTANTS, nulls, replaced
+from train import train
+from training.checkpoint import open_checkpoint
+from training.hardware import set_up
+from training.provenance import provenance
+
+FAILED = 1  # exit code
+
+
+@dataclass
+class ParityConfig:
+    backends: list[str] = field(default_factory=lambda: ["tiled", "sdpa", "flash"])  # compared with naive
+    mutants: list[str] = field(default_factory=list)  # wrong on purpose: names in scripts/variants.py
+    nulls: int = 8  # runs of the baseline that differ by rounding alone
+    seeds: int = 4  # runs of the baseline with the batches in another order
+
+    def __post_init__(self) -> None:
+        for kind, names, known in (("backends", self.backends, ATTENTION), ("mutants", self.mutants, MUTANTS)):
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"parity.{kind}={name} is not one of {', '.join(known)}")
+        if not 4 <= self.nulls <= 20:
+            raise ValueError(f"parity.nulls={self.nulls} must be 4 to 20: the tolerance factors end there")
+        if self.seeds < 2:
+            raise ValueError(f"parity.seeds={self.seeds} must be at least 2: a spread needs two")
+
+
+@dataclass
+class ParitySettings(Settings):
+    parity: ParityConfig = field(default_factory=ParityConfig)
+
+
+@program("parity", ParitySettings)
+def main(settings: ParitySettings, run_dir: Path) -> None:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later
+    if not run_parity(settings, run_dir)["passes"]:
+        sys.exit(FAILED)
+
+
+def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
+    """Train, judge, write the report into `run_dir`, and return it."""
+    console = Console(highlight=False)
+    if settings.train.log_every != 1:
+        raise ValueError(f"train.log_every={settings.train.log_every} must be 1 here: curves are compared step by step")
+    plan = plan_runs(settings.parity)
+    runs = {}
+    for number, (name, run) in enumerate(plan.items(), 1):
+        console.print(f"[{number}/{len(plan)}] {name}", end=" ", markup=False)
+        runs[name] = train_once(settings, run_dir, name, **run)
+        console.print(f"held-out loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s")
+
+    baseline = runs["naive"]["losses"]
+    allowed = noise([run["losses"] for name, run in runs.items() if name.startswith("null")], baseline)
+    spread = max(abs(run["val_loss"] - runs["naive"]["val_loss"]) for n, run in runs.items() if n.startswith("seed"))
+    places = record_both(settings, run_dir)
+    disguised = [naive_attention, *nulls(settings.parity.nulls).values()]
+    limits = {}
+    for place, recorded in places.items():
+        limits[place] = limits_of([compare(f, recorded) for f in disguised], [stress(f, recorded) for f in disguised])
+    verdicts = {}
+    for name in (*settings.parity.backends, *settings.parity.mutants):
+        attend = MUTANTS[name][0] if name in MUTANTS else ATTENTION[name]
+        verdict = judge(runs[name]["losses"], baseline, allowed)
+        verdict["val_loss"] = runs[name]["val_loss"]
+        verdict["inside_seeds"] = abs(verdict["val_loss"] - runs["naive"]["val_loss"]) <= spread
+        verdict["rows"] = {place: compare(attend, recorded) for place, recorded in places.items()}
+        found = {
+            place: fault(verdict["rows"][place], stress(attend, recorded), limits[place])
+            for place, recorded in places.items()
+        }
+        verdict["fault"] = next((f"{place}: {what}" for place, what in found.items() if what), None)
+        verdict["passes"] = verdict["passes"] and verdict["inside_seeds"] and verdict["fault"] is None
+        verdicts[name] = verdict
+
+    report = {
+        "passes": all(verdict["passes"] for verdict in verdicts.values()),
+        "noise": allowed,
+        "seeds": {"runs": settings.parity.seeds, "spread": spread},
+        "limits": limits,
+        "verdicts": verdicts,
+        "runs": runs,
+        "provenance": provenance(),
+        "hardware": set_up(settings.hardware).description,
+    }
+    write_report(report, run_dir)
+    show(report, console)
+    print(json.dumps({"passes": report["passes"], "folder": str(run_dir)}))
+    return report
+
+
+def plan_runs(config: ParityConfig) -> dict[str, dict]:
+    """name -> how its run differs from the baseline."""
+    plan: dict[str, dict] = {"naive": {}}
+    plan |= {name: {"function": function} for name, function in nulls(config.nulls).items()}
+    plan |= {f"seed {number}": {"data_seed": number} for number in range(1, config.seeds + 1)}
+    plan |= {name: {"attention": name} for name in config.backends}
+    return plan | {name: {"function": MUTANTS[name][0]} for name in config.mutants}
+
+
+def train_once(
+    settings: ParitySettings,
+    run_dir: Path,
+    name: str,
+    *,
+    attention: str = "naive",
+    function: Callable[..., Tensor] | None = None,
+    data_seed: int | None = None,
+) -> dict:
+    """One training run in a folder of its own; what it printed is in console.txt there."""
+    settings = copy.deepcopy(settings)
+    settings.model.attention = attention
+    settings.train.data_seed = settings.train.seed if data_seed is None else settings.train.seed + data_seed
+    settings.logger.group = settings.logger.group or f"parity {run_dir.name}"
+    settings.logger.tags = [*settings.logger.tags, "parity", name]
+    folder = run_dir / name.replace(" ", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    stand_in = replaced("naive", function) if function else contextlib.nullcontext()
+    torch.compiler.reset()  # a compiled model would keep the function that it was traced with
+    with stand_in, (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
+        summary = train(settings, folder)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = sorted(r["tokens_per_second"] for r in records if r.get("tokens_per_second"))
+    memory = [r["peak_memory_gib"] for r in records if r.get("peak_memory_gib")]
+    return {
+        "losses": [record["loss"] for record in records if "loss" in record],
+        "val_loss": summary["val_loss"],
+        "seconds": summary["seconds"],
+        "tokens_per_second": rates[len(rates) // 2] if rates else None,
+        "peak_memory_gib": max(memory, default=None),
+        "folder": folder.name,
+    }
+
+
+def record_both(settings: ParitySettings, run_dir: Path) -> dict[str, Recorded]:
+    """Each layer's q, k, v and dO on the first batch: with the initial weights, and with the baseline's last."""
+    hardware = set_up(settings.hardware)
+    config = copy.deepcopy(settings.model)
+    config.attention = "naive"
+    dataset = open_dataset(settings.data, settings.tokenizer)
+    rows = settings.micro_batch
+    batches = TokenBatches(dataset.train, settings.data.seq_len, rows, settings.train.seed)
+    inputs, targets = (x.to(hardware.device) for x in batches.batch(0))
+    kept: Recorded = []
+
+    def recorder(q, k, v, **options):
+        o = naive_attention(q, k, v, causal=True)
+        place = len(kept)
+        kept.append((q.detach(), k.detach(), v.detach(), o.detach()))
+        o.register_hook(lambda do: kept.__setitem__(place, (*kept[place][:3], do.detach())))
+        return o
+
+    places = {}
+    for place in ("before training", "after training"):
+        torch.manual_seed(settings.train.seed)
+        with replaced("naive", recorder):
+            model = GPT(config, dataset.vocab_size, settings.data.seq_len, device=hardware.device)
+        if place == "after training":
+            open_checkpoint(str(run_dir / "naive" / "checkpoints" / "last")).load_weights(model)
+        with hardware.autocast():
+            loss = model(inputs, targets) / targets.numel()
+        loss.backward()
+        places[place] = list(kept)
+        kept.clear()
+    return places
+
+
+def show(report: dict, console: Console) -> None:
+    table = Table()
+    for column in ("attention", "verdict", "distance, nats", "leaves the band", "held-out loss"):
+        table.add_column(column, no_wrap=True)
+    for name, verdict in report["verdicts"].items():
+        table.add_row(
+            name,
+            "pass" if verdict["passes"] else "FAIL",
+            f"{verdict['distance']:.1e}",
+            "never" if verdict["first_outside"] is None else f"at step {verdict['first_outside']}",
+            f"{verdict['val_loss']:.6f}" + ("" if verdict["inside_seeds"] else " (outside)"),
+        )
+    console.print(table)
+    for name, verdict in report["verdicts"].items():
+        if verdict["fault"]:
+            console.print(f"{name} parts from naive {verdict['fault']}", markup=False)
+    allowed, seeds = report["noise"], report["seeds"]
+    console.print(
+        f"{'PASS' if report['passes'] else 'FAIL'}. {allowed['runs']} null runs are {allowed['typical']:.1e} nats from "
+        f"naive; up to {allowed['limit']:.1e} is noise. {seeds['runs']} other orders of the batches end within "
+        f"{seeds['spread']:.4f} of its held-out loss."
+    )
+
+
+def write_report(report: dict, run_dir: Path) -> None:
+    (run_dir / "parity.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
+    allowed, seeds = report["noise"], report["seeds"]
+    lines = [
+        f"# Loss parity: {'pass' if report['passes'] else 'FAIL'}",
+        "",
+        f"{report['hardware']}; commit {report['provenance']['commit']}; `{report['provenance']['command']}`",
+        "",
+        f"- Noise: {allowed['runs']} runs of naive attention that differ by rounding alone are {allowed['typical']:.2e}"
+        f" nats from it (geometric mean over steps). Up to {allowed['limit']:.2e} is noise: a limit that covers"
+        f" {allowed['content']:.0%} of such runs with {allowed['confidence']:.0%} confidence (mean + {allowed['k']} sd"
+        " of the logarithms).",
+        f"- So the smallest difference that this comparison could have seen is {allowed['limit']:.2e} nats, kept up"
+        " over the run.",
+        f"- Seeds: {seeds['runs']} other orders of the batches end within {seeds['spread']:.5f} nats of its held-out"
+        " loss.",
+        "",
+        "| attention | verdict | distance | leaves the band | held-out loss | where it parts from naive |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, v in report["verdicts"].items():
+        lines.append(
+            f"| {name} | {'pass' if v['passes'] else 'FAIL'} | {v['distance']:.2e} | "
+            f"{'never' if v['first_outside'] is None else 'step ' + str(v['first_outside'])} | {v['val_loss']:.5f} | "
+            f"{v['fault'] or 'nowhere'} |"
+        )
+    (run_dir / "parity.md").write_text("\n".join(lines) + "\n")
+    draw(report, run_dir / "parity.png")
+
+
+def draw(report: dict, path: Path) -> None:
+    """Loss curves over each other; below, their distance to the baseline in the band of noise."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs, baseline = report["runs"], report["runs"]["naive"]["losses"]
+    steps = range(1, len(baseline) + 1)
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6.5), sharex=True, layout="constrained")
+    for name in runs:
+        if name.startswith("seed"):
+            upper.plot(steps, runs[name]["losses"], color="0.8", linewidth=1)
+        if name.startswith("null"):
+            distances = [max(abs(a - b), 1e-8) for a, b in zip(runs[name]["losses"], baseline, strict=True)]
+            lower.plot(steps, distances, color="0.75", linewidth=0.7)
+    upper.plot([], [], color="0.8", label="naive, other order of the batches")
+    lower.plot([], [], color="0.75", label="naive, other rounding (nulls)")
+    upper.plot(steps, baseline, color="black", linewidth=2.5, label="naive")
+    lower.fill_between(steps, 1e-8, report["noise"]["band"], color="0.93", label="band of noise")
+    for number, name in enumerate(report["verdicts"]):
+        style = {"color": f"C{number}", "linewidth": 1.2, "label": name}
+        upper.plot(steps, runs[name]["losses"], linestyle=(2 * number, (4, 4)), **style)
+        distances = [max(abs(a - b), 1e-8) for a, b in zip(runs[name]["losses"], baseline, strict=True)]
+        lower.plot(steps, distances, **style)
+    lower.set(yscale="log", xlabel="step", ylabel="|loss - naive's|, nats")
+    upper.set_ylabel("training loss, nats a token")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    upper.set_title(f"loss parity: {'pass' if report['passes'] else 'FAIL'} ({report['hardware']})", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

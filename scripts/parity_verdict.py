@@ -1,0 +1,128 @@
+"""The statistics of `scripts.parity`: distances between loss curves, how far noise carries, where attentions part.
+
+A run's distance to the baseline is T, the mean over steps of log10 |loss - baseline's loss|. Rounding differences grow
+from step to step, in every run alike, so T is compared with the T of the null runs, which differ from the baseline by
+rounding alone. A backend passes when its T is at most mean + k sd of theirs: k is the one-sided normal tolerance
+factor, which covers 99 % of all such runs with 95 % confidence.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels import naive_attention
+
+FLOOR = 1e-7  # nats: a float32 loss near 4 cannot differ by less than 2.4e-7
+# number of runs -> k for 99 % content and 95 % confidence (noncentral t quantile over sqrt(n); Odeh and Owen 1980)
+TOLERANCE = {
+    4: 7.042, 5: 5.741, 6: 5.062, 7: 4.642, 8: 4.354, 9: 4.143, 10: 3.981, 11: 3.852, 12: 3.747, 13: 3.659, 14: 3.585,
+    15: 3.520, 16: 3.464, 17: 3.414, 18: 3.370, 19: 3.331, 20: 3.295,
+}  # fmt: skip
+QUANTITIES = ("O", "dV", "dQ", "dK")  # in the order in which an error spreads
+STRESS_SCORE = 120.0  # beyond 88.7 exp overflows float32: only a running maximum survives
+ROOM = (
+    10.0  # how many times the nulls' error a correct kernel may have in one call: other roundings, not other formulas
+)
+
+
+def log_distances(losses: list[float], baseline: list[float]) -> list[float]:
+    """log10 of the distance at each step; a loss that is not finite is infinitely far."""
+    return [
+        math.log10(max(abs(a - b), FLOOR)) if math.isfinite(a) else math.inf
+        for a, b in zip(losses, baseline, strict=True)
+    ]
+
+
+def noise(nulls: list[list[float]], baseline: list[float]) -> dict:
+    """What the null runs allow: the limit on T, and the band of distances step by step."""
+    k = TOLERANCE[len(nulls)]
+    curves = [log_distances(losses, baseline) for losses in nulls]
+    means = [statistics.fmean(curve) for curve in curves]
+    band, highest = [], -math.inf
+    for column in zip(*curves, strict=True):
+        highest = max(highest, statistics.fmean(column) + k * statistics.stdev(column))
+        band.append(10**highest)
+    center, spread = statistics.fmean(means), statistics.stdev(means)
+    limit = center + k * spread
+    return {
+        "runs": len(nulls), "k": k, "content": 0.99, "confidence": 0.95, "typical": 10**center, "limit": 10**limit,
+        "band": band,
+    }  # fmt: skip
+
+
+def judge(losses: list[float], baseline: list[float], allowed: dict) -> dict:
+    """Whether a curve is as near to the baseline as noise is, and the first step at which it leaves the band."""
+    distances = log_distances(losses, baseline)
+    distance = 10 ** statistics.fmean(distances) if all(map(math.isfinite, distances)) else math.inf
+    outside = [step for step, (d, edge) in enumerate(zip(distances, allowed["band"], strict=True), 1) if 10**d > edge]
+    return {"distance": distance, "passes": distance <= allowed["limit"], "first_outside": min(outside, default=None)}
+
+
+Recorded = list[tuple[Tensor, Tensor, Tensor, Tensor]]  # q, k, v and dO of each layer
+
+
+def compare(attend: Callable[..., Tensor], recorded: Recorded) -> list[dict]:
+    """`attend` on each layer's q, k, v and dO beside naive attention in float32: a row for each quantity."""
+    rows = []
+    for layer, (q, k, v, do) in enumerate(recorded):
+        ours = _outputs(attend, q, k, v, do)
+        exact = _outputs(naive_attention, *(x.float() for x in (q, k, v, do)))
+        for name, a, b in zip(QUANTITIES, ours, exact, strict=True):
+            a, b = a.double().flatten(), b.double().flatten()
+            size = float(b.norm())
+            rows.append(
+                {
+                    "layer": layer,
+                    "quantity": name,
+                    "relative_error": float((a - b).norm()) / max(size, 1e-300),
+                    "size": float(a.norm()) / max(size, 1e-300),
+                    "cosine": float(a @ b) / max(size * float(a.norm()), 1e-300),
+                }
+            )
+    return rows
+
+
+def stress(attend: Callable[..., Tensor], recorded: Recorded) -> float:
+    """Relative error of O where the first layer's scores reach STRESS_SCORE; inf where it is not finite."""
+    q, k, v, _ = recorded[0]
+    group = q.shape[1] // k.shape[1]
+    scores = (q.float() @ k.float().repeat_interleave(group, 1).mT).abs().amax() * q.shape[-1] ** -0.5
+    q = (q.float() * (STRESS_SCORE / scores)).to(q.dtype)
+    with torch.no_grad():
+        ours, exact = attend(q, k, v, causal=True), naive_attention(q.float(), k.float(), v.float(), causal=True)
+    error = float((ours.double() - exact.double()).norm() / exact.double().norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def fault(rows: list[dict], stressed: float, limits: dict[str, float]) -> str | None:
+    """The first quantity beyond its limit, as one sentence; None where all are within."""
+    for quantity in QUANTITIES:
+        for row in rows:
+            error = row["relative_error"]
+            if row["quantity"] == quantity and not error <= limits[quantity]:
+                return (
+                    f"{quantity} of layer {row['layer']}: relative error {error:.2g} (at most {limits[quantity]:.2g}), "
+                    f"size {row['size']:.4f}, cosine {row['cosine']:.6f} of naive's in float32"
+                )
+    if not stressed <= limits["stress"]:
+        return f"O where scores reach {STRESS_SCORE:.0f}: relative error {stressed:.2g}; is there a running maximum?"
+    return None
+
+
+def limits_of(null_rows: list[list[dict]], null_stress: list[float]) -> dict[str, float]:
+    """ROOM times the largest error of the nulls and of the baseline, by quantity."""
+    limits = {
+        name: ROOM * max(row["relative_error"] for rows in null_rows for row in rows if row["quantity"] == name)
+        for name in QUANTITIES
+    }
+    return limits | {"stress": ROOM * max(null_stress)}
+
+
+def _outputs(attend, q, k, v, do) -> list[Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    o = attend(q, k, v, causal=True)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do.to(o.dtype))
+    return [o.detach(), dv, dq, dk]

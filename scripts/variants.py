@@ -1,0 +1,159 @@
+"""Attention functions that are the naive one in disguise (nulls), or wrong on purpose (mutants).
+
+Nulls are equal to naive attention in exact arithmetic and round differently: the noise that a correct implementation is
+allowed. Mutants have the mistakes that people make in flash attention. Neither is in the model's registry: `replaced`
+puts one there for a while.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kernels import naive_attention, tiled_attention
+from model.attention import ATTENTION
+
+Attention = Callable[..., Tensor]
+
+
+@contextmanager
+def replaced(name: str, function: Attention) -> Iterator[None]:
+    """For the duration, models that are built with attention=name call `function`."""
+    before = ATTENTION[name]
+    ATTENTION[name] = function
+    try:
+        yield
+    finally:
+        ATTENTION[name] = before
+
+
+# ---- nulls
+
+
+def rotated(seed: int) -> Attention:
+    """Queries and keys in another orthonormal basis, values too: (q R)(k R)^T = q k^T. Each product rounds anew."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        basis, values = (
+            torch.linalg.qr(torch.randn(q.shape[-1], q.shape[-1], dtype=torch.float64, generator=generator))[0]
+            for _ in range(2)
+        )
+        basis, values = (x.to(device=q.device, dtype=torch.float32) for x in (basis, values))
+        turned = ((x.float() @ basis).to(q.dtype) for x in (q, k))
+        o = naive_attention(*turned, (v.float() @ values).to(v.dtype), **_plain(options))
+        return (o.float() @ values.T).to(q.dtype)
+
+    return attend
+
+
+def other_tiles(block_q: int, block_k: int) -> Attention:
+    """Online softmax in other tiles: an equivalent split of the sums."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        return tiled_attention(q, k, v, block_q=block_q, block_k=block_k, **_plain(options))
+
+    return attend
+
+
+def nulls(count: int) -> dict[str, Attention]:
+    """`count` of them, by name: two in three rotate, one in three splits the sums."""
+    tiles = [(8, 8), (16, 8), (8, 24), (24, 16), (40, 8), (8, 40)]
+    found: dict[str, Attention] = {}
+    for number in range(count):
+        if number % 3 == 2:
+            block_q, block_k = tiles[number // 3 % len(tiles)]
+            found[f"null tiles {block_q}x{block_k} {number}"] = other_tiles(block_q, block_k)
+        else:
+            found[f"null basis {number}"] = rotated(number)
+    return found
+
+
+def _plain(options: dict) -> dict:
+    assert options.pop("documents", None) is None, "parity compares dense sequences"
+    return options
+
+
+# ---- mutants
+
+
+def online_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int = 16,
+    running_max: bool = True,
+    rescale: bool = True,
+    global_indices: bool = True,
+    off_by_one: bool = False,
+    sums_in_bfloat16: bool = False,
+    **options,
+) -> Tensor:
+    """Causal online softmax over tiles of keys in the inputs' precision, with a switch for each mistake."""
+    num_q, num_k, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    tiles = []
+    for q_start in range(0, num_q, block):
+        q_tile = q[:, :, q_start : q_start + block]
+        maximum = q_tile.new_full(q_tile.shape[:-1], -math.inf if running_max else 0.0)
+        total, acc = torch.zeros_like(maximum), torch.zeros_like(q_tile)
+        for k_start in range(0, num_k, block):
+            k_tile, v_tile = (x[:, :, k_start : k_start + block] for x in (k, v))
+            rows = torch.arange(q_tile.shape[2], device=q.device)[:, None]
+            cols = torch.arange(k_tile.shape[2], device=q.device)[None, :]
+            if global_indices:
+                rows, cols = rows + q_start + num_k - num_q, cols + k_start
+            scores = (q_tile @ k_tile.mT * scale).masked_fill(cols > rows + int(off_by_one), -math.inf)
+            new_maximum = torch.maximum(maximum, scores.detach().amax(-1)) if running_max else maximum
+            base = new_maximum.masked_fill(new_maximum == -math.inf, 0.0)
+            probs = torch.exp(scores - base[..., None])
+            correction = torch.exp(maximum - base) if rescale else torch.ones_like(base)
+            total = total * correction + probs.sum(-1)
+            if sums_in_bfloat16:
+                total = total.bfloat16().to(q.dtype)
+            acc = acc * correction[..., None] + probs @ v_tile
+            maximum = new_maximum
+        tiles.append(acc / total[..., None])
+    return torch.cat(tiles, 2)
+
+
+class _LostBlock(torch.autograd.Function):
+    """Naive attention whose dK leaves out the last quarter of the queries."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return naive_attention(q, k, v, causal=True)
+
+    @staticmethod
+    def backward(ctx, do):
+        with torch.enable_grad():
+            q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+            dq, dk, dv = torch.autograd.grad(naive_attention(q, k, v, causal=True), (q, k, v), do)
+            kept = do.clone()
+            kept[:, :, 3 * do.shape[2] // 4 :] = 0
+            (dk,) = torch.autograd.grad(naive_attention(q, k, v, causal=True), (k,), kept)
+        return dq, dk, dv
+
+
+def _swapped(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """(B, H, N, D) written as if it were (B, N, H, D)."""
+    o = naive_attention(q, k, v, causal=True)
+    return o.transpose(1, 2).reshape(o.shape)
+
+
+# name -> (function, the quantity where a comparison must find it)
+MUTANTS: dict[str, tuple[Attention, str]] = {
+    "no running maximum": (lambda *x, **o: online_softmax(*x, running_max=False), "O"),
+    "no rescaling": (lambda *x, **o: online_softmax(*x, rescale=False), "O"),
+    "mask off by one": (lambda *x, **o: online_softmax(*x, off_by_one=True), "O"),
+    "tile-local mask": (lambda *x, **o: online_softmax(*x, global_indices=False), "O"),
+    "scale x 1.01": (lambda q, k, v, **o: naive_attention(q, k, v, causal=True, scale=1.01 * q.shape[3] ** -0.5), "O"),
+    "dK without one block": (lambda q, k, v, **o: _LostBlock.apply(q, k, v), "dK"),
+    "heads and tokens swapped": (_swapped, "O"),
+    "sums in bfloat16": (lambda *x, **o: online_softmax(*x, sums_in_bfloat16=True), "O"),
+}

@@ -1,0 +1,53 @@
+"""The parity program: true attentions pass, every mutant is caught with the quantity named."""
+
+import json
+import math
+
+import pytest
+
+from scripts.parity import ParitySettings, run_parity
+from scripts.parity_verdict import judge, noise
+from scripts.variants import MUTANTS
+from tests.runs import settings
+
+
+def test_every_mutant_is_caught_and_true_attention_passes(tmp_path):
+    overrides = [
+        "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.backends=[tiled,sdpa]", "logger.wandb=disabled",
+        "hardware=cpu", f"data.cache_dir={tmp_path}", f"parity.mutants={json.dumps(list(MUTANTS))}",
+    ]  # fmt: skip
+    report = run_parity(settings(*overrides, schema=ParitySettings, config="parity"), tmp_path / "parity")
+    verdicts = report["verdicts"]
+    for name in ("tiled", "sdpa"):
+        assert verdicts[name]["passes"], verdicts[name]
+        assert verdicts[name]["fault"] is None
+    for name, (_, quantity) in MUTANTS.items():
+        assert not verdicts[name]["passes"], name
+        assert f": {quantity} " in verdicts[name]["fault"], (name, verdicts[name]["fault"])
+    assert not report["passes"]
+    for file in ("parity.json", "parity.png", "parity.md", "tiled/metrics.jsonl"):
+        assert (tmp_path / "parity" / file).stat().st_size > 0
+
+
+def test_a_curve_is_judged_by_the_noise():
+    baseline = [4.0 - 0.1 * step for step in range(10)]
+    nulls = [[x + sign * 1e-5 * (1 + step) for step, x in enumerate(baseline)] for sign in (1, -1, 1.5, 0.7, 1.2)]
+    allowed = noise(nulls, baseline)
+    assert allowed["runs"] == 5
+    assert judge([x + 2e-5 for x in baseline], baseline, allowed) | {"distance": 0} == {
+        "distance": 0, "passes": True, "first_outside": None,
+    }  # fmt: skip
+    far = judge([x + (1e-2 if step >= 6 else 0) for step, x in enumerate(baseline)], baseline, allowed)
+    assert far["first_outside"] == 7
+    wrong = judge([x + 1e-2 for x in baseline], baseline, allowed)
+    assert not wrong["passes"]
+    assert not judge([*baseline[:9], math.nan], baseline, allowed)["passes"]
+
+
+def test_the_tolerance_factor_covers_what_it_says():
+    """Of normal samples of 8, mean + k sd lies above the 99 % quantile in 95 % of cases."""
+    import numpy as np
+
+    samples = np.random.default_rng(0).standard_normal((40_000, 8))
+    covered = samples.mean(1) + 4.354 * samples.std(1, ddof=1) >= 2.3263
+    assert covered.mean() == pytest.approx(0.95, abs=0.005)
