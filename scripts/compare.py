@@ -1,7 +1,8 @@
 """Finished runs over each other: `python -m scripts.compare RUN [RUN ...] [--out FILE.png]`.
 
-Reads each run's `metrics.jsonl` and `summary.json`, prints a table and draws the training and held-out loss against
-the tokens seen. The last line is one JSON object.
+Reads each run's `metrics.jsonl` and `summary.json`; wandb's files are not needed. The picture has the training and the
+held-out loss against steps, tokens and wall time; the table has the loss where all runs have come equally far by each
+of the three, and how each ended. The last line is one JSON object.
 """
 
 import argparse
@@ -17,6 +18,12 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # the backend is chosen first: there may be no screen
 from matplotlib.ticker import EngFormatter
 
+MEASURES = {
+    "step": "steps",
+    "tokens": "tokens",
+    "seconds": "seconds of wall time",
+}  # key of a record -> name of an axis
+
 
 def read_run(folder: Path) -> dict:
     """A run's records and summary; ValueError where the folder holds no finished run."""
@@ -27,6 +34,10 @@ def read_run(folder: Path) -> dict:
                 f"{folder} has no {file.name}; give the folder of a finished run (runs/<experiment>/<time>)"
             )
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    tokens_a_step, seconds = json.loads(summary.read_text())["tokens"] / records[-1]["step"], 0.0
+    for record in records:  # records of an evaluation alone have no clock of their own
+        seconds = record.setdefault("seconds", seconds)
+        record.setdefault("tokens", record["step"] * tokens_a_step)
     return {
         "name": "/".join(folder.resolve().parts[-2:]),
         "records": records,
@@ -34,32 +45,46 @@ def read_run(folder: Path) -> dict:
     }
 
 
-def curve(run: dict, key: str) -> tuple[list[int], list[float]]:
-    """(tokens, values) of one metric."""
-    tokens_a_step = run["summary"]["tokens"] / run["summary"]["steps"]
-    points = [(r["step"] * tokens_a_step, r[key]) for r in run["records"] if r.get(key) is not None]
+def curve(run: dict, key: str, measure: str = "tokens") -> tuple[list[float], list[float]]:
+    """(how far, value) of one metric, against "step", "tokens" or "seconds"."""
+    points = [(r[measure], r[key]) for r in run["records"] if r.get(key) is not None]
     return [p[0] for p in points], [p[1] for p in points]
 
 
+def loss_at(run: dict, measure: str, place: float) -> float:
+    """The training loss of the last record that is no further than `place`."""
+    far, losses = curve(run, "loss", measure)
+    return [loss for x, loss in zip(far, losses, strict=True) if x <= place][-1]
+
+
+def common_places(runs: list[dict]) -> dict[str, float]:
+    """For each measure, how far all runs have come."""
+    return {measure: min(max(curve(run, "loss", measure)[0]) for run in runs) for measure in MEASURES}
+
+
 def draw(runs: list[dict], path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for number, run in enumerate(runs):
-        colour = f"C{number}"
-        label = "" if len(runs) == 1 else f"{run['name']}: "
-        axes.plot(*curve(run, "loss"), color=colour, alpha=0.45, linewidth=1, label=f"{label}training")
-        axes.plot(*curve(run, "val_loss"), color=colour, marker="o", markersize=4, label=f"{label}held out")
-    if len(runs) == 1:
-        unigram = runs[0]["summary"]["unigram_val_loss"]
-        axes.axhline(unigram, color="grey", linestyle=":", label=f"unigram model of the same text ({unigram:.2f})")
-        axes.set_title(runs[0]["name"])
-    axes.set_xlabel("tokens")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_ylabel("loss, nats a token")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, panels = plt.subplots(1, len(MEASURES), figsize=(13, 4.2), sharey=True, layout="constrained")
+    for axes, (measure, name) in zip(panels, MEASURES.items(), strict=True):
+        for number, run in enumerate(runs):
+            colour = f"C{number}"
+            label = "" if len(runs) == 1 else f"{run['name']}: "
+            axes.plot(*curve(run, "loss", measure), color=colour, alpha=0.45, linewidth=1, label=f"{label}training")
+            axes.plot(
+                *curve(run, "val_loss", measure), color=colour, marker="o", markersize=4, label=f"{label}held out"
+            )
+        if len(runs) == 1:
+            unigram = runs[0]["summary"]["unigram_val_loss"]
+            axes.axhline(unigram, color="grey", linestyle=":", label=f"unigram model of the same text ({unigram:.2f})")
+        axes.set_xlabel(name)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("loss, nats a token")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,39 +99,45 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     draw(runs, options.out)
 
-    table = Table()
-    table.add_column("run", overflow="fold")
-    for column in ("tokens", "s", "tok/s", "val loss", "ppl", "GiB"):
-        table.add_column(column, justify="right", no_wrap=True)
+    places = common_places(runs)
     rows = []
     for run in runs:
         summary = run["summary"]
         rates = sorted(curve(run, "tokens_per_second")[1])
         memory = curve(run, "peak_memory_gib")[1]
-        row = {
-            "run": run["name"],
-            "steps": summary["steps"],
-            "tokens": summary["tokens"],
-            "seconds": round(summary["seconds"], 1),
-            "tokens_per_second": round(rates[len(rates) // 2]) if rates else None,
-            "val_loss": summary["val_loss"],
-            "val_perplexity": summary["val_perplexity"],
-            "val_bits_per_byte": summary["val_bits_per_byte"],
-            "peak_memory_gib": max(memory) if memory else None,
-        }
-        rows.append(row)
-        forms = {
-            "run": "{}",
-            "tokens": "{:,}",
-            "seconds": "{:,.1f}",
-            "tokens_per_second": "{:,}",
-            "val_loss": "{:.4f}",
-            "val_perplexity": "{:.2f}",
-            "peak_memory_gib": "{:.1f}",
-        }
-        table.add_row(*("-" if row[key] is None else form.format(row[key]) for key, form in forms.items()))
+        rows.append(
+            {
+                "run": run["name"],
+                "steps": summary["steps"],
+                "tokens": summary["tokens"],
+                "seconds": round(summary["seconds"], 1),
+                "tokens_per_second": round(rates[len(rates) // 2]) if rates else None,
+                "val_loss": summary["val_loss"],
+                "val_perplexity": summary["val_perplexity"],
+                "val_bits_per_byte": summary["val_bits_per_byte"],
+                "peak_memory_gib": max(memory) if memory else None,
+            }
+            | {f"loss_at_equal_{measure}": loss_at(run, measure, place) for measure, place in places.items()}
+        )
+    lines = {  # key -> what it is, format
+        "tokens": ("tokens", "{:,}"),
+        "seconds": ("seconds in all", "{:,.1f}"),
+        "tokens_per_second": ("tokens a second", "{:,}"),
+        "peak_memory_gib": ("peak memory, GiB", "{:.1f}"),
+        "val_loss": ("held-out loss", "{:.4f}"),
+        "val_perplexity": ("perplexity", "{:.2f}"),
+        "loss_at_equal_step": (f"training loss at step {places['step']:,}", "{:.4f}"),
+        "loss_at_equal_tokens": (f"training loss after {places['tokens']:,.0f} tokens", "{:.4f}"),
+        "loss_at_equal_seconds": (f"training loss after {places['seconds']:,.1f} s", "{:.4f}"),
+    }
+    table = Table()
+    table.add_column("")
+    for row in rows:
+        table.add_column(row["run"], overflow="fold", justify="right")
+    for key, (what, form) in lines.items():
+        table.add_row(what, *("-" if row[key] is None else form.format(row[key]) for row in rows))
     Console(highlight=False).print(table)
-    print(json.dumps({"picture": str(options.out), "runs": rows}))
+    print(json.dumps({"picture": str(options.out), "equal": places, "runs": rows}))
     return 0
 
 

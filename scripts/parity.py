@@ -283,8 +283,12 @@ def draw(report: dict, path: Path) -> None:
     upper.set_ylabel("training loss, nats a token")
     for axes in (upper, lower):
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
+    entries = {}  # label -> handle, once for both halves
+    for axes in (lower, upper):
+        handles, labels = axes.get_legend_handles_labels()
+        entries = dict(zip(labels, handles, strict=True)) | entries
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     upper.set_title(f"loss parity: {'pass' if report['passes'] else 'FAIL'} ({report['hardware']})", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
