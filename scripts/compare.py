@@ -51,10 +51,10 @@ def curve(run: dict, key: str, measure: str = "tokens") -> tuple[list[float], li
     return [p[0] for p in points], [p[1] for p in points]
 
 
-def loss_at(run: dict, measure: str, place: float) -> float:
-    """The training loss of the last record that is no further than `place`."""
+def loss_at(run: dict, measure: str, place: float) -> float | None:
+    """The training loss of the last record that is no further than `place`; None where the first is further."""
     far, losses = curve(run, "loss", measure)
-    return [loss for x, loss in zip(far, losses, strict=True) if x <= place][-1]
+    return next((loss for x, loss in zip(far[::-1], losses[::-1], strict=True) if x <= place), None)
 
 
 def common_places(runs: list[dict]) -> dict[str, float]:

@@ -78,7 +78,7 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     console = Console(highlight=False)
     if settings.train.log_every != 1:
         raise ValueError(f"train.log_every={settings.train.log_every} must be 1 here: curves are compared step by step")
-    plan = plan_runs(settings.parity)
+    plan = plan_runs(settings.parity, settings.data.seq_len)
     runs = {}
     for number, (name, run) in enumerate(plan.items(), 1):
         console.print(f"[{number}/{len(plan)}] {name}", end=" ", markup=False)
@@ -89,7 +89,7 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     allowed = noise([run["losses"] for name, run in runs.items() if name.startswith("null")], baseline)
     spread = max(abs(run["val_loss"] - runs["naive"]["val_loss"]) for n, run in runs.items() if n.startswith("seed"))
     places = record_both(settings, run_dir)
-    disguised = [naive_attention, *nulls(settings.parity.nulls).values()]
+    disguised = [naive_attention, *nulls(settings.parity.nulls, settings.data.seq_len).values()]
     limits = {}
     for place, recorded in places.items():
         limits[place] = limits_of([compare(f, recorded) for f in disguised], [stress(f, recorded) for f in disguised])
@@ -124,10 +124,10 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     return report
 
 
-def plan_runs(config: ParityConfig) -> dict[str, dict]:
+def plan_runs(config: ParityConfig, seq_len: int) -> dict[str, dict]:
     """name -> how its run differs from the baseline."""
     plan: dict[str, dict] = {"naive": {}}
-    plan |= {name: {"function": function} for name, function in nulls(config.nulls).items()}
+    plan |= {name: {"function": function} for name, function in nulls(config.nulls, seq_len).items()}
     plan |= {f"seed {number}": {"data_seed": number} for number in range(1, config.seeds + 1)}
     plan |= {name: {"attention": name} for name in config.backends}
     return plan | {name: {"function": MUTANTS[name][0]} for name in config.mutants}

@@ -8,6 +8,7 @@ puts one there for a while.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,17 +37,21 @@ def rotated(seed: int) -> Attention:
     """Queries and keys in another orthonormal basis, values too: (q R)(k R)^T = q k^T. Each product rounds anew."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        basis, values = (
-            torch.linalg.qr(torch.randn(q.shape[-1], q.shape[-1], dtype=torch.float64, generator=generator))[0]
-            for _ in range(2)
-        )
-        basis, values = (x.to(device=q.device, dtype=torch.float32) for x in (basis, values))
+        basis, values = _bases(seed, q.shape[-1], q.device)
         turned = ((x.float() @ basis).to(q.dtype) for x in (q, k))
         o = naive_attention(*turned, (v.float() @ values).to(v.dtype), **_plain(options))
         return (o.float() @ values.T).to(q.dtype)
 
     return attend
+
+
+@torch.compiler.disable
+@lru_cache(maxsize=64)
+def _bases(seed: int, head_dim: int, device: torch.device) -> list[Tensor]:
+    """Two random orthogonal matrices, float32."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(2, head_dim, head_dim, dtype=torch.float64, generator=generator)
+    return [torch.linalg.qr(x)[0].to(device=device, dtype=torch.float32) for x in normal]
 
 
 def other_tiles(block_q: int, block_k: int) -> Attention:
@@ -58,13 +63,12 @@ def other_tiles(block_q: int, block_k: int) -> Attention:
     return attend
 
 
-def nulls(count: int) -> dict[str, Attention]:
-    """`count` of them, by name: two in three rotate, one in three splits the sums."""
-    tiles = [(8, 8), (16, 8), (8, 24), (24, 16), (40, 8), (8, 40)]
+def nulls(count: int, seq_len: int) -> dict[str, Attention]:
+    """`count` of them, by name: two in three rotate, one in three splits the sums over a few tiles."""
     found: dict[str, Attention] = {}
     for number in range(count):
         if number % 3 == 2:
-            block_q, block_k = tiles[number // 3 % len(tiles)]
+            block_q, block_k = (max(1, -(-seq_len // parts)) for parts in (2 + number % 2, 2 + number // 3))
             found[f"null tiles {block_q}x{block_k} {number}"] = other_tiles(block_q, block_k)
         else:
             found[f"null basis {number}"] = rotated(number)
