@@ -30,7 +30,7 @@ class GPTConfig:
     window: int | None = None  # tokens that each token sees, itself included; None: all before it
     rope_base: float = 10000.0  # longest wavelength of the rotary positions, in tokens / 2 pi
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
-    activation_checkpointing: str = "none"  # none | full | every_n
+    activation_checkpointing: str = "none"  # none | full | every_n | selective (keeps attention)
     checkpoint_every: int = 2  # with every_n: recompute one block in so many
 
     def __post_init__(self):

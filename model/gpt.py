@@ -228,7 +228,7 @@ class GPT(nn.Module):
         mode, every = self.config.activation_checkpointing, self.config.checkpoint_every
         for layer, block in enumerate(self.blocks):
             if kv_cache is None and is_recomputed(mode, every, layer):
-                x = recompute(block, x, cos, sin, None, documents)
+                x = recompute(block, x, cos, sin, None, documents, keep_attention=mode == "selective")
             else:
                 x = block(x, cos, sin, kv_cache, documents)
         if kv_cache is not None:

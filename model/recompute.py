@@ -5,21 +5,35 @@ The code says "recompute", because here the word "checkpoint" means files. Sourc
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-MODES = ("none", "full", "every_n")
+MODES = ("none", "full", "every_n", "selective")
 
 
 def is_recomputed(mode: str, every: int, layer: int) -> bool:
-    """Whether block `layer` (from 0) is recomputed: all of them (full), or each `every`-th from the first."""
-    return mode == "full" or (mode == "every_n" and layer % every == 0)
+    """Whether block `layer` (from 0) is recomputed: all of them (full, selective), or each `every`-th."""
+    return mode in ("full", "selective") or (mode == "every_n" and layer % every == 0)
 
 
-def recompute(block: nn.Module, *inputs: Any) -> Tensor:
-    """Run `block(*inputs)` and save only its inputs for backward.
+def recompute(block: nn.Module, *inputs: Any, keep_attention: bool = False) -> Tensor:
+    """Run `block(*inputs)` and save only its inputs for backward; with `keep_attention` attention's outputs too.
 
     The random state is kept and put back, so dropout draws the same mask the second time: the gradients are
     those of the plain call, bit for bit where the operators are deterministic.
     """
-    return checkpoint(block, *inputs, use_reentrant=False)
+    policy = {"context_fn": _keeping_attention} if keep_attention else {}
+    return checkpoint(block, *inputs, use_reentrant=False, **policy)
+
+
+def _keeping_attention():
+    """The outputs of attention (O and LSE) are small, and cost most to compute again: N^2 where the rest costs N."""
+    attention = [
+        torch.ops.flashgpt.flash_fwd.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ]
+    return create_selective_checkpoint_contexts(attention)

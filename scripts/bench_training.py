@@ -1,8 +1,9 @@
 """Training speed of a GPT: `python -m scripts.bench_training` times whole optimiser steps and prints a table.
 
-One row for each attention backend and context length, at a constant number of tokens a step: the step of `train.py`
-itself (forward, backward, clipping, optimiser; compiled where the run would be), on random tokens. Out of memory is a
-row. The last line is one JSON object; the same rows are in `bench_training.json` in the run's folder.
+One row for each context length, attention backend and activation checkpointing, at a constant number of tokens a step:
+the step of `train.py` itself (forward, backward, clipping, optimiser; compiled where the run would be), on random
+tokens. Out of memory is a row. The run's folder gets `bench_training.json` and, where there is more than one context
+length, a chart of tokens a second and of peak memory. The last line is one JSON object.
 
 `sdpa_flash` and `sdpa_cudnn` are PyTorch's scaled_dot_product_attention held to one of its kernels.
 """
@@ -24,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from conf.program import program
 from conf.schema import Settings
 from model import GPT, resolve_attention
+from model.recompute import MODES
 from train import training_step
 from training.flops import flops_per_token, mfu, peak_flops
 from training.hardware import Hardware, set_up
@@ -39,11 +41,15 @@ class BenchConfig:
         default_factory=lambda: ["auto"]
     )  # flash | naive | tiled | sdpa | sdpa_flash | sdpa_cudnn
     seq_len: list[int] = field(default_factory=lambda: [1024])  # context lengths, in tokens
+    checkpointing: list[str] = field(default_factory=list)  # of activations: modes to compare; empty: the model's own
     vocab_size: int = 50257  # GPT-2's
     warmup_steps: int = 5  # not timed; the first compiles
     steps: int = 20  # timed one by one; the median is reported
 
     def __post_init__(self) -> None:
+        for mode in self.checkpointing:
+            if mode not in MODES:
+                raise ValueError(f"bench.checkpointing={mode} is unknown; use one of {', '.join(MODES)}")
         if min([self.steps, self.warmup_steps, self.vocab_size, *self.seq_len]) < 1:
             raise ValueError("bench.steps, bench.warmup_steps, bench.vocab_size and bench.seq_len must be at least 1")
 
@@ -59,23 +65,30 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     console = Console(highlight=False)
     console.print(f"{hardware.description}; {settings.train.batch_tokens:,} tokens a step", markup=False)
     rows = [
-        measure(settings, attention, seq_len, hardware)
+        measure(settings, attention, seq_len, mode, hardware)
         for seq_len in settings.bench.seq_len
         for attention in settings.bench.attention
+        for mode in settings.bench.checkpointing or [settings.model.activation_checkpointing]
     ]
     console.print(table(rows))
     report = {"hardware": hardware.description, "provenance": provenance(), "rows": rows}
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "bench_training.json").write_text(json.dumps(report, indent=2) + "\n")
+    if len(settings.bench.seq_len) > 1:
+        draw(report, run_dir / "bench_training.png")
     print(json.dumps(report))
 
 
-def measure(settings: BenchSettings, attention: str, seq_len: int, hardware: Hardware) -> dict:
+def measure(settings: BenchSettings, attention: str, seq_len: int, checkpointing: str, hardware: Hardware) -> dict:
     """Time the training step of one configuration; `error` in place of figures where it ran out of memory."""
     sequences, rest = divmod(settings.train.batch_tokens, seq_len)
     if rest:
         raise ValueError(f"bench.seq_len={seq_len} does not divide train.batch_tokens={settings.train.batch_tokens}")
-    config = replace(settings.model, attention="sdpa" if attention in SDPA_KERNELS else attention)
+    config = replace(
+        settings.model,
+        attention="sdpa" if attention in SDPA_KERNELS else attention,
+        activation_checkpointing=checkpointing,
+    )
     config.attention, _ = resolve_attention(config.attention, hardware.device, hardware.dtype, config.head_dim)
     row = {
         "attention": attention if attention in SDPA_KERNELS else config.attention,
@@ -153,22 +166,67 @@ def held_to(attention: str) -> AbstractContextManager:
 
 def table(rows: list[dict]) -> Table:
     result = Table(title="training step, median")
-    for column in ("attention", "context", "tokens/s", "ms", "range", "MFU (full)", "GiB"):
-        result.add_column(column, justify="left" if column == "attention" else "right", no_wrap=True)
+    for column in ("attention", "checkpoint", "context", "tokens/s", "ms", "MFU (full)", "GiB"):
+        left = column in ("attention", "checkpoint")
+        result.add_column(column, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         if "error" in row:
-            result.add_row(row["attention"], f"{row['seq_len']:,}", row["error"])
+            result.add_row(row["attention"], row["activation_checkpointing"], f"{row['seq_len']:,}", row["error"])
             continue
         result.add_row(
             row["attention"],
+            row["activation_checkpointing"],
             f"{row['seq_len']:,}",
             f"{row['tokens_per_second']:,}",
             f"{row['step_ms']:.1f}",
-            f"{row['step_ms_fastest']:.1f} - {row['step_ms_slowest']:.1f}",
             f"{row['mfu']:.1%} ({row['mfu_full']:.1%})" if row["mfu"] is not None else "peak unknown",
             f"{row['peak_memory_gib']:.1f}" if row["peak_memory_gib"] is not None else "-",
         )
     return result
+
+
+def draw(report: dict, path: Path) -> None:
+    """Tokens a second and peak memory against the context length; a cross where memory ran out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullLocator
+
+    rows = report["rows"]
+    lengths = sorted({row["seq_len"] for row in rows})
+    curves: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        curves.setdefault((row["attention"], row["activation_checkpointing"]), []).append(row)
+    styles = dict(zip(dict.fromkeys(mode for _, mode in curves), ("-", "--", ":", "-."), strict=False))
+    colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(name for name, _ in curves))}
+    wanted = {"tokens_per_second": "tokens a second", "peak_memory_gib": "peak memory, GiB"}
+    wanted = {key: title for key, title in wanted.items() if any(row.get(key) for row in rows)}  # no memory on a CPU
+    figure, panels = plt.subplots(1, len(wanted), figsize=(5.5 * len(wanted), 4.4), layout="constrained", squeeze=False)
+    for axes, (key, title) in zip(panels[0], wanted.items(), strict=True):
+        for (name, mode), part in curves.items():
+            done = [row for row in part if row.get(key)]
+            kind = {"color": colours[name], "linestyle": styles[mode]}
+            label = f"{name}, checkpointing {mode}"
+            axes.plot(
+                [r["seq_len"] for r in done], [r[key] for r in done], marker="o", markersize=4, label=label, **kind
+            )
+            failed = [row["seq_len"] for row in part if "error" in row]
+            if failed and done:
+                axes.scatter(failed[:1], [done[-1][key]], marker="x", color=colours[name], s=50)
+                place = {"xytext": (4, 6), "textcoords": "offset points", "fontsize": 7}
+                axes.annotate("out of memory", (failed[0], done[-1][key]), **place)
+        axes.set(xscale="log", yscale="log", xlabel="context, tokens")
+        axes.set_title(title, fontsize=10)
+        axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else n for n in lengths], fontsize=8)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.margins(y=0.12)
+        axes.grid(alpha=0.25, which="both")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.suptitle(f"training step, {report['hardware']}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

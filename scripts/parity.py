@@ -171,7 +171,7 @@ def record_both(settings: ParitySettings, run_dir: Path) -> dict[str, Recorded]:
     """Each layer's q, k, v and dO on the first batch: with the initial weights, and with the baseline's last."""
     hardware = set_up(settings.hardware)
     config = copy.deepcopy(settings.model)
-    config.attention = "naive"
+    config.attention, config.activation_checkpointing = "naive", "none"  # each layer is called once
     dataset = open_dataset(settings.data, settings.tokenizer)
     rows = settings.micro_batch
     batches = TokenBatches(dataset.train, settings.data.seq_len, rows, settings.train.seed)

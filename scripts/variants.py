@@ -105,7 +105,8 @@ def online_softmax(
         q_tile = q[:, :, q_start : q_start + block]
         maximum = q_tile.new_full(q_tile.shape[:-1], -math.inf if running_max else 0.0)
         total, acc = torch.zeros_like(maximum), torch.zeros_like(q_tile)
-        for k_start in range(0, num_k, block):
+        visible = min(num_k, q_start + block + num_k - num_q + int(off_by_one))
+        for k_start in range(0, visible, block):
             k_tile, v_tile = (x[:, :, k_start : k_start + block] for x in (k, v))
             rows = torch.arange(q_tile.shape[2], device=q.device)[:, None]
             cols = torch.arange(k_tile.shape[2], device=q.device)[None, :]

@@ -270,7 +270,7 @@ def test_swiglu_has_as_many_weights_as_gelu():
 # ---- recomputation and compilation
 
 
-@pytest.mark.parametrize(("mode", "every"), [("full", 2), ("every_n", 2), ("every_n", 3)])
+@pytest.mark.parametrize(("mode", "every"), [("full", 2), ("every_n", 2), ("every_n", 3), ("selective", 2)])
 def test_recomputation_changes_no_bit_of_the_gradients(mode, every):
     tokens, targets = batch()
 
@@ -283,7 +283,9 @@ def test_recomputation_changes_no_bit_of_the_gradients(mode, every):
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("mode", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every_n", [2, 1, 2])])
+@pytest.mark.parametrize(
+    ("mode", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every_n", [2, 1, 2]), ("selective", [2, 2, 2])]
+)
 def test_only_the_chosen_blocks_run_twice(mode, forwards):
     model = small_gpt(num_layers=3, activation_checkpointing=mode)
     counts = [0, 0, 0]
@@ -293,7 +295,9 @@ def test_only_the_chosen_blocks_run_twice(mode, forwards):
     assert counts == forwards
 
 
-@pytest.mark.parametrize(("backend", "mode"), [("sdpa", "every_n"), ("flash", "none"), ("flash", "full")])
+@pytest.mark.parametrize(
+    ("backend", "mode"), [("sdpa", "every_n"), ("flash", "none"), ("flash", "full"), ("flash", "selective")]
+)
 def test_compiles_into_one_graph(backend, mode):
     needs(backend)
     tokens, targets = batch(rows=1, length=8)
@@ -308,9 +312,22 @@ def test_compiles_into_one_graph(backend, mode):
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-4)
 
 
+def test_selective_recomputation_keeps_attention(monkeypatch):
+    """Attention runs once a layer where its output is kept, twice where all is recomputed."""
+    needs("flash")
+    from kernels import flash_fwd
+
+    launches, launch = [], flash_fwd.launch_flash_fwd
+    monkeypatch.setattr(flash_fwd, "launch_flash_fwd", lambda *args: launches.append(1) or launch(*args))
+    for mode, expected in (("full", 4), ("selective", 2)):
+        launches.clear()
+        small_gpt(attention="flash", activation_checkpointing=mode)(*batch(length=8)).backward()
+        assert len(launches) == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_flash_trains_like_sdpa_on_the_gpu(mode):
     """Ten compiled bf16 steps from the same weights: the losses differ by rounding alone."""
 
@@ -355,7 +372,7 @@ def test_flash_trains_like_sdpa_on_the_gpu(mode):
         ({"rope_base": 0.0}, "model.rope_base=0.0 must be a number above 1"),
         ({"mlp": "silu"}, "model.mlp=silu is unknown; use one of gelu, swiglu, relu2"),
         ({"attention": "fa2"}, "model.attention=fa2 is unknown; use one of auto, flash, naive, tiled, sdpa"),
-        ({"activation_checkpointing": "all"}, "is unknown; use one of none, full, every_n"),
+        ({"activation_checkpointing": "all"}, "is unknown; use one of none, full, every_n, selective"),
         ({"attention": "flash", "n_embd": 32}, "attention=flash does not support head_dim 8 (16 to 256)"),
         (
             {"attention": "flash", "n_embd": 4 * 320},

@@ -1,0 +1,200 @@
+"""Three classic mistakes of flash attention, made on purpose: `python -m scripts.break_it`.
+
+For each: what to expect, then what happens, in one call (in fp16 and fp32) and in a short training run beside the right
+algorithm. No running maximum: scores overflow the exponential. No rescaling: finite, and wrong. A causal mask from
+tile-local indices: right in the first tile, wrong from the second on. The run's folder gets break_it.png and
+break_it.json; the last line is one JSON object.
+"""
+
+import contextlib
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from conf.program import program
+from conf.schema import Settings
+from kernels import naive_attention
+from scripts.variants import online_softmax, replaced
+from train import train
+
+BLOCK = 16  # keys and queries of a tile
+
+
+@dataclass
+class Mistake:
+    """A switch of `online_softmax`, and what it does."""
+
+    name: str
+    switch: str
+    expected: str
+
+
+MISTAKES = [
+    Mistake(
+        "no running maximum",
+        "running_max",
+        "exp(score) without subtracting the row's maximum: above scores of 11.1 fp16 overflows to inf and O is NaN,"
+        " above 88.7 fp32 too. With small scores nothing is wrong, and training begins as if all were well.",
+    ),
+    Mistake(
+        "no rescaling",
+        "rescale",
+        "The maximum moves but the sums of earlier tiles are not rescaled: every number is finite and every row whose "
+        "maximum rises after its first tile is wrong.",
+    ),
+    Mistake(
+        "tile-local causal mask",
+        "global_indices",
+        "Indices inside the tile in place of indices in the sequence: the first tile of queries is right, and from the"
+        " second on the tiles left of the diagonal hide half of what they must show.",
+    ),
+]
+
+
+@dataclass
+class BreakConfig:
+    scores: float = 200.0  # largest score of the calls: enough to overflow fp32's exponential
+    seq_len: int = 64  # tokens of the calls
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 2 * BLOCK:
+            raise ValueError(f"break_it.seq_len={self.seq_len} must be at least {2 * BLOCK}: a tile has {BLOCK} tokens")
+
+
+@dataclass
+class BreakSettings(Settings):
+    break_it: BreakConfig = field(default_factory=BreakConfig)
+
+
+@program("break_it", BreakSettings)
+def main(settings: BreakSettings, run_dir: Path) -> None:
+    console = Console(highlight=False)
+    report = {"calls": [], "runs": {}}
+    right = train_with(settings, run_dir, "right", lambda *x, **o: online_softmax(*x, block=BLOCK))
+    report["runs"]["right"] = right
+    for mistake in MISTAKES:
+        console.print(f"\n{mistake.name}", style="bold")
+        console.print(f"expected: {mistake.expected}", markup=False)
+        for dtype in (torch.float16, torch.float32):
+            found = one_call(mistake, dtype, settings.break_it)
+            report["calls"].append(found)
+            console.print(f"one call, {found['dtype']}: {found['happened']}", markup=False)
+        wrong = train_with(
+            settings,
+            run_dir,
+            mistake.name,
+            lambda *x, s=mistake.switch, **o: online_softmax(*x, block=BLOCK, **{s: False}),
+        )
+        report["runs"][mistake.name] = wrong
+        console.print(f"training: {story(wrong, right)}", markup=False)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "break_it.json").write_text(json.dumps(report, indent=1) + "\n")
+    draw(report["runs"], run_dir / "break_it.png")
+    print(json.dumps({"folder": str(run_dir), "calls": report["calls"]}))
+
+
+def one_call(mistake: Mistake, dtype: torch.dtype, config: BreakConfig) -> dict:
+    """The mistake in one call whose scores reach config.scores; where and how it shows."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, config.seq_len, 16, generator=generator) for _ in range(3))
+    largest = (q @ k.mT).abs().amax() / 4
+    q, k, v = ((x * s).to(dtype) for x, s in ((q, config.scores / largest), (k, 1.0), (v, 1.0)))
+    exact = naive_attention(q.double(), k.double(), v.double(), causal=True)
+    wrong = online_softmax(q, k, v, block=BLOCK, **{mistake.switch: False})
+    bad_rows = ~torch.isfinite(wrong).all(-1)[0, 0]
+    errors = (wrong.double() - exact).abs().amax(-1)[0, 0]
+    row = {"mistake": mistake.name, "dtype": str(dtype).removeprefix("torch."), "rows_not_finite": int(bad_rows.sum())}
+    if bad_rows.any():
+        first = int(bad_rows.nonzero()[0])
+        query, tile, value = first_overflow(q, k)
+        row["happened"] = (
+            f"{int(bad_rows.sum())} of {config.seq_len} rows are not finite, the first is query {first}; the first "
+            f"exponential to overflow is exp({value:.1f}), query {query} in key tile {tile}"
+        )
+    else:
+        off = (errors > 1e-2).nonzero().flatten().tolist()
+        row["largest_error"] = float(errors.max())
+        first = f", the first is query {off[0]} (tile {off[0] // BLOCK})" if off else ""
+        row["happened"] = (
+            f"finite, the largest error is {row['largest_error']:.2g}; {len(off)} of {config.seq_len} rows are off by"
+            f" more than 0.01{first}"
+        )
+    return row
+
+
+def first_overflow(q: Tensor, k: Tensor) -> tuple[int, int, float]:
+    """(query, key tile, score) of the first exponential beyond the dtype's range, in the order of the loops."""
+    scores = (q @ k.mT)[0, 0] * q.shape[-1] ** -0.5
+    for q_start in range(0, q.shape[2], BLOCK):
+        for tile in range(q_start // BLOCK + 1):
+            part = scores[q_start : q_start + BLOCK, tile * BLOCK : (tile + 1) * BLOCK]
+            over = torch.isinf(torch.exp(part)).nonzero()
+            if len(over):
+                row, col = over[0].tolist()
+                return q_start + row, tile, float(part[row, col])
+    return -1, -1, math.nan
+
+
+def train_with(settings: BreakSettings, run_dir: Path, name: str, function: Callable[..., Tensor]) -> dict:
+    """A short run with `function` in place of naive attention; its losses, and the error that ended it, if any."""
+    settings = copy.deepcopy(settings)
+    settings.model.attention, settings.train.log_every = "naive", 1
+    folder = run_dir / name.replace(" ", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    with replaced("naive", function), (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
+        summary = train(settings, folder)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {"losses": [r["loss"] for r in records if "loss" in r], "val_loss": summary["val_loss"]}
+
+
+def story(wrong: dict, right: dict) -> str:
+    """What became of the run, in one sentence."""
+    for step, loss in enumerate(wrong["losses"], 1):
+        if loss is None or not math.isfinite(loss):
+            return f"the loss is not finite from step {step} on"
+    distance = max(abs(a - b) for a, b in zip(wrong["losses"], right["losses"], strict=True))
+    return (
+        f"held-out loss {wrong['val_loss']:.4f} beside {right['val_loss']:.4f}; the curves part by at most"
+        f" {distance:.2g} nats. A loss that falls proves nothing."
+    )
+
+
+def draw(runs: dict[str, dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 5.6), sharex=True, layout="constrained")
+    right = runs["right"]["losses"]
+    steps = range(1, len(right) + 1)
+    for number, (name, run) in enumerate(runs.items()):
+        losses = [math.nan if loss is None else loss for loss in run["losses"]]
+        upper.plot(steps, losses, color=f"C{number}", linewidth=2.5 if name == "right" else 1.2, label=name)
+        if name != "right":
+            lower.plot(
+                steps,
+                [max(abs(a - b), 1e-8) for a, b in zip(losses, right, strict=True)],
+                color=f"C{number}",
+                label=name,
+            )
+    upper.set_ylabel("training loss, nats a token")
+    lower.set(yscale="log", ylabel="|loss - the right one's|", xlabel="step")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = upper.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The evidence programs in their smallest form."""
+
+import json
+
+import pytest
+
+from scripts import bench_training, break_it
+from scripts.bench_training import BenchSettings
+from scripts.break_it import MISTAKES, BreakSettings
+from tests.runs import settings
+
+
+def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
+    chosen = settings(
+        "hardware=cpu", "logger.wandb=disabled", "train.steps=6", f"data.cache_dir={tmp_path}",
+        schema=BreakSettings, config="break_it",
+    )  # fmt: skip
+    break_it.main.__wrapped__(chosen, tmp_path / "run")
+    calls = {(c["mistake"], c["dtype"]): c for c in json.loads(capsys.readouterr().out.splitlines()[-1])["calls"]}
+    assert len(calls) == 2 * len(MISTAKES)
+    for dtype in ("float16", "float32"):
+        assert calls["no running maximum", dtype]["rows_not_finite"] > 0
+        assert "key tile 0" in calls["no running maximum", dtype]["happened"]
+        assert calls["no rescaling", dtype]["rows_not_finite"] == 0
+        assert calls["no rescaling", dtype]["largest_error"] > 0.1
+        assert "the first is query 16 (tile 1)" in calls["tile-local causal mask", dtype]["happened"]
+    assert (tmp_path / "run" / "break_it.png").stat().st_size > 10_000
+
+
+def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch):
+    chosen = settings(
+        "hardware=cpu", "model=tiny", "model.num_layers=1", "train.batch_tokens=64", "bench.steps=1",
+        "bench.warmup_steps=1", "bench.vocab_size=50", "bench.attention=[sdpa,naive]", "bench.seq_len=[16,32]",
+        "bench.checkpointing=[none,selective]", schema=BenchSettings, config="bench_training",
+    )  # fmt: skip
+    real = bench_training.timed_steps
+
+    def full(settings, config, seq_len, *rest):
+        if config.attention == "naive" and seq_len == 32:
+            raise torch_out_of_memory()
+        return real(settings, config, seq_len, *rest)
+
+    import torch
+
+    torch_out_of_memory = torch.OutOfMemoryError
+    monkeypatch.setattr(bench_training, "timed_steps", full)
+    bench_training.main.__wrapped__(chosen, tmp_path)
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert len(rows) == 8
+    assert [row.get("error") for row in rows if row["attention"] == "naive"] == [None, None, *["out of memory"] * 2]
+    assert (tmp_path / "bench_training.png").stat().st_size > 5_000
+
+
+def test_an_unknown_checkpointing_is_refused():
+    with pytest.raises(ValueError, match="bench.checkpointing=some is unknown; use one of none, full"):
+        bench_training.BenchConfig(checkpointing=["some"])
