@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from scripts import bench_training, break_it
 from scripts.bench_training import BenchSettings
@@ -29,7 +30,7 @@ def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
 
 def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch):
     chosen = settings(
-        "hardware=cpu", "model=tiny", "model.num_layers=1", "train.batch_tokens=64", "bench.steps=1",
+        "hardware=cpu", "model=tiny", "model.num_layers=1", "data.seq_len=16", "train.batch_tokens=64", "bench.steps=1",
         "bench.warmup_steps=1", "bench.vocab_size=50", "bench.attention=[sdpa,naive]", "bench.seq_len=[16,32]",
         "bench.checkpointing=[none,selective]", schema=BenchSettings, config="bench_training",
     )  # fmt: skip
@@ -37,12 +38,9 @@ def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch
 
     def full(settings, config, seq_len, *rest):
         if config.attention == "naive" and seq_len == 32:
-            raise torch_out_of_memory()
+            raise torch.OutOfMemoryError
         return real(settings, config, seq_len, *rest)
 
-    import torch
-
-    torch_out_of_memory = torch.OutOfMemoryError
     monkeypatch.setattr(bench_training, "timed_steps", full)
     bench_training.main.__wrapped__(chosen, tmp_path)
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
@@ -52,5 +50,5 @@ def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch
 
 
 def test_an_unknown_checkpointing_is_refused():
-    with pytest.raises(ValueError, match="bench.checkpointing=some is unknown; use one of none, full"):
+    with pytest.raises(ValueError, match=r"bench\.checkpointing=some is unknown; use one of none, full"):
         bench_training.BenchConfig(checkpointing=["some"])
