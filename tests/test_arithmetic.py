@@ -1,0 +1,79 @@
+"""The formulas of `scripts.explain` against numbers worked by hand in the literature."""
+
+import json
+
+import pytest
+
+from scripts import explain
+from scripts.explain import ExplainSettings
+from training.arithmetic import (
+    GPUS,
+    Shape,
+    flops,
+    hbm_bytes,
+    intensity,
+    loop_order_bytes,
+    memory,
+    recomputation_share,
+    tile_bytes,
+)
+
+MIB, GIB = 2**20, 2**30
+LLAMA = Shape(num_heads=32, seq_len=4096, head_dim=128, element=2)
+
+
+def test_memory_of_a_7b_layer_at_4096():
+    kept = memory(LLAMA)
+    assert kept["standard"] == {"Q": 32 * MIB, "K": 32 * MIB, "V": 32 * MIB, "O": 32 * MIB, "S": GIB, "P": GIB}
+    assert kept["flash"]["LSE"] == 32 * 4096 * 4
+    # the literature's 68 GB for 32 layers
+    assert 32 * sum(kept["standard"].values()) == 68 * GIB
+
+
+def test_one_heads_probabilities_at_131072():
+    assert Shape(num_heads=1, seq_len=131_072).matrix_bytes == pytest.approx(34.36e9, rel=1e-3)
+
+
+def test_flops_and_what_recomputation_adds():
+    counted = flops(Shape(num_heads=1, seq_len=1000, head_dim=64))
+    assert counted == {
+        "forward": 4e6 * 64, "standard backward": 8e6 * 64, "recomputing backward": 10e6 * 64,
+    }  # fmt: skip
+    assert [round(share, 4) for share in recomputation_share(LLAMA).values()] == [0.1667, 0.25, 0.3333]
+    assert flops(Shape(causal=True))["forward"] == flops(Shape())["forward"] / 2
+
+
+def test_traffic_and_the_side_of_the_roofline():
+    assert hbm_bytes(LLAMA)["standard"] == 4 * 32 * MIB + 4 * GIB
+    assert GPUS["a100"].ridge == pytest.approx(153, abs=0.5)
+    assert GPUS["h100"].ridge == pytest.approx(295, abs=0.5)
+    assert intensity(LLAMA)["standard"] < GPUS["t4"].ridge < intensity(LLAMA)["flash, K and V caught by L2"]
+
+
+def test_keys_outside_reads_the_row_state_for_each_tile_of_keys():
+    orders = loop_order_bytes(Shape(num_heads=1, seq_len=256, head_dim=64, element=2), block_q=128, block_k=64)
+    tensor, statistics = 256 * 64 * 2, 2 * 256 * 4
+    assert orders["keys outside (FA1)"] == {
+        "Q": 4 * tensor, "K, V": 2 * tensor, "O, maximum, sum": 7 * (tensor + statistics),
+    }  # fmt: skip
+    assert orders["queries outside (FA2)"]["K, V"] == 2 * 2 * tensor
+
+
+def test_shared_memory_of_a_tile():
+    terms = tile_bytes(128, 64, 128)
+    assert terms == {
+        "Q": 32768, "K": 32768, "V": 32768, "S": 32768, "O": 32768, "maximum, sum": 1024,
+    }  # fmt: skip
+
+
+def test_the_program_prints_all_of_it(tmp_path, capsys):
+    explain.main.__wrapped__(ExplainSettings(seq_len=512, num_heads=2, head_dim=64, gpu="t4"), tmp_path)
+    text = capsys.readouterr().out
+    for words in ("4BHND + 2BHN^2", "16.7% of forward", "25.0% of the standard", "keys outside (FA1)", "t4"):
+        assert words in text
+    assert json.loads(text.splitlines()[-1])["shape"]["seq_len"] == 512
+
+
+def test_an_unknown_gpu_is_refused():
+    with pytest.raises(ValueError, match="gpu=v100 is not in the table; use one of t4, a100"):
+        ExplainSettings(gpu="v100")
