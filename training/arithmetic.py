@@ -2,8 +2,8 @@
 
 Sizes: B batch, H query heads, N tokens (queries and keys alike), D head dimension, `element` bytes of a number.
 Standard attention writes the scores S and the probabilities P, N x N for each head, to memory; flash attention keeps
-only the log-sum-exp of each row. Sources: FlashAttention, arXiv:2205.14135, theorem 2; FlashAttention-2, arXiv:2307.08691,
-section 3; the roofline of Williams et al. 2009.
+only the log-sum-exp of each row. Sources: FlashAttention, arXiv:2205.14135, theorem 2; FlashAttention-2,
+arXiv:2307.08691, section 3; the roofline of Williams et al. 2009.
 """
 
 from dataclasses import dataclass
