@@ -280,6 +280,7 @@ def draw(report: dict, path: Path) -> None:
         distances = [max(abs(a - b), 1e-8) for a, b in zip(runs[name]["losses"], baseline, strict=True)]
         lower.plot(steps, distances, **style)
     lower.set(yscale="log", xlabel="step", ylabel="|loss - naive's|, nats")
+    lower.set_ylim(1e-8, 10)  # the band may be wider than any loss
     upper.set_ylabel("training loss, nats a token")
     for axes in (upper, lower):
         axes.grid(alpha=0.25)

@@ -214,7 +214,8 @@ def run_case(case: dict, device: str) -> str | None:
     for name, value in plain.items():
         if torch.isfinite(exact[name]).all() and not torch.isfinite(value).all():  # float16 overflowed in eager code
             error = (ours[name].double() - exact[name]).norm()
-            if not error <= 0.02 * exact[name].norm() + floor:
+            rounding = 2 * extra.get(name, 0.0) * exact[name].numel() ** 0.5
+            if not error <= 0.02 * exact[name].norm() + floor + rounding:
                 return f"{name}: norm of error {error:.3g} of {exact[name].norm():.3g}, plain formula not finite"
             exact[name] = ours[name].double()  # judged
             plain[name] = exact[name]
