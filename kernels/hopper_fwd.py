@@ -442,7 +442,7 @@ class ForwardPlan:
 
 
 def plan_for(head_dim: int, causal: bool, num_q: int) -> ForwardPlan:
-    """The fastest of 18 (head_dim 128) and 32 (64) plans at 1,024 to 32,768 tokens, or within 2 % of it: one H200,
+    """The fastest of 18 (head_dim 128) and 32 (64) plans at 1,024 to 32,768 tokens, or within 4 % of it: one H200,
     torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md)."""
     if head_dim == 128:
         if causal:
