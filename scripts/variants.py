@@ -37,7 +37,8 @@ def rotated(seed: int) -> Attention:
     """Queries and keys in another orthonormal basis, values too: (q R)(k R)^T = q k^T. Each product rounds anew."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        basis, values = _bases(seed, q.shape[-1], q.device)
+        # disabled here and not by a decorator: that would import Triton before it can be told to interpret
+        basis, values = torch.compiler.disable(_bases)(seed, q.shape[-1], q.device)
         turned = ((x.float() @ basis).to(q.dtype) for x in (q, k))
         o = naive_attention(*turned, (v.float() @ values).to(v.dtype), **_plain(options))
         return (o.float() @ values.T).to(q.dtype)
@@ -45,7 +46,6 @@ def rotated(seed: int) -> Attention:
     return attend
 
 
-@torch.compiler.disable
 @lru_cache(maxsize=64)
 def _bases(seed: int, head_dim: int, device: torch.device) -> list[Tensor]:
     """Two random orthogonal matrices, float32."""

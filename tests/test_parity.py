@@ -2,8 +2,13 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from scripts.parity import ParitySettings, run_parity
 from scripts.parity_verdict import judge, noise
@@ -51,3 +56,19 @@ def test_the_tolerance_factor_covers_what_it_says():
     samples = np.random.default_rng(0).standard_normal((40_000, 8))
     covered = samples.mean(1) + 4.354 * samples.std(1, ddof=1) >= 2.3263
     assert covered.mean() == pytest.approx(0.95, abs=0.005)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+def test_as_typed_without_a_gpu(tmp_path):
+    """A process that nobody told to interpret: the program does, before Triton is imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "scripts.parity", "train.steps=6", "train.batch_tokens=32", "model.num_layers=1",
+            "parity.nulls=4", "parity.seeds=2", "parity.backends=[flash]", "logger.wandb=disabled",
+            f"data.cache_dir={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}",
+        ],
+        cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "flash" in json.loads((tmp_path / "run" / "parity.json").read_text())["verdicts"], done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout
