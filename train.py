@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from training.evaluate import EvaluationSet, evaluate, unigram_loss
 from training.flops import flops_per_token, mfu, peak_flops
 from training.hardware import Hardware, set_up
 from training.optim import Optimiser, lr_factor
+from training.profiler import StepProfiler, region
 from training.provenance import provenance, write_description
 from training.runlog import RunLog
 from training.stop import StopRequest
@@ -81,6 +83,9 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
 
     log = RunLog(run_dir, settings.logger, asdict(settings), first_step=first_step, steps=config.steps)
     write_description(run_dir, asdict(settings), dataset.manifest, evaluation.protocol)
+    profiler = None
+    if settings.profile:
+        profiler = StepProfiler(run_dir / "profile", hardware, config.steps - first_step, log.console)
 
     def save(step: int, *, best: bool) -> None:
         state = {
@@ -103,6 +108,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         log,
         StopRequest() as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=boundary) as prefetcher,
+        profiler or nullcontext(),
     ):
         log.say(f"run        {run_dir}")
         log.say(f"hardware   {hardware.description}")
@@ -130,6 +136,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             log.advance(step)
 
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
+            profile_written = profiler is not None and profiler.step()
             last = step == config.steps or stop.requested
             record: dict[str, float | None] = {}
             if last or step == first_step + 1 or step % config.log_every == 0:
@@ -159,7 +166,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
                 save(step, best=is_best)
             if config.sample_tokens and (last or (config.sample_every and step % config.sample_every == 0)):
                 log.say(f"--- a sample after {step} steps\n{sample(model, settings, dataset, hardware)}\n---")
-            if record or is_best:
+            if record or is_best or profile_written:
                 watch.restart(step)
 
         summary = {
@@ -190,22 +197,27 @@ def training_step(
     micro_batch: int,
     hardware: Hardware,
     starts: torch.Tensor | None = None,
+    region: Callable[[str], AbstractContextManager] = region,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimiser step over (sequences, seq_len) tokens, `micro_batch` sequences at a time.
 
     `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
     the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
-    CPU. Returns the mean loss (nats a token) and the gradient norm, both still on the device.
+    CPU. `region` names the parts of the step for whoever watches. Returns the mean loss (nats a token) and the
+    gradient norm, both still on the device.
     """
     step_loss = torch.zeros((), device=hardware.device)
     for start in range(0, len(inputs), micro_batch):
         part = slice(start, start + micro_batch)
         documents = packed_rows(starts, start, *inputs[part].shape, hardware.device)
-        with hardware.autocast():
+        with region("forward"), hardware.autocast():
             loss = forward(inputs[part], targets[part], **documents) / targets.numel()
-        loss.backward()
+        with region("backward"):
+            loss.backward()
         step_loss += loss.detach()
-    return step_loss, optimiser.step()
+    with region("optimiser"):
+        grad_norm = optimiser.step()
+    return step_loss, grad_norm
 
 
 def sample(model: GPT, settings: Settings, dataset: Dataset, hardware: Hardware) -> str:

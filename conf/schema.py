@@ -51,6 +51,7 @@ class Settings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    profile: bool = False  # record a few steps: a trace and where the time went, in the run's folder
     resume: str | None = None  # path of a checkpoint; the run goes on in that checkpoint's run folder
 
     def __post_init__(self) -> None:

@@ -1,0 +1,206 @@
+"""Read a trace of torch.profiler: how long each kernel took, and which part of a transformer it belongs to.
+
+On a GPU the unit is a kernel, a copy or a fill, and idle is the time in which none ran. Without a GPU it is a PyTorch
+operator's own time (without the operators that it called), and idle is Python between operators. A kernel belongs to
+the optimiser if it was launched in the region of that name; else its name, or that of the operator that launched it,
+decides.
+"""
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+# The first that fits decides. A name is "operator | kernel" in lower case; compiled kernels are named after what was
+# fused into them, for example triton_red_fused__softmax_mul. Batched products (bmm) are naive attention's: every
+# other product of the model has one weight for the whole batch.
+GROUPS = {
+    "optimiser": r"multi_tensor_apply|_foreach|adam|optimizer\.step|clip_grad",
+    "cross-entropy": r"cross_entropy|nll_?loss|log_?softmax",
+    "attention": r"flash_(fwd|bwd|dq|dkdv)|hopper_|_(delta|before|after)_kernel|flash_attn|fmha|sdpa|"
+    r"scaleddotproduct|scaled_dot_product|tiledattention|pytorch_flash|\bbmm\b|baddbmm|bmmbackward",
+    "matmul": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|aten::(mm|addmm|matmul|linear)\b|\b(add)?mmbackward",
+    "softmax and normalisation": r"softmax|norm|rsqrt|logsumexp|amax|masked_fill|triton_(per|red)_",
+    "memory copies": r"memcpy|memset|copy|aten::(cat|fill_|zero_|clone|contiguous|empty\w*)\b|fillfunctor|catarray",
+}
+OTHER, IDLE = "other", "idle"
+ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+TOP = 12  # rows of the kernel table
+TEXT = ("group", "longest", "name")  # columns of words
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time, in microseconds."""
+
+    name: str
+    group: str
+    start: float
+    duration: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a kernel, or a group of them, takes of one step."""
+
+    name: str
+    group: str
+    ms: float
+    share: float  # of the step
+    calls: float  # a step
+
+
+@dataclass(frozen=True)
+class Profile:
+    unit: str  # "GPU kernels" or "CPU operators"
+    steps: int
+    step_ms: float
+    groups: list[Share]  # in the order of GROUPS, then other and idle
+    kernels: list[Share]  # the longest first
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+    def tables(self) -> list[Table]:
+        """Time by group, and the longest kernels."""
+        groups = Table(title=f"where a step's {self.step_ms:,.1f} ms go ({self.unit}, mean of {self.steps} steps)")
+        for column in ("group", "ms", "share", "calls", "longest"):
+            # only the last column gives way on a narrow terminal
+            groups.add_column(column, justify="left" if column in TEXT else "right", no_wrap=column != "longest")
+        for row in self.groups:
+            longest = next((short(k.name) for k in self.kernels if k.group == row.group), "")
+            groups.add_row(row.name, f"{row.ms:,.2f}", f"{row.share:.1%}", f"{row.calls:,.0f}", longest)
+        groups.caption = "a softmax needs about 5 FLOPs a score; the two products around it 4 x head_dim"
+        kernels = Table(title=f"the longest {self.unit}")
+        for column in ("ms", "share", "calls", "group", "name"):
+            kernels.add_column(column, justify="left" if column in TEXT else "right", no_wrap=column != "name")
+        for row in self.kernels[:TOP]:
+            kernels.add_row(f"{row.ms:,.2f}", f"{row.share:.1%}", f"{row.calls:,.0f}", row.group, short(row.name))
+        return [groups, kernels]
+
+
+def read_trace(path: Path) -> Profile:
+    """Time by group and by kernel from a gzipped Chrome trace of whole steps.
+
+    Raises:
+        ValueError: the trace holds no recorded step, or says it had a GPU and holds no kernel.
+    """
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    recorded = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
+    if not recorded:
+        raise ValueError(f"{path} holds no recorded step; it must be written by torch.profiler with a schedule")
+    device = [event for event in events if event.get("cat") in ON_GPU]
+    launches = any(event.get("cat") in ("cuda_runtime", "cuda_driver") for event in events)
+    if launches and not device:
+        raise ValueError(
+            f"{path} holds launches and no GPU kernel: the driver lets CUPTI count nothing on this machine"
+        )
+    if device:
+        unit, spans = "GPU kernels", _kernels(events, device)
+        begin, end = min(s.start for s in spans), max(s.start + s.duration for s in spans)
+    else:
+        unit = "CPU operators"
+        spans = [Span(op["name"], group, op["ts"], own) for op, own, group in _operators(events)]
+        begin, end = min(e["ts"] for e in recorded), max(e["ts"] + e["dur"] for e in recorded)
+    idle = (end - begin) - (_covered(spans) if device else sum(span.duration for span in spans))
+    return _summary(unit, spans, end - begin, idle, len(recorded))
+
+
+def group_of(name: str) -> str:
+    """The group of "operator | kernel"."""
+    return next((group for group, pattern in GROUPS.items() if re.search(pattern, name.lower())), OTHER)
+
+
+def short(name: str, width: int = 56) -> str:
+    """A kernel's name without return type, namespaces' fillers and template arguments."""
+    name = re.sub(r"\(anonymous namespace\)::|^void |at::native::", "", name)
+    inner = re.search(r"(\w*(?:functor|_kernel_cuda|kernel_?impl)\w*)", name, flags=re.I)
+    outer = re.split(r"[<(]", name)[0]
+    if inner and "elementwise" in outer:  # the name says how it loops; what it computes is in its arguments
+        outer = inner[1]
+    return outer if len(outer) <= width else outer[: width - 1] + "…"
+
+
+def _kernels(events: list[dict], device: list[dict]) -> list[Span]:
+    """Each kernel, grouped with the help of the operator and the region that launched it."""
+    operators = {op["args"]["External id"]: (op["name"], group) for op, _, group in _operators(events)}
+    launched = {
+        e["args"]["correlation"]: e["ts"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    in_optimiser = _regions(events, "optimiser")
+    spans = []
+    for event in device:
+        arguments = event.get("args", {})
+        operator, inherited = operators.get(arguments.get("External id"), ("", OTHER))
+        group = group_of(f"{operator} | {event['name']}")
+        if in_optimiser(launched.get(arguments.get("correlation"), -1.0)):
+            group = "optimiser"
+        spans.append(Span(event["name"], inherited if group == OTHER else group, event["ts"], event["dur"]))
+    return spans
+
+
+def _operators(events: list[dict]) -> Iterator[tuple[dict, float, str]]:
+    """Each operator, its own time (without the operators it called) and its group.
+
+    One that belongs nowhere by its name is counted with the operator that called it: a subtraction inside logsumexp.
+    """
+    in_optimiser = _regions(events, "optimiser")
+    threads: dict[int, list[dict]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            threads[event["tid"]].append(event)
+    for ops in threads.values():
+        ops.sort(key=lambda e: (e["ts"], -e["dur"]))
+        own, groups = [op["dur"] for op in ops], [group_of(op["name"]) for op in ops]
+        callers: list[int] = []  # operators that still run, outermost first
+        for number, op in enumerate(ops):
+            while callers and ops[callers[-1]]["ts"] + ops[callers[-1]]["dur"] <= op["ts"]:
+                callers.pop()
+            if callers:
+                own[callers[-1]] -= op["dur"]
+                groups[number] = groups[callers[-1]] if groups[number] == OTHER else groups[number]
+            if in_optimiser(op["ts"]):
+                groups[number] = "optimiser"
+            callers.append(number)
+        yield from zip(ops, (max(duration, 0.0) for duration in own), groups, strict=True)
+
+
+def _regions(events: list[dict], name: str):
+    """Whether a moment lies in a region of that name."""
+    found = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation" and e["name"] == name]
+    return lambda moment: any(begin <= moment < end for begin, end in found)
+
+
+def _covered(spans: list[Span]) -> float:
+    """Time in which at least one span runs: kernels of several streams overlap."""
+    total, until = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda s: s.start):
+        end = span.start + span.duration
+        total += max(0.0, end - max(span.start, until))
+        until = max(until, end)
+    return total
+
+
+def _summary(unit: str, spans: list[Span], window: float, idle: float, steps: int) -> Profile:
+    def share(name: str, group: str, durations: list[float]) -> Share:
+        spent = sum(durations)
+        return Share(name, group, spent / steps / 1e3, spent / window, len(durations) / steps)
+
+    by_group: dict[str, list[float]] = defaultdict(list)
+    by_kernel: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for span in spans:
+        by_group[span.group].append(span.duration)
+        by_kernel[span.name, span.group].append(span.duration)
+    groups = [share(group, group, by_group[group]) for group in (*GROUPS, OTHER)]
+    groups.append(Share(IDLE, IDLE, idle / steps / 1e3, idle / window, 0))
+    kernels = [share(name, group, durations) for (name, group), durations in by_kernel.items()]
+    kernels.sort(key=lambda k: -k.ms)
+    return Profile(unit, steps, window / steps / 1e3, groups, kernels)
