@@ -26,6 +26,7 @@ MAY_CHANGE = (
     "activation_checkpointing",
     "checkpoint_every",
     "dropout",
+    "attention_dropout",
 )  # not the weights' meaning
 WEIGHTS, STATE, META = "model.safetensors", "state.pt", "checkpoint.json"
 
