@@ -88,7 +88,7 @@ def online_softmax(
     k: Tensor,
     v: Tensor,
     *,
-    block: int = 16,
+    block: int | None = None,
     running_max: bool = True,
     rescale: bool = True,
     global_indices: bool = True,
@@ -96,8 +96,12 @@ def online_softmax(
     sums_in_bfloat16: bool = False,
     **options,
 ) -> Tensor:
-    """Causal online softmax over tiles of keys in the inputs' precision, with a switch for each mistake."""
+    """Causal online softmax over tiles of keys in the inputs' precision, with a switch for each mistake.
+
+    `block` tokens a tile; by default a quarter of the keys, so that a Python loop over tiles stays short.
+    """
     num_q, num_k, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
+    block = block or max(16, num_k // 4)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     tiles = []
