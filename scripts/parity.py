@@ -9,6 +9,7 @@ backend passes when
   - one call on each layer's own q, k, v and dO, before and after training, agrees with naive attention in float32 as
     nulls do, and survives scores that only a running maximum survives.
 The run's folder gets parity.json, parity.png and parity.md, and a folder for each run; wandb gets one group of runs.
+`parity.repeats=20` does all of it for twenty seeds and counts.
 The exit code is the verdict: 0 when all pass, 1 otherwise. The last line is one JSON object.
 
 Without a GPU, flash runs in Triton's interpreter, on a minute model.
@@ -49,6 +50,7 @@ class ParityConfig:
     mutants: list[str] = field(default_factory=list)  # wrong on purpose: names in scripts/variants.py
     nulls: int = 8  # runs of the baseline that differ by rounding alone
     seeds: int = 4  # runs of the baseline with the batches in another order
+    repeats: int = 1  # of all of it, with seeds train.seed, train.seed + 1, ...: how often does a true backend pass?
 
     def __post_init__(self) -> None:
         for kind, names, known in (("backends", self.backends, ATTENTION), ("mutants", self.mutants, MUTANTS)):
@@ -57,6 +59,8 @@ class ParityConfig:
                     raise ValueError(f"parity.{kind}={name} is not one of {', '.join(known)}")
         if not 4 <= self.nulls <= 20:
             raise ValueError(f"parity.nulls={self.nulls} must be 4 to 20: the tolerance factors end there")
+        if self.repeats < 1:
+            raise ValueError(f"parity.repeats={self.repeats} must be at least 1")
         if self.seeds < 2:
             raise ValueError(f"parity.seeds={self.seeds} must be at least 2: a spread needs two")
 
@@ -70,8 +74,31 @@ class ParitySettings(Settings):
 def main(settings: ParitySettings, run_dir: Path) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later
-    if not run_parity(settings, run_dir)["passes"]:
+    repeats = settings.parity.repeats
+    if not (run_parity(settings, run_dir)["passes"] if repeats == 1 else repeat(settings, run_dir, repeats)):
         sys.exit(FAILED)
+
+
+def repeat(settings: ParitySettings, run_dir: Path, repeats: int) -> bool:
+    """Whether each backend passes in at least 95 % of the repeats, and no mutant in any; the counts are written."""
+    passed = dict.fromkeys((*settings.parity.backends, *settings.parity.mutants), 0)
+    for number in range(repeats):
+        one = copy.deepcopy(settings)
+        one.train.seed += number
+        for name, verdict in run_parity(one, run_dir / f"seed_{one.train.seed}")["verdicts"].items():
+            passed[name] += verdict["passes"]
+    report = {
+        "repeats": repeats,
+        "passed": passed,
+        "provenance": provenance(),
+        "hardware": set_up(settings.hardware).description,
+    }
+    (run_dir / "repeats.json").write_text(json.dumps(report, indent=1) + "\n")
+    lines = [f"{name} passed {count} of {repeats} repeats" for name, count in passed.items()]
+    print("\n".join(lines))
+    print(json.dumps({"repeats": repeats, "passed": passed, "folder": str(run_dir)}))
+    backends = [passed[name] for name in settings.parity.backends]
+    return min(backends) >= 0.95 * repeats and not any(passed[name] for name in settings.parity.mutants)
 
 
 def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
@@ -231,7 +258,11 @@ def show(report: dict, console: Console) -> None:
 
 
 def write_report(report: dict, run_dir: Path) -> None:
-    (run_dir / "parity.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
+    brief = copy.deepcopy(report)  # each run's losses are in its metrics.jsonl
+    del brief["noise"]["band"]
+    for run in brief["runs"].values():
+        del run["losses"]
+    (run_dir / "parity.json").write_text(json.dumps(brief, indent=1, default=str) + "\n")
     allowed, seeds = report["noise"], report["seeds"]
     lines = [
         f"# Loss parity: {'pass' if report['passes'] else 'FAIL'}",
