@@ -201,20 +201,22 @@ def held_to(attention: str) -> AbstractContextManager:
 
 def table(rows: list[dict]) -> Table:
     """What fits 80 columns; the JSON has all."""
-    result = Table(title="training step, median (ms: forward, backward, optimiser)", box=box.SIMPLE_HEAD)
-    for column in ("attention", "checkpoint", "context", "tokens/s", "ms", "MFU", "GiB"):
-        left = column in ("attention", "checkpoint")
+    result = Table(
+        title="training step, median (ms: forward + backward + optimiser)", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for column in ("attention", "recompute", "context", "tokens/s", "ms", "MFU", "GiB"):
+        left = column in ("attention", "recompute")
         result.add_column(column, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         if "error" in row:
-            result.add_row(row["attention"], row["activation_checkpointing"], f"{row['seq_len']:,}", row["error"])
+            result.add_row(row["attention"], row["activation_checkpointing"], f"{row['seq_len']:,}", "OOM")
             continue
         result.add_row(
             row["attention"],
             row["activation_checkpointing"],
             f"{row['seq_len']:,}",
             f"{row['tokens_per_second']:,}",
-            "{step_ms:.0f} ({forward_ms:.0f}, {backward_ms:.0f}, {optimiser_ms:.0f})".format(**row),
+            "{step_ms:.0f} ({forward_ms:.0f}+{backward_ms:.0f}+{optimiser_ms:.0f})".format(**row),
             f"{row['mfu']:.1%}" if row["mfu"] is not None else "-",
             f"{row['peak_memory_gib']:.1f}" if row["peak_memory_gib"] is not None else "-",
         )

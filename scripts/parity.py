@@ -7,7 +7,7 @@ backend passes when
     (tolerance limits, scripts/parity_verdict.py),
   - its final held-out loss is no further from the baseline's than the seeds' are,
   - one call on each layer's own q, k, v and dO, before and after training, agrees with naive attention in float32 as
-    nulls do, and survives scores that only a running maximum survives.
+    nulls do, in the run's precision and in float32, and survives scores that only a running maximum survives.
 The run's folder gets parity.json, parity.png and parity.md, and a folder for each run; wandb gets one group of runs.
 `parity.repeats=20` does all of it for twenty seeds and counts.
 The exit code is the verdict: 0 when all pass, 1 otherwise. The last line is one JSON object.
@@ -118,8 +118,9 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     baseline = runs["naive"]["losses"]
     allowed = noise([run["losses"] for name, run in runs.items() if name.startswith("null")], baseline)
     spread = max(abs(run["val_loss"] - runs["naive"]["val_loss"]) for n, run in runs.items() if n.startswith("seed"))
-    places, dropout = record_both(settings, run_dir), settings.model.attention_dropout
+    places, dropout = in_float32_too(record_both(settings, run_dir)), settings.model.attention_dropout
     options = {"dropout_p": dropout, "dropout_seed": 0} if dropout else {}
+    torch.set_float32_matmul_precision("highest")  # TF32 would hide what float32 can show; a run sets its own
     disguised = [naive_attention, *nulls(settings.parity.nulls, settings.data.seq_len).values()]
     limits = {}
     for place, recorded in places.items():
@@ -180,7 +181,7 @@ def train_once(
     settings.train.data_seed = settings.train.seed if data_seed is None else settings.train.seed + data_seed
     settings.logger.group = settings.logger.group or f"parity {run_dir.name}"
     settings.logger.tags = [*settings.logger.tags, "parity", name]
-    folder = run_dir / name.replace(" ", "_")
+    folder = run_dir / name.partition(":")[0].replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
     stand_in = replaced("naive", function) if function else contextlib.nullcontext()
     torch.compiler.reset()  # a compiled model would keep the function that it was traced with
@@ -230,6 +231,16 @@ def record_both(settings: ParitySettings, run_dir: Path) -> dict[str, Recorded]:
         places[place] = list(kept)
         kept.clear()
     return places
+
+
+def in_float32_too(places: dict[str, Recorded]) -> dict[str, Recorded]:
+    """Each place twice where it is in 16 bits: what these round away, a scale 1 % too large, float32 shows."""
+    found = {}
+    for place, recorded in places.items():
+        found[place] = recorded
+        if recorded[0][0].dtype != torch.float32:
+            found[f"{place}, called in float32"] = [tuple(x.float() for x in layer) for layer in recorded]
+    return found
 
 
 def show(report: dict, console: Console) -> None:
