@@ -59,13 +59,20 @@ class RunLog:
     """Open with `with`; `metrics` records a step, `say` prints a line above the progress bar."""
 
     def __init__(
-        self, run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any], *, first_step: int, steps: int
+        self,
+        run_dir: Path,
+        config: LoggerConfig,
+        settings: Mapping[str, Any],
+        *,
+        first_step: int,
+        steps: int,
+        resumes: bool = False,
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False)
-        self._file = _open_metrics(run_dir / "metrics.jsonl", first_step)
-        self._wandb, self.wandb_note = _start_wandb(run_dir, config, settings, resumed=first_step > 0)
+        self._file = _open_metrics(run_dir / "metrics.jsonl", first_step, resumes)
+        self._wandb, self.wandb_note = _start_wandb(run_dir, config, settings, resumed=resumes)
         self._progress = Progress(
             BarColumn(),
             MofNCompleteColumn(),
@@ -127,16 +134,24 @@ def _console_line(values: Mapping[str, float], forms: Mapping[str, str]) -> str:
     return "  ".join(form.format(values[key]) for key, form in forms.items() if key in values)
 
 
-def _open_metrics(path: Path, first_step: int):
+def _open_metrics(path: Path, first_step: int, resumes: bool):
     """Open for appending; lines past `first_step` (written after the checkpoint that is resumed) are dropped."""
-    if path.exists() and first_step == 0:
-        raise ValueError(f"run folder {path.parent} already holds a run; give another hydra.run.dir, or resume=PATH")
+    if path.exists() and not resumes:
+        raise ValueError(f"run folder {path.parent} already holds a run; give another hydra.run.dir, or resume=auto")
     if path.exists():
-        lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= first_step]
+        lines = [line for line in path.read_text().splitlines() if _step(line) <= first_step]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in lines))
         temporary.replace(path)
     return path.open("a")
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinite where a machine that died left only a part of it."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _has_wandb_login() -> bool:
