@@ -27,7 +27,7 @@ from training.hardware import Hardware, set_up
 from training.optim import Optimiser, lr_factor
 from training.profiler import StepProfiler, region
 from training.provenance import provenance, write_description
-from training.random_states import random_states, restore_random_states
+from training.random_states import random_states, restore_random_states, seed_everything
 from training.runlog import RunLog
 from training.saver import Saver
 from training.stop import StopRequest
@@ -51,7 +51,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         resume.refuse_unless_same(resumed, asdict(settings), tokenizer, dataset.vocab_size)
 
     # --- the model and its optimiser; the seed fixes the initial weights, whatever the attention
-    torch.manual_seed(config.seed)
+    seed_everything(config.seed)
     model = GPT(settings.model, dataset.vocab_size, settings.data.seq_len, device=hardware.device, dtype=hardware.dtype)
     optimiser = Optimiser(model, settings.optim)
     first_step, seconds_before, best_loss = 0, 0.0, math.inf
