@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import subprocess
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.runs import small_run
+from train import train
 from training import checkpoint as checkpoints
+from training.metrics import MetricsFile
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
 
@@ -291,6 +295,46 @@ def test_a_vanished_folder(saver, tmp_path):
     check_survived(saver, "No such file or directory")
     save_with(saver, Net(), 3)
     assert steps(saver.folder) == [3]
+
+
+def test_metrics_wait_for_room(tmp_path):
+    """A full disk costs no step and leaves no half line; it is told of once."""
+    with small_disk(tmp_path / "disk"):
+        lines = []
+        path = tmp_path / "disk" / "metrics.jsonl"
+        metrics = MetricsFile(path, 0, resumes=False, say=lines.append)
+        metrics.append(1, {"loss": 1.0})
+        ballast = tmp_path / "disk" / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while file.write(b"0" * 4096):
+                pass
+        for step in range(2, 400):  # past the page that the file already has
+            metrics.append(step, {"loss": float(step)})
+        assert "No space left on device" in lines[0]
+        assert len(lines) == 1
+        assert path.read_bytes().endswith(b"}\n")
+        ballast.unlink()
+        metrics.append(400, {"loss": math.inf})
+        metrics.close()
+        assert lines[1:] == [f"written again: {path}"]
+        written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in written] == list(range(1, 401))
+    assert written[-1] == {"step": 400, "loss": None}
+
+
+def test_a_run_survives_a_full_disk(tmp_path, capsys):
+    """A whole run on a disk that fills while it trains: it ends by itself, with an error and all it could keep."""
+    with small_disk(tmp_path / "disk", megabytes=2):
+        run_dir = tmp_path / "disk" / "run"
+        run = small_run(tmp_path, "train.steps=6", "train.save_every=1", "train.keep_every=1", "train.log_every=1")
+        with pytest.raises(OSError, match="last checkpoint was not saved"):
+            train(run, run_dir)
+        said = capsys.readouterr().out
+        assert "No space left on device" in said
+        assert "6 steps in" in said
+        saved = checkpoints.newest_complete(run_dir / "checkpoints", report=pytest.fail)
+        assert 1 <= saved.step < 6
+        assert not list(run_dir.glob("checkpoints/.*"))
 
 
 # --- random streams

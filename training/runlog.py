@@ -5,7 +5,6 @@ switched off.
 """
 
 import json
-import math
 import netrc
 import os
 import secrets
@@ -23,6 +22,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+from training.metrics import MetricsFile
 
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
@@ -71,7 +72,7 @@ class RunLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False)
-        self._file = _open_metrics(run_dir / "metrics.jsonl", first_step, resumes)
+        self._file = MetricsFile(run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say)
         self._wandb, self.wandb_note = _start_wandb(run_dir, config, settings, resumed=resumes)
         self._progress = Progress(
             BarColumn(),
@@ -107,10 +108,7 @@ class RunLog:
     def metrics(self, step: int, values: Mapping[str, float | None]) -> None:
         """Record `values` at `step` steps done; None means not known here and is left out."""
         known = {key: value for key, value in values.items() if value is not None}
-        # JSON has no inf and NaN: they are written as null, a reader of the file sees that there was no number
-        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in known.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        self._file.append(step, known)
         if self._wandb:
             self._guarded(lambda run: run.log({"step": step, **known}))
         for forms in (TRAINING_FORMS, EVALUATION_FORMS):
@@ -118,7 +116,10 @@ class RunLog:
                 self.say(f"step {step:>6}  {line}")
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        (self.run_dir / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
+        try:
+            (self.run_dir / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
+        except OSError as error:
+            self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
         if self._wandb:
             self._guarded(lambda run: run.summary.update(dict(values)))
 
@@ -132,26 +133,6 @@ class RunLog:
 
 def _console_line(values: Mapping[str, float], forms: Mapping[str, str]) -> str:
     return "  ".join(form.format(values[key]) for key, form in forms.items() if key in values)
-
-
-def _open_metrics(path: Path, first_step: int, resumes: bool):
-    """Open for appending; lines past `first_step` (written after the checkpoint that is resumed) are dropped."""
-    if path.exists() and not resumes:
-        raise ValueError(f"run folder {path.parent} already holds a run; give another hydra.run.dir, or resume=auto")
-    if path.exists():
-        lines = [line for line in path.read_text().splitlines() if _step(line) <= first_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in lines))
-        temporary.replace(path)
-    return path.open("a")
-
-
-def _step(line: str) -> float:
-    """The step of a line; infinite where a machine that died left only a part of it."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
 
 
 def _has_wandb_login() -> bool:
