@@ -42,6 +42,10 @@ class MetricsFile:
         self._waiting.append(json.dumps({"step": step, **finite}) + "\n")
         self._write()
 
+    def read(self) -> list[dict[str, Any]]:
+        """The records in the file: each has "step"; None stands for what was not finite."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
     def close(self) -> None:
         if self._failed:
             self._write()

@@ -5,6 +5,7 @@ switched off.
 """
 
 import json
+import math
 import netrc
 import os
 import secrets
@@ -74,6 +75,9 @@ class RunLog:
         self.console = Console(highlight=False)
         self._file = MetricsFile(run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say)
         self._wandb, self.wandb_note = _start_wandb(run_dir, config, settings, resumed=resumes)
+        if self._wandb:
+            # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
+            self._guarded(lambda run: [_log(run, record.pop("step"), record) for record in self._file.read()])
         self._progress = Progress(
             BarColumn(),
             MofNCompleteColumn(),
@@ -110,7 +114,7 @@ class RunLog:
         known = {key: value for key, value in values.items() if value is not None}
         self._file.append(step, known)
         if self._wandb:
-            self._guarded(lambda run: run.log({"step": step, **known}))
+            self._guarded(lambda run: _log(run, step, known))
         for forms in (TRAINING_FORMS, EVALUATION_FORMS):
             if line := _console_line(known, forms):
                 self.say(f"step {step:>6}  {line}")
@@ -129,6 +133,13 @@ class RunLog:
         except Exception as error:  # wandb may fail in any way it likes; the run goes on without it
             self._wandb = None
             self.say(f"wandb failed ({type(error).__name__}: {str(error).splitlines()[0]}); the run goes on without it")
+
+
+def _log(run: Any, step: int, values: Mapping[str, Any]) -> None:
+    """Send a step, on wandb's own step axis; a step that wandb already has from before a crash is not sent again."""
+    if step >= run.starting_step:
+        numbers = {key: math.nan if value is None else value for key, value in values.items()}
+        run.log({"step": step, **numbers}, step=step)
 
 
 def _console_line(values: Mapping[str, float], forms: Mapping[str, str]) -> str:
@@ -161,7 +172,7 @@ def _start_wandb(run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any
 
     # one id a run folder, so that a resumed run goes on in the same wandb run
     id_file = run_dir / "wandb_id"
-    run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
+    run_id = (id_file.read_text().strip() if id_file.exists() else "") or secrets.token_hex(4)
     id_file.write_text(run_id + "\n")
     try:
         run = wandb.init(
