@@ -175,6 +175,9 @@ def _start_wandb(run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any
     run_id = (id_file.read_text().strip() if id_file.exists() else "") or secrets.token_hex(4)
     id_file.write_text(run_id + "\n")
     try:
+        if resumed and mode == "offline":  # the new folder will hold the whole run: the old ones are not to be synced
+            for earlier in run_dir.glob(f"wandb/offline-run-*-{run_id}"):
+                earlier.rename(earlier.with_name(f"superseded-{earlier.name}"))
         run = wandb.init(
             project=config.project,
             group=config.group,
