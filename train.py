@@ -154,7 +154,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
             profile_written = profiler is not None and profiler.step()
             # a run that is stopped saves and leaves: what it would log or evaluate beyond that, no other run has
-            finished, stopped = step == config.steps, stop.requested
+            finished = step == config.steps
+            stopped = stop.requested and not finished
             record: dict[str, float | None] = {}
             if finished or step == 1 or step % config.log_every == 0:
                 # the first step of a process compiles, so it is no measure of speed

@@ -6,7 +6,6 @@ that this step has in every other life and in a run that was never killed. The l
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 
 from conf.schema import Settings
-from tests.runs import small_run
+from tests.runs import contents, small_run
 from train import train
-from training.checkpoint import Checkpoint, newest_complete, open_checkpoint
+from training.checkpoint import newest_complete, open_checkpoint
 
 STEADY = (
     "train.save_every=1",
@@ -35,29 +34,6 @@ STEADY = (
     "train.batch_tokens=64",
 )
 LONGEST_LIFE_SECONDS = 0.4  # a life begins with 0.1 s of opening data and checkpoint; kills fall there as well
-
-
-def digest(value: Any) -> str:
-    """SHA-256 of nested containers and tensors, by their bits."""
-    if isinstance(value, torch.Tensor):
-        own = (
-            str(value.dtype)
-            + str(tuple(value.shape))
-            + hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
-        )
-    elif isinstance(value, dict):
-        own = "{" + ",".join(f"{key}:{digest(value[key])}" for key in sorted(value, key=str)) + "}"
-    elif isinstance(value, list | tuple):
-        own = "[" + ",".join(map(digest, value)) + "]"
-    else:
-        own = repr(value)
-    return hashlib.sha256(own.encode()).hexdigest()
-
-
-def contents(checkpoint: Checkpoint) -> str:
-    """One digest of all that a run goes on with: weights and state."""
-    weights = hashlib.sha256((checkpoint.path / "model.safetensors").read_bytes()).hexdigest()
-    return weights + digest(checkpoint.load_state())
 
 
 def live(settings: Settings, run_dir: Path) -> int:

@@ -61,7 +61,7 @@ def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, caps
     small_run(tmp_path)  # writes the corpus
     monkeypatch.chdir(tmp_path)
     files = ("data=text", f"data.files={tmp_path / 'corpus.txt'}", f"data.cache_dir={tmp_path / 'cache'}")
-    arguments = [*files, *SMALL, "train.steps=6", "train.eval_every=2", "train.log_every=2", "hydra.run.dir=run"]
+    arguments = [*files, *SMALL, "train.steps=6", "train.eval_every=2", "train.log_every=2"]
     handlers = [signal.getsignal(number) for number in SIGNALS]
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *arguments])
@@ -69,15 +69,15 @@ def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, caps
         with pytest.raises(SystemExit) as left:
             program.main()
     assert left.value.code == code
-    run_dir = tmp_path / "run"
+    (run_dir,) = (tmp_path / "runs" / "quickstart").iterdir()
     assert open_checkpoint(run_dir).step == 3
     assert [r["step"] for r in records(run_dir)] == [1, 2]  # step 3 is logged in no run, so not in this one
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["stopped"], summary["steps"]) == (name, 3)
-    assert f"stopped by {name}; resume=run goes on" in capsys.readouterr().out
+    assert f"stopped by {name}; resume={run_dir.relative_to(tmp_path)} goes on" in capsys.readouterr().out
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "resume=auto"])
-    program.main()
+    program.main()  # in the same folder: it is the experiment's newest
     assert [r["step"] for r in records(run_dir)] == [1, 2, 4, 6]
 
 
