@@ -120,6 +120,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
 
     with (
         log,
+        saver,
         StopRequest(config.max_hours, began) as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=boundary) as prefetcher,
         profiler or nullcontext(),
@@ -187,6 +188,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             if record or is_best or profile_written:
                 watch.restart(step)
 
+        saved = saver.wait()
         summary = {
             "steps": step,
             "tokens": step * config.batch_tokens,
@@ -197,7 +199,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             "attention": settings.model.attention,
             "stopped": stop.reason if stopped else None,
             "exit_code": stop.exit_code if stopped else 0,
-            "checkpoint": str(saver.saved) if saver.saved else None,
+            "checkpoint": str(saved) if saved else None,
         }
         log.summary(summary)
         if finished:
@@ -208,7 +210,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         else:
             log.say(f"stopped by {stop.reason}; resume={run_dir} goes on")
         log.say(f"{step} steps in {summary['seconds']:.0f} s; everything is in {run_dir}")
-        saver.close()
+        saver.check()
     return summary
 
 
