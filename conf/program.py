@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -47,8 +48,9 @@ def program(config_name: str, schema: type[S]) -> Callable[[Callable[[S, Path], 
             except (ValueError, OSError) as error:
                 message = str(error)
                 if not _remove_if_empty(run_dir):  # the run had begun
-                    (run_dir / "error.log").write_text(traceback.format_exc())
-                    message += f" [traceback: {run_dir}/error.log]"
+                    with suppress(OSError):  # the disk may be what is wrong
+                        (run_dir / "error.log").write_text(traceback.format_exc())
+                        message += f" [traceback: {run_dir}/error.log]"
                 refusal = ConfigError(message)
                 refusal.__cause__ = error
                 refusals.append(refusal)
@@ -89,12 +91,17 @@ def register(schema: type) -> None:
     ConfigStore.instance().store("schema", OmegaConf.create(defaults))
 
     def run_dir(resume: str | None, experiment: str, time: str) -> str:
-        """A new folder for a new run, the old one for a run that is resumed."""
+        """A new folder for a new run, the old one for a run that is resumed; `auto` is the experiment's newest."""
+        if resume == "auto":
+            earlier = sorted(path.parent for path in Path("runs", experiment).glob("*/checkpoints"))
+            return str(earlier[-1]) if earlier else f"runs/{experiment}/{time}"
         if resume:
             # .../<run>/checkpoints/<name>  ->  .../<run>
             checkpoint = Path(os.path.abspath(resume))
             if checkpoint.parent.name == "checkpoints" and checkpoint.is_dir():
                 return str(checkpoint.parent.parent)
+            if (checkpoint / "checkpoints").is_dir():
+                return str(checkpoint)
         return f"runs/{experiment}/{time}"
 
     OmegaConf.register_new_resolver("run_dir", run_dir, replace=True)

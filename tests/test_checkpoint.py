@@ -1,0 +1,399 @@
+"""Checkpoints on disk: whole or not there, whatever the disk does, and never code."""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import subprocess
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runs import small_run
+from train import train
+from training import checkpoint as checkpoints
+from training.metrics import MetricsFile
+from training.random_states import random_states, restore_random_states
+from training.saver import Saver
+
+FILES = (checkpoints.META, checkpoints.WEIGHTS, checkpoints.STATE, checkpoints.MANIFEST)
+
+
+class Net(nn.Module):
+    """An embedding tied to the output, and a matrix."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.linear = nn.Linear(width, width, bias=False)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def save(folder, net, step, *, best=False):
+    state = {"value": torch.tensor(step), "random": random_states()}
+    return checkpoints.write(folder, checkpoints.weights_of(net), state, {"step": step}, best=best)
+
+
+def steps(folder):
+    return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*"))
+
+
+@pytest.fixture
+def saver(tmp_path):
+    lines = []
+    made = Saver(tmp_path / "checkpoints", keep_last=1, keep_every=0, say=lines.append)
+    made.lines = lines
+    return made
+
+
+def test_round_trip(tmp_path):
+    net, other = Net(), Net()
+    save(tmp_path, net, 3, best=True)
+    opened = checkpoints.open_checkpoint(tmp_path / "last")
+    opened.load_weights(other)
+    assert opened.step == 3
+    assert opened.load_state()["value"] == 3
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, dict(other.named_parameters())[name])
+    assert other.head.weight is other.embedding.weight
+    assert (tmp_path / "best").resolve() == opened.path
+
+
+def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
+    net = Net()
+    for step in (10, 15, 20, 25, 30, 35):
+        save(tmp_path, net, step, best=step == 15)
+        checkpoints.prune(tmp_path, keep_last=2, keep_every=20)
+    assert steps(tmp_path) == [15, 20, 30, 35]
+    checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
+    assert steps(tmp_path) == [15, 35]
+
+
+def test_the_newest_is_the_one_written_last(tmp_path):
+    """A run that went back to step 10 may meet the step 30 that it left."""
+    for step in (10, 30, 20):
+        save(tmp_path, Net(), step)
+    assert checkpoints.newest_complete(tmp_path).step == 20
+    checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
+    assert steps(tmp_path) == [20, 30]
+
+
+def test_the_same_step_can_be_written_again(tmp_path):
+    first, second = Net(), Net()
+    save(tmp_path, first, 5)
+    checkpoints.open_checkpoint(save(tmp_path, second, 5)).load_weights(first)
+    assert torch.equal(first.linear.weight, second.linear.weight)
+
+
+# --- damage
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_an_incomplete_checkpoint_is_named(tmp_path, missing):
+    path = save(tmp_path, Net(), 1)
+    (path / missing).unlink()
+    with pytest.raises(ValueError, match=missing):
+        checkpoints.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncated", "one bit", "empty"])
+def test_damage_is_found_and_the_one_before_is_taken(tmp_path, name, damage):
+    save(tmp_path, Net(), 1)
+    file = save(tmp_path, Net(), 2) / name
+    content = bytearray(file.read_bytes())
+    content[-4] ^= 1
+    file.write_bytes({"truncated": content[: len(content) // 2], "one bit": content, "empty": b""}[damage])
+    with pytest.raises(ValueError, match=r"damaged|has format"):
+        checkpoints.open_checkpoint(file.parent)
+    passed_over = []
+    assert checkpoints.newest_complete(tmp_path, passed_over.append).step == 1
+    assert len(passed_over) == 1
+    assert name in passed_over[0] or damage == "one bit"
+
+
+def test_a_pickle_with_code_is_not_run(tmp_path, capsys):
+    """Its checksum is right, so only the reader stands in the way."""
+
+    class Bomb:
+        def __reduce__(self):
+            return (print, ("boom",))
+
+    path = checkpoints.write(tmp_path, {}, {"x": Bomb()}, {"step": 1}, best=False)
+    with pytest.raises(ValueError, match="not written by this program"):
+        checkpoints.open_checkpoint(path).load_state()
+    assert "boom" not in capsys.readouterr().out
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
+    checkpoints.prepare(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        checkpoints.open_checkpoint(tmp_path)
+
+
+# --- the order of things
+
+
+def test_everything_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
+    """A machine that loses power keeps what was flushed, so the rename comes after every flush but the folder's."""
+    events = []
+    rename = type(tmp_path).rename
+    monkeypatch.setattr(checkpoints, "_flush", lambda path: events.append(path.name))
+    monkeypatch.setattr(
+        type(tmp_path), "rename", lambda path, to: (events.append(f"rename to {to.name}"), rename(path, to))[1]
+    )
+    save(tmp_path, Net(), 7)
+    renamed = events.index("rename to step_000007")
+    hidden = events[renamed - 1]
+    assert sorted(events[:renamed]) == sorted([*FILES, hidden])
+    assert hidden.startswith(".step_000007")
+    assert events[renamed + 1 :] == [tmp_path.name]
+
+
+def test_leftovers_of_a_killed_process_are_cleared(tmp_path):
+    save(tmp_path, Net(), 1)
+    (tmp_path / ".step_000002.99").mkdir()
+    (tmp_path / ".step_000002.99" / checkpoints.WEIGHTS).write_bytes(b"half")
+    (tmp_path / ".last.99").symlink_to("step_000002")
+    checkpoints.prepare(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_000001"]
+
+
+# --- disks that fail; each in the ways that this machine permits
+
+
+@contextlib.contextmanager
+def small_disk(folder, megabytes=1):
+    """A file system of its own; a visible skip where mounting is not permitted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no `mount` here")
+    if mounted.returncode:
+        pytest.skip(f"mounting is not permitted here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def size_limit(nbytes):
+    """No file may grow past `nbytes`: what works without any permission."""
+    import resource
+    import signal
+
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def save_with(saver, net, step):
+    saver.save(net, {"value": torch.zeros(100_000)}, {"step": step}, best=False)
+    saver.wait()
+
+
+def check_survived(saver, said):
+    """The failure was one clear line, the checkpoint before it is whole, nothing half is left."""
+    (line,) = saver.lines
+    assert line.startswith("not saved: step 2 to ")
+    assert said in line
+    assert "the run goes on" in line
+    assert checkpoints.newest_complete(saver.folder, report=pytest.fail).step == 1
+    assert sorted(path.name for path in saver.folder.iterdir()) == ["last", "step_000001"]
+    with pytest.raises(OSError, match="the last checkpoint was not saved"):
+        saver.check()
+
+
+@pytest.mark.parametrize("fills", ["weights", "state"])
+def test_a_full_disk(tmp_path, fills):
+    with small_disk(tmp_path / "disk"):
+        lines = []
+        saver = Saver(tmp_path / "disk" / "checkpoints", keep_last=1, keep_every=0, say=lines.append)
+        saver.lines = lines
+        save_with(saver, Net(), 1)
+        ballast = tmp_path / "disk" / "ballast"
+        ballast.write_bytes(b"0" * 250_000)
+        save_with(saver, Net(300 if fills == "weights" else 4), 2)
+        check_survived(saver, "No space left on device")
+        ballast.unlink()  # somebody made room: the next save works
+        save_with(saver, Net(), 3)
+        assert steps(saver.folder) == [3]
+        saver.check()
+
+
+@pytest.mark.parametrize("fills", ["weights", "state"])
+def test_a_file_that_may_not_grow(saver, fills):
+    save_with(saver, Net(), 1)
+    with size_limit(200_000):
+        save_with(saver, Net(300 if fills == "weights" else 4), 2)
+    check_survived(saver, "File too large")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_space_for_any_one_file(saver, file, monkeypatch):
+    """Whichever file meets the full disk: the flush that finds out is the last chance to hear of it."""
+    save_with(saver, Net(), 1)
+    flush = checkpoints._flush
+
+    def full(path):
+        if path.name == file:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        flush(path)
+
+    monkeypatch.setattr(checkpoints, "_flush", full)
+    save_with(saver, Net(), 2)
+    check_survived(saver, "No space left on device")
+
+
+def test_a_read_only_disk(tmp_path):
+    disk = tmp_path / "disk"
+    with small_disk(disk, megabytes=8):
+        lines = []
+        saver = Saver(disk / "checkpoints", keep_last=1, keep_every=0, say=lines.append)
+        saver.lines = lines
+        save_with(saver, Net(), 1)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        save_with(saver, Net(), 2)
+        check_survived(saver, "Read-only file system")
+
+
+def test_a_folder_without_write_permission(saver):
+    """As an ordinary user: permissions do not stop root."""
+    save_with(saver, Net(), 1)
+    os.chmod(saver.folder, 0o555)
+    nobody = 65534
+    as_root = os.geteuid() == 0
+    if as_root:
+        for folder in list(saver.folder.parents)[:3]:
+            os.chmod(folder, 0o755)
+        os.seteuid(nobody)
+    try:
+        save_with(saver, Net(), 2)
+    finally:
+        if as_root:
+            os.seteuid(0)
+        os.chmod(saver.folder, 0o755)
+    check_survived(saver, "Permission denied")
+
+
+def test_a_vanished_folder(saver, tmp_path):
+    """It does not come back in silence, as on the disk below a mount that is gone; when it is back, saving is too."""
+    save_with(saver, Net(), 1)
+    saver.folder.rename(tmp_path / "elsewhere")
+    save_with(saver, Net(), 2)
+    assert not saver.folder.exists()
+    (tmp_path / "elsewhere").rename(saver.folder)
+    check_survived(saver, "No such file or directory")
+    save_with(saver, Net(), 3)
+    assert steps(saver.folder) == [3]
+
+
+def test_metrics_wait_for_room(tmp_path):
+    """A full disk costs no step and leaves no half line; it is told of once."""
+    with small_disk(tmp_path / "disk"):
+        lines = []
+        path = tmp_path / "disk" / "metrics.jsonl"
+        metrics = MetricsFile(path, 0, resumes=False, say=lines.append)
+        metrics.append(1, {"loss": 1.0})
+        ballast = tmp_path / "disk" / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while file.write(b"0" * 4096):
+                pass
+        for step in range(2, 400):  # past the page that the file already has
+            metrics.append(step, {"loss": float(step)})
+        assert "No space left on device" in lines[0]
+        assert len(lines) == 1
+        assert path.read_bytes().endswith(b"}\n")
+        ballast.unlink()
+        metrics.append(400, {"loss": math.inf})
+        metrics.close()
+        assert lines[1:] == [f"written again: {path}"]
+        written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in written] == list(range(1, 401))
+    assert written[-1] == {"step": 400, "loss": None}
+
+
+def test_a_run_survives_a_full_disk(tmp_path, capsys):
+    """A whole run on a disk that fills while it trains: it ends by itself, with an error and all it could keep."""
+    with small_disk(tmp_path / "disk", megabytes=2):
+        run_dir = tmp_path / "disk" / "run"
+        run = small_run(tmp_path, "train.steps=6", "train.save_every=1", "train.keep_every=1", "train.log_every=1")
+        with pytest.raises(OSError, match="last checkpoint was not saved"):
+            train(run, run_dir)
+        said = capsys.readouterr().out
+        assert "No space left on device" in said
+        assert "6 steps in" in said
+        saved = checkpoints.newest_complete(run_dir / "checkpoints", report=pytest.fail)
+        assert 1 <= saved.step < 6
+        assert not list(run_dir.glob("checkpoints/.*"))
+
+
+# --- in the background
+
+
+def test_what_is_saved_is_what_was_there_when_save_was_called(saver, monkeypatch):
+    """Training goes on while the file is written; the next save waits for it."""
+    net, state = Net(), {"moments": [{"exp_avg": torch.ones(3)}], "text": ("plain", 1)}
+    before = net.linear.weight.detach().clone()
+    write, may_write, begun = checkpoints.write, threading.Event(), []
+
+    def held_up(folder, weights, state, meta, *, best):
+        begun.append(meta["step"])
+        assert may_write.wait(timeout=60)
+        return write(folder, weights, state, meta, best=best)
+
+    monkeypatch.setattr(checkpoints, "write", held_up)
+    saver.save(net, state, {"step": 1}, best=True)
+    with torch.no_grad():  # a step of training
+        net.linear.weight.zero_()
+        state["moments"][0]["exp_avg"].zero_()
+    assert steps(saver.folder) == []
+    may_write.set()
+    saver.save(net, state, {"step": 2}, best=False)
+    saver.check()
+    assert begun == steps(saver.folder) == [1, 2]
+    for step, weight, moment in ((1, before, 1.0), (2, torch.zeros(4, 4), 0.0)):
+        opened = checkpoints.open_checkpoint(saver.folder / f"step_{step:06d}")
+        opened.load_weights(net)
+        assert torch.equal(net.linear.weight, weight)
+        read = opened.load_state()
+        assert read["text"] == ("plain", 1)
+        assert torch.equal(read["moments"][0]["exp_avg"], torch.full((3,), moment))
+
+
+def test_a_mistake_of_ours_in_the_thread_is_not_swallowed(saver):
+    saver.save(Net(), {}, {"step": 1, "wrong": object()}, best=False)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        saver.wait()
+    assert steps(saver.folder) == []
+
+
+# --- random streams
+
+
+def test_random_states_round_trip(tmp_path):
+    """Through a file, as plain values: Python's, NumPy's and PyTorch's streams."""
+    import random
+
+    import numpy as np
+
+    def draw():
+        return random.random(), np.random.standard_normal(), torch.rand(3).tolist()
+
+    draw()  # NumPy's Gaussian stream keeps a second value ready
+    path = save(tmp_path, Net(), 1)
+    expected = draw(), draw()
+    restore_random_states(checkpoints.open_checkpoint(path).load_state()["random"])
+    assert (draw(), draw()) == expected
+    json.dumps(random_states()["numpy"])  # plain numbers and strings
