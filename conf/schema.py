@@ -36,6 +36,9 @@ class TrainConfig:
         for key in ("eval_every", "sample_every", "sample_tokens", "save_every", "seed", "data_seed"):
             if (getattr(self, key) or 0) < 0:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at least 0")
+        for key in ("seed", "data_seed"):
+            if (getattr(self, key) or 0) >= 1 << 64:
+                raise ValueError(f"train.{key}={getattr(self, key)} must be below 2^64, as generators take no more")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1 sequence, or null")
 
