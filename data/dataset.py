@@ -6,6 +6,7 @@ complete: whoever sees the folder sees all of it, and of two processes that prep
 the first wrote.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -114,6 +115,8 @@ def _open(path: Path, fingerprint: str) -> Dataset:
         checksum = manifest.pop("checksum")
     except FileNotFoundError:
         raise ValueError(f"{path / MANIFEST} is missing; {remedy}") from None
+    except OSError as error:
+        raise ValueError(f"{path / MANIFEST} cannot be read ({error.strerror}); {remedy}") from error
     except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, no checksum in it, no object at all
         raise ValueError(f"{path / MANIFEST} is not a manifest; {remedy}") from None
     if checksum != digest(manifest):
@@ -167,16 +170,20 @@ def _alphabet(stream: Stream) -> str:
 @contextmanager
 def _written_at_once(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not."""
+    refusal = f"data.cache_dir={path.parent} cannot be written ({{}}); use data.cache_dir=FOLDER"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={path.parent} cannot be written ({error.strerror}); use data.cache_dir=FOLDER"
-        ) from error
+        raise ValueError(refusal.format(error.strerror)) from error
     try:
-        yield folder
+        try:
+            yield folder
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):  # only writing meets these
+                raise ValueError(refusal.format(error.strerror)) from error
+            raise
         _sync_folder(folder)
         folder.chmod(0o755)  # mkdtemp's folders are private; a cache may be shared
         try:
