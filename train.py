@@ -19,7 +19,7 @@ from conf.program import program
 from conf.schema import Settings
 from data import Dataset, Prefetcher, TokenBatches, fixed_windows, open_dataset, tokenizer_state
 from model import GPT, generate, resolve_attention
-from training import checkpoint as checkpoints
+from training import resume
 from training.documents import packed_rows
 from training.evaluate import EvaluationSet, evaluate, unigram_loss
 from training.flops import flops_per_token, mfu, peak_flops
@@ -27,11 +27,11 @@ from training.hardware import Hardware, set_up
 from training.optim import Optimiser, lr_factor
 from training.profiler import StepProfiler, region
 from training.provenance import provenance, write_description
+from training.random_states import random_states, restore_random_states
 from training.runlog import RunLog
+from training.saver import Saver
 from training.stop import StopRequest
 from training.stopwatch import Stopwatch
-
-EXIT_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
@@ -45,21 +45,22 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         settings.model.attention, hardware.device, hardware.dtype, settings.model.head_dim, features
     )
     dataset = open_dataset(settings.data, settings.tokenizer, report=print)
-    resumed = checkpoints.open_checkpoint(settings.resume) if settings.resume else None
+    tokenizer = tokenizer_state(dataset.tokenizer)
+    resumed = resume.find(settings.resume, run_dir)
     if resumed:
-        resumed.refuse_unless_same(asdict(settings.model), dataset.vocab_size, settings.train.steps)
+        resume.refuse_unless_same(resumed, asdict(settings), tokenizer, dataset.vocab_size)
 
     # --- the model and its optimiser; the seed fixes the initial weights, whatever the attention
     torch.manual_seed(config.seed)
     model = GPT(settings.model, dataset.vocab_size, settings.data.seq_len, device=hardware.device, dtype=hardware.dtype)
     optimiser = Optimiser(model, settings.optim)
-    first_step, best_loss = 0, math.inf
+    first_step, seconds_before, best_loss = 0, 0.0, math.inf
     if resumed:
         resumed.load_weights(model)
         state = resumed.load_state()
         optimiser.load_state_dict(state["optimiser"])
-        checkpoints.restore_random_states(state["random"])
-        first_step, best_loss = resumed.step, state["best_loss"]
+        restore_random_states(state["random"], hardware.device)
+        first_step, seconds_before, best_loss = resumed.step, resumed.meta["seconds"], state["best_loss"]
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
 
     # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
@@ -81,32 +82,45 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     )
     peak = peak_flops(hardware.device, hardware.dtype)
 
-    log = RunLog(run_dir, settings.logger, asdict(settings), first_step=first_step, steps=config.steps)
+    log = RunLog(
+        run_dir,
+        settings.logger,
+        asdict(settings),
+        first_step=first_step,
+        steps=config.steps,
+        resumes=settings.resume is not None,
+    )
     write_description(run_dir, asdict(settings), dataset.manifest, evaluation.protocol)
     profiler = None
     if settings.profile:
         profiler = StepProfiler(run_dir / "profile", hardware, config.steps - first_step, log.console)
 
+    saver = Saver(run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every, say=log.say)
+    description = {
+        "settings": asdict(settings),
+        "tokenizer": tokenizer,
+        "vocab_size": dataset.vocab_size,
+        "data_fingerprint": dataset.fingerprint,
+        "provenance": provenance(),
+    }
+
+    def seconds() -> float:
+        """Time spent on this run, by the processes before this one too."""
+        return seconds_before + time.perf_counter() - began
+
     def save(step: int, *, best: bool) -> None:
         state = {
             "optimiser": optimiser.state_dict(),
-            "random": checkpoints.random_states(),
+            "random": random_states(hardware.device),
             "best_loss": best_loss,
         }
-        meta = {
-            "step": step,
-            "settings": asdict(settings),
-            "tokenizer": tokenizer_state(dataset.tokenizer),
-            "vocab_size": dataset.vocab_size,
-            "data_fingerprint": dataset.fingerprint,
-            "provenance": provenance(),
-        }
-        checkpoints.save(run_dir / "checkpoints", model, state, meta, best=best)
-        checkpoints.prune(run_dir / "checkpoints", save_every=config.save_every)
+        epoch, window = batches.position(step)
+        progress = {"step": step, "seconds": seconds(), "data_position": {"epoch": epoch, "window": window}}
+        saver.save(model, state, progress | description, best=best)
 
     with (
         log,
-        StopRequest() as stop,
+        StopRequest(config.max_hours, began) as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=boundary) as prefetcher,
         profiler or nullcontext(),
     ):
@@ -122,11 +136,13 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         log.say(f"logging    {run_dir / 'metrics.jsonl'}, {log.wandb_note}")
         if resumed:
             log.say(f"resumed    from {resumed.path} after {first_step} steps")
+            for change in resume.changes(resumed, asdict(settings), dataset.fingerprint):
+                log.say(f"changed    {change}")
 
         # --- the loop
-        step, last, results = first_step, False, {}
+        step, finished, stopped, results = first_step, False, False, {}
         watch = Stopwatch(hardware.synchronize, step)
-        while not last:
+        while not (finished or stopped):
             optimiser.set_lr_factor(lr_factor(step, config.steps, settings.optim))
             inputs, targets, starts = next(prefetcher)  # (sequences, seq_len) each, and where documents begin
             step_loss, grad_norm = training_step(
@@ -137,10 +153,11 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
 
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
             profile_written = profiler is not None and profiler.step()
-            last = step == config.steps or stop.requested
+            # a run that is stopped saves and leaves: what it would log or evaluate beyond that, no other run has
+            finished, stopped = step == config.steps, stop.requested
             record: dict[str, float | None] = {}
-            if last or step == first_step + 1 or step % config.log_every == 0:
-                # the first step compiles, so it is no measure of speed
+            if finished or step == 1 or step % config.log_every == 0:
+                # the first step of a process compiles, so it is no measure of speed
                 step_seconds = watch.lap(step) if step > first_step + 1 else None
                 rate = config.batch_tokens / step_seconds if step_seconds else None
                 record = {
@@ -148,23 +165,23 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
                     "lr": optimiser.lr,
                     "grad_norm": grad_norm.item(),
                     "tokens": step * config.batch_tokens,
-                    "seconds": time.perf_counter() - began,
+                    "seconds": seconds(),
                     "tokens_per_second": rate,
                     "mfu": mfu(flops["causal"], rate, peak),
                     "mfu_full": mfu(flops["full"], rate, peak),
                     "peak_memory_gib": hardware.peak_memory_gib(),
                 }
             is_best = False
-            if last or (config.eval_every and step % config.eval_every == 0):
+            if finished or (config.eval_every and step % config.eval_every == 0):
                 results = evaluate(forward, evaluation, settings.micro_batch, hardware, boundary)
                 is_best = results["val_loss"] < best_loss
                 best_loss = min(best_loss, results["val_loss"])
                 record |= results
             if record:
                 log.metrics(step, record)
-            if last or is_best or (config.save_every and step % config.save_every == 0):
+            if finished or stopped or is_best or (config.save_every and step % config.save_every == 0):
                 save(step, best=is_best)
-            if config.sample_tokens and (last or (config.sample_every and step % config.sample_every == 0)):
+            if config.sample_tokens and (finished or (config.sample_every and step % config.sample_every == 0)):
                 log.say(f"--- a sample after {step} steps\n{sample(model, settings, dataset, hardware)}\n---")
             if record or is_best or profile_written:
                 watch.restart(step)
@@ -172,20 +189,25 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         summary = {
             "steps": step,
             "tokens": step * config.batch_tokens,
-            "seconds": time.perf_counter() - began,
+            "seconds": seconds(),
             **results,
-            "best_val_loss": best_loss,
+            "best_val_loss": best_loss if math.isfinite(best_loss) else None,
             "unigram_val_loss": unigram_loss(dataset.train, evaluation.targets, dataset.vocab_size),
             "attention": settings.model.attention,
-            "interrupted": stop.requested,
-            "checkpoint": str(run_dir / "checkpoints" / "last"),
+            "stopped": stop.reason if stopped else None,
+            "exit_code": stop.exit_code if stopped else 0,
+            "checkpoint": str(saver.saved) if saver.saved else None,
         }
         log.summary(summary)
-        log.say(
-            f"held-out loss {summary['val_loss']:.4f} nats a token ({summary['val_bits_per_byte']:.3f} bits a byte); "
-            f"a unigram model of the same text: {summary['unigram_val_loss']:.4f}"
-        )
+        if finished:
+            log.say(
+                f"held-out loss {summary['val_loss']:.4f} nats a token ({summary['val_bits_per_byte']:.3f} bits a "
+                f"byte); a unigram model of the same text: {summary['unigram_val_loss']:.4f}"
+            )
+        else:
+            log.say(f"stopped by {stop.reason}; resume={run_dir} goes on")
         log.say(f"{step} steps in {summary['seconds']:.0f} s; everything is in {run_dir}")
+        saver.close()
     return summary
 
 
@@ -242,8 +264,8 @@ def sample(model: GPT, settings: Settings, dataset: Dataset, hardware: Hardware)
 
 @program("config", Settings)
 def main(settings: Settings, run_dir: Path) -> None:
-    if train(settings, run_dir)["interrupted"]:
-        sys.exit(EXIT_INTERRUPTED)
+    if exit_code := train(settings, run_dir)["exit_code"]:
+        sys.exit(exit_code)
 
 
 if __name__ == "__main__":

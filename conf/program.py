@@ -97,12 +97,17 @@ def register(schema: type) -> None:
     ConfigStore.instance().store("schema", OmegaConf.create(defaults))
 
     def run_dir(resume: str | None, experiment: str, time: str) -> str:
-        """A new folder for a new run, the old one for a run that is resumed."""
+        """A new folder for a new run, the old one for a run that is resumed; `auto` is the experiment's newest."""
+        if resume == "auto":
+            earlier = sorted(path.parent for path in Path("runs", experiment).glob("*/checkpoints"))
+            return str(earlier[-1]) if earlier else f"runs/{experiment}/{time}"
         if resume:
             # .../<run>/checkpoints/<name>  ->  .../<run>
             checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
             if checkpoint.parent.name == "checkpoints" and checkpoint.is_dir():
                 return str(checkpoint.parent.parent)
+            if (checkpoint / "checkpoints").is_dir():
+                return str(checkpoint)
         return f"runs/{experiment}/{time}"
 
     OmegaConf.register_new_resolver("run_dir", run_dir, replace=True)

@@ -27,13 +27,16 @@ class TrainConfig:
     sample_every: int = 0  # steps between two printed samples; 0: only at the end
     sample_tokens: int = 200  # length of a printed sample; 0: none
     sample_prompt: str = ""  # what the samples continue; empty: the beginning of the validation text
-    save_every: int = 0  # steps between two checkpoints that are kept; 0: only the best and the last
+    save_every: int = 0  # steps between two checkpoints; 0: only the best and the last
+    keep_last: int = 3  # how many of the newest checkpoints are kept; the best is kept in any case
+    keep_every: int = 0  # checkpoints of steps that are multiples of this are kept for good; 0: none
+    max_hours: float | None = None  # stop, save and leave after so long, start-up included; null: no limit
 
     def __post_init__(self) -> None:
-        for key in ("steps", "batch_tokens", "log_every", "eval_windows"):
+        for key in ("steps", "batch_tokens", "log_every", "eval_windows", "keep_last"):
             if getattr(self, key) < 1:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at least 1")
-        for key in ("eval_every", "sample_every", "sample_tokens", "save_every", "seed", "data_seed"):
+        for key in ("eval_every", "sample_every", "sample_tokens", "save_every", "keep_every", "seed", "data_seed"):
             if (getattr(self, key) or 0) < 0:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at least 0")
         for key in ("seed", "data_seed"):
@@ -41,6 +44,8 @@ class TrainConfig:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be below 2^64, as generators take no more")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1 sequence, or null")
+        if self.max_hours is not None and not self.max_hours > 0:
+            raise ValueError(f"train.max_hours={self.max_hours} must be more than 0, or null")
 
 
 @dataclass
@@ -55,7 +60,7 @@ class Settings:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     profile: bool = False  # record a few steps: a trace and where the time went, in the run's folder
-    resume: str | None = None  # path of a checkpoint; the run goes on in that checkpoint's run folder
+    resume: str | None = None  # a checkpoint or a run's folder, and the run goes on there; auto: its newest checkpoint
 
     def __post_init__(self) -> None:
         """Rules that cross groups."""

@@ -114,6 +114,7 @@ def test_any_split_into_micro_batches_is_the_same_step(tmp_path):
 def test_resume_ends_with_the_same_bits(tmp_path, optim):
     # 2.4 epochs, so that the order of the second and third is resumed too; dropout on
     common = (f"optim={optim}", "train.steps=40", "model.dropout=0.1", "train.log_every=1", "train.eval_every=8")
+    common = (*common, "train.keep_every=23")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(small_run(tmp_path, *common, "train.save_every=23"), whole)
     train(small_run(tmp_path, *common, "train.save_every=23"), parts)

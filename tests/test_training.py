@@ -1,4 +1,4 @@
-"""The training room: schedule, optimisers, FLOPs, checkpoints, the log."""
+"""The training room: schedule, optimisers, FLOPs, the log."""
 
 import json
 import math
@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from training import checkpoint as checkpoints
 from training.flops import flops_per_token, mfu
 from training.hardware import HardwareConfig, set_up
 from training.optim import OptimConfig, Optimiser, lr_factor
@@ -85,9 +84,10 @@ def test_optimiser_learns_clips_and_round_trips(name):
         assert norm > 0
         assert all(p.grad is None for p in net.parameters())
     assert losses[-1] < 0.5 * losses[0]
-    other = Optimiser(net, OptimConfig(name=name))
+    other = Optimiser(net, OptimConfig(name=name, lr=0.01))
     other.load_state_dict(optimiser.state_dict())
-    assert str(other.state_dict()) == str(optimiser.state_dict())
+    assert [str(part["state"]) for part in other.state_dict()] == [str(p["state"]) for p in optimiser.state_dict()]
+    assert other.parts[0].param_groups[0]["peak_lr"] == 0.01  # what the configuration says now
 
 
 def test_clipping_bounds_the_gradient():
@@ -149,89 +149,6 @@ def test_cpu_defaults_to_float32_and_eager():
     assert (hardware.dtype, hardware.compile, hardware.peak_memory_gib()) == (torch.float32, False, None)
 
 
-# --- checkpoints
-
-
-def save(folder, net, step, *, best=False):
-    meta = {"step": step, "vocab_size": 11, "settings": {"model": {"n_embd": 4}}}
-    return checkpoints.save(folder, net, {"value": torch.tensor(step)}, meta, best=best)
-
-
-def test_checkpoint_round_trip(tmp_path):
-    net, other = Net(), Net()
-    save(tmp_path, net, 3, best=True)
-    opened = checkpoints.open_checkpoint(tmp_path / "last")
-    opened.load_weights(other)
-    assert opened.step == 3
-    assert opened.load_state()["value"] == 3
-    for name, parameter in net.named_parameters():
-        assert torch.equal(parameter, dict(other.named_parameters())[name])
-    assert other.head.weight is other.embedding.weight
-    assert (tmp_path / "best").resolve() == opened.path
-
-
-def test_links_move_and_pruning_keeps_last_best_and_milestones(tmp_path):
-    net = Net()
-    for step in (10, 15, 20, 25):
-        save(tmp_path, net, step, best=step == 15)
-        checkpoints.prune(tmp_path, save_every=10)
-    assert sorted(p.name for p in tmp_path.glob("step_*")) == [f"step_{s:06d}" for s in (10, 15, 20, 25)]
-    checkpoints.prune(tmp_path, save_every=0)
-    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000015", "step_000025"]
-
-
-def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
-    net = Net()
-    save(tmp_path, net, 1)
-
-    def full_disk(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoints.torch, "save", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        save(tmp_path, net, 2)
-    assert checkpoints.open_checkpoint(tmp_path / "last").step == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step_000001"]
-
-
-def test_a_pickle_with_code_is_not_run(tmp_path):
-    path = save(tmp_path, Net(), 1)
-
-    class Bomb:
-        def __reduce__(self):
-            return (print, ("boom",))
-
-    torch.save({"x": Bomb()}, path / checkpoints.STATE)
-    with pytest.raises(Exception, match=r"weights_only|Weights only"):
-        checkpoints.open_checkpoint(path).load_state()
-
-
-@pytest.mark.parametrize("missing", [checkpoints.META, checkpoints.WEIGHTS, checkpoints.STATE])
-def test_an_incomplete_checkpoint_is_named(tmp_path, missing):
-    path = save(tmp_path, Net(), 1)
-    (path / missing).unlink()
-    with pytest.raises(ValueError, match=missing):
-        checkpoints.open_checkpoint(path)
-
-
-def test_another_model_is_refused_by_key(tmp_path):
-    opened = checkpoints.open_checkpoint(save(tmp_path, Net(), 5))
-    opened.refuse_unless_same({"n_embd": 4}, 11, steps=9)
-    with pytest.raises(ValueError, match=r"model.n_embd=4, this run has 8"):
-        opened.refuse_unless_same({"n_embd": 8}, 11, steps=9)
-    with pytest.raises(ValueError, match="vocabulary of 11"):
-        opened.refuse_unless_same({"n_embd": 4}, 12, steps=9)
-    with pytest.raises(ValueError, match=r"raise train\.steps"):
-        opened.refuse_unless_same({"n_embd": 4}, 11, steps=5)
-
-
-def test_random_states_round_trip():
-    states = checkpoints.random_states()
-    first = torch.rand(3)
-    checkpoints.restore_random_states(states)
-    assert torch.equal(first, torch.rand(3))
-
-
 # --- the log
 
 
@@ -254,7 +171,9 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     with log(tmp_path) as opened:
         for step in (1, 2, 3):
             opened.metrics(step, {"loss": float(step)})
-    with log(tmp_path, first_step=2) as opened:
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # all that a machine which lost power got to write
+    with log(tmp_path, first_step=2, resumes=True) as opened:
         opened.metrics(3, {"loss": 9.0})
     assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 9.0)]
 

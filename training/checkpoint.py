@@ -1,38 +1,41 @@
-"""Checkpoints: a folder that is either whole or not there.
+"""Checkpoints on disk: a folder that is either whole or not there.
 
     <run>/checkpoints/step_000600/
         model.safetensors    the weights
         state.pt             optimiser and random-number states (read with weights_only=True: no code is run)
-        checkpoint.json      step, resolved settings, tokenizer, attention, metrics, versions; written last
+        checkpoint.json      step, data position, resolved settings, tokenizer, git commit, versions
+        manifest.json        size and SHA-256 of the three above; written last
     <run>/checkpoints/last, best    links to two of them
 
-A checkpoint is written under a temporary name, flushed to disk and renamed.
+A checkpoint is written under a hidden name, flushed to disk and renamed, so a process that dies at any moment leaves
+hidden leftovers and whole checkpoints, nothing else. What a disk damaged later, the manifest finds out. A visible
+folder is never emptied in place: it is renamed to a hidden name first.
 """
 
+import hashlib
+import io
 import json
 import os
+import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-FORMAT = 1
-MAY_CHANGE = (
-    "attention",
-    "activation_checkpointing",
-    "checkpoint_every",
-    "dropout",
-)  # not the weights' meaning
-WEIGHTS, STATE, META = "model.safetensors", "state.pt", "checkpoint.json"
+FORMAT = 2  # 2: the manifest
+WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.json", "manifest.json"
 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint that was opened: its description is read, its tensors are not yet."""
+    """A checkpoint that was opened: whole by its manifest, its description read, its tensors not yet."""
 
     path: Path
     meta: dict[str, Any]
@@ -42,23 +45,8 @@ class Checkpoint:
         """Optimiser steps done."""
         return self.meta["step"]
 
-    def refuse_unless_same(self, model_settings: dict[str, Any], vocab_size: int, steps: int) -> None:
-        """ValueError where the run's model cannot take these weights, naming the first key that differs."""
-        if self.step >= steps:
-            raise ValueError(f"resume={self.path} has done {self.step} steps of train.steps={steps}; raise train.steps")
-        if vocab_size != self.meta["vocab_size"]:
-            raise ValueError(
-                f"resume={self.path} was trained with a vocabulary of {self.meta['vocab_size']} tokens, this run has "
-                f"{vocab_size}; use the same tokenizer and data"
-            )
-        for key, now in model_settings.items():
-            then = self.meta["settings"]["model"].get(key)
-            if key not in MAY_CHANGE and now != then:
-                raise ValueError(
-                    f"resume={self.path} was trained with model.{key}={then}, this run has {now}; use {then}"
-                )
-
     def load_weights(self, model: nn.Module) -> None:
+        """Copy the weights into `model`, on its device; ValueError names a tensor that does not fit."""
         device = next(model.parameters()).device
         weights = load_file(self.path / WEIGHTS, device=str(device))
         result = model.load_state_dict(weights, strict=False)
@@ -69,29 +57,57 @@ class Checkpoint:
             raise ValueError(f"checkpoint {self.path} does not fit the model: tensor {wrong}; check the model group")
 
     def load_state(self) -> dict[str, Any]:
-        return torch.load(self.path / STATE, map_location="cpu", weights_only=True)
+        """What `write` was given as state, on the CPU; ValueError where the file holds code in place of values."""
+        try:
+            return torch.load(self.path / STATE, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"checkpoint {self.path}: {STATE} holds more than tensors and plain values, so it was not written by "
+                "this program and is not read; use a checkpoint of your own"
+            ) from error
 
 
-def save(folder: Path, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> Path:
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's tensors by name, tied ones once; they share the model's memory."""
+    tied = _tied_names(model)
+    return {name: value.detach() for name, value in model.state_dict().items() if name not in tied}
+
+
+def prepare(folder: Path) -> None:
+    """Make `folder` for a run's checkpoints and clear what a killed process left half written in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".*"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
+def write(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any], *, best: bool) -> Path:
     """Write `folder/step_NNNNNN`, point `last` (and `best`) at it, return its path.
 
-    state: what torch.save takes without pickling code: tensors, numbers, strings, lists, dicts.
+    weights: contiguous tensors that share no memory, on any device.
+    state: what torch.save takes without pickling code: tensors, numbers, strings, lists, tuples, dicts.
     meta: JSON; must hold "step".
+
+    Raises:
+        OSError: the disk is full, the folder is gone or may not be written; earlier checkpoints are as they were.
     """
     final = folder / f"step_{meta['step']:06d}"
-    temporary = folder / f".{final.name}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary = _hidden(final)
+    # not `parents=True`: a folder that vanished (an unmounted disk) must not come back somewhere else in silence
+    temporary.mkdir()
     try:
-        tied = _tied_names(model)
-        weights = {k: v.detach().contiguous() for k, v in model.state_dict().items() if k not in tied}
-        save_file(weights, temporary / WEIGHTS)
-        torch.save(state, temporary / STATE)
-        (temporary / META).write_text(json.dumps({"format": FORMAT, **meta}, indent=2) + "\n")
-        for file in (WEIGHTS, STATE, META):
-            _flush(temporary / file)
-        if final.exists():  # the same step saved again, after a resume
-            shutil.rmtree(final)
+        _write_weights(weights, temporary / WEIGHTS)
+        _write_state(state, temporary / STATE)
+        meta = {"format": FORMAT, "written": datetime.now(UTC).isoformat(timespec="microseconds"), **meta}
+        _write_json(meta, temporary / META)
+        _write_json({name: _fingerprint(temporary / name) for name in (WEIGHTS, STATE, META)}, temporary / MANIFEST)
+        for name in (WEIGHTS, STATE, META, MANIFEST):
+            _flush(temporary / name)
+        _flush(temporary)
+        if final.exists():  # the same step again, after a resume from an earlier one, which is still there
+            _remove(final)
         temporary.rename(final)
         _flush(folder)
     finally:
@@ -102,34 +118,56 @@ def save(folder: Path, model: nn.Module, state: dict[str, Any], meta: dict[str, 
     return final
 
 
-def prune(folder: Path, *, save_every: int) -> None:
-    """Delete every checkpoint that is not the last, the best or a multiple of `save_every` (0: no multiples)."""
-    kept = {(folder / name).resolve().name for name in ("last", "best")}
-    for path in folder.glob("step_*"):
-        step = int(path.name.removeprefix("step_"))
-        if path.name not in kept and not (save_every and step % save_every == 0):
-            shutil.rmtree(path)
+def prune(folder: Path, *, keep_last: int, keep_every: int) -> None:
+    """Delete all but the newest `keep_last`, the best, and steps that are multiples of `keep_every` (0: none)."""
+    newest_first = _by_age(folder)
+    kept = {path.name for path in newest_first[:keep_last]}
+    kept |= {(folder / name).resolve().name for name in ("last", "best")}
+    for path in newest_first:
+        if path.name not in kept and not (keep_every and _step(path) % keep_every == 0):
+            _remove(path)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a checkpoint folder; ValueError says in one line what is wrong with it."""
+    """Open a checkpoint, or the newest whole one of a run's folder; ValueError says in one line what is wrong."""
     path = Path(path)
     if not path.exists():
         raise ValueError(
             f"checkpoint {path} does not exist; give a folder such as runs/<experiment>/<time>/checkpoints/last"
         )
-    if (path / "checkpoints" / "last").exists():  # a run's folder was given
-        path = path / "checkpoints" / "last"
+    if (path / "checkpoints").is_dir():  # a run's folder was given
+        newest = newest_complete(path / "checkpoints")
+        if newest is None:
+            raise ValueError(f"run {path} has no whole checkpoint; give another run or checkpoint")
+        return newest
     for file in (META, WEIGHTS, STATE):
         if not (path / file).is_file():
             raise ValueError(f"checkpoint {path} has no {file}; give a folder that holds {META}, {WEIGHTS}, {STATE}")
-    try:
-        meta = json.loads((path / META).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"checkpoint {path}: {META} is damaged ({error.msg}); use an older checkpoint") from error
+    meta = _read_json(path, META)
     if meta.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} has format {meta.get('format')}, this version reads {FORMAT}")
+    manifest = _read_json(path, MANIFEST)
+    for file in (META, WEIGHTS, STATE):
+        expected, found = manifest.get(file), _fingerprint(path / file)
+        if found != expected:
+            raise ValueError(
+                f"checkpoint {path}: {file} is damaged ({found['bytes']:,} bytes; size or SHA-256 is not the "
+                "manifest's); use another checkpoint"
+            )
     return Checkpoint(path.resolve(), meta)
+
+
+def newest_complete(folder: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
+    """The checkpoint of `folder` that was written last and is whole; None where there is none.
+
+    `report` is told of every one that was passed over because it is damaged.
+    """
+    for path in _by_age(folder):
+        try:
+            return open_checkpoint(path)
+        except (ValueError, OSError) as error:
+            report(f"passed over: {error}")
+    return None
 
 
 def newest_checkpoint(runs: Path) -> Path:
@@ -140,18 +178,24 @@ def newest_checkpoint(runs: Path) -> Path:
     return found[-1].parent
 
 
-def random_states() -> dict[str, torch.Tensor]:
-    """The states of the random streams that training draws from (dropout)."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+def _by_age(folder: Path) -> list[Path]:
+    """Visible checkpoints, the one written last first; what cannot be read counts as newest, so that it is reported.
+
+    By the time of writing and not by step: a run that went on from step 10 may still have the step 20 that it left.
+    """
+
+    def written(path: Path) -> tuple[str, int]:
+        try:
+            return str(json.loads((path / META).read_text())["written"]), _step(path)
+        except (OSError, ValueError, KeyError, TypeError):
+            return "unknown", _step(path)  # sorts after every date
+
+    found = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    return sorted(found, key=written, reverse=True)
 
 
-def restore_random_states(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def _tied_names(model: nn.Module) -> set[str]:
@@ -164,9 +208,76 @@ def _tied_names(model: nn.Module) -> set[str]:
     return tied
 
 
+def _write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file({name: value.contiguous() for name, value in weights.items()}, path)
+    except SafetensorError as error:  # how that library reports a full disk
+        raise OSError(f"{path}: {error}") from error
+
+
+class _File(io.FileIO):
+    """A file that remembers why a write failed: torch.save only says that it did."""
+
+    error: OSError | None = None
+
+    def write(self, content) -> int:
+        view = memoryview(content).cast("B")
+        done = 0
+        try:
+            while done < len(view):  # a disk that is nearly full takes a part, and the error comes with the rest
+                done += super().write(view[done:])
+        except OSError as error:
+            self.error = error
+            raise
+        return done
+
+
+def _write_state(state: Any, path: Path) -> None:
+    with _File(path, "w") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            if file.error is None:
+                raise
+            raise OSError(file.error.errno, file.error.strerror, str(path)) from error
+
+
+def _write_json(value: Any, path: Path) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads((folder / name).read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"checkpoint {folder} has no {name}; use another checkpoint") from error
+    except ValueError as error:  # not JSON, or not even text
+        raise ValueError(f"checkpoint {folder}: {name} is damaged; use another checkpoint") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"checkpoint {folder}: {name} is damaged; use another checkpoint")
+    return value
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _hidden(path: Path, mark: str = "") -> Path:
+    return path.with_name(f".{path.name}{mark}.{os.getpid()}")
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder so that nobody ever sees half of it."""
+    hidden = _hidden(path, ".removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
 def _point(link: Path, target: Path) -> None:
     """Make `link` point at `target` in one step."""
-    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary = _hidden(link)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
     os.replace(temporary, link)

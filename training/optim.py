@@ -92,8 +92,9 @@ class Optimiser:
         return [part.state_dict() for part in self.parts]
 
     def load_state_dict(self, states: list[dict]) -> None:
+        """Take the moments of `states`; learning rates, decay and betas stay the configuration's, which may differ."""
         for part, state in zip(self.parts, states, strict=True):
-            part.load_state_dict(state)
+            part.load_state_dict(state | {"param_groups": part.state_dict()["param_groups"]})
 
 
 def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:

@@ -64,14 +64,21 @@ class RunLog:
     """Open with `with`; `metrics` records a step, `say` prints a line above the progress bar."""
 
     def __init__(
-        self, run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any], *, first_step: int, steps: int
+        self,
+        run_dir: Path,
+        config: LoggerConfig,
+        settings: Mapping[str, Any],
+        *,
+        first_step: int,
+        steps: int,
+        resumes: bool = False,
     ):
         mode = wandb_mode(config)  # refuses before anything is written
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False)
-        self._file = _open_metrics(run_dir / "metrics.jsonl", first_step)
-        self._wandb, self.wandb_note = _start_wandb(run_dir, config, settings, *mode, resumed=first_step > 0)
+        self._file = _open_metrics(run_dir / "metrics.jsonl", first_step, resumes)
+        self._wandb, self.wandb_note = _start_wandb(run_dir, config, settings, *mode, resumed=resumes)
         self._progress = Progress(
             BarColumn(),
             MofNCompleteColumn(),
@@ -133,10 +140,10 @@ def _console_line(values: Mapping[str, float], forms: Mapping[str, str]) -> str:
     return "  ".join(form.format(values[key]) for key, form in forms.items() if key in values)
 
 
-def _open_metrics(path: Path, first_step: int):
+def _open_metrics(path: Path, first_step: int, resumes: bool):
     """Open for appending; lines past `first_step` (written after the checkpoint that is resumed) are dropped."""
-    if path.exists() and first_step == 0:
-        raise ValueError(f"run folder {path.parent} already holds a run; give another hydra.run.dir, or resume=PATH")
+    if path.exists() and not resumes:
+        raise ValueError(f"run folder {path.parent} already holds a run; give another hydra.run.dir, or resume=auto")
     if path.exists():
         lines = _lines_until(path, first_step)
         temporary = path.with_suffix(".tmp")

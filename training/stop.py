@@ -1,27 +1,65 @@
-"""Ctrl-C asks the loop to stop after the step it is in; a second Ctrl-C stops at once."""
+"""Being asked to stop: a signal or a time limit ends the run after the step it is in, with everything saved.
 
+Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (what `sbatch --signal=USR1@120` sends),
+as a shell counts them: 128 + the signal; 75 (sysexits.h: try again later) after `train.max_hours`. In each case the
+same command with resume=auto goes on. A second signal takes its default action: the process is gone at once.
+"""
+
+import os
 import signal
+import sys
+import time
+from collections.abc import Callable
 from types import FrameType
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+EXIT_TIME_LIMIT = 75
+SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopRequest:
-    """Use with `with`; the loop reads `requested` between steps. Outside the main thread nothing is installed."""
+    """Use with `with`; the loop reads `requested` between steps. Outside the main thread nothing is installed.
 
-    def __init__(self) -> None:
-        self.requested = False
+    Args:
+        max_hours: the time limit, None for none.
+        began: when the limit's time began, on `clock`.
+
+    Attributes:
+        reason: why the run should stop ("SIGTERM", "train.max_hours=2"), None while it should not.
+        exit_code: the process's exit code; 0 while there is no reason to stop.
+    """
+
+    def __init__(
+        self, max_hours: float | None = None, began: float = 0.0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.reason: str | None = None
+        self.exit_code = 0
+        self._max_hours, self._began, self._clock = max_hours, began, clock
+        self._previous: dict[int, object] = {}
+
+    @property
+    def requested(self) -> bool:
+        limit = self._max_hours
+        if self.reason is None and limit is not None and self._clock() - self._began >= limit * 3600:
+            self.reason, self.exit_code = f"train.max_hours={limit:g}", EXIT_TIME_LIMIT
+        return self.reason is not None
 
     def __enter__(self) -> "StopRequest":
         try:
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+            for number in SIGNALS:
+                self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not the main thread: Python allows no handlers there
-            self._previous = None
+            pass
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
+        self.reason, self.exit_code = signal.Signals(number).name, 128 + number
+        # the default action needs no Python to run: it ends a process that is deep in a compiler or a stuck disk
+        for other in self._previous:
+            signal.signal(other, signal.SIG_DFL)
+        if sys.stdout.isatty():  # the progress bar hid it, and may not get to show it again
+            os.write(sys.stdout.fileno(), SHOW_CURSOR)

@@ -1,0 +1,313 @@
+"""Checkpoints on disk: whole or not there, whatever the disk does, and never code."""
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+from torch import nn
+
+from training import checkpoint as checkpoints
+from training.random_states import random_states, restore_random_states
+from training.saver import Saver
+
+FILES = (checkpoints.META, checkpoints.WEIGHTS, checkpoints.STATE, checkpoints.MANIFEST)
+
+
+class Net(nn.Module):
+    """An embedding tied to the output, and a matrix."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.linear = nn.Linear(width, width, bias=False)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def save(folder, net, step, *, best=False):
+    state = {"value": torch.tensor(step), "random": random_states()}
+    return checkpoints.write(folder, checkpoints.weights_of(net), state, {"step": step}, best=best)
+
+
+def steps(folder):
+    return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*"))
+
+
+@pytest.fixture
+def saver(tmp_path):
+    lines = []
+    made = Saver(tmp_path / "checkpoints", keep_last=1, keep_every=0, say=lines.append)
+    made.lines = lines
+    return made
+
+
+def test_round_trip(tmp_path):
+    net, other = Net(), Net()
+    save(tmp_path, net, 3, best=True)
+    opened = checkpoints.open_checkpoint(tmp_path / "last")
+    opened.load_weights(other)
+    assert opened.step == 3
+    assert opened.load_state()["value"] == 3
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, dict(other.named_parameters())[name])
+    assert other.head.weight is other.embedding.weight
+    assert (tmp_path / "best").resolve() == opened.path
+
+
+def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
+    net = Net()
+    for step in (10, 15, 20, 25, 30, 35):
+        save(tmp_path, net, step, best=step == 15)
+        checkpoints.prune(tmp_path, keep_last=2, keep_every=20)
+    assert steps(tmp_path) == [15, 20, 30, 35]
+    checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
+    assert steps(tmp_path) == [15, 35]
+
+
+def test_the_newest_is_the_one_written_last(tmp_path):
+    """A run that went back to step 10 may meet the step 30 that it left."""
+    for step in (10, 30, 20):
+        save(tmp_path, Net(), step)
+    assert checkpoints.newest_complete(tmp_path).step == 20
+    checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
+    assert steps(tmp_path) == [20, 30]
+
+
+def test_the_same_step_can_be_written_again(tmp_path):
+    first, second = Net(), Net()
+    save(tmp_path, first, 5)
+    checkpoints.open_checkpoint(save(tmp_path, second, 5)).load_weights(first)
+    assert torch.equal(first.linear.weight, second.linear.weight)
+
+
+# --- damage
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_an_incomplete_checkpoint_is_named(tmp_path, missing):
+    path = save(tmp_path, Net(), 1)
+    (path / missing).unlink()
+    with pytest.raises(ValueError, match=missing):
+        checkpoints.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncated", "one bit", "empty"])
+def test_damage_is_found_and_the_one_before_is_taken(tmp_path, name, damage):
+    save(tmp_path, Net(), 1)
+    file = save(tmp_path, Net(), 2) / name
+    content = bytearray(file.read_bytes())
+    content[-4] ^= 1
+    file.write_bytes({"truncated": content[: len(content) // 2], "one bit": content, "empty": b""}[damage])
+    with pytest.raises(ValueError, match=r"damaged|has format"):
+        checkpoints.open_checkpoint(file.parent)
+    passed_over = []
+    assert checkpoints.newest_complete(tmp_path, passed_over.append).step == 1
+    assert len(passed_over) == 1
+    assert name in passed_over[0] or damage == "one bit"
+
+
+def test_a_pickle_with_code_is_not_run(tmp_path, capsys):
+    """Its checksum is right, so only the reader stands in the way."""
+
+    class Bomb:
+        def __reduce__(self):
+            return (print, ("boom",))
+
+    path = checkpoints.write(tmp_path, {}, {"x": Bomb()}, {"step": 1}, best=False)
+    with pytest.raises(ValueError, match="not written by this program"):
+        checkpoints.open_checkpoint(path).load_state()
+    assert "boom" not in capsys.readouterr().out
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
+    checkpoints.prepare(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        checkpoints.open_checkpoint(tmp_path)
+
+
+# --- the order of things
+
+
+def test_everything_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
+    """A machine that loses power keeps what was flushed, so the rename comes after every flush but the folder's."""
+    events = []
+    rename = type(tmp_path).rename
+    monkeypatch.setattr(checkpoints, "_flush", lambda path: events.append(path.name))
+    monkeypatch.setattr(
+        type(tmp_path), "rename", lambda path, to: (events.append(f"rename to {to.name}"), rename(path, to))[1]
+    )
+    save(tmp_path, Net(), 7)
+    renamed = events.index("rename to step_000007")
+    hidden = events[renamed - 1]
+    assert sorted(events[:renamed]) == sorted([*FILES, hidden])
+    assert hidden.startswith(".step_000007")
+    assert events[renamed + 1 :] == [tmp_path.name]
+
+
+def test_leftovers_of_a_killed_process_are_cleared(tmp_path):
+    save(tmp_path, Net(), 1)
+    (tmp_path / ".step_000002.99").mkdir()
+    (tmp_path / ".step_000002.99" / checkpoints.WEIGHTS).write_bytes(b"half")
+    (tmp_path / ".last.99").symlink_to("step_000002")
+    checkpoints.prepare(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_000001"]
+
+
+# --- disks that fail; each in the ways that this machine permits
+
+
+@contextlib.contextmanager
+def small_disk(folder, megabytes=1):
+    """A file system of its own; a visible skip where mounting is not permitted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no `mount` here")
+    if mounted.returncode:
+        pytest.skip(f"mounting is not permitted here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def size_limit(nbytes):
+    """No file may grow past `nbytes`: what works without any permission."""
+    import resource
+    import signal
+
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def save_with(saver, net, step):
+    saver.save(net, {"value": torch.zeros(100_000)}, {"step": step}, best=False)
+
+
+def check_survived(saver, said):
+    """The failure was one clear line, the checkpoint before it is whole, nothing half is left."""
+    (line,) = saver.lines
+    assert line.startswith("not saved: step 2 to ")
+    assert said in line
+    assert "the run goes on" in line
+    assert checkpoints.newest_complete(saver.folder, report=pytest.fail).step == 1
+    assert sorted(path.name for path in saver.folder.iterdir()) == ["last", "step_000001"]
+    with pytest.raises(OSError, match="the last checkpoint was not saved"):
+        saver.close()
+
+
+@pytest.mark.parametrize("fills", ["weights", "state"])
+def test_a_full_disk(tmp_path, fills):
+    with small_disk(tmp_path / "disk"):
+        lines = []
+        saver = Saver(tmp_path / "disk" / "checkpoints", keep_last=1, keep_every=0, say=lines.append)
+        saver.lines = lines
+        save_with(saver, Net(), 1)
+        ballast = tmp_path / "disk" / "ballast"
+        ballast.write_bytes(b"0" * 250_000)
+        save_with(saver, Net(300 if fills == "weights" else 4), 2)
+        check_survived(saver, "No space left on device")
+        ballast.unlink()  # somebody made room: the next save works
+        save_with(saver, Net(), 3)
+        assert steps(saver.folder) == [3]
+        saver.close()
+
+
+@pytest.mark.parametrize("fills", ["weights", "state"])
+def test_a_file_that_may_not_grow(saver, fills):
+    save_with(saver, Net(), 1)
+    with size_limit(200_000):
+        save_with(saver, Net(300 if fills == "weights" else 4), 2)
+    check_survived(saver, "File too large")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_space_for_any_one_file(saver, file, monkeypatch):
+    """Whichever file meets the full disk: the flush that finds out is the last chance to hear of it."""
+    save_with(saver, Net(), 1)
+    flush = checkpoints._flush
+
+    def full(path):
+        if path.name == file:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        flush(path)
+
+    monkeypatch.setattr(checkpoints, "_flush", full)
+    save_with(saver, Net(), 2)
+    check_survived(saver, "No space left on device")
+
+
+def test_a_read_only_disk(tmp_path):
+    disk = tmp_path / "disk"
+    with small_disk(disk, megabytes=8):
+        lines = []
+        saver = Saver(disk / "checkpoints", keep_last=1, keep_every=0, say=lines.append)
+        saver.lines = lines
+        save_with(saver, Net(), 1)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        save_with(saver, Net(), 2)
+        check_survived(saver, "Read-only file system")
+
+
+def test_a_folder_without_write_permission(saver):
+    """As an ordinary user: permissions do not stop root."""
+    save_with(saver, Net(), 1)
+    os.chmod(saver.folder, 0o555)
+    nobody = 65534
+    as_root = os.geteuid() == 0
+    if as_root:
+        for folder in list(saver.folder.parents)[:3]:
+            os.chmod(folder, 0o755)
+        os.seteuid(nobody)
+    try:
+        save_with(saver, Net(), 2)
+    finally:
+        if as_root:
+            os.seteuid(0)
+        os.chmod(saver.folder, 0o755)
+    check_survived(saver, "Permission denied")
+
+
+def test_a_vanished_folder(saver, tmp_path):
+    """It does not come back in silence, as on the disk below a mount that is gone; when it is back, saving is too."""
+    save_with(saver, Net(), 1)
+    saver.folder.rename(tmp_path / "elsewhere")
+    save_with(saver, Net(), 2)
+    assert not saver.folder.exists()
+    (tmp_path / "elsewhere").rename(saver.folder)
+    check_survived(saver, "No such file or directory")
+    save_with(saver, Net(), 3)
+    assert steps(saver.folder) == [3]
+
+
+# --- random streams
+
+
+def test_random_states_round_trip(tmp_path):
+    """Through a file, as plain values: Python's, NumPy's and PyTorch's streams."""
+    import random
+
+    import numpy as np
+
+    def draw():
+        return random.random(), np.random.standard_normal(), torch.rand(3).tolist()
+
+    draw()  # NumPy's Gaussian stream keeps a second value ready
+    path = save(tmp_path, Net(), 1)
+    expected = draw(), draw()
+    restore_random_states(checkpoints.open_checkpoint(path).load_state()["random"])
+    assert (draw(), draw()) == expected
+    json.dumps(random_states()["numpy"])  # plain numbers and strings

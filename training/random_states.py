@@ -1,0 +1,29 @@
+"""The random streams a run may draw from, as plain values that a checkpoint can hold without pickled code."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_states(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The states of Python's, NumPy's and PyTorch's generators; with a CUDA `device`, of that GPU's as well."""
+    kind, keys, position, has_gauss, cached_gauss = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), position, has_gauss, cached_gauss),
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.device(device).type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: dict[str, Any], device: torch.device | str = "cpu") -> None:
+    """Set every generator to `states`. A run that moves between CPU and GPU keeps the seed's own stream there."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.device(device).type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,69 @@
+"""Going on from a checkpoint: which one, whether this run can take it, and what has changed since."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from training.checkpoint import Checkpoint, newest_complete, open_checkpoint
+
+# keys of the model group that say how the network is computed or regularised, not what its weights mean
+MAY_CHANGE = ("attention", "activation_checkpointing", "checkpoint_every", "dropout")
+
+
+def find(resume: str | None, run_dir: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
+    """The checkpoint to go on from, or None for a run that starts at its beginning.
+
+    resume: a path, or "auto": the newest whole checkpoint of `run_dir`, if there is one.
+    """
+    if resume == "auto":
+        return newest_complete(run_dir / "checkpoints", report)
+    return open_checkpoint(resume) if resume else None
+
+
+def refuse_unless_same(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], tokenizer: Mapping[str, str], vocab_size: int
+) -> None:
+    """ValueError where the run cannot go on from `checkpoint`, naming the first key that differs, then and now.
+
+    settings: the run's, resolved. tokenizer: its `tokenizer_state`.
+    """
+    before, steps = checkpoint.meta["settings"], settings["train"]["steps"]
+    here = f"resume={checkpoint.path}"
+    if checkpoint.step >= steps:
+        raise ValueError(f"{here} has done {checkpoint.step} steps of train.steps={steps}; raise train.steps")
+    then = checkpoint.meta["tokenizer"]
+    if then["name"] != tokenizer["name"]:
+        raise ValueError(
+            f"{here} was trained with tokenizer={then['name']}, this run has {tokenizer['name']}; "
+            f"use tokenizer={then['name']}"
+        )
+    if then != tokenizer or checkpoint.meta["vocab_size"] != vocab_size:
+        raise ValueError(
+            f"{here} was trained with tokenizer={then['name']} of {checkpoint.meta['vocab_size']} tokens, this run's "
+            f"has {vocab_size} or other ones; use the data it was trained on"
+        )
+    fixed = [("model", key) for key in settings["model"] if key not in MAY_CHANGE] + [("optim", "name")]
+    for group, key in fixed:
+        old, new = before[group].get(key), settings[group][key]
+        if old != new:
+            raise ValueError(f"{here} was trained with {group}.{key}={old}, this run has {new}; use {old}")
+
+
+def changes(checkpoint: Checkpoint, settings: Mapping[str, Any], data_fingerprint: str) -> list[str]:
+    """What is not as it was when `checkpoint` was written: 'optim.lr 0.0006 -> 0.0003', one line a key."""
+    before, now = _flat(checkpoint.meta["settings"]), _flat(settings)
+    lines = [
+        f"{key} {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before | now)
+        if before.get(key) != now.get(key) and key != "resume"
+    ]
+    if checkpoint.meta["data_fingerprint"] != data_fingerprint:
+        lines.append(f"the text itself {checkpoint.meta['data_fingerprint'][:12]} -> {data_fingerprint[:12]}")
+    return lines
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
