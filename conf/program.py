@@ -6,6 +6,7 @@ after the run has begun to write leaves its traceback in the run's folder; HYDRA
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -58,7 +59,8 @@ def program(config_name: str, schema: type[S]) -> Callable[[Callable[[S, Path], 
         def command_line() -> None:
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
-            sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: a not in ("-m", "--multirun"))  # argparse wants it first
+            # flags first: argparse would not take values on both sides of one
+            sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: not re.match(r"(-m|--multirun|--[a-z-]+=.*)$", a))
             refusals.clear()
             _refuse_unknown_flags(sys.argv[1:])
             register(schema)

@@ -71,7 +71,7 @@ class Settings:
         if self.train.micro_batch is not None and (tokens // seq_len) % self.train.micro_batch:
             raise ValueError(
                 f"train.micro_batch={self.train.micro_batch} does not divide the {tokens // seq_len} sequences "
-                f"of a step (train.batch_tokens={tokens} / data.seq_len={seq_len})"
+                f"of a step (train.batch_tokens={tokens} / data.seq_len={seq_len}); use one that does"
             )
         if self.optim.warmup_steps >= self.train.steps:
             raise ValueError(

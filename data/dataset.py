@@ -89,7 +89,7 @@ def open_dataset(
     say = report or (lambda line: None)
     if not path.exists():
         if not prepare:
-            raise ValueError(f"{path} does not exist; prepare it first")
+            raise ValueError(f"{path} does not exist; leave --verify out to prepare it")
         facts = {"fingerprint": fingerprint, "identity": identity, "about": source.about}
         _prepare(path, source, tokenizer.name, data.num_workers, facts, say)
     dataset = _open(path, fingerprint)

@@ -51,7 +51,7 @@ def find(patterns: list[str]) -> list[Path]:
             continue
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
         if not matches:
-            raise ValueError(f"data.files={pattern} does not exist; paths are taken from {Path.cwd()}")
+            raise ValueError(f"data.files={pattern} does not exist; give a path from {Path.cwd()}")
         paths += matches
     return paths
 
@@ -112,16 +112,16 @@ def _columns(file: TextFile, **options: bool) -> Iterator[list]:
         options["batch_size"] = _ROWS  # else the size of the first row group, which may be nothing
     # a path may hold the signs of a glob, which `datasets` would expand
     data_files = {"train": [glob.escape(str(file.path.absolute()))]}
-    try:
-        with tempfile.TemporaryDirectory() as scratch:  # for its lock file; nothing else is written
+    with tempfile.TemporaryDirectory() as scratch:  # for its lock file; nothing else is written
+        try:
             rows = reader(cache_dir=scratch, data_files=data_files, **options).as_streaming_dataset("train")
             for table in rows.with_format("arrow").iter(_ROWS):  # 3x faster than rows made Python objects
                 if COLUMN not in table.column_names:
                     raise ValueError(f'no column "{COLUMN}", only {", ".join(table.column_names)} (rename one)')
                 yield table[COLUMN].to_pylist()
-    except (DatasetsError, ValueError, OSError) as error:  # pyarrow's errors are ValueErrors and OSErrors
-        first_line = str(error).strip().split("\n")[0].rstrip(".")
-        raise ValueError(f"{file.path} cannot be read as {file.kind}: {first_line}; leave it out") from error
+        except (DatasetsError, ValueError, OSError) as error:  # pyarrow's errors are ValueErrors and OSErrors
+            first_line = str(error).strip().split("\n")[0].rstrip(".")
+            raise ValueError(f"{file.path} cannot be read as {file.kind}: {first_line}; leave it out") from error
 
 
 def _hash_utf8(path: Path) -> str:

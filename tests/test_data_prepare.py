@@ -161,7 +161,7 @@ def test_wikitext_from_its_own_files(names, tmp_path, cache):
     assert dataset.manifest["splits"]["train"]["documents"] == 2
     assert list(dataset.tokens) == ["train", "validation"]
     (tmp_path / names[1]).unlink()
-    with pytest.raises(ValueError, match=r"no validation split; it may be called valid\.txt"):
+    with pytest.raises(ValueError, match=r"no validation split; add one of valid\.txt"):
         open_dataset(data, TokenizerConfig())
 
 
@@ -447,7 +447,7 @@ def test_unknown_tokenizer():
 
 def test_prepare_and_verify(corpus, cache, capsys):
     arguments = ["text", "--files", str(corpus), "--cache-dir", str(cache)]
-    with pytest.raises(SystemExit, match="prepare it first"):
+    with pytest.raises(SystemExit, match="leave --verify out"):
         prepare.main([*arguments, "--verify"])
     prepare.main(arguments)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -59,7 +59,7 @@ def set_up(config: HardwareConfig) -> Hardware:
     device = torch.device("cuda" if config.device == "auto" and has_cuda else config.device.replace("auto", "cpu"))
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
         raise ValueError(
-            f"hardware.device={config.device} but there are {torch.cuda.device_count()} GPUs; count from cuda:0"
+            f"hardware.device={config.device} but there are {torch.cuda.device_count()} of them; use cuda:0"
         )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
