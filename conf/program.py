@@ -165,7 +165,7 @@ def _keep_traceback(log: Path) -> str:
 
 def _remove_if_empty(folder: Path) -> bool:
     """Hydra makes the run's folder before anything is checked; a refused run leaves none behind."""
-    if folder.is_dir() and not any(folder.iterdir()):
+    if folder.is_dir() and folder.resolve() != Path.cwd() and not any(folder.iterdir()):
         folder.rmdir()
         return True
     return not folder.exists()

@@ -182,6 +182,11 @@ def experiment(content: bytes) -> Setup:
     return write
 
 
+def empty_folder(place: Place) -> None:
+    (place.path / "empty").mkdir()
+    place.monkeypatch.chdir(place.path / "empty")
+
+
 def links(name: str, target: str) -> Setup:
     return lambda place: (place.path / name).symlink_to(target)
 
@@ -353,6 +358,7 @@ CHECKPOINTS = [
          lambda place: (place.path / "first" / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n')),
     Case("sample: no run", ["hardware=cpu"], ["no checkpoint under runs/", "checkpoint=PATH"],
          program="scripts.sample"),
+    Case("sample: empty folder", ["hardware=cpu"], ["no checkpoint under runs/"], empty_folder, "scripts.sample"),
     Case("sample: damaged", SAMPLE, ["model.safetensors is damaged"], in_checkpoint(
         "model.safetensors", lambda content: content[:99]), "scripts.sample"),
     Case("sample: model of another version", SAMPLE, ["model.shape, which this version does not know"], rewritten(
