@@ -82,10 +82,8 @@ def open_dataset(
     Raises ValueError, one line, for a source that is missing or unreadable, a cache that cannot be written or was
     damaged, and a data.seq_len for which a split is too short.
     """
-    source = open_source(data)
-    identity = {"format": FORMAT, **source.identity, "tokenizer": tokenizer.name}
+    source, identity, path = locate(data, tokenizer)
     fingerprint = digest(identity)
-    path = Path(data.cache_dir).expanduser() / f"{source.label}-{tokenizer.name}-{fingerprint[:16]}"
     say = report or (lambda line: None)
     if not path.exists():
         if not prepare:
@@ -98,6 +96,15 @@ def open_dataset(
     for split in ("train", "validation"):
         _refuse_too_long(data.seq_len, split, len(dataset.tokens[split]))
     return dataset
+
+
+def locate(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[Source, dict[str, Any], Path]:
+    """The source, what identifies its tokens (JSON-able; its `digest` is the fingerprint), and their folder, which may
+    not exist yet. Hashes local files, asks no network. Raises ValueError for a source that is missing or unreadable."""
+    source = open_source(data)
+    identity = {"format": FORMAT, **source.identity, "tokenizer": tokenizer.name}
+    name = f"{source.label}-{tokenizer.name}-{digest(identity)[:16]}"
+    return source, identity, Path(data.cache_dir).expanduser() / name
 
 
 def _refuse_too_long(seq_len: int, split: str, tokens: int) -> None:

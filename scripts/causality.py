@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data import document_starts
 from kernels import refusal
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, resolve_attention
 from training.documents import packed_rows
 from training.hardware import Hardware
 
@@ -37,17 +37,23 @@ Call = Callable[[], Tensor]
 def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
     """What is wrong with each part, in a sentence, or None.
 
-    config: the run's, with attention resolved. A part that its attention refuses is left out.
+    config: the run's, with attention resolved. Where that refuses documents, packing is probed with the attention that
+    `auto` would take for them, which the part's name then says.
     """
-    model = _small_model(config, hardware)
-    parts = {"model": _plain, "packing": _packing, "KV cache": _cache}
-    if refusal(config.attention, config.attention_features(document_mask=True), hardware.dtype):
-        del parts["packing"]
+    packing, features = config, config.attention_features(document_mask=True)
+    if refusal(config.attention, features, hardware.dtype):
+        name, _ = resolve_attention("auto", hardware.device, hardware.dtype, config.head_dim, features)
+        packing = replace(config, attention=name)
+    parts = {
+        "model": (_plain, config),
+        "packing" if packing is config else f"packing ({packing.attention})": (_packing, packing),
+        "KV cache": (_cache, config),
+    }
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")  # TF32 would need a tolerance of its own
     try:
         with torch.no_grad(), hardware.autocast():
-            return {name: next(part(model, hardware), None) for name, part in parts.items()}
+            return {name: next(part(_small_model(of, hardware), hardware), None) for name, (part, of) in parts.items()}
     finally:
         torch.set_float32_matmul_precision(precision)
 

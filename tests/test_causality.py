@@ -24,8 +24,9 @@ def test_what_is_right_is_found_right(name, changes):
     assert probe(config(name, **changes), HARDWARE) == ALL_RIGHT
 
 
-def test_sdpa_has_no_packing_to_probe():
-    assert probe(config("sdpa"), HARDWARE) == {"model": None, "KV cache": None}
+def test_packing_is_probed_with_an_attention_that_can():
+    other = "flash" if HARDWARE.device.type == "cuda" else "naive"
+    assert probe(config("sdpa"), HARDWARE) == {"model": None, f"packing ({other})": None, "KV cache": None}
 
 
 @pytest.mark.gpu
