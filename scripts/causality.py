@@ -49,13 +49,15 @@ def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
         "packing" if packing is config else f"packing ({packing.attention})": (_packing, packing),
         "KV cache": (_cache, config),
     }
-    precision = torch.get_float32_matmul_precision()
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_float32_matmul_precision("highest")  # TF32 would need a tolerance of its own
+    torch.set_num_threads(1)  # the calls are minute: on a busy machine two threads take 100 times as long
     try:
         with torch.no_grad(), hardware.autocast():
             return {name: next(part(_small_model(of, hardware), hardware), None) for name, (part, of) in parts.items()}
     finally:
         torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
 
 
 def _small_model(config: GPTConfig, hardware: Hardware) -> GPT:
