@@ -46,6 +46,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     )
     dataset = open_dataset(settings.data, settings.tokenizer, report=print)
     tokenizer = tokenizer_state(dataset.tokenizer)
+    refuse_unknown_prompt(config.sample_prompt, dataset)
     resumed = resume.find(settings.resume, run_dir)
     if resumed:
         resume.refuse_unless_same(resumed, asdict(settings), tokenizer, dataset.vocab_size)
@@ -263,6 +264,14 @@ def sample(model: GPT, settings: Settings, dataset: Dataset, hardware: Hardware)
         ):
             tokens.append(int(step[0]))
     return dataset.tokenizer.decode_bytes(tokens).decode("utf-8", errors="replace")
+
+
+def refuse_unknown_prompt(prompt: str, dataset: Dataset) -> None:
+    """ValueError for a prompt that the tokenizer cannot take: before the first step, not after the last."""
+    try:
+        dataset.tokenizer.encode_ordinary(prompt)
+    except ValueError as error:
+        raise ValueError(f"train.sample_prompt={prompt} cannot be tokenised: {error}") from error
 
 
 @program("config", Settings)

@@ -39,6 +39,9 @@ class TrainConfig:
         for key in ("eval_every", "sample_every", "sample_tokens", "save_every", "keep_every", "seed", "data_seed"):
             if (getattr(self, key) or 0) < 0:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at least 0")
+        for key in ("seed", "data_seed"):
+            if (getattr(self, key) or 0) >= 1 << 64:
+                raise ValueError(f"train.{key}={getattr(self, key)} must be below 2^64, as generators take no more")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1 sequence, or null")
         if self.max_hours is not None and not self.max_hours > 0:
@@ -68,7 +71,7 @@ class Settings:
         if self.train.micro_batch is not None and (tokens // seq_len) % self.train.micro_batch:
             raise ValueError(
                 f"train.micro_batch={self.train.micro_batch} does not divide the {tokens // seq_len} sequences "
-                f"of a step (train.batch_tokens={tokens} / data.seq_len={seq_len})"
+                f"of a step (train.batch_tokens={tokens} / data.seq_len={seq_len}); use one that does"
             )
         if self.optim.warmup_steps >= self.train.steps:
             raise ValueError(

@@ -6,6 +6,7 @@ complete: whoever sees the folder sees all of it, and of two processes that prep
 the first wrote.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -81,14 +82,12 @@ def open_dataset(
     Raises ValueError, one line, for a source that is missing or unreadable, a cache that cannot be written or was
     damaged, and a data.seq_len for which a split is too short.
     """
-    source = open_source(data)
-    identity = {"format": FORMAT, **source.identity, "tokenizer": tokenizer.name}
+    source, identity, path = locate(data, tokenizer)
     fingerprint = digest(identity)
-    path = Path(data.cache_dir).expanduser() / f"{source.label}-{tokenizer.name}-{fingerprint[:16]}"
     say = report or (lambda line: None)
     if not path.exists():
         if not prepare:
-            raise ValueError(f"{path} does not exist; prepare it first")
+            raise ValueError(f"{path} does not exist; leave --verify out to prepare it")
         facts = {"fingerprint": fingerprint, "identity": identity, "about": source.about}
         _prepare(path, source, tokenizer.name, data.num_workers, facts, say)
     dataset = _open(path, fingerprint)
@@ -97,6 +96,15 @@ def open_dataset(
     for split in ("train", "validation"):
         _refuse_too_long(data.seq_len, split, len(dataset.tokens[split]))
     return dataset
+
+
+def locate(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[Source, dict[str, Any], Path]:
+    """The source, what identifies its tokens (JSON-able; its `digest` is the fingerprint), and their folder, which may
+    not exist yet. Hashes local files, asks no network. Raises ValueError for a source that is missing or unreadable."""
+    source = open_source(data)
+    identity = {"format": FORMAT, **source.identity, "tokenizer": tokenizer.name}
+    name = f"{source.label}-{tokenizer.name}-{digest(identity)[:16]}"
+    return source, identity, Path(data.cache_dir).expanduser() / name
 
 
 def _refuse_too_long(seq_len: int, split: str, tokens: int) -> None:
@@ -114,6 +122,8 @@ def _open(path: Path, fingerprint: str) -> Dataset:
         checksum = manifest.pop("checksum")
     except FileNotFoundError:
         raise ValueError(f"{path / MANIFEST} is missing; {remedy}") from None
+    except OSError as error:
+        raise ValueError(f"{path / MANIFEST} cannot be read ({error.strerror}); {remedy}") from error
     except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, no checksum in it, no object at all
         raise ValueError(f"{path / MANIFEST} is not a manifest; {remedy}") from None
     if checksum != digest(manifest):
@@ -167,16 +177,20 @@ def _alphabet(stream: Stream) -> str:
 @contextmanager
 def _written_at_once(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not."""
+    refusal = f"data.cache_dir={path.parent} cannot be written ({{}}); use data.cache_dir=FOLDER"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
     except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={path.parent} cannot be written ({error.strerror}); use data.cache_dir=FOLDER"
-        ) from error
+        raise ValueError(refusal.format(error.strerror)) from error
     try:
-        yield folder
+        try:
+            yield folder
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):  # only writing meets these
+                raise ValueError(refusal.format(error.strerror)) from error
+            raise
         _sync_folder(folder)
         folder.chmod(0o755)  # mkdtemp's folders are private; a cache may be shared
         try:

@@ -27,6 +27,7 @@ TEXTS = {
 def main(arguments: list[str] | None = None) -> None:
     default = {field.name: field.default for field in fields(DataConfig)}
     parser = argparse.ArgumentParser(prog="python -m data.prepare", description="Tokenise a text into the cache.")
+    parser.error = lambda message: sys.exit(f"error: {message}; --help lists all")  # one line, without the usage
     parser.add_argument("text", choices=TEXTS)
     parser.add_argument("--tokenizer", choices=TOKENIZERS, default=TokenizerConfig.name)
     parser.add_argument("--files", nargs="+", help="text: paths or globs")

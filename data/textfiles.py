@@ -40,14 +40,18 @@ def find(patterns: list[str]) -> list[Path]:
     paths = []
     for pattern in patterns:
         path = Path(pattern).expanduser()
+        try:
+            there = path.exists()
+        except OSError as error:  # a name too long
+            raise ValueError(f"data.files={pattern} cannot be a file ({error.strerror}); check the path") from error
         if path.is_dir():
             raise ValueError(f"data.files={pattern} is a folder; use data.files='{pattern.rstrip('/')}/*.txt'")
-        if path.exists():
+        if there:
             paths.append(path)
             continue
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
         if not matches:
-            raise ValueError(f"data.files={pattern} does not exist; paths are taken from {Path.cwd()}")
+            raise ValueError(f"data.files={pattern} does not exist; give a path from {Path.cwd()}")
         paths += matches
     return paths
 
@@ -63,7 +67,7 @@ def inspect(paths: list[Path]) -> list[TextFile]:
                 raise ValueError(f"{path} is empty; leave it out")
             digest = file_sha256(path) if kind == "parquet" else _hash_utf8(path)
         except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror})") from error
+            raise ValueError(f"{path} cannot be read ({error.strerror}); leave it out") from error
         files.append(TextFile(path, kind, size, digest))
     return files
 
@@ -78,7 +82,9 @@ def read(file: TextFile) -> Iterator[Fragment]:
         return
     for number, text in enumerate(chain.from_iterable(_columns(file)), 1):
         if not isinstance(text, str):
-            raise ValueError(f'{file.path}: row {number} has no text in its column "{COLUMN}" (it is {text!r})')
+            raise ValueError(
+                f'{file.path}: row {number} has no text in its column "{COLUMN}" (it is {text!r}); drop it'
+            )
         if text:
             yield text, True
 
@@ -102,18 +108,20 @@ def _columns(file: TextFile, **options: bool) -> Iterator[list]:
 
     # the readers behind load_dataset("text", ...), without its request to the hub's download counter for each file
     reader = {"text": Text, "json": Json, "parquet": Parquet}[file.kind]
+    if file.kind == "parquet":
+        options["batch_size"] = _ROWS  # else the size of the first row group, which may be nothing
     # a path may hold the signs of a glob, which `datasets` would expand
     data_files = {"train": [glob.escape(str(file.path.absolute()))]}
-    try:
-        with tempfile.TemporaryDirectory() as scratch:  # for its lock file; nothing else is written
+    with tempfile.TemporaryDirectory() as scratch:  # for its lock file; nothing else is written
+        try:
             rows = reader(cache_dir=scratch, data_files=data_files, **options).as_streaming_dataset("train")
             for table in rows.with_format("arrow").iter(_ROWS):  # 3x faster than rows made Python objects
                 if COLUMN not in table.column_names:
-                    raise ValueError(f'no column "{COLUMN}", only {", ".join(table.column_names)}; rename one')
+                    raise ValueError(f'no column "{COLUMN}", only {", ".join(table.column_names)} (rename one)')
                 yield table[COLUMN].to_pylist()
-    except (DatasetsError, ValueError) as error:  # pyarrow's errors are ValueErrors
-        first_line = str(error).strip().split("\n")[0]
-        raise ValueError(f"{file.path} cannot be read as {file.kind}: {first_line}") from error
+        except (DatasetsError, ValueError, OSError) as error:  # pyarrow's errors are ValueErrors and OSErrors
+            first_line = str(error).strip().split("\n")[0].rstrip(".")
+            raise ValueError(f"{file.path} cannot be read as {file.kind}: {first_line}; leave it out") from error
 
 
 def _hash_utf8(path: Path) -> str:

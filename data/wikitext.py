@@ -27,14 +27,14 @@ _FILES = {
 def find(folder: Path) -> dict[str, Path]:
     """WikiText's own files in `folder`: train and validation, and test where it is there."""
     if not folder.is_dir():
-        raise ValueError(f"data.local_dir={folder} is not a folder; paths are taken from {Path.cwd()}")
+        raise ValueError(f"data.local_dir={folder} is not a folder; give a path from {Path.cwd()}")
     found = {}
     for split, names in _FILES.items():
         path = next((folder / name for name in names if (folder / name).is_file()), None)
         if path:
             found[split] = path
         elif split != "test":
-            raise ValueError(f"data.local_dir={folder} has no {split} split; it may be called {', '.join(names)}")
+            raise ValueError(f"data.local_dir={folder} has no {split} split; add one of {', '.join(names)}")
     return found
 
 

@@ -33,8 +33,11 @@ def read_run(folder: Path) -> dict:
             raise ValueError(
                 f"{folder} has no {file.name}; give the folder of a finished run (runs/<experiment>/<time>)"
             )
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    tokens_a_step, seconds = json.loads(summary.read_text())["tokens"] / records[-1]["step"], 0.0
+    try:
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        tokens_a_step, seconds = json.loads(summary.read_text())["tokens"] / records[-1]["step"], 0.0
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{metrics} or {summary.name} is damaged ({error}); leave {folder} out") from error
     for record in records:  # records of an evaluation alone have no clock of their own
         seconds = record.setdefault("seconds", seconds)
         record.setdefault("tokens", record["step"] * tokens_a_step)
@@ -89,15 +92,19 @@ def draw(runs: list[dict], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.compare", description=__doc__.split("\n")[0])
+    parser.error = lambda message: sys.exit(f"error: {message}; --help lists all")  # one line, without the usage
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
     parser.add_argument("--out", type=Path, default=Path("runs/compare.png"), help="picture to write")
     options = parser.parse_args(arguments)
     try:
         runs = [read_run(folder) for folder in options.runs]
+        draw(runs, options.out)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    draw(runs, options.out)
+    except OSError as error:
+        print(f"error: --out={options.out} cannot be written ({error.strerror}); name another", file=sys.stderr)
+        return 2
 
     places = common_places(runs)
     rows = []

@@ -8,7 +8,7 @@ import codecs
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from conf.program import program
 from data import tokenizer_from_state
 from model import GPT, GPTConfig, generate
+from model.sampling import check_sampling
 from training.checkpoint import newest_checkpoint, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 
@@ -38,6 +39,9 @@ class SampleSettings:
             raise ValueError(f"num_samples={self.num_samples} must be at least 1")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        check_sampling(self.temperature, self.top_k, self.top_p)
+        if not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
 
 
 @program("sample", SampleSettings)
@@ -46,6 +50,12 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
     checkpoint = open_checkpoint(settings.checkpoint or newest_checkpoint(Path("runs")))
     tokenizer = tokenizer_from_state(checkpoint.meta["tokenizer"])
     trained = checkpoint.meta["settings"]
+    unknown = trained["model"].keys() - {field.name for field in fields(GPTConfig)}
+    if unknown:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} has model.{min(unknown)}, which this version does not know; "
+            f"use the commit that wrote it ({(checkpoint.meta.get('provenance') or {}).get('commit')})"
+        )
     config = GPTConfig(**trained["model"])
     config.attention = settings.attention
     sizes = checkpoint.meta["vocab_size"], trained["data"]["seq_len"]

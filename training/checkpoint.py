@@ -49,6 +49,13 @@ class Checkpoint:
         """Copy the weights into `model`, on its device; ValueError names a tensor that does not fit."""
         device = next(model.parameters()).device
         weights = load_file(self.path / WEIGHTS, device=str(device))
+        for name, expected in model.state_dict().items():
+            found = weights.get(name, expected)
+            if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+                raise ValueError(
+                    f"checkpoint {self.path}: tensor {name} is {tuple(found.shape)} in {found.dtype}, the model's is "
+                    f"{tuple(expected.shape)} in {expected.dtype}; check the model group"
+                )
         result = model.load_state_dict(weights, strict=False)
         # tied embeddings are stored once
         missing = [key for key in result.missing_keys if key not in _tied_names(model)]

@@ -1,10 +1,12 @@
 """What a run runs on: device, number format, TF32, compilation; each choice comes with its reason."""
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
+MAX_THREADS = 1024  # more than a machine has cores; a million makes PyTorch hang
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -17,12 +19,12 @@ class HardwareConfig:
     num_threads: int | None = None  # CPU threads of PyTorch; null: PyTorch's own choice
 
     def __post_init__(self) -> None:
-        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"hardware.device={self.device} is not one of auto, cpu, cuda, cuda:N")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"hardware.dtype={self.dtype} is not one of auto, {', '.join(DTYPES)}")
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ValueError(f"hardware.num_threads={self.num_threads} must be at least 1, or null")
+        if self.num_threads is not None and not 1 <= self.num_threads <= MAX_THREADS:
+            raise ValueError(f"hardware.num_threads={self.num_threads} must be 1 to {MAX_THREADS}, or null")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def set_up(config: HardwareConfig) -> Hardware:
     device = torch.device("cuda" if config.device == "auto" and has_cuda else config.device.replace("auto", "cpu"))
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
         raise ValueError(
-            f"hardware.device={config.device} but there are {torch.cuda.device_count()} GPUs; count from cuda:0"
+            f"hardware.device={config.device} but there are {torch.cuda.device_count()} of them; use cuda:0"
         )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

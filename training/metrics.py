@@ -18,7 +18,7 @@ class MetricsFile:
         say: told once when writing fails and once when it works again.
 
     Raises:
-        ValueError: the file exists and the run is a new one.
+        ValueError: the file exists and the run is a new one, or it is damaged.
     """
 
     def __init__(self, path: Path, first_step: int, *, resumes: bool, say: Callable[[str], None]) -> None:
@@ -30,7 +30,7 @@ class MetricsFile:
         self._waiting: list[str] = []
         self._failed = False
         if path.exists():
-            lines = [line for line in path.read_text().splitlines() if _step(line) <= first_step]
+            lines = _lines_until(path, first_step)
             temporary = path.with_suffix(".tmp")
             temporary.write_text("".join(line + "\n" for line in lines))
             temporary.replace(path)
@@ -71,9 +71,10 @@ class MetricsFile:
         self._failed = False
 
 
-def _step(line: str) -> float:
-    """The step of a line; infinite where a machine that died left only a part of it."""
+def _lines_until(path: Path, step: int) -> list[str]:
+    """Its lines up to `step`. A last line without an end was being written when the machine stopped: it is dropped."""
+    *lines, _ = path.read_bytes().split(b"\n")
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        return [line.decode() for line in lines if json.loads(line)["step"] <= step]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); move it away to resume without the earlier metrics") from error

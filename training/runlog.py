@@ -4,11 +4,14 @@ Logging watches the run and never changes it: it draws no random number, and a f
 switched off.
 """
 
+import http.client
 import json
 import math
 import netrc
 import os
 import secrets
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +30,8 @@ from rich.progress import (
 from training.metrics import MetricsFile
 
 WANDB_MODES = ("auto", "online", "offline", "disabled")
+WANDB_URL = "https://api.wandb.ai"
+_PATIENCE_SECONDS = 5.0  # for the one question that decides whether wandb's server is within reach
 
 # what a console line shows of a record, in this order
 TRAINING_FORMS = {
@@ -70,11 +75,12 @@ class RunLog:
         steps: int,
         resumes: bool = False,
     ):
+        mode = wandb_mode(config)  # refuses before anything is written
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False)
         self._file = MetricsFile(run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say)
-        self._wandb, self.wandb_note = _start_wandb(run_dir, config, settings, resumed=resumes)
+        self._wandb, self.wandb_note = _start_wandb(run_dir, config, settings, *mode, resumed=resumes)
         if self._wandb:
             # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
             self._guarded(lambda run: [_log(run, record.pop("step"), record) for record in self._file.read()])
@@ -150,7 +156,7 @@ def _has_wandb_login() -> bool:
     """Whether a key is at hand, found without the network: the environment, or the netrc file `wandb login` writes."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0].split(":")[0]
+    host = os.environ.get("WANDB_BASE_URL", WANDB_URL).split("//")[-1].split("/")[0].split(":")[0]
     files = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
     for file in (Path(f).expanduser() for f in files if f):
         try:
@@ -161,11 +167,45 @@ def _has_wandb_login() -> bool:
     return False
 
 
-def _start_wandb(run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any], *, resumed: bool):
-    """Start a wandb run that never asks and never waits long; return (run or None, a sentence)."""
-    mode = config.wandb
+def wandb_mode(config: LoggerConfig) -> tuple[str, str]:
+    """(online | offline | disabled, why). Online is only said of a server that has just answered.
+
+    Raises ValueError, one line, where online was asked for by name and cannot be had.
+    """
+    mode, asked_by = config.wandb, "logger.wandb"
     if mode == "auto":
-        mode = os.environ.get("WANDB_MODE", "online" if _has_wandb_login() else "offline")
+        mode, asked_by = os.environ.get("WANDB_MODE"), "WANDB_MODE"
+        if mode and mode not in WANDB_MODES[1:]:
+            raise ValueError(f"WANDB_MODE={mode} is not one of {', '.join(WANDB_MODES[1:])}; unset it")
+        if not mode:
+            if not _has_wandb_login():
+                return "offline", "auto: no login was found"
+            if silence := _silence_of_server():
+                return "offline", f"auto: {silence}"
+            return "online", "auto: a login was found"
+    if mode == "online":
+        obstacle = _silence_of_server() if _has_wandb_login() else "no login was found (`wandb login`)"
+        if obstacle:
+            raise ValueError(f"{asked_by}=online but {obstacle}; use logger.wandb=offline and `wandb sync` later")
+    return mode, f"{asked_by}={mode}"
+
+
+def _silence_of_server() -> str | None:
+    """Why wandb's server cannot be used, or None. wandb itself would ask for half a minute."""
+    url = os.environ.get("WANDB_BASE_URL", WANDB_URL)
+    try:
+        urllib.request.urlopen(url, timeout=_PATIENCE_SECONDS).close()
+    except urllib.error.HTTPError:
+        return None  # an answer, whatever it is
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return f"{url} does not answer ({getattr(error, 'reason', None) or error or type(error).__name__})"
+    return None
+
+
+def _start_wandb(
+    run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any], mode: str, why: str, *, resumed: bool
+):
+    """Start a wandb run that never asks and never waits long; return (run or None, a sentence)."""
     if mode == "disabled":
         return None, "wandb off"
     import wandb  # half a second, so only where it is used
@@ -192,12 +232,12 @@ def _start_wandb(run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any
         )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-    except Exception as error:  # as in _guarded: a logger does not stop a run
-        return (
-            None,
-            f"wandb failed to start ({type(error).__name__}: {str(error).splitlines()[0]}); going on without it",
-        )
-    note = f"wandb {mode}"
+    except Exception as error:  # it may fail in any way it likes
+        reason = f"wandb failed to start ({type(error).__name__}: {str(error).splitlines()[0]})"
+        if config.wandb == "online":
+            raise ValueError(f"logger.wandb=online but {reason}; use logger.wandb=offline") from error
+        return None, f"{reason}; going on without it"  # as in _guarded: a logger does not stop a run
+    note = f"wandb {mode} ({why})"
     if mode == "offline":
-        note += f" (later: wandb sync {Path(run.dir).parent})"
+        note += f"; later: wandb sync {Path(run.dir).parent}"
     return run, note

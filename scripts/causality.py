@@ -1,0 +1,203 @@
+"""Who sees whom: a probe of masks and positions, on a small model with the run's own kind of attention.
+
+Three parts, each a way in which a GPT is called: `model` (a plain forward), `packing` (documents end to end) and
+`KV cache` (a prompt in pieces, then token by token). In each
+  - one token is changed, and exactly the logits may move that are behind it, in its document, within its window;
+  - attention's own matrix is read, with one-hot values in place of V, and must be positive exactly where the mask is;
+  - packing and cache must give the logits of plain forwards of one document.
+Rotary positions are relative, so a document whose positions go on from the one before has the right logits all the
+same, until the table ends. The last check therefore runs with tables that tell absolute positions.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from data import document_starts
+from kernels import refusal
+from model import GPT, GPTConfig, resolve_attention
+from training.documents import packed_rows
+from training.hardware import Hardware
+
+SEQ_LEN = 24
+VOCAB = 32
+END_OF_TEXT = 0
+STARTS = ((0, 7, 8, 20), (0, 13))  # of documents in two rows: one has a single token, one ends inside a row's end
+CHANGED = (0, 1, 7, 8, 13, 22, 23)  # tokens of a row that are changed one at a time: ends and both sides of a border
+PIECES = (5, 3, 1, 1, 13, 1)  # how the cache is filled
+# how far logits of the same tokens may be apart; those of wrong positions are apart by more than 0.5
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.1}
+
+Call = Callable[[], Tensor]
+
+
+def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
+    """What is wrong with each part, in a sentence, or None.
+
+    config: the run's, with attention resolved. Where that refuses documents, packing is probed with the attention that
+    `auto` would take for them, which the part's name then says.
+    """
+    packing, features = config, config.attention_features(document_mask=True)
+    if refusal(config.attention, features, hardware.dtype):
+        name, _ = resolve_attention("auto", hardware.device, hardware.dtype, config.head_dim, features)
+        packing = replace(config, attention=name)
+    parts = {
+        "model": (_plain, config),
+        "packing" if packing is config else f"packing ({packing.attention})": (_packing, packing),
+        "KV cache": (_cache, config),
+    }
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    torch.set_float32_matmul_precision("highest")  # TF32 would need a tolerance of its own
+    torch.set_num_threads(1)  # the calls are minute: on a busy machine two threads take 100 times as long
+    try:
+        with torch.no_grad(), hardware.autocast():
+            return {name: next(part(_small_model(of, hardware), hardware), None) for name, (part, of) in parts.items()}
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
+
+
+def _small_model(config: GPTConfig, hardware: Hardware) -> GPT:
+    """Two layers and a few heads, with the head_dim, grouping, window and switches of the run."""
+    grouped = config.kv_heads != config.num_heads
+    heads = 4 if grouped else 2
+    sizes = {"num_layers": 2, "num_heads": heads, "num_kv_heads": 2, "n_embd": heads * config.head_dim}
+    window = None if config.window is None else min(config.window, 5)  # short enough to end within SEQ_LEN
+    small = replace(config, **sizes, mlp_hidden=64, window=window, activation_checkpointing="none")
+    generator = torch.Generator().manual_seed(0)
+    model = GPT(small, VOCAB, SEQ_LEN, device=hardware.device, dtype=hardware.dtype, generator=generator)
+    for weight in model.parameters():
+        weight.data *= 5  # fresh weights hardly attend: every token would see a mean
+    return model.eval()
+
+
+def _plain(model: GPT, hardware: Hardware) -> Iterator[str]:
+    """A plain forward of one row."""
+    tokens = _tokens(1, hardware.device)
+    sees = _mask(model, torch.zeros(SEQ_LEN))
+    yield from _wrong_attention(model, lambda: model(tokens), sees)
+    for place in CHANGED:
+        yield from _wrong_moves(model, lambda t: model(t)[0], tokens, place, torch.zeros(SEQ_LEN))
+
+
+def _packing(model: GPT, hardware: Hardware) -> Iterator[str]:
+    """Two rows of documents, as the data room hands them to the model."""
+    tokens = _tokens(len(STARTS), hardware.device)
+    for row, starts in enumerate(STARTS):
+        tokens[row, list(starts[1:])] = END_OF_TEXT
+    starts = document_starts(tokens.cpu(), END_OF_TEXT)
+    documents = packed_rows(starts, 0, *tokens.shape, hardware.device)
+    of_token = torch.bucketize(torch.arange(tokens.numel()), starts, right=True)
+    yield from _wrong_attention(model, lambda: model(tokens, **documents), _mask(model, of_token))
+
+    def run(changed: Tensor) -> Tensor:
+        return model(changed, **documents).flatten(0, 1)
+
+    for place in (*CHANGED, *(SEQ_LEN + place for place in CHANGED)):
+        yield from _wrong_moves(model, run, tokens, place, of_token)
+    with _absolute_positions(model):
+        packed, flat = run(tokens), tokens.flatten()
+        for start, end in zip(starts.tolist(), [*starts.tolist()[1:], len(flat)], strict=True):
+            apart = (packed[start:end] - model(flat[None, start:end])[0]).abs().max().item()
+            if not apart <= TOLERANCE[hardware.dtype]:
+                yield f"the document at token {start} has other logits than alone (by {apart:.2g}): its positions do "\
+                      "not begin at 0"  # fmt: skip
+
+
+def _cache(model: GPT, hardware: Hardware) -> Iterator[str]:
+    """A prompt in pieces, then single tokens."""
+    tokens = _tokens(1, hardware.device)
+    one_document = torch.zeros(SEQ_LEN)
+
+    def run(tokens: Tensor) -> Tensor:
+        cache = model.make_cache(batch_size=1)
+        return torch.cat([model(piece, kv_cache=cache)[0] for piece in tokens.split(list(PIECES), dim=1)])
+
+    ends = torch.tensor(PIECES).cumsum(0)
+    sees = [_mask(model, one_document)[end - n : end, :end] for n, end in zip(PIECES, ends.tolist(), strict=True)]
+    yield from _wrong_attention(model, lambda: run(tokens), *sees)
+    for place in CHANGED:
+        yield from _wrong_moves(model, run, tokens, place, one_document)
+    with _absolute_positions(model):
+        apart = (run(tokens) - model(tokens)[0]).abs().amax(dim=1)
+        wrong = (apart > TOLERANCE[hardware.dtype]).nonzero().flatten().tolist()
+        if wrong or apart.isnan().any():
+            yield f"token {(wrong or [0])[0]} has other logits than without the cache (by {apart.max():.2g})"
+
+
+# --- the checks
+
+
+def _mask(model: GPT, document_of: Tensor) -> Tensor:
+    """(N, N): does query i see key j, by the definition."""
+    query, key = torch.meshgrid(2 * [torch.arange(len(document_of))], indexing="ij")
+    sees = (key <= query) & (document_of[query] == document_of[key])
+    return sees if model.config.window is None else sees & (query - key < model.config.window)
+
+
+def _wrong_attention(model: GPT, call: Call, *expected: Tensor) -> Iterator[str]:
+    """Read attention's matrix in every call of every layer; `expected` has one mask for each call of a layer."""
+    read: list[list[Tensor]] = [[] for _ in model.blocks]
+    real = [block.attention.attend for block in model.blocks]
+
+    def reader(layer: int) -> Callable[..., Tensor]:
+        def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+            columns = []
+            for first in range(0, k.size(2), v.size(3)):  # as many keys at a time as V has channels
+                which = torch.arange(first, first + v.size(3), device=v.device)
+                one_hot = torch.arange(k.size(2), device=v.device)[:, None] == which
+                columns.append(real[layer](q, k, one_hot.to(v.dtype).expand_as(v).contiguous(), **options))
+            read[layer].append(torch.cat(columns, dim=3)[0, ..., : k.size(2)] > 0)  # (Hq, Nq, Nk)
+            return real[layer](q, k, v, **options)
+
+        return attend
+
+    for layer, block in enumerate(model.blocks):
+        block.attention.attend = reader(layer)
+    try:
+        call()
+    finally:
+        for block, attend in zip(model.blocks, real, strict=True):
+            block.attention.attend = attend
+    for layer, matrices in enumerate(read):
+        for found, sees in zip(matrices, expected, strict=True):
+            before = sees.size(1) - sees.size(0)  # keys that were in the cache
+            for _, query, key in (found.cpu() != sees).nonzero().tolist():
+                verb = "does not see" if sees[query, key] else "sees"
+                yield f"attention of layer {layer}: token {before + query} {verb} token {key}"
+
+
+def _wrong_moves(
+    model: GPT, run: Callable[[Tensor], Tensor], tokens: Tensor, place: int, document_of: Tensor
+) -> Iterator[str]:
+    """Change the token at `place` (over all rows) and compare which logits (N, V) move with which may."""
+    changed = tokens.clone().flatten()
+    changed[place] = changed[place] % (VOCAB - 1) + 1  # another token, and never end-of-text
+    moved = (run(tokens) != run(changed.view_as(tokens))).any(dim=1).cpu()
+    behind = torch.arange(len(moved)) - place
+    may = (behind >= 0) & (document_of == document_of[place])
+    if model.config.window is not None:
+        may &= behind <= len(model.blocks) * (model.config.window - 1)
+    for other in (moved != may).nonzero().flatten().tolist():
+        verb = "does not move" if may[other] else "moves"
+        yield f"changing token {place} {verb} the logits of token {other}"
+
+
+@contextmanager
+def _absolute_positions(model: GPT) -> Iterator[None]:
+    """Tables that scale q and k by their position, where rotary ones turn them: logits then tell positions apart."""
+    cos, sin = model.cos, model.sin
+    scale = 1 + 0.1 * torch.arange(len(cos), device=cos.device, dtype=cos.dtype)
+    model.cos, model.sin = scale[:, None, None].expand_as(cos).contiguous(), torch.zeros_like(sin)
+    try:
+        yield
+    finally:
+        model.cos, model.sin = cos, sin
+
+
+def _tokens(rows: int, device: torch.device) -> Tensor:
+    """(rows, SEQ_LEN) random tokens, none of them end-of-text."""
+    return torch.randint(1, VOCAB, (rows, SEQ_LEN), generator=torch.Generator().manual_seed(1)).to(device)

@@ -1,0 +1,571 @@
+"""Bad input of every kind: one line that says what, where and the way out; a non-zero exit; nothing lost.
+
+Each row of CASES runs a program's own `main` in this process on a folder with a text, its tokenised copy and a finished
+run. Nothing that was there may be changed, and nothing may appear but tokenised text.
+"""
+
+import importlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tiktoken.registry
+import torch
+from safetensors.torch import load_file
+
+from conf.program import ConfigError
+from tests.runs import CORPUS, SMALL
+from training import checkpoint as checkpoints
+
+ROOT = Path(__file__).resolve().parent.parent
+LAST = "first/checkpoints/last"
+# a line without one of these says what is wrong and not what to do
+REMEDY = re.compile(
+    r"\b(use|must|expected|choose|did you mean|drop|give|write|leave|raise|delete|check|correct|convert|add|name|"
+    r"unset|one of|lists all|move|reads)\b"
+)
+
+
+@dataclass
+class Place:
+    """Where a case happens: `path` holds corpus.txt, cache/ and first/, a finished run."""
+
+    path: Path
+    monkeypatch: pytest.MonkeyPatch
+
+
+Setup = Callable[[Place], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    arguments: list[str]  # "{p}" stands for the folder
+    says: list[str]  # words of the one line
+    setup: Setup | None = None
+    program: str = "train"  # train.py's arguments come after a small run's
+
+    def command_line(self, path: Path) -> list[str]:
+        base = ["data=text", "data.files={p}/corpus.txt", "data.cache_dir={p}/cache", *SMALL, "train.steps=4"]
+        return [a.replace("{p}", str(path)) for a in (base if self.program == "train" else []) + self.arguments]
+
+
+# --- what spoils the place
+
+
+def text(content: bytes, name: str = "x.txt") -> Setup:
+    return lambda place: (place.path / name).write_bytes(content)
+
+
+def parquet(columns: dict, keep: int | None = None, flip: slice = slice(0)) -> Setup:
+    """A parquet file of which only `keep` bytes are left, or those in `flip` are inverted."""
+
+    def write(place: Place) -> None:
+        path = place.path / "x.parquet"
+        pq.write_table(pa.table(columns), path)
+        content = bytearray(path.read_bytes()[:keep])
+        content[flip] = bytes(byte ^ 0xFF for byte in content[flip])
+        path.write_bytes(content)
+
+    return write
+
+
+def in_cache(spoil: Callable[[Path], object]) -> Setup:
+    return lambda place: spoil(next((place.path / "cache").iterdir()))
+
+
+def in_checkpoint(name: str, content: Callable[[bytes], bytes]) -> Setup:
+    """Damage: the manifest no longer holds."""
+
+    def damage(place: Place) -> None:
+        path = place.path / LAST / name
+        path.write_bytes(content(path.read_bytes()))
+
+    return damage
+
+
+def rewritten(
+    *,
+    weights: Callable[[dict], object] | None = None,
+    state: Callable[[dict], object] | None = None,
+    meta: Callable[[dict], object] | None = None,
+) -> Setup:
+    """A whole checkpoint with other contents: the manifest holds. Each function changes its argument."""
+
+    def write(place: Place) -> None:
+        opened = checkpoints.open_checkpoint(place.path / LAST)
+        parts = (load_file(opened.path / checkpoints.WEIGHTS), opened.load_state(), opened.meta)
+        for part, change in zip(parts, (weights, state, meta), strict=True):
+            if change:
+                change(part)
+        checkpoints.write(place.path / "first" / "checkpoints", *parts, best=False)
+
+    return write
+
+
+class Bomb:
+    """Unpickling it as pickle would leaves a file behind."""
+
+    def __reduce__(self):
+        return open, ("bomb_went_off", "w")
+
+
+def first_tensor(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict], None]:
+    return lambda weights: weights.update({min(weights): change(weights[min(weights)])})
+
+
+def environment(**variables: str) -> Setup:
+    return lambda place: [place.monkeypatch.setenv(key, value) for key, value in variables.items()]
+
+
+def logged_in(**variables: str) -> Setup:
+    """A wandb login, and a server where nobody listens."""
+    return environment(WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9", **variables)
+
+
+def no_login(place: Place) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_BASE_URL"):
+        place.monkeypatch.delenv(name, raising=False)
+    place.monkeypatch.setenv("HOME", str(place.path))
+
+
+def no_network(place: Place) -> None:
+    """GPT-2's vocabulary is neither cached nor within reach."""
+
+    def fail(*_, **__):
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    place.monkeypatch.setattr(socket, "getaddrinfo", fail)
+    place.monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    place.monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(place.path / "vocabulary"))
+
+
+def no_gpu(place: Place) -> None:
+    place.monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def no_interpreter(place: Place) -> None:
+    no_gpu(place)
+    place.monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def old_gpu(place: Place) -> None:
+    """A GPU without bfloat16; nothing is asked of it but its name."""
+    place.monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    place.monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    place.monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    place.monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
+
+
+def full_disk(place: Place) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    place.monkeypatch.setattr(os, "fsync", fsync)
+
+
+def experiment(content: bytes) -> Setup:
+    def write(place: Place) -> None:
+        (place.path / "experiment").mkdir()
+        (place.path / "experiment" / "mine.yaml").write_bytes(content)
+
+    return write
+
+
+def empty_folder(place: Place) -> None:
+    (place.path / "empty").mkdir()
+    place.monkeypatch.chdir(place.path / "empty")
+
+
+def links(name: str, target: str) -> Setup:
+    return lambda place: (place.path / name).symlink_to(target)
+
+
+X, PARQUET, JSONL = (["data.files={p}/x." + kind] for kind in ("txt", "parquet", "jsonl"))
+MINE = ["--config-dir={p}", "experiment=mine"]
+RESUME = ["resume={p}/" + LAST, "train.steps=9"]
+SAMPLE = ["checkpoint={p}/" + LAST, "hardware=cpu", "max_new_tokens=2"]
+WIKITEXT = ["data=wikitext2", "~data.files", "data.seq_len=32"]
+ROWS = ["hello world " * 10] * 200
+
+COMMAND_LINES = [
+    Case("unknown key", ["model.num_layerz=3"], ["model.num_layerz", "did you mean model.num_layers?"]),
+    Case("unknown group", ["modle=tiny"], ["modle", "did you mean model?"]),
+    Case("unknown choice", ["model=tinny"], ["model=tinny", "did you mean tiny?", "gpt2_124m"]),
+    Case("unknown experiment", ["experiment=quikstart"], ["experiment=quikstart", "quickstart"]),
+    Case("new key", ["+model.n_layer=3"], ["model.n_layer is not a known key"]),
+    Case("key of Hydra", ["hydra.run.dirr=x"], ["hydra.run.dirr is not a known key"]),
+    Case("no equals sign", ["train.steps 5"], ["'train.steps 5'", "key=value"]),
+    Case("open bracket", ["data.files=["], ["'data.files=['", "quote lists"]),
+    Case("unquoted accent", ["train.sample_prompt=É"], ["'train.sample_prompt=É'", "accents"]),
+    Case("nothing before =", ["=3"], ["a group takes the name of a file"]),
+    Case("no choice", ["experiment=null"], ["a group takes the name of a file"]),
+    Case("package", ["model@other=tiny"], ["model@other", "write model=NAME"]),
+    Case("group as value", ["train=3"], ["train=3 is no value", "train.KEY=VALUE"]),
+    Case("several values", ["train.steps=1,2"], ["train.steps=1,2 is several values", "-m"]),
+    Case("unknown flag", ["--steps"], ["unrecognized arguments: --steps", "--help"]),
+    Case("unknown --cfg", ["--cfg=everything"], ["--cfg", "'everything'", "'job'"]),
+    Case("missing --config-dir", ["--config-dir={p}/x"], ["--config-dir={p}/x is not a folder"]),
+    Case("missing --config-name", ["--config-name=x"], ["the configuration x does not exist"]),
+    Case("run folder is a file", ["hydra.run.dir={p}/corpus.txt"], ["hydra.run.dir={p}/corpus.txt", "name another"]),
+    Case("run folder below a file", ["hydra.run.dir={p}/corpus.txt/x"], ["hydra.run.dir=", "Not a directory"]),
+    Case("run folder in use", ["hydra.run.dir=first"], ["run folder first already holds a run", "resume=auto"]),
+    Case("sweep", ["-m", "train.steps=0"], ["train.steps=0 must be at least 1"]),
+]
+
+CONFIGURATIONS = [
+    Case("word for a number", ["model.num_layers=three"], ["model.num_layers=three", "a whole number"]),
+    Case("fraction for a count", ["train.steps=1e3"], ["train.steps=1000.0", "a whole number"]),
+    Case("null", ["model.num_layers=null"], ["model.num_layers=null", "a whole number"]),
+    Case("no truth", ["model.tie_embeddings=perhaps"], ["model.tie_embeddings=perhaps", "true or false"]),
+    Case("no list", ["logger.tags=a"], ["logger.tags=a", "a list, as [a,b]"]),
+    Case("lr a word", ["optim.lr=fast"], ["optim.lr=fast", "a number"]),
+    Case("lr negative", ["optim.lr=-1"], ["optim.lr=-1", "positive"]),
+    Case("lr not a number", ["optim.lr=nan"], ["optim.lr=nan", "finite"]),
+    Case("lr infinite", ["optim.lr=1e400"], ["optim.lr=inf", "finite"]),
+    Case("schedule", ["optim.schedule=linear"], ["optim.schedule=linear", "cosine"]),
+    Case("beta2", ["optim.beta2=1.0"], ["optim.beta2=1.0", "[0, 1)"]),
+    Case("warm-up too long", ["optim.warmup_steps=100000"], ["optim.warmup_steps=100000", "train.steps=4"]),
+    Case("heads do not divide", ["model.n_embd=129"], ["model.n_embd=129", "num_heads=2", "130"]),
+    Case("KV heads do not divide", ["model.num_kv_heads=3"], ["model.num_kv_heads=3", "1, 2"]),
+    Case("odd head_dim", ["model.n_embd=6"], ["odd head_dim 3", "n_embd=8"]),
+    Case("attention", ["model.attention=fast"], ["model.attention=fast", "flash"]),
+    Case("window", ["model.window=0"], ["model.window=0", "at least 1"]),
+    Case("no steps", ["train.steps=0"], ["train.steps=0", "at least 1"]),
+    Case("tokens of a step", ["train.batch_tokens=1000"], ["train.batch_tokens=1000", "data.seq_len=32", "992"]),
+    Case("micro-batch", ["train.micro_batch=5"], ["train.micro_batch=5", "8 sequences"]),
+    Case("seed too large", ["train.seed=99999999999999999999"], ["train.seed=99999999999999999999", "2^64"]),
+    Case("data seed too large", ["train.data_seed=18446744073709551616"], ["train.data_seed", "2^64"]),
+    Case("reference to nothing", ["data.seq_len=${train.nothing}"], ["data.seq_len", "'train.nothing'"]),
+    Case("reference to itself", ["data.seq_len=${data.seq_len}"], ["data.seq_len", "Recursive"]),
+    Case("unset variable", ["data.seq_len=${oc.env:NOT_SET}"], ["data.seq_len", "'NOT_SET'"]),
+    Case("typo in a file", MINE, ["model.num_layerz", "model.num_layers?"], experiment(
+        b"# @package _global_\nmodel:\n  num_layerz: 3\n")),
+    Case("not YAML", MINE, ["{p}/experiment/mine.yaml line 3"], experiment(b"# @package _global_\nmodel: {a: [1\n")),
+    Case("tab in YAML", MINE, ["mine.yaml line 2"], experiment(b"model:\n\tnum_layers: 1\n")),
+    Case("file not UTF-8", MINE, ["configuration file is not UTF-8"], experiment(b"\xff\xfe")),
+    Case("file without package", MINE, ["# @package _global_"], experiment(b"train:\n  steps: 3\n")),
+    Case("file overrides nothing", MINE, ["model=nope", "tiny"], experiment(
+        b"# @package _global_\ndefaults:\n  - override /model: nope\n")),
+    Case("prompt the tokenizer lacks", ["tokenizer=characters", "train.sample_prompt='É'", "train.sample_tokens=2"],
+         ["train.sample_prompt=É", "U+00C9", "tokenizer=bytes"]),
+]  # fmt: skip
+
+DATA = [
+    Case("empty", X, ["{p}/x.txt is empty"], text(b"")),
+    Case("one token", X, ["the train split has 0", "use a longer text"], text(b"a")),
+    Case("not UTF-8", X, ["{p}/x.txt is not UTF-8 (byte 3)", "iconv"], text(b"caf\xe9 au lait" * 99)),
+    Case("UTF-16", X, ["not UTF-8 (byte 0)"], text(("hello " * 99).encode("utf-16"))),
+    Case("shorter than a window", X, ["data.seq_len=32", "validation split has 24"], text(b"hello world\n" * 20)),
+    Case("window too long", ["data.seq_len=6400", "train.batch_tokens=6400"], ["data.seq_len=6400", "or less"]),
+    Case("folder", ["data.files={p}"], ["data.files={p} is a folder", "*.txt"]),
+    Case("missing", ["data.files=missing.txt"], ["data.files=missing.txt does not exist", "{p}"]),
+    Case("glob without match", ["data.files='*.none'"], ["data.files=*.none does not exist"]),
+    Case("text without files", ["~data.files"], ["data.source=text needs data.files"]),
+    Case("no files", ["data.files=[]"], ["data.files=corpus.txt"]),
+    Case("number for a file", ["data.files=[3]"], ["data.files=[3] must be paths"]),
+    Case("link to nothing", X, ["{p}/x.txt does not exist"], links("x.txt", "nowhere")),
+    Case("link to itself", X, ["{p}/x.txt does not exist"], links("x.txt", "x.txt")),
+    Case("parquet: junk", PARQUET, ["{p}/x.parquet cannot be read as parquet"], text(b"PAR1" + b"junk" * 50 + b"PAR1",
+         "x.parquet")),
+    Case("parquet: cut", PARQUET, ["{p}/x.parquet cannot be read as parquet"], parquet({"text": ROWS}, keep=300)),
+    Case("parquet: flipped bytes", PARQUET, ["{p}/x.parquet cannot be read as parquet"], parquet(
+        {"text": ROWS}, flip=slice(20, 60))),
+    Case("parquet: no text", PARQUET, ['no column "text", only body'], parquet({"body": ROWS})),
+    Case("parquet: numbers", PARQUET, ["x.parquet: row 1 has no text"], parquet({"text": [1, 2, 3]})),
+    Case("parquet: no rows", PARQUET, ["train split has 0"], parquet({"text": pa.array([], pa.string())})),
+    Case("JSONL: cut", JSONL, ["{p}/x.jsonl cannot be read as json"], text(b'{"text": "a"}\n{"text":', "x.jsonl")),
+    Case("JSONL: no text", JSONL, ['no column "text", only body'], text(b'{"body": "a"}\n', "x.jsonl")),
+    Case("JSONL: null", JSONL, ["row 2 has no text"], text(b'{"text": "a"}\n{"text": null}\n', "x.jsonl")),
+    Case("compressed", ["data.files={p}/x.txt.gz"], ["x.txt.gz is not UTF-8"], text(b"\x1f\x8b\x08" * 99, "x.txt.gz")),
+    Case("character first held out", [*X, "tokenizer=characters"], ["'é'", "tokenizer=bytes"],
+         text(b"abcd\n" * 200 + "é".encode())),
+    Case("nothing to learn from", [*X, "tokenizer=characters", "data.validation_fraction=0.999"],
+         ["training split is empty"], text(b"abc" * 99)),
+    Case("unknown WikiText", [*WIKITEXT, "data.name=wikitext-3"], ["data.name=wikitext-3", "wikitext-2-raw-v1"]),
+    Case("WikiText from no folder", [*WIKITEXT, "data.local_dir=x"], ["data.local_dir=x is not a folder"]),
+    Case("WikiText without a split", [*WIKITEXT, "data.local_dir={p}"], ["no validation split"],
+         text(b"x", "train.txt")),
+    Case("key of another source", ["data.local_dir=x"], ["data.local_dir=x is for data.source=wikitext", "drop it"]),
+    Case("cached tokens altered", [], ["train-00000.bin was altered", "delete {p}/cache/"], in_cache(
+        lambda folder: (folder / "train-00000.bin").write_bytes(b"\0" * (folder / "train-00000.bin").stat().st_size))),
+    Case("cached tokens cut", [], ["train-00000.bin has 9 bytes", "delete {p}/cache/"], in_cache(
+        lambda folder: os.truncate(folder / "train-00000.bin", 9))),
+    Case("manifest cut", [], ["manifest.json is not a manifest", "delete {p}/cache/"], in_cache(
+        lambda folder: os.truncate(folder / "manifest.json", 9))),
+    Case("manifest gone", [], ["manifest.json is missing", "delete {p}/cache/"], in_cache(
+        lambda folder: (folder / "manifest.json").unlink())),
+    Case("file in place of tokens", [], ["manifest.json cannot be read", "delete {p}/cache/"], in_cache(
+        lambda folder: (shutil.rmtree(folder), folder.write_text("")))),
+    Case("prepare: missing", ["text", "--files", "x.txt"], ["data.files=x.txt does not exist"], program="data.prepare"),
+    Case("prepare: unknown text", ["book"], ["'book'", "'embedded'"], program="data.prepare"),
+    Case("prepare: nothing to verify", ["text", "--files", "{p}/corpus.txt", "--cache-dir", "{p}/x", "--verify"],
+         ["does not exist; leave --verify out"], program="data.prepare"),
+]  # fmt: skip
+
+CHECKPOINTS = [
+    Case("resume from nothing", ["resume=nowhere"], ["checkpoint nowhere does not exist", "checkpoints/last"]),
+    Case("resume from a number", ["resume=3"], ["checkpoint 3 does not exist"]),
+    Case("resume from a list", ["resume=[a]"], ["resume=['a']", "text or null"]),
+    Case("resume from a file", ["resume={p}/corpus.txt"], ["{p}/corpus.txt has no checkpoint.json"]),
+    Case("resume from another folder", ["resume={p}"], ["{p} has no checkpoint.json"]),
+    Case("link to a deleted one", RESUME, ["{p}/first/checkpoints/last does not exist"],
+         lambda place: shutil.rmtree((place.path / LAST).resolve())),
+    Case("already at its end", ["resume={p}/" + LAST], ["has done 4 steps of train.steps=4; raise train.steps"]),
+    Case("weights truncated", RESUME, ["model.safetensors is damaged", "use another"], in_checkpoint(
+        "model.safetensors", lambda content: content[: len(content) // 2])),
+    Case("weights empty", RESUME, ["model.safetensors is damaged"], in_checkpoint("model.safetensors", lambda _: b"")),
+    Case("state truncated", RESUME, ["state.pt is damaged"], in_checkpoint("state.pt", lambda content: content[:-99])),
+    Case("state junk", RESUME, ["state.pt is damaged"], in_checkpoint("state.pt", lambda _: b"junk" * 99)),
+    Case("description truncated", RESUME, ["checkpoint.json is damaged"], in_checkpoint(
+        "checkpoint.json", lambda content: content[:99])),
+    Case("description altered", RESUME, ["checkpoint.json is damaged"], in_checkpoint(
+        "checkpoint.json", lambda content: content.replace(b'"step": 4', b'"step": 3'))),
+    Case("description a list", RESUME, ["checkpoint.json is damaged"], in_checkpoint(
+        "checkpoint.json", lambda _: b"[]")),
+    Case("description not UTF-8", RESUME, ["checkpoint.json is damaged"], in_checkpoint(
+        "checkpoint.json", lambda _: b"\xff\xfe")),
+    Case("another format", RESUME, ["format 99"], in_checkpoint(
+        "checkpoint.json", lambda content: re.sub(rb'"format": \d+', b'"format": 99', content))),
+    Case("a file missing", RESUME, ["has no state.pt"], lambda place: (place.path / LAST / "state.pt").unlink()),
+    Case("wrong shape", RESUME, ["tensor blocks.0.attention.out.weight is (1, 32)", "(32, 32)"], rewritten(
+        weights=first_tensor(lambda tensor: tensor[:1].clone()))),
+    Case("wrong dtype", RESUME, ["tensor blocks.0", "torch.int32"], rewritten(weights=first_tensor(torch.Tensor.int))),
+    Case("tensor missing", RESUME, ["does not fit the model", "blocks.0.attention.out.weight"], rewritten(
+        weights=lambda weights: weights.pop(min(weights)))),
+    Case("tensor too many", RESUME, ["does not fit the model", "tensor extra"], rewritten(
+        weights=lambda weights: weights.update(extra=torch.zeros(1)))),
+    Case("pickle bomb", RESUME, ["state.pt holds more than tensors", "checkpoint of your own"], rewritten(
+        state=lambda state: state.update(bomb=Bomb()))),
+    Case("other layers", [*RESUME, "model.num_layers=3"], ["model.num_layers=2, this run has 3; use 2"]),
+    Case("other width", [*RESUME, "model.n_embd=64"], ["model.n_embd=32, this run has 64; use 32"]),
+    Case("other optimiser", [*RESUME, "optim=adamw"], ["optim.name=muon, this run has adamw; use muon"]),
+    Case("other tokenizer", [*RESUME, "tokenizer=characters"], ["tokenizer=bytes, this run has characters"]),
+    Case("other alphabet of equal size", [*RESUME, *X, "tokenizer=characters"], ["use the data it was trained on"],
+         lambda place: (text(b"abc\n" * 99)(place), rewritten(meta=lambda meta: meta.update(
+             tokenizer={"name": "characters", "alphabet": "\nxyz"}, vocab_size=5))(place))),
+    Case("metrics damaged", RESUME, ["first/metrics.jsonl is damaged", "move it away"],
+         lambda place: (place.path / "first" / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n')),
+    Case("sample: no run", ["hardware=cpu"], ["no checkpoint under runs/", "checkpoint=PATH"],
+         program="scripts.sample"),
+    Case("sample: empty folder", ["hardware=cpu"], ["no checkpoint under runs/"], empty_folder, "scripts.sample"),
+    Case("sample: damaged", SAMPLE, ["model.safetensors is damaged"], in_checkpoint(
+        "model.safetensors", lambda content: content[:99]), "scripts.sample"),
+    Case("sample: model of another version", SAMPLE, ["model.shape, which this version does not know"], rewritten(
+        meta=lambda meta: meta["settings"]["model"].update(shape=3)), "scripts.sample"),
+    Case("sample: unknown tokenizer", SAMPLE, ["tokenizer.name=gpt9", "bytes"], rewritten(
+        meta=lambda meta: meta["tokenizer"].update(name="gpt9")), "scripts.sample"),
+    Case("sample: temperature", [*SAMPLE, "temperature=-1"], ["temperature=-1.0", "must be 0"],
+         program="scripts.sample"),
+    Case("compare: no run", ["{p}/cache"], ["{p}/cache has no metrics.jsonl"], program="scripts.compare"),
+    Case("compare: damaged", ["{p}/first"], ["{p}/first/metrics.jsonl", "damaged"],
+         lambda place: (place.path / "first" / "metrics.jsonl").write_text("{"), "scripts.compare"),
+    Case("compare: picture below a file", ["{p}/first", "--out", "{p}/corpus.txt/x.png"], ["--out={p}/corpus.txt/x"],
+         program="scripts.compare"),
+]  # fmt: skip
+
+ENVIRONMENTS = [
+    Case("no GPU", ["hardware.device=cuda"], ["hardware.device=cuda", "no CUDA GPU", "hardware.device=cpu"], no_gpu),
+    Case("no such GPU", ["hardware.device=cuda:7"], ["hardware.device=cuda:7", "use cuda:0"], old_gpu),
+    Case("GPU that is none", ["hardware.device=cuda:x"], ["hardware.device=cuda:x", "cuda:N"]),
+    Case("no such device", ["hardware.device=tpu"], ["hardware.device=tpu", "cpu"]),
+    Case("no bfloat16", ["hardware.device=cuda", "hardware.dtype=bfloat16"], ["Tesla T4", "float32"], old_gpu),
+    Case("no such dtype", ["hardware.dtype=int8"], ["hardware.dtype=int8", "bfloat16"]),
+    Case("a million threads", ["hardware.num_threads=1000000"], ["hardware.num_threads=1000000", "1024"]),
+    Case("flash without a GPU", ["model.attention=flash"], ["model.attention=flash", "attention=sdpa"],
+         no_interpreter),
+    Case("sdpa cannot mask documents", ["data.document_mask=true"], ["varlen", "attention=flash"]),
+    Case("cache is a file", ["data.cache_dir={p}/corpus.txt"], ["data.cache_dir={p}/corpus.txt", "FOLDER"]),
+    Case("cache below a file", ["data.cache_dir={p}/corpus.txt/x"], ["data.cache_dir=", "Not a directory"]),
+    Case("cache where nobody writes", ["data.cache_dir=/proc/x"], ["data.cache_dir=/proc/x cannot be written"]),
+    Case("full disk under the cache", ["data.cache_dir={p}/new"], ["data.cache_dir={p}/new", "No space left"],
+         full_disk),
+    Case("GPT-2's vocabulary out of reach", ["tokenizer=gpt2"], ["tokenizer=gpt2", "TIKTOKEN_CACHE_DIR"], no_network),
+    Case("wandb out of reach", ["logger.wandb=online"], ["logger.wandb=online", "127.0.0.1:9", "wandb=offline"],
+         logged_in()),
+    Case("wandb out of reach, by environment", ["logger.wandb=auto"], ["WANDB_MODE=online", "127.0.0.1:9"],
+         logged_in(WANDB_MODE="online")),
+    Case("wandb without a login", ["logger.wandb=online"], ["no login was found", "wandb login"], no_login),
+    Case("wandb mode that is none", ["logger.wandb=maybe"], ["logger.wandb=maybe", "offline"]),
+    Case("WANDB_MODE that is none", ["logger.wandb=auto"], ["WANDB_MODE=maybe", "offline"],
+         environment(WANDB_MODE="maybe")),
+]  # fmt: skip
+
+CASES = COMMAND_LINES + CONFIGURATIONS + DATA + CHECKPOINTS + ENVIRONMENTS
+
+
+# --- running them
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    error: str
+
+
+def told(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys) -> Outcome:
+    """Run a program's `main` as its command line would: without the seconds that a new interpreter takes."""
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    capsys.readouterr()
+    code: object = 0
+    try:
+        code = importlib.import_module(program).main()
+    except SystemExit as stopped:
+        code = stopped.code
+    captured = capsys.readouterr()
+    if isinstance(code, str):  # what the interpreter does with it
+        return Outcome(1, captured.out, captured.err + code)
+    return Outcome(int(code or 0), captured.out, captured.err)  # type: ignore[call-overload]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder with a text, its tokens and a run of four steps."""
+    path = tmp_path_factory.mktemp("finished")
+    (path / "corpus.txt").write_text(CORPUS)
+    arguments = [*Case("", [], []).command_line(path), f"hydra.run.dir={path / 'first'}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        importlib.import_module("train").main()
+    return path
+
+
+@pytest.fixture
+def place(finished, tmp_path, monkeypatch) -> Place:
+    path = tmp_path / "place"
+    shutil.copytree(finished, path, symlinks=True)
+    monkeypatch.chdir(path)
+    return Place(path, monkeypatch)
+
+
+def contents(path: Path) -> dict[str, bytes | str]:
+    """Every file and link below `path`, but for tokenised texts that were added."""
+    return {
+        str(file.relative_to(path)): os.readlink(file) if file.is_symlink() else file.read_bytes()
+        for file in path.rglob("*")
+        if file.is_symlink() or file.is_file()
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bad_input_is_one_line_and_nothing_is_lost(case, place, capsys):
+    if case.setup:
+        case.setup(place)
+    before = contents(place.path)
+    outcome = told(case.program, case.command_line(place.path), place.monkeypatch, capsys)
+    place.monkeypatch.undo()  # what was spoiled for the program must not spoil the checks
+
+    line = outcome.error.strip()
+    assert outcome.code not in (0, None), outcome
+    assert line.startswith("error: "), outcome
+    assert len(line.splitlines()) == 1
+    assert "Traceback" not in outcome.out + line
+    for words in case.says:
+        assert words.replace("{p}", str(place.path)) in line, line
+    assert REMEDY.search(line), f"no remedy in: {line}"
+
+    after = contents(place.path)
+    assert {name: after.get(name) for name in before} == before
+    # what may appear: tokenised text, and Hydra's note of a sweep
+    assert not {name for name in after.keys() - before.keys() if not re.match(r"cache/[^.]|.*/multirun\.yaml", name)}
+    assert not [path for path in place.path.glob("runs/*/*/*") if path.name != "multirun.yaml"]
+
+
+def test_there_are_enough():
+    assert len(CASES) >= 60
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+# --- a traceback for those who ask; what is refused next to what is not
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [(["model.num_layers=three"], "ValidationError"), (["data.files=missing.txt"], "ValueError")],
+)
+def test_a_traceback_for_those_who_ask(arguments, cause, place, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(sys, "argv", ["train.py", *Case("", arguments, []).command_line(place.path)])
+    with pytest.raises(ConfigError) as raised:
+        importlib.import_module("train").main()
+    chain, error = [], raised.value
+    while error is not None:
+        chain.append(type(error).__name__)
+        error = error.__cause__
+    assert re.search(cause, " ".join(chain))
+
+
+def test_each_refused_run_of_a_sweep_is_named_and_the_others_run(place, monkeypatch, capsys):
+    arguments = ["-m", *Case("", ["train.steps=0,2,-1"], []).command_line(place.path)]
+    outcome = told("train", arguments, monkeypatch, capsys)
+    assert outcome.code == 2
+    assert outcome.error.splitlines() == [f"error: train.steps={n} must be at least 1" for n in (0, -1)]
+    (summary,) = place.path.glob("runs/*/*/*/summary.json")
+    assert json.loads(summary.read_text())["steps"] == 2
+
+
+def test_wandb_out_of_reach_is_offline_where_nobody_asked_for_online(place, monkeypatch, capsys):
+    no_login(place)
+    logged_in()(place)
+    outcome = told("train", Case("", ["logger.wandb=auto"], []).command_line(place.path), monkeypatch, capsys)
+    assert outcome.code == 0, outcome
+    assert "wandb offline (auto: http://127.0.0.1:9 does not answer" in outcome.out
+
+
+def test_a_torn_last_line_of_metrics_is_dropped(place, monkeypatch, capsys):
+    metrics = place.path / "first" / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole + '{"step": 5, "lo')
+    assert told("train", Case("", RESUME, []).command_line(place.path), monkeypatch, capsys).code == 0
+    assert metrics.read_text().startswith(whole)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][-1] == 9
+
+
+# --- what only a process of its own can show
+
+
+def process(path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        cwd=path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"} | variables,
+    )
+
+
+def test_a_process_ends_with_one_line_and_code_2(tmp_path):
+    done = process(tmp_path, "train.batch_tokens=1000")
+    assert done.returncode == 2
+    assert done.stderr == "error: train.batch_tokens=1000 is not a multiple of data.seq_len=128; use 1024\n"
+    assert not done.stdout
+
+
+def test_a_hub_out_of_reach(tmp_path):
+    """`datasets` reads its addresses when it is imported."""
+    done = process(
+        tmp_path,
+        "data=wikitext2",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "logger.wandb=disabled",
+        HF_ENDPOINT="http://127.0.0.1:9",
+        HF_HOME=str(tmp_path / "hub"),
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: wikitext-2-raw-v1 cannot be had from the Hugging Face hub")
+    assert "data.local_dir=FOLDER" in line
+    assert not list((tmp_path / "cache").iterdir())

@@ -1,0 +1,331 @@
+"""The page before a run: every seeded misconfiguration has its named fix, and what is fine is not complained about."""
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import tiktoken.registry
+import torch
+
+from kernels import naive_attention, selftest
+from model import ATTENTION, GPT, GPTConfig
+from scripts import doctor, doctor_checks
+from scripts.doctor import examine
+from scripts.doctor_checks import FIX, NOTE, Finding, num_parameters
+from tests.runs import small_run
+from train import train
+
+SMI = [{"name": "NVIDIA H200", "driver_version": "470.1", "memory.total": "143771", "memory.used": "0"}]
+RIGHT = [selftest.Result("float32", 1.0, 0.1, None)]
+
+
+@dataclass
+class Place:
+    """Where a case happens: `path` holds corpus.txt, `runs` is where the run would write."""
+
+    path: Path
+    patch: pytest.MonkeyPatch
+    runs: Path
+
+
+Setup = Callable[[Place], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    check: str  # the finding's name
+    says: str  # words of what was found
+    fix: str  # words of the fix
+    overrides: list[str] = field(default_factory=list)
+    setup: Setup | None = None
+    status: str = FIX
+
+
+# --- what spoils the place
+
+
+def driver_sees(gpus: list[dict], cuda: str | None = "12.8", **variables: str) -> Setup:
+    """A machine whose driver knows of GPUs that PyTorch does not see."""
+
+    def spoil(place: Place) -> None:
+        place.patch.setattr(torch.cuda, "is_available", lambda: False)
+        place.patch.setattr(doctor_checks, "installed_gpus", lambda: gpus)
+        place.patch.setattr(torch.version, "cuda", cuda)
+        place.patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        for name, value in variables.items():
+            place.patch.setenv(name, value)
+
+    return spoil
+
+
+def gpu_with(free: int) -> Setup:
+    """An H200 as PyTorch describes it, for the line about the GPU alone: the run is on the CPU."""
+
+    def spoil(place: Place) -> None:
+        properties = type("Properties", (), {"name": "NVIDIA H200", "major": 9, "minor": 0})()
+        place.patch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        place.patch.setattr(torch.cuda, "mem_get_info", lambda index: (free, 140 * 2**30))
+        place.patch.setattr(torch.cuda, "device_count", lambda: 1)
+        real = doctor_checks.gpu
+
+        def gpu() -> Finding:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.cuda, "is_available", lambda: True)
+                return real()
+
+        place.patch.setattr(doctor_checks, "gpu", gpu)
+
+    return spoil
+
+
+def installed(name: str, version: str) -> Setup:
+    real = metadata.version
+    return lambda place: place.patch.setattr(metadata, "version", lambda n: version if n == name else real(n))
+
+
+def shadowed(place: Place) -> None:
+    package = type("Distribution", (), {"metadata": {"Name": "kernels"}})
+    place.patch.setattr(metadata, "distributions", lambda: [package])
+
+
+def broken_kernel(place: Place) -> None:
+    """Off by a thousandth: 16-bit dtypes hide it, float32 does not."""
+
+    def wrong(q, k, v, *, causal):
+        return naive_attention(q, k, v, causal=causal) * (1.001 if q.dtype == torch.float32 else 1.0)
+
+    place.patch.setattr(selftest, "flash_attention", wrong)
+    place.patch.setattr(doctor_checks, "self_test", selftest.self_test)
+
+
+def no_compiler(place: Place) -> None:
+    def stop(*_):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC.")
+
+    place.patch.setattr(doctor_checks, "self_test", stop)
+
+
+def future_mask(place: Place) -> None:
+    place.patch.setitem(ATTENTION, "naive", lambda q, k, v, **options: naive_attention(q, k, v))
+
+
+def no_network(place: Place) -> None:
+    def fail(*_, **__):
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    place.patch.setattr(socket, "getaddrinfo", fail)
+    place.patch.setattr(tiktoken.registry, "ENCODINGS", {})
+    place.patch.setenv("TIKTOKEN_CACHE_DIR", str(place.path / "vocabulary"))
+
+
+def full_disk(place: Place) -> None:
+    usage = type("Usage", (), {"free": 10**6})()
+    place.patch.setattr(shutil, "disk_usage", lambda path: usage)
+
+
+def runs_is_a_file(place: Place) -> None:
+    place.runs.write_text("")
+
+
+def finished(place: Place) -> Path:
+    """Trains four steps; returns the checkpoint."""
+    train(small_run(place.path, "train.steps=4"), place.path / "first")
+    return place.path / "first" / "checkpoints" / "last"
+
+
+def damaged_checkpoint(place: Place) -> None:
+    (finished(place) / "model.safetensors").write_bytes(b"")
+
+
+def altered_tokens(place: Place) -> None:
+    (cached,) = (finished(place).parents[2] / "cache").iterdir()
+    (cached / "train-00000.bin").write_bytes(b"\0" * (cached / "train-00000.bin").stat().st_size)
+
+
+def environment(**variables: str) -> Setup:
+    return lambda place: [place.patch.setenv(name, value) for name, value in variables.items()]
+
+
+def no_login(place: Place) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_BASE_URL"):
+        place.patch.delenv(name, raising=False)
+    place.patch.setenv("HOME", str(place.path))
+
+
+def no_interpreter(place: Place) -> None:
+    place.patch.setattr(torch.cuda, "is_available", lambda: False)
+    place.patch.delenv("TRITON_INTERPRET", raising=False)
+
+
+CASES = [
+    Case("the GPU is hidden", "gpu", "CUDA_VISIBLE_DEVICES= hides it", "unset CUDA_VISIBLE_DEVICES",
+         setup=driver_sees(SMI, CUDA_VISIBLE_DEVICES="")),
+    Case("PyTorch for the CPU beside a GPU", "gpu", "was built for the CPU", "uv sync", setup=driver_sees(SMI, None)),
+    Case("driver too old", "gpu", "NVIDIA H200 (driver 470.1), which PyTorch does not see", "driver for CUDA 12.8",
+         setup=driver_sees(SMI)),
+    Case("kernels interpreted beside a GPU", "gpu", "TRITON_INTERPRET is set", "unset TRITON_INTERPRET",
+         setup=lambda place: (gpu_with(139 * 2**30)(place), environment(TRITON_INTERPRET="1")(place))),
+    Case("GPU shared", "gpu", "100.0 GiB of it are held by others", "hardware.device=cuda:N", status=NOTE,
+         setup=lambda place: (gpu_with(40 * 2**30)(place), environment(TRITON_INTERPRET="0")(place))),
+    Case("numpy too new", "versions", "numpy 2.4.1 is not <2.4,>=2.0", "uv sync", setup=installed("numpy", "2.4.1")),
+    Case("another Triton", "versions", "triton 3.7.0 is not ==3.6.0", "uv sync", setup=installed("triton", "3.7.0")),
+    Case("a package in our name", "versions", "called kernels", "uv pip uninstall kernels", setup=shadowed),
+    Case("no GPU", "hardware", "PyTorch sees no CUDA GPU", "hardware.device=cpu", ["hardware.device=cuda"],
+         driver_sees([])),
+    Case("too many threads", "hardware", "hardware.num_threads=1000", "hardware.num_threads=",
+         ["hardware.num_threads=1000"], lambda place: place.patch.setattr(torch, "set_num_threads", lambda n: None),
+         NOTE),
+    Case("no C++ compiler", "hardware", "no C++ compiler (nothing++)", "hardware.compile=false",
+         ["hardware.compile=true"], environment(CXX="nothing++")),
+    Case("flash without a GPU", "attention", "model.attention=flash cannot run", "model.attention=auto: sdpa",
+         ["model.attention=flash"], no_interpreter),
+    Case("documents in sdpa", "attention", "varlen in float32 is not supported by sdpa", "model.attention=auto: naive",
+         ["data.document_mask=true"]),
+    Case("a wrong kernel", "kernels", "in float32 is", "model.attention=sdpa", ["model.attention=flash"],
+         broken_kernel),
+    Case("a kernel that does not compile", "kernels", "RuntimeError: Failed to find C compiler.",
+         "model.attention=sdpa", ["model.attention=flash"], no_compiler),
+    Case("a wrong mask", "causality", "model: attention of layer 0: token 0 sees token 1",
+         "do not train with model.attention=naive", ["model.attention=naive"], future_mask),
+    Case("a window that hides nothing", "model", "model.window=64 hides nothing at data.seq_len=32", "leave",
+         ["model.window=64", "model.attention=naive"], status=NOTE),
+    Case("rotary positions that come around", "model", "fewer than data.seq_len=32", "model.rope_base=",
+         ["model.rope_base=2"], status=NOTE),
+    Case("no text", "data", "missing.txt does not exist", "give a path", ["data.files=missing.txt"]),
+    Case("not UTF-8", "data", "is not UTF-8 (byte 0)", "iconv",
+         setup=lambda place: (place.path / "corpus.txt").write_bytes(b"\xff\xfe" * 99)),
+    Case("text shorter than a window", "data", "longer than the validation split of a text of 100 bytes",
+         "data.seq_len=9 or less", setup=lambda place: (place.path / "corpus.txt").write_text("0123456789" * 10)),
+    Case("tokens altered", "data", "train-00000.bin was altered", "delete", setup=altered_tokens),
+    Case("cache below a file", "data", "data.cache_dir=", "data.cache_dir=FOLDER",
+         setup=lambda place: (place.path / "cache").write_text("")),
+    Case("a mask for one document", "data", "the text is a single document", "leave data.document_mask out",
+         ["data.document_mask=true", "model.attention=naive"], finished, NOTE),
+    Case("the hub out of reach", "data", "the Hugging Face hub does not answer", "data.local_dir=FOLDER",
+         ["data=wikitext2", "~data.files", "data.seq_len=32"], no_network, NOTE),
+    Case("GPT-2's vocabulary out of reach", "tokenizer", "could not be downloaded", "TIKTOKEN_CACHE_DIR",
+         ["tokenizer=gpt2"], no_network),
+    Case("too little room for checkpoints", "disk", "0.0 GB free", "train.keep_last=1", setup=full_disk),
+    Case("a run's folder that is a file", "disk", "cannot be made", "hydra.run.dir=FOLDER", setup=runs_is_a_file),
+    Case("wandb out of reach", "wandb", "http://127.0.0.1:9 does not answer", "logger.wandb=offline",
+         ["logger.wandb=online"], environment(WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9")),
+    Case("wandb without a login", "wandb", "no login was found", "logger.wandb=offline", ["logger.wandb=online"],
+         no_login),
+    Case("WANDB_MODE that is none", "wandb", "WANDB_MODE=maybe", "unset it", ["logger.wandb=auto"],
+         environment(WANDB_MODE="maybe")),
+    Case("a damaged checkpoint", "resume", "model.safetensors is damaged", "use another checkpoint",
+         ["resume={p}/first/checkpoints/last"], damaged_checkpoint),
+    Case("a checkpoint of another model", "resume", "model.num_layers=2, this run has 3", "use 2",
+         ["resume={p}/first/checkpoints/last", "train.steps=9", "model.num_layers=3"], finished),
+]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The kernels' own self-test is replaced: it takes a second, and has tests of its own below."""
+    monkeypatch.setattr(doctor_checks, "self_test", lambda *_: RIGHT)
+    return Place(tmp_path, monkeypatch, tmp_path / "runs")
+
+
+def findings(place: Place, *overrides: str) -> dict[str, Finding]:
+    settings = small_run(place.path, *(o.replace("{p}", str(place.path)) for o in overrides))
+    return {finding.name: finding for finding in examine(settings, place.runs)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_misconfiguration_has_a_named_fix(case, place):
+    small_run(place.path)  # the text is written first, so that it can be spoiled
+    if case.setup:
+        case.setup(place)
+    found = findings(place, *case.overrides)
+    assert found[case.check].status == case.status, found[case.check]
+    assert case.says in found[case.check].text
+    assert case.fix in found[case.check].fix
+    others = [finding for finding in found.values() if finding.status == FIX and finding.name != case.check]
+    assert not others, "one fault, one fix"
+
+
+def test_there_are_enough():
+    assert len(CASES) >= 15
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_a_run_that_is_fine(place):
+    before = finished(place)
+    found = findings(place, f"resume={before}", "train.steps=9")
+    assert {finding.status for finding in found.values()} == {"ok"}, found
+    order = ["gpu", "versions", "hardware", "attention", "kernels", "causality", "model", "data", "tokenizer", "disk"]
+    assert list(found) == [*order, "wandb", "resume"]
+    meta = json.loads((before / "checkpoint.json").read_text())
+    assert found["data"].facts["fingerprint"] == meta["data_fingerprint"]
+    assert found["disk"].facts["checkpoint_bytes"] >= (before / "model.safetensors").stat().st_size
+    assert not place.runs.exists(), "nothing is written"
+
+
+def test_the_page_and_its_json(place, capsys, monkeypatch):
+    """The program itself, with the real self-test."""
+    monkeypatch.setattr(doctor_checks, "self_test", selftest.self_test)
+    monkeypatch.chdir(place.path)
+    small_run(place.path)
+    arguments = [
+        "data=text",
+        f"data.files={place.path / 'corpus.txt'}",
+        f"data.cache_dir={place.path / 'cache'}",
+        "data.seq_len=32",
+        "train.batch_tokens=256",
+        "logger.wandb=disabled",
+    ]
+    monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments])
+    doctor.main()
+    *page, last = capsys.readouterr().out.splitlines()
+    report = json.loads(last)
+    assert report["ready"]
+    assert report["wrong"] == []
+    assert [result["dtype"] for result in report["checks"]["kernels"]["facts"]["results"]] == [
+        "float32", "bfloat16", "float16",
+    ]  # fmt: skip
+    assert page[-1] == "ready to run"
+    assert all(any(line.split()[1] == name for line in page[:-1]) for name in report["checks"])
+    monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments, "tokenizer=characters", "data.files=missing.txt"])
+    monkeypatch.setattr(doctor_checks, "self_test", lambda *_: RIGHT)
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main()
+    assert stopped.value.code == doctor.FAILED
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["wrong"] == ["data"]
+    assert sorted(path.name for path in place.path.iterdir()) == ["corpus.txt"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GPTConfig(num_layers=2, n_embd=48, num_heads=4), GPTConfig(num_layers=1, n_embd=32, num_heads=2, mlp="swiglu"),
+     GPTConfig(num_layers=3, n_embd=32, num_heads=4, num_kv_heads=1, tie_embeddings=False)],
+)  # fmt: skip
+def test_parameters_are_counted_without_memory(config):
+    model = GPT(replace(config, attention="naive"), 100, 8)
+    assert num_parameters(config, 100) == model.num_parameters()
+
+
+def test_the_fingerprint_of_a_tokenizer_is_of_its_tokens():
+    from data.tokenizer import CharacterEncoding
+
+    one, two = CharacterEncoding("abc"), CharacterEncoding("abd")
+    assert doctor_checks.fingerprint_of(one) == doctor_checks.fingerprint_of(CharacterEncoding("abc"))
+    assert doctor_checks.fingerprint_of(one) != doctor_checks.fingerprint_of(two)
+
+
+@pytest.mark.gpu
+def test_the_page_on_a_gpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["doctor.py", f"data.cache_dir={tmp_path}", "logger.wandb=disabled"])
+    doctor.main()
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    print(json.dumps(report))
+    assert report["checks"]["attention"]["facts"]["name"] == "flash"
+    assert set(report["checks"]["causality"]["facts"]) == {"model", "packing", "KV cache"}
