@@ -47,7 +47,7 @@ TINY_PROFILE = (
     "train.steps=8", "train.batch_tokens=256", "model.num_layers=1", "data.seq_len=64", "train.eval_windows=1",
     "optim.warmup_steps=1", "train.sample_tokens=0", "profile=true", "model.attention=naive", "hardware=cpu",
 )  # fmt: skip
-STEPS_1000 = ("train.steps=1000", "train.batch_tokens=8192", *FEW)
+STEPS_1000 = ("train.steps=1000", "train.batch_tokens=4096", *FEW)
 
 
 @dataclass(frozen=True)
