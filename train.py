@@ -27,7 +27,7 @@ from training.hardware import Hardware, set_up
 from training.optim import Optimiser, lr_factor
 from training.profiler import StepProfiler, region
 from training.provenance import provenance, write_description
-from training.random_states import random_states, restore_random_states
+from training.random_states import random_states, restore_random_states, seed_everything
 from training.runlog import RunLog
 from training.saver import Saver
 from training.stop import StopRequest
@@ -52,7 +52,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         resume.refuse_unless_same(resumed, asdict(settings), tokenizer, dataset.vocab_size)
 
     # --- the model and its optimiser; the seed fixes the initial weights, whatever the attention
-    torch.manual_seed(config.seed)
+    seed_everything(config.seed)
     model = GPT(settings.model, dataset.vocab_size, settings.data.seq_len, device=hardware.device, dtype=hardware.dtype)
     optimiser = Optimiser(model, settings.optim)
     first_step, seconds_before, best_loss = 0, 0.0, math.inf
@@ -121,6 +121,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
 
     with (
         log,
+        saver,
         StopRequest(config.max_hours, began) as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=boundary) as prefetcher,
         profiler or nullcontext(),
@@ -155,7 +156,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
             profile_written = profiler is not None and profiler.step()
             # a run that is stopped saves and leaves: what it would log or evaluate beyond that, no other run has
-            finished, stopped = step == config.steps, stop.requested
+            finished = step == config.steps
+            stopped = stop.requested and not finished
             record: dict[str, float | None] = {}
             if finished or step == 1 or step % config.log_every == 0:
                 # the first step of a process compiles, so it is no measure of speed
@@ -187,6 +189,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             if record or is_best or profile_written:
                 watch.restart(step)
 
+        saved = saver.wait()
         summary = {
             "steps": step,
             "tokens": step * config.batch_tokens,
@@ -197,7 +200,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             "attention": settings.model.attention,
             "stopped": stop.reason if stopped else None,
             "exit_code": stop.exit_code if stopped else 0,
-            "checkpoint": str(saver.saved) if saver.saved else None,
+            "checkpoint": str(saved) if saved else None,
         }
         log.summary(summary)
         if finished:
@@ -208,7 +211,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         else:
             log.say(f"stopped by {stop.reason}; resume={run_dir} goes on")
         log.say(f"{step} steps in {summary['seconds']:.0f} s; everything is in {run_dir}")
-        saver.close()
+        saver.check()
     return summary
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kernels import cross_entropy, rotate_and_split
 from model.attention import ATTENTION, AttentionFunction, Documents, resolve_attention
 from model.config import GPTConfig, round_up
+from model.embedding import embed
 from model.kv_cache import KVCache
 from model.recompute import is_recomputed, recompute
 
@@ -224,7 +225,7 @@ class GPT(nn.Module):
             tokens = tokens.reshape(1, -1)  # one row: from here on B is 1 and N all tokens
             positions = positions_in(cu_seqlens, tokens.size(1))
             cos, sin = self.cos[positions], self.sin[positions]
-        x = F.dropout(self.embedding(tokens), self.config.dropout, self.training)  # (B, N, C)
+        x = F.dropout(embed(tokens, self.embedding.weight), self.config.dropout, self.training)  # (B, N, C)
         mode, every = self.config.activation_checkpointing, self.config.checkpoint_every
         for layer, block in enumerate(self.blocks):
             if kv_cache is None and is_recomputed(mode, every, layer):

@@ -1,12 +1,17 @@
-"""Small runs for tests: settings composed as the command line composes them."""
+"""Small runs for tests: settings composed as the command line composes them, and what a run left, by its bits."""
 
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
+import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from conf.program import register, settings_from
 from conf.schema import Settings
+from training.checkpoint import Checkpoint
 
 CORPUS = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs.\n" * 60
 
@@ -41,3 +46,35 @@ def small_run(tmp_path: Path, *overrides: str) -> Settings:
     if not corpus.exists():
         corpus.write_text(CORPUS)
     return settings("data=text", f"data.files={corpus}", f"data.cache_dir={tmp_path / 'cache'}", *SMALL, *overrides)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of nested containers and tensors, by their bits."""
+    if isinstance(value, torch.Tensor):
+        own = (
+            str(value.dtype)
+            + str(tuple(value.shape))
+            + hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+        )
+    elif isinstance(value, dict):
+        own = "{" + ",".join(f"{key}:{digest(value[key])}" for key in sorted(value, key=str)) + "}"
+    elif isinstance(value, list | tuple):
+        own = "[" + ",".join(map(digest, value)) + "]"
+    else:
+        own = repr(value)
+    return hashlib.sha256(own.encode()).hexdigest()
+
+
+def contents(checkpoint: Checkpoint) -> str:
+    """One digest of all that a run goes on with: weights and state."""
+    weights = hashlib.sha256((checkpoint.path / "model.safetensors").read_bytes()).hexdigest()
+    return weights + digest(checkpoint.load_state())
+
+
+CLOCK = ("seconds", "tokens_per_second", "mfu", "mfu_full", "peak_memory_gib")
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run logged, without what a clock said."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]

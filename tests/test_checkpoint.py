@@ -3,14 +3,19 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import subprocess
+import threading
 
 import pytest
 import torch
 from torch import nn
 
+from tests.runs import small_run
+from train import train
 from training import checkpoint as checkpoints
+from training.metrics import MetricsFile
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
 
@@ -195,6 +200,7 @@ def size_limit(nbytes):
 
 def save_with(saver, net, step):
     saver.save(net, {"value": torch.zeros(100_000)}, {"step": step}, best=False)
+    saver.wait()
 
 
 def check_survived(saver, said):
@@ -206,7 +212,7 @@ def check_survived(saver, said):
     assert checkpoints.newest_complete(saver.folder, report=pytest.fail).step == 1
     assert sorted(path.name for path in saver.folder.iterdir()) == ["last", "step_000001"]
     with pytest.raises(OSError, match="the last checkpoint was not saved"):
-        saver.close()
+        saver.check()
 
 
 @pytest.mark.parametrize("fills", ["weights", "state"])
@@ -223,7 +229,7 @@ def test_a_full_disk(tmp_path, fills):
         ballast.unlink()  # somebody made room: the next save works
         save_with(saver, Net(), 3)
         assert steps(saver.folder) == [3]
-        saver.close()
+        saver.check()
 
 
 @pytest.mark.parametrize("fills", ["weights", "state"])
@@ -291,6 +297,86 @@ def test_a_vanished_folder(saver, tmp_path):
     check_survived(saver, "No such file or directory")
     save_with(saver, Net(), 3)
     assert steps(saver.folder) == [3]
+
+
+def test_metrics_wait_for_room(tmp_path):
+    """A full disk costs no step and leaves no half line; it is told of once."""
+    with small_disk(tmp_path / "disk"):
+        lines = []
+        path = tmp_path / "disk" / "metrics.jsonl"
+        metrics = MetricsFile(path, 0, resumes=False, say=lines.append)
+        metrics.append(1, {"loss": 1.0})
+        ballast = tmp_path / "disk" / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while file.write(b"0" * 4096):
+                pass
+        for step in range(2, 400):  # past the page that the file already has
+            metrics.append(step, {"loss": float(step)})
+        assert "No space left on device" in lines[0]
+        assert len(lines) == 1
+        assert path.read_bytes().endswith(b"}\n")
+        ballast.unlink()
+        metrics.append(400, {"loss": math.inf})
+        metrics.close()
+        assert lines[1:] == [f"written again: {path}"]
+        written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in written] == list(range(1, 401))
+    assert written[-1] == {"step": 400, "loss": None}
+
+
+def test_a_run_survives_a_full_disk(tmp_path, capsys):
+    """A whole run on a disk that fills while it trains: it ends by itself, with an error and all it could keep."""
+    with small_disk(tmp_path / "disk", megabytes=2):
+        run_dir = tmp_path / "disk" / "run"
+        run = small_run(tmp_path, "train.steps=6", "train.save_every=1", "train.keep_every=1", "train.log_every=1")
+        with pytest.raises(OSError, match="last checkpoint was not saved"):
+            train(run, run_dir)
+        said = capsys.readouterr().out
+        assert "No space left on device" in said
+        assert "6 steps in" in said
+        saved = checkpoints.newest_complete(run_dir / "checkpoints", report=pytest.fail)
+        assert 1 <= saved.step < 6
+        assert not list(run_dir.glob("checkpoints/.*"))
+
+
+# --- in the background
+
+
+def test_what_is_saved_is_what_was_there_when_save_was_called(saver, monkeypatch):
+    """Training goes on while the file is written; the next save waits for it."""
+    net, state = Net(), {"moments": [{"exp_avg": torch.ones(3)}], "text": ("plain", 1)}
+    before = net.linear.weight.detach().clone()
+    write, may_write, begun = checkpoints.write, threading.Event(), []
+
+    def held_up(folder, weights, state, meta, *, best):
+        begun.append(meta["step"])
+        assert may_write.wait(timeout=60)
+        return write(folder, weights, state, meta, best=best)
+
+    monkeypatch.setattr(checkpoints, "write", held_up)
+    saver.save(net, state, {"step": 1}, best=True)
+    with torch.no_grad():  # a step of training
+        net.linear.weight.zero_()
+        state["moments"][0]["exp_avg"].zero_()
+    assert steps(saver.folder) == []
+    may_write.set()
+    saver.save(net, state, {"step": 2}, best=False)
+    saver.check()
+    assert begun == steps(saver.folder) == [1, 2]
+    for step, weight, moment in ((1, before, 1.0), (2, torch.zeros(4, 4), 0.0)):
+        opened = checkpoints.open_checkpoint(saver.folder / f"step_{step:06d}")
+        opened.load_weights(net)
+        assert torch.equal(net.linear.weight, weight)
+        read = opened.load_state()
+        assert read["text"] == ("plain", 1)
+        assert torch.equal(read["moments"][0]["exp_avg"], torch.full((3,), moment))
+
+
+def test_a_mistake_of_ours_in_the_thread_is_not_swallowed(saver):
+    saver.save(Net(), {}, {"step": 1, "wrong": object()}, best=False)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        saver.wait()
+    assert steps(saver.folder) == []
 
 
 # --- random streams

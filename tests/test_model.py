@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from model import ATTENTION, GPT, GPTConfig, resolve_attention
+from model.embedding import embed, embedding_bwd
 
 VOCAB = 65  # padded to 128
 SEQ_LEN = 32
@@ -403,3 +404,13 @@ def test_a_changed_configuration_is_checked_again():
     config.num_kv_heads = 5
     with pytest.raises(ValueError, match="num_kv_heads=5"):
         GPT(config, VOCAB, SEQ_LEN)
+
+
+def test_the_embeddings_gradient_is_pytorchs():
+    """Behind an operator of its own, so that a compiler leaves its order of addition alone."""
+    table = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    tokens, do = torch.randint(9, (3, 50)), torch.randn(3, 50, 4, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(F.embedding(tokens, table), table, do)
+    (actual,) = torch.autograd.grad(embed(tokens, table), table, do)
+    assert torch.equal(actual, expected)
+    torch.library.opcheck(embedding_bwd, (do, tokens, 9))

@@ -1,4 +1,4 @@
-"""Whole runs, small: the loss falls, watching changes nothing, a resumed run ends with the same bits."""
+"""Whole runs, small: the loss falls, watching changes nothing."""
 
 import hashlib
 import json
@@ -108,23 +108,6 @@ def test_any_split_into_micro_batches_is_the_same_step(tmp_path):
         for a, b in zip(curves[0], other, strict=True):
             assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-
-
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_resume_ends_with_the_same_bits(tmp_path, optim):
-    # 2.4 epochs, so that the order of the second and third is resumed too; dropout on
-    common = (f"optim={optim}", "train.steps=40", "model.dropout=0.1", "train.log_every=1", "train.eval_every=8")
-    common = (*common, "train.keep_every=23")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(small_run(tmp_path, *common, "train.save_every=23"), whole)
-    train(small_run(tmp_path, *common, "train.save_every=23"), parts)
-    resumed = parts / "checkpoints" / "step_000023"
-    train(small_run(tmp_path, *common, "train.save_every=23", f"resume={resumed}"), parts)
-    assert weights_digest(parts) == weights_digest(whole)
-    assert losses(parts) == losses(whole)
-    assert [r["step"] for r in records(parts)] == list(range(1, 41))
-    a, b = (open_checkpoint(p).load_state()["optimiser"] for p in (whole, parts))
-    assert str(a) == str(b)
 
 
 def test_backends_train_alike(tmp_path):

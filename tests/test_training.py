@@ -202,7 +202,9 @@ def test_wandb_is_offline_without_a_login(tmp_path, monkeypatch):
 
 def test_a_failing_wandb_does_not_stop_the_run(tmp_path, capsys):
     class Broken:
-        def log(self, values):
+        starting_step = 0
+
+        def log(self, values, step):
             raise RuntimeError("no more")
 
     with log(tmp_path) as opened:

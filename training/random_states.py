@@ -7,6 +7,13 @@ import numpy as np
 import torch
 
 
+def seed_everything(seed: int) -> None:
+    """Start every stream from `seed`, those that nothing draws from today as well: a run is then one state."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # every device's too
+
+
 def random_states(device: torch.device | str = "cpu") -> dict[str, Any]:
     """The states of Python's, NumPy's and PyTorch's generators; with a CUDA `device`, of that GPU's as well."""
     kind, keys, position, has_gauss, cached_gauss = np.random.get_state()

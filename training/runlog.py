@@ -27,6 +27,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from training.metrics import MetricsFile
+
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 WANDB_URL = "https://api.wandb.ai"
 _PATIENCE_SECONDS = 5.0  # for the one question that decides whether wandb's server is within reach
@@ -77,8 +79,11 @@ class RunLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False)
-        self._file = _open_metrics(run_dir / "metrics.jsonl", first_step, resumes)
+        self._file = MetricsFile(run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say)
         self._wandb, self.wandb_note = _start_wandb(run_dir, config, settings, *mode, resumed=resumes)
+        if self._wandb:
+            # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
+            self._guarded(lambda run: [_log(run, record.pop("step"), record) for record in self._file.read()])
         self._progress = Progress(
             BarColumn(),
             MofNCompleteColumn(),
@@ -113,18 +118,18 @@ class RunLog:
     def metrics(self, step: int, values: Mapping[str, float | None]) -> None:
         """Record `values` at `step` steps done; None means not known here and is left out."""
         known = {key: value for key, value in values.items() if value is not None}
-        # JSON has no inf and NaN: they are written as null, a reader of the file sees that there was no number
-        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in known.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        self._file.append(step, known)
         if self._wandb:
-            self._guarded(lambda run: run.log({"step": step, **known}))
+            self._guarded(lambda run: _log(run, step, known))
         for forms in (TRAINING_FORMS, EVALUATION_FORMS):
             if line := _console_line(known, forms):
                 self.say(f"step {step:>6}  {line}")
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        (self.run_dir / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
+        try:
+            (self.run_dir / "summary.json").write_text(json.dumps(values, indent=2) + "\n")
+        except OSError as error:
+            self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
         if self._wandb:
             self._guarded(lambda run: run.summary.update(dict(values)))
 
@@ -136,29 +141,15 @@ class RunLog:
             self.say(f"wandb failed ({type(error).__name__}: {str(error).splitlines()[0]}); the run goes on without it")
 
 
+def _log(run: Any, step: int, values: Mapping[str, Any]) -> None:
+    """Send a step, on wandb's own step axis; a step that wandb already has from before a crash is not sent again."""
+    if step >= run.starting_step:
+        numbers = {key: math.nan if value is None else value for key, value in values.items()}
+        run.log({"step": step, **numbers}, step=step)
+
+
 def _console_line(values: Mapping[str, float], forms: Mapping[str, str]) -> str:
     return "  ".join(form.format(values[key]) for key, form in forms.items() if key in values)
-
-
-def _open_metrics(path: Path, first_step: int, resumes: bool):
-    """Open for appending; lines past `first_step` (written after the checkpoint that is resumed) are dropped."""
-    if path.exists() and not resumes:
-        raise ValueError(f"run folder {path.parent} already holds a run; give another hydra.run.dir, or resume=auto")
-    if path.exists():
-        lines = _lines_until(path, first_step)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in lines))
-        temporary.replace(path)
-    return path.open("a")
-
-
-def _lines_until(path: Path, step: int) -> list[str]:
-    """Its lines up to `step`. A last line without an end was being written when the machine stopped: it is dropped."""
-    *lines, _ = path.read_bytes().split(b"\n")
-    try:
-        return [line.decode() for line in lines if json.loads(line)["step"] <= step]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); move it away to resume without the earlier metrics") from error
 
 
 def _has_wandb_login() -> bool:
@@ -221,9 +212,12 @@ def _start_wandb(
 
     # one id a run folder, so that a resumed run goes on in the same wandb run
     id_file = run_dir / "wandb_id"
-    run_id = id_file.read_text().strip() if id_file.exists() else secrets.token_hex(4)
+    run_id = (id_file.read_text().strip() if id_file.exists() else "") or secrets.token_hex(4)
     id_file.write_text(run_id + "\n")
     try:
+        if resumed and mode == "offline":  # the new folder will hold the whole run: the old ones are not to be synced
+            for earlier in run_dir.glob(f"wandb/offline-run-*-{run_id}"):
+                earlier.rename(earlier.with_name(f"superseded-{earlier.name}"))
         run = wandb.init(
             project=config.project,
             group=config.group,

@@ -1,41 +1,96 @@
-"""What the loop calls to save: one checkpoint after another, and a failure that does not end the run."""
+"""What the loop calls to save: a copy is taken at once, a thread writes it, and a failure does not end the run."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import nn
 
 from training import checkpoint as checkpoints
 
 
 class Saver:
-    """Writes a run's checkpoints to `folder` and deletes those that need not be kept.
+    """Writes a run's checkpoints to `folder` in the background and deletes those that need not be kept.
+
+    `save` returns as soon as the tensors are on their way to host memory; on CUDA the loop does not even wait for the
+    copies, as the next step's kernels queue behind them. One checkpoint is written at a time: the next `save` waits
+    for it. Host memory holds one copy of weights and optimiser state, taken at the first save and used again.
 
     A checkpoint that cannot be written (full disk, folder read-only or gone) is reported through `say` and the run
-    goes on: the checkpoints before it are whole, and the next save tries again. `close` raises OSError where the very
-    last one failed, as then the run's end is lost.
+    goes on: the checkpoints before it are whole, and the next save tries again. Use it with `with`, which waits for
+    the last one; then `check` raises OSError if that one failed, as the end of the run is then lost.
     """
 
     def __init__(self, folder: Path, *, keep_last: int, keep_every: int, say: Callable[[str], None]) -> None:
         self.folder, self._keep_last, self._keep_every, self._say = folder, keep_last, keep_every, say
-        self.saved: Path | None = None  # the last one written
-        self.error: OSError | None = None  # why the last attempt failed
+        self._saved: Path | None = None
+        self._error: OSError | None = None  # why the last attempt failed
+        self._bug: BaseException | None = None  # anything else the thread met
+        self._writing: threading.Thread | None = None
+        self._host: dict[tuple, torch.Tensor] = {}  # where in the state -> its copy
         checkpoints.prepare(folder)
 
     def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
-        """Save the model as it is now. state and meta: see `checkpoint.write`."""
+        """Save the model and `state` as they are now. state and meta: see `checkpoint.write`."""
+        self.wait()
+        weights, state = self._copy((checkpoints.weights_of(model), state))
+        device = next(model.parameters()).device
+        copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        # not a daemon: an interpreter that ends waits for what is being written
+        self._writing = threading.Thread(target=self._write, args=(weights, state, meta, best, copied), name="saver")
+        self._writing.start()
+
+    def wait(self) -> Path | None:
+        """Wait until nothing is being written; the newest checkpoint that this object wrote."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._bug is not None:
+            raise self._bug
+        return self._saved
+
+    def check(self) -> None:
+        """OSError if the last checkpoint is not on disk."""
+        self.wait()
+        if self._error is not None:
+            raise OSError(f"the last checkpoint was not saved to {self.folder}: {self._error}") from self._error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.wait()
+
+    def _copy(self, value: Any, place: tuple = ()) -> Any:
+        """`value` with its tensors copied to host memory."""
+        if isinstance(value, torch.Tensor):
+            copy = self._host.get(place)
+            if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
+                # pinned, or the copy from a GPU could not go on beside the loop
+                copy = self._host[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+            return copy.copy_(value.detach(), non_blocking=True)
+        if isinstance(value, dict):
+            return {key: self._copy(item, (*place, key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._copy(item, (*place, i)) for i, item in enumerate(value))
+        return value
+
+    def _write(
+        self, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any], best: bool, copied: Any
+    ) -> None:
         try:
-            self.saved = checkpoints.write(self.folder, checkpoints.weights_of(model), state, meta, best=best)
+            if copied is not None:
+                copied.synchronize()
+            self._saved = checkpoints.write(self.folder, weights, state, meta, best=best)
             checkpoints.prune(self.folder, keep_last=self._keep_last, keep_every=self._keep_every)
-            self.error = None
+            self._error = None
         except OSError as error:
-            self.error = error
+            self._error = error
             self._say(
                 f"not saved: step {meta['step']} to {self.folder}: {error}; earlier checkpoints are untouched and the "
                 "run goes on; free space or make the folder writable before the next save"
             )
-
-    def close(self) -> None:
-        if self.error is not None:
-            raise OSError(f"the last checkpoint was not saved to {self.folder}: {self.error}") from self.error
+        except BaseException as error:  # it belongs to whoever waits
+            self._bug = error

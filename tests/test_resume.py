@@ -1,0 +1,182 @@
+"""Stopped at any step and resumed, a run ends with the bits of one that never stopped: weights, state, metrics."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+
+from tests.runs import contents, metrics, settings, small_run
+from train import train
+from training.checkpoint import open_checkpoint
+
+# 36 windows and 4 a step: the first epoch ends exactly after step 9. Two micro-batches a step, dropout on; metrics,
+# evaluations and samples at intervals that no stop coincides with
+STEPS = 11
+STORY = (
+    f"train.steps={STEPS}",
+    "data.seq_len=128",
+    "train.batch_tokens=512",
+    "train.micro_batch=2",
+    "train.log_every=2",
+    "train.eval_every=3",
+    "train.eval_windows=2",
+    "model.dropout=0.1",
+    "model.num_layers=1",
+)
+AFTER_EACH_STEP = ("train.max_hours=1e-9", "resume=auto")
+
+
+def live_step_by_step(tmp_path, run_dir, *overrides):
+    """A run that is stopped after each of its steps and goes on each time; returns how many lives it had."""
+    run = small_run(tmp_path, *overrides, *AFTER_EACH_STEP)
+    for life in itertools.count(1):
+        if train(run, run_dir)["stopped"] is None:
+            return life
+
+
+def same_end(one, other):
+    assert metrics(one) == metrics(other)
+    assert contents(open_checkpoint(one)) == contents(open_checkpoint(other))
+    best = [open_checkpoint(run / "checkpoints" / "best") for run in (one, other)]
+    assert best[0].step == best[1].step
+    assert contents(best[0]) == contents(best[1])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optim=adamw", "optim.lr=1", "optim.warmup_steps=10"),  # rising so far that the best loss is not the last one
+        ("optim=muon",),
+        ("optim=muon", "optim.schedule=wsd", "data.seq_len=32", "train.batch_tokens=2560"),  # an epoch ends in a step
+        ("data.document_mask=true", "model.attention=naive", "model.activation_checkpointing=full"),
+    ],
+    ids=" ".join,
+)
+def test_stopped_after_every_step(tmp_path, overrides):
+    train(small_run(tmp_path, *STORY, *overrides), tmp_path / "whole")
+    assert live_step_by_step(tmp_path, tmp_path / "parts", *STORY, *overrides) == STEPS
+    same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_other_workers_and_another_cache(tmp_path):
+    """The text is tokenised anew, by more threads; the rest of the run cannot tell."""
+    train(small_run(tmp_path, *STORY, "data.num_workers=1"), tmp_path / "whole")
+    first = small_run(tmp_path, *STORY, "data.num_workers=1", "train.save_every=7", "train.keep_every=7")
+    train(first, tmp_path / "parts")
+    shutil.rmtree(tmp_path / "cache")
+    path = tmp_path / "parts" / "checkpoints" / "step_000007"
+    train(small_run(tmp_path, *STORY, "data.num_workers=4", f"resume={path}"), tmp_path / "parts")
+    same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_auto_begins_where_nothing_was_saved(tmp_path):
+    """A run that died before its first checkpoint starts again in its folder."""
+    train(small_run(tmp_path, *STORY), tmp_path / "whole")
+    (tmp_path / "parts" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "parts" / "metrics.jsonl").write_text('{"step": 1, "loss": 99.0}\n')
+    train(small_run(tmp_path, *STORY, "resume=auto"), tmp_path / "parts")
+    same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_auto_passes_over_a_damaged_checkpoint(tmp_path, capsys):
+    train(small_run(tmp_path, *STORY), tmp_path / "whole")
+    train(small_run(tmp_path, *STORY, "train.save_every=4"), tmp_path / "parts")
+    damaged = open_checkpoint(tmp_path / "parts").path / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    train(small_run(tmp_path, *STORY, "resume=auto"), tmp_path / "parts")
+    assert f"passed over: checkpoint {damaged.parent}" in capsys.readouterr().out
+    same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_time_spent_goes_on(tmp_path):
+    """`seconds` counts all lives of the run, so curves over time do not jump back."""
+    live_step_by_step(tmp_path, tmp_path / "run", *STORY)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    seconds = [json.loads(line)["seconds"] for line in lines if "seconds" in line]
+    assert seconds == sorted(seconds)
+
+
+# --- what changed, what may not
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run after its first step, to be resumed in other folders."""
+    folder = tmp_path_factory.mktemp("stopped")
+    train(small_run(folder, *STORY, "train.max_hours=1e-9", "tokenizer=characters"), folder / "run")
+    return folder
+
+
+def go_on(stopped, *overrides):
+    run = small_run(stopped, *STORY, "tokenizer=characters", f"resume={stopped / 'run'}", *overrides)
+    return train(run, stopped / "elsewhere")
+
+
+def test_changes_are_printed_and_hold(stopped, capsys):
+    changed = ("optim.lr=5e-4", "optim.weight_decay=0", "train.steps=3", "logger.group=null")
+    go_on(stopped, *changed)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed")]
+    assert said == [
+        "changed    optim.lr 0.003 -> 0.0005",
+        "changed    optim.weight_decay 0.1 -> 0.0",
+        "changed    train.max_hours 1e-09 -> None",
+        "changed    train.steps 11 -> 3",
+    ]
+    groups = open_checkpoint(stopped / "elsewhere").load_state()["optimiser"][0]["param_groups"]
+    assert (groups[0]["peak_lr"], groups[0]["weight_decay"]) == (5e-4, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("model.n_embd=64",), r"trained with model\.n_embd=32, this run has 64; use 32"),
+        (("model.num_layers=2",), r"trained with model\.num_layers=1, this run has 2; use 1"),
+        (("model.tie_embeddings=false",), r"trained with model\.tie_embeddings=True, this run has False"),
+        (("tokenizer=bytes",), r"trained with tokenizer=characters, this run has bytes; use tokenizer=characters"),
+        (("data.files=OTHER",), r"trained with tokenizer=characters of \d+ tokens, this run's has \d+ or other ones"),
+        (("optim=adamw",), r"trained with optim\.name=muon, this run has adamw; use muon"),
+        (("train.steps=1", "optim.warmup_steps=0"), r"has done 1 steps of train\.steps=1; raise train\.steps"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_change_is_refused_by_name(stopped, overrides, says):
+    other = stopped / "other.txt"
+    other.write_text("another alphabet: ÄÖÜ\n" * 300)
+    with pytest.raises(ValueError, match=says):
+        go_on(stopped, *(override.replace("OTHER", str(other)) for override in overrides))
+
+
+# --- compiled, and on a GPU
+
+
+@pytest.mark.slow
+def test_compiled_on_the_cpu(tmp_path):
+    """Inductor draws dropout's masks in its own way; its stream is resumed as well."""
+    compiled = (*STORY, "hardware.compile=true", "train.steps=5", "train.save_every=2", "train.keep_every=2")
+    train(small_run(tmp_path, *compiled), tmp_path / "whole")
+    path = tmp_path / "whole" / "checkpoints" / "step_000002"
+    train(small_run(tmp_path, *compiled, f"resume={path}"), tmp_path / "parts")
+    first, second = (contents(open_checkpoint(tmp_path / run)) for run in ("whole", "parts"))
+    assert first == second
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["true", "false"])
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_on_the_gpu(tmp_path, optim, compiled):
+    """With our kernels, bf16, dropout and accumulation; stopped in the middle of an epoch and near its end."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    common = (
+        *("data=embedded", f"data.cache_dir={tmp_path / 'cache'}", "logger.wandb=disabled", f"optim={optim}"),
+        *("model.attention=flash", "model.dropout=0.1", f"hardware.compile={compiled}", "train.sample_tokens=0"),
+        *("train.steps=90", "optim.warmup_steps=5", "train.micro_batch=16", "train.eval_every=20"),
+        *("train.save_every=41", "train.keep_every=41"),
+    )
+    train(settings(*common), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts", symlinks=True)
+    path = tmp_path / "parts" / "checkpoints" / "step_000041"
+    train(settings(*common, f"resume={path}"), tmp_path / "parts")
+    same_end(tmp_path / "whole", tmp_path / "parts")

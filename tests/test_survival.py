@@ -1,0 +1,122 @@
+"""What ends a run early: kill -9, signals, the time limit. Nothing saved is lost, and the run goes on afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train as program
+from tests.runs import SMALL, small_run
+from train import train
+from training.checkpoint import open_checkpoint
+from training.stop import SIGNALS, StopRequest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def records(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_kill_9_at_random_moments(tmp_path, kills):
+    """See tests/crash.py for what is checked after every kill."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.crash", str(tmp_path), str(kills), "0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(found)
+    assert found["leftovers"] > 0, "no kill fell into a save, so this has shown nothing"
+    assert found["different_ends"] > kills // 4
+
+
+# --- signals and the time limit
+
+
+def stop_at(step: int, monkeypatch, *numbers: int) -> None:
+    """Send this process signals while it is in `step`."""
+    real, steps = program.training_step, iter(range(1, 1000))
+
+    def signalled(*arguments, **options):
+        if next(steps) == step:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(program, "training_step", signalled)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])
+def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, capsys, name, code):
+    """In this process, through the command line's own entry; the shell's Ctrl-C is tested in test_train.py."""
+    small_run(tmp_path)  # writes the corpus
+    monkeypatch.chdir(tmp_path)
+    files = ("data=text", f"data.files={tmp_path / 'corpus.txt'}", f"data.cache_dir={tmp_path / 'cache'}")
+    arguments = [*files, *SMALL, "train.steps=6", "train.eval_every=2", "train.log_every=2"]
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        stop_at(3, patch, getattr(signal, name))
+        with pytest.raises(SystemExit) as left:
+            program.main()
+    assert left.value.code == code
+    (run_dir,) = (tmp_path / "runs" / "quickstart").iterdir()
+    assert open_checkpoint(run_dir).step == 3
+    assert [r["step"] for r in records(run_dir)] == [1, 2]  # step 3 is logged in no run, so not in this one
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["stopped"], summary["steps"]) == (name, 3)
+    assert f"stopped by {name}; resume={run_dir.relative_to(tmp_path)} goes on" in capsys.readouterr().out
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "resume=auto"])
+    program.main()  # in the same folder: it is the experiment's newest
+    assert [r["step"] for r in records(run_dir)] == [1, 2, 4, 6]
+
+
+def test_the_time_limit_saves_and_leaves(tmp_path):
+    summary = train(small_run(tmp_path, "train.steps=5", "train.max_hours=1e-9"), tmp_path / "run")
+    assert (summary["steps"], summary["stopped"], summary["exit_code"]) == (1, "train.max_hours=1e-09", 75)
+    assert open_checkpoint(tmp_path / "run").step == 1
+
+
+def test_the_time_limit_is_in_hours():
+    now = [0.0]
+    stop = StopRequest(2, began=0.0, clock=lambda: now[0])
+    for seconds, requested in ((7199.0, False), (7200.0, True), (7201.0, True)):
+        now[0] = seconds
+        assert stop.requested == requested
+    assert not StopRequest(None, clock=lambda: 1e9).requested
+
+
+LOOP = """
+import signal
+from training.stop import StopRequest
+with StopRequest() as stop:
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+        print(stop.reason, flush=True)
+"""
+
+
+@pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
+def test_a_second_signal_leaves_at_once(second):
+    """From a step that never ends, without a word."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "SIGTERM\n"
+    process.send_signal(getattr(signal, second))
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == -getattr(signal, second)
+    assert error == ""
