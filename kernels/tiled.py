@@ -30,18 +30,20 @@ def tiled_attention(
     deterministic: bool = True,
     block_q: int = 128,
     block_k: int = 128,
+    outer: str = "queries",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Flash attention in plain PyTorch: online softmax over tiles of block_q queries and block_k keys.
 
     Shapes, dtypes, options and errors as in `kernels.flash_attention`, but any device, float64, and any
     head_dim. Accumulates in float32 (float64 for float64 inputs); P and dS are rounded to the input dtype
     before they are multiplied, as in the kernels. Saves Q, K, V, O and LSE for the backward, which recomputes
-    P.
+    P. `outer` is the outer loop: "queries" as in FlashAttention-2, where a row's maximum, sum and output stay
+    on the chip until it is done, or "keys" as in FlashAttention-1, where each tile of keys takes them up anew.
 
-    Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
+    Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; FlashAttention, arXiv:2205.14135, algorithm 1.
     """
     q, k, v, options = check_call(q, k, v, causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks)
-    o, lse = _tiled(block_q, block_k)(q, k, v, options)
+    o, lse = _tiled(block_q, block_k, outer)(q, k, v, options)
     return (o, lse) if return_lse else o
 
 
@@ -79,21 +81,34 @@ def tiled_attention_varlen(
     return (o, lse) if return_lse else o
 
 
-def _tiled(block_q: int, block_k: int):
+def _tiled(block_q: int, block_k: int, outer: str = "queries"):
     """The core as a function of (q, k, v, options, first_row, first_col)."""
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block < 1:
             raise ValueError(f"{name} is {block}; it must be at least 1")
+    if outer not in ("queries", "keys"):
+        raise ValueError(f"outer is {outer!r}; use 'queries' or 'keys'")
 
     def attention(q, k, v, options, first_row=0, first_col=0):
-        blocks = (block_q, block_k, first_row, first_col)
+        blocks = (block_q, block_k, outer, first_row, first_col)
         return _TiledAttention.apply(q, k, v, options.sinks, options._replace(sinks=None), blocks)
 
     return attention
 
 
-def _tiles(num_q: int, num_k: int, options: Options, block_q: int, block_k: int):
-    """Yield (query slice, key slice) for every pair of tiles in which some query may see some key."""
+def tile_order(
+    num_q: int, num_k: int, options: Options, block_q: int, block_k: int, outer: str = "queries"
+) -> list[tuple[slice, slice]]:
+    """(query slice, key slice) of each pair of tiles in which some query may see some key, in the order of the loops.
+
+    Each tile of queries meets its keys from the first to the last in either order, and each tile of keys its queries:
+    the results have the same bits.
+    """
+    pairs = list(_visible_tiles(num_q, num_k, options, block_q, block_k))
+    return pairs if outer == "queries" else sorted(pairs, key=lambda pair: (pair[1].start, pair[0].start))
+
+
+def _visible_tiles(num_q: int, num_k: int, options: Options, block_q: int, block_k: int):
     ahead = 0 if options.causal else options.window_right
     for q_start in range(0, num_q, block_q):
         q_end = min(q_start + block_q, num_q)
@@ -139,7 +154,7 @@ class _TiledAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         batch, heads, num_q, head_dim = q.shape
         kv_heads, num_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
-        block_q, block_k, *origin = blocks
+        block_q, block_k, outer, *origin = blocks
         # (B, Hkv, G, Nq, D) against (B, Hkv, 1, Nk, D): broadcasting is grouped-query attention
         grouped_q = q.reshape(batch, kv_heads, heads // kv_heads, num_q, head_dim)
         acc = torch.zeros(*grouped_q.shape[:-1], head_dim_v, dtype=wide, device=q.device)
@@ -150,7 +165,7 @@ class _TiledAttention(torch.autograd.Function):
             running_max = sinks.to(wide).reshape(1, kv_heads, -1, 1).expand(grouped_q.shape[:-1]).clone()
             running_sum = torch.ones(grouped_q.shape[:-1], dtype=wide, device=q.device)
         with torch.autocast(q.device.type, enabled=False):
-            for rows, cols in _tiles(num_q, num_k, options, block_q, block_k):
+            for rows, cols in tile_order(num_q, num_k, options, block_q, block_k, outer):
                 q_tile = grouped_q[..., rows, :].to(wide)
                 k_tile, v_tile = (x[:, :, None, cols].to(wide) for x in (k, v))
                 tile = _Tile(q_tile, k_tile, rows, cols, (num_q, num_k), options, origin)
@@ -181,7 +196,7 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx, do, dlse):
         q, k, v, sinks, o, lse = ctx.saved_tensors
         options = ctx.options
-        block_q, block_k, *origin = ctx.blocks
+        block_q, block_k, outer, *origin = ctx.blocks
         wide = torch.promote_types(q.dtype, torch.float32)
         batch, heads, num_q, _ = q.shape
         kv_heads, num_k = k.shape[1], k.shape[2]
@@ -201,7 +216,7 @@ class _TiledAttention(torch.autograd.Function):
         dk, dv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (k, v))
         keep_scale = 1.0 / (1.0 - options.dropout_p)
         with torch.autocast(q.device.type, enabled=False):
-            for rows, cols in _tiles(num_q, num_k, options, block_q, block_k):
+            for rows, cols in tile_order(num_q, num_k, options, block_q, block_k, outer):
                 q_tile, do_tile = (x[..., rows, :].to(wide) for x in (grouped_q, grouped_do))
                 k_tile, v_tile = (x[:, :, None, cols].to(wide) for x in (k, v))
                 tile = _Tile(q_tile, k_tile, rows, cols, (num_q, num_k), options, origin)

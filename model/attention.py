@@ -5,7 +5,8 @@ Every function takes q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), where Hq is a mu
 j <= i + Nk - Nq, so the last query always sees every key. `scale` defaults to 1 / sqrt(D).
 
 `window` (left, right) also hides keys further than that from the diagonal; -1 is no bound. With `documents`, a
-`Documents`, B is 1 and tokens see only their own document. Who can do what is said in kernels/support.py.
+`Documents`, B is 1 and tokens see only their own document. `dropout_p` drops probabilities by a mask that is a function
+of a seed drawn from torch's generator, the same for every backend. Who can do what is said in kernels/support.py.
 """
 
 from collections.abc import Callable
@@ -64,10 +65,12 @@ def sdpa(
     causal: bool = False,
     scale: float | None = None,
     window: tuple[int, int] = ALL,
+    dropout_p: float = 0.0,
     documents: Documents | None = None,
 ) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, which picks its own kernel. No window, no documents: ValueError."""
-    beyond = [name for name, used in (("window", window != ALL), ("varlen", documents is not None)) if used]
+    """PyTorch's scaled_dot_product_attention, which picks its own kernel. Window, dropout, documents: ValueError."""
+    asked = {"window": window != ALL, "dropout": dropout_p > 0, "varlen": documents is not None}
+    beyond = [name for name, used in asked.items() if used]
     if obstacle := kernels.refusal("sdpa", beyond, q.dtype):
         raise ValueError(obstacle)
     num_queries, num_keys = q.size(2), k.size(2)

@@ -27,6 +27,7 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm on the heads of q and k: bounds the scores
     tie_embeddings: bool = True  # the output head is the embedding table
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
+    attention_dropout: float = 0.0  # on the softmax's probabilities; one mask for all backends, not for sdpa
     window: int | None = None  # tokens that each token sees, itself included; None: all before it
     rope_base: float = 10000.0  # longest wavelength of the rotary positions, in tokens / 2 pi
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
@@ -46,7 +47,12 @@ class GPTConfig:
 
     def attention_features(self, document_mask: bool = False) -> tuple[str, ...]:
         """What the network asks of attention, in the words of kernels/support.py."""
-        used = {"gqa": self.kv_heads != self.num_heads, "window": self.window is not None, "varlen": document_mask}
+        used = {
+            "gqa": self.kv_heads != self.num_heads,
+            "window": self.window is not None,
+            "dropout": self.attention_dropout > 0,
+            "varlen": document_mask,
+        }
         return ("causal", *(name for name, is_used in used.items() if is_used))
 
     @property
@@ -93,8 +99,9 @@ class GPTConfig:
                 f"model.attention=flash does not support head_dim {self.head_dim} ({smallest} to {largest}); "
                 "use model.attention=sdpa or another model.num_heads"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"model.dropout={self.dropout} must be at least 0 and below 1")
+        for key in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"model.{key}={getattr(self, key)} must be at least 0 and below 1")
         if not (self.rope_base > 1 and math.isfinite(self.rope_base)):
             raise ValueError(f"model.rope_base={self.rope_base} must be a number above 1; 10000 is usual")
 

@@ -56,6 +56,7 @@ class CausalSelfAttention(nn.Module):
         self.qk_norm = config.qk_norm
         self.layer = layer  # our place in the KV cache
         self.window = (-1 if config.window is None else config.window - 1, -1)  # its right bound is causal's
+        self.dropout_p = config.attention_dropout
         self.attend = attend
         self.qkv = nn.Linear(config.n_embd, (self.num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -76,7 +77,8 @@ class CausalSelfAttention(nn.Module):
         q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads)  # (B, H, N, D) each
         if kv_cache is not None:
             k, v = kv_cache.append(self.layer, k, v)  # (B, Hkv, tokens so far, D)
-        o = self.attend(q, k, v, causal=True, window=self.window, documents=documents)  # (B, Hq, N, D)
+        options = {"window": self.window, "dropout_p": self.dropout_p if self.training else 0.0, "documents": documents}
+        o = self.attend(q, k, v, causal=True, **options)  # (B, Hq, N, D)
         return self.out(o.transpose(1, 2).reshape(B, N, C))  # (B, N, C)
 
 

@@ -1,9 +1,9 @@
 """Training speed of a GPT: `python -m scripts.bench_training` times whole optimiser steps and prints a table.
 
 One row for each context length, attention backend and activation checkpointing, at a constant number of tokens a step:
-the step of `train.py` itself (forward, backward, clipping, optimiser; compiled where the run would be), on random
-tokens. Out of memory is a row. The run's folder gets `bench_training.json` and, where there is more than one context
-length, a chart of tokens a second and of peak memory. The last line is one JSON object.
+the step of `train.py` itself (forward, backward, clipping and optimiser, timed apart too; compiled where the run would
+be), on random tokens. Out of memory is a row. The run's folder gets `bench_training.json` and, where there is more
+than one context length, a chart of tokens a second and of peak memory. The last line is one JSON object.
 
 `sdpa_flash` and `sdpa_cudnn` are PyTorch's scaled_dot_product_attention held to one of its kernels.
 """
@@ -12,19 +12,21 @@ import gc
 import json
 import statistics
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conf.program import program
 from conf.schema import Settings
-from model import GPT, resolve_attention
+from model import GPT, GPTConfig, resolve_attention
 from model.recompute import MODES
 from train import training_step
 from training.flops import flops_per_token, mfu, peak_flops
@@ -42,6 +44,7 @@ class BenchConfig:
     )  # flash | naive | tiled | sdpa | sdpa_flash | sdpa_cudnn
     seq_len: list[int] = field(default_factory=lambda: [1024])  # context lengths, in tokens
     checkpointing: list[str] = field(default_factory=list)  # of activations: modes to compare; empty: the model's own
+    micro_batch_tokens: int | None = None  # of one forward and backward, at least a sequence; null: the whole step
     vocab_size: int = 50257  # GPT-2's
     warmup_steps: int = 5  # not timed; the first compiles
     steps: int = 20  # timed one by one; the median is reported
@@ -50,8 +53,10 @@ class BenchConfig:
         for mode in self.checkpointing:
             if mode not in MODES:
                 raise ValueError(f"bench.checkpointing={mode} is unknown; use one of {', '.join(MODES)}")
-        if min([self.steps, self.warmup_steps, self.vocab_size, *self.seq_len]) < 1:
-            raise ValueError("bench.steps, bench.warmup_steps, bench.vocab_size and bench.seq_len must be at least 1")
+        for key in ("steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens"):
+            value = getattr(self, key)
+            if value is not None and any(number < 1 for number in (value if isinstance(value, list) else [value])):
+                raise ValueError(f"bench.{key}={value} must be at least 1")
 
 
 @dataclass
@@ -97,7 +102,7 @@ def measure(settings: BenchSettings, attention: str, seq_len: int, checkpointing
     }
     try:
         with held_to(attention):
-            seconds, peak, model = timed_steps(settings, config, seq_len, sequences, hardware)
+            seconds, parts, peak, model = timed_steps(settings, config, seq_len, sequences, hardware)
     except torch.OutOfMemoryError:
         row["error"] = "out of memory"
     else:
@@ -116,6 +121,7 @@ def measure(settings: BenchSettings, attention: str, seq_len: int, checkpointing
             "step_ms": round(1e3 * statistics.median(seconds), 2),
             "step_ms_fastest": round(1e3 * min(seconds), 2),
             "step_ms_slowest": round(1e3 * max(seconds), 2),
+            **{f"{name}_ms": round(1e3 * statistics.median(times), 2) for name, times in parts.items()},
             "mfu": mfu(flops["causal"], rate, chip_peak),
             "mfu_full": mfu(flops["full"], rate, chip_peak),
             "peak_memory_gib": peak,
@@ -130,20 +136,49 @@ def measure(settings: BenchSettings, attention: str, seq_len: int, checkpointing
     return row
 
 
-def timed_steps(settings, config, seq_len, sequences, hardware) -> tuple[list[float], float | None, GPT]:
+def timed_steps(
+    settings: BenchSettings, config: GPTConfig, seq_len: int, sequences: int, hardware: Hardware
+) -> tuple[list[float], dict[str, list[float]], float | None, GPT]:
+    """Seconds of each timed step, seconds of its parts by name, peak memory in GiB, and the model."""
     torch.manual_seed(settings.train.seed)
     model = GPT(config, settings.bench.vocab_size, seq_len, device=hardware.device, dtype=hardware.dtype)
     optimiser = Optimiser(model, settings.optim)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
     tokens = torch.randint(settings.bench.vocab_size, (sequences, seq_len + 1), device=hardware.device)
     micro_batch = min(settings.train.micro_batch or sequences, sequences)
-    marks = [Mark(hardware)]
+    if settings.bench.micro_batch_tokens:
+        micro_batch = min(max(1, settings.bench.micro_batch_tokens // seq_len), sequences)
+    marks, parts = [Mark(hardware)], []
     for _ in range(settings.bench.warmup_steps + settings.bench.steps):
-        training_step(forward, optimiser, tokens[:, :-1], tokens[:, 1:], micro_batch, hardware)
+        parts.append(Parts(hardware))
+        training_step(forward, optimiser, tokens[:, :-1], tokens[:, 1:], micro_batch, hardware, region=parts[-1])
         marks.append(Mark(hardware))
     hardware.synchronize()
-    seconds = [begin.seconds_to(end) for begin, end in pairwise(marks)]
-    return seconds[settings.bench.warmup_steps :], hardware.peak_memory_gib(), model
+    seconds = [begin.seconds_to(end) for begin, end in pairwise(marks)][settings.bench.warmup_steps :]
+    by_step = [part.seconds() for part in parts[settings.bench.warmup_steps :]]
+    by_name = {name: [step[name] for step in by_step] for name in by_step[0]}
+    return seconds, by_name, hardware.peak_memory_gib(), model
+
+
+class Parts:
+    """How long the named parts of one step take: what `training_step` calls as `region`."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._marks: list[tuple[str, Mark, Mark]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = Mark(self._hardware)
+        yield
+        self._marks.append((name, begin, Mark(self._hardware)))
+
+    def seconds(self) -> dict[str, float]:
+        """By name, over all micro-batches; call it when the device is done."""
+        total: dict[str, float] = {}
+        for name, begin, end in self._marks:
+            total[name] = total.get(name, 0.0) + begin.seconds_to(end)
+        return total
 
 
 class Mark:
@@ -165,21 +200,24 @@ def held_to(attention: str) -> AbstractContextManager:
 
 
 def table(rows: list[dict]) -> Table:
-    result = Table(title="training step, median")
-    for column in ("attention", "checkpoint", "context", "tokens/s", "ms", "MFU (full)", "GiB"):
-        left = column in ("attention", "checkpoint")
+    """What fits 80 columns; the JSON has all."""
+    result = Table(
+        title="training step, median (ms: forward + backward + optimiser)", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for column in ("attention", "recompute", "context", "tokens/s", "ms", "MFU", "GiB"):
+        left = column in ("attention", "recompute")
         result.add_column(column, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         if "error" in row:
-            result.add_row(row["attention"], row["activation_checkpointing"], f"{row['seq_len']:,}", row["error"])
+            result.add_row(row["attention"], row["activation_checkpointing"], f"{row['seq_len']:,}", "OOM")
             continue
         result.add_row(
             row["attention"],
             row["activation_checkpointing"],
             f"{row['seq_len']:,}",
             f"{row['tokens_per_second']:,}",
-            f"{row['step_ms']:.1f}",
-            f"{row['mfu']:.1%} ({row['mfu_full']:.1%})" if row["mfu"] is not None else "peak unknown",
+            "{step_ms:.0f} ({forward_ms:.0f}+{backward_ms:.0f}+{optimiser_ms:.0f})".format(**row),
+            f"{row['mfu']:.1%}" if row["mfu"] is not None else "-",
             f"{row['peak_memory_gib']:.1f}" if row["peak_memory_gib"] is not None else "-",
         )
     return result

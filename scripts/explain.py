@@ -14,12 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.program import program
-from kernels import flash_attention, naive_attention
+from kernels import flash_attention, naive_attention, tiled_attention
 from kernels.measure import measure
+from kernels.options import Options
+from kernels.tiled import tile_order
 from training import arithmetic
 from training.arithmetic import GPUS, Shape
 from training.hardware import HardwareConfig, set_up
 
+FULL = Options(causal=False, scale=1.0)
 TILES = ((64, 64), (128, 64), (128, 128), (128, 256), (256, 128))
 
 
@@ -140,8 +143,15 @@ def show_loop_orders(console: Console, shape: Shape) -> dict:
         parts = ", ".join(f"{term} {size_of(bytes_)}" for term, bytes_ in terms.items())
         table.add_row(name, parts, size_of(sum(terms.values())))
     console.print(table)
-    console.print()
-    return found
+    q, k, v = torch.randn(3, 1, 1, 512, 64).unbind()
+    outputs = {}
+    for outer in ("keys", "queries"):
+        outputs[outer] = tiled_attention(q, k, v, outer=outer)
+        rows, cols = arithmetic.tile_loads(tile_order(512, 512, FULL, 128, 128, outer))
+        console.print(f"512 tokens with {outer} outside: rows and their state taken up {rows} times, keys {cols} times")
+    same = torch.equal(outputs["keys"], outputs["queries"])
+    console.print(f"The PyTorch reference ran in both orders: {'the same bits' if same else 'DIFFERENT NUMBERS'}.\n")
+    return found | {"same_bits": same}
 
 
 def show_measured(console: Console, shape: Shape, gpu: arithmetic.GPU, device: torch.device) -> dict:

@@ -3,7 +3,8 @@
 A run's distance to the baseline is T, the mean over steps of log10 |loss - baseline's loss|. Rounding differences grow
 from step to step, in every run alike, so T is compared with the T of the null runs, which differ from the baseline by
 rounding alone. A backend passes when its T is at most mean + k sd of theirs: k is the one-sided normal tolerance
-factor, which covers 99 % of all such runs with 95 % confidence.
+factor, which covers 99 % of all such runs with 95 % confidence. It is asked twice: over the first EARLY steps, where
+rounding has not grown yet and a small mistake stands out, and over the whole run.
 """
 
 import math
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from kernels import naive_attention
 
+EARLY = 10  # steps
 FLOOR = 1e-7  # nats: a float32 loss near 4 cannot differ by less than 2.4e-7
+SPANS = {"early": EARLY, "whole": None}  # name -> how many steps
 # number of runs -> k for 99 % content and 95 % confidence (noncentral t quantile over sqrt(n); Odeh and Owen 1980)
 TOLERANCE = {
     4: 7.042, 5: 5.741, 6: 5.062, 7: 4.642, 8: 4.354, 9: 4.143, 10: 3.981, 11: 3.852, 12: 3.747, 13: 3.659, 14: 3.585,
@@ -37,39 +40,45 @@ def log_distances(losses: list[float], baseline: list[float]) -> list[float]:
 
 
 def noise(nulls: list[list[float]], baseline: list[float]) -> dict:
-    """What the null runs allow: the limit on T, and the band of distances step by step."""
+    """What the null runs allow: the limits on T, early and over all steps, and the band of distances step by step."""
     k = TOLERANCE[len(nulls)]
     curves = [log_distances(losses, baseline) for losses in nulls]
-    means = [statistics.fmean(curve) for curve in curves]
     band, highest = [], -math.inf
     for column in zip(*curves, strict=True):
         highest = max(highest, statistics.fmean(column) + k * statistics.stdev(column))
         band.append(10**highest)
-    center, spread = statistics.fmean(means), statistics.stdev(means)
-    limit = center + k * spread
-    return {
-        "runs": len(nulls), "k": k, "content": 0.99, "confidence": 0.95, "typical": 10**center, "limit": 10**limit,
-        "band": band,
-    }  # fmt: skip
+    allowed = {"runs": len(nulls), "k": k, "content": 0.99, "confidence": 0.95, "band": band}
+    for span, steps in SPANS.items():
+        means = [statistics.fmean(curve[:steps]) for curve in curves]
+        center, spread = statistics.fmean(means), statistics.stdev(means)
+        allowed[span] = {"typical": 10**center, "limit": 10 ** (center + k * spread)}
+    return allowed
 
 
 def judge(losses: list[float], baseline: list[float], allowed: dict) -> dict:
-    """Whether a curve is as near to the baseline as noise is, and the first step at which it leaves the band."""
-    distances = log_distances(losses, baseline)
-    distance = 10 ** statistics.fmean(distances) if all(map(math.isfinite, distances)) else math.inf
-    outside = [step for step, (d, edge) in enumerate(zip(distances, allowed["band"], strict=True), 1) if 10**d > edge]
-    return {"distance": distance, "passes": distance <= allowed["limit"], "first_outside": min(outside, default=None)}
+    """Whether a curve is as near to the baseline as noise is, and the first step at which it leaves the band.
+
+    Distances are geometric means over steps, in nats.
+    """
+    curve = log_distances(losses, baseline)
+    distances = {}
+    for span, steps in SPANS.items():
+        part = curve[:steps]
+        distances[span] = 10 ** statistics.fmean(part) if all(map(math.isfinite, part)) else math.inf
+    outside = [step for step, (d, edge) in enumerate(zip(curve, allowed["band"], strict=True), 1) if 10**d > edge]
+    passes = all(distances[span] <= allowed[span]["limit"] for span in SPANS)
+    return {"distances": distances, "passes": passes, "first_outside": min(outside, default=None)}
 
 
 Recorded = list[tuple[Tensor, Tensor, Tensor, Tensor]]  # q, k, v and dO of each layer
 
 
-def compare(attend: Callable[..., Tensor], recorded: Recorded) -> list[dict]:
+def compare(attend: Callable[..., Tensor], recorded: Recorded, options: dict) -> list[dict]:
     """`attend` on each layer's q, k, v and dO beside naive attention in float32: a row for each quantity."""
     rows = []
     for layer, (q, k, v, do) in enumerate(recorded):
-        ours = _outputs(attend, q, k, v, do)
-        exact = _outputs(naive_attention, *(x.float() for x in (q, k, v, do)))
+        ours = _outputs(attend, q, k, v, do, options)
+        exact = _outputs(naive_attention, *(x.float() for x in (q, k, v, do)), options)
         for name, a, b in zip(QUANTITIES, ours, exact, strict=True):
             a, b = a.double().flatten(), b.double().flatten()
             size = float(b.norm())
@@ -85,14 +94,15 @@ def compare(attend: Callable[..., Tensor], recorded: Recorded) -> list[dict]:
     return rows
 
 
-def stress(attend: Callable[..., Tensor], recorded: Recorded) -> float:
+def stress(attend: Callable[..., Tensor], recorded: Recorded, options: dict) -> float:
     """Relative error of O where the first layer's scores reach STRESS_SCORE; inf where it is not finite."""
     q, k, v, _ = recorded[0]
     group = q.shape[1] // k.shape[1]
     scores = (q.float() @ k.float().repeat_interleave(group, 1).mT).abs().amax() * q.shape[-1] ** -0.5
     q = (q.float() * (STRESS_SCORE / scores)).to(q.dtype)
     with torch.no_grad():
-        ours, exact = attend(q, k, v, causal=True), naive_attention(q.float(), k.float(), v.float(), causal=True)
+        ours = attend(q, k, v, causal=True, **options)
+        exact = naive_attention(q.float(), k.float(), v.float(), causal=True, **options)
     error = float((ours.double() - exact.double()).norm() / exact.double().norm())
     return error if math.isfinite(error) else math.inf
 
@@ -121,8 +131,8 @@ def limits_of(null_rows: list[list[dict]], null_stress: list[float]) -> dict[str
     return limits | {"stress": ROOM * max(null_stress)}
 
 
-def _outputs(attend, q, k, v, do) -> list[Tensor]:
+def _outputs(attend, q, k, v, do, options) -> list[Tensor]:
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    o = attend(q, k, v, causal=True)
+    o = attend(q, k, v, causal=True, **options)
     dq, dk, dv = torch.autograd.grad(o, (q, k, v), do.to(o.dtype))
     return [o.detach(), dv, dq, dk]

@@ -33,14 +33,19 @@ def replaced(name: str, function: Attention) -> Iterator[None]:
 # ---- nulls
 
 
-def rotated(seed: int) -> Attention:
-    """Queries and keys in another orthonormal basis, values too: (q R)(k R)^T = q k^T. Each product rounds anew."""
+def disguised(seed: int, block_q: int, block_k: int) -> Attention:
+    """Queries and keys in another orthonormal basis, values too: (q R)(k R)^T = q k^T; and the sums split over tiles.
+
+    Every product and sum rounds anew, and so does what is rounded once more for it: noise of all kinds that a correct
+    kernel makes, and somewhat more of it.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         # disabled here and not by a decorator: that would import Triton before it can be told to interpret
         basis, values = torch.compiler.disable(_bases)(seed, q.shape[-1], q.device)
         turned = ((x.float() @ basis).to(q.dtype) for x in (q, k))
-        o = naive_attention(*turned, (v.float() @ values).to(v.dtype), **_plain(options))
+        tiles = {"block_q": block_q, "block_k": block_k}
+        o = tiled_attention(*turned, (v.float() @ values).to(v.dtype), **tiles, **_plain(options))
         return (o.float() @ values.T).to(q.dtype)
 
     return attend
@@ -54,24 +59,12 @@ def _bases(seed: int, head_dim: int, device: torch.device) -> list[Tensor]:
     return [torch.linalg.qr(x)[0].to(device=device, dtype=torch.float32) for x in normal]
 
 
-def other_tiles(block_q: int, block_k: int) -> Attention:
-    """Online softmax in other tiles: an equivalent split of the sums."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        return tiled_attention(q, k, v, block_q=block_q, block_k=block_k, **_plain(options))
-
-    return attend
-
-
 def nulls(count: int, seq_len: int) -> dict[str, Attention]:
-    """`count` of them, by name: two in three rotate, one in three splits the sums over a few tiles."""
+    """`count` of them, by name: another basis each, and two or three tiles a side."""
     found: dict[str, Attention] = {}
     for number in range(count):
-        if number % 3 == 2:
-            block_q, block_k = (max(1, -(-seq_len // parts)) for parts in (2 + number % 2, 2 + number // 3))
-            found[f"null tiles {block_q}x{block_k} {number}"] = other_tiles(block_q, block_k)
-        else:
-            found[f"null basis {number}"] = rotated(number)
+        block_q, block_k = (-(-seq_len // parts) for parts in (2 + number % 2, 2 + number // 2 % 2))
+        found[f"null {number}: tiles of {block_q}x{block_k}"] = disguised(number, block_q, block_k)
     return found
 
 
@@ -88,7 +81,7 @@ def online_softmax(
     k: Tensor,
     v: Tensor,
     *,
-    block: int = 16,
+    block: int | None = None,
     running_max: bool = True,
     rescale: bool = True,
     global_indices: bool = True,
@@ -96,8 +89,12 @@ def online_softmax(
     sums_in_bfloat16: bool = False,
     **options,
 ) -> Tensor:
-    """Causal online softmax over tiles of keys in the inputs' precision, with a switch for each mistake."""
+    """Causal online softmax over tiles of keys in the inputs' precision, with a switch for each mistake.
+
+    `block` tokens a tile; by default a quarter of the keys, so that a Python loop over tiles stays short.
+    """
     num_q, num_k, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
+    block = block or max(16, num_k // 4)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     tiles = []

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from kernels.options import Options
+from kernels.tiled import tile_order
 from scripts import explain
 from scripts.explain import ExplainSettings
 from training.arithmetic import (
@@ -16,6 +18,7 @@ from training.arithmetic import (
     memory,
     recomputation_share,
     tile_bytes,
+    tile_loads,
 )
 
 MIB, GIB = 2**20, 2**30
@@ -59,6 +62,15 @@ def test_keys_outside_reads_the_row_state_for_each_tile_of_keys():
     assert orders["queries outside (FA2)"]["K, V"] == 2 * 2 * tensor
 
 
+def test_the_reference_takes_up_as_many_tiles_as_the_formula_counts():
+    """Bytes of the formula over bytes of a tile, for 4 tiles of queries and 8 of keys."""
+    orders = loop_order_bytes(Shape(num_heads=1, seq_len=512, head_dim=64, element=2), block_q=128, block_k=64)
+    q_tile, kv_tile = 128 * 64 * 2, 2 * 64 * 64 * 2
+    for outer, name in (("keys", "keys outside (FA1)"), ("queries", "queries outside (FA2)")):
+        loads = tile_loads(tile_order(512, 512, Options(causal=False, scale=1.0), 128, 64, outer))
+        assert loads == (orders[name]["Q"] / q_tile, orders[name]["K, V"] / kv_tile)
+
+
 def test_shared_memory_of_a_tile():
     terms = tile_bytes(128, 64, 128)
     assert terms == {
@@ -69,7 +81,7 @@ def test_shared_memory_of_a_tile():
 def test_the_program_prints_all_of_it(tmp_path, capsys):
     explain.main.__wrapped__(ExplainSettings(seq_len=512, num_heads=2, head_dim=64, gpu="t4"), tmp_path)
     text = capsys.readouterr().out
-    for words in ("4BHND + 2BHN^2", "16.7% of forward", "25.0% of the standard", "keys outside (FA1)", "t4"):
+    for words in ("4BHND + 2BHN^2", "the same bits", "16.7% of forward", "25.0% of the standard", "keys outside", "t4"):
         assert words in text
     assert json.loads(text.splitlines()[-1])["shape"]["seq_len"] == 512
 

@@ -42,7 +42,7 @@ def test_what_is_right_is_found_right_on_the_gpu(name, head_dim, dtype):
 def masked(sees):
     """Naive attention with the mask sees(query, key), both (N, N) of token numbers; the last query is the last key."""
 
-    def attend(q, k, v, *, causal, window=(-1, -1), documents=None):
+    def attend(q, k, v, *, causal, documents=None, **options):
         query = torch.arange(q.size(2), device=q.device)[:, None] + k.size(2) - q.size(2)
         key = torch.arange(k.size(2), device=q.device)
         mask = sees(query, key)

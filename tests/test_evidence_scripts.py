@@ -32,7 +32,8 @@ def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch
     chosen = settings(
         "hardware=cpu", "model=tiny", "model.num_layers=1", "data.seq_len=16", "train.batch_tokens=64", "bench.steps=1",
         "bench.warmup_steps=1", "bench.vocab_size=50", "bench.attention=[sdpa,naive]", "bench.seq_len=[16,32]",
-        "bench.checkpointing=[none,selective]", schema=BenchSettings, config="bench_training",
+        "bench.checkpointing=[none,selective]", "bench.micro_batch_tokens=32", schema=BenchSettings,
+        config="bench_training",
     )  # fmt: skip
     real = bench_training.timed_steps
 
@@ -45,10 +46,17 @@ def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch
     bench_training.main.__wrapped__(chosen, tmp_path)
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert len(rows) == 8
+    for row in rows:
+        if "error" not in row:
+            parts = [row[f"{part}_ms"] for part in ("forward", "backward", "optimiser")]
+            assert min(parts) > 0
+            assert sum(parts) <= row["step_ms"] + 0.1  # rounding
     assert [row.get("error") for row in rows if row["attention"] == "naive"] == [None, None, *["out of memory"] * 2]
     assert (tmp_path / "bench_training.png").stat().st_size > 5_000
 
 
-def test_an_unknown_checkpointing_is_refused():
+def test_impossible_benchmarks_are_refused():
+    with pytest.raises(ValueError, match=r"bench\.micro_batch_tokens=0 must be at least 1"):
+        bench_training.BenchConfig(micro_batch_tokens=0)
     with pytest.raises(ValueError, match=r"bench\.checkpointing=some is unknown; use one of none, full"):
         bench_training.BenchConfig(checkpointing=["some"])

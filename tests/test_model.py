@@ -276,7 +276,7 @@ def test_recomputation_changes_no_bit_of_the_gradients(mode, every):
     tokens, targets = batch()
 
     def run(**changes) -> dict[str, torch.Tensor]:
-        model = small_gpt(num_layers=4, dropout=0.2, **changes).train()
+        model = small_gpt(num_layers=4, dropout=0.2, attention_dropout=0.1, attention="naive", **changes).train()
         torch.manual_seed(7)  # the dropout masks
         return loss_and_gradients(model, tokens, targets)
 
@@ -369,6 +369,7 @@ def test_flash_trains_like_sdpa_on_the_gpu(mode):
         ({"n_embd": 60}, "odd head_dim 15, and RoPE turns pairs; use n_embd=64"),
         ({"dropout": 1.0}, "model.dropout=1.0 must be at least 0 and below 1"),
         ({"dropout": -0.1}, "model.dropout=-0.1 must be at least 0 and below 1"),
+        ({"attention_dropout": 1.5}, "model.attention_dropout=1.5 must be at least 0 and below 1"),
         ({"dropout": math.nan}, "model.dropout=nan must be at least 0 and below 1"),
         ({"rope_base": 0.0}, "model.rope_base=0.0 must be a number above 1"),
         ({"mlp": "silu"}, "model.mlp=silu is unknown; use one of gelu, swiglu, relu2"),

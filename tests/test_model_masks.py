@@ -1,4 +1,4 @@
-"""What the model sees: sliding windows, documents that do not see each other, and who refuses them."""
+"""What the model sees: sliding windows, documents that do not see each other, dropout, and who refuses them."""
 
 import itertools
 
@@ -101,6 +101,29 @@ def test_one_compiled_model_serves_every_number_of_documents():
         tokens = tokens.to(DEVICE)
         torch.testing.assert_close(compiled(tokens, tokens, **documents), model(tokens, tokens, **documents))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_attention_dropout_is_one_mask_for_all_backends(mode):
+    """The seed of a call comes from torch's generator, so the same step drops the same pairs, recomputed or not."""
+    tokens, _, _ = packed_batch()
+    tokens = tokens[:1]
+
+    def gradients(attention: str, mode: str = "none", dropout: float = 0.3) -> list[torch.Tensor]:
+        model = gpt(attention, attention_dropout=dropout, activation_checkpointing=mode).train()
+        torch.manual_seed(5)
+        loss = model(tokens, tokens.roll(-1, 1))
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    expected = gradients("naive")
+    for attention in ("tiled", "flash"):
+        for a, b in zip(gradients(attention, mode), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert abs(gradients("naive", dropout=0.0)[0] - expected[0]) > 1e-3
+    model = gpt("naive", attention_dropout=0.3).eval()
+    assert torch.equal(model(tokens), gpt("naive").eval()(tokens))
+    with pytest.raises(ValueError, match="attention=sdpa cannot run: dropout in float32 is not supported"):
+        gpt("sdpa", attention_dropout=0.3)
 
 
 def test_refusals_come_from_the_support_matrix():

@@ -6,6 +6,7 @@ only the log-sum-exp of each row. Sources: FlashAttention, arXiv:2205.14135, the
 arXiv:2307.08691, section 3; the roofline of Williams et al. 2009.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 STATISTIC = 4  # bytes of a row's log-sum-exp, maximum or sum: float32
@@ -106,6 +107,16 @@ def loop_order_bytes(shape: Shape, *, block_q: int = 128, block_k: int = 128) ->
             "O, LSE": shape.tensor_bytes + shape.rows * STATISTIC,
         },
     }
+
+
+def tile_loads(pairs: Iterable[tuple[object, object]]) -> tuple[int, int]:
+    """How often a loop over (query tile, key tile) takes up another tile of queries, and another tile of keys."""
+    counts, held = [0, 0], [None, None]
+    for pair in pairs:
+        for side in (0, 1):
+            counts[side] += pair[side] != held[side]
+            held[side] = pair[side]
+    return counts[0], counts[1]
 
 
 @dataclass(frozen=True)

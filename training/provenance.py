@@ -1,6 +1,7 @@
 """Where a run came from: commit, versions, machine, command. Every figure of this project carries these."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -10,13 +11,14 @@ from pathlib import Path
 import torch
 import yaml
 
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "safetensors", "wandb")
 
 
 def provenance() -> dict:
     return {
         "commit": git_commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
@@ -33,15 +35,27 @@ def write_description(run_dir: Path, settings: dict, manifest: dict, protocol: d
     (run_dir / "run.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
+def command() -> str:
+    """What was typed, without where its output went."""
+    program = Path(sys.argv[0]).resolve()
+    is_module = program.parent.parent == ROOT
+    typed = f"python -m {program.parent.name}.{program.stem}" if is_module else f"python {program.name}"
+    return " ".join([typed, *(a for a in sys.argv[1:] if not a.startswith("hydra.run.dir="))])
+
+
 def git_commit() -> str | None:
-    """The commit of this checkout, '+changes' appended where tracked files differ; None outside a checkout."""
-    root = Path(__file__).resolve().parent.parent
+    """The commit of this checkout, '+changes' appended where tracked files differ; None outside a checkout.
+
+    The environment variable GIT_COMMIT stands in for it where the code was copied without its history.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
         ).stdout.strip()
 
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
     try:
         commit = git("rev-parse", "HEAD")
         return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
