@@ -434,6 +434,15 @@ def told(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, ca
     return Outcome(int(code or 0), captured.out, captured.err)  # type: ignore[call-overload]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """On a busy machine two threads take many times as long over minute tensors."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """A folder with a text, its tokens and a run of four steps."""
