@@ -10,6 +10,7 @@ rounding has not grown yet and a small mistake stands out, and over the whole ru
 import math
 import statistics
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,13 +41,15 @@ def log_distances(losses: list[float], baseline: list[float]) -> list[float]:
 
 
 def noise(nulls: list[list[float]], baseline: list[float]) -> dict:
-    """What the null runs allow: the limits on T, early and over all steps, and the band of distances step by step."""
+    """What the null runs allow: the limits on T, early and over all steps, and the band of distances step by step.
+
+    The band is for the largest distance so far: two curves cross now and then, and their distance at one step says
+    little.
+    """
     k = TOLERANCE[len(nulls)]
     curves = [log_distances(losses, baseline) for losses in nulls]
-    band, highest = [], -math.inf
-    for column in zip(*curves, strict=True):
-        highest = max(highest, statistics.fmean(column) + k * statistics.stdev(column))
-        band.append(10**highest)
+    columns = zip(*(accumulate(curve, max) for curve in curves), strict=True)
+    band = [10 ** (statistics.fmean(column) + k * statistics.stdev(column)) for column in columns]
     allowed = {"runs": len(nulls), "k": k, "content": 0.99, "confidence": 0.95, "band": band}
     for span, steps in SPANS.items():
         means = [statistics.fmean(curve[:steps]) for curve in curves]

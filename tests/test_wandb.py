@@ -62,6 +62,12 @@ for line in sys.stdin:
 """
 
 
+def environment(url: str) -> dict[str, str]:
+    """That of a fresh process: WANDB_SERVICE would tie it to the wandb process that earlier tests started."""
+    inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    return inherited | {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}
+
+
 class Lives:
     """Runs in `folder` that die and go on."""
 
@@ -75,7 +81,7 @@ class Lives:
             stdout=subprocess.PIPE,
             stderr=self._output.open("w"),
             text=True,
-            env=os.environ | {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40, "PYTHONPATH": str(ROOT)},
+            env=environment(url) | {"PYTHONPATH": str(ROOT)},
         )
 
     def __enter__(self) -> "Lives":
@@ -144,7 +150,7 @@ def test_offline_the_last_folder_holds_the_whole_run(server, lives):
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "0" * 40},
+        env=environment(server.url),
     )
     assert done.returncode == 0, done.stderr
     (run,) = set(server.lines) - before

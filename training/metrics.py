@@ -18,7 +18,7 @@ class MetricsFile:
         say: told once when writing fails and once when it works again.
 
     Raises:
-        ValueError: the file exists and the run is a new one, or it is damaged elsewhere than at its end.
+        ValueError: the file exists and the run is a new one, or it is damaged.
     """
 
     def __init__(self, path: Path, first_step: int, *, resumes: bool, say: Callable[[str], None]) -> None:
