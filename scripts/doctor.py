@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+import scripts.doctor_checks as checks
 from conf.program import program
 from conf.schema import Settings
-from scripts import doctor_checks as checks
 from scripts.doctor_checks import FIX, Finding
 
 FAILED = 1  # exit code

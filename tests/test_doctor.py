@@ -227,6 +227,15 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """On a busy machine two threads take many times as long over minute tensors."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """The kernels' own self-test is replaced: it takes a second, and has tests of its own below."""
