@@ -8,6 +8,7 @@ of anything raised after the configuration was accepted is kept in the run's fol
 import difflib
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -65,6 +66,8 @@ def program(config_name: str, schema: type[S]) -> Callable[[Callable[[S, Path], 
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config_name)(task)()
                 if refusals:
                     raise refusals.pop()
+            except KeyboardInterrupt:  # before there was anything to save
+                sys.exit(128 + signal.SIGINT)
             except (ConfigError, HydraException, OmegaConfBaseException) as error:
                 if show_traceback:
                     raise
