@@ -86,8 +86,8 @@ def main(settings: Settings, run_dir: Path) -> None:
         "provenance": origin,
     }
     print(
-        f"{size / 1e6:,.0f} MB every {steps} steps of {found['step_ms']:.1f} ms costs {found['background_cost']:.2%} in "
-        f"the background, {found['waited_for_cost']:.2%} waited for (blocks without differ by {found['spread']:.2%})"
+        f"{size / 1e6:,.0f} MB every {steps} steps of {found['step_ms']:.1f} ms costs {found['background_cost']:.2%} "
+        f"in the background, {found['waited_for_cost']:.2%} waited for (blocks without differ by {found['spread']:.2%})"
     )
     print(json.dumps(found))
 
