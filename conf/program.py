@@ -7,6 +7,7 @@ after the run has begun to write leaves its traceback in the run's folder; HYDRA
 
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -66,6 +67,8 @@ def program(config_name: str, schema: type[S]) -> Callable[[Callable[[S, Path], 
             register(schema)
             try:
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config_name)(task)()
+            except KeyboardInterrupt:  # before there was anything to save
+                sys.exit(128 + signal.SIGINT)
             # `task` answers for itself: a ValueError or OSError here is about the command line or the run's folder
             except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
                 if show_traceback:
