@@ -1,20 +1,25 @@
 """Backward pass for Hopper (sm_90a), in Gluon: one fused kernel between a pre- and a post-kernel.
 
 Roles. A program owns 128 keys of one KV head. Eight consumer warps hold dK and dV in registers; one producer
-warp streams the query tiles (Q with LSE, dO with delta) of all query heads of the group past them.
+warp streams the query tiles (Q with LSE, dO with delta) of all query heads of the group past them; one writer
+warp adds each step's share of dQ to global memory, in turn.
 
 One step, scores transposed so that P^T and dS^T are left operands from registers (wait n: all but n are done):
 
     tensor cores   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dQ = dS K      | dK += dS^T Q
-    other units                  exp2: P^T       dS^T -> shared                  dQ -> shared, TMA reduce-add
+    other units                  exp2: P^T       dS^T -> shared                  dQ -> shared; the writer adds it
     waits                      1               1              0               1               0
 
 Barriers (mbarriers; stage s of a ring of STAGES):
     k_full, v_full   this program's keys and values have arrived
     q_full[s]        Q and LSE have arrived      q_empty[s]    S^T and dK with them are done
     do_full[s]       dO and delta have arrived   do_empty[s]   dP^T and dV with them are done
+    dq_full          a step's dQ is in shared memory             dq_empty   the writer has read it
 
-dQ is summed in fp32 in global memory by bulk adds whose order varies from run to run; dK and dV have one owner.
+dQ is summed in fp32 in global memory by bulk adds. Each query tile has a counter, its turn: the program of key tile t
+adds when t programs have added, so the order of the sum, and its bits, are the same in every run. Programs start in
+the order of their key tiles and walk the queries backwards, so whoever waits waits for a program that is running;
+several heads at once keep the waiting short. dK and dV have one owner.
 """
 
 from dataclasses import dataclass
@@ -37,7 +42,8 @@ from kernels.hopper import addressable
 from kernels.hopper_fwd import LOG2_E, heads_per_section
 
 LOG2_E_CONSTANT = tl.constexpr(LOG2_E)
-ROWS = 64  # of a program of the two memory-bound kernels; any that fills the loads' vectors will do
+ROWS = 64  # of a program of the two memory-bound kernels, and of a turn: divides every BLOCK_Q
+TURN_ROWS = gl.constexpr(ROWS)
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded"])
@@ -48,6 +54,7 @@ def _before_kernel(
     dlse_ptr,  # (B, Hq, Nq) fp32, or lse_ptr where not HAS_DLSE
     lse_log2_ptr,  # out, (B, Hq, num_q_padded) fp32
     delta_ptr,  # out, (B, Hq, num_q_padded) fp32
+    turns_ptr,  # out, (B, Hq, num_q_padded / ROWS) int32: zeros
     dq_sum_ptr,  # out, (B, Hq, num_q_padded, D) fp32: zeros
     o_strides,  # (batch, head, token)
     do_strides,
@@ -81,6 +88,7 @@ def _before_kernel(
     padded = batch_head.to(tl.int64) * num_q_padded + rows
     tl.store(lse_log2_ptr + padded, tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E_CONSTANT))
     tl.store(delta_ptr + padded, delta)
+    tl.store(turns_ptr + tl.program_id(0), 0)
     tl.store(dq_sum_ptr + padded[:, None] * HEAD_DIM + cols, tl.zeros([ROWS, HEAD_DIM], tl.float32))
 
 
@@ -168,8 +176,8 @@ def _producer(
     for member in range(group_size):
         head = kv_head * group_size + member
         batch_head = batch * num_heads + head
-        for i in range(first, end):
-            row = i * BLOCK_Q
+        for j in range(first, end):
+            row = (first + end - 1 - j) * BLOCK_Q
             stage, phase = _slot(step, STAGES)
             mbarrier.wait(q_empty.index(stage), phase ^ 1)
             mbarrier.expect(q_full.index(stage), q_bytes)
@@ -214,13 +222,13 @@ def _scores(k_smem, q_smem, q_full, step, more, BLOCK_Q: gl.constexpr, BLOCK_K: 
 
 @gluon.jit
 def _gradient_step(
-    dq_desc, tiles, barriers, dq_row, step, num_steps, row, key, num_q, num_k, scale_log2, scores, dk, dv,
+    tiles, barriers, step, num_steps, row, key, num_q, num_k, scale_log2, scores, dk, dv,
     MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One query tile: its share of dK and dV, and this key tile's share of its dQ."""
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = tiles
-    q_full, q_empty, do_full, do_empty = barriers
+    q_full, q_empty, do_full, do_empty, dq_full, dq_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_Q, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD_DIM // 2, 16])
@@ -265,10 +273,10 @@ def _gradient_step(
         dq = warpgroup_mma_wait(2, deps=(dq,))
     else:
         dq = warpgroup_mma_wait(1, deps=(dq,))
-    tma.store_wait(0)
+    mbarrier.wait(dq_empty, (step & 1) ^ 1)
     dq_smem.store(dq)
     fence_async_shared()
-    tma.reduce_add(dq_desc, [dq_row + row, 0], dq_smem)
+    mbarrier.arrive(dq_full, count=1)
     if EARLY:
         dk = warpgroup_mma_wait(1, deps=(dk,))
     else:
@@ -279,13 +287,13 @@ def _gradient_step(
 
 @gluon.jit
 def _consumer(
-    descriptors, tiles, barriers, sizes, num_q_padded, scale, scale_log2,
+    descriptors, tiles, barriers, sizes, scale, scale_log2,
     HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    dq_desc, dk_desc, dv_desc = descriptors
+    dk_desc, dv_desc = descriptors
     k_smem, v_smem, q_smem = tiles[0], tiles[1], tiles[2]
-    k_full, v_full, q_full, q_empty, do_full, do_empty = barriers
+    k_full, v_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty = barriers
     num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_Q, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
@@ -296,7 +304,7 @@ def _consumer(
     group_size = num_heads // num_kv_heads
     key = tile * BLOCK_K
     first, full_from, end = _query_steps(key, num_q, num_k, CAUSAL, BLOCK_Q, BLOCK_K)
-    ring = (q_full, q_empty, do_full, do_empty)
+    ring = (q_full, q_empty, do_full, do_empty, dq_full, dq_empty)
     dk = gl.zeros([BLOCK_K, HEAD_DIM], gl.float32, dk_layout)
     dv = gl.zeros([BLOCK_K, HEAD_DIM], gl.float32, dk_layout)
     mbarrier.wait(k_full, 0)
@@ -307,19 +315,18 @@ def _consumer(
     else:
         scores = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, s_layout)  # a name only: the step makes its own
     for member in range(group_size):
-        dq_row = (batch * num_heads + kv_head * group_size + member) * num_q_padded
-        before = member * (end - first) - first
-        for i in range(first, full_from):
+        before = member * (end - first)
+        for j in range(0, end - full_from):
             scores, dk, dv = _gradient_step(
-                dq_desc, tiles, ring, dq_row, before + i, num_steps, i * BLOCK_Q, key,
-                num_q, num_k, scale_log2, scores, dk, dv,
-                True, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY,
-            )  # fmt: skip
-        for i in range(full_from, end):
-            scores, dk, dv = _gradient_step(
-                dq_desc, tiles, ring, dq_row, before + i, num_steps, i * BLOCK_Q, key,
+                tiles, ring, before + j, num_steps, (end - 1 - j) * BLOCK_Q, key,
                 num_q, num_k, scale_log2, scores, dk, dv,
                 False, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY,
+            )  # fmt: skip
+        for j in range(end - full_from, end - first):
+            scores, dk, dv = _gradient_step(
+                tiles, ring, before + j, num_steps, (end - 1 - j) * BLOCK_Q, key,
+                num_q, num_k, scale_log2, scores, dk, dv,
+                True, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY,
             )  # fmt: skip
     if EARLY:
         warpgroup_mma_wait(0, deps=(scores,))
@@ -330,6 +337,36 @@ def _consumer(
     k_tile4: gl.constexpr = [1, 1, BLOCK_K, HEAD_DIM]
     tma.store(dk_desc, [batch, kv_head, key, 0], k_smem._reinterpret(k_smem.dtype, k_tile4, dk_desc.layout))
     tma.store(dv_desc, [batch, kv_head, key, 0], v_smem._reinterpret(v_smem.dtype, k_tile4, dv_desc.layout))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _writer(
+    dq_desc, turns_ptr, dq_smem, dq_full, dq_empty, sizes, num_q_padded,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section = sizes
+    num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
+    tile, batch_kv_head = _owned_keys(num_tiles, num_batch_kv_heads, heads_per_section)
+    batch = batch_kv_head // num_kv_heads
+    kv_head = batch_kv_head - batch * num_kv_heads
+    group_size = num_heads // num_kv_heads
+    first, _, end = _query_steps(tile * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_Q, BLOCK_K)
+    step = 0
+    for member in range(group_size):
+        row = (batch * num_heads + kv_head * group_size + member) * num_q_padded
+        for j in range(first, end):
+            here = row + (first + end - 1 - j) * BLOCK_Q
+            turn = turns_ptr + here // TURN_ROWS
+            if ORDERED:
+                tma.wait_turn(turn, tile)
+            mbarrier.wait(dq_full, step & 1)
+            tma.reduce_add(dq_desc, [here, 0], dq_smem)
+            tma.store_wait(0)
+            mbarrier.arrive(dq_empty, count=1)
+            if ORDERED:
+                tma.pass_turn(turn)
+            step += 1
     tma.store_wait(0)
 
 
@@ -348,6 +385,7 @@ def hopper_bwd_kernel(
     dq_desc,  # (B * Hq * num_q_padded, D) fp32, zeros: dQ / scale is added up here
     dk_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
     dv_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
+    turns_ptr,  # (B * Hq * num_q_padded / ROWS,) int32, zeros: how many programs have added to a query tile
     num_heads,
     num_kv_heads,
     num_batch_kv_heads,
@@ -363,6 +401,7 @@ def hopper_bwd_kernel(
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     EARLY: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
@@ -384,6 +423,10 @@ def hopper_bwd_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    dq_full = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
+    mbarrier.init(dq_full, count=1)
+    mbarrier.init(dq_empty, count=1)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     for stage in gl.static_range(STAGES):
@@ -395,17 +438,20 @@ def hopper_bwd_kernel(
 
     loaded = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem)
     tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem)
-    barriers = (k_full, v_full, q_full, q_empty, do_full, do_empty)
+    loads = (k_full, v_full, q_full, q_empty, do_full, do_empty)
+    barriers = (k_full, v_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty)
     sizes = (num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section)
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
-    outputs = (dq_desc, dk_desc, dv_desc)
+    outputs = (dk_desc, dv_desc)
     gl.warp_specialize(
         [
-            (_consumer, (outputs, tiles, barriers, sizes, num_q_padded, scale, scale_log2,
+            (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
                          HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY)),
-            (_producer, (inputs, loaded, barriers, sizes, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL)),
+            (_producer, (inputs, loaded, loads, sizes, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL)),
+            (_writer, (dq_desc, turns_ptr, dq_smem, dq_full, dq_empty, sizes, num_q_padded,
+                       BLOCK_Q, BLOCK_K, CAUSAL, ORDERED)),
         ],
-        [1], [24],
+        [1, 1], [24, 24],
     )  # fmt: skip
 
 
@@ -417,6 +463,8 @@ class BackwardPlan:
     block_k: int = 128
     stages: int = 2
     early_scores: bool = False
+    ordered: bool = True  # dQ's sums in one order
+    heads: int = 0  # of a section, whose programs run beside each other; 0: as many as share L2
 
 
 _PLANS = {128: BackwardPlan(), 64: BackwardPlan()}
@@ -436,8 +484,7 @@ def launch_hopper_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels on the forward's inputs and outputs; `dlse` (B, Hq, Nq) may be None.
 
-    Returns dQ, dK, dV in q's dtype, stored as (B, N, H, D). dK and dV have the same bits at each run; dQ is an
-    fp32 sum whose order varies.
+    Returns dQ, dK, dV in q's dtype, stored as (B, N, H, D), with the same bits at each run where plan.ordered.
     """
     batch, num_heads, num_q, head_dim = q.shape
     num_kv_heads, num_k = k.shape[1], k.shape[2]
@@ -453,14 +500,15 @@ def launch_hopper_bwd(
     num_q_padded = -(-num_q // ROWS) * ROWS
     rows = batch * num_heads * num_q_padded
     lse_log2, delta = torch.empty((2, batch * num_heads, num_q_padded), dtype=torch.float32, device=device)
+    turns = torch.empty(rows // ROWS, dtype=torch.int32, device=device)
     dq_sum = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
     has_dlse = dlse is not None
     dlse = dlse.to(torch.float32).contiguous() if has_dlse else lse
     _before_kernel[(rows // ROWS,)](
-        o, do, lse, dlse, lse_log2, delta, dq_sum, o.stride()[:3], do.stride()[:3],
+        o, do, lse, dlse, lse_log2, delta, turns, dq_sum, o.stride()[:3], do.stride()[:3],
         num_heads, num_q, num_q_padded, HEAD_DIM=head_dim, ROWS=ROWS, HAS_DLSE=has_dlse, num_warps=4,
     )  # fmt: skip
-    constants = (head_dim, plan.block_q, plan.block_k, plan.stages, causal, plan.early_scores)
+    constants = (head_dim, plan.block_q, plan.block_k, plan.stages, causal, plan.early_scores, plan.ordered)
     tma.launch(
         hopper_bwd_kernel,
         -(-num_k // plan.block_k) * batch * num_kv_heads,
@@ -470,8 +518,8 @@ def launch_hopper_bwd(
             tma.descriptor(do, plan.block_q), tma.row_descriptor(lse_log2, plan.block_q),
             tma.row_descriptor(delta, plan.block_q), tma.descriptor(dq_sum, plan.block_q),
             tma.descriptor(dk, plan.block_k), tma.descriptor(dv, plan.block_k),
-            num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
-            max(heads_per_section(q, 1) // group_size, 1), scale, scale * LOG2_E, *constants,
+            turns, num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
+            plan.heads or max(heads_per_section(q, 1) // group_size, 1), scale, scale * LOG2_E, *constants,
         ),
         num_warps=8,
     )  # fmt: skip
