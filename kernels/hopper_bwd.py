@@ -144,7 +144,9 @@ def _query_steps(key, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr,
 @gluon.jit
 def _slot(step, STAGES: gl.constexpr):
     """Stage of a ring and phase of its barriers at the step-th use."""
-    if STAGES == 2:
+    if STAGES == 1:
+        return 0, step & 1
+    elif STAGES == 2:
         return step & 1, (step >> 1) & 1
     else:
         return step % STAGES, (step // STAGES) & 1
@@ -224,7 +226,7 @@ def _scores(k_smem, q_smem, q_full, step, more, BLOCK_Q: gl.constexpr, BLOCK_K: 
 def _gradient_step(
     tiles, barriers, step, num_steps, row, key, num_q, num_k, scale_log2, scores, dk, dv,
     MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, EARLY: gl.constexpr, WRITERS: gl.constexpr,
 ):  # fmt: skip
     """One query tile: its share of dK and dV, and this key tile's share of its dQ."""
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = tiles
@@ -273,10 +275,11 @@ def _gradient_step(
         dq = warpgroup_mma_wait(2, deps=(dq,))
     else:
         dq = warpgroup_mma_wait(1, deps=(dq,))
-    mbarrier.wait(dq_empty, (step & 1) ^ 1)
-    dq_smem.store(dq)
+    writer, use = _slot(step, WRITERS)
+    mbarrier.wait(dq_empty.index(writer), use ^ 1)
+    dq_smem.index(writer).store(dq)
     fence_async_shared()
-    mbarrier.arrive(dq_full, count=1)
+    mbarrier.arrive(dq_full.index(writer), count=1)
     if EARLY:
         dk = warpgroup_mma_wait(1, deps=(dk,))
     else:
@@ -289,7 +292,7 @@ def _gradient_step(
 def _consumer(
     descriptors, tiles, barriers, sizes, scale, scale_log2,
     HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, EARLY: gl.constexpr,
+    CAUSAL: gl.constexpr, EARLY: gl.constexpr, WRITERS: gl.constexpr,
 ):  # fmt: skip
     dk_desc, dv_desc = descriptors
     k_smem, v_smem, q_smem = tiles[0], tiles[1], tiles[2]
@@ -320,13 +323,13 @@ def _consumer(
             scores, dk, dv = _gradient_step(
                 tiles, ring, before + j, num_steps, (end - 1 - j) * BLOCK_Q, key,
                 num_q, num_k, scale_log2, scores, dk, dv,
-                False, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY,
+                False, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY, WRITERS,
             )  # fmt: skip
         for j in range(end - full_from, end - first):
             scores, dk, dv = _gradient_step(
                 tiles, ring, before + j, num_steps, (end - 1 - j) * BLOCK_Q, key,
                 num_q, num_k, scale_log2, scores, dk, dv,
-                True, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY,
+                True, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY, WRITERS,
             )  # fmt: skip
     if EARLY:
         warpgroup_mma_wait(0, deps=(scores,))
@@ -342,9 +345,10 @@ def _consumer(
 
 @gluon.jit
 def _writer(
-    dq_desc, turns_ptr, dq_smem, dq_full, dq_empty, sizes, num_q_padded,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
+    writing, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
+    WRITERS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
+    dq_desc, turns_ptr, dq_smem, dq_full, dq_empty, sizes, num_q_padded = writing
     num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section = sizes
     num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
     tile, batch_kv_head = _owned_keys(num_tiles, num_batch_kv_heads, heads_per_section)
@@ -352,22 +356,21 @@ def _writer(
     kv_head = batch_kv_head - batch * num_kv_heads
     group_size = num_heads // num_kv_heads
     first, _, end = _query_steps(tile * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_Q, BLOCK_K)
-    step = 0
-    for member in range(group_size):
+    steps = end - first
+    for step in range(WHICH, group_size * steps, WRITERS):
+        member = step // steps
         row = (batch * num_heads + kv_head * group_size + member) * num_q_padded
-        for j in range(first, end):
-            here = row + (first + end - 1 - j) * BLOCK_Q
-            turn = turns_ptr + here // TURN_ROWS
-            if ORDERED:
-                tma.wait_turn(turn, tile)
-            mbarrier.wait(dq_full, step & 1)
-            tma.reduce_add(dq_desc, [here, 0], dq_smem)
-            tma.store_wait(0)
-            mbarrier.arrive(dq_empty, count=1)
-            if ORDERED:
-                tma.pass_turn(turn)
-            step += 1
-    tma.store_wait(0)
+        here = row + (end - 1 - (step - member * steps)) * BLOCK_Q
+        turn = turns_ptr + here // TURN_ROWS
+        use = step // WRITERS & 1
+        if ORDERED:
+            tma.wait_turn(turn, tile)
+        mbarrier.wait(dq_full.index(WHICH), use)
+        tma.reduce_add(dq_desc, [here, 0], dq_smem.index(WHICH))
+        tma.store_wait(0)
+        mbarrier.arrive(dq_empty.index(WHICH), count=1)
+        if ORDERED:
+            tma.pass_turn(turn)
 
 
 @gluon.jit(
@@ -402,6 +405,7 @@ def hopper_bwd_kernel(
     CAUSAL: gl.constexpr,
     EARLY: gl.constexpr,
     ORDERED: gl.constexpr,
+    WRITERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
@@ -416,17 +420,18 @@ def hopper_bwd_kernel(
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], row_layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], row_layout)
     ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_Q], ds_layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_Q, HEAD_DIM], dq_desc.layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [WRITERS, BLOCK_Q, HEAD_DIM], dq_desc.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
     v_full = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
-    dq_full = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
-    mbarrier.init(dq_full, count=1)
-    mbarrier.init(dq_empty, count=1)
+    dq_full = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], bar_layout)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], bar_layout)
+    for writer in gl.static_range(WRITERS):
+        mbarrier.init(dq_full.index(writer), count=1)
+        mbarrier.init(dq_empty.index(writer), count=1)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     for stage in gl.static_range(STAGES):
@@ -443,16 +448,28 @@ def hopper_bwd_kernel(
     sizes = (num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section)
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     outputs = (dk_desc, dv_desc)
-    gl.warp_specialize(
-        [
-            (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
-                         HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY)),
-            (_producer, (inputs, loaded, loads, sizes, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL)),
-            (_writer, (dq_desc, turns_ptr, dq_smem, dq_full, dq_empty, sizes, num_q_padded,
-                       BLOCK_Q, BLOCK_K, CAUSAL, ORDERED)),
-        ],
-        [1, 1], [24, 24],
-    )  # fmt: skip
+    writing = (dq_desc, turns_ptr, dq_smem, dq_full, dq_empty, sizes, num_q_padded)
+    if WRITERS == 1:
+        gl.warp_specialize(
+            [
+                (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
+                             HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY, WRITERS)),
+                (_producer, (inputs, loaded, loads, sizes, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL)),
+                (_writer, (writing, BLOCK_Q, BLOCK_K, CAUSAL, ORDERED, WRITERS, 0)),
+            ],
+            [1, 1], [24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
+                             HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY, WRITERS)),
+                (_producer, (inputs, loaded, loads, sizes, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL)),
+                (_writer, (writing, BLOCK_Q, BLOCK_K, CAUSAL, ORDERED, WRITERS, 0)),
+                (_writer, (writing, BLOCK_Q, BLOCK_K, CAUSAL, ORDERED, WRITERS, 1)),
+            ],
+            [1, 1, 1], [24, 24, 24],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -464,6 +481,7 @@ class BackwardPlan:
     stages: int = 2
     early_scores: bool = False
     ordered: bool = True  # dQ's sums in one order
+    writers: int = 2  # warps that add dQ by turns
     heads: int = 0  # of a section, whose programs run beside each other; 0: as many as share L2
 
 
@@ -508,7 +526,7 @@ def launch_hopper_bwd(
         o, do, lse, dlse, lse_log2, delta, turns, dq_sum, o.stride()[:3], do.stride()[:3],
         num_heads, num_q, num_q_padded, HEAD_DIM=head_dim, ROWS=ROWS, HAS_DLSE=has_dlse, num_warps=4,
     )  # fmt: skip
-    constants = (head_dim, plan.block_q, plan.block_k, plan.stages, causal, plan.early_scores, plan.ordered)
+    constants = (head_dim, plan.block_q, plan.block_k, plan.stages, causal, plan.early_scores, plan.ordered, plan.writers)
     tma.launch(
         hopper_bwd_kernel,
         -(-num_k // plan.block_k) * batch * num_kv_heads,
