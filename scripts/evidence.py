@@ -47,7 +47,7 @@ TINY_PROFILE = (
     "train.steps=8", "train.batch_tokens=256", "model.num_layers=1", "data.seq_len=64", "train.eval_windows=1",
     "optim.warmup_steps=1", "train.sample_tokens=0", "profile=true", "model.attention=naive", "hardware=cpu",
 )  # fmt: skip
-STEPS_1000 = ("train.steps=1000", "train.batch_tokens=8192", *FEW)
+STEPS_1000 = ("train.steps=1000", "train.batch_tokens=4096", *FEW)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
         for name, experiment in EXPERIMENTS.items()
         if not settings.only or name.startswith(tuple(settings.only))
     }
-    gpus = 0 if settings.small else torch.cuda.device_count()
+    gpus: list[str | None] = [] if settings.small else visible_gpus()
     jobs = 1 if settings.small else settings.jobs
     timed = {name for name, experiment in chosen.items() if experiment.timed}
 
@@ -200,17 +200,23 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
 
     beside = [name for name in chosen if name not in timed]
     alone = [name for name in chosen if name in timed]
-    ids = [str(number) for number in range(gpus)] or [None]
-    if len(ids) > 1:  # the last GPU is for what is timed
+    gpus = gpus or [None]
+    if alone and len(gpus) > 1:  # the last GPU is for what is timed
         with ThreadPoolExecutor(2) as pool:
-            parts = [pool.submit(several, beside, ids[:-1] * jobs), pool.submit(several, alone, ids[-1:])]
+            parts = [pool.submit(several, beside, gpus[:-1] * jobs), pool.submit(several, alone, gpus[-1:])]
         rows = [row for part in parts for row in part.result()]
     else:
-        rows = several(beside, ids * jobs) + several(alone, ids)
+        rows = several(beside, gpus * jobs) + several(alone, gpus)
     console.print(table(rows))
     print(json.dumps({"folder": str(run_dir), "experiments": rows}))
     if any(row["verdict"] != "as expected" for row in rows):
         sys.exit(FAILED)
+
+
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the GPUs that this process sees."""
+    masked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return masked.split(",") if masked else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def run(name: str, experiment: Experiment, settings: EvidenceSettings, run_dir: Path, gpu: str | None) -> dict:

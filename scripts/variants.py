@@ -33,8 +33,8 @@ def replaced(name: str, function: Attention) -> Iterator[None]:
 # ---- nulls
 
 
-def disguised(seed: int, block_q: int, block_k: int) -> Attention:
-    """Queries and keys in another orthonormal basis, values too: (q R)(k R)^T = q k^T; and the sums split over tiles.
+def disguised(seed: int, block_k: int) -> Attention:
+    """Queries and keys in another orthonormal basis, values too: (q R)(k R)^T = q k^T; and the keys in tiles.
 
     Every product and sum rounds anew, and so does what is rounded once more for it: noise of all kinds that a correct
     kernel makes, and somewhat more of it.
@@ -44,7 +44,7 @@ def disguised(seed: int, block_q: int, block_k: int) -> Attention:
         # disabled here and not by a decorator: that would import Triton before it can be told to interpret
         basis, values = torch.compiler.disable(_bases)(seed, q.shape[-1], q.device)
         turned = ((x.float() @ basis).to(q.dtype) for x in (q, k))
-        tiles = {"block_q": block_q, "block_k": block_k}
+        tiles = {"block_q": q.shape[2], "block_k": block_k}
         o = tiled_attention(*turned, (v.float() @ values).to(v.dtype), **tiles, **_plain(options))
         return (o.float() @ values.T).to(q.dtype)
 
@@ -60,11 +60,11 @@ def _bases(seed: int, head_dim: int, device: torch.device) -> list[Tensor]:
 
 
 def nulls(count: int, seq_len: int) -> dict[str, Attention]:
-    """`count` of them, by name: another basis each, and two or three tiles a side."""
+    """`count` of them, by name: another basis each, and the keys in two or three tiles."""
     found: dict[str, Attention] = {}
     for number in range(count):
-        block_q, block_k = (-(-seq_len // parts) for parts in (2 + number % 2, 2 + number // 2 % 2))
-        found[f"null {number}: tiles of {block_q}x{block_k}"] = disguised(number, block_q, block_k)
+        block_k = -(-seq_len // (2 + number % 2))
+        found[f"null {number}: tiles of {block_k} keys"] = disguised(number, block_k)
     return found
 
 
