@@ -82,7 +82,7 @@ def wait_turn(address, turn):
 
 @gluon.jit
 def pass_turn(address):
-    """Add 1 to the int32 at `address`, after this warp's bulk adds are done, not only read: by a partition of one warp."""
+    """Add 1 to the int32 at `address` when this warp's bulk adds are done, not only read. By one warp."""
     _by_one_warp(
         """{
         .reg .pred first;
@@ -136,21 +136,3 @@ def row_descriptor(x: Tensor, cols: int) -> TensorDescriptor:
     made.layout = _tile_layout(1, cols, 2, x.dtype)
     made.padding = "zero"
     return made
-
-
-_compiled = {}
-
-
-def launch(kernel, grid: int, variant: tuple, arguments: tuple, num_warps: int) -> None:
-    """Launch `kernel` on `grid` programs of the current device and stream.
-
-    Triton's own launch inspects every argument again at each call, which takes longer than the rest of it. Our
-    arguments cannot change their types while `variant` (dtype and every constexpr) stays, so a variant's
-    compiled kernel is kept and called directly.
-    """
-    key = (kernel, torch.cuda.current_device(), variant)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[(grid,)](*arguments, num_warps=num_warps)
-    else:
-        compiled[(grid, 1, 1)](*arguments)
