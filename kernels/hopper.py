@@ -9,13 +9,17 @@ from kernels.options import Options
 from kernels.support import features_of, refusal
 
 HEAD_DIMS = (64, 128)
+# the fewest queries and keys with which the Hopper backward is the faster one, by head_dim (HOPPER_NOTES.md)
+SHORTEST_BACKWARD = {64: 4096, 128: 1024}
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper_tma.py uses
 
 
-def hopper_unsupported_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why the Hopper forward cannot take this call, in one sentence; None when it can."""
+def hopper_unsupported_reason(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool = False
+) -> str | None:
+    """Why the Hopper forward (or backward) does not take this call, in one sentence; None when it does."""
     features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
-    reason = refusal("hopper", features, q.dtype, backward=False)
+    reason = refusal("hopper", features, q.dtype, backward=backward)
     if reason is not None:
         return reason
     if q.shape[3] not in HEAD_DIMS:
@@ -30,6 +34,11 @@ def hopper_unsupported_reason(q: Tensor, k: Tensor, v: Tensor, options: Options)
         return f"hopper is written for Triton {TRITON_RELEASE}; {installed} is installed"
     if q.numel() == 0 or k.numel() == 0:
         return "hopper takes no empty tensors"
+    if backward and min(q.shape[2], k.shape[2]) < SHORTEST_BACKWARD[q.shape[3]]:
+        return (
+            f"the portable backward is faster below {SHORTEST_BACKWARD[q.shape[3]]} tokens with head_dim {q.shape[3]}; "
+            f"there are {q.shape[2]} queries and {k.shape[2]} keys"
+        )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not addressable(tensor):
             return (

@@ -1,23 +1,27 @@
 """Backward pass for Hopper (sm_90a), in Gluon: one fused kernel between a pre- and a post-kernel.
 
 Roles. A program owns 128 keys of one KV head. Eight consumer warps hold dK and dV in registers; one producer
-warp streams the query tiles (Q with LSE, dO with delta) of all query heads of the group past them.
+warp streams the query tiles (Q with LSE, dO with delta) of all query heads of the group past them; two writer
+warps take turns to add a step's share of dQ to global memory.
 
 One step, scores transposed so that P^T and dS^T are left operands from registers (wait n: all but n are done):
 
     tensor cores   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dQ = dS K      | dK += dS^T Q
-    other units                  exp2: P^T       dS^T -> shared                  dQ -> shared, TMA reduce-add
+    other units                  exp2: P^T       dS^T -> shared                  dQ -> shared; the writer adds it
     waits                      1               1              0               1               0
 
 Barriers (mbarriers; stage s of a ring of STAGES):
     k_full, v_full   this program's keys and values have arrived
     q_full[s]        Q and LSE have arrived      q_empty[s]    S^T and dK with them are done
     do_full[s]       dO and delta have arrived   do_empty[s]   dP^T and dV with them are done
+    dq_full[w]       a step's dQ is there for writer w   dq_empty[w]   it has been read
 
-dQ is summed in fp32 in global memory by bulk adds whose order varies from run to run; dK and dV have one owner.
+dQ is summed in fp32 in global memory by bulk adds. Each query tile has a counter, its turn: the program of key tile t
+adds when t programs have added, so the order of the sum, and its bits, are the same in every run. Programs start in
+the order of their key tiles and walk the queries backwards, so whoever waits waits for a program that is running.
+An add is done, and the turn passed on, only a few thousand cycles after its step: hence two writers. dK and dV have
+one owner.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -35,9 +39,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels import hopper_tma as tma
 from kernels.hopper import addressable
 from kernels.hopper_fwd import LOG2_E, heads_per_section
+from kernels.launch import addresses_of, launch, on_device
+from kernels.options import Options
+from kernels.replay import description, known, remember, replay
 
 LOG2_E_CONSTANT = tl.constexpr(LOG2_E)
-ROWS = 64  # of a program of the two memory-bound kernels; any that fills the loads' vectors will do
+ROWS = 64  # of a program of the two memory-bound kernels, and of a turn: divides every BLOCK_Q
+TURN_ROWS = gl.constexpr(ROWS)
+WRITERS = gl.constexpr(2)
+BLOCK_Q, BLOCK_K = 64, 128  # queries of a step, keys of a program
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded"])
@@ -45,9 +55,10 @@ def _before_kernel(
     o_ptr,  # (B, Hq, Nq, D)
     do_ptr,  # (B, Hq, Nq, D)
     lse_ptr,  # (B, Hq, Nq) fp32, natural logarithm
-    dlse_ptr,  # (B, Hq, Nq) fp32, or lse_ptr where not HAS_DLSE
+    dlse_ptr,  # (B, Hq, Nq) fp32, or None
     lse_log2_ptr,  # out, (B, Hq, num_q_padded) fp32
     delta_ptr,  # out, (B, Hq, num_q_padded) fp32
+    turns_ptr,  # out, (B, Hq, num_q_padded / ROWS) int32: zeros
     dq_sum_ptr,  # out, (B, Hq, num_q_padded, D) fp32: zeros
     o_strides,  # (batch, head, token)
     do_strides,
@@ -56,7 +67,6 @@ def _before_kernel(
     num_q_padded,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
 ):
     """delta = rowsum(dO * O) - dLSE, LSE in base 2, and zeros where dQ will be summed.
 
@@ -76,11 +86,12 @@ def _before_kernel(
     do = tl.load(do_at, mask=inside[:, None], other=0.0).to(tl.float32)
     delta = tl.sum(o * do, 1)
     lse = tl.load(lse_ptr + batch_head.to(tl.int64) * num_q + rows, mask=inside, other=-float("inf"))
-    if HAS_DLSE:
+    if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + batch_head.to(tl.int64) * num_q + rows, mask=inside, other=0.0)
     padded = batch_head.to(tl.int64) * num_q_padded + rows
     tl.store(lse_log2_ptr + padded, tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E_CONSTANT))
     tl.store(delta_ptr + padded, delta)
+    tl.store(turns_ptr + tl.program_id(0), 0)
     tl.store(dq_sum_ptr + padded[:, None] * HEAD_DIM + cols, tl.zeros([ROWS, HEAD_DIM], tl.float32))
 
 
@@ -168,8 +179,8 @@ def _producer(
     for member in range(group_size):
         head = kv_head * group_size + member
         batch_head = batch * num_heads + head
-        for i in range(first, end):
-            row = i * BLOCK_Q
+        for j in range(first, end):
+            row = (first + end - 1 - j) * BLOCK_Q
             stage, phase = _slot(step, STAGES)
             mbarrier.wait(q_empty.index(stage), phase ^ 1)
             mbarrier.expect(q_full.index(stage), q_bytes)
@@ -201,26 +212,14 @@ def _producer(
 
 
 @gluon.jit
-def _scores(k_smem, q_smem, q_full, step, more, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
-    """Issue S^T = K Q^T of a step. With no more steps it multiplies stale tiles, and nobody looks at the result."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_Q, 16])
-    stage, phase = _slot(step, STAGES)
-    mbarrier.wait(q_full.index(stage), phase, pred=more)
-    return warpgroup_mma(
-        k_smem, q_smem.index(stage).permute((1, 0)), gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, s_layout),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _gradient_step(
-    dq_desc, tiles, barriers, dq_row, step, num_steps, row, key, num_q, num_k, scale_log2, scores, dk, dv,
+    tiles, barriers, step, row, key, num_q, num_k, scale_log2, dk, dv,
     MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One query tile: its share of dK and dV, and this key tile's share of its dQ."""
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem = tiles
-    q_full, q_empty, do_full, do_empty = barriers
+    q_full, q_empty, do_full, do_empty, dq_full, dq_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_Q, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD_DIM // 2, 16])
@@ -229,9 +228,11 @@ def _gradient_step(
     dtype: gl.constexpr = k_smem.dtype
     stage, phase = _slot(step, STAGES)
 
-    next_scores = scores
-    if not EARLY:
-        scores = _scores(k_smem, q_smem, q_full, step, True, BLOCK_Q, BLOCK_K, STAGES)
+    mbarrier.wait(q_full.index(stage), phase)
+    scores = warpgroup_mma(
+        k_smem, q_smem.index(stage).permute((1, 0)), gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, s_layout),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
     lse = lse_smem.index(stage).load(columns)
     mbarrier.wait(do_full.index(stage), phase)
     dp = warpgroup_mma(
@@ -260,34 +261,27 @@ def _gradient_step(
         use_acc=False, is_async=True,
     )  # fmt: skip
     dk = warpgroup_mma(gl.convert_layout(ds, operand), q_smem.index(stage), dk, is_async=True)
-    if EARLY:
-        next_scores = _scores(k_smem, q_smem, q_full, step + 1, step + 1 < num_steps, BLOCK_Q, BLOCK_K, STAGES)
-        dq = warpgroup_mma_wait(2, deps=(dq,))
-    else:
-        dq = warpgroup_mma_wait(1, deps=(dq,))
-    tma.store_wait(0)
-    dq_smem.store(dq)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    writer, use = _slot(step, WRITERS)
+    mbarrier.wait(dq_empty.index(writer), use ^ 1)
+    dq_smem.index(writer).store(dq)
     fence_async_shared()
-    tma.reduce_add(dq_desc, [dq_row + row, 0], dq_smem)
-    if EARLY:
-        dk = warpgroup_mma_wait(1, deps=(dk,))
-    else:
-        dk = warpgroup_mma_wait(0, deps=(dk,))
+    mbarrier.arrive(dq_full.index(writer), count=1)
+    dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(q_empty.index(stage), count=1)
-    return next_scores, dk, dv
+    return dk, dv
 
 
 @gluon.jit
 def _consumer(
-    descriptors, tiles, barriers, sizes, num_q_padded, scale, scale_log2,
+    descriptors, tiles, barriers, sizes, scale, scale_log2,
     HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, EARLY: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    dq_desc, dk_desc, dv_desc = descriptors
-    k_smem, v_smem, q_smem = tiles[0], tiles[1], tiles[2]
-    k_full, v_full, q_full, q_empty, do_full, do_empty = barriers
+    dk_desc, dv_desc = descriptors
+    k_smem, v_smem = tiles[0], tiles[1]
+    k_full, v_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty = barriers
     num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section = sizes
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_Q, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
     num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
     tile, batch_kv_head = _owned_keys(num_tiles, num_batch_kv_heads, heads_per_section)
@@ -296,33 +290,23 @@ def _consumer(
     group_size = num_heads // num_kv_heads
     key = tile * BLOCK_K
     first, full_from, end = _query_steps(key, num_q, num_k, CAUSAL, BLOCK_Q, BLOCK_K)
-    ring = (q_full, q_empty, do_full, do_empty)
+    ring = (q_full, q_empty, do_full, do_empty, dq_full, dq_empty)
     dk = gl.zeros([BLOCK_K, HEAD_DIM], gl.float32, dk_layout)
     dv = gl.zeros([BLOCK_K, HEAD_DIM], gl.float32, dk_layout)
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0, pred=first < end)
-    num_steps = group_size * (end - first)
-    if EARLY:
-        scores = _scores(k_smem, q_smem, q_full, 0, num_steps > 0, BLOCK_Q, BLOCK_K, STAGES)
-    else:
-        scores = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, s_layout)  # a name only: the step makes its own
     for member in range(group_size):
-        dq_row = (batch * num_heads + kv_head * group_size + member) * num_q_padded
-        before = member * (end - first) - first
-        for i in range(first, full_from):
-            scores, dk, dv = _gradient_step(
-                dq_desc, tiles, ring, dq_row, before + i, num_steps, i * BLOCK_Q, key,
-                num_q, num_k, scale_log2, scores, dk, dv,
-                True, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY,
+        before = member * (end - first)
+        for j in range(end - full_from):
+            dk, dv = _gradient_step(
+                tiles, ring, before + j, (end - 1 - j) * BLOCK_Q, key, num_q, num_k, scale_log2, dk, dv,
+                False, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL,
             )  # fmt: skip
-        for i in range(full_from, end):
-            scores, dk, dv = _gradient_step(
-                dq_desc, tiles, ring, dq_row, before + i, num_steps, i * BLOCK_Q, key,
-                num_q, num_k, scale_log2, scores, dk, dv,
-                False, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY,
+        for j in range(end - full_from, end - first):
+            dk, dv = _gradient_step(
+                tiles, ring, before + j, (end - 1 - j) * BLOCK_Q, key, num_q, num_k, scale_log2, dk, dv,
+                True, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL,
             )  # fmt: skip
-    if EARLY:
-        warpgroup_mma_wait(0, deps=(scores,))
     # K's and V's tiles are dead now and carry dK and dV out
     k_smem.store((dk * scale).to(k_smem.dtype))
     v_smem.store(dv.to(v_smem.dtype))
@@ -331,6 +315,34 @@ def _consumer(
     tma.store(dk_desc, [batch, kv_head, key, 0], k_smem._reinterpret(k_smem.dtype, k_tile4, dk_desc.layout))
     tma.store(dv_desc, [batch, kv_head, key, 0], v_smem._reinterpret(v_smem.dtype, k_tile4, dv_desc.layout))
     tma.store_wait(0)
+
+
+@gluon.jit
+def _writer(
+    tensors, barriers, sizes, num_q_padded,
+    WHICH: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    dq_desc, turns_ptr, dq_smem = tensors
+    dq_full, dq_empty = barriers
+    num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section = sizes
+    num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
+    tile, batch_kv_head = _owned_keys(num_tiles, num_batch_kv_heads, heads_per_section)
+    batch = batch_kv_head // num_kv_heads
+    kv_head = batch_kv_head - batch * num_kv_heads
+    group_size = num_heads // num_kv_heads
+    first, _, end = _query_steps(tile * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_Q, BLOCK_K)
+    steps = end - first
+    for step in range(WHICH, group_size * steps, WRITERS):
+        member = step // steps
+        row = (batch * num_heads + kv_head * group_size + member) * num_q_padded
+        here = row + (end - 1 - (step - member * steps)) * BLOCK_Q
+        turn = turns_ptr + here // TURN_ROWS
+        tma.wait_turn(turn, tile)
+        mbarrier.wait(dq_full.index(WHICH), (step // WRITERS) & 1)
+        tma.reduce_add(dq_desc, [here, 0], dq_smem.index(WHICH))
+        tma.store_wait(0)
+        mbarrier.arrive(dq_empty.index(WHICH), count=1)
+        tma.pass_turn(turn)
 
 
 @gluon.jit(
@@ -348,6 +360,7 @@ def hopper_bwd_kernel(
     dq_desc,  # (B * Hq * num_q_padded, D) fp32, zeros: dQ / scale is added up here
     dk_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
     dv_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
+    turns_ptr,  # (B * Hq * num_q_padded / ROWS,) int32, zeros: how many programs have added to a query tile
     num_heads,
     num_kv_heads,
     num_batch_kv_heads,
@@ -362,7 +375,6 @@ def hopper_bwd_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
-    EARLY: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
@@ -377,13 +389,18 @@ def hopper_bwd_kernel(
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], row_layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], row_layout)
     ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_Q], ds_layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [BLOCK_Q, HEAD_DIM], dq_desc.layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [WRITERS, BLOCK_Q, HEAD_DIM], dq_desc.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
     v_full = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    dq_full = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], bar_layout)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], bar_layout)
+    for writer in gl.static_range(WRITERS):
+        mbarrier.init(dq_full.index(writer), count=1)
+        mbarrier.init(dq_empty.index(writer), count=1)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     for stage in gl.static_range(STAGES):
@@ -395,88 +412,86 @@ def hopper_bwd_kernel(
 
     loaded = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem)
     tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem)
-    barriers = (k_full, v_full, q_full, q_empty, do_full, do_empty)
+    loads = (k_full, v_full, q_full, q_empty, do_full, do_empty)
+    barriers = (k_full, v_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty)
     sizes = (num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section)
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
-    outputs = (dq_desc, dk_desc, dv_desc)
+    outputs = (dk_desc, dv_desc)
+    sums = (dq_desc, turns_ptr, dq_smem)
     gl.warp_specialize(
         [
-            (_consumer, (outputs, tiles, barriers, sizes, num_q_padded, scale, scale_log2,
-                         HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL, EARLY)),
-            (_producer, (inputs, loaded, barriers, sizes, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL)),
+            (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
+                         HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL)),
+            (_producer, (inputs, loaded, loads, sizes, HEAD_DIM, BLOCK_Q, BLOCK_K, STAGES, CAUSAL)),
+            (_writer, (sums, (dq_full, dq_empty), sizes, num_q_padded, 0, BLOCK_Q, BLOCK_K, CAUSAL)),
+            (_writer, (sums, (dq_full, dq_empty), sizes, num_q_padded, 1, BLOCK_Q, BLOCK_K, CAUSAL)),
         ],
-        [1], [24],
+        [1, 1, 1], [24, 24, 24],
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class BackwardPlan:
-    """How the backward runs: queries in a step, keys of a program (two warpgroups of 64), Q/dO stages."""
-
-    block_q: int = 64
-    block_k: int = 128
-    stages: int = 2
-    early_scores: bool = False
-
-
-_PLANS = {128: BackwardPlan(), 64: BackwardPlan()}
 
 
 def launch_hopper_bwd(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    plan: BackwardPlan | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward kernels on the forward's inputs and outputs; `dlse` (B, Hq, Nq) may be None.
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward kernels on the forward's inputs and outputs, not refused by `hopper_unsupported_reason`.
 
-    Returns dQ, dK, dV in q's dtype, stored as (B, N, H, D). dK and dV have the same bits at each run; dQ is an
-    fp32 sum whose order varies.
+    Arguments and results as of the portable `launch_flash_bwd`: dQ, dK, dV in q's dtype, stored as (B, N, H, D), and
+    an empty tensor in the place of the sinks' gradient. The same inputs give the same bits.
     """
     batch, num_heads, num_q, head_dim = q.shape
     num_kv_heads, num_k = k.shape[1], k.shape[2]
-    group_size = num_heads // num_kv_heads
-    plan = plan or _PLANS[head_dim]
     do = do.to(q.dtype)
-    if not addressable(do):
-        do = do.contiguous()
-    device = q.device
-    dq = torch.empty((batch, num_q, num_heads, head_dim), dtype=q.dtype, device=device).transpose(1, 2)
-    dk = torch.empty((batch, num_k, num_kv_heads, head_dim), dtype=q.dtype, device=device).transpose(1, 2)
-    dv = torch.empty((batch, num_k, num_kv_heads, head_dim), dtype=q.dtype, device=device).transpose(1, 2)
+    do = do if addressable(do) else do.contiguous()
+    o = o if addressable(o) else o.contiguous()
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
+    dq = q.new_empty(batch, num_q, num_heads, head_dim).transpose(1, 2)
+    dk, dv = (q.new_empty(batch, num_k, num_kv_heads, head_dim).transpose(1, 2) for _ in range(2))
     num_q_padded = -(-num_q // ROWS) * ROWS
     rows = batch * num_heads * num_q_padded
-    lse_log2, delta = torch.empty((2, batch * num_heads, num_q_padded), dtype=torch.float32, device=device)
-    dq_sum = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
-    has_dlse = dlse is not None
-    dlse = dlse.to(torch.float32).contiguous() if has_dlse else lse
-    _before_kernel[(rows // ROWS,)](
-        o, do, lse, dlse, lse_log2, delta, dq_sum, o.stride()[:3], do.stride()[:3],
-        num_heads, num_q, num_q_padded, HEAD_DIM=head_dim, ROWS=ROWS, HAS_DLSE=has_dlse, num_warps=4,
-    )  # fmt: skip
-    constants = (head_dim, plan.block_q, plan.block_k, plan.stages, causal, plan.early_scores)
-    tma.launch(
-        hopper_bwd_kernel,
-        -(-num_k // plan.block_k) * batch * num_kv_heads,
-        (q.dtype, *constants),
-        (
-            tma.descriptor(q, plan.block_q), tma.descriptor(k, plan.block_k), tma.descriptor(v, plan.block_k),
-            tma.descriptor(do, plan.block_q), tma.row_descriptor(lse_log2, plan.block_q),
-            tma.row_descriptor(delta, plan.block_q), tma.descriptor(dq_sum, plan.block_q),
-            tma.descriptor(dk, plan.block_k), tma.descriptor(dv, plan.block_k),
-            num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
-            max(heads_per_section(q, 1) // group_size, 1), scale, scale * LOG2_E, *constants,
-        ),
-        num_warps=8,
-    )  # fmt: skip
-    _after_kernel[(rows // ROWS,)](
-        dq_sum, dq, dq.stride()[:3], num_heads, num_q, num_q_padded, scale,
-        HEAD_DIM=head_dim, ROWS=ROWS, num_warps=4,
-    )  # fmt: skip
-    return dq, dk, dv
+    lse_log2, delta = q.new_empty(2, batch * num_heads, num_q_padded, dtype=torch.float32)
+    turns = q.new_empty(rows // ROWS, dtype=torch.int32)
+    dq_sum = q.new_empty(rows, head_dim, dtype=torch.float32)
+    dsinks = q.new_empty(0, dtype=torch.float32)
+
+    described = description(options, ("hopper backward", dlse is None), do, q, k, v, o)
+    if known(described) and replay(
+        described,
+        addresses_of(o, do, lse, dlse, lse_log2, delta, turns, dq_sum),
+        addresses_of(q, k, v, do, lse_log2, delta, dq_sum, dk, dv, turns),
+        addresses_of(dq_sum, dq),
+    ):
+        return dq, dk, dv, dsinks
+
+    # short sequences have few programs that wait for each other, and many heads that can run beside them
+    heads = 16 if num_q <= 1024 else heads_per_section(q, 1)
+    constants = {
+        "HEAD_DIM": head_dim, "BLOCK_Q": BLOCK_Q, "BLOCK_K": BLOCK_K, "STAGES": 2 if head_dim == 128 else 3,
+        "CAUSAL": options.causal,
+    }  # fmt: skip
+    memory_bound = {"HEAD_DIM": head_dim, "ROWS": ROWS}
+    with on_device(q):
+        before = launch(
+            _before_kernel, rows // ROWS,
+            (
+                o, do, lse, dlse, lse_log2, delta, turns, dq_sum, o.stride()[:3], do.stride()[:3],
+                num_heads, num_q, num_q_padded,
+            ),
+            memory_bound, num_warps=4,
+        )  # fmt: skip
+        main = launch(
+            hopper_bwd_kernel, -(-num_k // BLOCK_K) * batch * num_kv_heads,
+            (
+                tma.descriptor(q, BLOCK_Q), tma.descriptor(k, BLOCK_K), tma.descriptor(v, BLOCK_K),
+                tma.descriptor(do, BLOCK_Q), tma.row_descriptor(lse_log2, BLOCK_Q), tma.row_descriptor(delta, BLOCK_Q),
+                tma.descriptor(dq_sum, BLOCK_Q), tma.descriptor(dk, BLOCK_K), tma.descriptor(dv, BLOCK_K), turns,
+                num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
+                max(heads * num_kv_heads // num_heads, 1), options.scale, options.scale * LOG2_E,
+            ),
+            constants, num_warps=8,
+        )  # fmt: skip
+        after = launch(
+            _after_kernel, rows // ROWS,
+            (dq_sum, dq, dq.stride()[:3], num_heads, num_q, num_q_padded, options.scale), memory_bound, num_warps=4,
+        )  # fmt: skip
+    remember(described, before, main, after)
+    return dq, dk, dv, dsinks

@@ -50,6 +50,55 @@ def named_barrier(INSTRUCTION: gl.constexpr, IDENTIFIER: gl.constexpr, THREADS: 
     )
 
 
+@gluon.jit
+def _by_one_warp(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, address, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lanes = gl.arange(0, 32, layout=layout)
+    gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [address + lanes * 0, value + lanes * 0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_turn(address, turn):
+    """Wait until the int32 at `address` is `turn`; what was written and added before it was set is then seen.
+
+    By a partition of one warp. The last fence carries the order over to bulk operations.
+    """
+    _by_one_warp(
+        """{
+        .reg .pred waits;
+        .reg .u32 now;
+        AGAIN:
+        ld.acquire.gpu.global.u32 now, [$1];
+        setp.ne.u32 waits, now, $2;
+        @waits bra AGAIN;
+        fence.proxy.async;
+        mov.u32 $0, now;
+        }""",
+        "=r,l,r", address, turn,
+    )  # fmt: skip
+
+
+@gluon.jit
+def pass_turn(address):
+    """Add 1 to the int32 at `address` when this warp's bulk adds are done, not only read. By one warp."""
+    _by_one_warp(
+        """{
+        .reg .pred first;
+        .reg .u32 lane;
+        cp.async.bulk.wait_group 0;
+        fence.proxy.async;
+        bar.warp.sync 0xffffffff;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        @first red.release.gpu.global.add.u32 [$1], $2;
+        mov.u32 $0, lane;
+        }""",
+        "=r,l,r", address, 1,
+    )  # fmt: skip
+
+
 _GLUON_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -87,21 +136,3 @@ def row_descriptor(x: Tensor, cols: int) -> TensorDescriptor:
     made.layout = _tile_layout(1, cols, 2, x.dtype)
     made.padding = "zero"
     return made
-
-
-_compiled = {}
-
-
-def launch(kernel, grid: int, variant: tuple, arguments: tuple, num_warps: int) -> None:
-    """Launch `kernel` on `grid` programs of the current device and stream.
-
-    Triton's own launch inspects every argument again at each call, which takes longer than the rest of it. Our
-    arguments cannot change their types while `variant` (dtype and every constexpr) stays, so a variant's
-    compiled kernel is kept and called directly.
-    """
-    key = (kernel, torch.cuda.current_device(), variant)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[(grid,)](*arguments, num_warps=num_warps)
-    else:
-        compiled[(grid, 1, 1)](*arguments)

@@ -37,29 +37,33 @@ flash_fwd = torch.ops.flashgpt.flash_fwd.default
 flash_bwd = torch.ops.flashgpt.flash_bwd.default
 
 
-_HOPPER: dict[tuple, bool] = {}  # descriptions of forward calls -> whether the Hopper kernels take them
+_HOPPER: dict[tuple, bool] = {}  # (description of a call, backward) -> whether the Hopper kernels take it
+
+
+def _on_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool) -> bool:
+    """The one place where an implementation is chosen for checked inputs.
+
+    Every implementation keeps one contract: the same inputs, the same (O, LSE), the same bits each time. The backward
+    takes O and LSE from either.
+    """
+    call = description(options, backward, q, k, v)
+    if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        return False
+    chosen = _HOPPER.get(call)
+    if chosen is None:
+        if len(_HOPPER) >= 1024:
+            _HOPPER.clear()
+        chosen = _HOPPER[call] = hopper_unsupported_reason(q, k, v, options, backward=backward) is None
+    return chosen
 
 
 def _forward_launcher(q: Tensor, k: Tensor, v: Tensor, options: Options):
-    """The one place where an implementation is chosen for checked inputs.
-
-    Every implementation keeps one contract: the same inputs, the same (O, LSE). The backward takes both from
-    either, and is the portable one: its sums have one order.
-    """
-    from kernels import flash_fwd
-
-    call = description(options, None, q, k, v)
-    if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-        return flash_fwd.launch_flash_fwd
-    chosen = _HOPPER.get(call)
-    if chosen is None:
-        if len(_HOPPER) >= 512:
-            _HOPPER.clear()
-        chosen = _HOPPER[call] = hopper_unsupported_reason(q, k, v, options) is None
-    if chosen:
+    if _on_hopper(q, k, v, options, backward=False):
         from kernels import hopper_fwd
 
         return hopper_fwd.launch_hopper_fwd
+    from kernels import flash_fwd
+
     return flash_fwd.launch_flash_fwd
 
 
@@ -71,9 +75,14 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Ten
 
 
 def _run_backward(do, dlse, q, k, v, o, lse, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options = Options(*options)
+    if _on_hopper(q, k, v, options, backward=True):
+        from kernels.hopper_bwd import launch_hopper_bwd
+
+        return launch_hopper_bwd(do, dlse, q, k, v, o, lse, options)
     from kernels.flash_bwd import launch_flash_bwd
 
-    return launch_flash_bwd(do, dlse, q, k, v, o, lse, Options(*options))
+    return launch_flash_bwd(do, dlse, q, k, v, o, lse, options)
 
 
 def _tokens_first(like: Tensor, head_dim: int) -> Tensor:

@@ -78,18 +78,13 @@ IMPLEMENTATIONS = {
 }
 
 
-# The kernels behind "flash" that are chosen where they can be: forward only, the backward is the portable one.
+# The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
 KERNELS = {
     "hopper": Implementation(
         "hopper",
         frozenset({"full", "causal", "gqa", "lse"}),
         frozenset({torch.float16, torch.bfloat16}),
         instead="the portable kernels",
-        exceptions=frozenset(
-            (feature, "backward", dtype)
-            for feature in ("full", "causal", "gqa", "lse")
-            for dtype in (torch.float16, torch.bfloat16)
-        ),
     )
 }
 

@@ -41,6 +41,7 @@ def _backward(constants: dict):
     types |= dict.fromkeys(("k_desc", "v_desc", "dk_desc", "dv_desc"), _descriptor("bf16", [1, 1, block_k, head_dim]))
     types |= dict.fromkeys(("lse_desc", "delta_desc"), _descriptor("fp32", [1, block_q]))
     types |= {"dq_desc": _descriptor("fp32", [block_q, head_dim]), "scale": "fp32", "scale_log2": "fp32"}
+    types |= {"turns_ptr": "*i32"}
     return hopper_bwd_kernel, types, 8
 
 

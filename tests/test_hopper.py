@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from kernels import flash_attention, ops
+from kernels import flash_attention, hopper, ops
 from kernels.options import Options
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
@@ -32,9 +32,8 @@ def _forward(head_dim: int, consumers: int, causal: bool) -> dict:
 
 
 def _backward(head_dim: int, causal: bool) -> dict:
-    return {
-        "HEAD_DIM": head_dim, "BLOCK_Q": 64, "BLOCK_K": 128, "STAGES": 2, "CAUSAL": causal, "EARLY": False,
-    }  # fmt: skip
+    stages = 2 if head_dim == 128 else 3
+    return {"HEAD_DIM": head_dim, "BLOCK_Q": 64, "BLOCK_K": 128, "STAGES": stages, "CAUSAL": causal}
 
 
 # (kernel, constants, most bytes of stack: more means new spills)
@@ -113,7 +112,6 @@ def _assert_within_budget(ours, exact, plain):
     ],
 )
 def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_heads, num_q, num_k, causal):
-    from kernels.hopper import hopper_unsupported_reason
     from kernels.hopper_bwd import launch_hopper_bwd
     from kernels.hopper_fwd import launch_hopper_fwd
 
@@ -129,12 +127,15 @@ def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_he
     dlse = torch.randn(batch, num_heads, num_q, device="cuda")
     scale = head_dim**-0.5
     options = Options(causal, scale)
-    assert hopper_unsupported_reason(q, k, v, options) is None
+    assert hopper.hopper_unsupported_reason(q, k, v, options) is None
     o, lse = launch_hopper_fwd(q, k, v, options)
     again = launch_hopper_fwd(q, k, v, options)
     assert torch.equal(o, again[0])
     assert torch.equal(lse, again[1])
-    gradients = launch_hopper_bwd(do, dlse, q, k, v, o, lse, causal, scale)
+    *gradients, _ = launch_hopper_bwd(do, dlse, q, k, v, o, lse, options)
+    for _ in range(5):
+        *again, _ = launch_hopper_bwd(do, dlse, q, k, v, o, lse, options)
+        assert all(torch.equal(x, y) for x, y in zip(gradients, again, strict=True))
     exact = _reference(q, k, v, do, dlse, causal, scale, torch.float64)
     plain = _reference(q, k, v, do, dlse, causal, scale, dtype)
     torch.testing.assert_close(lse.double(), exact[1].double(), atol=1e-3, rtol=0)
@@ -169,19 +170,62 @@ def test_every_plan_agrees_with_the_portable_kernel(plan):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_matrix_says_which_kernel_runs(feature, dtype, monkeypatch):
-    """A "yes" of the Hopper column runs its kernel, a "no" the portable one; both are right, backward too."""
-    from kernels import hopper_fwd
+    """A "yes" of the Hopper column runs its kernels, a "no" the portable ones; both are right."""
+    from kernels import hopper_bwd, hopper_fwd
 
     launches = []
-    launch = hopper_fwd.launch_hopper_fwd
-    monkeypatch.setattr(hopper_fwd, "launch_hopper_fwd", lambda *a: launches.append(1) or launch(*a))
+    for which, module in (("forward", hopper_fwd), ("backward", hopper_bwd)):
+        name = f"launch_hopper_{module.__name__[-3:]}"
+        launch = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, which=which, launch=launch: launches.append(which) or launch(*a))
     monkeypatch.setattr(ops, "_HOPPER", {})
+    monkeypatch.setattr(hopper, "SHORTEST_BACKWARD", {64: 1, 128: 1})
     which, q, k, v, options = call_for([feature], dtype, "cuda")
     widen = [torch.randn((*x.shape[:-1], 64), device="cuda").to(dtype).requires_grad_() for x in (q, k, v)]
     if feature == "head_dim_v":
         widen[2] = torch.randn((*v.shape[:-1], 128), device="cuda").to(dtype).requires_grad_()
     compare_with_oracle(ATTENTION["flash"][which], *widen, with_dlse=feature == "lse", **options)
-    assert bool(launches) == KERNELS["hopper"].supports(feature, "forward", dtype)
+    for which in ("forward", "backward"):
+        assert (which in launches) == KERNELS["hopper"].supports(feature, which, dtype)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("head_dim", "num_kv_heads"), [(64, 12), (64, 3), (128, 8), (128, 1)])
+def test_the_backward_adds_in_one_order(head_dim, num_kv_heads, causal):
+    """Many programs on one query tile, on a busy and on an idle GPU: the same bits, and right."""
+    from kernels.flash_bwd import launch_flash_bwd
+    from kernels.flash_fwd import launch_flash_fwd
+    from kernels.hopper_bwd import launch_hopper_bwd
+
+    num_heads = 12 if head_dim == 64 else 8
+    heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    q, k, v, do = (torch.randn(1, 8192, h, head_dim, device="cuda").bfloat16().transpose(1, 2) for h in heads)
+    options = Options(causal, head_dim**-0.5)
+    o, lse = launch_flash_fwd(q, k, v, options)
+    first = launch_hopper_bwd(do, None, q, k, v, o, lse, options)
+    for x, y in zip(first, launch_flash_bwd(do, None, q, k, v, o, lse, options), strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    side = torch.cuda.Stream()
+    for run in range(10):
+        if run % 2:
+            with torch.cuda.stream(side):  # takes multiprocessors away, so that programs start at other times
+                torch.randn(4096, 4096, device="cuda") @ torch.randn(4096, 4096, device="cuda")
+        again = launch_hopper_bwd(do, None, q, k, v, o, lse, options)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), run
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_short_calls_take_the_portable_backward():
+    q = torch.randn(1, 1, 512, 128, device="cuda", dtype=torch.bfloat16)
+    options = Options(True, 0.1)
+    assert hopper.hopper_unsupported_reason(q, q, q, options) is None
+    reason = hopper.hopper_unsupported_reason(q, q, q, options, backward=True)
+    assert reason == (
+        "the portable backward is faster below 1024 tokens with head_dim 128; there are 512 queries and 512 keys"
+    )
 
 
 @pytest.mark.gpu
