@@ -1,5 +1,6 @@
 """The page before a run: every seeded misconfiguration has its named fix, and what is fine is not complained about."""
 
+import contextlib
 import json
 import shutil
 import socket
@@ -333,8 +334,10 @@ def test_the_fingerprint_of_a_tokenizer_is_of_its_tokens():
 def test_the_page_on_a_gpu(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["doctor.py", f"data.cache_dir={tmp_path}", "logger.wandb=disabled"])
-    doctor.main()
+    with contextlib.suppress(SystemExit):  # the machine may have other versions than ours, and the page says so
+        doctor.main()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     print(json.dumps(report))
+    assert set(report["wrong"]) <= {"versions"}
     assert report["checks"]["attention"]["facts"]["name"] == "flash"
     assert set(report["checks"]["causality"]["facts"]) == {"model", "packing", "KV cache"}
