@@ -54,12 +54,14 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     # --- the model and its optimiser; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
     model = GPT(settings.model, dataset.vocab_size, settings.data.seq_len, device=hardware.device, dtype=hardware.dtype)
-    optimiser = Optimiser(model, settings.optim)
+    optimiser = Optimiser(model, settings.optim, hardware.dtype)
     first_step, seconds_before, best_loss = 0, 0.0, math.inf
     if resumed:
         resumed.load_weights(model)
         state = resumed.load_state()
         optimiser.load_state_dict(state["optimiser"])
+        if optimiser.loss_scale and state.get("loss_scale"):
+            optimiser.loss_scale.load_state_dict(state["loss_scale"])
         restore_random_states(state["random"], hardware.device)
         first_step, seconds_before, best_loss = resumed.step, resumed.meta["seconds"], state["best_loss"]
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
@@ -112,6 +114,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     def save(step: int, *, best: bool) -> None:
         state = {
             "optimiser": optimiser.state_dict(),
+            "loss_scale": optimiser.loss_scale and optimiser.loss_scale.state_dict(),
             "random": random_states(hardware.device),
             "best_loss": best_loss,
         }
@@ -239,10 +242,10 @@ def training_step(
         with region("forward"), hardware.autocast():
             loss = forward(inputs[part], targets[part], **documents) / targets.numel()
         with region("backward"):
-            loss.backward()
+            optimiser.scaled(loss).backward()
         step_loss += loss.detach()
     with region("optimiser"):
-        grad_norm = optimiser.step()
+        grad_norm = optimiser.step(step_loss)
     return step_loss, grad_norm
 
 
