@@ -124,6 +124,12 @@ class Optimiser:
     def state_dict(self) -> list[dict]:
         return [part.state_dict() for part in self.parts]
 
+    def restore(self, state: dict) -> None:
+        """Take what a checkpoint's state holds: "optimiser", and for float16 "loss_scale"."""
+        self.load_state_dict(state["optimiser"])
+        if self.loss_scale is not None and state.get("loss_scale"):  # else the run before had another dtype
+            self.loss_scale.load_state_dict(state["loss_scale"])
+
     def load_state_dict(self, states: list[dict]) -> None:
         """Take the moments of `states`; learning rates, decay and betas stay the configuration's, which may differ."""
         for part, state in zip(self.parts, states, strict=True):
