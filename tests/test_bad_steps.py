@@ -37,13 +37,14 @@ class Faulty:
         self.calls += 1
         if self.calls == BAD * LAYERS * MICRO_BATCHES:
             self.poison = bits
+        if bits == self.poison and self.tensor == "dk" and k.requires_grad:
+            k = k.view_as(k)
+            k.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
         o = naive_attention(q, k, v, **options)
         if bits == self.poison:
             self.hits += 1
             if self.tensor == "o":
                 o = o.index_put((torch.tensor(1), torch.tensor(0)), torch.tensor(math.nan))
-            elif k.requires_grad:
-                k.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
         return o
 
 
@@ -58,7 +59,8 @@ def faulty_run(tmp_path, name, *overrides, tensor="o"):
 def learnt(path):
     """A digest of weights and moments."""
     checkpoint = open_checkpoint(path)
-    return digest([(checkpoint.path / "model.safetensors").read_bytes(), checkpoint.load_state()["optimiser"]])
+    moments = [part["state"] for part in checkpoint.load_state()["optimiser"]]
+    return digest([(checkpoint.path / "model.safetensors").read_bytes(), moments])
 
 
 def at_step(number, action, monkeypatch):
@@ -91,7 +93,9 @@ def test_stop_names_the_place_and_saves_the_state_before(tmp_path, monkeypatch, 
     assert attention.hits == 2  # in the run, and when it was run again: with the same bits, so from the same state
     train(small_run(tmp_path, *STORY, "train.save_every=1"), tmp_path / "sound")
     sound = open_checkpoint(tmp_path / "sound" / "checkpoints" / f"step_{BAD - 1:06d}")
-    assert contents(open_checkpoint(run_dir)) == contents(sound)
+    assert learnt(run_dir) == learnt(sound.path)
+    random = [checkpoint.load_state()["random"] for checkpoint in (open_checkpoint(run_dir), sound)]
+    assert digest(random[0]) == digest(random[1])
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -170,7 +174,7 @@ def flip(monkeypatch, name, step):
 def test_a_damaged_weight_is_named_and_rollback_heals_it(tmp_path, monkeypatch, capsys):
     flip(monkeypatch, "blocks.1.mlp.up.weight", BAD)
     summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=rollback"), tmp_path / "run")
-    assert "first in blocks.1.mlp.up: weight, 1 of 3,072 values are not" in capsys.readouterr().out
+    assert "first in blocks.1.mlp.up: weight, 1 of 8,192 values are not" in capsys.readouterr().out
     assert (summary["steps"], summary["bad_steps"]) == (8, 1)
     assert math.isfinite(summary["val_loss"])
 
@@ -306,7 +310,6 @@ def test_float16_trains_and_its_scale_is_resumed(tmp_path, monkeypatch):
     scales = [r["loss_scale"] for r in records]
     overflows = [r["step"] for r in records if r["grad_norm"] is None]
     assert 2 < len(overflows) < 20
-    assert overflows == list(range(1, len(overflows) + 1))
     assert scales[-1] == 2.0 ** (28 - len(overflows))
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
     for _ in range(24):
