@@ -118,7 +118,7 @@ def test_rollback_takes_the_weights_of_the_checkpoint_and_new_batches(tmp_path, 
     assert "back to the weights of" in capsys.readouterr().out
 
     def load(optimiser):
-        checkpoint = open_checkpoint(tmp_path / "sound" / "checkpoints" / "step_000004")
+        checkpoint = open_checkpoint(run_dir / "checkpoints" / "step_000004")  # of a time before
         checkpoint.load_weights(models[-1])
         optimiser.restore(checkpoint.load_state())
 

@@ -110,7 +110,9 @@ class NonFinite:
 
     def _keep(self, bad: Seen, batch: capsule.Batch, found: dict[str, Any]) -> None:
         """Write the capsule; where that fails, the run is told so and does without."""
-        meta = {"step": bad.step, "loss": repr(bad.loss), "grad_norm": repr(bad.grad_norm), **found}
+        chosen = {"device": self.hardware.device.type, "dtype": str(self.hardware.dtype).removeprefix("torch.")}
+        # as text: JSON knows no NaN
+        meta = {"step": bad.step, "loss": repr(bad.loss), "grad_norm": repr(bad.grad_norm), **found, **chosen}
         try:
             folder = self.run_dir / "capsules"
             path = capsule.write(folder, self.model, self.optimiser, batch, bad.before, meta | self.description)
