@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from conf.program import fail
@@ -171,22 +170,19 @@ def show(capsule: Capsule, rows: list[dict], device: str) -> None:
     say(f"step {meta['step']} of a run with {run}: its {meta['what']} was not finite; first in {where}")
     if meta["device"] != device and (meta["settings"]["model"]["dropout"]):
         say(f"dropout's masks are not the run's: {device} draws other numbers than {meta['device']}")
-    table = Table()
-    for column in ("attention", "dtype", "loss", "gradient norm", "first not finite", "parts from naive in float32"):
-        table.add_column(column, overflow="fold")
     for row in rows:
+        head = f"{row['attention']:<6} {row['dtype']:<9} "
         if "refused" in row:
-            table.add_row(row["attention"], row["dtype"], "-", "-", "-", row["refused"])
+            say(head + f"cannot run here: {row['refused']}")
             continue
         bad, parts = row["first_bad"], row["parts"]
-        numbers = (f"{float(row[key]):.6g}" for key in ("loss", "grad_norm"))
-        at = f"{bad['module']}: {bad['tensor']}" if bad else "-"
-        far = "nowhere"
+        numbers = f"loss {float(row['loss']):.6g}, gradient norm {float(row['grad_norm']):.6g}"
+        state = f"not finite from {bad['module']}: {bad['tensor']} on" if bad else "finite"
+        far = "never parts from naive in float32"
         if parts:
-            by = f"by {float(parts['relative_error']):.2g} (noise {parts['noise']:.2g})"
-            far = f"{parts['module']}: {parts['tensor']}, {by}"
-        table.add_row(row["attention"], row["dtype"], *numbers, at, far)
-    console.print(table)
+            by = f"by {float(parts['relative_error']):.2g}, where noise is {parts['noise']:.2g}"
+            far = f"parts from naive in float32 at {parts['module']}: {parts['tensor']}, {by}"
+        say(head + f"{numbers}: {state}; {far}")
 
 
 def main(argv: list[str] | None = None) -> int:

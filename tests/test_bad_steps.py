@@ -44,7 +44,7 @@ class Faulty:
         if bits == self.poison:
             self.hits += 1
             if self.tensor == "o":
-                o = o.index_put((torch.tensor(1), torch.tensor(0)), torch.tensor(math.nan))
+                o = o.index_put((torch.tensor(1), torch.tensor(0)), o.new_tensor(math.nan))
         return o
 
 

@@ -16,6 +16,7 @@ from tests.test_bad_steps import BAD, STORY, Faulty
 from train import train
 
 ROOT = Path(__file__).resolve().parent.parent
+TINY = ("data.seq_len=16", "train.batch_tokens=64", "train.micro_batch=2")  # flash is in Triton's interpreter
 PLACE = {"module": "blocks.1.attention", "tensor": "o", "micro_batch": 1}
 
 
@@ -25,7 +26,7 @@ def kept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad")
     attention = Faulty()
     with replaced("sdpa", attention):
-        train(small_run(folder, *STORY, "model.attention=sdpa", "train.steps=6"), folder / "run")
+        train(small_run(folder, *STORY, "model.attention=sdpa", "train.steps=6", *TINY), folder / "run")
     return folder / "run" / "capsules" / f"step_{BAD:06d}", attention
 
 
