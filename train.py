@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from training import resume
 from training.documents import packed_rows
 from training.evaluate import EvaluationSet, evaluate, unigram_loss
 from training.flops import flops_per_token, mfu, peak_flops
+from training.guard import NumberGuard
 from training.hardware import Hardware, set_up
+from training.nonfinite import EXIT_BAD_NUMBERS, NonFinite
 from training.optim import Optimiser, lr_factor
 from training.profiler import StepProfiler, region
 from training.provenance import provenance, write_description
@@ -54,12 +57,12 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     # --- the model and its optimiser; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
     model = GPT(settings.model, dataset.vocab_size, settings.data.seq_len, device=hardware.device, dtype=hardware.dtype)
-    optimiser = Optimiser(model, settings.optim)
+    optimiser = Optimiser(model, settings.optim, hardware.dtype)
     first_step, seconds_before, best_loss = 0, 0.0, math.inf
     if resumed:
         resumed.load_weights(model)
         state = resumed.load_state()
-        optimiser.load_state_dict(state["optimiser"])
+        optimiser.restore(state)
         restore_random_states(state["random"], hardware.device)
         first_step, seconds_before, best_loss = resumed.step, resumed.meta["seconds"], state["best_loss"]
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
@@ -105,6 +108,13 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         "provenance": provenance(),
     }
 
+    guard = NumberGuard(optimiser, hardware, log.say)
+    if resumed and "guard" in state:
+        guard.load_state_dict(state["guard"])
+    nonfinite = NonFinite(
+        config.on_nonfinite, run_dir, model, forward, optimiser, hardware, guard, saver, description, log.say
+    )
+
     def seconds() -> float:
         """Time spent on this run, by the processes before this one too."""
         return seconds_before + time.perf_counter() - began
@@ -112,6 +122,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     def save(step: int, *, best: bool) -> None:
         state = {
             "optimiser": optimiser.state_dict(),
+            "loss_scale": optimiser.loss_scale and optimiser.loss_scale.state_dict(),
+            "guard": guard.state_dict(),
             "random": random_states(hardware.device),
             "best_loss": best_loss,
         }
@@ -144,6 +156,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         # --- the loop
         step, finished, stopped, results = first_step, False, False, {}
         watch = Stopwatch(hardware.synchronize, step)
+        cadences = (config.log_every, config.eval_every, config.save_every, config.sample_every)
         while not (finished or stopped):
             optimiser.set_lr_factor(lr_factor(step, config.steps, settings.optim))
             inputs, targets, starts = next(prefetcher)  # (sequences, seq_len) each, and where documents begin
@@ -151,13 +164,36 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
                 forward, optimiser, inputs, targets, settings.micro_batch, hardware, starts
             )
             step += 1
+
+            # --- after a loss or gradient that is not finite the optimiser does nothing, so it is soon enough to look a
+            # step late; but at once where numbers or weights are used for anything
+            asked = stop.requested
+            due = asked or step in (1, config.steps) or any(every and step % every == 0 for every in cadences)
+            if bad := guard.look(step, step_loss, grad_norm, wait=due):
+                step, step_loss, grad_norm = bad.step, torch.tensor(bad.loss), torch.tensor(bad.grad_norm)
+                prefetcher.seek(step - 1)
+                inputs, targets, starts = batch = next(prefetcher)
+                again = partial(
+                    training_step,
+                    optimiser=optimiser,
+                    inputs=inputs,
+                    targets=targets,
+                    micro_batch=settings.micro_batch,
+                    hardware=hardware,
+                    starts=starts,
+                )
+                if not nonfinite.handle(bad, batch, again):
+                    step, stopped = step - 1, True
+                    stop.because(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS)
+                    save(step, best=False)
+                    break
             log.advance(step)
 
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
             profile_written = profiler is not None and profiler.step()
             # a run that is stopped saves and leaves: what it would log or evaluate beyond that, no other run has
             finished = step == config.steps
-            stopped = stop.requested and not finished
+            stopped = asked and not finished
             record: dict[str, float | None] = {}
             if finished or step == 1 or step % config.log_every == 0:
                 # the first step of a process compiles, so it is no measure of speed
@@ -167,6 +203,9 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
                     "loss": step_loss.item(),
                     "lr": optimiser.lr,
                     "grad_norm": grad_norm.item(),
+                    "loss_scale": optimiser.loss_scale.scale.item() if optimiser.loss_scale else None,
+                    "loss_spikes": guard.spikes or None,
+                    "bad_steps": guard.bad_steps or None,
                     "tokens": step * config.batch_tokens,
                     "seconds": seconds(),
                     "tokens_per_second": rate,
@@ -186,7 +225,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
                 save(step, best=is_best)
             if config.sample_tokens and (finished or (config.sample_every and step % config.sample_every == 0)):
                 log.say(f"--- a sample after {step} steps\n{sample(model, settings, dataset, hardware)}\n---")
-            if record or is_best or profile_written:
+            if record or is_best or profile_written or bad:
                 watch.restart(step)
 
         saved = saver.wait()
@@ -198,6 +237,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             "best_val_loss": best_loss if math.isfinite(best_loss) else None,
             "unigram_val_loss": unigram_loss(dataset.train, evaluation.targets, dataset.vocab_size),
             "attention": settings.model.attention,
+            "bad_steps": guard.bad_steps,
+            "loss_spikes": guard.spikes,
             "stopped": stop.reason if stopped else None,
             "exit_code": stop.exit_code if stopped else 0,
             "checkpoint": str(saved) if saved else None,
@@ -239,10 +280,10 @@ def training_step(
         with region("forward"), hardware.autocast():
             loss = forward(inputs[part], targets[part], **documents) / targets.numel()
         with region("backward"):
-            loss.backward()
+            optimiser.scaled(loss).backward()
         step_loss += loss.detach()
     with region("optimiser"):
-        grad_norm = optimiser.step()
+        grad_norm = optimiser.step(step_loss)
     return step_loss, grad_norm
 
 

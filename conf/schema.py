@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from data import DataConfig, TokenizerConfig
 from model import GPTConfig
 from training.hardware import HardwareConfig
+from training.nonfinite import POLICIES
 from training.optim import OptimConfig
 from training.runlog import LoggerConfig
 
@@ -30,6 +31,7 @@ class TrainConfig:
     save_every: int = 0  # steps between two checkpoints; 0: only the best and the last
     keep_last: int = 3  # how many of the newest checkpoints are kept; the best is kept in any case
     keep_every: int = 0  # checkpoints of steps that are multiples of this are kept for good; 0: none
+    on_nonfinite: str = "stop"  # stop | skip | rollback: what follows a step whose loss or gradient is not finite
     max_hours: float | None = None  # stop, save and leave after so long, start-up included; null: no limit
 
     def __post_init__(self) -> None:
@@ -44,6 +46,10 @@ class TrainConfig:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be below 2^64, as generators take no more")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1 sequence, or null")
+        if self.on_nonfinite not in POLICIES:
+            raise ValueError(f"train.on_nonfinite={self.on_nonfinite} is not one of {', '.join(POLICIES)}")
+        if self.on_nonfinite == "rollback" and not (self.save_every or self.eval_every):
+            raise ValueError("train.on_nonfinite=rollback has nothing to go back to with train.save_every=0; raise it")
         if self.max_hours is not None and not self.max_hours > 0:
             raise ValueError(f"train.max_hours={self.max_hours} must be more than 0, or null")
 

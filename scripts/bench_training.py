@@ -142,7 +142,7 @@ def timed_steps(
     """Seconds of each timed step, seconds of its parts by name, peak memory in GiB, and the model."""
     torch.manual_seed(settings.train.seed)
     model = GPT(config, settings.bench.vocab_size, seq_len, device=hardware.device, dtype=hardware.dtype)
-    optimiser = Optimiser(model, settings.optim)
+    optimiser = Optimiser(model, settings.optim, hardware.dtype)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
     tokens = torch.randint(settings.bench.vocab_size, (sequences, seq_len + 1), device=hardware.device)
     micro_batch = min(settings.train.micro_batch or sequences, sequences)
