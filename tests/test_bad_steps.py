@@ -94,8 +94,9 @@ def test_stop_names_the_place_and_saves_the_state_before(tmp_path, monkeypatch, 
     train(small_run(tmp_path, *STORY, "train.save_every=1"), tmp_path / "sound")
     sound = open_checkpoint(tmp_path / "sound" / "checkpoints" / f"step_{BAD - 1:06d}")
     assert learnt(run_dir) == learnt(sound.path)
-    random = [checkpoint.load_state()["random"] for checkpoint in (open_checkpoint(run_dir), sound)]
-    assert digest(random[0]) == digest(random[1])
+    states = [checkpoint.load_state() for checkpoint in (open_checkpoint(run_dir), sound)]
+    for key in ("random", "guard", "best_loss"):
+        assert digest(states[0][key]) == digest(states[1][key])
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -204,7 +205,7 @@ def test_no_policy_goes_on_for_ever(tmp_path, monkeypatch, capsys):
     flip(monkeypatch, "embedding.weight", 2)
     summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / "run")
     assert summary["exit_code"] == nonfinite.EXIT_BAD_NUMBERS
-    assert summary["bad_steps"] == 3
+    assert (summary["steps"], summary["bad_steps"]) == (3, 2)
     assert "more than 2 bad steps in a row" in capsys.readouterr().out
 
 

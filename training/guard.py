@@ -55,8 +55,9 @@ class NumberGuard:
     SPIKE_WINDOW steps before it.
 
     Attributes:
-        spikes, bad_steps: how many there were, over all lives of the run.
-        in_a_row: bad steps since the last good one.
+        spikes: how many there were, over all lives of the run.
+        bad_steps: how many the run went on after, likewise.
+        in_a_row: those since the last good step.
     """
 
     def __init__(self, optimiser: Optimiser, hardware: Hardware, say: Callable[[str], None]) -> None:
@@ -88,8 +89,6 @@ class NumberGuard:
             held, loss_value, norm_value = oldest.numbers.tolist()
             if held:
                 self._pending.clear()
-                self.bad_steps += 1
-                self.in_a_row += 1
                 return Seen(oldest.step, loss_value, norm_value, oldest.before, oldest.after)
             self.in_a_row = 0
             self._compare(oldest.step, loss_value)
@@ -97,6 +96,8 @@ class NumberGuard:
 
     def go_on(self) -> None:
         """Let the optimiser step again; the random states are by now those that the next step begins with."""
+        self.bad_steps += 1
+        self.in_a_row += 1
         self._optimiser.release()
         self._before = random_states(self._device)
 

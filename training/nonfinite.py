@@ -29,7 +29,7 @@ from training.tape import FirstBad, gradients_watched, watched
 
 POLICIES = ("stop", "skip", "rollback")
 EXIT_BAD_NUMBERS = 65  # sysexits.h: the data are not what they should be
-MOST_IN_A_ROW = 10  # bad steps after which no policy goes on: it is not the batch
+MOST_IN_A_ROW = 10  # bad steps that a policy goes on after; with one more it is not the batch
 
 Again = Callable[[nn.Module], Any]  # runs the bad step once more with the given network; nothing is updated
 
@@ -70,7 +70,7 @@ class NonFinite:
         """Whether the run goes on, and what is done, in words."""
         if self.policy == "stop":
             return False, "the run stops before it; train.on_nonfinite=skip resume=auto goes on with the next batch"
-        if self.guard.in_a_row > MOST_IN_A_ROW:
+        if self.guard.in_a_row >= MOST_IN_A_ROW:
             return False, f"the run stops; more than {MOST_IN_A_ROW} bad steps in a row are not the batch's doing"
         if self.policy == "skip":
             return True, "the step is not taken; the run goes on with the next batch"
