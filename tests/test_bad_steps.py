@@ -267,6 +267,14 @@ def test_a_capsule_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys)
     assert "not saved: what reproduces step 5" in capsys.readouterr().out
 
 
+def test_a_run_of_bad_steps_does_not_fill_the_disk(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(nonfinite, "MOST_CAPSULES", 2)
+    flip(monkeypatch, "embedding.weight", 2)
+    train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / "run")
+    assert sorted(p.name for p in (tmp_path / "run" / "capsules").iterdir()) == ["step_000002", "step_000003"]
+    assert "not saved: what reproduces step 4" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("file", "content"), [("capsule.json", b"{}"), ("state.safetensors", b"\x00" * 9)])
 def test_a_damaged_capsule_is_refused_in_one_line(tmp_path, file, content):
     _, run_dir, _ = faulty_run(tmp_path, "bad", "train.steps=5")
