@@ -267,12 +267,21 @@ def test_a_capsule_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys)
     assert "not saved: what reproduces step 5" in capsys.readouterr().out
 
 
-def test_a_run_of_bad_steps_does_not_fill_the_disk(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(nonfinite, "MOST_CAPSULES", 2)
-    flip(monkeypatch, "embedding.weight", 2)
-    train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / "run")
-    assert sorted(p.name for p in (tmp_path / "run" / "capsules").iterdir()) == ["step_000002", "step_000003"]
-    assert "not saved: what reproduces step 4" in capsys.readouterr().out
+def test_bad_steps_in_a_row_are_kept_alike_however_late_they_are_found(tmp_path, monkeypatch, capsys):
+    """Each with its own random state; and no more than a few, as the disk is not endless."""
+    monkeypatch.setattr(nonfinite, "MOST_CAPSULES", 3)
+    found = []
+    for late in (0, 2):
+        monkeypatch.setattr(guard, "steps_late", lambda device, late=late: late)
+        with monkeypatch.context() as patch:
+            flip(patch, "embedding.weight", 2)
+            train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / str(late))
+        paths = sorted((tmp_path / str(late) / "capsules").iterdir())
+        assert [path.name for path in paths] == ["step_000002", "step_000003", "step_000004"]
+        assert "not saved: what reproduces step 5" in capsys.readouterr().out
+        found.append([digest([capsule.random, list(capsule.batch)]) for capsule in map(open_capsule, paths)])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3
 
 
 @pytest.mark.parametrize(("file", "content"), [("capsule.json", b"{}"), ("state.safetensors", b"\x00" * 9)])
