@@ -150,6 +150,17 @@ def test_a_skipped_step_is_resumed_bit_by_bit(tmp_path):
     assert contents(open_checkpoint(whole)) == contents(open_checkpoint(tmp_path / "parts"))
 
 
+def test_a_stopped_run_goes_on_with_another_policy(tmp_path):
+    """As the message says: the same end as if it had been the policy from the start."""
+    _, whole, _ = faulty_run(tmp_path, "whole", "train.on_nonfinite=skip", "train.log_every=1")
+    with replaced("naive", Faulty()):
+        for policy in ("stop", "skip"):
+            story = (*STORY, "train.log_every=1", f"train.on_nonfinite={policy}", "resume=auto")
+            train(small_run(tmp_path, *story), tmp_path / "parts")
+    assert metrics(whole) == metrics(tmp_path / "parts")
+    assert contents(open_checkpoint(whole)) == contents(open_checkpoint(tmp_path / "parts"))
+
+
 # --- places
 
 
