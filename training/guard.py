@@ -5,7 +5,6 @@ loop goes back to the bad step, and what it does then depends on that step alone
 """
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,13 +103,16 @@ class NumberGuard:
     def _compare(self, step: int, loss: float) -> None:
         """Say so if `loss` is a spike. It then counts as any other: a jump to a new level is one spike, not fifty."""
         if len(self._losses) >= SPIKE_LEAST:
-            mean, deviation = statistics.fmean(self._losses), statistics.stdev(self._losses)
+            count = len(self._losses)
+            mean = math.fsum(self._losses) / count
+            # not statistics.stdev: its fractions would take longer than all else that the host does for a step
+            deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in self._losses) / (count - 1))
             if loss > mean + SPIKE_DEVIATIONS * deviation:
                 self.spikes += 1
                 far = (loss - mean) / deviation if deviation else math.inf
                 self._say(
                     f"spike      step {step}: loss {loss:.4f} is {far:.1f} standard deviations above {mean:.4f}, the "
-                    f"mean of the {len(self._losses)} steps before"
+                    f"mean of the {count} steps before"
                 )
         self._losses.append(loss)
 
