@@ -94,8 +94,9 @@ def test_stop_names_the_place_and_saves_the_state_before(tmp_path, monkeypatch, 
     train(small_run(tmp_path, *STORY, "train.save_every=1"), tmp_path / "sound")
     sound = open_checkpoint(tmp_path / "sound" / "checkpoints" / f"step_{BAD - 1:06d}")
     assert learnt(run_dir) == learnt(sound.path)
-    random = [checkpoint.load_state()["random"] for checkpoint in (open_checkpoint(run_dir), sound)]
-    assert digest(random[0]) == digest(random[1])
+    states = [checkpoint.load_state() for checkpoint in (open_checkpoint(run_dir), sound)]
+    for key in ("random", "guard", "best_loss"):
+        assert digest(states[0][key]) == digest(states[1][key])
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -145,6 +146,17 @@ def test_a_skipped_step_is_resumed_bit_by_bit(tmp_path):
         for _ in range(8):
             train(small_run(tmp_path, *STORY, *story, "train.max_hours=1e-9", "resume=auto"), tmp_path / "parts")
     assert attention.hits == 2
+    assert metrics(whole) == metrics(tmp_path / "parts")
+    assert contents(open_checkpoint(whole)) == contents(open_checkpoint(tmp_path / "parts"))
+
+
+def test_a_stopped_run_goes_on_with_another_policy(tmp_path):
+    """As the message says: the same end as if it had been the policy from the start."""
+    _, whole, _ = faulty_run(tmp_path, "whole", "train.on_nonfinite=skip", "train.log_every=1")
+    with replaced("naive", Faulty()):
+        for policy in ("stop", "skip"):
+            story = (*STORY, "train.log_every=1", f"train.on_nonfinite={policy}", "resume=auto")
+            train(small_run(tmp_path, *story), tmp_path / "parts")
     assert metrics(whole) == metrics(tmp_path / "parts")
     assert contents(open_checkpoint(whole)) == contents(open_checkpoint(tmp_path / "parts"))
 
@@ -204,7 +216,7 @@ def test_no_policy_goes_on_for_ever(tmp_path, monkeypatch, capsys):
     flip(monkeypatch, "embedding.weight", 2)
     summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / "run")
     assert summary["exit_code"] == nonfinite.EXIT_BAD_NUMBERS
-    assert summary["bad_steps"] == 3
+    assert (summary["steps"], summary["bad_steps"]) == (3, 2)
     assert "more than 2 bad steps in a row" in capsys.readouterr().out
 
 
@@ -264,6 +276,23 @@ def test_a_capsule_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys)
     summary, _, _ = faulty_run(tmp_path, "bad", "train.on_nonfinite=skip")
     assert summary["steps"] == 8
     assert "not saved: what reproduces step 5" in capsys.readouterr().out
+
+
+def test_bad_steps_in_a_row_are_kept_alike_however_late_they_are_found(tmp_path, monkeypatch, capsys):
+    """Each with its own random state; and no more than a few, as the disk is not endless."""
+    monkeypatch.setattr(nonfinite, "MOST_CAPSULES", 3)
+    found = []
+    for late in (0, 2):
+        monkeypatch.setattr(guard, "steps_late", lambda device, late=late: late)
+        with monkeypatch.context() as patch:
+            flip(patch, "embedding.weight", 2)
+            train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / str(late))
+        paths = sorted((tmp_path / str(late) / "capsules").iterdir())
+        assert [path.name for path in paths] == ["step_000002", "step_000003", "step_000004"]
+        assert "not saved: what reproduces step 5" in capsys.readouterr().out
+        found.append([digest([capsule.random, list(capsule.batch)]) for capsule in map(open_capsule, paths)])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3
 
 
 @pytest.mark.parametrize(("file", "content"), [("capsule.json", b"{}"), ("state.safetensors", b"\x00" * 9)])

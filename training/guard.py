@@ -5,7 +5,6 @@ loop goes back to the bad step, and what it does then depends on that step alone
 """
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,8 +54,9 @@ class NumberGuard:
     SPIKE_WINDOW steps before it.
 
     Attributes:
-        spikes, bad_steps: how many there were, over all lives of the run.
-        in_a_row: bad steps since the last good one.
+        spikes: how many there were, over all lives of the run.
+        bad_steps: how many the run went on after, likewise.
+        in_a_row: those since the last good step.
     """
 
     def __init__(self, optimiser: Optimiser, hardware: Hardware, say: Callable[[str], None]) -> None:
@@ -88,8 +88,6 @@ class NumberGuard:
             held, loss_value, norm_value = oldest.numbers.tolist()
             if held:
                 self._pending.clear()
-                self.bad_steps += 1
-                self.in_a_row += 1
                 return Seen(oldest.step, loss_value, norm_value, oldest.before, oldest.after)
             self.in_a_row = 0
             self._compare(oldest.step, loss_value)
@@ -97,19 +95,24 @@ class NumberGuard:
 
     def go_on(self) -> None:
         """Let the optimiser step again; the random states are by now those that the next step begins with."""
+        self.bad_steps += 1
+        self.in_a_row += 1
         self._optimiser.release()
         self._before = random_states(self._device)
 
     def _compare(self, step: int, loss: float) -> None:
         """Say so if `loss` is a spike. It then counts as any other: a jump to a new level is one spike, not fifty."""
         if len(self._losses) >= SPIKE_LEAST:
-            mean, deviation = statistics.fmean(self._losses), statistics.stdev(self._losses)
+            count = len(self._losses)
+            mean = math.fsum(self._losses) / count
+            # not statistics.stdev: its fractions would take longer than all else that the host does for a step
+            deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in self._losses) / (count - 1))
             if loss > mean + SPIKE_DEVIATIONS * deviation:
                 self.spikes += 1
                 far = (loss - mean) / deviation if deviation else math.inf
                 self._say(
                     f"spike      step {step}: loss {loss:.4f} is {far:.1f} standard deviations above {mean:.4f}, the "
-                    f"mean of the {len(self._losses)} steps before"
+                    f"mean of the {count} steps before"
                 )
         self._losses.append(loss)
 

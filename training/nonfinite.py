@@ -29,7 +29,8 @@ from training.tape import FirstBad, gradients_watched, watched
 
 POLICIES = ("stop", "skip", "rollback")
 EXIT_BAD_NUMBERS = 65  # sysexits.h: the data are not what they should be
-MOST_IN_A_ROW = 10  # bad steps after which no policy goes on: it is not the batch
+MOST_IN_A_ROW = 10  # bad steps that a policy goes on after; with one more it is not the batch
+MOST_CAPSULES = 5  # of one run: each is as large as a checkpoint, and the first ones tell what there is to tell
 
 Again = Callable[[nn.Module], Any]  # runs the bad step once more with the given network; nothing is updated
 
@@ -70,7 +71,7 @@ class NonFinite:
         """Whether the run goes on, and what is done, in words."""
         if self.policy == "stop":
             return False, "the run stops before it; train.on_nonfinite=skip resume=auto goes on with the next batch"
-        if self.guard.in_a_row > MOST_IN_A_ROW:
+        if self.guard.in_a_row >= MOST_IN_A_ROW:
             return False, f"the run stops; more than {MOST_IN_A_ROW} bad steps in a row are not the batch's doing"
         if self.policy == "skip":
             return True, "the step is not taken; the run goes on with the next batch"
@@ -109,12 +110,17 @@ class NonFinite:
         return seen.found or {"how": "a place unknown: the step was finite when run again; is the hardware sound?"}
 
     def _keep(self, bad: Seen, batch: capsule.Batch, found: dict[str, Any]) -> None:
-        """Write the capsule; where that fails, the run is told so and does without."""
+        """Write the capsule; where that cannot be, say so and go on without."""
         chosen = {"device": self.hardware.device.type, "dtype": str(self.hardware.dtype).removeprefix("torch.")}
         # as text: JSON knows no NaN
         meta = {"step": bad.step, "loss": repr(bad.loss), "grad_norm": repr(bad.grad_norm), **found, **chosen}
+        folder = self.run_dir / "capsules"
+        if len(list(folder.glob("step_*"))) >= MOST_CAPSULES:
+            self.say(
+                f"not saved: what reproduces step {bad.step}: {folder} holds {MOST_CAPSULES} already; move them away"
+            )
+            return
         try:
-            folder = self.run_dir / "capsules"
             path = capsule.write(folder, self.model, self.optimiser, batch, bad.before, meta | self.description)
         except OSError as error:
             self.say(f"not saved: what reproduces step {bad.step}: {error}; free space or make the folder writable")
