@@ -129,6 +129,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         log.say(f"run        {run_dir}")
         log.say(f"hardware   {hardware.description}")
         log.say(f"attention  {settings.model.attention} ({why_attention})")
+        log.say(f"loss       {model.loss} ({model.loss_reason})")
         log.say(f"model      {model.num_parameters():,} parameters, {settings.model.num_layers} layers")
         log.say(
             f"data       {len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; "

@@ -58,5 +58,5 @@ def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch
 def test_impossible_benchmarks_are_refused():
     with pytest.raises(ValueError, match=r"bench\.micro_batch_tokens=0 must be at least 1"):
         bench_training.BenchConfig(micro_batch_tokens=0)
-    with pytest.raises(ValueError, match=r"bench\.checkpointing=some is unknown; use one of none, full"):
+    with pytest.raises(ValueError, match=r"bench\.checkpointing=some is unknown; use one of none, pointwise"):
         bench_training.BenchConfig(checkpointing=["some"])
