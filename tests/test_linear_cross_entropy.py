@@ -45,7 +45,7 @@ def test_any_chunk_gives_the_plain_loss_and_gradients(chunk, poisoned_memory):
 
 
 def test_under_autocast_the_products_are_bf16_and_their_sum_is_fp32():
-    """128 chunks whose gradients cancel all but for 2^-9 of each: a bf16 sum would lose what is left."""
+    """128 chunks: a sum in bf16 would be off by more than its parts."""
     h, weight, targets = inputs(rows=256)
     with torch.autocast(DEVICE, torch.bfloat16):
         loss, dh, dweight = results(lambda h, w: linear_cross_entropy(h, w, targets, VOCAB, 2), h, weight, 1.0)
@@ -55,7 +55,7 @@ def test_under_autocast_the_products_are_bf16_and_their_sum_is_fp32():
     exact = results(lambda h, w: cross_entropy(h @ w.T, targets, VOCAB), h.double(), weight.double(), 1.0)
     assert (loss - exact[0]).abs() / exact[0] < 1e-3
     for ours, theirs in zip((dh, dweight), exact[1:], strict=True):
-        assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-2
+        assert ((ours - theirs).norm() / theirs.norm()).item() < 6e-3  # 8e-3 with a bf16 sum, 4e-3 without
 
 
 def test_twice_the_same_bits():
@@ -73,7 +73,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dim() == 2 and out.shape[1] in (VOCAB, 64):
+        if isinstance(out, torch.Tensor) and not function.is_view and out.dim() == 2 and out.shape[1] in (VOCAB, 64):
             self.largest = max(self.largest, out.numel())
         self.products += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
         return out
@@ -82,7 +82,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("gradient", [True, False])
 def test_only_a_chunk_has_logits_and_an_evaluation_does_one_product(gradient):
     h, weight, targets = inputs(rows=40)
-    with Largest() as seen, torch.set_grad_enabled(gradient):
+    with Largest() as seen, torch.no_grad():  # as below autograd
         linear_cross_entropy_fwd._init_fn(h, weight, targets, VOCAB, 8, gradient)
     assert seen.largest == 8 * 64
     assert seen.products == 5 * (3 if gradient else 1)
@@ -113,7 +113,7 @@ def test_the_gradient_can_take_the_logits_place(dtype):
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_the_model_learns_the_same_with_either_loss(tie_embeddings):
     """Fixed weights, tied (two gradients meet in one table) or not; evaluation too."""
-    tokens, targets = batch()
+    tokens, targets = (x.clone() for x in batch())
     targets[0, :3] = -1
     plain, chunked = (small_gpt(loss=loss, tie_embeddings=tie_embeddings) for loss in ("plain", "chunked"))
     expected, actual = (loss_and_gradients(model, tokens, targets) for model in (plain, chunked))
@@ -127,6 +127,7 @@ def test_the_model_learns_the_same_with_either_loss(tie_embeddings):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_chunked_model_compiles_into_one_graph(autocast):
     tokens, targets = batch()
+    torch.compiler.reset()  # every model of a process counts towards the limit of GPT.forward's compilations
     model = small_gpt(loss="chunked")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
