@@ -49,7 +49,9 @@ class LiveMemory(TorchDispatchMode):
         return out
 
 
-def measured(config: GPTConfig, vocab_size: int, seq_len: int, rows: int, dtype: torch.dtype, optim: OptimConfig, device: str):
+def measured(
+    config: GPTConfig, vocab_size: int, seq_len: int, rows: int, dtype: torch.dtype, optim: OptimConfig, device: str
+):
     """Bytes of a second step's moments: what is `held` between steps, after `forward`, and at the `peak`."""
     model = GPT(replace(config, attention="naive"), vocab_size, seq_len, dtype=dtype)
     with ExitStack() as stack:
