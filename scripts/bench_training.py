@@ -2,8 +2,8 @@
 
 One row for each context length, attention backend, activation checkpointing and loss, at a constant number of tokens a
 step: the step of `train.py` itself (forward, backward, clipping and optimiser, timed apart too; compiled where the run
-would be), on random tokens. Out of memory is a row. The run's folder gets `bench_training.json` and, where there is more
-than one context length, a chart of tokens a second and of peak memory. The last line is one JSON object.
+would be), on random tokens. Out of memory is a row. The run's folder gets `bench_training.json` and, where there is
+more than one context length, a chart of tokens a second and of peak memory. The last line is one JSON object.
 
 `sdpa_flash` and `sdpa_cudnn` are PyTorch's scaled_dot_product_attention held to one of its kernels.
 """

@@ -19,9 +19,10 @@ from model.recompute import is_recomputed
 STREAM = 4  # bytes of a number of weights, gradients, statistics and the residual stream: float32
 TOKEN_ID = 8  # int64
 CUBLAS_BYTES = 2 * 32 * 2**20  # workspaces of the forward's and of the backward's thread on Hopper; less elsewhere
-# Bytes a pair (query, key, head) that naive attention holds beyond what it keeps: scores, and the temporary of their
-# log-sum-exp. Recomputed in 16 bit it is 10: measured on an H200 (52.4 GiB for the 124M model at 4,096 tokens).
-NAIVE_WORK, NAIVE_WORK_RECOMPUTED = 8, 10
+# Bytes a pair (query, key, head) that naive attention holds beyond what it keeps: scores and the temporary of their
+# log-sum-exp. In 16 bit and recomputed, its backward is fuller: on an H200 16 bytes a pair in all, 6 of them kept
+# (52.44 GiB for the 124M model at 4,096 tokens, 16.43 at 1,024); on a CPU 12.
+NAIVE_WORK, NAIVE_WORK_RECOMPUTED = 8, {"cuda": 10, "cpu": 6}
 GIB = 2**30
 
 Terms = dict[str, int]  # name -> bytes
@@ -130,7 +131,7 @@ def block_activations(work: Work) -> Terms:
     terms = {kind: work.tokens * bytes_ for kind, bytes_ in per_token.items()}
     if naive:
         # probabilities in float32 and, where that is another format, in the products'; the mask, and dropout's
-        a_pair = STREAM + (size if size < STREAM else 0) + (model.attention_dropout > 0)
+        a_pair = STREAM + (size if size < STREAM or model.attention_dropout else 0) + (model.attention_dropout > 0)
         terms["scores"] = work.pairs * a_pair + work.seq_len**2
     return terms
 
@@ -153,7 +154,8 @@ def forecast(work: Work) -> Forecast:
     """The terms of every moment of a step, from the second step on, when the optimiser's state is there."""
     model, size, tokens, width = work.model, work.dtype.itemsize, work.tokens, work.model.n_embd
     layers = [kept_activations(work, layer) for layer in range(model.num_layers)]
-    kept, block, last = sum(sum(terms.values()) for terms in layers), block_activations(work), layers[-1]
+    block, last = block_activations(work), layers[-1]
+    kept = sum(sum(terms.values()) for terms in layers) + (tokens * width if model.dropout else 0)  # the embedding's
     with_last = kept + max(0, sum(block.values()) - sum(last.values()))  # its backward brings back what it dropped
     is_whole = not is_recomputed(model.activation_checkpointing, model.checkpoint_every, model.num_layers - 1)
 
@@ -168,7 +170,7 @@ def forecast(work: Work) -> Forecast:
         mlp_work += 2 * tokens * STREAM * model.mlp_width
     attention_work = dx + tokens * size * (width + 2 * work.packed)  # dO; dq, dk, dv apart and together
     if model.attention == "naive":
-        a_pair = NAIVE_WORK if is_whole or size == STREAM else NAIVE_WORK_RECOMPUTED
+        a_pair = NAIVE_WORK if is_whole or size == STREAM else NAIVE_WORK_RECOMPUTED[work.device]
         attention_work = dx + work.pairs * a_pair
     held = {
         "parameters": STREAM * work.weights,
@@ -192,7 +194,8 @@ def forecast(work: Work) -> Forecast:
         },
         "the last attention": {
             "gradients": accumulated + new + mlp_gradients,
-            "activations": with_last - block["MLP"],
+            # without the MLP and the norm before it
+            "activations": with_last - block["MLP"] - (block["residual stream"] + block["norms' outputs"]) // 2,
             "16-bit weights": copies,
             "workspace": attention_work,
         },

@@ -1,0 +1,130 @@
+"""The memory forecast against what the model's operators really return, and against peaks measured on an H200."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.rotary import rotary_fwd
+from model import GPT, GPTConfig
+from tests.live_memory import measured
+from training.memory import CUBLAS_BYTES, GIB, Work, block_activations, forecast
+from training.optim import OptimConfig
+
+EVIDENCE = Path(__file__).resolve().parent.parent / ".github" / "evidence" / "training"
+VOCAB = 1000
+
+SHAPES = {
+    "gelu": {},
+    "swiglu, shared heads": {"mlp": "swiglu", "num_kv_heads": 2},
+    "relu2, a head of its own": {"mlp": "relu2", "tie_embeddings": False},
+    "normed q and k, dropout": {"qk_norm": True, "dropout": 0.1},
+    "pointwise": {"activation_checkpointing": "pointwise"},
+    "pointwise swiglu": {"activation_checkpointing": "pointwise", "mlp": "swiglu"},
+    "full": {"activation_checkpointing": "full"},
+    "selective": {"activation_checkpointing": "selective"},
+    "every second": {"activation_checkpointing": "every_n"},
+    "naive": {"attention": "naive"},
+    "naive, shared heads": {"attention": "naive", "num_kv_heads": 2},
+    "naive with dropout": {"attention": "naive", "attention_dropout": 0.1},
+    "naive full": {"attention": "naive", "activation_checkpointing": "full"},
+}
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Make PyTorch and our kernels believe that fake tensors of device cuda can be computed with."""
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+    monkeypatch.setattr("kernels.api.unsupported_reason", lambda *_: None)
+    monkeypatch.setattr("model.gpt.rotate_and_split", rotary_fwd)  # the operator on a CPU too
+
+
+def small(**changes) -> GPTConfig:
+    return GPTConfig(
+        **{"num_layers": 3, "num_heads": 4, "n_embd": 128, "attention": "flash", "loss": "plain"} | changes
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_forward_keeps_is_what_the_formulas_say(shape, dtype, fake_cuda):
+    """Byte by byte: layers by kind, copies of the weights, the head; the plain loss keeps logits and statistics."""
+    config = small(**SHAPES[shape])
+    work = Work(config, VOCAB, 64, 8, dtype=dtype)
+    found = measured(config, VOCAB, 64, 8, dtype, OptimConfig(), "cuda")
+    terms = forecast(work).moments["the loss"]
+    dlogits = work.tokens * (dtype.itemsize * work.columns + 4)  # and the losses of the rows, by then gone
+    kept = sum(terms[name] for name in ("activations", "16-bit weights", "logits and loss")) - dlogits
+    assert found["forward"] - found["held"] == kept + 4  # and the loss itself
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape", ["gelu", "swiglu, shared heads", "pointwise", "full", "selective", "every second", "naive", "naive full"]
+)
+@pytest.mark.parametrize("vocab_size", [64, 5000])
+def test_the_peak_of_a_whole_step_is_within_ten_percent(shape, dtype, vocab_size, fake_cuda):
+    """On CPU tensors, whose backward runs everywhere; with a small vocabulary the blocks are the fullest moment."""
+    config = small(**SHAPES[shape])
+    seq_len = 256
+    found = measured(config, vocab_size, seq_len, 16, dtype, OptimConfig(), "cpu")
+    predicted = forecast(Work(config, vocab_size, seq_len, 16, dtype=dtype, device="cpu")).peak
+    peak = max(found[name] for name in ("forward_peak", "backward_peak", "optimiser_peak"))
+    print(shape, dtype, vocab_size, predicted / peak)
+    assert predicted == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_optimisers_state(name, fake_cuda):
+    config = small()
+    found = measured(config, VOCAB, 16, 2, torch.float32, OptimConfig(name=name), "cpu")
+    terms = forecast(Work(config, VOCAB, 16, 2, optimiser=name, dtype=torch.float32, device="cpu")).terms
+    inputs_and_tables = 2 * 16 * 32 * 4 + 2 * 16 * 8
+    states = found["held"] - inputs_and_tables - terms["parameters"]
+    assert states == pytest.approx(terms["optimiser state"], abs=1000)  # a step counter each
+
+
+def test_parameters_are_the_models():
+    for changes in ({}, {"mlp": "swiglu", "num_kv_heads": 2, "tie_embeddings": False}):
+        config = small(**changes, attention="sdpa")
+        assert Work(config, VOCAB, 64, 1).weights == GPT(config, VOCAB, 64).num_parameters()
+
+
+@pytest.mark.parametrize("record", ["grid", "compiled"])
+def test_measured_peaks_are_forecast(record):
+    """The 124M model, bf16, 65,536 tokens at once, with the plain loss of that time."""
+    rows = [row for row in json.loads((EVIDENCE / f"{record}.json").read_text())["rows"] if "peak_memory_gib" in row]
+    assert len(rows) >= 8
+    for row in rows:
+        config = GPTConfig(
+            attention=row["attention"].split("_")[0], loss=row.get("loss", "plain"),
+            activation_checkpointing=row["activation_checkpointing"],
+        )  # fmt: skip
+        predicted = forecast(Work(config, 50257, row["seq_len"], 65536 // row["seq_len"])).peak / GIB
+        assert predicted == pytest.approx(row["peak_memory_gib"], rel=0.03), row
+
+
+def test_micro_batches_hold_gradients_and_less_of_all_else():
+    one, many = (forecast(Work(small(), VOCAB, 64, *split)) for split in ((8, 1), (2, 4)))
+    assert many.moments["the loss"]["gradients"] == many.terms["parameters"]
+    assert one.moments["the loss"]["gradients"] == 0
+    assert sum(map(sum, (t.values() for t in one.layers))) == 4 * sum(map(sum, (t.values() for t in many.layers)))
+
+
+def test_the_chunked_loss_of_the_124m_model_needs_a_tenth_of_the_plain_ones():
+    plain, chunked = (
+        forecast(Work(GPTConfig(attention="flash", loss=loss), 50257, 1024, 64)).moments["the loss"]["logits and loss"]
+        for loss in ("plain", "chunked")
+    )
+    assert chunked < plain / 10
+    assert plain / GIB == pytest.approx(12.4, abs=0.1)
+
+
+def test_a_bigger_batch_changes_only_what_grows_with_it():
+    few, many = (block_activations(Work(small(attention="naive"), VOCAB, 64, rows)) for rows in (2, 4))
+    assert {kind: 2 * size for kind, size in few.items() if kind != "scores"} == {
+        kind: size for kind, size in many.items() if kind != "scores"
+    }
+    assert CUBLAS_BYTES == 64 * 2**20
