@@ -117,8 +117,9 @@ def show_step_memory(console: Console, settings: ExplainSettings) -> dict:
     found = made.forecast
     console.print(
         f"{made.work.micro_batch} x {work.seq_len:,} tokens at a time, {made.work.micro_batches} times a step; "
-        f"{work.weights:,} parameters, {vocab_size:,} token ids; attention {model.attention}, loss {model.loss}, checkpointing {model.activation_checkpointing}, {dtype}, "
-        f"{settings.optim.name}; torch.compile is taken to keep what eager keeps",
+        f"{work.weights:,} parameters, {vocab_size:,} token ids; attention {model.attention}, loss {model.loss}, "
+        f"checkpointing {model.activation_checkpointing}, {dtype}, {settings.optim.name}; torch.compile is taken to "
+        "keep what eager keeps",
         markup=False,
     )
     names = list(dict.fromkeys(name for terms in found.moments.values() for name in terms))

@@ -1,5 +1,6 @@
 """The memory forecast against what the model's operators really return, and against peaks measured on an H200."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import torch
 from kernels.rotary import rotary_fwd
 from model import GPT, GPTConfig
 from tests.live_memory import measured
+from train import training_step
+from training.hardware import HardwareConfig, set_up
 from training.memory import CUBLAS_BYTES, GIB, Work, block_activations, forecast
-from training.optim import OptimConfig
+from training.optim import OptimConfig, Optimiser
 
 EVIDENCE = Path(__file__).resolve().parent.parent / ".github" / "evidence" / "training"
 VOCAB = 1000
@@ -128,3 +131,62 @@ def test_a_bigger_batch_changes_only_what_grows_with_it():
         kind: size for kind, size in many.items() if kind != "scores"
     }
     assert CUBLAS_BYTES == 64 * 2**20
+
+
+GPT2 = {"num_layers": 12, "num_heads": 12, "n_embd": 768, "attention": "flash"}
+MEDIUM = {"num_layers": 24, "num_heads": 16, "n_embd": 1024, "attention": "flash"}
+ON_GPU = {  # model, seq_len, micro_batch, micro_batches; hardware and optimiser that differ
+    "124M": (GPT2, 1024, 32, 1, {}),
+    "124M, plain loss": (GPT2 | {"loss": "plain"}, 1024, 32, 1, {}),
+    "124M, 65,536 tokens, pointwise": (GPT2 | {"activation_checkpointing": "pointwise"}, 1024, 64, 1, {}),
+    "124M, 4 micro-batches": (GPT2, 1024, 8, 4, {}),
+    "124M, full": (GPT2 | {"activation_checkpointing": "full"}, 4096, 16, 1, {}),
+    "124M, selective": (GPT2 | {"activation_checkpointing": "selective"}, 16384, 4, 1, {}),
+    "124M, every third": (GPT2 | {"activation_checkpointing": "every_n", "checkpoint_every": 3}, 16384, 2, 1, {}),
+    "124M, naive": (GPT2 | {"attention": "naive"}, 1024, 16, 1, {}),
+    "124M, naive, full": (GPT2 | {"attention": "naive", "activation_checkpointing": "full"}, 2048, 16, 1, {}),
+    "124M, sdpa": (GPT2 | {"attention": "sdpa"}, 1024, 32, 1, {}),
+    "124M, float32": (GPT2, 1024, 16, 1, {"dtype": "float32"}),
+    "124M, Muon": (GPT2, 1024, 8, 1, {"optimiser": "muon"}),
+    "SwiGLU, shared heads, normed, dropout": (
+        GPT2 | {"mlp": "swiglu", "num_kv_heads": 4, "qk_norm": True, "dropout": 0.1}, 2048, 16, 1, {},
+    ),
+    "350M": (MEDIUM, 1024, 16, 1, {}),
+    "350M, pointwise": (MEDIUM | {"activation_checkpointing": "pointwise"}, 8192, 2, 1, {}),
+    "4 layers, compiled": (GPT2 | {"num_layers": 4}, 1024, 32, 1, {"compile": True}),
+    "4 layers, compiled, pointwise": (
+        GPT2 | {"num_layers": 4, "activation_checkpointing": "pointwise"}, 1024, 64, 1, {"compile": True},
+    ),
+    "4 layers, compiled, full": (
+        GPT2 | {"num_layers": 4, "activation_checkpointing": "full"}, 1024, 64, 1, {"compile": True},
+    ),
+    "4 layers, compiled, selective, SwiGLU": (
+        GPT2 | {"num_layers": 4, "activation_checkpointing": "selective", "mlp": "swiglu"}, 4096, 16, 1,
+        {"compile": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_measured_peaks_on_this_gpu_are_within_ten_percent(name):
+    """`pytest tests/test_memory.py -m gpu -s` prints forecast, peak of three steps, and their ratio."""
+    changes, seq_len, micro_batch, micro_batches, other = ON_GPU[name]
+    gc.collect()
+    torch.compiler.reset()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()  # of other tests
+    hardware = set_up(HardwareConfig(dtype=other.get("dtype", "auto"), compile=other.get("compile", False)))
+    config, optimiser_name = GPTConfig(**{"loss": "chunked"} | changes), other.get("optimiser", "adamw")
+    work = Work(config, 50257, seq_len, micro_batch, micro_batches, optimiser_name, hardware.dtype)
+    model = GPT(config, 50257, seq_len, device=hardware.device, dtype=hardware.dtype)
+    optimiser = Optimiser(model, OptimConfig(name=optimiser_name))
+    forward = torch.compile(model, dynamic=False) if hardware.compile else model
+    tokens = torch.randint(50257, (2, micro_batch * micro_batches, seq_len), device=hardware.device)
+    for _ in range(3):
+        training_step(forward, optimiser, *tokens, micro_batch, hardware)
+    peak, found = torch.cuda.max_memory_allocated() - before, forecast(work)
+    print(f"\n{name}: forecast {found.peak / GIB:.2f} GiB ({found.fullest}), measured {peak / GIB:.2f} GiB, ", end="")
+    print(f"ratio {found.peak / peak:.3f}")
+    assert found.peak == pytest.approx(peak, rel=0.1)
