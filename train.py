@@ -272,6 +272,7 @@ def memory_plan(settings: Settings, vocab_size: int, hardware: Hardware, feature
         optimiser=settings.optim.name,
         dtype=hardware.dtype,
         device=hardware.device.type,
+        compiled=hardware.compile,
     )
     return fit(work, hardware.device, auto=auto, features=features)
 

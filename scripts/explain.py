@@ -110,7 +110,7 @@ def show_step_memory(console: Console, settings: ExplainSettings) -> dict:
     vocab_size = settings.vocab_size or VOCABULARY[settings.tokenizer.name]
     work = Work(
         model, vocab_size, settings.data.seq_len, sequences, settings.sequences_per_step // sequences,
-        settings.optim.name, dtype,
+        settings.optim.name, dtype, compiled=settings.hardware.compile is not False,
     )  # fmt: skip
     free = free_bytes(device) if torch.cuda.is_available() else None
     made = fit(work, device, auto=auto, features=features, free=free) if free else Plan(work, None, device, features)
@@ -118,8 +118,8 @@ def show_step_memory(console: Console, settings: ExplainSettings) -> dict:
     console.print(
         f"{made.work.micro_batch} x {work.seq_len:,} tokens at a time, {made.work.micro_batches} times a step; "
         f"{work.weights:,} parameters, {vocab_size:,} token ids; attention {model.attention}, loss {model.loss}, "
-        f"checkpointing {model.activation_checkpointing}, {dtype}, {settings.optim.name}; torch.compile is taken to "
-        "keep what eager keeps",
+        f"checkpointing {model.activation_checkpointing}, {dtype}, {settings.optim.name}; "
+        f"{'compiled' if work.compiled else 'eager'}",
         markup=False,
     )
     names = list(dict.fromkeys(name for terms in found.moments.values() for name in terms))

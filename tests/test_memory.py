@@ -12,7 +12,7 @@ from model import GPT, GPTConfig
 from tests.live_memory import measured
 from train import training_step
 from training.hardware import HardwareConfig, set_up
-from training.memory import CUBLAS_BYTES, GIB, Work, block_activations, forecast
+from training.memory import CUBLAS_BYTES, GIB, Work, block_activations, forecast, weight_copies
 from training.optim import OptimConfig, Optimiser
 
 EVIDENCE = Path(__file__).resolve().parent.parent / ".github" / "evidence" / "training"
@@ -77,6 +77,41 @@ def test_the_peak_of_a_whole_step_is_within_ten_percent(shape, dtype, vocab_size
     peak = max(found[name] for name in ("forward_peak", "backward_peak", "optimiser_peak"))
     print(shape, dtype, vocab_size, predicted / peak)
     assert predicted == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("mlp", "mode"),
+    [
+        ("swiglu", "none"),
+        pytest.param("gelu", "none", marks=pytest.mark.slow),
+        pytest.param("gelu", "pointwise", marks=pytest.mark.slow),
+        pytest.param("swiglu", "pointwise", marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_model_keeps_what_the_formulas_say(mlp, mode):
+    """What the partitioner saves in bf16, by autograd's own hooks: what a second layer adds."""
+    kept = {}
+    for num_layers in (1, 2):
+        torch.compiler.reset()
+        config = small(num_layers=num_layers, mlp=mlp, attention="sdpa", loss="chunked", activation_checkpointing=mode)
+        model = GPT(config, VOCAB, 64)
+        forward = torch.compile(model, backend="aot_eager_decomp_partition")
+        storages = {}
+
+        def pack(x, storages=storages):
+            storages[x.untyped_storage().data_ptr()] = x  # held, so that no address is used twice
+            return x
+
+        tokens = torch.zeros(8, 64, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", torch.bfloat16):
+            forward(tokens, tokens)
+        weights = {p.data_ptr() for p in model.parameters()}
+        kept[num_layers] = sum(x.untyped_storage().nbytes() for at, x in storages.items() if at not in weights)
+    work = Work(config, VOCAB, 64, 8, device="cpu", compiled=True)
+    # without the rotary kernel q and k are turned into memory of their own, and v keeps what they came from
+    turned = work.tokens * 2 * (config.num_heads + config.kv_heads) * config.head_dim
+    predicted = sum(forecast(work).layers[0].values()) + weight_copies(work) / 2 + turned
+    assert kept[2] - kept[1] == pytest.approx(predicted, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -160,6 +195,7 @@ ON_GPU = {  # model, seq_len, micro_batch, micro_batches; hardware and optimiser
     "4 layers, compiled, full": (
         GPT2 | {"num_layers": 4, "activation_checkpointing": "full"}, 1024, 64, 1, {"compile": True},
     ),
+    "4 layers, compiled, SwiGLU": (GPT2 | {"num_layers": 4, "mlp": "swiglu"}, 1024, 32, 1, {"compile": True}),
     "4 layers, compiled, selective, SwiGLU": (
         GPT2 | {"num_layers": 4, "activation_checkpointing": "selective", "mlp": "swiglu"}, 4096, 16, 1,
         {"compile": True},
@@ -179,7 +215,8 @@ def test_measured_peaks_on_this_gpu_are_within_ten_percent(name):
     before = torch.cuda.memory_allocated()  # of other tests
     hardware = set_up(HardwareConfig(dtype=other.get("dtype", "auto"), compile=other.get("compile", False)))
     config, optimiser_name = GPTConfig(**{"loss": "chunked"} | changes), other.get("optimiser", "adamw")
-    work = Work(config, 50257, seq_len, micro_batch, micro_batches, optimiser_name, hardware.dtype)
+    shape = (50257, seq_len, micro_batch, micro_batches)
+    work = Work(config, *shape, optimiser_name, hardware.dtype, compiled=hardware.compile)
     model = GPT(config, 50257, seq_len, device=hardware.device, dtype=hardware.dtype)
     optimiser = Optimiser(model, OptimConfig(name=optimiser_name))
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
