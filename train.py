@@ -20,12 +20,15 @@ from conf.program import program
 from conf.schema import Settings
 from data import Dataset, Prefetcher, TokenBatches, fixed_windows, open_dataset, tokenizer_state
 from model import GPT, generate, resolve_attention
+from model.config import resolve_loss
 from training import resume
 from training.documents import packed_rows
 from training.evaluate import EvaluationSet, evaluate, unigram_loss
+from training.fit import Plan, explained, fit
 from training.flops import flops_per_token, mfu, peak_flops
 from training.guard import NumberGuard
 from training.hardware import Hardware, set_up
+from training.memory import GIB, Work
 from training.nonfinite import EXIT_BAD_NUMBERS, NonFinite
 from training.optim import Optimiser, lr_factor
 from training.profiler import StepProfiler, region
@@ -47,12 +50,18 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     settings.model.attention, why_attention = resolve_attention(
         settings.model.attention, hardware.device, hardware.dtype, settings.model.head_dim, features
     )
+    settings.model.loss, why_loss = resolve_loss(settings.model.loss, hardware.device.type)
     dataset = open_dataset(settings.data, settings.tokenizer, report=print)
     tokenizer = tokenizer_state(dataset.tokenizer)
     refuse_unknown_prompt(config.sample_prompt, dataset)
     resumed = resume.find(settings.resume, run_dir)
     if resumed:
         resume.refuse_unless_same(resumed, asdict(settings), tokenizer, dataset.vocab_size)
+
+    plan = memory_plan(settings, dataset.vocab_size, hardware, features)
+    if settings.train.micro_batch == "auto":
+        settings.train.micro_batch = plan.work.micro_batch
+    print(f"memory     {plan}")
 
     # --- the model and its optimiser; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
@@ -137,10 +146,12 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         StopRequest(config.max_hours, began) as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=boundary) as prefetcher,
         profiler or nullcontext(),
+        explained(plan),
     ):
         log.say(f"run        {run_dir}")
         log.say(f"hardware   {hardware.description}")
         log.say(f"attention  {settings.model.attention} ({why_attention})")
+        log.say(f"loss       {model.loss} ({why_loss})")
         log.say(f"model      {model.num_parameters():,} parameters, {settings.model.num_layers} layers")
         log.say(
             f"data       {len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; "
@@ -190,6 +201,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             log.advance(step)
 
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
+            if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimiser has its state
+                log.say(f"memory     {held:.2f} GiB at most in two steps; forecast {plan.forecast.peak / GIB:.2f} GiB")
             profile_written = profiler is not None and profiler.step()
             # a run that is stopped saves and leaves: what it would log or evaluate beyond that, no other run has
             finished = step == config.steps
@@ -285,6 +298,24 @@ def training_step(
     with region("optimiser"):
         grad_norm = optimiser.step(step_loss)
     return step_loss, grad_norm
+
+
+def memory_plan(settings: Settings, vocab_size: int, hardware: Hardware, features: tuple[str, ...]) -> Plan:
+    """The step's memory; ValueError where it will not fit. Attention and loss must be resolved."""
+    auto = settings.train.micro_batch == "auto"
+    sequences = settings.sequences_per_step if auto else settings.micro_batch
+    work = Work(
+        settings.model,
+        vocab_size,
+        settings.data.seq_len,
+        micro_batch=sequences,
+        micro_batches=settings.sequences_per_step // sequences,
+        optimiser=settings.optim.name,
+        dtype=hardware.dtype,
+        device=hardware.device.type,
+        compiled=hardware.compile,
+    )
+    return fit(work, hardware.device, auto=auto, features=features)
 
 
 def sample(model: GPT, settings: Settings, dataset: Dataset, hardware: Hardware) -> str:

@@ -137,6 +137,13 @@ EXPERIMENTS = {  # the longest first: they run beside each other
     ),
     "profile/naive": profile("naive"),
     "profile/flash": profile("flash"),
+    "training/loss": Experiment(
+        "scripts.bench_loss",
+        (),
+        ("tokens=16", "n_embd=8", "vocab_size=50", "padded_vocab=64", "chunk_tokens=[4]", "hardware=cpu"),
+        ("bench_loss.json",),
+        timed=True,
+    ),
     "training/compiled": training(
         "bench.attention=[flash,sdpa_cudnn]", "bench.seq_len=[1024,4096,16384,65536]", "bench.steps=10",
         "bench.warmup_steps=3",
