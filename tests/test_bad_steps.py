@@ -114,12 +114,12 @@ def test_skip_is_the_run_without_that_update(tmp_path, monkeypatch, late, optim)
 
 
 def test_rollback_takes_the_weights_of_the_checkpoint_and_new_batches(tmp_path, monkeypatch, capsys):
-    summary, run_dir, _ = faulty_run(tmp_path, "bad", "train.on_nonfinite=rollback")
+    summary, run_dir, _ = faulty_run(tmp_path, "bad", "train.on_nonfinite=rollback", "train.save_every=3")
     assert (summary["steps"], summary["bad_steps"]) == (8, 1)
     assert "back to the weights of" in capsys.readouterr().out
 
     def load(optimiser):
-        checkpoint = open_checkpoint(run_dir / "checkpoints" / "step_000004")  # of a time before
+        checkpoint = open_checkpoint(run_dir / "checkpoints" / "step_000003")  # two steps before
         checkpoint.load_weights(models[-1])
         optimiser.restore(checkpoint.load_state())
 
