@@ -14,6 +14,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 50
 
 
+@pytest.fixture(autouse=True)
+def whole_float32():
+    """On a GPU an earlier test's set_up may have allowed TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 def inputs(rows=37, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     h = torch.randn(rows, 16, generator=generator)
