@@ -146,7 +146,8 @@ def digested_steps() -> Iterator[Digests]:
 
     def step(forward, optimiser, inputs, targets, micro_batch, hardware, starts=None):
         before = {"batch": digest([inputs, targets, starts])}
-        before |= {f"random stream {name}": digest(s) for name, s in random_states(hardware.device).items()}
+        for name, state in random_states(hardware.device).items():  # repr: exact for numbers, and fast
+            before[f"random stream {name}"] = digest(state if isinstance(state, torch.Tensor) else repr(state))
         loss, grad_norm = real(forward, optimiser, inputs, targets, micro_batch, hardware, starts)
         after = {"loss": loss, "gradient norm": grad_norm, "weights": optimiser.parameters}
         after["optimiser"] = optimiser.state_dict()

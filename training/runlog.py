@@ -84,26 +84,17 @@ class RunLog:
         if self._wandb:
             # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
             self._guarded(lambda run: [_log(run, record.pop("step"), record) for record in self._file.read()])
-        self._progress = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("steps"),
-            TimeElapsedColumn(),
-            TextColumn("gone,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=self.console,
-            disable=not self.console.is_terminal,
-            transient=True,
-        )
-        self._task = self._progress.add_task("", total=steps, completed=first_step)
+        # a bar that nobody sees would still lock, copy and time itself at every step
+        self._bar = _progress_bar(self.console, first_step, steps) if self.console.is_terminal else None
 
     def __enter__(self) -> "RunLog":
-        self._progress.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._progress.stop()
+        if self._bar is not None:
+            self._bar.stop()
         self._file.close()
         if self._wandb:
             self._guarded(lambda run: run.finish(exit_code=0 if exc_info[0] is None else 1))
@@ -112,8 +103,9 @@ class RunLog:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def advance(self, step: int) -> None:
-        """Move the bar to `step` steps done."""
-        self._progress.update(self._task, completed=step)
+        """Move the bar to `step` steps done; nothing where there is no terminal to show one."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
 
     def metrics(self, step: int, values: Mapping[str, float | None]) -> None:
         """Record `values` at `step` steps done; None means not known here and is left out."""
@@ -139,6 +131,13 @@ class RunLog:
         except Exception as error:  # wandb may fail in any way it likes; the run goes on without it
             self._wandb = None
             self.say(f"wandb failed ({type(error).__name__}: {str(error).splitlines()[0]}); the run goes on without it")
+
+
+def _progress_bar(console: Console, first_step: int, steps: int) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(), TextColumn("gone,"))
+    bar = Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=console, transient=True)
+    bar.add_task("", total=steps, completed=first_step)
+    return bar
 
 
 def _log(run: Any, step: int, values: Mapping[str, Any]) -> None:

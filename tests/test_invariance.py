@@ -1,0 +1,74 @@
+"""What watches a run leaves every bit of every step; a draw that does not is seen and named. Recomputation too."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import train as trainer
+from scripts import invariance
+from scripts.invariance import BASELINE, PLANTED, TOGGLES, InvarianceSettings
+from tests.runs import settings
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    """The runs set PyTorch's threads, and other tests follow."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def matrix(tmp_path, *overrides: str) -> dict:
+    chosen = settings("hardware.device=cpu", *overrides, schema=InvarianceSettings, config="invariance")
+    return invariance.compare(chosen, tmp_path)
+
+
+@pytest.mark.parametrize("with_wandb", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_fifty_steps_have_the_same_bits_whatever_watches_them(tmp_path, capsys, monkeypatch, with_wandb):
+    if not with_wandb:  # half of the time would be its own processes starting
+        for name, toggle in TOGGLES.items():
+            monkeypatch.setitem(TOGGLES, name, {key: value for key, value in toggle.items() if key != "logger.wandb"})
+    chosen = settings("hardware.device=cpu", schema=InvarianceSettings, config="invariance")
+    invariance.main.__wrapped__(chosen, tmp_path)
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["passes"]
+    assert list(said["rows"]) == [BASELINE, *TOGGLES, *PLANTED]
+    assert {said["rows"][name] for name in TOGGLES} == {"the same bits at all 50 steps"}
+    for name, stream in (("planted torch.rand", "cpu"), ("planted random.random", "python")):
+        assert said["rows"][name].startswith(f"seen: differs from step 4 on: random stream {stream}")  # after step 3's
+    rows = json.loads((tmp_path / "invariance.json").read_text())["rows"]
+    assert len({row["digest"] for row in rows.values()}) == 1 + len(PLANTED)
+    # what is switched did happen, and every step is another one
+    assert len((tmp_path / "evaluation" / "metrics.jsonl").read_text().splitlines()) == 2 + 16
+    assert "a sample after 7 steps" in (tmp_path / "samples" / "console.txt").read_text()
+    assert (tmp_path / "profiling" / "profile" / "trace.json.gz").exists()
+    assert (tmp_path / "saving" / "checkpoints" / "step_000040").is_dir()
+    assert bool(list((tmp_path / "wandb").glob("wandb/offline-run-*"))) == with_wandb
+    assert len({step["weights"] for step in rows[BASELINE]["steps"]}) == 50
+    line = f"| everything | what each row switches | {rows[BASELINE]['digest']} | the same bits at all 50 steps |"
+    assert line in (tmp_path / "invariance.md").read_text()
+
+
+def test_a_mistake_is_named(tmp_path, monkeypatch):
+    """A sample that draws from NumPy's stream: the row fails, with the first step and the stream."""
+    real = trainer.sample
+    monkeypatch.setattr(trainer, "sample", lambda *args: np.random.rand() and real(*args))
+    report = matrix(tmp_path, "train.steps=9", "invariance.only=[samples]")
+    assert not report["passes"]
+    assert report["rows"]["samples"]["verdict"] == "differs from step 8 on: random stream numpy"
+
+
+def test_a_comparison_that_sees_nothing_fails(tmp_path, monkeypatch):
+    monkeypatch.setitem(PLANTED, "planted nothing", lambda _: None)
+    report = matrix(tmp_path, "train.steps=7", "invariance.only=[logging]")
+    assert not report["passes"]
+    assert [row["verdict"] for row in report["rows"].values() if not row["as_expected"]] == ["NOT SEEN"]
+
+
+def test_impossible_matrices_are_refused():
+    with pytest.raises(ValueError, match=r"invariance\.only=weather is unknown; use some of evaluation, samples"):
+        invariance.InvarianceConfig(only=["weather"])
+    with pytest.raises(ValueError, match=r"train\.steps=6 must be at least 7, as one run is profiled"):
+        settings("train.steps=6", schema=InvarianceSettings, config="invariance")
