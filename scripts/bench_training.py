@@ -109,6 +109,8 @@ def measure(
         "seq_len": seq_len,
         "activation_checkpointing": config.activation_checkpointing,
         "loss": config.loss,
+        "batch_tokens": settings.train.batch_tokens,
+        "micro_batch": micro_batch_of(settings, seq_len, sequences),
     }
     try:
         with held_to(attention):
@@ -146,6 +148,13 @@ def measure(
     return row
 
 
+def micro_batch_of(settings: BenchSettings, seq_len: int, sequences: int) -> int:
+    """Sequences of one forward and backward."""
+    if settings.bench.micro_batch_tokens:
+        return min(max(1, settings.bench.micro_batch_tokens // seq_len), sequences)
+    return min(settings.train.micro_batch or sequences, sequences)
+
+
 def timed_steps(
     settings: BenchSettings, config: GPTConfig, seq_len: int, sequences: int, hardware: Hardware
 ) -> tuple[list[float], dict[str, list[float]], float | None, GPT]:
@@ -155,9 +164,7 @@ def timed_steps(
     optimiser = Optimiser(model, settings.optim, hardware.dtype)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
     tokens = torch.randint(settings.bench.vocab_size, (sequences, seq_len + 1), device=hardware.device)
-    micro_batch = min(settings.train.micro_batch or sequences, sequences)
-    if settings.bench.micro_batch_tokens:
-        micro_batch = min(max(1, settings.bench.micro_batch_tokens // seq_len), sequences)
+    micro_batch = micro_batch_of(settings, seq_len, sequences)
     marks, parts = [Mark(hardware)], []
     for _ in range(settings.bench.warmup_steps + settings.bench.steps):
         parts.append(Parts(hardware))
