@@ -1,6 +1,7 @@
 """Runs in which numbers go bad: the step, module and tensor are named, the step is kept, and the policy followed."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -325,6 +326,18 @@ def test_a_spike_is_logged_and_counted(tmp_path, monkeypatch, capsys):
     assert summary["loss_spikes"] == 1
     assert [r.get("loss_spikes") for r in metrics(tmp_path / "run")] == [None] * 4 + [1] * 3
     assert open_checkpoint(tmp_path / "run").load_state()["guard"]["spikes"] == 1
+
+
+def test_noise_is_no_spike_and_a_jump_is_one_or_two():
+    torch.manual_seed(0)
+    said = []
+    optimiser, cpu = SimpleNamespace(held=torch.tensor(False)), SimpleNamespace(device=torch.device("cpu"))
+    watching = guard.NumberGuard(optimiser, cpu, said.append)
+    for step, noise in enumerate(torch.randn(500), 1):
+        loss = 3 + 0.1 * noise + (2 if step > 400 else 0)  # a new level
+        watching.look(step, loss, loss, wait=False)
+    assert watching.spikes in (1, 2, 3)
+    assert said[0].startswith("spike      step 401: loss ")
 
 
 # --- float16

@@ -101,7 +101,7 @@ class NumberGuard:
         self._before = random_states(self._device)
 
     def _compare(self, step: int, loss: float) -> None:
-        """Say so if `loss` is a spike. It then counts as any other: a jump to a new level is one spike, not fifty."""
+        """Say so if `loss` is a spike. It then counts as any other: a jump to a new level is two spikes, not fifty."""
         if len(self._losses) >= SPIKE_LEAST:
             count = len(self._losses)
             mean = math.fsum(self._losses) / count
