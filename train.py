@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,16 @@ from conf.program import program
 from conf.schema import Settings
 from data import Dataset, Prefetcher, TokenBatches, fixed_windows, open_dataset, tokenizer_state
 from model import GPT, generate, resolve_attention
+from model.config import resolve_loss
 from training import resume
 from training.documents import packed_rows
 from training.evaluate import EvaluationSet, evaluate, unigram_loss
+from training.fit import Plan, explained, fit
 from training.flops import flops_per_token, mfu, peak_flops
+from training.guard import NumberGuard
 from training.hardware import Hardware, set_up
+from training.memory import GIB, Work
+from training.nonfinite import EXIT_BAD_NUMBERS, NonFinite
 from training.optim import Optimiser, lr_factor
 from training.profiler import StepProfiler, region
 from training.provenance import provenance, write_description
@@ -44,6 +50,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     settings.model.attention, why_attention = resolve_attention(
         settings.model.attention, hardware.device, hardware.dtype, settings.model.head_dim, features
     )
+    settings.model.loss, why_loss = resolve_loss(settings.model.loss, hardware.device.type)
     dataset = open_dataset(settings.data, settings.tokenizer, report=print)
     tokenizer = tokenizer_state(dataset.tokenizer)
     refuse_unknown_prompt(config.sample_prompt, dataset)
@@ -51,15 +58,20 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     if resumed:
         resume.refuse_unless_same(resumed, asdict(settings), tokenizer, dataset.vocab_size)
 
+    plan = memory_plan(settings, dataset.vocab_size, hardware, features)
+    if settings.train.micro_batch == "auto":
+        settings.train.micro_batch = plan.work.micro_batch
+    print(f"memory     {plan}")
+
     # --- the model and its optimiser; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
     model = GPT(settings.model, dataset.vocab_size, settings.data.seq_len, device=hardware.device, dtype=hardware.dtype)
-    optimiser = Optimiser(model, settings.optim)
+    optimiser = Optimiser(model, settings.optim, hardware.dtype)
     first_step, seconds_before, best_loss = 0, 0.0, math.inf
     if resumed:
         resumed.load_weights(model)
         state = resumed.load_state()
-        optimiser.load_state_dict(state["optimiser"])
+        optimiser.restore(state)
         restore_random_states(state["random"], hardware.device)
         first_step, seconds_before, best_loss = resumed.step, resumed.meta["seconds"], state["best_loss"]
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
@@ -105,6 +117,13 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         "provenance": provenance(),
     }
 
+    guard = NumberGuard(optimiser, hardware, log.say)
+    if resumed and "guard" in state:
+        guard.load_state_dict(state["guard"])
+    nonfinite = NonFinite(
+        config.on_nonfinite, run_dir, model, forward, optimiser, hardware, guard, saver, description, log.say
+    )
+
     def seconds() -> float:
         """Time spent on this run, by the processes before this one too."""
         return seconds_before + time.perf_counter() - began
@@ -112,6 +131,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     def save(step: int, *, best: bool) -> None:
         state = {
             "optimiser": optimiser.state_dict(),
+            "loss_scale": optimiser.loss_scale and optimiser.loss_scale.state_dict(),
+            "guard": guard.state_dict(),
             "random": random_states(hardware.device),
             "best_loss": best_loss,
         }
@@ -125,10 +146,12 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         StopRequest(config.max_hours, began) as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=boundary) as prefetcher,
         profiler or nullcontext(),
+        explained(plan),
     ):
         log.say(f"run        {run_dir}")
         log.say(f"hardware   {hardware.description}")
         log.say(f"attention  {settings.model.attention} ({why_attention})")
+        log.say(f"loss       {model.loss} ({why_loss})")
         log.say(f"model      {model.num_parameters():,} parameters, {settings.model.num_layers} layers")
         log.say(
             f"data       {len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; "
@@ -144,6 +167,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         # --- the loop
         step, finished, stopped, results = first_step, False, False, {}
         watch = Stopwatch(hardware.synchronize, step)
+        cadences = (config.log_every, config.eval_every, config.save_every, config.sample_every)
         while not (finished or stopped):
             optimiser.set_lr_factor(lr_factor(step, config.steps, settings.optim))
             inputs, targets, starts = next(prefetcher)  # (sequences, seq_len) each, and where documents begin
@@ -151,13 +175,38 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
                 forward, optimiser, inputs, targets, settings.micro_batch, hardware, starts
             )
             step += 1
+
+            # --- after a loss or gradient that is not finite the optimiser does nothing, so it is soon enough to look a
+            # step late; but at once where numbers or weights are used for anything
+            asked = stop.requested
+            due = asked or step in (1, config.steps) or any(every and step % every == 0 for every in cadences)
+            if bad := guard.look(step, step_loss, grad_norm, wait=due):
+                step, step_loss, grad_norm = bad.step, torch.tensor(bad.loss), torch.tensor(bad.grad_norm)
+                prefetcher.seek(step - 1)
+                inputs, targets, starts = batch = next(prefetcher)
+                again = partial(
+                    training_step,
+                    optimiser=optimiser,
+                    inputs=inputs,
+                    targets=targets,
+                    micro_batch=settings.micro_batch,
+                    hardware=hardware,
+                    starts=starts,
+                )
+                if not nonfinite.handle(bad, batch, again):
+                    step, stopped = step - 1, True
+                    stop.because(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS)
+                    save(step, best=False)
+                    break
             log.advance(step)
 
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
+            if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimiser has its state
+                log.say(f"memory     {held:.2f} GiB at most in two steps; forecast {plan.forecast.peak / GIB:.2f} GiB")
             profile_written = profiler is not None and profiler.step()
             # a run that is stopped saves and leaves: what it would log or evaluate beyond that, no other run has
             finished = step == config.steps
-            stopped = stop.requested and not finished
+            stopped = asked and not finished
             record: dict[str, float | None] = {}
             if finished or step == 1 or step % config.log_every == 0:
                 # the first step of a process compiles, so it is no measure of speed
@@ -167,6 +216,9 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
                     "loss": step_loss.item(),
                     "lr": optimiser.lr,
                     "grad_norm": grad_norm.item(),
+                    "loss_scale": optimiser.loss_scale.scale.item() if optimiser.loss_scale else None,
+                    "loss_spikes": guard.spikes or None,
+                    "bad_steps": guard.bad_steps or None,
                     "tokens": step * config.batch_tokens,
                     "seconds": seconds(),
                     "tokens_per_second": rate,
@@ -186,7 +238,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
                 save(step, best=is_best)
             if config.sample_tokens and (finished or (config.sample_every and step % config.sample_every == 0)):
                 log.say(f"--- a sample after {step} steps\n{sample(model, settings, dataset, hardware)}\n---")
-            if record or is_best or profile_written:
+            if record or is_best or profile_written or bad:
                 watch.restart(step)
 
         saved = saver.wait()
@@ -198,6 +250,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             "best_val_loss": best_loss if math.isfinite(best_loss) else None,
             "unigram_val_loss": unigram_loss(dataset.train, evaluation.targets, dataset.vocab_size),
             "attention": settings.model.attention,
+            "bad_steps": guard.bad_steps,
+            "loss_spikes": guard.spikes,
             "stopped": stop.reason if stopped else None,
             "exit_code": stop.exit_code if stopped else 0,
             "checkpoint": str(saved) if saved else None,
@@ -239,11 +293,29 @@ def training_step(
         with region("forward"), hardware.autocast():
             loss = forward(inputs[part], targets[part], **documents) / targets.numel()
         with region("backward"):
-            loss.backward()
+            optimiser.scaled(loss).backward()
         step_loss += loss.detach()
     with region("optimiser"):
-        grad_norm = optimiser.step()
+        grad_norm = optimiser.step(step_loss)
     return step_loss, grad_norm
+
+
+def memory_plan(settings: Settings, vocab_size: int, hardware: Hardware, features: tuple[str, ...]) -> Plan:
+    """The step's memory; ValueError where it will not fit. Attention and loss must be resolved."""
+    auto = settings.train.micro_batch == "auto"
+    sequences = settings.sequences_per_step if auto else settings.micro_batch
+    work = Work(
+        settings.model,
+        vocab_size,
+        settings.data.seq_len,
+        micro_batch=sequences,
+        micro_batches=settings.sequences_per_step // sequences,
+        optimiser=settings.optim.name,
+        dtype=hardware.dtype,
+        device=hardware.device.type,
+        compiled=hardware.compile,
+    )
+    return fit(work, hardware.device, auto=auto, features=features)
 
 
 def sample(model: GPT, settings: Settings, dataset: Dataset, hardware: Hardware) -> str:

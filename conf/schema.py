@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from data import DataConfig, TokenizerConfig
 from model import GPTConfig
 from training.hardware import HardwareConfig
+from training.nonfinite import POLICIES
 from training.optim import OptimConfig
 from training.runlog import LoggerConfig
 
@@ -20,7 +21,7 @@ class TrainConfig:
     seed: int = 0  # of the initial weights, the order of the windows, dropout
     data_seed: int | None = None  # of the order of the windows alone; null: seed
     batch_tokens: int = 4096  # tokens of one optimiser step, over all micro-batches
-    micro_batch: int | None = None  # sequences of one forward and backward; null: the whole step at once
+    micro_batch: int | str | None = None  # sequences of one forward and backward; null: the whole step; auto: what fits
     log_every: int = 10  # steps between two lines of metrics
     eval_every: int = 100  # steps between two evaluations; 0: only at the end
     eval_windows: int = 64  # validation windows of seq_len tokens, always the same ones
@@ -30,6 +31,7 @@ class TrainConfig:
     save_every: int = 0  # steps between two checkpoints; 0: only the best and the last
     keep_last: int = 3  # how many of the newest checkpoints are kept; the best is kept in any case
     keep_every: int = 0  # checkpoints of steps that are multiples of this are kept for good; 0: none
+    on_nonfinite: str = "stop"  # stop | skip | rollback: what follows a step whose loss or gradient is not finite
     max_hours: float | None = None  # stop, save and leave after so long, start-up included; null: no limit
 
     def __post_init__(self) -> None:
@@ -42,8 +44,13 @@ class TrainConfig:
         for key in ("seed", "data_seed"):
             if (getattr(self, key) or 0) >= 1 << 64:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be below 2^64, as generators take no more")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1 sequence, or null")
+        number = 1 if self.micro_batch in (None, "auto") else self.micro_batch
+        if isinstance(number, bool | str) or number < 1:
+            raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1 sequence, auto or null")
+        if self.on_nonfinite not in POLICIES:
+            raise ValueError(f"train.on_nonfinite={self.on_nonfinite} is not one of {', '.join(POLICIES)}")
+        if self.on_nonfinite == "rollback" and not (self.save_every or self.eval_every):
+            raise ValueError("train.on_nonfinite=rollback has nothing to go back to with train.save_every=0; raise it")
         if self.max_hours is not None and not self.max_hours > 0:
             raise ValueError(f"train.max_hours={self.max_hours} must be more than 0, or null")
 
@@ -68,7 +75,7 @@ class Settings:
         if tokens % seq_len:
             nearest = max(seq_len, round(tokens / seq_len) * seq_len)
             raise ValueError(f"train.batch_tokens={tokens} is not a multiple of data.seq_len={seq_len}; use {nearest}")
-        if self.train.micro_batch is not None and (tokens // seq_len) % self.train.micro_batch:
+        if isinstance(self.train.micro_batch, int) and (tokens // seq_len) % self.train.micro_batch:
             raise ValueError(
                 f"train.micro_batch={self.train.micro_batch} does not divide the {tokens // seq_len} sequences "
                 f"of a step (train.batch_tokens={tokens} / data.seq_len={seq_len}); use one that does"
@@ -85,4 +92,6 @@ class Settings:
     @property
     def micro_batch(self) -> int:
         """Sequences of one forward and backward pass."""
+        if self.train.micro_batch == "auto":
+            raise ValueError("train.micro_batch=auto is for train.py, which fills in what fits; name a number here")
         return self.train.micro_batch or self.sequences_per_step

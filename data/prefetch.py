@@ -28,12 +28,19 @@ class Prefetcher:
     def __init__(
         self, batches: TokenBatches, start_step: int, device: torch.device | str, *, end_of_text: int | None = None
     ) -> None:
-        self._batches, self._step, self._device = batches, start_step, torch.device(device)
+        self._batches, self._device = batches, torch.device(device)
         self._end_of_text = end_of_text
         self._ahead = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-            self._ahead = Ahead(self._copy, start_step)
+        self.seek(start_step)
+
+    def seek(self, step: int) -> None:
+        """Go on with the batch of `step`, wherever it was."""
+        self.close()
+        self._step = step
+        if self._device.type == "cuda":
+            self._ahead = Ahead(self._copy, step)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

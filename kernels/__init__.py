@@ -6,6 +6,7 @@ The package imports torch only. Triton is loaded when a kernel is launched for t
 from kernels.api import flash_attention, flash_attention_varlen, unsupported_reason
 from kernels.cross_entropy import cross_entropy
 from kernels.inputs import place_documents
+from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.reference import naive_attention, naive_attention_varlen
 from kernels.rotary import rotate_and_split
 from kernels.support import refusal
@@ -15,6 +16,7 @@ __all__ = [
     "cross_entropy",
     "flash_attention",
     "flash_attention_varlen",
+    "linear_cross_entropy",
     "naive_attention",
     "naive_attention_varlen",
     "place_documents",

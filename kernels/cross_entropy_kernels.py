@@ -110,12 +110,18 @@ def launch_cross_entropy_fwd(logits: Tensor, targets: Tensor, vocab_size: int) -
     return loss, lse
 
 
-def launch_cross_entropy_bwd(dloss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, vocab_size: int) -> Tensor:
-    """Gradient of the logits, in their dtype, contiguous."""
-    dtype = logits.dtype
-    (logits,) = kernel_inputs(logits)
+def launch_cross_entropy_bwd(
+    dloss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, vocab_size: int, out: Tensor | None = None
+) -> Tensor:
+    """Gradient of the logits, in their dtype, contiguous; `out` may be the logits themselves, which are then lost.
+
+    Each thread writes where it alone has read.
+    """
+    given, out = logits, torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
+    (logits,) = kernel_inputs(given)
+    # in the interpreter the kernel sees bfloat16 as float32: a copy
+    dlogits = out if logits.dtype == out.dtype and out.is_contiguous() else torch.empty_like(logits)
     rows, columns = logits.shape
-    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if rows:
         block = 4096
         with on_device(logits):
@@ -123,4 +129,4 @@ def launch_cross_entropy_bwd(dloss: Tensor, logits: Tensor, targets: Tensor, lse
                 dloss.contiguous(), logits, targets.contiguous(), lse, dlogits,
                 logits.stride(0), columns, vocab_size, BLOCK=block, num_warps=4,
             )  # fmt: skip
-    return dlogits.to(dtype)
+    return out if dlogits is out else out.copy_(dlogits)

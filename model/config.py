@@ -7,6 +7,7 @@ from model.attention import ATTENTION
 from model.recompute import MODES
 
 MLPS = ("gelu", "swiglu", "relu2")
+LOSSES = ("auto", "chunked", "plain")
 FLASH_HEAD_DIMS = (16, 256)  # smallest and largest D of our kernels
 
 
@@ -31,7 +32,8 @@ class GPTConfig:
     window: int | None = None  # tokens that each token sees, itself included; None: all before it
     rope_base: float = 10000.0  # longest wavelength of the rotary positions, in tokens / 2 pi
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
-    activation_checkpointing: str = "none"  # none | full | every_n | selective (keeps attention)
+    loss: str = "auto"  # auto | chunked | plain: logits of a few thousand tokens at a time, or of all at once
+    activation_checkpointing: str = "none"  # none | pointwise (the MLP's non-linearity) | full | every_n | selective
     checkpoint_every: int = 2  # with every_n: recompute one block in so many
 
     def __post_init__(self):
@@ -72,6 +74,7 @@ class GPTConfig:
         for key, allowed in (
             ("mlp", MLPS),
             ("attention", ("auto", *ATTENTION)),
+            ("loss", LOSSES),
             ("activation_checkpointing", MODES),
         ):
             value = getattr(self, key)
@@ -104,6 +107,15 @@ class GPTConfig:
                 raise ValueError(f"model.{key}={getattr(self, key)} must be at least 0 and below 1")
         if not (self.rope_base > 1 and math.isfinite(self.rope_base)):
             raise ValueError(f"model.rope_base={self.rope_base} must be a number above 1; 10000 is usual")
+
+
+def resolve_loss(name: str, device: str) -> tuple[str, str]:
+    """Turn a configured model.loss into "chunked" or "plain", and say why; `device` is "cuda", "cpu" or the like."""
+    if name != "auto":
+        return name, "asked for by name"
+    if device == "cuda":
+        return "chunked", "auto: the device is cuda, where logits of all tokens are the largest tensors of a step"
+    return "plain", f"auto: the device is {device}"
 
 
 def round_up(size: float, multiple: int) -> int:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import cross_entropy, rotate_and_split
+from kernels import cross_entropy, linear_cross_entropy, rotate_and_split
 from model.attention import ATTENTION, AttentionFunction, Documents, resolve_attention
-from model.config import GPTConfig, round_up
+from model.config import GPTConfig, resolve_loss, round_up
 from model.embedding import embed
 from model.kv_cache import KVCache
 from model.recompute import is_recomputed, recompute
@@ -86,12 +86,16 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.kind = config.mlp
+        self.recompute_pointwise = config.activation_checkpointing == "pointwise"
         ways = 2 if self.kind == "swiglu" else 1  # SwiGLU's gate and value in one matmul
         self.up = nn.Linear(config.n_embd, ways * config.mlp_width, bias=False)
         self.down = nn.Linear(config.mlp_width, config.n_embd, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)  # (B, N, mlp_width), twice as wide with swiglu
+        return recompute(self.finish, h) if self.recompute_pointwise else self.finish(h)
+
+    def finish(self, h: Tensor) -> Tensor:
         if self.kind == "swiglu":
             gate, value = h.chunk(2, dim=-1)
             h = F.silu(gate) * value  # arXiv:2002.05202
@@ -138,6 +142,7 @@ class GPT(nn.Module):
 
     Attributes:
         attention, attention_reason: the resolved backend and why it was chosen.
+        loss, loss_reason: likewise, "chunked" or "plain".
 
     Raises:
         ValueError: an impossible size, or an attention backend that cannot run on this device.
@@ -161,6 +166,7 @@ class GPT(nn.Module):
         self.attention, self.attention_reason = resolve_attention(
             config.attention, device, dtype, config.head_dim, config.attention_features()
         )
+        self.loss, self.loss_reason = resolve_loss(config.loss, torch.device(device).type)
         self.chosen_for = torch.device(device).type if config.attention == "auto" else None
         padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
         with torch.device("meta"):  # shapes only: init_weights draws each number once
@@ -237,7 +243,10 @@ class GPT(nn.Module):
         if kv_cache is not None:
             kv_cache.advance(tokens.size(1))
         table = self.embedding.weight if self.head is None else self.head.weight  # (padded V, C)
-        logits = F.linear(rms_norm(x), table)  # (B, N, padded V)
+        h = rms_norm(x)
+        if targets is not None and self.loss == "chunked":
+            return linear_cross_entropy(h.flatten(0, 1), table, targets.flatten(), self.vocab_size)
+        logits = F.linear(h, table)  # (B, N, padded V)
         if targets is None:
             return logits[..., : self.vocab_size].view(*shape, -1)  # the padding is cut off
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.vocab_size)

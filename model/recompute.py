@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-MODES = ("none", "full", "every_n", "selective")
+MODES = ("none", "pointwise", "full", "every_n", "selective")
 
 
 def is_recomputed(mode: str, every: int, layer: int) -> bool:
-    """Whether block `layer` (from 0) is recomputed: all of them (full, selective), or each `every`-th."""
+    """Whether block `layer` (from 0) is recomputed: all of them (full, selective), or each `every`-th.
+
+    With "pointwise" none is: there the MLP recomputes what follows its first product, and stops before its second.
+    """
     return mode in ("full", "selective") or (mode == "every_n" and layer % every == 0)
 
 

@@ -1,9 +1,9 @@
 """Training speed of a GPT: `python -m scripts.bench_training` times whole optimiser steps and prints a table.
 
-One row for each context length, attention backend and activation checkpointing, at a constant number of tokens a step:
-the step of `train.py` itself (forward, backward, clipping and optimiser, timed apart too; compiled where the run would
-be), on random tokens. Out of memory is a row. The run's folder gets `bench_training.json` and, where there is more
-than one context length, a chart of tokens a second and of peak memory. The last line is one JSON object.
+One row for each context length, attention backend, activation checkpointing and loss, at a constant number of tokens a
+step: the step of `train.py` itself (forward, backward, clipping and optimiser, timed apart too; compiled where the run
+would be), on random tokens. Out of memory is a row. The run's folder gets `bench_training.json` and, where there is
+more than one context length, a chart of tokens a second and of peak memory. The last line is one JSON object.
 
 `sdpa_flash` and `sdpa_cudnn` are PyTorch's scaled_dot_product_attention held to one of its kernels.
 """
@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from conf.program import program
 from conf.schema import Settings
 from model import GPT, GPTConfig, resolve_attention
+from model.config import LOSSES, resolve_loss
 from model.recompute import MODES
 from train import training_step
 from training.flops import flops_per_token, mfu, peak_flops
@@ -44,6 +45,7 @@ class BenchConfig:
     )  # flash | naive | tiled | sdpa | sdpa_flash | sdpa_cudnn
     seq_len: list[int] = field(default_factory=lambda: [1024])  # context lengths, in tokens
     checkpointing: list[str] = field(default_factory=list)  # of activations: modes to compare; empty: the model's own
+    loss: list[str] = field(default_factory=list)  # plain | chunked, to compare; empty: the model's own
     micro_batch_tokens: int | None = None  # of one forward and backward, at least a sequence; null: the whole step
     vocab_size: int = 50257  # GPT-2's
     warmup_steps: int = 5  # not timed; the first compiles
@@ -53,6 +55,9 @@ class BenchConfig:
         for mode in self.checkpointing:
             if mode not in MODES:
                 raise ValueError(f"bench.checkpointing={mode} is unknown; use one of {', '.join(MODES)}")
+        for loss in self.loss:
+            if loss not in LOSSES:
+                raise ValueError(f"bench.loss={loss} is unknown; use one of {', '.join(LOSSES)}")
         for key in ("steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens"):
             value = getattr(self, key)
             if value is not None and any(number < 1 for number in (value if isinstance(value, list) else [value])):
@@ -70,10 +75,11 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     console = Console(highlight=False)
     console.print(f"{hardware.description}; {settings.train.batch_tokens:,} tokens a step", markup=False)
     rows = [
-        measure(settings, attention, seq_len, mode, hardware)
+        measure(settings, attention, seq_len, mode, loss, hardware)
         for seq_len in settings.bench.seq_len
         for attention in settings.bench.attention
         for mode in settings.bench.checkpointing or [settings.model.activation_checkpointing]
+        for loss in settings.bench.loss or [settings.model.loss]
     ]
     console.print(table(rows))
     report = {"hardware": hardware.description, "provenance": provenance(), "rows": rows}
@@ -84,7 +90,9 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     print(json.dumps(report))
 
 
-def measure(settings: BenchSettings, attention: str, seq_len: int, checkpointing: str, hardware: Hardware) -> dict:
+def measure(
+    settings: BenchSettings, attention: str, seq_len: int, checkpointing: str, loss: str, hardware: Hardware
+) -> dict:
     """Time the training step of one configuration; `error` in place of figures where it ran out of memory."""
     sequences, rest = divmod(settings.train.batch_tokens, seq_len)
     if rest:
@@ -93,12 +101,16 @@ def measure(settings: BenchSettings, attention: str, seq_len: int, checkpointing
         settings.model,
         attention="sdpa" if attention in SDPA_KERNELS else attention,
         activation_checkpointing=checkpointing,
+        loss=resolve_loss(loss, hardware.device.type)[0],
     )
     config.attention, _ = resolve_attention(config.attention, hardware.device, hardware.dtype, config.head_dim)
     row = {
         "attention": attention if attention in SDPA_KERNELS else config.attention,
         "seq_len": seq_len,
         "activation_checkpointing": config.activation_checkpointing,
+        "loss": config.loss,
+        "batch_tokens": settings.train.batch_tokens,
+        "micro_batch": micro_batch_of(settings, seq_len, sequences),
     }
     try:
         with held_to(attention):
@@ -136,18 +148,23 @@ def measure(settings: BenchSettings, attention: str, seq_len: int, checkpointing
     return row
 
 
+def micro_batch_of(settings: BenchSettings, seq_len: int, sequences: int) -> int:
+    """Sequences of one forward and backward."""
+    if settings.bench.micro_batch_tokens:
+        return min(max(1, settings.bench.micro_batch_tokens // seq_len), sequences)
+    return min(settings.train.micro_batch or sequences, sequences)
+
+
 def timed_steps(
     settings: BenchSettings, config: GPTConfig, seq_len: int, sequences: int, hardware: Hardware
 ) -> tuple[list[float], dict[str, list[float]], float | None, GPT]:
     """Seconds of each timed step, seconds of its parts by name, peak memory in GiB, and the model."""
     torch.manual_seed(settings.train.seed)
     model = GPT(config, settings.bench.vocab_size, seq_len, device=hardware.device, dtype=hardware.dtype)
-    optimiser = Optimiser(model, settings.optim)
+    optimiser = Optimiser(model, settings.optim, hardware.dtype)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
     tokens = torch.randint(settings.bench.vocab_size, (sequences, seq_len + 1), device=hardware.device)
-    micro_batch = min(settings.train.micro_batch or sequences, sequences)
-    if settings.bench.micro_batch_tokens:
-        micro_batch = min(max(1, settings.bench.micro_batch_tokens // seq_len), sequences)
+    micro_batch = micro_batch_of(settings, seq_len, sequences)
     marks, parts = [Mark(hardware)], []
     for _ in range(settings.bench.warmup_steps + settings.bench.steps):
         parts.append(Parts(hardware))
@@ -204,16 +221,16 @@ def table(rows: list[dict]) -> Table:
     result = Table(
         title="training step, median (ms: forward + backward + optimiser)", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    for column in ("attention", "recompute", "context", "tokens/s", "ms", "MFU", "GiB"):
-        left = column in ("attention", "recompute")
+    for column in ("attention", "recompute", "loss", "context", "tokens/s", "ms", "MFU", "GiB"):
+        left = column in ("attention", "recompute", "loss")
         result.add_column(column, justify="left" if left else "right", no_wrap=True)
     for row in rows:
+        names = row["attention"], row["activation_checkpointing"], row["loss"]
         if "error" in row:
-            result.add_row(row["attention"], row["activation_checkpointing"], f"{row['seq_len']:,}", "OOM")
+            result.add_row(*names, f"{row['seq_len']:,}", "OOM")
             continue
         result.add_row(
-            row["attention"],
-            row["activation_checkpointing"],
+            *names,
             f"{row['seq_len']:,}",
             f"{row['tokens_per_second']:,}",
             "{step_ms:.0f} ({forward_ms:.0f}+{backward_ms:.0f}+{optimiser_ms:.0f})".format(**row),
@@ -235,7 +252,7 @@ def draw(report: dict, path: Path) -> None:
     lengths = sorted({row["seq_len"] for row in rows})
     curves: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
-        curves.setdefault((row["attention"], row["activation_checkpointing"]), []).append(row)
+        curves.setdefault((row["attention"], f"{row['activation_checkpointing']}, {row['loss']} loss"), []).append(row)
     styles = dict(zip(dict.fromkeys(mode for _, mode in curves), ("-", "--", ":", "-."), strict=False))
     colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(name for name, _ in curves))}
     wanted = {"tokens_per_second": "tokens a second", "peak_memory_gib": "peak memory, GiB"}

@@ -151,7 +151,9 @@ def train_with(settings: BreakSettings, run_dir: Path, name: str, function: Call
     with replaced("naive", function), (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
         summary = train(settings, folder)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {"losses": [r["loss"] for r in records if "loss" in r], "val_loss": summary["val_loss"]}
+    losses = [r["loss"] for r in records if "loss" in r]
+    losses += [None] * (settings.train.steps - len(losses))  # the run stops before a step that is not finite
+    return {"losses": losses, "val_loss": summary.get("val_loss")}
 
 
 def story(wrong: dict, right: dict) -> str:

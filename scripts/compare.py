@@ -119,9 +119,9 @@ def main(arguments: list[str] | None = None) -> int:
                 "tokens": summary["tokens"],
                 "seconds": round(summary["seconds"], 1),
                 "tokens_per_second": round(rates[len(rates) // 2]) if rates else None,
-                "val_loss": summary["val_loss"],
-                "val_perplexity": summary["val_perplexity"],
-                "val_bits_per_byte": summary["val_bits_per_byte"],
+                "val_loss": summary.get("val_loss"),
+                "val_perplexity": summary.get("val_perplexity"),
+                "val_bits_per_byte": summary.get("val_bits_per_byte"),
                 "peak_memory_gib": max(memory) if memory else None,
             }
             | {f"loss_at_equal_{measure}": loss_at(run, measure, place) for measure, place in places.items()}

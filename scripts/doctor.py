@@ -1,7 +1,7 @@
 """One page before a run: `python -m scripts.doctor` with the arguments that `train.py` will get.
 
 Looks at the machine, the kernels (a self-test in every dtype), the attention that would be taken, who sees whom, data,
-tokenizer, disk and wandb. Every finding that needs one has a fix: a value to set, a command to type. A wrong
+tokenizer, memory, disk and wandb. Every finding that needs one has a fix: a value to set, a command to type. A wrong
 configuration ends as it does for train.py, in one line. Nothing is trained, tokenised or written.
 
 Exit code 1 where something must be mended before the run, else 0. The last line is one JSON object.
@@ -63,8 +63,8 @@ def examine(settings: Settings, folder: Path) -> list[Finding]:
         findings.append(model)
     findings += [data, tokenizer]
 
-    # --- the memory forecast's place: a Finding "memory", from what training/ knows of a step's memory
-
+    if attention is not None and vocab_size is not None:
+        findings.append(checks.memory(settings, vocab_size, chosen))
     findings += [checks.disk(settings, folder, parameters), checks.wandb(settings)]
     if resume := checks.resume(settings, dataset):
         findings.append(resume)

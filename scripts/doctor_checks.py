@@ -28,9 +28,10 @@ from data.hub import within_reach
 from kernels import unsupported_reason
 from kernels.selftest import self_test
 from model import ATTENTION, GPTConfig, resolve_attention
-from model.config import FLASH_HEAD_DIMS, round_up
+from model.config import FLASH_HEAD_DIMS, resolve_loss, round_up
 from model.gpt import VOCAB_MULTIPLE, Block
 from scripts.causality import probe
+from train import memory_plan
 from training import resume as resuming
 from training.checkpoint import open_checkpoint
 from training.hardware import Hardware, set_up
@@ -220,6 +221,18 @@ def num_parameters(config: GPTConfig, vocab_size: int) -> int:
     table = round_up(vocab_size, VOCAB_MULTIPLE) * config.n_embd
     in_a_layer = sum(weight.numel() for weight in block.parameters())
     return config.num_layers * in_a_layer + (1 if config.tie_embeddings else 2) * table
+
+
+def memory(settings: Settings, vocab_size: int, chosen: Hardware) -> Finding:
+    """A training step's forecast beside what is free; attention must be resolved."""
+    features = settings.model.attention_features(settings.data.document_mask)
+    settings.model.loss, _ = resolve_loss(settings.model.loss, chosen.device.type)
+    try:
+        plan = memory_plan(settings, vocab_size, chosen, features)
+    except ValueError as error:
+        return refused("memory", error)
+    text = f"micro-batches of {plan.work.micro_batch}; {plan}"
+    return Finding("memory", OK, text, facts={"forecast_bytes": plan.forecast.peak, "free_bytes": plan.free})
 
 
 # --- data

@@ -70,8 +70,8 @@ def parity(*overrides: str, exit_code: int = 0) -> Experiment:
     )
 
 
-def training(*overrides: str) -> Experiment:
-    files = ("bench_training.json", "bench_training.png")
+def training(*overrides: str, picture: bool = True) -> Experiment:
+    files = ("bench_training.json", *(["bench_training.png"] if picture else []))
     return Experiment("scripts.bench_training", overrides, TINY_TRAINING, files, timed=True)
 
 
@@ -137,14 +137,25 @@ EXPERIMENTS = {  # the longest first: they run beside each other
     ),
     "profile/naive": profile("naive"),
     "profile/flash": profile("flash"),
+    "training/loss": Experiment(
+        "scripts.bench_loss",
+        (),
+        ("tokens=16", "n_embd=8", "vocab_size=50", "padded_vocab=64", "chunk_tokens=[4]", "hardware=cpu"),
+        ("bench_loss.json",),
+        timed=True,
+    ),
     "training/compiled": training(
         "bench.attention=[flash,sdpa_cudnn]", "bench.seq_len=[1024,4096,16384,65536]", "bench.steps=10",
         "bench.warmup_steps=3",
     ),
+    "training/checkpointing": training(
+        "bench.checkpointing=[none,pointwise,every_n,selective,full]", "bench.seq_len=[1024]", "bench.steps=10",
+        "bench.warmup_steps=3", picture=False,
+    ),
     "training/grid": training(
         "hardware.compile=false", "bench.attention=[flash,naive]", "bench.checkpointing=[none,full,selective]",
         "bench.seq_len=[512,1024,2048,4096,8192,16384,32768,65536,131072]", "train.batch_tokens=131072",
-        "bench.micro_batch_tokens=65536", "bench.steps=2", "bench.warmup_steps=1",
+        "bench.micro_batch_tokens=65536", "bench.steps=1", "bench.warmup_steps=1",
     ),
 }  # fmt: skip
 

@@ -3,10 +3,14 @@
 Prints memory term by term, FLOPs, HBM traffic and arithmetic intensity, which side of the GPU's roofline each falls
 on, shared memory of tiles, and the two loop orders; formulas and sources are in training/arithmetic.py. Where there is
 a GPU, the predicted time and memory stand beside measured ones. The last line is one JSON object.
+
+`what=memory` explains instead what a training step holds on a GPU, for the arguments that train.py would get:
+`python -m scripts.explain what=memory experiment=long_context model.attention=naive`. Every term at every moment that
+could be the fullest, and what each layer keeps; formulas are in training/memory.py.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,20 +18,27 @@ from rich.console import Console
 from rich.table import Table
 
 from conf.program import program
-from kernels import flash_attention, naive_attention, tiled_attention
+from conf.schema import Settings
+from kernels import flash_attention, naive_attention, refusal, tiled_attention
 from kernels.measure import measure
 from kernels.options import Options
 from kernels.tiled import tile_order
+from model.config import resolve_loss
 from training import arithmetic
 from training.arithmetic import GPUS, Shape
-from training.hardware import HardwareConfig, set_up
+from training.fit import Plan, fit, free_bytes
+from training.hardware import DTYPES, set_up
+from training.memory import GIB, Work
 
 FULL = Options(causal=False, scale=1.0)
+VOCABULARY = {"bytes": 257, "characters": 100, "gpt2": 50257}  # token ids of each tokenizer
 TILES = ((64, 64), (128, 64), (128, 128), (128, 256), (256, 128))
 
 
 @dataclass
-class ExplainSettings:
+class ExplainSettings(Settings):
+    what: str = "attention"  # attention | memory (of a training step)
+    vocab_size: int | None = None  # with what=memory; null: the tokenizer's (of characters: a hundred)
     seq_len: int = 4096
     head_dim: int = 128
     num_heads: int = 32
@@ -36,9 +47,13 @@ class ExplainSettings:
     element: int = 2  # bytes of a number
     causal: bool = False
     gpu: str = "h200"  # t4 | a100 | h100 | h200 | b200 | rtx4090
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.what not in ("attention", "memory"):
+            raise ValueError(f"what={self.what} is unknown; use attention or memory")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ValueError(f"vocab_size={self.vocab_size} must be at least 1, or null")
         for key in ("seq_len", "head_dim", "num_heads", "batch", "num_layers", "element"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
@@ -49,6 +64,9 @@ class ExplainSettings:
 @program("explain", ExplainSettings)
 def main(settings: ExplainSettings, run_dir: Path) -> None:
     console = Console(highlight=False, width=110)
+    if settings.what == "memory":
+        print(json.dumps(show_step_memory(console, settings)))
+        return
     shape = Shape(
         settings.batch, settings.num_heads, settings.seq_len, settings.head_dim, settings.element, settings.causal
     )
@@ -77,6 +95,51 @@ def show_memory(console: Console, shape: Shape, num_layers: int) -> dict:
     console.print(table)
     console.print("standard: 4BHND + 2BHN^2 numbers; flash: 4BHND numbers and BHN float32 statistics.\n")
     return found
+
+
+def show_step_memory(console: Console, settings: ExplainSettings) -> dict:
+    """Terms by moment and activations by layer of one training step on CUDA; what is free where there is a GPU."""
+    device = torch.device("cuda")
+    dtype = DTYPES.get(settings.hardware.dtype, torch.bfloat16)
+    features = settings.model.attention_features(settings.data.document_mask)
+    model = replace(settings.model, loss=resolve_loss(settings.model.loss, device.type)[0])
+    if model.attention == "auto":
+        model.attention = "flash" if refusal("flash", features, dtype) is None else "naive"
+    auto = settings.train.micro_batch == "auto"
+    sequences = settings.sequences_per_step if auto else settings.micro_batch
+    vocab_size = settings.vocab_size or VOCABULARY[settings.tokenizer.name]
+    work = Work(
+        model, vocab_size, settings.data.seq_len, sequences, settings.sequences_per_step // sequences,
+        settings.optim.name, dtype, compiled=settings.hardware.compile is not False,
+    )  # fmt: skip
+    free = free_bytes(device) if torch.cuda.is_available() else None
+    made = fit(work, device, auto=auto, features=features, free=free) if free else Plan(work, None, device, features)
+    found = made.forecast
+    console.print(
+        f"{made.work.micro_batch} x {work.seq_len:,} tokens at a time, {made.work.micro_batches} times a step; "
+        f"{work.weights:,} parameters, {vocab_size:,} token ids; attention {model.attention}, loss {model.loss}, "
+        f"checkpointing {model.activation_checkpointing}, {dtype}, {settings.optim.name}; "
+        f"{'compiled' if work.compiled else 'eager'}",
+        markup=False,
+    )
+    names = list(dict.fromkeys(name for terms in found.moments.values() for name in terms))
+    table = Table(title="GiB at each moment that could be the fullest")
+    for column in ("", *found.moments):
+        table.add_column(column, justify="right" if column else "left")
+    for name in names:
+        table.add_row(name, *(f"{terms.get(name, 0) / GIB:.3f}" for terms in found.moments.values()))
+    table.add_row("in all", *(f"{sum(terms.values()) / GIB:.3f}" for terms in found.moments.values()), style="bold")
+    console.print(table)
+    kinds = list(dict.fromkeys(kind for terms in found.layers for kind in terms))
+    table = Table(title="activations that each layer keeps for its backward, MiB")
+    for column in ("layer", *kinds, "in all"):
+        table.add_column(column, justify="right")
+    for number, terms in enumerate(found.layers):
+        parts = (f"{terms.get(kind, 0) / 2**20:,.1f}" for kind in kinds)
+        table.add_row(str(number), *parts, f"{sum(terms.values()) / 2**20:,.1f}")
+    console.print(table)
+    console.print(str(made), markup=False, soft_wrap=True)
+    return {"peak_bytes": found.peak, "fullest": found.fullest, "moments": found.moments, "layers": found.layers}
 
 
 def show_flops(console: Console, shape: Shape) -> dict:

@@ -18,6 +18,7 @@ Without a GPU, flash runs in Triton's interpreter, on a minute model.
 import contextlib
 import copy
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -190,9 +191,11 @@ def train_once(
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rates = sorted(r["tokens_per_second"] for r in records if r.get("tokens_per_second"))
     memory = [r["peak_memory_gib"] for r in records if r.get("peak_memory_gib")]
+    losses = [record["loss"] for record in records if "loss" in record]
+    losses += [math.nan] * (settings.train.steps - len(losses))  # a run stops before a step that is not finite
     return {
-        "losses": [record["loss"] for record in records if "loss" in record],
-        "val_loss": summary["val_loss"],
+        "losses": losses,
+        "val_loss": summary.get("val_loss", math.nan),
         "seconds": summary["seconds"],
         "tokens_per_second": rates[len(rates) // 2] if rates else None,
         "peak_memory_gib": max(memory, default=None),

@@ -8,6 +8,7 @@ from kernels.options import Options
 from kernels.tiled import tile_order
 from scripts import explain
 from scripts.explain import ExplainSettings
+from tests.runs import settings
 from training.arithmetic import (
     GPUS,
     Shape,
@@ -84,6 +85,23 @@ def test_the_program_prints_all_of_it(tmp_path, capsys):
     for words in ("4BHND + 2BHN^2", "the same bits", "16.7% of forward", "25.0% of the standard", "keys outside", "t4"):
         assert words in text
     assert json.loads(text.splitlines()[-1])["shape"]["seq_len"] == 512
+
+
+def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, capsys):
+    chosen = settings(
+        "what=memory", "model=gpt2_124m", "tokenizer=gpt2", "data.seq_len=1024", "train.batch_tokens=65536",
+        "optim=adamw", "model.loss=plain", "model.activation_checkpointing=every_n", schema=ExplainSettings,
+        config="explain",
+    )  # fmt: skip
+    explain.main.__wrapped__(chosen, tmp_path)
+    text = capsys.readouterr().out
+    for words in ("optimiser state", "logits and loss", "workspace", "residual stream", "forecast "):
+        assert words in text
+    report = json.loads(text.splitlines()[-1])
+    assert report["peak_bytes"] == max(sum(terms.values()) for terms in report["moments"].values())
+    assert [len(terms) for terms in report["layers"]] == 6 * [1, 5]
+    with pytest.raises(ValueError, match="what=time is unknown; use attention or memory"):
+        ExplainSettings(what="time")
 
 
 def test_an_unknown_gpu_is_refused():

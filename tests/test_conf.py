@@ -70,5 +70,5 @@ def test_cfg_and_help_from_another_folder(tmp_path):
     assert "num_layers: 7" in shown.stdout
     help_text = run("--help", cwd=tmp_path)
     assert help_text.returncode == 0
-    assert "experiment: long_context, parity, parity_gpu, quickstart" in help_text.stdout
+    assert "long_context, parity, parity_gpu, quickstart" in help_text.stdout
     assert not (tmp_path / "runs").exists()

@@ -271,7 +271,19 @@ def test_a_run_that_is_fine(place):
     before = finished(place)
     found = findings(place, f"resume={before}", "train.steps=9")
     assert {finding.status for finding in found.values()} == {"ok"}, found
-    order = ["gpu", "versions", "hardware", "attention", "kernels", "causality", "model", "data", "tokenizer", "disk"]
+    order = [
+        "gpu",
+        "versions",
+        "hardware",
+        "attention",
+        "kernels",
+        "causality",
+        "model",
+        "data",
+        "tokenizer",
+        "memory",
+        "disk",
+    ]
     assert list(found) == [*order, "wandb", "resume"]
     meta = json.loads((before / "checkpoint.json").read_text())
     assert found["data"].facts["fingerprint"] == meta["data_fingerprint"]

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from conf.schema import Settings
-from scripts import bench_attention, bench_training, break_it, error_budget, evidence, explain, parity
+from scripts import bench_attention, bench_loss, bench_training, break_it, error_budget, evidence, explain, parity
 from tests.runs import settings
 
 SCHEMAS = {
     "train": (Settings, "config"),
     "scripts.parity": (parity.ParitySettings, "parity"),
     "scripts.bench_attention": (bench_attention.BenchSettings, "bench_attention"),
+    "scripts.bench_loss": (bench_loss.LossBenchSettings, "bench_loss"),
     "scripts.bench_training": (bench_training.BenchSettings, "bench_training"),
     "scripts.break_it": (break_it.BreakSettings, "break_it"),
     "scripts.error_budget": (error_budget.BudgetSettings, "error_budget"),

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 
-from scripts import bench_training, break_it
+from scripts import bench_loss, bench_training, break_it
+from scripts.bench_loss import LossBenchSettings
 from scripts.bench_training import BenchSettings
 from scripts.break_it import MISTAKES, BreakSettings
 from tests.runs import settings
+from training.hardware import HardwareConfig
 
 
 def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
@@ -32,8 +34,8 @@ def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch
     chosen = settings(
         "hardware=cpu", "model=tiny", "model.num_layers=1", "data.seq_len=16", "train.batch_tokens=64", "bench.steps=1",
         "bench.warmup_steps=1", "bench.vocab_size=50", "bench.attention=[sdpa,naive]", "bench.seq_len=[16,32]",
-        "bench.checkpointing=[none,selective]", "bench.micro_batch_tokens=32", schema=BenchSettings,
-        config="bench_training",
+        "bench.checkpointing=[none,selective]", "bench.loss=[chunked]", "bench.micro_batch_tokens=32",
+        schema=BenchSettings, config="bench_training",
     )  # fmt: skip
     real = bench_training.timed_steps
 
@@ -55,8 +57,26 @@ def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch
     assert (tmp_path / "bench_training.png").stat().st_size > 5_000
 
 
+def test_the_losses_are_compared(tmp_path, capsys):
+    chosen = LossBenchSettings(
+        tokens=32, n_embd=16, vocab_size=50, padded_vocab=64, chunk_tokens=[4, 100], exact_tokens=8,
+        hardware=HardwareConfig(device="cpu", dtype="bfloat16"),
+    )  # fmt: skip
+    bench_loss.main.__wrapped__(chosen, tmp_path)
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]}
+    assert list(rows)[:3] == ["plain", "chunked 4", "chunked 100"]
+    for row in list(rows.values())[:3]:
+        assert row["ms"] > 0
+        assert row["loss_error"] < 1e-3
+        assert max(row["dh_error"], row["dweight_error"]) < 1e-2
+    with pytest.raises(ValueError, match="padded_vocab=64 must be at least vocab_size=65"):
+        LossBenchSettings(vocab_size=65, padded_vocab=64)
+
+
 def test_impossible_benchmarks_are_refused():
     with pytest.raises(ValueError, match=r"bench\.micro_batch_tokens=0 must be at least 1"):
         bench_training.BenchConfig(micro_batch_tokens=0)
-    with pytest.raises(ValueError, match=r"bench\.checkpointing=some is unknown; use one of none, full"):
+    with pytest.raises(ValueError, match=r"bench\.checkpointing=some is unknown; use one of none, pointwise"):
         bench_training.BenchConfig(checkpointing=["some"])
+    with pytest.raises(ValueError, match=r"bench\.loss=some is unknown; use one of auto, chunked, plain"):
+        bench_training.BenchConfig(loss=["some"])

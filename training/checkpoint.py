@@ -164,12 +164,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(path.resolve(), meta)
 
 
-def newest_complete(folder: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
+def newest_complete(
+    folder: Path, report: Callable[[str], None] = print, last_step: int | None = None
+) -> Checkpoint | None:
     """The checkpoint of `folder` that was written last and is whole; None where there is none.
 
-    `report` is told of every one that was passed over because it is damaged.
+    `report` is told of every one that was passed over because it is damaged. Those after `last_step` do not count.
     """
     for path in _by_age(folder):
+        if last_step is not None and _step(path) > last_step:
+            continue
         try:
             return open_checkpoint(path)
         except (ValueError, OSError) as error:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 
 MAX_THREADS = 1024  # more than a machine has cores; a million makes PyTorch hang
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TENSOR_CORES = (7, 0)  # Volta and Turing multiply float16 on them and know no bfloat16; before, float16 gains nothing
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
 class HardwareConfig:
     device: str = "auto"  # auto | cpu | cuda | cuda:N; auto takes a GPU where there is one
-    dtype: str = "auto"  # auto | float32 | bfloat16: the autocast format; weights and optimiser stay float32
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16: the autocast format; weights and optimiser stay float32
     tf32: bool = True  # tensor cores for float32 matrix products on CUDA; false: full float32
     compile: bool | None = None  # torch.compile; null: on CUDA only
     num_threads: int | None = None  # CPU threads of PyTorch; null: PyTorch's own choice
@@ -67,12 +68,14 @@ def set_up(config: HardwareConfig) -> Hardware:
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if config.dtype == "auto":
         dtype = torch.bfloat16 if has_bf16 else torch.float32
+        if device.type == "cuda" and not has_bf16 and torch.cuda.get_device_capability(device) >= TENSOR_CORES:
+            dtype = torch.float16
     else:
         dtype = DTYPES[config.dtype]
         if dtype == torch.bfloat16 and device.type == "cuda" and not has_bf16:
             raise ValueError(
                 f"hardware.dtype=bfloat16 but {torch.cuda.get_device_name(device)} has no bfloat16 units; "
-                "use hardware.dtype=float32"
+                "use hardware.dtype=float16 or float32"
             )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # several runs of one process each report their own
@@ -81,6 +84,8 @@ def set_up(config: HardwareConfig) -> Hardware:
     compiled = config.compile if config.compile is not None else device.type == "cuda"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     words = [name, str(dtype).removeprefix("torch.")]
+    if dtype == torch.float16:
+        words.append("loss scaled")
     if device.type == "cuda":
         words.append("TF32 on" if config.tf32 else "TF32 off")
     words.append("compiled" if compiled else "eager")

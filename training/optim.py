@@ -8,7 +8,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from training.loss_scale import LossScale
 
 OPTIMISERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd", "constant")
@@ -63,12 +65,25 @@ def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
 
 
 class Optimiser:
-    """One or two torch optimisers that step together, their learning rates scaled by one factor."""
+    """One or two torch optimisers that step together, their learning rates scaled by one factor.
 
-    def __init__(self, model: nn.Module, config: OptimConfig) -> None:
+    A step whose loss or gradient is not finite is not taken, and neither is any after it, until `release`. So weights
+    and moments stay as they were before that step for as long as nobody has looked; who looks late loses time, but no
+    number. The device decides and the host is never asked.
+
+    Attributes:
+        held: 0-d bool on the device: a step was not finite, and nothing has changed since.
+        loss_scale: for float16, else None. There, a gradient that overflows is what lowers the scale: the step is not
+            taken, but nothing is held unless the loss itself is not finite or the scale can fall no further.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, dtype: torch.dtype = torch.float32) -> None:
         self.parts = _build(model, config)
         self.parameters = [p for part in self.parts for group in part.param_groups for p in group["params"]]
         self.grad_clip = config.grad_clip
+        device = self.parameters[0].device
+        self.held = torch.zeros((), dtype=torch.bool, device=device)
+        self.loss_scale = LossScale(device) if dtype == torch.float16 else None
 
     def set_lr_factor(self, factor: float) -> None:
         for part in self.parts:
@@ -80,21 +95,76 @@ class Optimiser:
         """AdamW's learning rate now."""
         return self.parts[0].param_groups[0]["lr"]
 
-    def step(self) -> torch.Tensor:
-        """Clip, step, drop the gradients; return the gradient norm before clipping (a 0-d tensor, not yet read)."""
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What to call `backward` on."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
+    def step(self, loss: Tensor | None = None) -> Tensor:
+        """Clip, step, drop the gradients; return the gradient norm before clipping (a 0-d tensor, not yet read).
+
+        loss: the step's loss, not scaled, on the device; where it is not finite, the step is not taken either.
+        """
+        if self.loss_scale is not None:
+            self.loss_scale.unscale([p.grad for p in self.parameters if p.grad is not None])
         norm = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip or math.inf)
+        overflow = ~norm.isfinite()
+        bad = overflow if self.loss_scale is None else overflow & self.loss_scale.exhausted()
+        self.held |= bad if loss is None else bad | ~loss.isfinite()
         for part in self.parts:
-            part.step()
+            step_unless(part, self.held | overflow)
             part.zero_grad(set_to_none=True)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflow, self.held)
         return norm
+
+    def release(self) -> None:
+        """Take steps again."""
+        self.held.zero_()
 
     def state_dict(self) -> list[dict]:
         return [part.state_dict() for part in self.parts]
+
+    def restore(self, state: dict) -> None:
+        """Take what a checkpoint's state holds: "optimiser", and for float16 "loss_scale"."""
+        self.load_state_dict(state["optimiser"])
+        if self.loss_scale is not None and state.get("loss_scale"):  # else the run before had another dtype
+            self.loss_scale.load_state_dict(state["loss_scale"])
 
     def load_state_dict(self, states: list[dict]) -> None:
         """Take the moments of `states`; learning rates, decay and betas stay the configuration's, which may differ."""
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(state | {"param_groups": part.state_dict()["param_groups"]})
+
+
+def step_unless(part: torch.optim.Optimizer, skip: Tensor) -> None:
+    """`part.step()`, or nothing where `skip` (0-d bool, on the parameters' device), without waiting for a GPU."""
+    if not skip.is_cuda:
+        if not skip:
+            part.step()
+    elif part.defaults.get("fused"):
+        step_fused_unless(part, skip)
+    else:
+        step_and_restore_if(part, skip)
+
+
+def step_fused_unless(part: torch.optim.Optimizer, skip: Tensor) -> None:
+    """A fused kernel reads the verdict itself, where torch.amp.GradScaler leaves it."""
+    part.found_inf = skip.float()
+    part.step()
+
+
+@torch.no_grad()
+def step_and_restore_if(part: torch.optim.Optimizer, skip: Tensor) -> None:
+    """Muon has no such kernel: take the step, and put everything back where it should not have been taken.
+
+    It costs five passes over its weights and momenta, little beside the matrix products of the step itself.
+    """
+    kept = [p for group in part.param_groups for p in group["params"]]
+    kept += [value for p in kept for value in part.state[p].values()]
+    before = [value.clone() for value in kept]
+    part.step()
+    for value, old in zip(kept, before, strict=True):
+        torch.where(skip, old, value, out=value)
 
 
 def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
@@ -124,4 +194,6 @@ def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]
                 weight_decay=config.weight_decay,
             )
         )
+        for p in muon:  # as its first step would, but there even if that step is put back
+            parts[-1].state[p]["momentum_buffer"] = torch.zeros_like(p)
     return parts

@@ -7,7 +7,7 @@ from typing import Any
 from training.checkpoint import Checkpoint, newest_complete, open_checkpoint
 
 # keys of the model group that say how the network is computed or regularised, not what its weights mean
-MAY_CHANGE = ("attention", "activation_checkpointing", "checkpoint_every", "dropout", "attention_dropout")
+MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "checkpoint_every", "dropout", "attention_dropout")
 
 
 def find(resume: str | None, run_dir: Path, report: Callable[[str], None] = print) -> Checkpoint | None:

@@ -1,8 +1,9 @@
 """Being asked to stop: a signal or a time limit ends the run after the step it is in, with everything saved.
 
 Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (what `sbatch --signal=USR1@120` sends),
-as a shell counts them: 128 + the signal; 75 (sysexits.h: try again later) after `train.max_hours`. In each case the
-same command with resume=auto goes on. A second signal takes its default action: the process is gone at once.
+as a shell counts them: 128 + the signal; 75 (sysexits.h: try again later) after `train.max_hours`; 65 after numbers
+that were not finite (training/nonfinite.py). In each case the same command with resume=auto goes on. A second signal
+takes its default action: the process is gone at once.
 """
 
 import os
@@ -43,6 +44,10 @@ class StopRequest:
         if self.reason is None and limit is not None and self._clock() - self._began >= limit * 3600:
             self.reason, self.exit_code = f"train.max_hours={limit:g}", EXIT_TIME_LIMIT
         return self.reason is not None
+
+    def because(self, reason: str, exit_code: int) -> None:
+        """Ask for it from within the run."""
+        self.reason, self.exit_code = reason, exit_code
 
     def __enter__(self) -> "StopRequest":
         try:

@@ -1,0 +1,106 @@
+"""The output head and its loss in one: the logits of all tokens are never alive together.
+
+At 65,536 tokens the logits of GPT-2's vocabulary and their gradient are 12.3 of the 34.5 GiB that a training step of
+the 124M model takes. Here a few thousand tokens at a time have logits, which their gradient overwrites: both matrix
+products that need it (dh and dW) are done at once, and backward has only to multiply by the incoming scalar. Nothing
+is computed twice. Idea: Liger Kernel, arXiv:2410.10989, section 3.2.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.cross_entropy import IGNORED, cross_entropy_fwd
+
+CHUNK_TOKENS = 4096  # 0.4 GB of GPT-2's logits in bf16; matrix products of fewer rows leave a large GPU idle
+
+
+def linear_cross_entropy(
+    h: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_tokens: int = CHUNK_TOKENS
+) -> Tensor:
+    """`cross_entropy(h @ weight.T, targets, vocab_size)`: nats, summed over the rows that count, an fp32 scalar.
+
+    Args:
+        h: (T, C), any float dtype.
+        weight: (columns, C); rows from `vocab_size` on are padding: no probability, a zero gradient.
+        targets: (T,) int64 below `vocab_size`; -1 does not count. On CUDA a larger id makes the loss NaN.
+        chunk_tokens: how many tokens have logits at a time, at least 1.
+
+    The products run in the autocast dtype, or h's without autocast; loss and the sum over chunks that is weight's
+    gradient are fp32. Gradients are returned in the inputs' dtypes, and only a first derivative exists.
+    """
+    kind = h.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
+    # whoever evaluates needs no gradient: two of the three products are then not done
+    return linear_cross_entropy_fwd(h.to(dtype), weight, targets, vocab_size, chunk_tokens, torch.is_grad_enabled())[0]
+
+
+@torch.library.custom_op("flashgpt::linear_cross_entropy_fwd", mutates_args=())
+def linear_cross_entropy_fwd(
+    h: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_tokens: int, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and its gradients: dh (T, C) in h's dtype and dweight (columns, C) fp32; both (0,) if not asked for."""
+    table = weight.to(h.dtype)
+    loss = h.new_zeros((), dtype=torch.float32)
+    dh = torch.empty_like(h) if with_gradient else h.new_empty(0)
+    dweight = h.new_zeros(weight.shape if with_gradient else 0, dtype=torch.float32)
+    for start in range(0, len(h), chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        logits = h[part] @ table.T
+        loss += _loss_and_gradient(logits, targets[part], vocab_size, with_gradient)
+        if with_gradient:
+            torch.mm(logits, table, out=dh[part])
+            _add_product(dweight, logits, h[part])
+    return loss, dh, dweight
+
+
+@linear_cross_entropy_fwd.register_fake
+def _(h, weight, targets, vocab_size, chunk_tokens, with_gradient):
+    dh = torch.empty_like(h) if with_gradient else h.new_empty(0)
+    dweight = h.new_empty(weight.shape if with_gradient else 0, dtype=torch.float32)
+    return h.new_empty((), dtype=torch.float32), dh, dweight
+
+
+def _loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, with_gradient: bool) -> Tensor:
+    """The summed loss of some rows; where asked for, their gradient takes the logits' place."""
+    if logits.is_cuda:
+        from kernels.cross_entropy_kernels import launch_cross_entropy_bwd
+
+        loss, lse = cross_entropy_fwd(logits, targets, vocab_size)
+        if with_gradient:
+            launch_cross_entropy_bwd(torch.ones_like(loss), logits, targets, lse, vocab_size, out=logits)
+        return loss.sum()
+    counts = targets != IGNORED
+    index = targets.where(counts, 0)[:, None]
+    scores = logits[:, :vocab_size].float()
+    log_p = scores.log_softmax(dim=-1)
+    loss = -log_p.gather(1, index).squeeze(1).where(counts, 0.0).sum()
+    if with_gradient:
+        dlogits = log_p.exp_().scatter_add_(1, index, log_p.new_full(index.shape, -1.0)) * counts[:, None]
+        logits[:, :vocab_size] = dlogits
+        logits[:, vocab_size:] = 0.0
+    return loss
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a^T b, with the sum in fp32 whatever a and b are."""
+    if a.dtype == total.dtype:
+        total.addmm_(a.T, b)
+    elif a.is_cuda:
+        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a.T @ b
+
+
+def _setup_context(ctx, inputs, output):
+    _, dh, dweight = output
+    ctx.mark_non_differentiable(dh, dweight)
+    ctx.save_for_backward(dh, dweight)
+    ctx.weight_dtype = inputs[1].dtype
+
+
+def _backward(ctx, dloss: Tensor, _dh: None, _dweight: None):
+    dh, dweight = ctx.saved_tensors
+    return (dh * dloss).to(dh.dtype), (dweight * dloss).to(ctx.weight_dtype), None, None, None, None
+
+
+linear_cross_entropy_fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,162 @@
+"""The output head and its loss, three ways: `python -m scripts.bench_loss` times forward and backward of each.
+
+`plain` has the logits of all tokens at once, `chunked N` those of N tokens (kernels/linear_cross_entropy.py), `liger`
+is Liger Kernel's fused linear cross-entropy where it is installed (`uv pip install liger-kernel`). Beside time and
+memory: the error of the loss and of both gradients against float64, on the first `exact_tokens` tokens. The last line
+is one JSON object.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from conf.program import program
+from kernels import cross_entropy, linear_cross_entropy
+from kernels.measure import measure
+from training.hardware import Hardware, HardwareConfig, set_up
+from training.provenance import provenance
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class LossBenchSettings:
+    tokens: int = 65536
+    n_embd: int = 768
+    vocab_size: int = 50257  # GPT-2's
+    padded_vocab: int = 50304  # rows of the table
+    chunk_tokens: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192, 16384])
+    exact_tokens: int = 2048  # float64 logits of all tokens would not fit
+    budget_ms: float = 1000.0  # of measuring, each
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+
+    def __post_init__(self) -> None:
+        sizes = {key: getattr(self, key) for key in ("tokens", "n_embd", "vocab_size", "exact_tokens")}
+        for key, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{key}={value} must be at least 1")
+        for chunk in self.chunk_tokens:
+            if chunk < 1:
+                raise ValueError(f"chunk_tokens={chunk} must be at least 1")
+        if self.padded_vocab < self.vocab_size:
+            raise ValueError(f"padded_vocab={self.padded_vocab} must be at least vocab_size={self.vocab_size}")
+
+
+@program("bench_loss", LossBenchSettings)
+def main(settings: LossBenchSettings, run_dir: Path) -> None:
+    hardware = set_up(settings.hardware)
+    console = Console(highlight=False)
+    console.print(f"{hardware.description}; {settings.tokens:,} tokens", markup=False)
+    inputs = make(settings, hardware.device)
+    exact = exact_results(settings, *inputs)
+    rows = []
+    for name, loss in implementations(settings):
+        try:
+            rows.append({"name": name} | measured(settings, loss, hardware, exact, *inputs))
+        except torch.OutOfMemoryError:
+            rows.append({"name": name, "error": "out of memory"})
+    if find_spec("liger_kernel") is None:
+        rows.append({"name": "liger", "error": "not installed"})
+    console.print(table(rows))
+    report = {"hardware": hardware.description, "provenance": provenance(), "rows": rows}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "bench_loss.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report))
+
+
+def make(settings: LossBenchSettings, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What a network after some training gives: h of RMS 1 (T, C), a table of GPT-2's scale, targets (T,)."""
+    generator = torch.Generator(device).manual_seed(0)
+    h = torch.randn(settings.tokens, settings.n_embd, generator=generator, device=device)
+    weight = 0.02 * torch.randn(settings.padded_vocab, settings.n_embd, generator=generator, device=device)
+    targets = torch.randint(settings.vocab_size, (settings.tokens,), generator=generator, device=device)
+    return h.requires_grad_(), weight.requires_grad_(), targets
+
+
+def implementations(settings: LossBenchSettings) -> Iterator[tuple[str, Loss]]:
+    """Each takes h, table and targets, and gives a sum in nats."""
+
+    def plain(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(torch.nn.functional.linear(h, weight), targets, settings.vocab_size)
+
+    yield "plain", plain
+    for chunk in settings.chunk_tokens:
+        yield (
+            f"chunked {chunk:,}",
+            lambda h, w, t, chunk=chunk: linear_cross_entropy(h, w, t, settings.vocab_size, chunk),
+        )
+    if find_spec("liger_kernel") is not None:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        def liger(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+            # it knows no padded vocabulary: the table is cut, which is a view
+            table = weight[: settings.vocab_size]
+            arguments = (h, table, targets, None, None, -1, 0.0, 0.0, "sum")
+            found = LigerFusedLinearCrossEntropyFunction.apply(*arguments)
+            return found[0] if isinstance(found, tuple) else found
+
+        yield "liger", liger
+
+
+def gradients(loss: Loss, hardware: Hardware, h: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """Mean loss, dh, dweight: what a training step asks for."""
+    with hardware.autocast():
+        mean = loss(h.to(hardware.dtype), weight, targets) / len(targets)
+    return mean, *torch.autograd.grad(mean, (h, weight))
+
+
+def exact_results(settings: LossBenchSettings, h: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    few = settings.exact_tokens
+    h, weight = h.detach()[:few].double().requires_grad_(), weight.detach().double().requires_grad_()
+    logits = (h @ weight.T)[:, : settings.vocab_size]
+    mean = torch.nn.functional.cross_entropy(logits, targets[:few])
+    return mean.detach(), *torch.autograd.grad(mean, (h, weight))
+
+
+def measured(
+    settings: LossBenchSettings, loss: Loss, hardware: Hardware, exact: tuple[Tensor, ...], h, weight, targets
+) -> dict:
+    few = settings.exact_tokens
+    found = gradients(loss, hardware, h[:few], weight, targets[:few])
+    errors = [((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(found, exact, strict=True)]
+    del found
+    on_cuda = hardware.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(hardware.device)
+        held = torch.cuda.memory_allocated(hardware.device)
+    gradients(loss, hardware, h, weight, targets)
+    peak = (torch.cuda.max_memory_allocated(hardware.device) - held) / 2**30 if on_cuda else None
+    times = measure(
+        lambda: gradients(loss, hardware, h, weight, targets), hardware.device, budget_ms=settings.budget_ms
+    )
+    return {"ms": times.p50, "extra_gib": peak} | dict(
+        zip(("loss_error", "dh_error", "dweight_error"), errors, strict=True)
+    )
+
+
+def table(rows: list[dict]) -> Table:
+    result = Table(title="head and loss, forward and backward", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("", "ms", "GiB beyond inputs", "loss error", "dh", "dweight"):
+        result.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for row in rows:
+        if "error" in row:
+            result.add_row(row["name"], row["error"])
+            continue
+        gib = f"{row['extra_gib']:.2f}" if row["extra_gib"] is not None else "-"
+        errors = [f"{row[key]:.1e}" for key in ("loss_error", "dh_error", "dweight_error")]
+        result.add_row(row["name"], f"{row['ms']:.2f}", gib, *errors)
+    result.caption = "errors relative to float64, by norm"
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Numbers that are not finite: no step is taken with them, and float16's scale falls where a gradient overflows."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.test_training import Net
+from training.hardware import HardwareConfig, set_up
+from training.loss_scale import FIRST_SCALE, GROWTH_INTERVAL, LossScale
+from training.optim import OptimConfig, Optimiser, step_and_restore_if, step_fused_unless
+
+INF = float("inf")
+
+
+def backward(net, factor=1.0):
+    loss = nn.functional.cross_entropy(net(torch.arange(11)), torch.arange(11))
+    (loss * factor).backward()
+    return loss.detach() * factor
+
+
+def bits(net, optimiser):
+    state = [part.state_dict()["state"] for part in optimiser.parts]
+    return copy.deepcopy([net.state_dict(), state])
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+# --- steps that are not taken
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_bad_step_and_those_after_it_change_nothing(name, steps_before):
+    torch.manual_seed(0)
+    net = Net()
+    optimiser = Optimiser(net, OptimConfig(name=name))
+    for _ in range(steps_before):
+        backward(net)
+        optimiser.step()
+    before = bits(net, optimiser)
+    backward(net, INF)
+    assert not optimiser.step().isfinite()
+    optimiser.step(backward(net))  # a good one: not taken either, or nobody could say what state was before the bad one
+    assert optimiser.held
+    assert same(bits(net, optimiser), before)
+    optimiser.release()
+    optimiser.step(backward(net))
+    assert not same(bits(net, optimiser), before)
+
+
+def test_a_loss_that_is_not_finite_is_enough():
+    net = Net()
+    optimiser = Optimiser(net, OptimConfig())
+    before = bits(net, optimiser)
+    backward(net)
+    optimiser.step(torch.tensor(INF))
+    assert same(bits(net, optimiser), before)
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_what_a_gpu_does_without_asking_the_host(name, steps_before):
+    """On a GPU the verdict stays there; the same two ways of not taking a step, here with CPU tensors."""
+    torch.manual_seed(0)
+    net = Net()
+    if name == "muon":
+        part, unless = Optimiser(net, OptimConfig(name="muon")).parts[1], step_and_restore_if
+    else:
+        part, unless = torch.optim.AdamW(net.parameters(), fused=True), step_fused_unless
+    for skip in [False] * steps_before + [True]:
+        backward(net, INF if skip else 1.0)
+        before = copy.deepcopy(net.state_dict()), copy.deepcopy(part.state_dict()["state"])
+        unless(part, torch.tensor(skip))
+        part.zero_grad()
+        for p in net.parameters():
+            p.grad = None
+    assert same(net.state_dict(), before[0])
+    if steps_before or name == "muon":
+        assert same(part.state_dict()["state"], before[1])
+    else:  # fused AdamW made its state in this step: that of a first one
+        assert all(not value.any() for state in part.state.values() for value in state.values())
+    backward(net)
+    unless(part, torch.tensor(False))
+    assert not same(net.state_dict(), before[0])
+
+
+# --- float16
+
+
+def test_the_scale_falls_and_grows():
+    scale, no, yes = LossScale("cpu"), torch.tensor(False), torch.tensor(True)
+    scale.update(yes, no)
+    assert scale.scale == FIRST_SCALE / 2
+    for _ in range(GROWTH_INTERVAL - 1):
+        scale.update(no, no)
+    assert scale.scale == FIRST_SCALE / 2
+    scale.update(no, yes)  # held: as if it had not been
+    scale.update(no, no)
+    assert (scale.scale, scale.good_steps) == (FIRST_SCALE, 0)
+    for _ in range(30):
+        assert not scale.exhausted() or scale.scale == 1
+        scale.update(yes, no)
+    assert scale.exhausted()
+    assert scale.scale == 1
+
+
+def test_the_scale_follows_pytorchs_own():
+    """Beside torch.amp.GradScaler over overflows at random."""
+    torch.manual_seed(0)
+    ours, weight = LossScale("cpu"), nn.Parameter(torch.zeros(1))
+    theirs, sgd = torch.amp.GradScaler("cpu", growth_interval=GROWTH_INTERVAL), torch.optim.SGD([weight])
+    for overflow in (torch.rand(5000) < 0.0005).tolist():
+        theirs.scale(weight.sum() * (INF if overflow else 1.0)).backward()
+        theirs.step(sgd)
+        theirs.update()
+        sgd.zero_grad()
+        ours.update(torch.tensor(overflow), torch.tensor(False))
+        assert ours.scale == theirs.get_scale()
+    assert ours.scale not in (FIRST_SCALE, FIRST_SCALE / 2)
+
+
+def test_an_overflow_costs_a_step_and_holds_nothing():
+    """The gradient of the scaled loss is inf, that of the loss is not: the scale is halved and the run goes on."""
+    torch.manual_seed(0)
+    net, half = Net(), OptimConfig(grad_clip=0.0)
+    optimiser, plain_net = Optimiser(net, half, torch.float16), copy.deepcopy(net)
+    before = bits(net, optimiser)
+    optimiser.scaled(nn.functional.cross_entropy(net(torch.arange(11)), torch.arange(11))).backward()
+    net.embedding.weight.grad[3, 1] = INF
+    assert optimiser.step(torch.tensor(2.0)).isinf()
+    assert not optimiser.held
+    assert same(bits(net, optimiser), before)
+    assert optimiser.loss_scale.scale == FIRST_SCALE / 2
+    # the next one is the step that float32 takes: a power of two rounds nothing
+    optimiser.scaled(nn.functional.cross_entropy(net(torch.arange(11)), torch.arange(11))).backward()
+    norm = optimiser.step(torch.tensor(2.0))
+    plain = Optimiser(plain_net, half)
+    backward(plain_net)
+    assert torch.equal(plain.step(), norm)
+    assert same(bits(net, optimiser), bits(plain_net, plain))
+
+
+def test_an_overflow_at_the_least_scale_is_a_bad_step():
+    net = Net()
+    optimiser = Optimiser(net, OptimConfig(), torch.float16)
+    for _ in range(16):
+        backward(net, INF)
+        optimiser.step()
+        assert not optimiser.held
+    backward(net, INF)
+    optimiser.step()
+    assert optimiser.held
+    assert optimiser.loss_scale.scale == 1
+
+
+def test_a_gpu_without_bfloat16_takes_float16(monkeypatch):
+    for name, value in {
+        "is_available": True,
+        "is_bf16_supported": False,
+        "device_count": 1,
+        "get_device_name": "Tesla T4",
+        "get_device_capability": (7, 5),
+        "reset_peak_memory_stats": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    chosen = set_up(HardwareConfig(device="cuda"))
+    assert chosen.dtype == torch.float16
+    assert "float16, loss scaled" in chosen.description
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (6, 1))
+    assert set_up(HardwareConfig(device="cuda")).dtype == torch.float32

@@ -1,0 +1,426 @@
+"""Runs in which numbers go bad: the step, module and tensor are named, the step is kept, and the policy followed."""
+
+import math
+
+import pytest
+import torch
+
+import train as program
+from kernels import naive_attention
+from scripts.variants import replaced
+from tests.runs import contents, digest, metrics, small_run
+from train import train
+from training import guard, loss_scale, nonfinite
+from training.capsule import open_capsule
+from training.checkpoint import open_checkpoint
+from training.optim import Optimiser
+
+# dropout on: only a step that begins with the same random state has the same bits
+STORY = (
+    *("optim=adamw", "model.attention=naive", "model.dropout=0.1", "train.steps=8", "train.micro_batch=4"),
+    *("train.log_every=100", "train.eval_every=0", "train.save_every=2", "train.keep_every=1"),
+)
+BAD, LAYERS, MICRO_BATCHES = 5, 2, 2
+
+
+class Faulty:
+    """Naive attention, but for one input, known again by its bits: NaN in O there, or in dK.
+
+    The input is that of layer 1 in the second micro-batch of step BAD, as the run comes there for the first time.
+    """
+
+    def __init__(self, tensor="o"):
+        self.tensor, self.calls, self.poison, self.hits = tensor, 0, None, 0
+
+    def __call__(self, q, k, v, *, documents=None, **options):
+        bits = q.detach().float().numpy().tobytes()
+        self.calls += 1
+        if self.calls == BAD * LAYERS * MICRO_BATCHES:
+            self.poison = bits
+        if bits == self.poison and self.tensor == "dk" and k.requires_grad:
+            k = k.view_as(k)
+            k.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+        o = naive_attention(q, k, v, **options)
+        if bits == self.poison:
+            self.hits += 1
+            if self.tensor == "o":
+                o = o.index_put((torch.tensor(1), torch.tensor(0)), o.new_tensor(math.nan))
+        return o
+
+
+def faulty_run(tmp_path, name, *overrides, tensor="o"):
+    """(summary, folder, the attention) of a run whose attention fails once."""
+    attention = Faulty(tensor)
+    with replaced("naive", attention):
+        summary = train(small_run(tmp_path, *STORY, *overrides), tmp_path / name)
+    return summary, tmp_path / name, attention
+
+
+def learnt(path):
+    """A digest of weights and moments."""
+    checkpoint = open_checkpoint(path)
+    moments = [part["state"] for part in checkpoint.load_state()["optimiser"]]
+    return digest([(checkpoint.path / "model.safetensors").read_bytes(), moments])
+
+
+def at_step(number, action, monkeypatch):
+    """Call `action(optimiser)` in place of the update of that step; the gradient is dropped."""
+    real, steps = Optimiser.step, iter(range(1, 1000))
+
+    def step(self, loss=None):
+        if next(steps) != number:
+            return real(self, loss)
+        action(self)
+        for part in self.parts:
+            part.zero_grad()
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(Optimiser, "step", step)
+
+
+# --- the policies
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_stop_names_the_place_and_saves_the_state_before(tmp_path, monkeypatch, capsys, late):
+    """However late it is found out. `late` 1 is what a GPU has."""
+    monkeypatch.setattr(guard, "steps_late", lambda device: late)
+    summary, run_dir, attention = faulty_run(tmp_path, "bad", "train.save_every=100")
+    said = capsys.readouterr().out
+    assert f"bad step   {BAD}: its loss is not finite; first in blocks.1.attention: o, " in said
+    assert (summary["steps"], summary["exit_code"]) == (BAD - 1, nonfinite.EXIT_BAD_NUMBERS)
+    assert "step 5" in summary["stopped"]
+    assert attention.hits == 2  # in the run, and when it was run again: with the same bits, so from the same state
+    train(small_run(tmp_path, *STORY, "train.save_every=1"), tmp_path / "sound")
+    sound = open_checkpoint(tmp_path / "sound" / "checkpoints" / f"step_{BAD - 1:06d}")
+    assert learnt(run_dir) == learnt(sound.path)
+    states = [checkpoint.load_state() for checkpoint in (open_checkpoint(run_dir), sound)]
+    for key in ("random", "guard", "best_loss"):
+        assert digest(states[0][key]) == digest(states[1][key])
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_skip_is_the_run_without_that_update(tmp_path, monkeypatch, late, optim):
+    monkeypatch.setattr(guard, "steps_late", lambda device: late)
+    policy = ("train.on_nonfinite=skip", f"optim={optim}", "train.save_every=100")
+    summary, run_dir, _ = faulty_run(tmp_path, "bad", *policy)
+    assert (summary["steps"], summary["bad_steps"], summary["exit_code"]) == (8, 1, 0)
+    at_step(BAD, lambda optimiser: None, monkeypatch)
+    train(small_run(tmp_path, *STORY, *policy), tmp_path / "sound")
+    assert learnt(run_dir) == learnt(tmp_path / "sound")
+    random = [open_checkpoint(path).load_state()["random"] for path in (run_dir, tmp_path / "sound")]
+    assert digest(random[0]) == digest(random[1])
+
+
+def test_rollback_takes_the_weights_of_the_checkpoint_and_new_batches(tmp_path, monkeypatch, capsys):
+    summary, run_dir, _ = faulty_run(tmp_path, "bad", "train.on_nonfinite=rollback", "train.save_every=3")
+    assert (summary["steps"], summary["bad_steps"]) == (8, 1)
+    assert "back to the weights of" in capsys.readouterr().out
+
+    def load(optimiser):
+        checkpoint = open_checkpoint(run_dir / "checkpoints" / "step_000003")  # two steps before
+        checkpoint.load_weights(models[-1])
+        optimiser.restore(checkpoint.load_state())
+
+    models, real = [], program.GPT
+    monkeypatch.setattr(program, "GPT", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
+    at_step(BAD, load, monkeypatch)
+    train(small_run(tmp_path, *STORY), tmp_path / "sound")
+    assert learnt(run_dir) == learnt(tmp_path / "sound")
+
+
+def test_a_bad_step_is_in_the_metrics_as_null_and_no_step_is_lost_or_twice(tmp_path):
+    _, run_dir, _ = faulty_run(tmp_path, "bad", "train.on_nonfinite=skip", "train.log_every=1")
+    records = metrics(run_dir)
+    assert [r["step"] for r in records] == list(range(1, 9))
+    assert [r["step"] for r in records if r["loss"] is None] == [BAD]
+    assert [r.get("bad_steps") for r in records] == [None] * 4 + [1] * 4
+
+
+def test_a_skipped_step_is_resumed_bit_by_bit(tmp_path):
+    """Stopped after each step, among them the bad one: the same end."""
+    story = ("train.on_nonfinite=skip", "train.log_every=1")
+    _, whole, _ = faulty_run(tmp_path, "whole", *story)
+    with replaced("naive", attention := Faulty()):
+        for _ in range(8):
+            train(small_run(tmp_path, *STORY, *story, "train.max_hours=1e-9", "resume=auto"), tmp_path / "parts")
+    assert attention.hits == 2
+    assert metrics(whole) == metrics(tmp_path / "parts")
+    assert contents(open_checkpoint(whole)) == contents(open_checkpoint(tmp_path / "parts"))
+
+
+def test_a_stopped_run_goes_on_with_another_policy(tmp_path):
+    """As the message says: the same end as if it had been the policy from the start."""
+    _, whole, _ = faulty_run(tmp_path, "whole", "train.on_nonfinite=skip", "train.log_every=1")
+    with replaced("naive", Faulty()):
+        for policy in ("stop", "skip"):
+            story = (*STORY, "train.log_every=1", f"train.on_nonfinite={policy}", "resume=auto")
+            train(small_run(tmp_path, *story), tmp_path / "parts")
+    assert metrics(whole) == metrics(tmp_path / "parts")
+    assert contents(open_checkpoint(whole)) == contents(open_checkpoint(tmp_path / "parts"))
+
+
+# --- places
+
+
+def test_a_gradient_alone(tmp_path, capsys):
+    faulty_run(tmp_path, "bad", tensor="dk")
+    said = capsys.readouterr().out
+    assert f"bad step   {BAD}: its gradient is not finite; first in blocks.1.attention: dk, " in said
+
+
+def flip(monkeypatch, name, step):
+    """Damage a weight before that step, as a flipped bit would."""
+    models, real, real_step, steps = [], program.GPT, program.training_step, iter(range(1, 1000))
+    monkeypatch.setattr(program, "GPT", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
+
+    def damaged(*arguments, **options):
+        if next(steps) == step:
+            models[-1].get_parameter(name).data.view(-1)[7] = math.inf
+        return real_step(*arguments, **options)
+
+    monkeypatch.setattr(program, "training_step", damaged)
+
+
+def test_a_damaged_weight_is_named_and_rollback_heals_it(tmp_path, monkeypatch, capsys):
+    flip(monkeypatch, "blocks.1.mlp.up.weight", BAD)
+    summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=rollback"), tmp_path / "run")
+    assert "first in blocks.1.mlp.up: weight, 1 of 8,192 values are not" in capsys.readouterr().out
+    assert (summary["steps"], summary["bad_steps"]) == (8, 1)
+    assert math.isfinite(summary["val_loss"])
+
+
+def test_rollback_passes_over_a_checkpoint_with_damaged_weights(tmp_path, monkeypatch, capsys):
+    """Damaged in the last micro-batch's backward, when the step's own numbers were already there: it is saved so."""
+    real = program.Optimiser.step
+
+    def step(self, loss=None):
+        norm = real(self, loss)
+        if next(steps) == 4:
+            self.parameters[0].data[0, 0] = math.nan
+        return norm
+
+    steps = iter(range(1, 1000))
+    monkeypatch.setattr(Optimiser, "step", step)
+    summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=rollback"), tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "step_000004: its weights are not finite" in said
+    assert "back to the weights of" in said
+    assert "step_000002" in said
+    assert math.isfinite(summary["val_loss"])
+
+
+def test_no_policy_goes_on_for_ever(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(nonfinite, "MOST_IN_A_ROW", 2)
+    flip(monkeypatch, "embedding.weight", 2)
+    summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / "run")
+    assert summary["exit_code"] == nonfinite.EXIT_BAD_NUMBERS
+    assert (summary["steps"], summary["bad_steps"]) == (3, 2)
+    assert "more than 2 bad steps in a row" in capsys.readouterr().out
+
+
+def test_rollback_without_a_checkpoint_stops(tmp_path, monkeypatch, capsys):
+    flip(monkeypatch, "embedding.weight", 2)
+    summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=rollback"), tmp_path / "run")
+    assert (summary["steps"], summary["exit_code"]) == (1, nonfinite.EXIT_BAD_NUMBERS)
+    assert "has no good checkpoint yet" in capsys.readouterr().out
+
+
+def test_what_only_the_run_saw_is_said_so(tmp_path, monkeypatch, capsys):
+    """NaN once and never again: a fault of the hardware, say."""
+    real, steps = program.training_step, iter(range(1, 1000))
+
+    def once(forward, optimiser, *arguments, **options):
+        if next(steps) == BAD:
+            forward = lambda *a, forward=forward, **o: forward(*a, **o) * math.nan  # noqa: E731
+        return real(forward, optimiser, *arguments, **options)
+
+    monkeypatch.setattr(program, "training_step", once)
+    summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / "run")
+    assert "the step was finite when run again; is the hardware sound?" in capsys.readouterr().out
+    assert summary["steps"] == 8
+
+
+# --- what is kept
+
+
+def test_the_capsule_holds_the_step(tmp_path):
+    _, run_dir, _ = faulty_run(tmp_path, "bad")
+    assert sorted(p.name for p in (run_dir / "capsules").iterdir()) == ["step_000005"]
+    path = run_dir / "capsules" / "step_000005"
+    assert sorted(p.name for p in path.iterdir()) == ["capsule.json", "model.safetensors", "state.safetensors"]
+    capsule, saved = open_capsule(path), open_checkpoint(run_dir)
+    assert capsule.meta["step"] == BAD
+    assert capsule.meta["first"] == {
+        "module": "blocks.1.attention",
+        "tensor": "o",
+        "how": capsule.meta["first"]["how"],
+        "micro_batch": 1,
+    }
+    assert (path / "model.safetensors").read_bytes() == (saved.path / "model.safetensors").read_bytes()
+    state = saved.load_state()
+    assert digest(capsule.random) == digest(state["random"])
+    for index, values in state["optimiser"][0]["state"].items():
+        for key, value in values.items():
+            assert torch.equal(capsule._optimiser[f"0.{index}.{key}"], value)
+    inputs, targets, starts = capsule.batch
+    assert inputs.shape == targets.shape == (8, 32)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert starts is None
+
+
+def test_a_capsule_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "capsules").write_text("in the way")
+    summary, _, _ = faulty_run(tmp_path, "bad", "train.on_nonfinite=skip")
+    assert summary["steps"] == 8
+    assert "not saved: what reproduces step 5" in capsys.readouterr().out
+
+
+def test_bad_steps_in_a_row_are_kept_alike_however_late_they_are_found(tmp_path, monkeypatch, capsys):
+    """Each with its own random state; and no more than a few, as the disk is not endless."""
+    monkeypatch.setattr(nonfinite, "MOST_CAPSULES", 3)
+    found = []
+    for late in (0, 2):
+        monkeypatch.setattr(guard, "steps_late", lambda device, late=late: late)
+        with monkeypatch.context() as patch:
+            flip(patch, "embedding.weight", 2)
+            train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / str(late))
+        paths = sorted((tmp_path / str(late) / "capsules").iterdir())
+        assert [path.name for path in paths] == ["step_000002", "step_000003", "step_000004"]
+        assert "not saved: what reproduces step 5" in capsys.readouterr().out
+        found.append([digest([capsule.random, list(capsule.batch)]) for capsule in map(open_capsule, paths)])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3
+
+
+@pytest.mark.parametrize(("file", "content"), [("capsule.json", b"{}"), ("state.safetensors", b"\x00" * 9)])
+def test_a_damaged_capsule_is_refused_in_one_line(tmp_path, file, content):
+    _, run_dir, _ = faulty_run(tmp_path, "bad", "train.steps=5")
+    path = run_dir / "capsules" / "step_000005"
+    (path / file).write_bytes(content)
+    with pytest.raises(ValueError, match="step_000005 cannot be read"):
+        open_capsule(path)
+    (path / file).unlink()
+    with pytest.raises(ValueError, match=f"has no {file}; give a folder"):
+        open_capsule(path)
+
+
+# --- spikes
+
+
+def test_a_spike_is_logged_and_counted(tmp_path, monkeypatch, capsys):
+    real, steps = program.training_step, iter(range(1, 1000))
+
+    def spiking(*arguments, **options):
+        loss, norm = real(*arguments, **options)
+        return loss + (9.0 if next(steps) == 20 else 0.0), norm
+
+    monkeypatch.setattr(program, "training_step", spiking)
+    summary = train(small_run(tmp_path, *STORY, "train.steps=30", "train.log_every=5"), tmp_path / "run")
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("spike")]
+    assert len(said) == 1
+    assert said[0].startswith("spike      step 20: loss 1")
+    assert summary["loss_spikes"] == 1
+    assert [r.get("loss_spikes") for r in metrics(tmp_path / "run")] == [None] * 4 + [1] * 3
+    assert open_checkpoint(tmp_path / "run").load_state()["guard"]["spikes"] == 1
+
+
+# --- float16
+
+
+def test_float16_trains_and_its_scale_is_resumed(tmp_path, monkeypatch):
+    """From a scale that overflows: it falls until gradients fit, and a resumed run has it where it was."""
+    monkeypatch.setattr(loss_scale, "FIRST_SCALE", 2.0**28)
+    half = (*STORY, "hardware.dtype=float16", "train.steps=24", "train.log_every=1", "optim.lr=5e-3")
+    train(small_run(tmp_path, *half), tmp_path / "whole")
+    records = metrics(tmp_path / "whole")
+    scales = [r["loss_scale"] for r in records]
+    overflows = [r["step"] for r in records if r["grad_norm"] is None]
+    assert 2 < len(overflows) < 20
+    assert scales[-1] == 2.0 ** (28 - len(overflows))
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    for _ in range(24):
+        run = small_run(tmp_path, *half, "train.max_hours=1e-9", "resume=auto")
+        if train(run, tmp_path / "parts")["stopped"] is None:
+            break
+    assert metrics(tmp_path / "parts") == records
+    first, second = (open_checkpoint(tmp_path / name) for name in ("whole", "parts"))
+    assert first.load_state()["loss_scale"]["scale"] == scales[-1]
+    assert contents(first) == contents(second)
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("optim", "dtype"), [("adamw", "bfloat16"), ("muon", "bfloat16"), ("muon", "float16")])
+def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
+    """No call of a step or of its guard waits for the device, but where metrics are read."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    real = guard.NumberGuard.look
+
+    def look(self, step, *numbers, wait):
+        torch.cuda.set_sync_debug_mode("default" if wait else "error")
+        try:
+            return real(self, step, *numbers, wait=wait)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    real_step = program.training_step
+
+    def strict(*arguments, **options):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return real_step(*arguments, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(guard.NumberGuard, "look", look)
+    monkeypatch.setattr(program, "training_step", strict)
+    summary = train(
+        small_run(
+            tmp_path,
+            *STORY,
+            "hardware=auto",
+            f"hardware.dtype={dtype}",
+            f"optim={optim}",
+            "model.attention=flash",
+            "hardware.compile=false",
+            "train.steps=20",
+        ),
+        tmp_path / "run",
+    )
+    assert summary["steps"] == 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["true", "false"])
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_on_the_gpu_a_skipped_step_changes_nothing(tmp_path, monkeypatch, capsys, optim, compiled):
+    """The verdict stays on the device: the end is that of a run whose bad step was left out by hand."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    story = (*STORY, "hardware=auto", f"optim={optim}", "model.attention=flash", f"hardware.compile={compiled}")
+    story = (*story, "train.on_nonfinite=skip", "train.save_every=100")
+    real, seen = program.training_step, []
+
+    def bad(forward, optimiser, inputs, *arguments, **options):
+        if torch.equal(inputs, inputs_of_bad):
+            seen.append(1)
+            return real(lambda *a, **o: forward(*a, **o) * math.nan, optimiser, inputs, *arguments, **options)
+        batches.append(inputs.clone())
+        return real(forward, optimiser, inputs, *arguments, **options)
+
+    batches, inputs_of_bad = [], torch.zeros(1)
+    monkeypatch.setattr(program, "training_step", bad)
+    with monkeypatch.context() as patch:
+        at_step(BAD, lambda optimiser: None, patch)
+        train(small_run(tmp_path, *story), tmp_path / "sound")
+    inputs_of_bad = batches[BAD - 1]
+    assert train(small_run(tmp_path, *story), tmp_path / "bad")["bad_steps"] == 1
+    assert "not finite" in capsys.readouterr().out
+    assert seen
+    assert learnt(tmp_path / "bad") == learnt(tmp_path / "sound")

@@ -1,0 +1,144 @@
+"""What a run does where memory is short: it says so first, names what fits, chooses micro-batches, explains an end."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+import train as training
+from model import GPTConfig
+from tests.runs import settings, small_run
+from training import fit as fitting
+from training.fit import MARGIN, Plan, explained, fit
+from training.memory import GIB, Work
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def flash_can_run(monkeypatch):
+    monkeypatch.setattr("kernels.unsupported_reason", lambda *_: None)
+
+
+def plan(free_gib: float | None, **changes) -> Plan:
+    """The 124M model, 65,536 tokens at once, and so much free memory."""
+    config = GPTConfig(**{"attention": "flash", "loss": "chunked"} | changes)
+    free = None if free_gib is None else int(free_gib * GIB)
+    return Plan(Work(config, 50257, 1024, 64), free, CUDA, ("causal",))
+
+
+def refused(made: Plan, **options) -> str:
+    with pytest.raises(ValueError, match="GiB are free on cuda") as caught:
+        fit(made.work, CUDA, features=("causal",), free=made.free, **options)
+    return str(caught.value)
+
+
+def test_what_fits_is_left_alone():
+    made = plan(80)
+    assert fit(made.work, CUDA, free=made.free).work == made.work
+    assert str(made).endswith("; 80.00 GiB free")
+
+
+def test_what_does_not_fit_is_refused_with_the_cheapest_changes_and_their_forecasts():
+    message = refused(plan(12))
+    assert message.startswith("train.micro_batch=64 needs 23.")
+    found = dict(re.findall(r"([a-z_.]+=\w+) \((\d+\.\d+) GiB\)", message))
+    assert list(found) == [
+        "train.micro_batch=16", "model.activation_checkpointing=selective", "model.activation_checkpointing=full",
+    ]  # fmt: skip
+    assert all(float(forecast) <= 12 / MARGIN for forecast in found.values())
+
+
+def test_what_costs_no_time_comes_first():
+    message = refused(plan(50, attention="naive", loss="plain"))
+    assert re.search(r"what fits: model\.attention=flash \(34\.\d+ GiB\), train\.micro_batch=16 ", message)
+    assert "model.loss=chunked (3" in refused(plan(28, loss="plain")) or "model.loss=chunked (2" in refused(
+        plan(28, loss="plain")
+    )
+
+
+def test_where_no_single_change_is_enough_they_come_together():
+    message = refused(plan(3.6, attention="naive", loss="plain"))
+    assert "what fits: model.attention=flash model.loss=chunked model.activation_checkpointing=full" in message
+    assert "train.micro_batch=8 (" in message
+
+
+def test_where_nothing_is_enough_that_is_said():
+    assert "use a smaller model, a shorter data.seq_len or a larger GPU" in refused(plan(1))
+
+
+def test_a_forecast_near_the_limit_is_a_warning():
+    made = plan(23)
+    assert fit(made.work, CUDA, free=made.free).work == made.work
+    assert "which may not be enough; what fits: train.micro_batch=32 (" in str(made)
+
+
+@pytest.mark.parametrize(("free", "expected"), [(80, 64), (23, 32), (15, 32), (9, 16)])
+def test_auto_takes_the_largest_that_fits(free, expected):
+    made = plan(free)
+    chosen = fit(made.work, CUDA, auto=True, free=made.free)
+    assert (chosen.work.micro_batch, chosen.work.micro_batches) == (expected, 64 // expected)
+    assert chosen.forecast.peak <= made.free / MARGIN
+    if expected < 64:
+        assert chosen.with_micro_batch(2 * expected).forecast.peak > made.free / MARGIN
+
+
+def test_auto_without_a_fitting_micro_batch_says_what_would_fit():
+    message = refused(plan(2.6), auto=True)
+    assert message.startswith("train.micro_batch=auto needs ")
+    assert "with a single sequence" in message
+
+
+def test_running_out_of_memory_ends_with_advice():
+    with (
+        pytest.raises(ValueError, match=r"cuda is out of memory, with train\.micro_batch=64") as caught,
+        explained(plan(24)),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+    assert "24.00 GiB free at the start; what fits: train.micro_batch=32 (" in str(caught.value)
+    with pytest.raises(RuntimeError, match="other"), explained(plan(24)):
+        raise RuntimeError("other")
+
+
+# ---- in a run
+
+
+def test_a_run_says_its_forecast_first_and_ends_an_out_of_memory_error_with_advice(tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(training, "training_step", full)
+    chosen = small_run(tmp_path, "train.steps=2", "hardware.compile=false")
+    with pytest.raises(ValueError, match=r"cpu is out of memory, with train\.micro_batch=8, a forecast of 0\.00 GiB"):
+        training.train(chosen, tmp_path / "run")
+    printed = capsys.readouterr().out
+    assert printed.index("memory     forecast") < printed.index("hardware ")
+
+
+def test_a_run_chooses_its_micro_batch_and_refuses_what_cannot_fit(tmp_path, monkeypatch):
+    chosen = small_run(tmp_path, "train.steps=2", "train.micro_batch=auto", "train.eval_windows=1")
+    work = training.memory_plan(replace_micro_batch(chosen, 2), 256, training.set_up(chosen.hardware), ()).work
+    limit = int(fitting.forecast(work).peak * MARGIN) + 1
+    monkeypatch.setattr(fitting, "free_bytes", lambda device: limit)
+    training.train(chosen, tmp_path / "run")
+    assert chosen.train.micro_batch == 2
+    monkeypatch.setattr(fitting, "free_bytes", lambda device: 1000)
+    with pytest.raises(ValueError, match=r"train\.micro_batch=8 needs 0\.00 GiB and 0\.00 GiB are free on cpu"):
+        training.train(small_run(tmp_path, "train.steps=2"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def replace_micro_batch(chosen, number):
+    return replace(chosen, train=replace(chosen.train, micro_batch=number))
+
+
+@pytest.mark.parametrize("value", ["few", "0", "true"])
+def test_other_words_for_a_micro_batch_are_refused(value):
+    with pytest.raises(ValueError, match=r"train\.micro_batch"):
+        settings(f"train.micro_batch={value}")
+
+
+def test_a_program_that_cannot_choose_says_so():
+    with pytest.raises(ValueError, match=r"train\.micro_batch=auto is for train.py"):
+        _ = settings("train.micro_batch=auto").micro_batch

@@ -1,0 +1,135 @@
+"""`python -m scripts.replay`: a step that went wrong, run again with each attention."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels import naive_attention
+from model.attention import naive
+from scripts.replay import main as replay
+from scripts.variants import MUTANTS, replaced
+from tests.runs import small_run
+from tests.test_bad_steps import BAD, STORY, Faulty
+from train import train
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ("data.seq_len=16", "train.batch_tokens=64", "train.micro_batch=2")  # flash is in Triton's interpreter
+PLACE = {"module": "blocks.1.attention", "tensor": "o", "micro_batch": 1}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """(folder of the capsule, the attention that failed there)."""
+    folder = tmp_path_factory.mktemp("bad")
+    attention = Faulty()
+    with replaced("sdpa", attention):
+        train(small_run(folder, *STORY, "model.attention=sdpa", "train.steps=6", *TINY), folder / "run")
+    return folder / "run" / "capsules" / f"step_{BAD:06d}", attention
+
+
+def replayed(capsys, *arguments):
+    """The rows, by (attention, dtype)."""
+    capsys.readouterr()
+    assert replay([*map(str, arguments), "--device=cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return {(row["attention"], row["dtype"]): row for row in json.loads(lines[-1])["runs"]}, "\n".join(lines[:-1])
+
+
+def test_the_attention_that_failed_is_told_from_those_that_did_not(kept, capsys):
+    path, attention = kept
+    hits = attention.hits
+    with replaced("sdpa", attention):
+        rows, said = replayed(capsys, path, "--attention=naive,tiled,sdpa")
+    assert attention.hits == hits + 1  # the same bits: the same weights, batch and dropout masks
+    for name in ("naive", "tiled"):
+        assert rows[name, "float32"]["first_bad"] is None
+        assert rows[name, "float32"]["parts"] is None
+    found = rows["sdpa", "float32"]
+    assert {key: found["first_bad"][key] for key in PLACE} == PLACE
+    assert (found["parts"]["module"], found["parts"]["tensor"]) == ("blocks.1.attention", "o")
+    assert (
+        f"step {BAD} of a run with attention=sdpa in float32 on cpu: its loss was not finite; first in blocks.1" in said
+    )
+    assert "blocks.1.attention: o, by inf" in said
+
+
+def test_every_attention_as_it_is_agrees(kept, capsys):
+    """Flash in Triton's interpreter too."""
+    rows, _ = replayed(capsys, kept[0])
+    assert {name for name, _ in rows} == {"naive", "tiled", "sdpa", "flash"}
+    for name, row in rows.items():
+        assert row["parts"] is None, name
+        assert row["first_bad"] is None
+        assert float(row["loss"]) == pytest.approx(float(rows["naive", "float32"]["loss"]), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "place"),
+    [
+        ("mask off by one", ("blocks.0.attention", "o")),  # the first layer, forward
+        ("scale x 1.01", ("blocks.0.attention", "o")),
+        ("dK without one block", ("blocks.1.attention", "dk")),  # the last layer, which is the first backward
+    ],
+)
+def test_a_wrong_attention_parts_where_it_is_wrong(kept, capsys, mutant, place):
+    with replaced("tiled", MUTANTS[mutant][0]):
+        rows, _ = replayed(capsys, kept[0], "--attention=tiled")
+    parts = rows["tiled", "float32"]["parts"]
+    assert (parts["module"], parts["tensor"]) == place
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_beside_float32(tmp_path, capsys, dtype):
+    """The run's dtype and float32; where only 16 bits overflow, they part, and every attention alike."""
+
+    def huge(q, k, v, *, documents=None, **options):  # finite in float32 and bfloat16, beyond float16's 65,504
+        return naive_attention(q, k, v, **options) * 1e9
+
+    with replaced("naive", huge), replaced("tiled", huge):
+        train(small_run(tmp_path, *STORY, f"hardware.dtype={dtype}", "train.on_nonfinite=skip"), tmp_path / "run")
+        capsules = list((tmp_path / "run").glob("capsules/*"))
+        if dtype == "bfloat16":
+            assert capsules == []
+            return
+        rows, said = replayed(capsys, min(capsules), "--attention=naive,tiled")
+    for name in ("naive", "tiled"):
+        assert rows[name, "float32"]["first_bad"] is None
+        found = rows[name, "float16"]
+        assert (found["first_bad"]["module"], found["first_bad"]["tensor"]) == ("blocks.0.attention", "o")
+        assert (found["parts"]["module"], found["parts"]["tensor"]) == ("blocks.0.attention", "o")
+    assert "in float16 on cpu" in said
+
+
+def test_documents_and_what_cannot_run(tmp_path, capsys):
+    story = [*STORY, "data.document_mask=true", "model.activation_checkpointing=full"]
+    attention = Faulty()
+
+    def faulty(*arguments, documents, **options):
+        o = naive(*arguments, documents=documents, **options)
+        attention.calls += 1
+        return o * float("nan") if attention.calls == 18 else o
+
+    with replaced("tiled", faulty):
+        train(small_run(tmp_path, *story, "model.attention=tiled", "train.on_nonfinite=skip"), tmp_path / "run")
+    rows, _ = replayed(capsys, *(tmp_path / "run").glob("capsules/*"), "--attention=naive,tiled,sdpa")
+    assert "varlen" in rows["sdpa", "float32"]["refused"]
+    assert rows["tiled", "float32"]["parts"] is None
+
+
+def test_the_command_line(kept, tmp_path):
+    def run(*arguments):
+        command = [sys.executable, "-m", "scripts.replay", *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    wrong = run(tmp_path)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith(f"error: capsule {tmp_path} has no capsule.json; give a folder such as")
+    assert len(wrong.stderr.splitlines()) == 1
+
+
+def test_an_unknown_attention_is_refused(kept, capsys):
+    assert replay([str(kept[0]), "--attention=fast"]) == 2
+    assert "--attention=fast is not one of flash, naive, tiled, sdpa" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""What a run does about a step whose loss or gradient is not finite: name the place, keep the step, follow the policy.
+
+stop      the run ends with the state before the step saved; exit code EXIT_BAD_NUMBERS
+skip      the step is not taken and the run goes on with the next batch
+rollback  weights and moments go back to the newest good checkpoint; steps, schedule and data go on. So the batches
+          since that checkpoint are not learnt from and not seen again, as Chowdhery et al. 2022 (PaLM, section 5.1)
+          got past their spikes: the same state with other batches.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from model import GPT
+from training import capsule
+from training.checkpoint import WEIGHTS, newest_complete
+from training.guard import NumberGuard, Seen
+from training.hardware import Hardware
+from training.optim import Optimiser
+from training.random_states import restore_random_states
+from training.saver import Saver
+from training.tape import FirstBad, gradients_watched, watched
+
+POLICIES = ("stop", "skip", "rollback")
+EXIT_BAD_NUMBERS = 65  # sysexits.h: the data are not what they should be
+MOST_IN_A_ROW = 10  # bad steps that a policy goes on after; with one more it is not the batch
+MOST_CAPSULES = 5  # of one run: each is as large as a checkpoint, and the first ones tell what there is to tell
+
+Again = Callable[[nn.Module], Any]  # runs the bad step once more with the given network; nothing is updated
+
+
+@dataclass
+class NonFinite:
+    """The policy and what it works on. `description` goes into each capsule: settings, tokenizer, versions."""
+
+    policy: str
+    run_dir: Path
+    model: GPT
+    forward: nn.Module  # the model, or what was compiled from it
+    optimiser: Optimiser
+    hardware: Hardware
+    guard: NumberGuard
+    saver: Saver
+    description: dict[str, Any]
+    say: Callable[[str], None]
+
+    def handle(self, bad: Seen, batch: capsule.Batch, again: Again) -> bool:
+        """Whether the run goes on, after the step `bad`; if not, everything is as it was before that step.
+
+        batch: the step's, on which `again` computes its loss and gradients.
+        """
+        what = "gradient" if math.isfinite(bad.loss) else "loss"
+        first = self._diagnose(bad, again)
+        where = f"{first['module']}: {first['tensor']}, {first['how']}" if "module" in first else first["how"]
+        self.say(f"bad step   {bad.step}: its {what} is not finite; first in {where}")
+        self._keep(bad, batch, {"what": what, "first": first})
+        goes_on, action = self._follow(bad.step)
+        self.say(f"on_nonfinite={self.policy}: {action}")
+        restore_random_states(bad.after if goes_on else bad.before, self.hardware.device)
+        if goes_on:
+            self.guard.go_on()
+        return goes_on
+
+    def _follow(self, step: int) -> tuple[bool, str]:
+        """Whether the run goes on, and what is done, in words."""
+        if self.policy == "stop":
+            return False, "the run stops before it; train.on_nonfinite=skip resume=auto goes on with the next batch"
+        if self.guard.in_a_row >= MOST_IN_A_ROW:
+            return False, f"the run stops; more than {MOST_IN_A_ROW} bad steps in a row are not the batch's doing"
+        if self.policy == "skip":
+            return True, "the step is not taken; the run goes on with the next batch"
+        self.saver.wait()
+        last = step - 1
+        while found := newest_complete(self.saver.folder, self.say, last):
+            if all(value.isfinite().all() for value in load_file(found.path / WEIGHTS).values()):
+                found.load_weights(self.model)
+                self.optimiser.restore(found.load_state())
+                return True, f"back to the weights of {found.path}; the run goes on with the next batch"
+            self.say(f"passed over: checkpoint {found.path}: its weights are not finite")
+            last = found.step - 1
+        return False, f"the run stops; {self.saver.folder} has no good checkpoint yet: lower train.save_every"
+
+    def _diagnose(self, bad: Seen, again: Again) -> dict[str, Any]:
+        """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where that is not known.
+
+        The step is run again module by module, as the compiled model does not show its tensors, and if all of them are
+        finite then (other kernels, another dropout mask) once more as the run ran it, for the first gradient.
+        """
+        try:
+            seen = FirstBad()
+            seen.weights(self.model)
+            restore_random_states(bad.before, self.hardware.device)
+            with watched(self.model, seen):
+                again(self.model)
+            if seen.found is None and self.forward is not self.model:
+                restore_random_states(bad.before, self.hardware.device)
+                with gradients_watched(self.model, seen):
+                    again(self.forward)
+        except torch.OutOfMemoryError:  # eager takes more than compiled; the run is not to die of a diagnosis
+            return {"how": "a place unknown: memory did not suffice to run the step again module by module"}
+        finally:
+            for part in self.optimiser.parts:
+                part.zero_grad(set_to_none=True)
+        return seen.found or {"how": "a place unknown: the step was finite when run again; is the hardware sound?"}
+
+    def _keep(self, bad: Seen, batch: capsule.Batch, found: dict[str, Any]) -> None:
+        """Write the capsule; where that cannot be, say so and go on without."""
+        chosen = {"device": self.hardware.device.type, "dtype": str(self.hardware.dtype).removeprefix("torch.")}
+        # as text: JSON knows no NaN
+        meta = {"step": bad.step, "loss": repr(bad.loss), "grad_norm": repr(bad.grad_norm), **found, **chosen}
+        folder = self.run_dir / "capsules"
+        if len(list(folder.glob("step_*"))) >= MOST_CAPSULES:
+            self.say(
+                f"not saved: what reproduces step {bad.step}: {folder} holds {MOST_CAPSULES} already; move them away"
+            )
+            return
+        try:
+            path = capsule.write(folder, self.model, self.optimiser, batch, bad.before, meta | self.description)
+        except OSError as error:
+            self.say(f"not saved: what reproduces step {bad.step}: {error}; free space or make the folder writable")
+        else:
+            self.say(f"saved      {path}; python -m scripts.replay {path} runs the step again with each attention")
