@@ -42,10 +42,12 @@ def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 def test_no_bit_of_a_gradient_changes(attention):
     if attention == "flash" and (reason := unsupported_reason("cpu", torch.float32, 16)):
         pytest.skip(reason)
-    expected = step("none", attention)
-    assert len(different(step("none", attention, seed=8), expected)) == len(expected)  # the masks do matter
+    layers = 1 if attention == "flash" else 2  # Triton's interpreter is slow
+    expected = step("none", attention, num_layers=layers)
+    other_masks = step("none", attention, num_layers=layers, seed=8)
+    assert len(different(other_masks, expected)) == len(expected)
     for mode in RECOMPUTING:
-        assert different(step(mode, attention), expected) == [], mode
+        assert different(step(mode, attention, num_layers=layers), expected) == [], mode
 
 
 @pytest.mark.parametrize("dropout", ["dropout", "attention_dropout"])
