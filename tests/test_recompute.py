@@ -1,0 +1,84 @@
+"""Activation checkpointing: every mode has the gradients of `none`, bit for bit, with dropout, eager and compiled."""
+
+import pytest
+import torch
+
+from kernels import unsupported_reason
+from model import GPT, GPTConfig
+from model.recompute import MODES
+
+VOCAB, SEQ_LEN = 20, 16
+RECOMPUTING = [mode for mode in MODES if mode != "none"]
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def step(mode: str, attention: str, *, backend: str | None = None, seed: int = 7, **changes) -> dict[str, torch.Tensor]:
+    """Loss, gradients and what is left of the random stream after a forward and backward with both kinds of dropout."""
+    sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "n_embd": 32, "mlp": "swiglu", "qk_norm": True}
+    # sdpa has no attention dropout
+    rates = {"dropout": 0.2, "attention_dropout": 0.0 if attention == "sdpa" else 0.3}
+    config = GPTConfig(**(sizes | rates | changes), attention=attention, activation_checkpointing=mode)
+    model = GPT(config, VOCAB, SEQ_LEN, generator=torch.Generator().manual_seed(0)).train()
+    forward = model if backend is None else torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(seed)
+    loss = forward(tokens, tokens.roll(-1, 1))
+    loss.backward()
+    found = {"loss": loss.detach(), "random stream": torch.get_rng_state()}
+    return found | {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize("attention", ["naive", "tiled", "sdpa", "flash"])
+def test_no_bit_of_a_gradient_changes(attention):
+    if attention == "flash" and (reason := unsupported_reason("cpu", torch.float32, 16)):
+        pytest.skip(reason)
+    layers = 1 if attention == "flash" else 2  # Triton's interpreter is slow
+    expected = step("none", attention, num_layers=layers)
+    other_masks = step("none", attention, num_layers=layers, seed=8)
+    assert len(different(other_masks, expected)) == len(expected)
+    for mode in RECOMPUTING:
+        assert different(step(mode, attention, num_layers=layers), expected) == [], mode
+
+
+@pytest.mark.parametrize("dropout", ["dropout", "attention_dropout"])
+def test_each_dropout_alone_draws_its_masks_again(dropout):
+    rates = {"dropout": 0.0, "attention_dropout": 0.0, dropout: 0.3}
+    expected = step("none", "naive", **rates)
+    assert "loss" in different(step("none", "naive", seed=8, **rates), expected)
+    for mode in RECOMPUTING:
+        assert different(step(mode, "naive", **rates), expected) == [], mode
+
+
+# aot_eager traces forward and backward as inductor would, and needs no C++ compiler
+@pytest.mark.parametrize(
+    ("backend", "attention"),
+    [
+        ("aot_eager", "naive"),
+        *(
+            pytest.param(backend, attention, marks=pytest.mark.slow)
+            for backend in ("aot_eager", "inductor")
+            for attention in ("naive", "tiled", "sdpa", "flash")
+            if (backend, attention) != ("aot_eager", "naive")
+        ),
+    ],
+)
+def test_compiled_no_bit_of_a_gradient_changes(backend, attention):
+    if attention == "flash" and (reason := unsupported_reason("cpu", torch.float32, 16)):
+        pytest.skip(reason)
+    # one block takes half as long to trace, and is enough where not every mode's own choice of blocks is asked for
+    options = {"backend": backend, "num_layers": 2 if backend == "inductor" else 1}
+    expected = step("none", attention, **options)
+    undrawn = torch.Generator().manual_seed(7).get_state()
+    assert not torch.equal(expected["random stream"], undrawn)  # the masks were drawn
+    for mode in RECOMPUTING:
+        assert different(step(mode, attention, **options), expected) == [], mode
