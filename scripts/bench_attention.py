@@ -16,6 +16,7 @@ import json
 import statistics
 import subprocess
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -277,8 +278,9 @@ def window_speedup(device: torch.device) -> dict[str, float]:
 def varlen_share(device: torch.device) -> dict[str, float]:
     """Time of 16 unequal documents packed into 16,384 tokens over that of the same documents, each a dense batch.
 
-    By the same kernels: the portable ones, also where dense forward calls have faster ones.
+    By the same kernels: the portable ones, also where dense calls have faster ones.
     """
+    from kernels.flash_bwd import launch_flash_bwd
     from kernels.flash_fwd import launch_flash_fwd
     from kernels.options import Options
 
@@ -296,11 +298,10 @@ def varlen_share(device: torch.device) -> dict[str, float]:
     for length in lengths:
         batch = 16384 // length  # a full GPU: one document alone would leave most of it idle
         *inputs, do = tensors(Cell("bfloat16", batch, 16, 16, length, 128, "causal"), device)
-        times = pass_times(lambda q, k, v: flash_attention(q, k, v, causal=True), inputs, do, device)
-        qkv = inputs
-        times["forward"] = measure(lambda: launch_flash_fwd(*qkv, options), device).p50  # noqa: B023
-        for which, ms in times.items():
-            dense[which] += ms / batch
+        forward = partial(launch_flash_fwd, *inputs, options)
+        backward = partial(launch_flash_bwd, do, None, *inputs, *forward(), options)
+        for which, call in (("forward", forward), ("backward", backward)):
+            dense[which] += measure(call, device).p50 / batch
     return {which: packed[which] / dense[which] for which in dense}
 
 

@@ -421,7 +421,7 @@ def test_on_the_gpu_a_skipped_step_changes_nothing(tmp_path, monkeypatch, capsys
     real, seen = program.training_step, []
 
     def bad(forward, optimiser, inputs, *arguments, **options):
-        if torch.equal(inputs, inputs_of_bad):
+        if inputs.shape == inputs_of_bad.shape and torch.equal(inputs, inputs_of_bad):
             seen.append(1)
             return real(lambda *a, **o: forward(*a, **o) * math.nan, optimiser, inputs, *arguments, **options)
         batches.append(inputs.clone())
