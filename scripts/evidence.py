@@ -126,6 +126,19 @@ EXPERIMENTS = {  # the longest first: they run beside each other
         ("budget.cases=[causal]", "budget.dtypes=[float32]", "budget.seq_len=32", "budget.draws=2", "hardware=cpu"),
         ("error_budget.md", "error_budget.json"),
     ),
+    "invariance": Experiment(
+        "scripts.invariance",
+        (),
+        ("hardware=cpu", "train.steps=7", "train.eval_windows=1", "invariance.only=[logging]"),
+        ("invariance.md",),
+    ),
+    "soak": Experiment(
+        "scripts.soak",
+        (),
+        ("hardware=cpu", "train.steps=60", "soak.samples=9", "soak.max_slowdown=null"),
+        ("soak.json",),
+        timed=True,
+    ),
     "explain": Experiment("scripts.explain", (), ("hardware=cpu",), ("console.txt",), timed=True),
     "attention/speed": attention(
         "bench.seq_len=[1024,4096,16384]", "bench.budget_ms=60", "bench.goals=true",

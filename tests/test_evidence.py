@@ -7,7 +7,18 @@ from dataclasses import replace
 import pytest
 
 from conf.schema import Settings
-from scripts import bench_attention, bench_loss, bench_training, break_it, error_budget, evidence, explain, parity
+from scripts import (
+    bench_attention,
+    bench_loss,
+    bench_training,
+    break_it,
+    error_budget,
+    evidence,
+    explain,
+    invariance,
+    parity,
+    soak,
+)
 from tests.runs import settings
 
 SCHEMAS = {
@@ -18,6 +29,8 @@ SCHEMAS = {
     "scripts.bench_training": (bench_training.BenchSettings, "bench_training"),
     "scripts.break_it": (break_it.BreakSettings, "break_it"),
     "scripts.error_budget": (error_budget.BudgetSettings, "error_budget"),
+    "scripts.invariance": (invariance.InvarianceSettings, "invariance"),
+    "scripts.soak": (soak.SoakSettings, "soak"),
     "scripts.explain": (explain.ExplainSettings, "explain"),
 }
 

@@ -1,10 +1,14 @@
 """The training room: schedule, optimisers, FLOPs, the log."""
 
+import io
 import json
 import math
+import re
+import threading
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from training.flops import flops_per_token, mfu
@@ -183,6 +187,34 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
         opened.metrics(1, {"loss": 1.0})
     with pytest.raises(ValueError, match="already holds a run"):
         log(tmp_path)
+
+
+def test_without_a_terminal_no_progress_bar_exists(tmp_path, monkeypatch):
+    """Nothing of it is made, asked or drawn: `advance` costs a run in a file or a pipe one comparison."""
+    from training import runlog
+
+    calls, real = [], runlog._progress_bar
+
+    def counted(*args):
+        bar, update = real(*args), runlog.Progress.update
+        monkeypatch.setattr(bar, "update", lambda *a, **k: calls.append(k["completed"]) or update(bar, *a, **k))
+        calls.append("made")
+        return bar
+
+    monkeypatch.setattr(runlog, "_progress_bar", counted)
+    threads = threading.active_count()
+    with log(tmp_path / "file") as opened:
+        assert not opened.console.is_terminal
+        opened.advance(1)
+        assert threading.active_count() == threads  # none that redraws
+    assert calls == []
+    terminal = Console(force_terminal=True, file=io.StringIO(), width=80)
+    monkeypatch.setattr(runlog, "Console", lambda **_: terminal)
+    with log(tmp_path / "terminal") as opened:
+        opened.advance(1)
+        opened.advance(2)
+    assert calls == ["made", 1, 2]
+    assert "2/9 steps" in re.sub(r"\x1b\[[0-9;]*m", "", terminal.file.getvalue())
 
 
 def test_wandb_is_offline_without_a_login(tmp_path, monkeypatch):
