@@ -9,7 +9,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-torch.set_num_threads(2)
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process a core: threads, also of what it starts, would wait in line
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+else:
+    torch.set_num_threads(2)
 
 
 def pytest_collection_modifyitems(items):
