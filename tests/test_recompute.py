@@ -82,3 +82,17 @@ def test_compiled_no_bit_of_a_gradient_changes(backend, attention):
     assert not torch.equal(expected["random stream"], undrawn)  # the masks were drawn
     for mode in RECOMPUTING:
         assert different(step(mode, attention, **options), expected) == [], mode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "launches"), [("none", 1), ("pointwise", 1), ("full", 2), ("selective", 1)])
+def test_compiled_selective_keeps_what_our_operator_returned(monkeypatch, mode, launches):
+    """The save list names our operator; the partitioner of a compiled graph has to follow it."""
+    if reason := unsupported_reason("cpu", torch.float32, 16):
+        pytest.skip(reason)
+    from kernels import flash_fwd
+
+    seen, launch = [], flash_fwd.launch_flash_fwd
+    monkeypatch.setattr(flash_fwd, "launch_flash_fwd", lambda *args: seen.append(1) or launch(*args))
+    step(mode, "flash", backend="aot_eager", num_layers=1)
+    assert len(seen) == launches
