@@ -68,15 +68,14 @@ def test_each_dropout_alone_draws_its_masks_again(dropout):
             pytest.param(backend, attention, marks=pytest.mark.slow)
             for backend in ("aot_eager", "inductor")
             for attention in ("naive", "tiled", "sdpa", "flash")
-            if (backend, attention) != ("aot_eager", "naive")
+            if (backend, attention) not in (("aot_eager", "naive"), ("inductor", "tiled"))  # tiled: minutes of C++
         ),
     ],
 )
 def test_compiled_no_bit_of_a_gradient_changes(backend, attention):
     if attention == "flash" and (reason := unsupported_reason("cpu", torch.float32, 16)):
         pytest.skip(reason)
-    # one block takes half as long to trace, and is enough where not every mode's own choice of blocks is asked for
-    options = {"backend": backend, "num_layers": 2 if backend == "inductor" else 1}
+    options = {"backend": backend, "num_layers": 1}  # one block takes half as long to trace
     expected = step("none", attention, **options)
     undrawn = torch.Generator().manual_seed(7).get_state()
     assert not torch.equal(expected["random stream"], undrawn)  # the masks were drawn
