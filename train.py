@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from conf.program import program
 from conf.schema import Settings
-from data import Dataset, Prefetcher, TokenBatches, fixed_windows, open_dataset, tokenizer_state
+from data import Batch, Dataset, Prefetcher, TokenBatches, fixed_windows, open_dataset, tokenizer_state
 from model import GPT, generate, resolve_attention
 from model.config import resolve_loss
 from training import resume
@@ -124,6 +123,10 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         config.on_nonfinite, run_dir, model, forward, optimiser, hardware, guard, saver, description, log.say
     )
 
+    def take(forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
+        return training_step(forward, optimiser, inputs, targets, settings.micro_batch, hardware, starts)
+
     def seconds() -> float:
         """Time spent on this run, by the processes before this one too."""
         return seconds_before + time.perf_counter() - began
@@ -170,10 +173,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         cadences = (config.log_every, config.eval_every, config.save_every, config.sample_every)
         while not (finished or stopped):
             optimiser.set_lr_factor(lr_factor(step, config.steps, settings.optim))
-            inputs, targets, starts = next(prefetcher)  # (sequences, seq_len) each, and where documents begin
-            step_loss, grad_norm = training_step(
-                forward, optimiser, inputs, targets, settings.micro_batch, hardware, starts
-            )
+            step_loss, grad_norm = take(forward, next(prefetcher))
             step += 1
 
             # --- after a loss or gradient that is not finite the optimiser does nothing, so it is soon enough to look a
@@ -183,17 +183,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             if bad := guard.look(step, step_loss, grad_norm, wait=due):
                 step, step_loss, grad_norm = bad.step, torch.tensor(bad.loss), torch.tensor(bad.grad_norm)
                 prefetcher.seek(step - 1)
-                inputs, targets, starts = batch = next(prefetcher)
-                again = partial(
-                    training_step,
-                    optimiser=optimiser,
-                    inputs=inputs,
-                    targets=targets,
-                    micro_batch=settings.micro_batch,
-                    hardware=hardware,
-                    starts=starts,
-                )
-                if not nonfinite.handle(bad, batch, again):
+                batch = next(prefetcher)
+                if not nonfinite.handle(bad, batch, lambda forward, batch=batch: take(forward, batch)):
                     step, stopped = step - 1, True
                     stop.because(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS)
                     save(step, best=False)

@@ -3,10 +3,11 @@
 from data.batches import TokenBatches, document_starts, fixed_windows
 from data.config import DataConfig, TokenizerConfig
 from data.dataset import Dataset, open_dataset
-from data.prefetch import Prefetcher
+from data.prefetch import Batch, Prefetcher
 from data.tokenizer import build_tokenizer, tokenizer_from_state, tokenizer_state
 
 __all__ = [
+    "Batch",
     "DataConfig",
     "Dataset",
     "Prefetcher",
