@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -247,8 +248,8 @@ def in_float32_too(places: dict[str, Recorded]) -> dict[str, Recorded]:
 
 
 def show(report: dict, console: Console) -> None:
-    table = Table()
-    for column in ("attention", "verdict", f"{EARLY} steps, nats", "all steps", "leaves the band", "held-out loss"):
+    table = Table(title="distance from naive, nats", box=box.SIMPLE_HEAD)
+    for column in ("attention", "verdict", f"{EARLY} steps", "all steps", "leaves the band", "held-out loss"):
         table.add_column(column, no_wrap=True)
     for name, verdict in report["verdicts"].items():
         table.add_row(
