@@ -10,7 +10,7 @@ from scripts.bench_loss import LossBenchSettings
 from scripts.bench_training import BenchSettings
 from scripts.break_it import MISTAKES, BreakSettings
 from tests.runs import settings
-from training.hardware import HardwareConfig
+from training.hardware import HardwareConfig, set_up
 
 
 def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
@@ -71,6 +71,15 @@ def test_the_losses_are_compared(tmp_path, capsys):
         assert max(row["dh_error"], row["dweight_error"]) < 1e-2
     with pytest.raises(ValueError, match="padded_vocab=64 must be at least vocab_size=65"):
         LossBenchSettings(vocab_size=65, padded_vocab=64)
+
+
+def test_parts_of_a_step_are_summed_over_its_micro_batches(monkeypatch):
+    monkeypatch.setattr(bench_training.Mark, "seconds_to", lambda self, later: 1.0)
+    parts = bench_training.Parts(set_up(HardwareConfig(device="cpu")))
+    for name in ("forward", "backward", "forward", "backward", "optimiser"):
+        with parts(name):
+            pass
+    assert parts.seconds() == {"forward": 2.0, "backward": 2.0, "optimiser": 1.0}
 
 
 def test_impossible_benchmarks_are_refused():
