@@ -121,15 +121,20 @@ def _after_kernel(
 
 
 @gluon.jit
-def _owned_keys(num_tiles, num_heads, heads_per_section):
-    """The (key tile, batch * KV head) of this program: sections of heads that share L2, longest tiles first."""
+def _owned(sizes, BLOCK_K: gl.constexpr):
+    """(key tile, batch, KV head) of this program, and of `sizes` what its roles need: query heads in all and of the
+    group, queries, keys. Sections of heads that share L2, in each the longest tiles first."""
+    num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section = sizes
+    num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
     program = gl.program_id(0)
     section = program // (num_tiles * heads_per_section)
     first_head = section * heads_per_section
     rest = program - first_head * num_tiles
-    heads_here = gl.minimum(heads_per_section, num_heads - first_head)
+    heads_here = gl.minimum(heads_per_section, num_batch_kv_heads - first_head)
     tile = rest // heads_here
-    return tile, first_head + rest - tile * heads_here
+    batch_kv_head = first_head + rest - tile * heads_here
+    batch = batch_kv_head // num_kv_heads
+    return tile, batch, batch_kv_head - batch * num_kv_heads, num_heads, num_heads // num_kv_heads, num_q, num_k
 
 
 @gluon.jit
@@ -162,15 +167,10 @@ def _producer(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descriptors
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = tiles
     k_full, v_full, q_full, q_empty, do_full, do_empty = barriers
-    num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section = sizes
+    tile, batch, kv_head, num_heads, group_size, num_q, num_k = _owned(sizes, BLOCK_K)
     k_tile4: gl.constexpr = [1, 1, BLOCK_K, HEAD_DIM]
     q_tile4: gl.constexpr = [1, 1, BLOCK_Q, HEAD_DIM]
     q_bytes: gl.constexpr = BLOCK_Q * HEAD_DIM * 2 + BLOCK_Q * 4
-    num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
-    tile, batch_kv_head = _owned_keys(num_tiles, num_batch_kv_heads, heads_per_section)
-    batch = batch_kv_head // num_kv_heads
-    kv_head = batch_kv_head - batch * num_kv_heads
-    group_size = num_heads // num_kv_heads
     key = tile * BLOCK_K
     mbarrier.expect(k_full, BLOCK_K * HEAD_DIM * 2)
     tma.load(k_desc, [batch, kv_head, key, 0], k_full, k_smem._reinterpret(k_desc.dtype, k_tile4, k_desc.layout))
@@ -281,13 +281,8 @@ def _consumer(
     dk_desc, dv_desc = descriptors
     k_smem, v_smem = tiles[0], tiles[1]
     k_full, v_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty = barriers
-    num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section = sizes
+    tile, batch, kv_head, _num_heads, group_size, num_q, num_k = _owned(sizes, BLOCK_K)
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
-    num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
-    tile, batch_kv_head = _owned_keys(num_tiles, num_batch_kv_heads, heads_per_section)
-    batch = batch_kv_head // num_kv_heads
-    kv_head = batch_kv_head - batch * num_kv_heads
-    group_size = num_heads // num_kv_heads
     key = tile * BLOCK_K
     first, full_from, end = _query_steps(key, num_q, num_k, CAUSAL, BLOCK_Q, BLOCK_K)
     ring = (q_full, q_empty, do_full, do_empty, dq_full, dq_empty)
@@ -324,12 +319,7 @@ def _writer(
 ):  # fmt: skip
     dq_desc, turns_ptr, dq_smem = tensors
     dq_full, dq_empty = barriers
-    num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section = sizes
-    num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
-    tile, batch_kv_head = _owned_keys(num_tiles, num_batch_kv_heads, heads_per_section)
-    batch = batch_kv_head // num_kv_heads
-    kv_head = batch_kv_head - batch * num_kv_heads
-    group_size = num_heads // num_kv_heads
+    tile, batch, kv_head, num_heads, group_size, num_q, num_k = _owned(sizes, BLOCK_K)
     first, _, end = _query_steps(tile * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_Q, BLOCK_K)
     steps = end - first
     for step in range(WHICH, group_size * steps, WRITERS):
