@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+import tiktoken.registry
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
@@ -78,3 +81,14 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """What a run logged, without what a clock said."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]
+
+
+def without_network(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """No name can be resolved, and GPT-2's vocabulary is not cached."""
+
+    def fail(*_, **__):
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    patch.setattr(socket, "getaddrinfo", fail)
+    patch.setattr(tiktoken.registry, "ENCODINGS", {})
+    patch.setenv("TIKTOKEN_CACHE_DIR", str(folder / "vocabulary"))

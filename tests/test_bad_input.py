@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,13 +18,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tiktoken.registry
 import torch
 from hydra._internal.hydra import Hydra
 from safetensors.torch import load_file
 
 from conf.program import ConfigError
-from tests.runs import CORPUS, SMALL
+from tests.runs import CORPUS, SMALL, without_network
 from training import checkpoint as checkpoints
 from training.runlog import LoggerConfig, wandb_mode
 
@@ -142,14 +140,7 @@ def no_login(place: Place) -> None:
 
 
 def no_network(place: Place) -> None:
-    """GPT-2's vocabulary is neither cached nor within reach."""
-
-    def fail(*_, **__):
-        raise socket.gaierror(-3, "Temporary failure in name resolution")
-
-    place.monkeypatch.setattr(socket, "getaddrinfo", fail)
-    place.monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    place.monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(place.path / "vocabulary"))
+    without_network(place.monkeypatch, place.path)
 
 
 def no_gpu(place: Place) -> None:

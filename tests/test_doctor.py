@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import tiktoken.registry
 import torch
 
 from kernels import naive_attention, selftest
@@ -19,7 +17,7 @@ from model import ATTENTION, GPT, GPTConfig
 from scripts import doctor, doctor_checks
 from scripts.doctor import examine
 from scripts.doctor_checks import FIX, NOTE, Finding, num_parameters
-from tests.runs import small_run
+from tests.runs import small_run, without_network
 from train import train
 
 SMI = [{"name": "NVIDIA H200", "driver_version": "470.1", "memory.total": "143771", "memory.used": "0"}]
@@ -118,12 +116,7 @@ def future_mask(place: Place) -> None:
 
 
 def no_network(place: Place) -> None:
-    def fail(*_, **__):
-        raise socket.gaierror(-3, "Temporary failure in name resolution")
-
-    place.patch.setattr(socket, "getaddrinfo", fail)
-    place.patch.setattr(tiktoken.registry, "ENCODINGS", {})
-    place.patch.setenv("TIKTOKEN_CACHE_DIR", str(place.path / "vocabulary"))
+    without_network(place.patch, place.path)
 
 
 def full_disk(place: Place) -> None:

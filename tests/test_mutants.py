@@ -1,39 +1,11 @@
 """Three classic mistakes of online softmax, small and named: the checks that guard the kernels catch each."""
 
-import math
-
 import pytest
 import torch
 
 from kernels import naive_attention
+from scripts.variants import online_softmax
 from tests.attention_checks import assert_within_budget, make_qkv
-
-
-def online_softmax(q, k, v, *, causal=True, block=16, running_max=True, rescale=True, global_indices=True):
-    """Forward in the input's precision throughout, with one switch for each mistake."""
-    num_q, num_k, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
-    output = torch.zeros_like(q)
-    for q_start in range(0, num_q, block):
-        q_tile = q[:, :, q_start : q_start + block]
-        maximum = torch.full(q_tile.shape[:-1], -math.inf if running_max else 0.0, dtype=q.dtype)
-        total, acc = torch.zeros_like(maximum), torch.zeros_like(q_tile)
-        for k_start in range(0, num_k, block):
-            k_tile, v_tile = (x[:, :, k_start : k_start + block] for x in (k, v))
-            scores = q_tile @ k_tile.mT * scale
-            if causal:
-                rows, cols = torch.arange(q_tile.shape[2])[:, None], torch.arange(k_tile.shape[2])[None, :]
-                if global_indices:
-                    rows, cols = rows + q_start + num_k - num_q, cols + k_start
-                scores = scores.masked_fill(cols > rows, -math.inf)
-            new_maximum = torch.maximum(maximum, scores.amax(-1)) if running_max else maximum
-            base = new_maximum.masked_fill(new_maximum == -math.inf, 0.0)
-            probs = torch.exp(scores - base[..., None])
-            correction = torch.exp(maximum - base) if rescale else torch.ones_like(base)
-            total = total * correction + probs.sum(-1)
-            acc = acc * correction[..., None] + probs @ v_tile
-            maximum = new_maximum
-        output[:, :, q_start : q_start + block] = acc / total[..., None]
-    return output
 
 
 def inputs(spread: float, dtype: torch.dtype):
