@@ -276,6 +276,9 @@ def draw(report: dict, path: Path) -> None:
         axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else n for n in lengths], fontsize=8)
         axes.xaxis.set_minor_locator(NullLocator())
         axes.margins(y=0.12)
+        low, high = axes.get_ylim()
+        if high < 4 * low:  # on a log axis of its own choice a difference of 1 % would fill the panel
+            axes.set_ylim(low / 2, high * 2)
         axes.grid(alpha=0.25, which="both")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
