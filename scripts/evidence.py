@@ -25,8 +25,8 @@ from rich.table import Table
 
 from conf.program import program
 from scripts.variants import MUTANTS
+from training.provenance import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FAILED = 1  # exit code
 BOOKS = ("data=text", "data.files={books}", "tokenizer=gpt2")
 WIKITEXT = ("data=wikitext2", "data.local_dir={wikitext}", "tokenizer=gpt2")
@@ -200,7 +200,6 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
     }
     gpus: list[str | None] = [] if settings.small else visible_gpus()
     jobs = 1 if settings.small else settings.jobs
-    timed = {name for name, experiment in chosen.items() if experiment.timed}
 
     def one(name: str, gpu: str | None) -> dict:
         row = run(name, chosen[name], settings, run_dir, gpu)
@@ -222,8 +221,8 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
         with ThreadPoolExecutor(len(slots)) as pool:
             return list(pool.map(with_slot, names))
 
-    beside = [name for name in chosen if name not in timed]
-    alone = [name for name in chosen if name in timed]
+    beside = [name for name, experiment in chosen.items() if not experiment.timed]
+    alone = [name for name, experiment in chosen.items() if experiment.timed]
     gpus = gpus or [None]
     if alone and len(gpus) > 1:  # the last GPU is for what is timed
         with ThreadPoolExecutor(2) as pool:
