@@ -374,7 +374,9 @@ def charts(source: Path, folder: Path) -> None:
             axis.xaxis.set_minor_locator(NullLocator())
             axis.margins(y=0.12)
             axis.grid(alpha=0.25)
-        axes[0].legend(fontsize=8, frameon=False)
+        figure.legend(
+            *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8, frameon=False
+        )
         machine = rows[0]["machine"].split(",")[0]
         figure.suptitle(f"attention, {mask}, D = {head_dim}, {dtype}, {machine}", fontsize=11)
         figure.savefig(folder / f"attention_{mask}_{head_dim}_{dtype}.png", dpi=120)
@@ -391,9 +393,8 @@ def _curve(axis, rows: list[dict], column: str, number: int) -> None:
     failed = [int(row["seq_len"]) for row in rows if row.get("error") == "out of memory"]
     if failed:
         axis.scatter(failed, [points[-1][1]] * len(failed), marker="x", color=f"C{number}", s=40)
-        axis.annotate(
-            "out of memory", (failed[0], points[-1][1]), xytext=(0, 7), textcoords="offset points", fontsize=8
-        )
+        place = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+        axis.annotate("out of memory", (failed[len(failed) // 2], points[-1][1]), **place)
 
 
 if __name__ == "__main__":
