@@ -374,9 +374,7 @@ def charts(source: Path, folder: Path) -> None:
             axis.xaxis.set_minor_locator(NullLocator())
             axis.margins(y=0.12)
             axis.grid(alpha=0.25)
-        figure.legend(
-            *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8, frameon=False
-        )
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
         machine = rows[0]["machine"].split(",")[0]
         figure.suptitle(f"attention, {mask}, D = {head_dim}, {dtype}, {machine}", fontsize=11)
         figure.savefig(folder / f"attention_{mask}_{head_dim}_{dtype}.png", dpi=120)
