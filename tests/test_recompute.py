@@ -1,7 +1,10 @@
 """Activation checkpointing: every mode has the gradients of `none`, bit for bit, with dropout, eager and compiled."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import unsupported_reason
 from model import GPT, GPTConfig
@@ -81,6 +84,36 @@ def test_compiled_no_bit_of_a_gradient_changes(backend, attention):
     assert not torch.equal(expected["random stream"], undrawn)  # the masks were drawn
     for mode in RECOMPUTING:
         assert different(step(mode, attention, **options), expected) == [], mode
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by the shapes of their two factors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.mm.default:
+            self.count[tuple(args[0].shape), tuple(args[1].shape)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+# the second is what inductor's partitioner makes of the policy
+@pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
+def test_only_products_that_are_not_kept_are_done_again(backend):
+    """By the shapes of the four weights; nobody needs again what `down` returns."""
+    done = {}
+    for mode in MODES:
+        torch.compiler.reset()
+        with Products() as products:
+            step(mode, "sdpa", backend=backend, num_layers=1, dropout=0.0)
+        done[mode] = products.count
+    qkv, out, up = (((32, 32), (32, columns)) for columns in (64, 32, 256))
+    again = {mode: count - done["none"] for mode, count in done.items()}
+    assert again.pop("full") == again.pop("every_n") == Counter([qkv, out, up])
+    assert again.pop("selective") == Counter([up])
+    assert again == {"none": Counter(), "pointwise": Counter()}
 
 
 @pytest.mark.slow

@@ -147,8 +147,10 @@ def kept_activations(work: Work, layer: int) -> Terms:
     if not is_recomputed(mode, model.checkpoint_every, layer):
         return terms
     kept = {"residual stream": work.tokens * STREAM * model.n_embd}
-    if mode == "selective" and model.attention in ("flash", "sdpa"):  # whose operators the policy names
-        kept["attention"] = terms["attention"]
+    if mode == "selective":
+        kept["products"] = work.tokens * work.dtype.itemsize * (work.packed + model.n_embd)
+        if model.attention in ("flash", "sdpa"):  # whose operators the policy names
+            kept["attention"] = terms["attention"]
     return kept
 
 
