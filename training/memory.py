@@ -3,7 +3,7 @@
 A step passes moments that could be its fullest; each is a sum of terms, and the forecast is the largest. The terms
 count what autograd keeps of each layer of model/gpt.py on CUDA in eager mode. Assumed: torch.compile keeps the same in
 16 bit but for SwiGLU's first factor (on an H200 the 124M model's peaks differ by 0.3 %), and in float32, where it
-recomputes norms, no more; `sdpa` and `tiled` keep what flash keeps, an output and a
+recomputes norms, no more; it recomputes a block piece by piece where `selective` has cut it in two; `sdpa` and `tiled` keep what flash keeps, an output and a
 log-sum-exp; packed documents are as long as their row. Not counted: the CUDA context and the allocator's fragments.
 """
 
@@ -160,7 +160,7 @@ def forecast(work: Work) -> Forecast:
     layers = [kept_activations(work, layer) for layer in range(model.num_layers)]
     block, last = block_activations(work), layers[-1]
     kept = sum(sum(terms.values()) for terms in layers) + (tokens * width if model.dropout else 0)  # the embedding's
-    with_last = kept + max(0, sum(block.values()) - sum(last.values()))  # its backward brings back what it dropped
+    with_last = at_mlp = kept + max(0, sum(block.values()) - sum(last.values()))  # backward brings back what it dropped
     is_whole = not is_recomputed(model.activation_checkpointing, model.checkpoint_every, model.num_layers - 1)
 
     gradients = STREAM * work.weights
@@ -172,6 +172,12 @@ def forecast(work: Work) -> Forecast:
     mlp_work = tokens * size * work.up + dx + (tokens * size * width if size < STREAM else 0)
     if model.mlp == "relu2" and size < STREAM:
         mlp_work += 2 * tokens * STREAM * model.mlp_width
+    if work.compiled and model.activation_checkpointing == "selective":
+        # the MLP starts from x and what `out` returned, so attention's q, k and v come back after it and no sum of the
+        # residual stream is stored; its second product's gradients take over memory: of the other factor, and but for
+        # SwiGLU, where one gradient becomes two, of each other
+        at_mlp = kept + block["norms' outputs"] // 2 + tokens * size * (work.up + model.mlp_width)
+        mlp_work = dx + tokens * size * (width + (work.up if model.mlp == "swiglu" else 0))
     attention_work = dx + tokens * size * (width + 2 * work.packed)  # dO; dq, dk, dv apart and together
     if model.attention == "naive":
         a_pair = NAIVE_WORK if is_whole or size == STREAM else NAIVE_WORK_RECOMPUTED[work.device]
@@ -192,7 +198,7 @@ def forecast(work: Work) -> Forecast:
         },
         "the last MLP's backward": {
             "gradients": accumulated + new,
-            "activations": with_last,
+            "activations": at_mlp,
             "16-bit weights": copies,
             "workspace": mlp_work,
         },
