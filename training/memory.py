@@ -3,8 +3,9 @@
 A step passes moments that could be its fullest; each is a sum of terms, and the forecast is the largest. The terms
 count what autograd keeps of each layer of model/gpt.py on CUDA in eager mode. Assumed: torch.compile keeps the same in
 16 bit but for SwiGLU's first factor (on an H200 the 124M model's peaks differ by 0.3 %), and in float32, where it
-recomputes norms, no more; it recomputes a block piece by piece where `selective` has cut it in two; `sdpa` and `tiled` keep what flash keeps, an output and a
-log-sum-exp; packed documents are as long as their row. Not counted: the CUDA context and the allocator's fragments.
+recomputes norms, no more; it recomputes a block piece by piece where `selective` has cut it in two; `sdpa` and `tiled`
+keep what flash keeps, an output and a log-sum-exp; packed documents are as long as their row. Not counted: the CUDA
+context and the allocator's fragments.
 """
 
 from dataclasses import dataclass
