@@ -126,14 +126,14 @@ class Block(nn.Module):
         return x  # (B, N, C)
 
     def costly_products(self) -> tuple[nn.Linear, ...]:
-        """What activation_checkpointing=selective keeps beside attention, in 16 bit, GPT-2's widths:
+        """The products that activation_checkpointing=selective keeps beside attention.
 
-        FLOPs saved a byte kept: attention N (2NC for 2C bytes), qkv, out and up all C (6C^2 for 6C, 2 for 2, 8 for 8).
-        Per FLOP a narrow product takes longest: its traffic, bytes a FLOP, is 1/K + 1/n; so out, qkv, and up last.
-        `down` costs nothing: nothing in backward reads what it returns, and recomputation ends before it.
+        FLOPs not redone a byte kept, 16 bit: attention's output N (2NC for 2C); qkv, out and up all C (6C^2 for 6C, 2
+        for 2, 8 for 8); down's none, for no block's backward reads it. Of equals, the narrow ones take longest a FLOP:
+        they move 1/K + 1/n bytes for one. So out, qkv, and last up, which is computed again.
 
-        Bytes kept a token and layer, product FLOPs redone: full 4C, 16C^2 and attention; every second block 20C, half
-        of that; selective 14C, 8C^2; with up 22C, none. So selective holds less than every_n and redoes less.
+        A token and layer then keeps 14C bytes, its x among them, and redoes 8C^2; every second block 20C and as much,
+        and half the attention; all blocks 4C and 16C^2, and attention; with up kept too 22C and no product.
         """
         return self.attention.qkv, self.attention.out
 

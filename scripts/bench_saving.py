@@ -1,7 +1,9 @@
-"""What saving costs the loop: `python -m scripts.bench_saving model=gpt2_124m train.batch_tokens=65536`.
+"""What saving costs the loop: `python -m scripts.bench_saving` with the arguments of a run.
 
-Pairs of blocks of the run's own step on random tokens, compiled where the run would be: one block begins with a save in
-the background, as train.py saves, and competes with the writing; the other does not save; which comes first alternates.
+    python -m scripts.bench_saving model=gpt2_124m data.seq_len=1024 train.batch_tokens=65536 hardware.compile=true
+
+Pairs of blocks of the run's own step on random tokens: one block begins with a save in the background, as train.py
+saves, and competes with the writing; the other does not save; which comes first alternates.
 The difference is what one save costs the loop, at any cadence that leaves the writing its time, so a short measurement
 answers for long runs. To expect on a GPU: the copies to pinned host memory, 12 bytes a parameter at what the bus
 carries (124M: 1.5 GB, 30 ms at 50 GB/s), because they stand in the stream of the steps; hashing and writing run beside
