@@ -35,8 +35,11 @@ def recompute(block: nn.Module, *inputs: Any, keep: tuple[nn.Linear, ...] | None
     With `keep` (which may be empty) also what attention and the products with these layers returned.
 
     The random state is kept and put back, so dropout draws the same mask the second time: the gradients are
-    those of the plain call, bit for bit where the operators are deterministic.
+    those of the plain call, bit for bit where the operators are deterministic. Without a backward to come it is the
+    plain call.
     """
+    if not torch.is_grad_enabled():
+        return block(*inputs)
     if keep is None:
         return checkpoint(block, *inputs, use_reentrant=False)
     shapes = tuple((layer.in_features, layer.out_features) for layer in keep)

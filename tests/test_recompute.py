@@ -75,6 +75,18 @@ def test_each_dropout_alone_draws_its_masks_again(dropout):
         assert different(step(mode, "naive", **rates), expected) == [], mode
 
 
+@pytest.mark.parametrize("mode", RECOMPUTING)
+def test_without_gradients_nothing_is_checkpointed(monkeypatch, mode):
+    """It would read the random state for every block and token that is sampled."""
+    monkeypatch.setattr("model.recompute.checkpoint", lambda *_, **__: pytest.fail("checkpointed"))
+    model = GPT(GPTConfig(2, 2, n_embd=32, attention="sdpa", activation_checkpointing=mode), VOCAB, SEQ_LEN)
+    tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
+    with torch.no_grad():
+        model(tokens, tokens)
+    with pytest.raises(pytest.fail.Exception, match="checkpointed"):
+        model(tokens, tokens)
+
+
 # aot_eager traces forward and backward as inductor would, and needs no C++ compiler
 @pytest.mark.parametrize(
     ("backend", "attention"),
