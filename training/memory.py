@@ -175,10 +175,11 @@ def forecast(work: Work) -> Forecast:
         mlp_work += 2 * tokens * STREAM * model.mlp_width
     if work.compiled and model.activation_checkpointing == "selective":
         # the MLP starts from x and what `out` returned, so attention's q, k and v come back after it and no sum of the
-        # residual stream is stored; its second product's gradients take over memory: of the other factor, and but for
-        # SwiGLU, where one gradient becomes two, of each other
+        # residual stream is stored. Of its second product's gradients the first is done before the other, which then
+        # takes the memory of the factor both needed and but for SwiGLU, where one gradient becomes two, is overwritten;
+        # fuller is the moment before, with what `down` returned for the last norm, and that norm's incoming gradient
         at_mlp = kept + block["norms' outputs"] // 2 + tokens * size * (work.up + model.mlp_width)
-        mlp_work = dx + tokens * size * (width + (work.up if model.mlp == "swiglu" else 0))
+        mlp_work = dx + tokens * size * (width + max(2 * width, work.up if model.mlp == "swiglu" else 0))
     attention_work = dx + tokens * size * (width + 2 * work.packed)  # dO; dq, dk, dv apart and together
     if model.attention == "naive":
         a_pair = NAIVE_WORK if is_whole or size == STREAM else NAIVE_WORK_RECOMPUTED[work.device]
