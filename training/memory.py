@@ -174,10 +174,9 @@ def forecast(work: Work) -> Forecast:
     if model.mlp == "relu2" and size < STREAM:
         mlp_work += 2 * tokens * STREAM * model.mlp_width
     if work.compiled and model.activation_checkpointing == "selective":
-        # the MLP starts from x and what `out` returned, so attention's q, k and v come back after it and no sum of the
-        # residual stream is stored. Of its second product's gradients the first is done before the other, which then
-        # takes the memory of the factor both needed and but for SwiGLU, where one gradient becomes two, is overwritten;
-        # fuller is the moment before, with what `down` returned for the last norm, and that norm's incoming gradient
+        # a block comes back in pieces: its MLP needs x and what `out` returned, so q, k and v follow after it, and no
+        # sum of the residual stream is stored. A gradient takes the memory of what it belongs to. Fullest is the last
+        # norm's backward, with what `down` returned and its own gradient; SwiGLU, where one gradient becomes two
         at_mlp = kept + block["norms' outputs"] // 2 + tokens * size * (work.up + model.mlp_width)
         mlp_work = dx + tokens * size * (width + max(2 * width, work.up if model.mlp == "swiglu" else 0))
     attention_work = dx + tokens * size * (width + 2 * work.packed)  # dO; dq, dk, dv apart and together
