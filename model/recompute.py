@@ -3,13 +3,22 @@
 The code says "recompute", because here the word "checkpoint" means files. Source: arXiv:1604.06174.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 MODES = ("none", "pointwise", "full", "every_n", "selective")
+
+ATTENTION_OPERATORS = {
+    torch.ops.flashgpt.flash_fwd.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
 
 
 def is_recomputed(mode: str, every: int, layer: int) -> bool:
@@ -20,23 +29,26 @@ def is_recomputed(mode: str, every: int, layer: int) -> bool:
     return mode in ("full", "selective") or (mode == "every_n" and layer % every == 0)
 
 
-def recompute(block: nn.Module, *inputs: Any, keep_attention: bool = False) -> Tensor:
-    """Run `block(*inputs)` and save only its inputs for backward; with `keep_attention` attention's outputs too.
+def recompute(block: nn.Module, *inputs: Any, keep: tuple[nn.Linear, ...] | None = None) -> Tensor:
+    """Run `block(*inputs)` and save only its inputs for backward.
+
+    With `keep` (which may be empty) also what attention and the products with these layers returned.
 
     The random state is kept and put back, so dropout draws the same mask the second time: the gradients are
-    those of the plain call, bit for bit where the operators are deterministic.
+    those of the plain call, bit for bit where the operators are deterministic. Without a backward to come it is the
+    plain call.
     """
-    policy = {"context_fn": _keeping_attention} if keep_attention else {}
-    return checkpoint(block, *inputs, use_reentrant=False, **policy)
+    if not torch.is_grad_enabled():
+        return block(*inputs)
+    if keep is None:
+        return checkpoint(block, *inputs, use_reentrant=False)
+    shapes = tuple((layer.in_features, layer.out_features) for layer in keep)
+    contexts = partial(create_selective_checkpoint_contexts, partial(_policy, shapes))
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
 
 
-def _keeping_attention():
-    """The outputs of attention (O and LSE) are small, and cost most to compute again: N^2 where the rest costs N."""
-    attention = [
-        torch.ops.flashgpt.flash_fwd.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    ]
-    return create_selective_checkpoint_contexts(attention)
+def _policy(products: tuple[tuple[int, int], ...], ctx: Any, operator: Any, *args: Any, **kwargs: Any):
+    """Save attention, and products whose right-hand matrix has one of these shapes; compute the rest again."""
+    is_product = operator is torch.ops.aten.mm.default and tuple(args[1].shape) in products
+    kept = is_product or operator in ATTENTION_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

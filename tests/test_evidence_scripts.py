@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from scripts import bench_loss, bench_training, break_it
+from scripts import bench_loss, bench_saving, bench_training, break_it
 from scripts.bench_loss import LossBenchSettings
 from scripts.bench_training import BenchSettings
 from scripts.break_it import MISTAKES, BreakSettings
@@ -71,6 +71,23 @@ def test_the_losses_are_compared(tmp_path, capsys):
         assert max(row["dh_error"], row["dweight_error"]) < 1e-2
     with pytest.raises(ValueError, match="padded_vocab=64 must be at least vocab_size=65"):
         LossBenchSettings(vocab_size=65, padded_vocab=64)
+
+
+def test_a_save_is_paid_for_by_the_loop_once_a_cadence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_saving, "VOCAB_SIZE", 50)
+    monkeypatch.setattr(bench_saving, "BLOCK_SECONDS", 0.01)
+    calls = []
+    monkeypatch.setattr(bench_saving, "training_step", lambda *_: calls.append(1))
+    monkeypatch.setattr(bench_saving.time, "perf_counter", iter(range(10**6)).__next__)  # every look takes a second
+    chosen = settings("hardware=cpu", "model=tiny", "model.num_layers=1", "data.seq_len=16", "train.batch_tokens=64",
+                      "train.save_every=20")  # fmt: skip
+    bench_saving.main.__wrapped__(chosen, tmp_path)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(calls) == 3 + 10 + 2 * bench_saving.PAIRS * found["block_steps"]
+    assert found["costs_ms"] == [1000.0] * bench_saving.PAIRS  # the look after the call
+    assert found["cost"] == pytest.approx(1000 / (20 * found["step_ms"]))
+    assert found["save_every_at_promise"] == pytest.approx(50_000 / found["step_ms"], abs=1)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000005"]
 
 
 def test_parts_of_a_step_are_summed_over_its_micro_batches(monkeypatch):

@@ -41,13 +41,13 @@ def test_what_fits_is_left_alone():
 
 
 def test_what_does_not_fit_is_refused_with_the_cheapest_changes_and_their_forecasts():
-    message = refused(plan(12))
-    assert message.startswith("train.micro_batch=64 needs 23.")
+    message = refused(plan(14))
+    assert message.startswith("train.micro_batch=64 needs 24.")
     found = dict(re.findall(r"([a-z_.]+=\w+) \((\d+\.\d+) GiB\)", message))
     assert list(found) == [
         "train.micro_batch=16", "model.activation_checkpointing=selective", "model.activation_checkpointing=full",
     ]  # fmt: skip
-    assert all(float(forecast) <= 12 / MARGIN for forecast in found.values())
+    assert all(float(forecast) <= 14 / MARGIN for forecast in found.values())
 
 
 def test_what_costs_no_time_comes_first():

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import cross_entropy, linear_cross_entropy
 from kernels.cross_entropy_kernels import launch_cross_entropy_bwd, launch_cross_entropy_fwd
-from kernels.linear_cross_entropy import linear_cross_entropy_fwd
+from kernels.linear_cross_entropy import default_chunk, linear_cross_entropy_fwd
 from tests.test_cross_entropy import make
 from tests.test_model import batch, loss_and_gradients, small_gpt
 
@@ -67,6 +67,10 @@ def test_under_autocast_the_products_are_bf16_and_their_sum_is_fp32():
         assert ((ours - theirs).norm() / theirs.norm()).item() < 6e-3  # 8e-3 with a bf16 sum, 4e-3 without
 
 
+def test_most_logits_are_never_alive_where_there_are_many():
+    assert [default_chunk(tokens) for tokens in (100, 16384, 40001, 65536, 2**20)] == [4096, 4096, 10001, 16384, 16384]
+
+
 def test_twice_the_same_bits():
     h, weight, targets = inputs()
     first, second = (results(lambda h, w: linear_cross_entropy(h, w, targets, VOCAB, 8), h, weight) for _ in range(2))
@@ -74,17 +78,19 @@ def test_twice_the_same_bits():
 
 
 class Largest(TorchDispatchMode):
-    """Counts products, and the numbers of the largest tensor with a vocabulary's columns."""
+    """Counts products, and the numbers of the largest tensor with a vocabulary's columns; where products put logits."""
 
     def __init__(self):
         super().__init__()
-        self.largest, self.products = 0, 0
+        self.largest, self.products, self.places = 0, 0, set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
+        is_product = function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        self.products += is_product
         if isinstance(out, torch.Tensor) and not function.is_view and out.dim() == 2 and out.shape[1] in (VOCAB, 64):
             self.largest = max(self.largest, out.numel())
-        self.products += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+            self.places |= {out.data_ptr()} if is_product else set()
         return out
 
 
@@ -94,6 +100,7 @@ def test_only_a_chunk_has_logits_and_an_evaluation_does_one_product(gradient):
     with Largest() as seen, torch.no_grad():  # as below autograd
         linear_cross_entropy_fwd._init_fn(h, weight, targets, VOCAB, 8, gradient)
     assert seen.largest == 8 * 64
+    assert len(seen.places) == 1  # the next chunk's take the memory of the last one's
     assert seen.products == 5 * (3 if gradient else 1)
 
 

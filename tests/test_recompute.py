@@ -1,7 +1,11 @@
 """Activation checkpointing: every mode has the gradients of `none`, bit for bit, with dropout, eager and compiled."""
 
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import unsupported_reason
 from model import GPT, GPTConfig
@@ -18,8 +22,19 @@ def _compiled_anew():
     torch.compiler.reset()
 
 
-def step(mode: str, attention: str, *, backend: str | None = None, seed: int = 7, **changes) -> dict[str, torch.Tensor]:
-    """Loss, gradients and what is left of the random stream after a forward and backward with both kinds of dropout."""
+def step(
+    mode: str,
+    attention: str,
+    *,
+    backend: str | None = None,
+    seed: int = 7,
+    watch: AbstractContextManager | None = None,
+    **changes,
+) -> dict[str, torch.Tensor]:
+    """Loss, gradients and what is left of the random stream after a forward and backward with both kinds of dropout.
+
+    `watch` is around the backward: nothing is compiled under a dispatch mode.
+    """
     sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "n_embd": 32, "mlp": "swiglu", "qk_norm": True}
     # sdpa has no attention dropout
     rates = {"dropout": 0.2, "attention_dropout": 0.0 if attention == "sdpa" else 0.3}
@@ -29,7 +44,8 @@ def step(mode: str, attention: str, *, backend: str | None = None, seed: int = 7
     tokens = torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(seed)
     loss = forward(tokens, tokens.roll(-1, 1))
-    loss.backward()
+    with watch or nullcontext():
+        loss.backward()
     found = {"loss": loss.detach(), "random stream": torch.get_rng_state()}
     return found | {name: weight.grad for name, weight in model.named_parameters()}
 
@@ -59,6 +75,18 @@ def test_each_dropout_alone_draws_its_masks_again(dropout):
         assert different(step(mode, "naive", **rates), expected) == [], mode
 
 
+@pytest.mark.parametrize("mode", RECOMPUTING)
+def test_without_gradients_nothing_is_checkpointed(monkeypatch, mode):
+    """It would read the random state for every block and token that is sampled."""
+    monkeypatch.setattr("model.recompute.checkpoint", lambda *_, **__: pytest.fail("checkpointed"))
+    model = GPT(GPTConfig(2, 2, n_embd=32, attention="sdpa", activation_checkpointing=mode), VOCAB, SEQ_LEN)
+    tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
+    with torch.no_grad():
+        model(tokens, tokens)
+    with pytest.raises(pytest.fail.Exception, match="checkpointed"):
+        model(tokens, tokens)
+
+
 # aot_eager traces forward and backward as inductor would, and needs no C++ compiler
 @pytest.mark.parametrize(
     ("backend", "attention"),
@@ -81,6 +109,40 @@ def test_compiled_no_bit_of_a_gradient_changes(backend, attention):
     assert not torch.equal(expected["random stream"], undrawn)  # the masks were drawn
     for mode in RECOMPUTING:
         assert different(step(mode, attention, **options), expected) == [], mode
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by the shapes of their two factors."""
+
+    supports_higher_order_operators = True  # compiled CPU attention is run by one
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.mm.default:
+            self.count[tuple(args[0].shape), tuple(args[1].shape)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+# the second is what inductor's partitioner makes of the policy
+@pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
+def test_only_products_that_are_not_kept_are_done_again(backend):
+    """By the shapes of the four weights. What `down` returns, no block's backward reads; compiled, the norm after the
+    last block has it computed again rather than kept."""
+    done = {}
+    for mode in MODES if backend is None else ("none", "full", "selective"):
+        torch.compiler.reset()
+        products = Products()
+        step(mode, "sdpa", backend=backend, num_layers=1, dropout=0.0, watch=products)
+        done[mode] = products.count
+    qkv, out, up = (((32, 32), (32, columns)) for columns in (64, 32, 256))
+    last = [((32, 128), (128, 32))] if backend else []
+    again = {mode: count - done["none"] for mode, count in done.items()}
+    for mode, count in again.items():
+        expected = {"full": [qkv, out, up, *last], "every_n": [qkv, out, up], "selective": [up, *last]}.get(mode, [])
+        assert count == Counter(expected), mode
 
 
 @pytest.mark.slow

@@ -3,15 +3,16 @@
 A step passes moments that could be its fullest; each is a sum of terms, and the forecast is the largest. The terms
 count what autograd keeps of each layer of model/gpt.py on CUDA in eager mode. Assumed: torch.compile keeps the same in
 16 bit but for SwiGLU's first factor (on an H200 the 124M model's peaks differ by 0.3 %), and in float32, where it
-recomputes norms, no more; `sdpa` and `tiled` keep what flash keeps, an output and a
-log-sum-exp; packed documents are as long as their row. Not counted: the CUDA context and the allocator's fragments.
+recomputes norms, no more; it recomputes a block piece by piece where `selective` has cut it in two; `sdpa` and `tiled`
+keep what flash keeps, an output and a log-sum-exp; packed documents are as long as their row. Not counted: the CUDA
+context and the allocator's fragments.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from kernels.linear_cross_entropy import CHUNK_TOKENS
+from kernels.linear_cross_entropy import default_chunk
 from model import GPTConfig
 from model.config import round_up
 from model.gpt import VOCAB_MULTIPLE
@@ -147,8 +148,10 @@ def kept_activations(work: Work, layer: int) -> Terms:
     if not is_recomputed(mode, model.checkpoint_every, layer):
         return terms
     kept = {"residual stream": work.tokens * STREAM * model.n_embd}
-    if mode == "selective" and model.attention in ("flash", "sdpa"):  # whose operators the policy names
-        kept["attention"] = terms["attention"]
+    if mode == "selective":
+        kept["products"] = work.tokens * work.dtype.itemsize * (work.packed + model.n_embd)
+        if model.attention in ("flash", "sdpa"):  # whose operators the policy names
+            kept["attention"] = terms["attention"]
     return kept
 
 
@@ -158,7 +161,7 @@ def forecast(work: Work) -> Forecast:
     layers = [kept_activations(work, layer) for layer in range(model.num_layers)]
     block, last = block_activations(work), layers[-1]
     kept = sum(sum(terms.values()) for terms in layers) + (tokens * width if model.dropout else 0)  # the embedding's
-    with_last = kept + max(0, sum(block.values()) - sum(last.values()))  # its backward brings back what it dropped
+    with_last = at_mlp = kept + max(0, sum(block.values()) - sum(last.values()))  # backward brings back what it dropped
     is_whole = not is_recomputed(model.activation_checkpointing, model.checkpoint_every, model.num_layers - 1)
 
     gradients = STREAM * work.weights
@@ -170,6 +173,12 @@ def forecast(work: Work) -> Forecast:
     mlp_work = tokens * size * work.up + dx + (tokens * size * width if size < STREAM else 0)
     if model.mlp == "relu2" and size < STREAM:
         mlp_work += 2 * tokens * STREAM * model.mlp_width
+    if work.compiled and model.activation_checkpointing == "selective":
+        # a block comes back in pieces: its MLP needs x and what `out` returned, so q, k and v follow after it, and no
+        # sum of the residual stream is stored. A gradient takes the memory of what it belongs to. Fullest is the last
+        # norm's backward, with what `down` returned and its own gradient; SwiGLU, where one gradient becomes two
+        at_mlp = kept + block["norms' outputs"] // 2 + tokens * size * (work.up + model.mlp_width)
+        mlp_work = dx + tokens * size * (width + max(2 * width, work.up if model.mlp == "swiglu" else 0))
     attention_work = dx + tokens * size * (width + 2 * work.packed)  # dO; dq, dk, dv apart and together
     if model.attention == "naive":
         a_pair = NAIVE_WORK if is_whole or size == STREAM else NAIVE_WORK_RECOMPUTED[work.device]
@@ -190,7 +199,7 @@ def forecast(work: Work) -> Forecast:
         },
         "the last MLP's backward": {
             "gradients": accumulated + new,
-            "activations": with_last,
+            "activations": at_mlp,
             "16-bit weights": copies,
             "workspace": mlp_work,
         },
@@ -228,9 +237,9 @@ def loss_bytes(work: Work) -> int:
         if work.device == "cpu":  # float32 copy, log-probabilities and their gradient
             return h + table + tokens * (3 * STREAM * work.vocab_size)
         return h + table + tokens * (2 * size * work.columns + 2 * STREAM)  # logits, their gradient, statistics
-    chunk = min(CHUNK_TOKENS, tokens)
+    chunk = min(default_chunk(tokens), tokens)
     a_logit = size + (3 * STREAM if work.device == "cpu" else 0)
-    whole_h = tokens * STREAM * width if size < STREAM else 0  # as the norm returns it
+    whole_h = tokens * STREAM * width if size < STREAM and not work.compiled else 0  # as the norm returns it
     return 2 * h + whole_h + table + STREAM * work.table + chunk * a_logit * work.columns
 
 
