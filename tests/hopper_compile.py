@@ -34,15 +34,15 @@ def _forward(constants: dict):
 
 
 def _backward(constants: dict):
-    from kernels.hopper_bwd import hopper_bwd_kernel
+    from kernels.hopper_bwd_kernel import hopper_bwd_kernel
 
-    head_dim, block_q, block_k = constants["HEAD_DIM"], constants["BLOCK_Q"], constants["BLOCK_K"]
-    types = dict.fromkeys(("q_desc", "do_desc"), _descriptor("bf16", [1, 1, block_q, head_dim]))
-    types |= dict.fromkeys(("k_desc", "v_desc", "dk_desc", "dv_desc"), _descriptor("bf16", [1, 1, block_k, head_dim]))
-    types |= dict.fromkeys(("lse_desc", "delta_desc"), _descriptor("fp32", [1, block_q]))
-    types |= {"dq_desc": _descriptor("fp32", [block_q, head_dim]), "scale": "fp32", "scale_log2": "fp32"}
+    head_dim = constants["HEAD_DIM"]
+    types = dict.fromkeys(("q_desc", "do_desc", "dk_desc", "dv_desc"), _descriptor("bf16", [1, 1, 64, head_dim]))
+    types |= dict.fromkeys(("k_desc", "v_desc"), _descriptor("bf16", [1, 1, 128, head_dim]))
+    types |= dict.fromkeys(("lse_desc", "delta_desc"), _descriptor("fp32", [1, 64]))
+    types |= {"dq_desc": _descriptor("fp32", [2 * head_dim, 32]), "scale": "fp32", "scale_log2": "fp32"}
     types |= {"turns_ptr": "*i32"}
-    return hopper_bwd_kernel, types, 8
+    return hopper_bwd_kernel, types, 4
 
 
 def compile_report(which: str, constants: dict) -> dict:

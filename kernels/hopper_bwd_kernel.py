@@ -1,0 +1,340 @@
+"""The main kernel of the Hopper backward, in Gluon: dK and dV in registers, dQ added up in global memory.
+
+Roles. Two consumer warpgroups own 64 keys each and hold their dK and dV in registers; one producer warp streams the
+query tiles of all query heads of the group past them; two writer warps add dQ to global memory. Scores are transposed,
+so that P^T and dS^T are left operands from registers. A consumer's step:
+
+    tensor cores   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q
+    other units                  exp2: P^T       dS^T -> shared
+
+dQ = dS K needs the dS of both consumers. Who computes it is the difference between the two head_dims:
+
+    64     a warpgroup of its own, from shared memory, a step or two behind. K and V stay in the consumers' registers
+           (as shared operands S^T and dP^T alone would fill shared memory's bandwidth), nothing makes a consumer wait
+           for the other one, and the next item's K and V are loaded while this one runs.
+    128    registers are full, so each consumer computes half of dQ's columns itself, after a meeting at ds_full.
+
+Barriers (mbarriers; [s] is a stage of a ring):
+    k_full[s], v_full    an item's keys, values are there      k_empty[s], v_empty   ... are read (128: and dK, dV out)
+    full[s]              a step's Q, dO, LSE, delta are there  empty[s]              both consumers are done with them
+    ds_full[s]           both halves of dS are there           ds_empty[s]           dQ is computed from them (64)
+    dq_full[w]           dQ is there for writer w              dq_empty[w]           it has been read
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels import hopper_tma as tma
+from kernels.hopper_bwd_roles import (
+    BLOCK_K,
+    BLOCK_Q,
+    CONSUMERS,
+    KEYS,
+    WRITERS,
+    in_register_order,
+    num_own_items,
+    owned,
+    producer,
+    query_tiles,
+    slot,
+    unmasked_from,
+    writer,
+)
+
+S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
+
+
+@gluon.jit
+def _product(left, right):
+    """left @ right, (64, 64) in fp32: started, to be waited for."""
+    return warpgroup_mma(left, right, gl.zeros([64, 64], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _score_gradient(
+    k, v, streamed, stage, key, row, sizes, scale_log2, dv,
+    MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """dS^T (KEYS, BLOCK_Q), rounded; on the way dV += P^T dO, which is still in flight at the end."""
+    q_smem, do_smem, lse_smem, delta_smem = streamed
+    _num_heads, _num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    scores = _product(k, q_smem.index(stage).permute((1, 0)))
+    dp = _product(v, do_smem.index(stage).permute((1, 0)))
+    lse = lse_smem.index(stage).load(columns)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    p = gl.exp2(scores * scale_log2 - lse[None, :])
+    if MASKED:
+        keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
+        if CAUSAL:
+            last_seen = row + (num_k - num_q) + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
+            p = gl.where(keys <= last_seen, p, 0.0)
+        else:
+            p = gl.where(keys < num_k, p, 0.0)
+    operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
+    dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
+    delta = delta_smem.index(stage).load(columns)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    return (p * (dp - delta[None, :])).to(q_smem.dtype), dv
+
+
+@gluon.jit
+def _store_dq(dq, tile, full, empty, phase):
+    """Hand a (64, 64) share of dQ to a writer."""
+    mbarrier.wait(empty, phase ^ 1)
+    tile.store(in_register_order(dq))
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def _gradient_step(
+    k, v, k_smem, streamed, ds_smem, dq_smem, barriers, step, key, row, sizes, scale_log2, dk, dv,
+    MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """One query tile's share of dK and dV, and dS for its dQ."""
+    full, empty, ds_full, ds_empty, dq_full, dq_empty = barriers
+    q_smem = streamed[0]
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    stage, phase = slot(step, STAGES)
+    place, use = slot(step, 2)
+    mbarrier.wait(full.index(stage), phase)
+    ds, dv = _score_gradient(
+        k, v, streamed, stage, key, row, sizes, scale_log2, dv, MASKED, HEAD_DIM, CAUSAL
+    )  # fmt: skip
+    if HEAD_DIM == 64:
+        mbarrier.wait(ds_empty.index(place), use ^ 1)
+    ds_smem.index(place).slice(KEYS * CONSUMER, KEYS, 0).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(place), count=1)
+    operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
+    if HEAD_DIM == 64:
+        dk = warpgroup_mma(operand, q_smem.index(stage), dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+    else:
+        dv = warpgroup_mma_wait(0, deps=(dv,))
+        mbarrier.wait(ds_full.index(place), use)
+        # a consumer is here only when it has read the dS of the step before: two places are enough
+        dq = _product(ds_smem.index(place).permute((1, 0)), k_smem.slice(64 * CONSUMER, 64, 1))
+        dk = warpgroup_mma(operand, q_smem.index(stage), dk, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        half = dq_smem.index(place).slice(128 * CONSUMER, 128, 0)
+        _store_dq(dq, half, dq_full.index(place), dq_empty.index(place), use)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+    mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _consumer(
+    outputs, tiles, barriers, sizes, scale, scale_log2,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):  # fmt: skip
+    dk_desc, dv_desc = outputs
+    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = tiles
+    k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = barriers
+    num_heads, num_kv_heads, _num_batch_kv_heads, _num_q, _num_k, _heads_per_section = sizes
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    dtype: gl.constexpr = k_smem.dtype
+    streamed = (q_smem, do_smem, lse_smem, delta_smem)
+    ring = (full, empty, ds_full, ds_empty, dq_full, dq_empty)
+    step = 0
+    for done in range(num_own_items(sizes)):
+        tile, batch, kv_head = owned(done, sizes, CAUSAL)
+        key = tile * BLOCK_K + KEYS * CONSUMER
+        first, end = query_tiles(tile, sizes, CAUSAL)
+        unmasked = unmasked_from(key, first, end, sizes, CAUSAL)
+        k_stage, k_phase = slot(done, K_STAGES)
+        mbarrier.wait(k_full.index(k_stage), k_phase)
+        k_tile = k_smem.index(k_stage)
+        k = k_tile.slice(KEYS * CONSUMER, KEYS, 0)
+        v = v_smem.slice(KEYS * CONSUMER, KEYS, 0)
+        if HEAD_DIM == 64:
+            k = k.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            mbarrier.wait(v_full, done & 1)
+            v = v.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            mbarrier.arrive(v_empty, count=1)
+        else:
+            mbarrier.wait(v_full, done & 1)
+        dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
+        dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
+        for _ in range(num_heads // num_kv_heads):
+            for query_tile in range(first, unmasked):
+                dk, dv = _gradient_step(
+                    k, v, k_tile, streamed, ds_smem, dq_smem, ring, step + query_tile - first, key,
+                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, True, HEAD_DIM, STAGES, CAUSAL, CONSUMER,
+                )  # fmt: skip
+            for query_tile in range(unmasked, end):
+                dk, dv = _gradient_step(
+                    k, v, k_tile, streamed, ds_smem, dq_smem, ring, step + query_tile - first, key,
+                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, False, HEAD_DIM, STAGES, CAUSAL, CONSUMER,
+                )  # fmt: skip
+            step += end - first
+        if HEAD_DIM == 64:
+            mbarrier.arrive(k_empty.index(k_stage), count=1)
+            tma.store_wait(0)  # the item before has left these tiles
+            dk_tile = out_smem.index(CONSUMER)
+            dv_tile = out_smem.index(CONSUMERS + CONSUMER)
+        else:
+            # both consumers are done with K and V: their tiles carry dK and dV out
+            tma.named_barrier("bar.sync", 10, 256)
+            dk_tile = k_tile.slice(KEYS * CONSUMER, KEYS, 0)
+            dv_tile = v_smem.slice(KEYS * CONSUMER, KEYS, 0)
+        dk_tile.store((dk * scale).to(dtype))
+        dv_tile.store(dv.to(dtype))
+        fence_async_shared()
+        out_tile4: gl.constexpr = [1, 1, KEYS, HEAD_DIM]
+        tma.store(dk_desc, [batch, kv_head, key, 0], dk_tile._reinterpret(dtype, out_tile4, dk_desc.layout))
+        tma.store(dv_desc, [batch, kv_head, key, 0], dv_tile._reinterpret(dtype, out_tile4, dv_desc.layout))
+        if HEAD_DIM == 128:
+            tma.store_wait(0)
+            mbarrier.arrive(k_empty.index(k_stage), count=1)
+            mbarrier.arrive(v_empty, count=1)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _query_gradient(
+    tiles, barriers, sizes,
+    HEAD_DIM: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """dQ = dS K of every step, for head_dim 64."""
+    k_smem, ds_smem, dq_smem = tiles
+    k_full, k_empty, ds_full, ds_empty, dq_full, dq_empty = barriers
+    num_heads, num_kv_heads, _num_batch_kv_heads, _num_q, _num_k, _heads_per_section = sizes
+    step = 0
+    for done in range(num_own_items(sizes)):
+        tile, _batch, _kv_head = owned(done, sizes, CAUSAL)
+        first, end = query_tiles(tile, sizes, CAUSAL)
+        k_stage, k_phase = slot(done, K_STAGES)
+        mbarrier.wait(k_full.index(k_stage), k_phase)
+        for _ in range(num_heads // num_kv_heads * (end - first)):
+            place, use = slot(step, 2)
+            mbarrier.wait(ds_full.index(place), use)
+            dq = _product(ds_smem.index(place).permute((1, 0)), k_smem.index(k_stage))
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            mbarrier.arrive(ds_empty.index(place), count=1)
+            _store_dq(dq, dq_smem.index(place), dq_full.index(place), dq_empty.index(place), use)
+            step += 1
+        mbarrier.arrive(k_empty.index(k_stage), count=1)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_heads", "num_kv_heads", "num_batch_kv_heads", "num_q", "num_q_padded", "num_k", "heads_per_section",
+    ]
+)  # fmt: skip
+def hopper_bwd_kernel(
+    q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows
+    k_desc,  # (B, Hkv, Nk, D), tiles of 128 rows
+    v_desc,  # (B, Hkv, Nk, D), tiles of 128 rows
+    do_desc,  # (B, Hq, Nq, D), tiles of 64 rows
+    lse_desc,  # (B * Hq, num_q_padded) fp32, base 2, +inf where a row sees nothing
+    delta_desc,  # (B * Hq, num_q_padded) fp32
+    dq_desc,  # (B * Hq * num_q_padded * D / 32, 32) fp32: dQ / scale, see `in_register_order`
+    dk_desc,  # (B, Hkv, Nk, D), tiles of 64 rows
+    dv_desc,  # (B, Hkv, Nk, D), tiles of 64 rows
+    turns_ptr,  # (B * Hq * num_q_padded / 64,) int32, zeros: how many items have added to a query tile
+    num_heads,  # Hq
+    num_kv_heads,  # Hkv
+    num_batch_kv_heads,  # B * Hkv
+    num_q,
+    num_q_padded,
+    num_k,
+    heads_per_section,
+    scale,
+    scale_log2,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    K_STAGES: gl.constexpr = 128 // HEAD_DIM
+    dtype: gl.constexpr = q_desc.dtype
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_Q, HEAD_DIM], dtype)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    k_smem = gl.allocate_shared_memory(dtype, [K_STAGES, BLOCK_K, HEAD_DIM], k_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [BLOCK_K, HEAD_DIM], k_layout)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, HEAD_DIM], q_layout)
+    do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, HEAD_DIM], q_layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], row_layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], row_layout)
+    ds_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], ds_layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [WRITERS, BLOCK_Q * HEAD_DIM // 32, 32], dq_desc.layout)
+    if HEAD_DIM == 64:
+        out_smem = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, KEYS, HEAD_DIM], k_layout)
+    else:
+        out_smem = k_smem
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], bar_layout)
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], bar_layout)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], bar_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    dq_full = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], bar_layout)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], bar_layout)
+    who_computes_dq: gl.constexpr = 1 if HEAD_DIM == 64 else CONSUMERS
+    for stage in gl.static_range(K_STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS + (1 if HEAD_DIM == 64 else 0))
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(v_empty, count=CONSUMERS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    for place in gl.static_range(2):
+        mbarrier.init(ds_full.index(place), count=CONSUMERS)
+        mbarrier.init(ds_empty.index(place), count=1)
+        mbarrier.init(dq_full.index(place), count=who_computes_dq)
+        mbarrier.init(dq_empty.index(place), count=1)
+    fence_async_shared()
+
+    loaded = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem)
+    tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
+    loads = (k_full, k_empty, v_full, v_empty, full, empty)
+    barriers = (k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty)
+    sizes = (num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section)
+    inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
+    sums = (dq_desc, turns_ptr, dq_smem)
+    outputs = (dk_desc, dv_desc)
+    if HEAD_DIM == 64:
+        gl.warp_specialize(
+            [
+                (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
+                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
+                (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
+                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
+                (_query_gradient, ((k_smem, ds_smem, dq_smem),
+                                   (k_full, k_empty, ds_full, ds_empty, dq_full, dq_empty), sizes,
+                                   HEAD_DIM, K_STAGES, CAUSAL)),
+                (producer, (inputs, loaded, loads, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
+                (writer, (sums, (dq_full, dq_empty), sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
+                (writer, (sums, (dq_full, dq_empty), sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
+            ],
+            [4, 4, 1, 1, 1], [208, 72, 24, 24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
+                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
+                (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
+                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
+                (producer, (inputs, loaded, loads, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
+                (writer, (sums, (dq_full, dq_empty), sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
+                (writer, (sums, (dq_full, dq_empty), sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
+            ],
+            [4, 1, 1, 1], [240, 24, 24, 24],
+        )  # fmt: skip

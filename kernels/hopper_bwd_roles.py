@@ -1,0 +1,188 @@
+"""What the Hopper backward's roles share: who owns which keys, in which order queries pass, loads, and dQ's sum.
+
+An item is BLOCK_K keys of one KV head with all query tiles that see them. Programs take the items in turn.
+
+dQ is summed in fp32 in global memory, by bulk adds in a fixed order, so that its bits are the same in every run. Each
+query tile has a counter, its turn: an item adds its share when so many items have added as come before it. Without a
+mask these are the items of smaller keys. Under the causal mask they are those of larger keys: an item begins at its
+diagonal and goes down the queries, so the one before it in the order is two steps ahead by itself and nobody waits.
+Either way an item waits only for items that were handed out earlier, which is why no program can wait for ever.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from kernels import hopper_tma as tma
+
+ROWS = 64  # of a query tile, and of a turn
+BLOCK_Q = gl.constexpr(ROWS)
+BLOCK_K = gl.constexpr(128)  # keys of an item
+CONSUMERS = gl.constexpr(2)
+KEYS = gl.constexpr(64)  # of a consumer
+WRITERS = gl.constexpr(2)
+
+
+@gluon.jit
+def num_own_items(sizes):
+    """How many items this program takes."""
+    _num_heads, _num_kv_heads, num_batch_kv_heads, _num_q, num_k, _heads_per_section = sizes
+    items = (num_k + BLOCK_K - 1) // BLOCK_K * num_batch_kv_heads
+    return (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def owned(item, sizes, CAUSAL: gl.constexpr):
+    """(key tile, batch, KV head) of an item. Sections of heads that share L2; in each, tile by tile."""
+    _num_heads, num_kv_heads, num_batch_kv_heads, _num_q, num_k, heads_per_section = sizes
+    num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
+    section = item // (num_tiles * heads_per_section)
+    first_head = section * heads_per_section
+    rest = item - first_head * num_tiles
+    heads_here = gl.minimum(heads_per_section, num_batch_kv_heads - first_head)
+    tile = rest // heads_here
+    batch_kv_head = first_head + rest - tile * heads_here
+    batch = batch_kv_head // num_kv_heads
+    if CAUSAL:
+        tile = num_tiles - 1 - tile
+    return tile, batch, batch_kv_head - batch * num_kv_heads
+
+
+@gluon.jit
+def query_tiles(tile, sizes, CAUSAL: gl.constexpr):
+    """Query tiles that see a key of this tile, as (first, end)."""
+    _num_heads, _num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
+    end = (num_q + BLOCK_Q - 1) // BLOCK_Q
+    if CAUSAL:
+        return gl.minimum(gl.maximum(tile * BLOCK_K - (num_k - num_q), 0) // BLOCK_Q, end), end
+    else:
+        return 0, end
+
+
+@gluon.jit
+def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
+    """The first of the query tiles first .. end that a consumer with keys key .. key + KEYS needs no mask for."""
+    _num_heads, _num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
+    if CAUSAL:
+        all_seen = (gl.maximum(key + KEYS - 1 - (num_k - num_q), 0) + BLOCK_Q - 1) // BLOCK_Q
+        return gl.minimum(gl.maximum(all_seen, first), end)
+    else:
+        return gl.where(key + KEYS > num_k, end, first)
+
+
+@gluon.jit
+def slot(step, STAGES: gl.constexpr):
+    """Stage of a ring and phase of its barriers at the step-th use."""
+    if STAGES == 1:
+        return 0, step & 1
+    elif STAGES == 2:
+        return step & 1, (step >> 1) & 1
+    else:
+        return step % STAGES, (step // STAGES) & 1
+
+
+@gluon.jit
+def producer(
+    descriptors, tiles, barriers, sizes,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Loads K and V of each item, and Q, dO, LSE and delta of each step."""
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descriptors
+    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = tiles
+    k_full, k_empty, v_full, v_empty, full, empty = barriers
+    num_heads, num_kv_heads, _num_batch_kv_heads, _num_q, _num_k, _heads_per_section = sizes
+    group_size = num_heads // num_kv_heads
+    k_tile4: gl.constexpr = [1, 1, BLOCK_K, HEAD_DIM]
+    q_tile4: gl.constexpr = [1, 1, BLOCK_Q, HEAD_DIM]
+    k_bytes: gl.constexpr = BLOCK_K * HEAD_DIM * 2
+    step_bytes: gl.constexpr = 2 * (BLOCK_Q * HEAD_DIM * 2 + BLOCK_Q * 4)
+    step = 0
+    for done in range(num_own_items(sizes)):
+        tile, batch, kv_head = owned(done, sizes, CAUSAL)
+        k_stage, k_phase = slot(done, K_STAGES)
+        mbarrier.wait(k_empty.index(k_stage), k_phase ^ 1)
+        mbarrier.expect(k_full.index(k_stage), k_bytes)
+        tma.load(
+            k_desc, [batch, kv_head, tile * BLOCK_K, 0], k_full.index(k_stage),
+            k_smem.index(k_stage)._reinterpret(k_desc.dtype, k_tile4, k_desc.layout),
+        )  # fmt: skip
+        mbarrier.wait(v_empty, (done & 1) ^ 1)
+        mbarrier.expect(v_full, k_bytes)
+        tma.load(
+            v_desc, [batch, kv_head, tile * BLOCK_K, 0], v_full,
+            v_smem._reinterpret(v_desc.dtype, k_tile4, v_desc.layout),
+        )  # fmt: skip
+        first, end = query_tiles(tile, sizes, CAUSAL)
+        for member in range(group_size):
+            head = kv_head * group_size + member
+            for query_tile in range(first, end):
+                row = query_tile * BLOCK_Q
+                stage, phase = slot(step, STAGES)
+                ready = full.index(stage)
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                mbarrier.expect(ready, step_bytes)
+                tma.load(
+                    q_desc, [batch, head, row, 0], ready,
+                    q_smem.index(stage)._reinterpret(q_desc.dtype, q_tile4, q_desc.layout),
+                )  # fmt: skip
+                tma.load(
+                    do_desc, [batch, head, row, 0], ready,
+                    do_smem.index(stage)._reinterpret(do_desc.dtype, q_tile4, do_desc.layout),
+                )  # fmt: skip
+                tma.load(
+                    lse_desc, [batch * num_heads + head, row], ready,
+                    lse_smem.index(stage)._reinterpret(gl.float32, [1, BLOCK_Q], lse_desc.layout),
+                )  # fmt: skip
+                tma.load(
+                    delta_desc, [batch * num_heads + head, row], ready,
+                    delta_smem.index(stage)._reinterpret(gl.float32, [1, BLOCK_Q], delta_desc.layout),
+                )  # fmt: skip
+                step += 1
+
+
+@gluon.jit
+def in_register_order(dq):
+    """dQ (64, 64) in wgmma's layout as (128, 32): what a thread holds side by side, so that it is stored 16 bytes at
+    a time and without bank conflicts. Row 16 w + 8 h + r, column 8 n + 2 c + b go to (((((n 4 + w) 8 + r) 4 + c) 2 + h)
+    2 + b); the sum in global memory has this order too, and `_after_kernel` undoes it."""
+    return gl.reshape(gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5)), [128, 32])
+
+
+@gluon.jit
+def writer(
+    tensors, barriers, sizes, num_q_padded,
+    WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Adds every second step's share of dQ to global memory when its turn has come. The first to come stores it.
+
+    An add is complete, and the turn passed on, only a few thousand cycles after its step: hence two of these.
+    """
+    dq_desc, turns_ptr, dq_smem = tensors
+    dq_full, dq_empty = barriers
+    num_heads, num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
+    group_size = num_heads // num_kv_heads
+    before = 0
+    for done in range(num_own_items(sizes)):
+        tile, batch, kv_head = owned(done, sizes, CAUSAL)
+        first, end = query_tiles(tile, sizes, CAUSAL)
+        steps = end - first
+        for step in range((before + WHICH) & 1, group_size * steps, WRITERS):
+            member = step // steps
+            query_tile = first + step - member * steps
+            if CAUSAL:
+                last_tile = (query_tile * BLOCK_Q + BLOCK_Q - 1 + num_k - num_q) // BLOCK_K
+                turn = gl.minimum(last_tile, (num_k + BLOCK_K - 1) // BLOCK_K - 1) - tile
+            else:
+                turn = tile
+            row = (batch * num_heads + kv_head * group_size + member) * num_q_padded + query_tile * BLOCK_Q
+            counter = turns_ptr + row // BLOCK_Q
+            tma.wait_turn(counter, turn)
+            mbarrier.wait(dq_full.index(WHICH), ((before + step) // WRITERS) & 1)
+            if turn == 0:
+                tma.store(dq_desc, [row * (HEAD_DIM // 32), 0], dq_smem.index(WHICH))
+            else:
+                tma.reduce_add(dq_desc, [row * (HEAD_DIM // 32), 0], dq_smem.index(WHICH))
+            tma.store_wait(0)
+            mbarrier.arrive(dq_empty.index(WHICH), count=1)
+            tma.pass_turn(counter)
+        before += group_size * steps
