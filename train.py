@@ -32,7 +32,7 @@ from training.nonfinite import EXIT_BAD_NUMBERS, NonFinite
 from training.optim import Optimiser, lr_factor
 from training.profiler import StepProfiler, region
 from training.provenance import provenance, write_description
-from training.random_states import random_states, restore_random_states, seed_everything
+from training.random_states import random_states, seed_everything
 from training.runlog import RunLog
 from training.saver import Saver
 from training.stop import StopRequest
@@ -68,10 +68,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     optimiser = Optimiser(model, settings.optim, hardware.dtype)
     first_step, seconds_before, best_loss = 0, 0.0, math.inf
     if resumed:
-        resumed.load_weights(model)
-        state = resumed.load_state()
-        optimiser.restore(state)
-        restore_random_states(state["random"], hardware.device)
+        state = resume.restore(resumed, model, optimiser, hardware.device)
         first_step, seconds_before, best_loss = resumed.step, resumed.meta["seconds"], state["best_loss"]
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
 

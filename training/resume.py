@@ -4,10 +4,30 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint import Checkpoint, newest_complete, open_checkpoint
+import torch
+
+from model import GPT
+from training.checkpoint import META, STATE, Checkpoint, newest_complete, open_checkpoint
+from training.optim import Optimiser
+from training.random_states import restore_random_states
 
 # keys of the model group that say how the network is computed or regularised, not what its weights mean
 MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "checkpoint_every", "dropout", "attention_dropout")
+
+# what a run cannot go on without. The place in the data and in the schedule is the step: both are functions of it
+NEEDED_META = {
+    "step": int,
+    "seconds": (int, float),
+    "settings": {"model": {}, "optim": {}},
+    "tokenizer": {"name": str},
+    "vocab_size": int,
+    "data_fingerprint": str,
+}
+NEEDED_STATE = {
+    "optimiser": list,
+    "random": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
+    "best_loss": (int, float),
+}
 
 
 def find(resume: str | None, run_dir: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
@@ -27,6 +47,7 @@ def refuse_unless_same(
 
     settings: the run's, resolved. tokenizer: its `tokenizer_state`.
     """
+    checkpoint.refuse_without(NEEDED_META, checkpoint.meta, META)
     before, steps = checkpoint.meta["settings"], settings["train"]["steps"]
     here = f"resume={checkpoint.path}"
     if checkpoint.step >= steps:
@@ -47,6 +68,24 @@ def refuse_unless_same(
         old, new = before[group].get(key), settings[group][key]
         if old != new:
             raise ValueError(f"{here} was trained with {group}.{key}={old}, this run has {new}; use {old}")
+
+
+def restore(checkpoint: Checkpoint, model: GPT, optimiser: Optimiser, device: torch.device) -> dict[str, Any]:
+    """Give model, optimiser and random streams what `checkpoint` holds; the whole state, for whoever needs the rest.
+
+    ValueError names what the checkpoint lacks, or what does not fit.
+    """
+    checkpoint.load_weights(model)
+    state = checkpoint.load_state()
+    checkpoint.refuse_without(NEEDED_STATE, state, STATE)
+    try:
+        optimiser.restore(state)
+        restore_random_states(state["random"], device)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, LookupError, RuntimeError) as error:  # as PyTorch, NumPy and Python say it
+        raise ValueError(f"checkpoint {checkpoint.path}: {STATE} does not fit ({error}); use another") from error
+    return state
 
 
 def changes(checkpoint: Checkpoint, settings: Mapping[str, Any], data_fingerprint: str) -> list[str]:
