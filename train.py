@@ -27,6 +27,7 @@ from training.fit import Plan, explained, fit
 from training.flops import flops_per_token, mfu, peak_flops
 from training.guard import NumberGuard
 from training.hardware import Hardware, set_up
+from training.lock import locked
 from training.memory import GIB, Work
 from training.nonfinite import EXIT_BAD_NUMBERS, NonFinite
 from training.optim import Optimiser, lr_factor
@@ -40,7 +41,13 @@ from training.stopwatch import Stopwatch
 
 
 def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
-    """Train as `settings` says, keep everything in `run_dir`, return the summary."""
+    """Train as `settings` says, keep everything in `run_dir`, return the summary; ValueError for what cannot be."""
+    with locked(run_dir):
+        return run(settings, run_dir)
+
+
+def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
+    """The story, in a folder that is this process's own."""
     config, began = settings.train, time.perf_counter()
 
     # --- what to run on and what to learn from; whatever cannot work is refused here, before memory is taken
