@@ -2,7 +2,7 @@
 
 import errno
 import os
-import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.runs import SMALL, metrics, small_run
-from tests.test_bad_input import told
+from tests.test_bad_input import contents, told
 from train import train
 from training import lock
 from training.lock import InUse, locked
@@ -19,37 +19,48 @@ from training.lock import InUse, locked
 ROOT = Path(__file__).resolve().parent.parent
 
 
+HOLDER = """
+import sys
+from pathlib import Path
+from training.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
 def test_a_second_process_is_refused_and_kill_9_frees_the_folder(tmp_path, monkeypatch, capsys):
-    """The command line twice in one folder; the second, as a requeued job would come, with resume=auto."""
-    small_run(tmp_path)  # writes the corpus
-    run_dir = tmp_path / "run"
-    files = ("data=text", f"data.files={tmp_path / 'corpus.txt'}", f"data.cache_dir={tmp_path / 'cache'}")
-    arguments = [*files, *SMALL, f"hydra.run.dir={run_dir}", "train.log_every=1", "train.eval_every=0", "resume=auto"]
-    first = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *arguments, "train.steps=1000000", "train.save_every=2"],
-        cwd=tmp_path,
+    """With resume=auto, as a requeued job comes while the first still runs. tests/crash.py kills whole runs."""
+    story = ("train.log_every=1", "resume=auto")
+    train(small_run(tmp_path, *story, "train.steps=2"), tmp_path / "run")
+    before = contents(tmp_path / "run")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
         text=True,
     )
+    assert holder.stdout.readline() == "held\n"
     try:
-        assert any(line.startswith("step      5") for line in first.stdout)
-        refused = told("train", [*arguments, "train.steps=9"], monkeypatch, capsys)
+        files = ("data=text", f"data.files={tmp_path / 'corpus.txt'}", f"data.cache_dir={tmp_path / 'cache'}")
+        arguments = [*files, *SMALL, *story, f"hydra.run.dir={tmp_path / 'run'}", "train.steps=4"]
+        refused = told("train", arguments, monkeypatch, capsys)
+        folder = os.path.relpath(tmp_path / "run")
         assert refused.code == 2
-        (line,) = refused.error.splitlines()
-        folder = os.path.relpath(run_dir)
-        assert line.startswith(f"error: run folder {folder} is in use by process {first.pid} on ")
-        assert line.endswith("wait for its end, stop it, or give another hydra.run.dir")
-        assert first.poll() is None
-        assert not (run_dir / "error.log").exists()
+        assert refused.error == (
+            f"error: run folder {folder} is in use by process {holder.pid} on {socket.gethostname()}; wait for its "
+            "end, stop it, or give another hydra.run.dir\n"
+        )
     finally:
-        os.kill(first.pid, signal.SIGKILL)
-        first.communicate()
-    assert (run_dir / "lock").exists()
-    last = metrics(run_dir)[-1]["step"]
-    train(small_run(tmp_path, "train.log_every=1", f"train.steps={last + 2}", "resume=auto"), run_dir)
-    assert [record["step"] for record in metrics(run_dir)] == list(range(1, last + 3))
-    assert not (run_dir / "lock").exists()
+        holder.kill()
+        holder.communicate()
+    left = contents(tmp_path / "run")
+    assert left.pop("lock")
+    assert left == before
+    train(small_run(tmp_path, *story, "train.steps=4"), tmp_path / "run")
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    assert not (tmp_path / "run" / "lock").exists()
 
 
 def test_the_lock_is_taken_anew_where_its_file_was_just_removed(tmp_path, monkeypatch):
