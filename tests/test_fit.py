@@ -118,7 +118,7 @@ def test_a_run_says_its_forecast_first_and_ends_an_out_of_memory_error_with_advi
 
 def test_a_run_chooses_its_micro_batch_and_refuses_what_cannot_fit(tmp_path, monkeypatch):
     chosen = small_run(tmp_path, "train.steps=2", "train.micro_batch=auto", "train.eval_windows=1")
-    work = training.memory_plan(replace_micro_batch(chosen, 2), 256, training.set_up(chosen.hardware), ()).work
+    work = replace_micro_batch(chosen, 2).work(256, training.set_up(chosen.hardware))
     limit = int(fitting.forecast(work).peak * MARGIN) + 1
     monkeypatch.setattr(fitting, "free_bytes", lambda device: limit)
     training.train(chosen, tmp_path / "run")

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from data import Batch, Prefetcher
 from model import GPT
 from training import capsule
 from training.checkpoint import WEIGHTS, newest_complete
@@ -25,6 +26,7 @@ from training.hardware import Hardware
 from training.optim import Optimiser
 from training.random_states import restore_random_states
 from training.saver import Saver
+from training.stop import StopRequest
 from training.tape import FirstBad, gradients_watched, watched
 
 POLICIES = ("stop", "skip", "rollback")
@@ -32,7 +34,8 @@ EXIT_BAD_NUMBERS = 65  # sysexits.h: the data are not what they should be
 MOST_IN_A_ROW = 10  # bad steps that a policy goes on after; with one more it is not the batch
 MOST_CAPSULES = 5  # of one run: each is as large as a checkpoint, and the first ones tell what there is to tell
 
-Again = Callable[[nn.Module], Any]  # runs the bad step once more with the given network; nothing is updated
+Take = Callable[[Callable[..., torch.Tensor], Batch], Any]  # computes a step with the given network
+Again = Callable[[nn.Module], Any]  # runs the bad step once more; nothing is updated
 
 
 @dataclass
@@ -50,11 +53,14 @@ class NonFinite:
     description: dict[str, Any]
     say: Callable[[str], None]
 
-    def handle(self, bad: Seen, batch: capsule.Batch, again: Again) -> bool:
-        """Whether the run goes on, after the step `bad`; if not, everything is as it was before that step.
+    def handle(self, bad: Seen, batches: Prefetcher, take: Take, stop: StopRequest) -> bool:
+        """Whether the run goes on, after the step `bad`, with the next of `batches`.
 
-        batch: the step's, on which `again` computes its loss and gradients.
+        If not, everything is as it was before that step, and `stop` has the reason.
         """
+        batches.seek(bad.step - 1)
+        batch = next(batches)
+        again = lambda forward: take(forward, batch)  # noqa: E731
         what = "gradient" if math.isfinite(bad.loss) else "loss"
         first = self._diagnose(bad, again)
         where = f"{first['module']}: {first['tensor']}, {first['how']}" if "module" in first else first["how"]
@@ -65,6 +71,8 @@ class NonFinite:
         restore_random_states(bad.after if goes_on else bad.before, self.hardware.device)
         if goes_on:
             self.guard.go_on()
+        else:
+            stop.because(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS)
         return goes_on
 
     def _follow(self, step: int) -> tuple[bool, str]:
@@ -109,7 +117,7 @@ class NonFinite:
                 part.zero_grad(set_to_none=True)
         return seen.found or {"how": "a place unknown: the step was finite when run again; is the hardware sound?"}
 
-    def _keep(self, bad: Seen, batch: capsule.Batch, found: dict[str, Any]) -> None:
+    def _keep(self, bad: Seen, batch: Batch, found: dict[str, Any]) -> None:
         """Write the capsule; where that cannot be, say so and go on without."""
         chosen = {"device": self.hardware.device.type, "dtype": str(self.hardware.dtype).removeprefix("torch.")}
         # as text: JSON knows no NaN

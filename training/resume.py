@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether this run can take it, and what has changed since."""
+"""Going on from a checkpoint: what it must hold, which one, whether this run can take it, what has changed since."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,8 +8,9 @@ import torch
 
 from model import GPT
 from training.checkpoint import META, STATE, Checkpoint, newest_complete, open_checkpoint
+from training.guard import NumberGuard
 from training.optim import Optimiser
-from training.random_states import restore_random_states
+from training.random_states import random_states, restore_random_states
 
 # keys of the model group that say how the network is computed or regularised, not what its weights mean
 MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "checkpoint_every", "dropout", "attention_dropout")
@@ -70,6 +71,17 @@ def refuse_unless_same(
             raise ValueError(f"{here} was trained with {group}.{key}={old}, this run has {new}; use {old}")
 
 
+def state_of(optimiser: Optimiser, guard: NumberGuard, best_loss: float, device: torch.device) -> dict[str, Any]:
+    """What a checkpoint holds beside weights and description, and `restore` reads; its tensors are not copies."""
+    return {
+        "optimiser": optimiser.state_dict(),
+        "loss_scale": optimiser.loss_scale and optimiser.loss_scale.state_dict(),
+        "guard": guard.state_dict(),
+        "random": random_states(device),
+        "best_loss": best_loss,
+    }
+
+
 def restore(checkpoint: Checkpoint, model: GPT, optimiser: Optimiser, device: torch.device) -> dict[str, Any]:
     """Give model, optimiser and random streams what `checkpoint` holds; the whole state, for whoever needs the rest.
 
@@ -99,6 +111,15 @@ def changes(checkpoint: Checkpoint, settings: Mapping[str, Any], data_fingerprin
     if checkpoint.meta["data_fingerprint"] != data_fingerprint:
         lines.append(f"the text itself {checkpoint.meta['data_fingerprint'][:12]} -> {data_fingerprint[:12]}")
     return lines
+
+
+def tell(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], data_fingerprint: str, say: Callable[[str], None]
+) -> None:
+    """The lines with which a run says that it goes on, and with what changed."""
+    say(f"resumed    from {checkpoint.path} after {checkpoint.step} steps")
+    for change in changes(checkpoint, settings, data_fingerprint):
+        say(f"changed    {change}")
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
