@@ -28,7 +28,6 @@ from training.flops import mfu, model_flops, peak_flops
 from training.guard import NumberGuard
 from training.hardware import Hardware, set_up
 from training.lock import locked
-from training.memory import GIB
 from training.nonfinite import NonFinite
 from training.optim import Optimiser, lr_factor
 from training.profiler import StepProfiler, region
@@ -172,7 +171,7 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
 
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
             if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimiser has its state
-                log.say(f"memory     {held:.2f} GiB at most in two steps; forecast {plan.forecast.peak / GIB:.2f} GiB")
+                log.say(f"memory     {plan.beside(held)}")
             profile_written = profiler is not None and profiler.step()
             # a run that is stopped saves and leaves: what it would log or evaluate beyond that, no other run has
             finished = step == config.steps

@@ -75,6 +75,10 @@ class Plan:
         remedies = ", ".join(f"{override} ({peak / GIB:.2f} GiB)" for override, peak in self.remedies(limit))
         return f"what fits: {remedies}" if remedies else "use a smaller model, a shorter data.seq_len or a larger GPU"
 
+    def beside(self, held: float) -> str:
+        """The line after the first steps: what was held at most, in GiB, and the forecast."""
+        return f"{held:.2f} GiB at most in two steps; forecast {self.forecast.peak / GIB:.2f} GiB"
+
     def __str__(self) -> str:
         """The run's line: the forecast, and what is free."""
         said = f"forecast {self.forecast}"
