@@ -31,9 +31,8 @@ from training.capsule import Capsule, open_capsule
 from training.hardware import Hardware, HardwareConfig, set_up
 from training.optim import OptimConfig, Optimiser
 from training.random_states import restore_random_states
-from training.tape import FirstBad, watched
+from training.tape import FirstBad, Place, watched
 
-Place = tuple[str, str]  # module, tensor
 NULL = "naive, disguised"  # the yardstick's name
 
 

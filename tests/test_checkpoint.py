@@ -388,6 +388,19 @@ def test_a_mistake_of_ours_in_the_thread_is_not_swallowed(saver):
 # --- random streams
 
 
+def test_a_gpus_stream_is_kept_and_restored_there_alone(monkeypatch):
+    """Without a GPU: what is asked of PyTorch. That the bits are right is tested on one (test_resume.py)."""
+    given = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([7]))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: given.append((state.item(), str(device))))
+    states = random_states("cuda:1")
+    assert "cuda" not in random_states("cpu")
+    restore_random_states(states, "cpu")
+    assert given == []
+    restore_random_states(states, torch.device("cuda:1"))
+    assert given == [(7, "cuda:1")]
+
+
 def test_random_states_round_trip(tmp_path):
     """Through a file, as plain values: Python's, NumPy's and PyTorch's streams."""
     import random
