@@ -167,8 +167,11 @@ def show(capsule: Capsule, rows: list[dict], device: str) -> None:
     where = f"{first['module']}: {first['tensor']}, {first['how']}" if "module" in first else first["how"]
     run = f"attention={meta['settings']['model']['attention']} in {meta['dtype']} on {meta['device']}"
     say(f"step {meta['step']} of a run with {run}: its {meta['what']} was not finite; first in {where}")
-    if meta["device"] != device and (meta["settings"]["model"]["dropout"]):
-        say(f"dropout's masks are not the run's: {device} draws other numbers than {meta['device']}")
+    if meta["settings"]["model"]["dropout"] or meta["settings"]["model"]["attention_dropout"]:
+        if meta["device"] != device:
+            say(f"dropout's masks are not the run's: {device} draws other numbers than {meta['device']}")
+        elif meta.get("compiled"):
+            say("dropout's masks are not the run's: compiled, it drew other numbers than here, module by module")
     for row in rows:
         head = f"{row['attention']:<6} {row['dtype']:<9} "
         if "refused" in row:

@@ -11,6 +11,7 @@ import torch
 import train as program
 from kernels import naive_attention
 from model import GPT, GPTConfig
+from scripts import replay
 from scripts.variants import replaced
 from tests.runs import contents, digest, metrics, small_run
 from train import train
@@ -191,7 +192,10 @@ def test_a_compiled_run_is_diagnosed_as_it_ran(tmp_path, monkeypatch, capsys, te
     said = capsys.readouterr().out
     assert f"not finite; first in {place}, " in said
     assert OTHER_MASKS not in said
-    assert open_capsule(run_dir / "capsules" / f"step_{BAD:06d}").meta["first"]["micro_batch"] == 1
+    capsule = open_capsule(run_dir / "capsules" / f"step_{BAD:06d}")
+    assert capsule.meta["first"]["micro_batch"] == 1
+    replay.show(capsule, [], "cpu")
+    assert "dropout's masks are not the run's: compiled, it drew other numbers" in capsys.readouterr().out
 
 
 def test_a_compiled_run_that_cannot_be_watched_is_diagnosed_by_module_and_that_is_said(tmp_path, monkeypatch, capsys):

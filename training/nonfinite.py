@@ -110,6 +110,7 @@ class NonFinite:
         try:
             for way in ways:
                 if seen.found is None:
+                    seen = FirstBad()  # which counts micro-batches
                     restore_random_states(bad.before, self.hardware.device)
                     way(seen, again)
                     if seen.found and masks_differ and way == self._run_by_module:
@@ -155,6 +156,7 @@ class NonFinite:
     def _keep(self, bad: Seen, batch: Batch, found: dict[str, Any]) -> None:
         """Write the capsule; where that cannot be, say so and go on without."""
         chosen = {"device": self.hardware.device.type, "dtype": str(self.hardware.dtype).removeprefix("torch.")}
+        chosen["compiled"] = self.hardware.compile
         # as text: JSON knows no NaN
         meta = {"step": bad.step, "loss": repr(bad.loss), "grad_norm": repr(bad.grad_norm), **found, **chosen}
         folder = self.run_dir / "capsules"
