@@ -33,17 +33,18 @@ BAD, LAYERS, MICRO_BATCHES = 5, 2, 2
 class Faulty:
     """`function`, but for one input, known again by its bits: NaN in O there, or in dK.
 
-    The input is that of layer 1 in the second micro-batch of step BAD, as the run comes there for the first time.
+    The input is that of layer 1 in a micro-batch of step BAD, as the run comes there for the first time.
     """
 
-    def __init__(self, tensor="o", function=naive_attention):
+    def __init__(self, tensor="o", function=naive_attention, micro_batch=1):
         self.tensor, self.function = tensor, function
+        self.at = LAYERS * ((BAD - 1) * MICRO_BATCHES + micro_batch + 1)
         self.calls, self.poison, self.hits = 0, None, 0
 
     def __call__(self, q, k, v, *, documents=None, **options):
         bits = q.detach().float().cpu().numpy().tobytes()
         self.calls += 1
-        if self.calls == BAD * LAYERS * MICRO_BATCHES:
+        if self.calls == self.at:
             self.poison = bits
         if bits == self.poison and self.tensor == "dk" and k.requires_grad:
             k = k.view_as(k)
@@ -56,9 +57,9 @@ class Faulty:
         return o
 
 
-def faulty_run(tmp_path, name, *overrides, tensor="o"):
+def faulty_run(tmp_path, name, *overrides, **fault):
     """(summary, folder, the attention) of a run whose attention fails once."""
-    attention = Faulty(tensor)
+    attention = Faulty(**fault)
     with replaced("naive", attention):
         summary = train(small_run(tmp_path, *STORY, *overrides), tmp_path / name)
     return summary, tmp_path / name, attention
@@ -183,17 +184,18 @@ OTHER_MASKS = "(run module by module, with other dropout masks than compiled)"
 
 
 @pytest.mark.parametrize(
-    ("tensor", "place"), [("o", "blocks.1.attention: o"), ("dk", "blocks.1.attention.qkv: dweight")]
+    ("tensor", "micro_batch", "place"),
+    [("o", 1, "blocks.1.attention: o"), *(("dk", n, "blocks.1.attention.qkv: dweight") for n in (0, 1))],
 )
-def test_a_compiled_run_is_diagnosed_as_it_ran(tmp_path, monkeypatch, capsys, tensor, place):
+def test_a_compiled_run_is_diagnosed_as_it_ran(tmp_path, monkeypatch, capsys, tensor, micro_batch, place):
     """With a compiler that changes nothing, as only the order of things is tested here: what is asked of whom."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *a, **o: function(*a, **o))
-    _, run_dir, _ = faulty_run(tmp_path, "bad", *COMPILED, tensor=tensor)
+    _, run_dir, _ = faulty_run(tmp_path, "bad", *COMPILED, tensor=tensor, micro_batch=micro_batch)
     said = capsys.readouterr().out
     assert f"not finite; first in {place}, " in said
     assert OTHER_MASKS not in said
     capsule = open_capsule(run_dir / "capsules" / f"step_{BAD:06d}")
-    assert capsule.meta["first"]["micro_batch"] == 1
+    assert capsule.meta["first"]["micro_batch"] == micro_batch
     replay.show(capsule, [], "cpu")
     assert "dropout's masks are not the run's: compiled, it drew other numbers" in capsys.readouterr().out
 
