@@ -17,22 +17,22 @@ import torch
 
 from conf.program import program
 from conf.schema import Settings
-from data import Batch, Dataset, Prefetcher, TokenBatches, fixed_windows, open_dataset, tokenizer_state
-from model import GPT, generate, resolve_attention
+from data import Batch, Prefetcher, TokenBatches, fixed_windows, open_dataset, tokenizer_state
+from model import GPT, resolve_attention
 from model.config import resolve_loss
 from training import resume
 from training.documents import packed_rows
-from training.evaluate import EvaluationSet, evaluate, unigram_loss
-from training.fit import Plan, explained, fit
-from training.flops import flops_per_token, mfu, peak_flops
+from training.evaluate import EvaluationSet, evaluate, prompt_of, sample, unigram_loss
+from training.fit import explained, fit
+from training.flops import mfu, model_flops, peak_flops
 from training.guard import NumberGuard
 from training.hardware import Hardware, set_up
-from training.memory import GIB, Work
-from training.nonfinite import EXIT_BAD_NUMBERS, NonFinite
+from training.lock import locked
+from training.nonfinite import NonFinite
 from training.optim import Optimiser, lr_factor
 from training.profiler import StepProfiler, region
 from training.provenance import provenance, write_description
-from training.random_states import random_states, restore_random_states, seed_everything
+from training.random_states import seed_everything
 from training.runlog import RunLog
 from training.saver import Saver
 from training.stop import StopRequest
@@ -40,7 +40,13 @@ from training.stopwatch import Stopwatch
 
 
 def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
-    """Train as `settings` says, keep everything in `run_dir`, return the summary."""
+    """Train as `settings` says, keep everything in `run_dir`, return the summary; ValueError for what cannot be."""
+    with locked(run_dir):
+        return run(settings, run_dir)
+
+
+def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
+    """The story of a run, in a folder that is this process's own."""
     config, began = settings.train, time.perf_counter()
 
     # --- what to run on and what to learn from; whatever cannot work is refused here, before memory is taken
@@ -52,15 +58,17 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     settings.model.loss, why_loss = resolve_loss(settings.model.loss, hardware.device.type)
     dataset = open_dataset(settings.data, settings.tokenizer, report=print)
     tokenizer = tokenizer_state(dataset.tokenizer)
-    refuse_unknown_prompt(config.sample_prompt, dataset)
+    prompt = prompt_of(config.sample_prompt, dataset, settings.data.seq_len)
     resumed = resume.find(settings.resume, run_dir)
     if resumed:
         resume.refuse_unless_same(resumed, asdict(settings), tokenizer, dataset.vocab_size)
 
-    plan = memory_plan(settings, dataset.vocab_size, hardware, features)
-    if settings.train.micro_batch == "auto":
-        settings.train.micro_batch = plan.work.micro_batch
+    auto = config.micro_batch == "auto"
+    plan = fit(settings.work(dataset.vocab_size, hardware), hardware.device, auto=auto, features=features)
+    if auto:
+        config.micro_batch = plan.work.micro_batch
     print(f"memory     {plan}")
+    resolved = asdict(settings)  # from here on nothing is chosen
 
     # --- the model and its optimiser; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
@@ -68,10 +76,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     optimiser = Optimiser(model, settings.optim, hardware.dtype)
     first_step, seconds_before, best_loss = 0, 0.0, math.inf
     if resumed:
-        resumed.load_weights(model)
-        state = resumed.load_state()
-        optimiser.restore(state)
-        restore_random_states(state["random"], hardware.device)
+        state = resume.restore(resumed, model, optimiser, hardware.device)
         first_step, seconds_before, best_loss = resumed.step, resumed.meta["seconds"], state["best_loss"]
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
 
@@ -83,33 +88,17 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
     # where documents end, if they must not see each other
     boundary = dataset.end_of_text if settings.data.document_mask else None
 
-    # --- what a step costs, for the MFU
-    flops = flops_per_token(
-        matmul_parameters=model.num_matmul_parameters(),
-        num_layers=settings.model.num_layers,
-        num_heads=settings.model.num_heads,
-        head_dim=settings.model.head_dim,
-        seq_len=settings.data.seq_len,
-        window=settings.model.window,
-    )
-    peak = peak_flops(hardware.device, hardware.dtype)
-
-    log = RunLog(
-        run_dir,
-        settings.logger,
-        asdict(settings),
-        first_step=first_step,
-        steps=config.steps,
-        resumes=settings.resume is not None,
-    )
-    write_description(run_dir, asdict(settings), dataset.manifest, evaluation.protocol)
+    # --- what is written down: the log, the description, checkpoints, and what a step costs, for the MFU
+    flops, peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
+    resumes = settings.resume is not None
+    log = RunLog(run_dir, settings.logger, resolved, first_step=first_step, steps=config.steps, resumes=resumes)
+    write_description(run_dir, resolved, dataset.manifest, evaluation.protocol)
     profiler = None
     if settings.profile:
         profiler = StepProfiler(run_dir / "profile", hardware, config.steps - first_step, log.console)
-
     saver = Saver(run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every, say=log.say)
     description = {
-        "settings": asdict(settings),
+        "settings": resolved,
         "tokenizer": tokenizer,
         "vocab_size": dataset.vocab_size,
         "data_fingerprint": dataset.fingerprint,
@@ -132,13 +121,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         return seconds_before + time.perf_counter() - began
 
     def save(step: int, *, best: bool) -> None:
-        state = {
-            "optimiser": optimiser.state_dict(),
-            "loss_scale": optimiser.loss_scale and optimiser.loss_scale.state_dict(),
-            "guard": guard.state_dict(),
-            "random": random_states(hardware.device),
-            "best_loss": best_loss,
-        }
+        state = resume.state_of(optimiser, guard, best_loss, hardware.device)
         epoch, window = batches.position(step)
         progress = {"step": step, "seconds": seconds(), "data_position": {"epoch": epoch, "window": window}}
         saver.save(model, state, progress | description, best=best)
@@ -163,9 +146,7 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
         )
         log.say(f"logging    {run_dir / 'metrics.jsonl'}, {log.wandb_note}")
         if resumed:
-            log.say(f"resumed    from {resumed.path} after {first_step} steps")
-            for change in resume.changes(resumed, asdict(settings), dataset.fingerprint):
-                log.say(f"changed    {change}")
+            resume.tell(resumed, resolved, dataset.fingerprint, log.say)
 
         # --- the loop
         step, finished, stopped, results = first_step, False, False, {}
@@ -182,18 +163,15 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             due = asked or step in (1, config.steps) or any(every and step % every == 0 for every in cadences)
             if bad := guard.look(step, step_loss, grad_norm, wait=due):
                 step, step_loss, grad_norm = bad.step, torch.tensor(bad.loss), torch.tensor(bad.grad_norm)
-                prefetcher.seek(step - 1)
-                batch = next(prefetcher)
-                if not nonfinite.handle(bad, batch, lambda forward, batch=batch: take(forward, batch)):
+                if not nonfinite.handle(bad, prefetcher, take, stop):
                     step, stopped = step - 1, True
-                    stop.because(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS)
                     save(step, best=False)
                     break
             log.advance(step)
 
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
             if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimiser has its state
-                log.say(f"memory     {held:.2f} GiB at most in two steps; forecast {plan.forecast.peak / GIB:.2f} GiB")
+                log.say(f"memory     {plan.beside(held)}")
             profile_written = profiler is not None and profiler.step()
             # a run that is stopped saves and leaves: what it would log or evaluate beyond that, no other run has
             finished = step == config.steps
@@ -228,7 +206,8 @@ def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
             if finished or stopped or is_best or (config.save_every and step % config.save_every == 0):
                 save(step, best=is_best)
             if config.sample_tokens and (finished or (config.sample_every and step % config.sample_every == 0)):
-                log.say(f"--- a sample after {step} steps\n{sample(model, settings, dataset, hardware)}\n---")
+                text = sample(model, prompt, config.sample_tokens, config.seed, dataset.tokenizer, hardware)
+                log.say(f"--- a sample after {step} steps\n{text}\n---")
             if record or is_best or profile_written or bad:
                 watch.restart(step)
 
@@ -289,52 +268,6 @@ def training_step(
     with region("optimiser"):
         grad_norm = optimiser.step(step_loss)
     return step_loss, grad_norm
-
-
-def memory_plan(settings: Settings, vocab_size: int, hardware: Hardware, features: tuple[str, ...]) -> Plan:
-    """The step's memory; ValueError where it will not fit. Attention and loss must be resolved."""
-    auto = settings.train.micro_batch == "auto"
-    sequences = settings.sequences_per_step if auto else settings.micro_batch
-    work = Work(
-        settings.model,
-        vocab_size,
-        settings.data.seq_len,
-        micro_batch=sequences,
-        micro_batches=settings.sequences_per_step // sequences,
-        optimiser=settings.optim.name,
-        dtype=hardware.dtype,
-        device=hardware.device.type,
-        compiled=hardware.compile,
-    )
-    return fit(work, hardware.device, auto=auto, features=features)
-
-
-def sample(model: GPT, settings: Settings, dataset: Dataset, hardware: Hardware) -> str:
-    """Text that continues train.sample_prompt, or the beginning of the validation split."""
-    if settings.train.sample_prompt:
-        prompt = dataset.tokenizer.encode_ordinary(settings.train.sample_prompt)
-    else:
-        prompt = dataset.validation[: min(32, settings.data.seq_len)].tolist()
-    tokens = list(prompt)
-    with hardware.autocast():
-        for step in generate(
-            model,
-            torch.tensor(prompt, device=hardware.device),
-            max_new_tokens=settings.train.sample_tokens,
-            temperature=0.8,
-            top_k=200,
-            seed=settings.train.seed,
-        ):
-            tokens.append(int(step[0]))
-    return dataset.tokenizer.decode_bytes(tokens).decode("utf-8", errors="replace")
-
-
-def refuse_unknown_prompt(prompt: str, dataset: Dataset) -> None:
-    """ValueError for a prompt that the tokenizer cannot take: before the first step, not after the last."""
-    try:
-        dataset.tokenizer.encode_ordinary(prompt)
-    except ValueError as error:
-        raise ValueError(f"train.sample_prompt={prompt} cannot be tokenised: {error}") from error
 
 
 @program("config", Settings)

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.mistakes import explain, known_keys, of_the_system
+from training.lock import InUse
 
 EXIT_USER_ERROR = 2
 
@@ -50,7 +51,8 @@ def program(config_name: str, schema: type[S]) -> Callable[[Callable[[S, Path], 
                 main(settings_from(cfg, schema), run_dir)
             except (ValueError, OSError) as error:
                 message = of_the_system(error) if isinstance(error, OSError) else str(error)
-                if not _remove_if_empty(run_dir) and _listing(run_dir) != found:  # the run had begun
+                # the run had begun; in a folder that is another process's, it had not
+                if not _remove_if_empty(run_dir) and _listing(run_dir) != found and not isinstance(error, InUse):
                     message += _keep_traceback(run_dir / "error.log")
                 refusal = ConfigError(message)
                 refusal.__cause__ = error

@@ -30,7 +30,7 @@ from model import GPT, GPTConfig, resolve_attention
 from model.config import LOSSES, resolve_loss
 from model.recompute import MODES
 from train import training_step
-from training.flops import flops_per_token, mfu, peak_flops
+from training.flops import mfu, model_flops, peak_flops
 from training.hardware import Hardware, set_up
 from training.optim import Optimiser
 from training.provenance import provenance
@@ -119,14 +119,7 @@ def measure(
         row["error"] = "out of memory"
     else:
         rate = settings.train.batch_tokens / statistics.median(seconds)
-        flops = flops_per_token(
-            matmul_parameters=model.num_matmul_parameters(),
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            head_dim=config.head_dim,
-            seq_len=seq_len,
-            window=config.window,
-        )
+        flops = model_flops(model)
         chip_peak = peak_flops(hardware.device, hardware.dtype)
         row |= {
             "tokens_per_second": round(rate),

@@ -31,9 +31,9 @@ from model import ATTENTION, GPTConfig, resolve_attention
 from model.config import FLASH_HEAD_DIMS, resolve_loss, round_up
 from model.gpt import VOCAB_MULTIPLE, Block
 from scripts.causality import probe
-from train import memory_plan
 from training import resume as resuming
 from training.checkpoint import open_checkpoint
+from training.fit import fit
 from training.hardware import Hardware, set_up
 from training.runlog import wandb_mode
 
@@ -228,7 +228,8 @@ def memory(settings: Settings, vocab_size: int, chosen: Hardware) -> Finding:
     features = settings.model.attention_features(settings.data.document_mask)
     settings.model.loss, _ = resolve_loss(settings.model.loss, chosen.device.type)
     try:
-        plan = memory_plan(settings, vocab_size, chosen, features)
+        auto = settings.train.micro_batch == "auto"
+        plan = fit(settings.work(vocab_size, chosen), chosen.device, auto=auto, features=features)
     except ValueError as error:
         return refused("memory", error)
     text = f"micro-batches of {plan.work.micro_batch}; {plan}"

@@ -27,8 +27,8 @@ from model.config import resolve_loss
 from training import arithmetic
 from training.arithmetic import GPUS, Shape
 from training.fit import Plan, fit, free_bytes
-from training.hardware import DTYPES, set_up
-from training.memory import GIB, Work
+from training.hardware import DTYPES, Hardware, set_up
+from training.memory import GIB
 
 FULL = Options(causal=False, scale=1.0)
 VOCABULARY = {"bytes": 257, "characters": 100, "gpt2": 50257}  # token ids of each tokenizer
@@ -103,15 +103,12 @@ def show_step_memory(console: Console, settings: ExplainSettings) -> dict:
     dtype = DTYPES.get(settings.hardware.dtype, torch.bfloat16)
     features = settings.model.attention_features(settings.data.document_mask)
     model = replace(settings.model, loss=resolve_loss(settings.model.loss, device.type)[0])
+    hardware = Hardware(device, dtype, settings.hardware.compile is not False, "a GPU, here or elsewhere")
     if model.attention == "auto":
         model.attention = "flash" if refusal("flash", features, dtype) is None else "naive"
     auto = settings.train.micro_batch == "auto"
-    sequences = settings.sequences_per_step if auto else settings.micro_batch
     vocab_size = settings.vocab_size or VOCABULARY[settings.tokenizer.name]
-    work = Work(
-        model, vocab_size, settings.data.seq_len, sequences, settings.sequences_per_step // sequences,
-        settings.optim.name, dtype, compiled=settings.hardware.compile is not False,
-    )  # fmt: skip
+    work = replace(settings, model=model).work(vocab_size, hardware)
     free = free_bytes(device) if torch.cuda.is_available() else None
     made = fit(work, device, auto=auto, features=features, free=free) if free else Plan(work, None, device, features)
     found = made.forecast

@@ -31,9 +31,8 @@ from training.capsule import Capsule, open_capsule
 from training.hardware import Hardware, HardwareConfig, set_up
 from training.optim import OptimConfig, Optimiser
 from training.random_states import restore_random_states
-from training.tape import FirstBad, watched
+from training.tape import FirstBad, Place, watched
 
-Place = tuple[str, str]  # module, tensor
 NULL = "naive, disguised"  # the yardstick's name
 
 
@@ -168,8 +167,11 @@ def show(capsule: Capsule, rows: list[dict], device: str) -> None:
     where = f"{first['module']}: {first['tensor']}, {first['how']}" if "module" in first else first["how"]
     run = f"attention={meta['settings']['model']['attention']} in {meta['dtype']} on {meta['device']}"
     say(f"step {meta['step']} of a run with {run}: its {meta['what']} was not finite; first in {where}")
-    if meta["device"] != device and (meta["settings"]["model"]["dropout"]):
-        say(f"dropout's masks are not the run's: {device} draws other numbers than {meta['device']}")
+    if meta["settings"]["model"]["dropout"] or meta["settings"]["model"]["attention_dropout"]:
+        if meta["device"] != device:
+            say(f"dropout's masks are not the run's: {device} draws other numbers than {meta['device']}")
+        elif meta.get("compiled"):
+            say("dropout's masks are not the run's: compiled, it drew other numbers than here, module by module")
     for row in rows:
         head = f"{row['attention']:<6} {row['dtype']:<9} "
         if "refused" in row:

@@ -17,8 +17,11 @@ from conf.program import program
 from data import tokenizer_from_state
 from model import GPT, GPTConfig, generate
 from model.sampling import check_sampling
-from training.checkpoint import newest_checkpoint, open_checkpoint
+from training.checkpoint import META, newest_checkpoint, open_checkpoint
 from training.hardware import HardwareConfig, set_up
+
+# of a checkpoint's description
+NEEDED = {"settings": {"model": {}, "data": {"seq_len": int}}, "tokenizer": {"name": str}, "vocab_size": int}
 
 
 @dataclass
@@ -48,6 +51,7 @@ class SampleSettings:
 def main(settings: SampleSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     checkpoint = open_checkpoint(settings.checkpoint or newest_checkpoint(Path("runs")))
+    checkpoint.refuse_without(NEEDED, checkpoint.meta, META)
     tokenizer = tokenizer_from_state(checkpoint.meta["tokenizer"])
     trained = checkpoint.meta["settings"]
     unknown = trained["model"].keys() - {field.name for field in fields(GPTConfig)}

@@ -113,6 +113,30 @@ def rewritten(
     return write
 
 
+def without(key: str) -> Callable[[dict], object]:
+    """Take a key out; "random.numpy" is one within another."""
+
+    def take_out(values: dict) -> None:
+        *outer, last = key.split(".")
+        for name in outer:
+            values = values[name]
+        del values[last]
+
+    return take_out
+
+
+def crafted(name: str, content: Callable[[bytes], bytes]) -> Setup:
+    """A file with other bytes, and the manifest that goes with them: no damage, but nothing this program wrote."""
+
+    def write(place: Place) -> None:
+        in_checkpoint(name, content)(place)
+        path = place.path / LAST / checkpoints.MANIFEST
+        manifest = json.loads(path.read_text())
+        path.write_text(json.dumps(manifest | {name: checkpoints._fingerprint(path.with_name(name))}))
+
+    return write
+
+
 class Bomb:
     """Unpickling it as pickle would leaves a file behind."""
 
@@ -343,6 +367,32 @@ CHECKPOINTS = [
         weights=lambda weights: weights.update(extra=torch.zeros(1)))),
     Case("pickle bomb", RESUME, ["state.pt holds more than tensors", "checkpoint of your own"], rewritten(
         state=lambda state: state.update(bomb=Bomb()))),
+    *(Case(f"state without {key}", RESUME, ["{p}/first", f"state.pt has no {key}", "use another checkpoint"],
+           rewritten(state=without(key))) for key in ("optimiser", "random", "random.numpy", "best_loss")),
+    *(Case(f"description without {key}", RESUME, ["{p}/first", f"checkpoint.json has no {key}", "use another"],
+           rewritten(meta=without(key))) for key in ("seconds", "settings.optim", "tokenizer.name", "vocab_size")),
+    Case("description without step", RESUME, ["checkpoint.json has no step"], crafted(
+        "checkpoint.json", lambda content: content.replace(b'"step": ', b'"stop": '))),
+    Case("step a word", RESUME, ["checkpoint.json has a str as its step"], crafted(
+        "checkpoint.json", lambda content: content.replace(b'"step": 4', b'"step": "4"'))),
+    Case("state a list", RESUME, ["state.pt has a list as its random"], rewritten(
+        state=lambda state: state.update(random=[]))),
+    Case("state no archive", RESUME, ["state.pt", "use a"], crafted("state.pt", lambda _: b"junk" * 99)),
+    Case("state cut, with its manifest", RESUME, ["state.pt cannot be read", "use another"], crafted(
+        "state.pt", lambda content: content[:-99])),
+    Case("weights no safetensors", RESUME, ["model.safetensors cannot be read", "use another"], crafted(
+        "model.safetensors", lambda _: b"junk" * 99)),
+    Case("moments of a smaller model", RESUME, ["state.pt does not fit", "moments of 1 parameters, expected"],
+         rewritten(state=lambda state: state["optimiser"][0]["state"].update({7: {}}) or [
+             state["optimiser"][0]["state"].pop(key) for key in list(state["optimiser"][0]["state"]) if key != 7])),
+    Case("moments of another shape", RESUME, ["state.pt does not fit", "exp_avg of parameter 0 is (3,)"],
+         rewritten(state=lambda state: state["optimiser"][0]["state"][0].update(exp_avg=torch.zeros(3)))),
+    Case("one optimiser of two", RESUME, ["state.pt does not fit", "1 optimisers, expected 2"],
+         rewritten(state=lambda state: state["optimiser"].pop())),
+    Case("random state cut", RESUME, ["state.pt does not fit", "use another"],
+         rewritten(state=lambda state: state["random"].update(cpu=state["random"]["cpu"][:9]))),
+    Case("sample: no tokenizer", SAMPLE, ["checkpoint.json has no tokenizer", "use another"],
+         rewritten(meta=without("tokenizer")), "scripts.sample"),
     Case("other layers", [*RESUME, "model.num_layers=3"], ["model.num_layers=2, this run has 3; use 2"]),
     Case("other width", [*RESUME, "model.n_embd=64"], ["model.n_embd=32, this run has 64; use 32"]),
     Case("other optimiser", [*RESUME, "optim=adamw"], ["optim.name=muon, this run has adamw; use muon"]),

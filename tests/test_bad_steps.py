@@ -1,13 +1,17 @@
 """Runs in which numbers go bad: the step, module and tensor are named, the step is kept, and the policy followed."""
 
 import math
+import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 import train as program
 from kernels import naive_attention
+from model import GPT, GPTConfig
+from scripts import replay
 from scripts.variants import replaced
 from tests.runs import contents, digest, metrics, small_run
 from train import train
@@ -15,6 +19,8 @@ from training import guard, loss_scale, nonfinite
 from training.capsule import open_capsule
 from training.checkpoint import open_checkpoint
 from training.optim import Optimiser
+from training.random_states import random_states, restore_random_states
+from training.tape import watched, watched_compiled
 
 # dropout on: only a step that begins with the same random state has the same bits
 STORY = (
@@ -25,23 +31,25 @@ BAD, LAYERS, MICRO_BATCHES = 5, 2, 2
 
 
 class Faulty:
-    """Naive attention, but for one input, known again by its bits: NaN in O there, or in dK.
+    """`function`, but for one input, known again by its bits: NaN in O there, or in dK.
 
-    The input is that of layer 1 in the second micro-batch of step BAD, as the run comes there for the first time.
+    The input is that of layer 1 in a micro-batch of step BAD, as the run comes there for the first time.
     """
 
-    def __init__(self, tensor="o"):
-        self.tensor, self.calls, self.poison, self.hits = tensor, 0, None, 0
+    def __init__(self, tensor="o", function=naive_attention, micro_batch=1):
+        self.tensor, self.function = tensor, function
+        self.at = LAYERS * ((BAD - 1) * MICRO_BATCHES + micro_batch + 1)
+        self.calls, self.poison, self.hits = 0, None, 0
 
     def __call__(self, q, k, v, *, documents=None, **options):
-        bits = q.detach().float().numpy().tobytes()
+        bits = q.detach().float().cpu().numpy().tobytes()
         self.calls += 1
-        if self.calls == BAD * LAYERS * MICRO_BATCHES:
+        if self.calls == self.at:
             self.poison = bits
         if bits == self.poison and self.tensor == "dk" and k.requires_grad:
             k = k.view_as(k)
             k.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
-        o = naive_attention(q, k, v, **options)
+        o = self.function(q, k, v, **options)
         if bits == self.poison:
             self.hits += 1
             if self.tensor == "o":
@@ -49,9 +57,9 @@ class Faulty:
         return o
 
 
-def faulty_run(tmp_path, name, *overrides, tensor="o"):
+def faulty_run(tmp_path, name, *overrides, **fault):
     """(summary, folder, the attention) of a run whose attention fails once."""
-    attention = Faulty(tensor)
+    attention = Faulty(**fault)
     with replaced("naive", attention):
         summary = train(small_run(tmp_path, *STORY, *overrides), tmp_path / name)
     return summary, tmp_path / name, attention
@@ -169,6 +177,81 @@ def test_a_gradient_alone(tmp_path, capsys):
     faulty_run(tmp_path, "bad", tensor="dk")
     said = capsys.readouterr().out
     assert f"bad step   {BAD}: its gradient is not finite; first in blocks.1.attention: dk, " in said
+
+
+COMPILED = ("hardware.compile=true", "train.log_every=100")
+OTHER_MASKS = "(run module by module, with other dropout masks than compiled)"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "micro_batch", "place"),
+    [("o", 1, "blocks.1.attention: o"), *(("dk", n, "blocks.1.attention.qkv: dweight") for n in (0, 1))],
+)
+def test_a_compiled_run_is_diagnosed_as_it_ran(tmp_path, monkeypatch, capsys, tensor, micro_batch, place):
+    """With a compiler that changes nothing, as only the order of things is tested here: what is asked of whom."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *a, **o: function(*a, **o))
+    _, run_dir, _ = faulty_run(tmp_path, "bad", *COMPILED, tensor=tensor, micro_batch=micro_batch)
+    said = capsys.readouterr().out
+    assert f"not finite; first in {place}, " in said
+    assert OTHER_MASKS not in said
+    capsule = open_capsule(run_dir / "capsules" / f"step_{BAD:06d}")
+    assert capsule.meta["first"]["micro_batch"] == micro_batch
+    replay.show(capsule, [], "cpu")
+    assert "dropout's masks are not the run's: compiled, it drew other numbers" in capsys.readouterr().out
+
+
+def test_a_compiled_run_that_cannot_be_watched_is_diagnosed_by_module_and_that_is_said(tmp_path, monkeypatch, capsys):
+    from torch._dynamo.exc import Unsupported
+
+    def compiled(function, fullgraph=False, **_):
+        def call(*arguments, **options):
+            if fullgraph:
+                raise Unsupported("no")
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    faulty_run(tmp_path, "bad", *COMPILED)
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("bad step")]
+    assert "first in blocks.1.attention: o, " in line
+    assert line.endswith(OTHER_MASKS)
+
+
+def check_watched_compiled(device):
+    """The compiled model's own dropout masks: the same loss, bit by bit, which the model as it is does not give."""
+    torch.manual_seed(0)
+    config = GPTConfig(num_layers=2, num_heads=2, n_embd=32, dropout=0.3, attention="naive")
+    model = GPT(config, 64, 16, device=device)
+    tokens = torch.randint(64, (4, 16), device=device)
+    before, counted, named = random_states(device), [], []
+
+    def loss_of(forward):
+        restore_random_states(before, device)
+        return forward(tokens, tokens)
+
+    expected, plain = loss_of(torch.compile(model, dynamic=False)), loss_of(model)
+    with watched_compiled(model, lambda *what: counted.append(what)) as forward:
+        found = loss_of(forward)
+    assert torch.equal(found, expected)
+    assert not torch.equal(plain, expected)
+    with watched(model, lambda module, tensor, _: named.append((module, tensor))):
+        model(tokens, tokens)
+    assert [what[:2] for what in counted] == named
+    assert not any(bad for *_, bad, _ in counted)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_watched_with_its_own_masks():
+    check_watched_compiled("cpu")
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_a_compiled_model_is_watched_with_its_own_masks():
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    check_watched_compiled("cuda")
 
 
 def flip(monkeypatch, name, step):
@@ -365,6 +448,38 @@ def test_float16_trains_and_its_scale_is_resumed(tmp_path, monkeypatch):
 
 
 # --- on a GPU
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_compiled_float16_lowers_its_scale_and_is_resumed_with_it(tmp_path, monkeypatch):
+    """Flash attention and inductor's kernels; the gradient of step 7 overflows by itself, its loss is finite."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    half = (*STORY, "hardware=auto", "hardware.dtype=float16", "hardware.compile=true", "model.attention=flash")
+    half = (*half, "train.steps=24", "train.log_every=1", "optim.lr=5e-3", "train.save_every=10")
+    real, steps = program.training_step, iter(range(1, 1000))
+
+    def overflowing(forward, optimiser, *arguments, **options):
+        if next(steps) != 7:
+            return real(forward, optimiser, *arguments, **options)
+        with mock.patch.object(optimiser, "scaled", lambda loss: Optimiser.scaled(optimiser, loss) * 2.0**60):
+            return real(forward, optimiser, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "training_step", overflowing)
+        train(small_run(tmp_path, *half), tmp_path / "whole")
+    records = metrics(tmp_path / "whole")
+    assert [r["step"] for r in records if r["grad_norm"] is None] == [7]
+    assert all(r["loss"] is not None for r in records)
+    first = loss_scale.FIRST_SCALE
+    assert [r["loss_scale"] for r in records] == [first] * 6 + [first / 2] * 18
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts", symlinks=True)
+    path = tmp_path / "parts" / "checkpoints" / "step_000010"
+    assert open_checkpoint(path).load_state()["loss_scale"]["scale"] == first / 2
+    train(small_run(tmp_path, *half, f"resume={path}"), tmp_path / "parts")
+    assert metrics(tmp_path / "parts") == records
+    assert contents(open_checkpoint(tmp_path / "whole")) == contents(open_checkpoint(tmp_path / "parts"))
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,10 +140,15 @@ def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path):
 
 
 def test_everything_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
-    """A machine that loses power keeps what was flushed, so the rename comes after every flush but the folder's."""
+    """A machine that loses power keeps what was flushed, so the rename comes after every flush but the folder's.
+
+    That fsync does what it promises, no test here can show: it would take the power away.
+    """
     events = []
     rename = type(tmp_path).rename
-    monkeypatch.setattr(checkpoints, "_flush", lambda path: events.append(path.name))
+    monkeypatch.setattr(
+        os, "fsync", lambda open_file: events.append(Path(f"/proc/self/fd/{open_file}").readlink().name)
+    )
     monkeypatch.setattr(
         type(tmp_path), "rename", lambda path, to: (events.append(f"rename to {to.name}"), rename(path, to))[1]
     )
@@ -380,6 +386,19 @@ def test_a_mistake_of_ours_in_the_thread_is_not_swallowed(saver):
 
 
 # --- random streams
+
+
+def test_a_gpus_stream_is_kept_and_restored_there_alone(monkeypatch):
+    """Without a GPU: what is asked of PyTorch. That the bits are right is tested on one (test_resume.py)."""
+    given = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([7]))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: given.append((state.item(), str(device))))
+    states = random_states("cuda:1")
+    assert "cuda" not in random_states("cpu")
+    restore_random_states(states, "cpu")
+    assert given == []
+    restore_random_states(states, torch.device("cuda:1"))
+    assert given == [(7, "cuda:1")]
 
 
 def test_random_states_round_trip(tmp_path):

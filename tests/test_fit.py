@@ -1,18 +1,25 @@
 """What a run does where memory is short: it says so first, names what fits, chooses micro-batches, explains an end."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import train as training
 from model import GPTConfig
-from tests.runs import settings, small_run
+from tests.runs import SMALL, settings, small_run
+from tests.test_bad_input import told
 from training import fit as fitting
+from training.checkpoint import open_checkpoint
 from training.fit import MARGIN, Plan, explained, fit
 from training.memory import GIB, Work
 
+ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.device("cuda")
 
 
@@ -116,9 +123,78 @@ def test_a_run_says_its_forecast_first_and_ends_an_out_of_memory_error_with_advi
     assert printed.index("memory     forecast") < printed.index("hardware ")
 
 
+# a run that meets a limit on its address space in step 3, so that the allocator itself fails
+STARVED = """
+import resource, sys
+import train as program
+
+step, steps = program.training_step, iter(range(1, 100))
+
+def starved(*arguments, **options):
+    if next(steps) == 3:
+        pages = int(open("/proc/self/statm").read().split()[0])
+        limit = pages * resource.getpagesize() + 2**23  # enough for words, not for a tensor of 32 MiB
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return step(*arguments, **options)
+
+program.training_step = starved
+program.main()
+"""
+# scores of 16 x 2 x 512 x 512 numbers, 32 MiB
+LARGE = ("data.seq_len=512", "train.batch_tokens=8192", "model.attention=naive", "optim=adamw", "train.steps=5")
+
+
+def text_in(folder):
+    """Overrides for a run on a small text in `folder`."""
+    small_run(folder)  # writes it
+    return ["data=text", f"data.files={folder / 'corpus.txt'}", f"data.cache_dir={folder / 'cache'}"]
+
+
+def check_advice(error, device, run_dir):
+    (line,) = error.splitlines()
+    assert line.startswith(f"error: {device} is out of memory, with train.micro_batch=16, a forecast of ")
+    assert re.search(r"what fits: .*train\.micro_batch=\d+ \(\d\.\d\d GiB\)", line)
+    assert line.endswith("[traceback: run/error.log]")
+    assert "llocate" in (run_dir / "error.log").read_text()  # for those who ask: what PyTorch said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit on the address space that holds")
+def test_a_run_that_is_really_starved_ends_with_advice(tmp_path):
+    arguments = [*text_in(tmp_path), *SMALL, *LARGE, "hydra.run.dir=run", "hardware.num_threads=1"]
+    done = subprocess.run(
+        [sys.executable, "-c", STARVED, *arguments, "train.save_every=1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"} | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2, done.stderr
+    check_advice(done.stderr, "cpu", tmp_path / "run")
+    assert open_checkpoint(tmp_path / "run").step == 2  # what was saved before is whole
+
+
+@pytest.mark.gpu
+def test_a_gpu_whose_memory_really_runs_out(tmp_path, monkeypatch, capsys):
+    """This process may have only a little of it, which the forecast does not know: the allocator fails in step 1."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    arguments = [*text_in(tmp_path), *SMALL, *LARGE, "hardware=auto", "hardware.compile=false", "hydra.run.dir=run"]
+    monkeypatch.chdir(tmp_path)
+    torch.cuda.empty_cache()
+    share = (torch.cuda.memory_reserved() + 2**26) / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        ended = told("train", arguments, monkeypatch, capsys)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert ended.code == 2
+    check_advice(ended.error, "cuda", tmp_path / "run")
+
+
 def test_a_run_chooses_its_micro_batch_and_refuses_what_cannot_fit(tmp_path, monkeypatch):
     chosen = small_run(tmp_path, "train.steps=2", "train.micro_batch=auto", "train.eval_windows=1")
-    work = training.memory_plan(replace_micro_batch(chosen, 2), 256, training.set_up(chosen.hardware), ()).work
+    work = replace_micro_batch(chosen, 2).work(256, training.set_up(chosen.hardware))
     limit = int(fitting.forecast(work).peak * MARGIN) + 1
     monkeypatch.setattr(fitting, "free_bytes", lambda device: limit)
     training.train(chosen, tmp_path / "run")

@@ -1,22 +1,32 @@
 """`python -m scripts.replay`: a step that went wrong, run again with each attention."""
 
+import itertools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from kernels import naive_attention
+import train as program
+from kernels import flash_attention, naive_attention
+from model import ATTENTION
 from model.attention import naive
+from scripts.parity_verdict import ROOM
+from scripts.replay import Ran, Tape, first_parting
 from scripts.replay import main as replay
 from scripts.variants import MUTANTS, replaced
-from tests.runs import small_run
+from tests.runs import digest, small_run
 from tests.test_bad_steps import BAD, STORY, Faulty
 from train import train
+from training import loss_scale
+from training.random_states import random_states
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("data.seq_len=16", "train.batch_tokens=64", "train.micro_batch=2")  # flash is in Triton's interpreter
+PLACES = [("a", "x"), ("b", "x"), ("c", "x")]
 PLACE = {"module": "blocks.1.attention", "tensor": "o", "micro_batch": 1}
 
 
@@ -30,10 +40,10 @@ def kept(tmp_path_factory):
     return folder / "run" / "capsules" / f"step_{BAD:06d}", attention
 
 
-def replayed(capsys, *arguments):
+def replayed(capsys, *arguments, device="cpu"):
     """The rows, by (attention, dtype)."""
     capsys.readouterr()
-    assert replay([*map(str, arguments), "--device=cpu"]) == 0
+    assert replay([*map(str, arguments), f"--device={device}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     return {(row["attention"], row["dtype"]): row for row in json.loads(lines[-1])["runs"]}, "\n".join(lines[:-1])
 
@@ -54,6 +64,84 @@ def test_the_attention_that_failed_is_told_from_those_that_did_not(kept, capsys)
         f"step {BAD} of a run with attention=sdpa in float32 on cpu: its loss was not finite; first in blocks.1" in said
     )
     assert "blocks.1.attention: o, by inf" in said
+
+
+def what_it_was_given(patch, module, call):
+    """The bits of all that decides what the `call`-th step of `module` computes; filled in when it comes."""
+    real, calls, given = module.training_step, itertools.count(1), {}
+
+    def step(forward, optimiser, inputs, targets, micro_batch, hardware, starts=None):
+        if next(calls) == call:
+            given["weights"] = digest([weight.detach() for weight in optimiser.parameters])
+            given["moments"] = digest([part["state"] for part in optimiser.state_dict()])
+            given["scale"] = optimiser.loss_scale and digest(optimiser.loss_scale.state_dict())
+            given.update(batch=digest([inputs, targets, starts]), micro_batch=micro_batch)
+            given["random"] = digest(random_states())
+            if module is program:  # what makes it a bad one
+                return real(lambda *a, **o: forward(*a, **o) * math.nan, optimiser, inputs, targets, micro_batch,
+                            hardware, starts)  # fmt: skip
+        return real(forward, optimiser, inputs, targets, micro_batch, hardware, starts)
+
+    patch.setattr(module, "training_step", step)
+    return given
+
+
+@pytest.mark.parametrize(("optim", "dtype", "call"), [("muon", "float32", 3), ("adamw", "float16", 5)])
+def test_the_step_is_the_runs(tmp_path, monkeypatch, capsys, optim, dtype, call):
+    """Weights, moments, float16's scale (not the one that runs begin with), batch, documents and random streams.
+
+    call: which of the replay's runs has this attention in this dtype; a reference and a yardstick come before it.
+    """
+    story = (*STORY, *TINY, f"optim={optim}", f"hardware.dtype={dtype}", "data.document_mask=true")
+    with monkeypatch.context() as patch:
+        patch.setattr(loss_scale, "FIRST_SCALE", 2.0**28)
+        run = what_it_was_given(patch, program, BAD)
+        train(small_run(tmp_path, *story), tmp_path / "run")
+    again = what_it_was_given(monkeypatch, sys.modules[replay.__module__], call)
+    rows, _ = replayed(capsys, tmp_path / "run" / "capsules" / f"step_{BAD:06d}", "--attention=naive")
+    assert ("naive", dtype) in rows
+    assert again == run
+
+
+def test_parting_is_further_than_the_largest_noise_so_far():
+    def ran(*errors, values=()):
+        return Ran("", "float32", 0.0, 0.0, Tape(0, errors=dict(zip(PLACES, errors, strict=False)), values=values))
+
+    reference = ran(values={place: torch.ones(1) for place in PLACES})
+
+    def parting(errors, noise):
+        found = first_parting(ran(*errors), ran(*noise), reference)
+        return found and (found["module"], found["noise"])
+
+    near, far = 0.9e-3 * ROOM, 1.1e-3 * ROOM
+    assert parting((near, near, near), (1e-3, 1e-6, 0.0)) is None
+    assert parting((near, far, far), (1e-3, 1e-6, 0.0)) == ("b", 1e-3)
+    assert parting((0.0, near, near), (1e-6, 1e-4, 1e-3)) == ("b", 1e-4)
+    assert parting((0.0, near), (1e-3, 1e-3)) == ("c", 1e-3)  # a tensor that never came
+    assert parting((0.0, 0.0, 1e-3), (math.inf, 0.0, 0.0)) == ("c", torch.finfo(torch.float32).eps)
+    reference.tape.values["b", "x"] = torch.tensor([math.nan])
+    assert parting((0.0, 0.0, far), (1e-3, 1e-3, 1e-3)) is None  # from there on there is nothing to compare with
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_every_attention_in_both_formats(tmp_path, capsys):
+    """A bf16 run with flash that failed once: told from the others, and from flash in float32, by the bits of q."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    attention = Faulty(function=flash_attention)
+    story = (*STORY, "hardware=auto", "hardware.compile=false", "model.attention=flash", "train.steps=6")
+    with replaced("flash", attention):
+        train(small_run(tmp_path, *story), tmp_path / "run")
+        hits = attention.hits
+        rows, said = replayed(capsys, tmp_path / "run" / "capsules" / f"step_{BAD:06d}", device="cuda")
+    assert attention.hits == hits + 1
+    assert set(rows) == {(name, dtype) for name in ATTENTION for dtype in ("float32", "bfloat16")}
+    failed = rows.pop(("flash", "bfloat16"))
+    assert {key: failed["first_bad"][key] for key in PLACE} == PLACE
+    assert (failed["parts"]["module"], failed["parts"]["tensor"]) == ("blocks.1.attention", "o")
+    for key, row in rows.items():
+        assert (row["first_bad"], row["parts"]) == (None, None), key
+    assert "attention=flash in bfloat16 on cuda" in said
 
 
 def test_every_attention_as_it_is_agrees(kept, capsys):

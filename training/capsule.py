@@ -20,12 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from data import Batch
 from training.checkpoint import Checkpoint, weights_of
 from training.optim import Optimiser
 
 FORMAT = 1
 WEIGHTS, STATE, META = "model.safetensors", "state.safetensors", "capsule.json"
-Batch = tuple[Tensor, Tensor, Tensor | None]  # inputs, targets, where documents begin
 
 
 @dataclass

@@ -18,7 +18,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch import nn
 
 FORMAT = 2  # 2: the manifest
 WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.json", "manifest.json"
+Form = Mapping[str, Any]  # keys that a mapping must have; each names a type, or the form of what it holds
 
 
 @dataclass
@@ -48,7 +49,12 @@ class Checkpoint:
     def load_weights(self, model: nn.Module) -> None:
         """Copy the weights into `model`, on its device; ValueError names a tensor that does not fit."""
         device = next(model.parameters()).device
-        weights = load_file(self.path / WEIGHTS, device=str(device))
+        try:
+            weights = load_file(self.path / WEIGHTS, device=str(device))
+        except SafetensorError as error:
+            raise ValueError(
+                f"checkpoint {self.path}: {WEIGHTS} cannot be read ({error}); use another checkpoint"
+            ) from error
         for name, expected in model.state_dict().items():
             found = weights.get(name, expected)
             if (found.shape, found.dtype) != (expected.shape, expected.dtype):
@@ -72,6 +78,24 @@ class Checkpoint:
                 f"checkpoint {self.path}: {STATE} holds more than tensors and plain values, so it was not written by "
                 "this program and is not read; use a checkpoint of your own"
             ) from error
+        except (RuntimeError, EOFError, LookupError, TypeError, ValueError) as error:  # no archive, or a strange one
+            reason = repr(error).partition("\\n")[0]
+            raise ValueError(
+                f"checkpoint {self.path}: {STATE} cannot be read ({reason}); use another checkpoint"
+            ) from error
+
+    def refuse_without(self, form: Form, values: Any, file: str, place: str = "") -> None:
+        """ValueError for the first key of `form` that `values`, read from `file`, lacks or holds in another type."""
+        for key, expected in form.items():
+            name = f"{place}{key}"
+            if not isinstance(values, Mapping) or key not in values:
+                raise ValueError(f"checkpoint {self.path}: {file} has no {name}; use another checkpoint")
+            nested = isinstance(expected, Mapping)
+            if not isinstance(values[key], Mapping if nested else expected):
+                kind = type(values[key]).__name__
+                raise ValueError(f"checkpoint {self.path}: {file} has a {kind} as its {name}; use another checkpoint")
+            if nested:
+                self.refuse_without(expected, values[key], file, f"{name}.")
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -161,7 +185,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"checkpoint {path}: {file} is damaged ({found['bytes']:,} bytes; size or SHA-256 is not the "
                 "manifest's); use another checkpoint"
             )
-    return Checkpoint(path.resolve(), meta)
+    checkpoint = Checkpoint(path.resolve(), meta)
+    checkpoint.refuse_without({"step": int}, meta, META)
+    return checkpoint
 
 
 def newest_complete(

@@ -1,4 +1,4 @@
-"""Evaluation on fixed windows, and the unigram model that a trained GPT has to beat.
+"""Evaluation on fixed windows, the unigram model that a trained GPT has to beat, and samples of what it would write.
 
 Protocol: `windows` non-overlapping windows of seq_len tokens, evenly spaced over the validation split; each target is
 predicted from the tokens before it in its window (a context of 1 to seq_len tokens, stride seq_len). Words are runs of
@@ -13,7 +13,8 @@ import tiktoken
 import torch
 from torch import nn
 
-from data import document_starts
+from data import Dataset, document_starts
+from model import GPT, generate
 from training.documents import packed_rows
 from training.hardware import Hardware
 
@@ -87,6 +88,33 @@ def evaluate(
         total += loss.double().cpu()
     model.train(was_training)
     return windows.metrics(total.item() / windows.targets.numel())
+
+
+def prompt_of(text: str, dataset: Dataset, seq_len: int) -> list[int]:
+    """The tokens that a run's samples continue: of train.sample_prompt, or where it is empty the validation split's
+    first ones. ValueError for a text that the tokenizer cannot take."""
+    try:
+        return dataset.tokenizer.encode_ordinary(text) or dataset.validation[: min(32, seq_len)].tolist()
+    except ValueError as error:
+        raise ValueError(f"train.sample_prompt={text} cannot be tokenised: {error}") from error
+
+
+def sample(
+    model: GPT, prompt: list[int], new_tokens: int, seed: int, tokenizer: tiktoken.Encoding, hardware: Hardware
+) -> str:
+    """The prompt and what the model continues it with; no number is drawn from a training stream."""
+    tokens = list(prompt)
+    with hardware.autocast():
+        for step in generate(
+            model,
+            torch.tensor(prompt, device=hardware.device),
+            max_new_tokens=new_tokens,
+            temperature=0.8,
+            top_k=200,
+            seed=seed,
+        ):
+            tokens.append(int(step[0]))
+    return tokenizer.decode_bytes(tokens).decode("utf-8", errors="replace")
 
 
 def unigram_loss(train_tokens: np.ndarray, targets: torch.Tensor, vocab_size: int) -> float:

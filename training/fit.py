@@ -75,6 +75,10 @@ class Plan:
         remedies = ", ".join(f"{override} ({peak / GIB:.2f} GiB)" for override, peak in self.remedies(limit))
         return f"what fits: {remedies}" if remedies else "use a smaller model, a shorter data.seq_len or a larger GPU"
 
+    def beside(self, held: float) -> str:
+        """The line after the first steps: what was held at most, in GiB, and the forecast."""
+        return f"{held:.2f} GiB at most in two steps; forecast {self.forecast.peak / GIB:.2f} GiB"
+
     def __str__(self) -> str:
         """The run's line: the forecast, and what is free."""
         said = f"forecast {self.forecast}"
@@ -119,10 +123,12 @@ def fit(
 
 @contextmanager
 def explained(made: Plan) -> Iterator[None]:
-    """Turn running out of device memory into one line with the forecast and what would take less."""
+    """Turn running out of memory, the device's or the machine's, into a ValueError with forecast and remedies."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not ran_out(error):
+            raise
         peak = made.forecast.peak
         limit = min(peak if made.free is None else made.free, peak) / MARGIN
         free = "" if made.free is None else f" and {made.free / GIB:.2f} GiB free at the start"
@@ -130,6 +136,12 @@ def explained(made: Plan) -> Iterator[None]:
             f"{made.device} is out of memory, with train.micro_batch={made.work.micro_batch}, a forecast of "
             f"{peak / GIB:.2f} GiB{free}; {made.advice(limit)}"
         ) from error
+
+
+def ran_out(error: MemoryError | RuntimeError) -> bool:
+    """Whether memory was short: PyTorch's allocator for a CPU has no error of its own, only its words."""
+    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return out_of_memory or ("DefaultCPUAllocator: " in str(error) and "memory" in str(error))
 
 
 def free_bytes(device: torch.device) -> int | None:

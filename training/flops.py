@@ -10,6 +10,7 @@ alike. Two conventions for the pairs of a causal mask are in use and differ by 2
 import torch
 
 from kernels.device import dense_bf16_peak_flops
+from model import GPT
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -40,6 +41,18 @@ def flops_per_token(
     seen = seq_len if window is None else min(window, seq_len)
     visible = seen - seen * (seen - 1) / (2 * seq_len)  # the mean of min(i, seen) over i = 1 .. seq_len
     return {"causal": dense + pair * visible, "full": dense + pair * seen}
+
+
+def model_flops(model: GPT) -> dict[str, float]:
+    """`flops_per_token` of a model at its full context."""
+    return flops_per_token(
+        matmul_parameters=model.num_matmul_parameters(),
+        num_layers=model.config.num_layers,
+        num_heads=model.config.num_heads,
+        head_dim=model.config.head_dim,
+        seq_len=model.seq_len,
+        window=model.config.window,
+    )
 
 
 def mfu(flops_a_token: float, tokens_per_second: float | None, peak_flops: float | None) -> float | None:

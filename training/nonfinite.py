@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from data import Batch, Prefetcher
 from model import GPT
 from training import capsule
 from training.checkpoint import WEIGHTS, newest_complete
@@ -25,14 +26,16 @@ from training.hardware import Hardware
 from training.optim import Optimiser
 from training.random_states import restore_random_states
 from training.saver import Saver
-from training.tape import FirstBad, gradients_watched, watched
+from training.stop import StopRequest
+from training.tape import FirstBad, gradients_watched, watched, watched_compiled
 
 POLICIES = ("stop", "skip", "rollback")
 EXIT_BAD_NUMBERS = 65  # sysexits.h: the data are not what they should be
 MOST_IN_A_ROW = 10  # bad steps that a policy goes on after; with one more it is not the batch
 MOST_CAPSULES = 5  # of one run: each is as large as a checkpoint, and the first ones tell what there is to tell
 
-Again = Callable[[nn.Module], Any]  # runs the bad step once more with the given network; nothing is updated
+Take = Callable[[Callable[..., torch.Tensor], Batch], Any]  # computes a step with the given network
+Again = Callable[[nn.Module], Any]  # runs the bad step once more; nothing is updated
 
 
 @dataclass
@@ -50,11 +53,14 @@ class NonFinite:
     description: dict[str, Any]
     say: Callable[[str], None]
 
-    def handle(self, bad: Seen, batch: capsule.Batch, again: Again) -> bool:
-        """Whether the run goes on, after the step `bad`; if not, everything is as it was before that step.
+    def handle(self, bad: Seen, batches: Prefetcher, take: Take, stop: StopRequest) -> bool:
+        """Whether the run goes on, after the step `bad`, with the next of `batches`.
 
-        batch: the step's, on which `again` computes its loss and gradients.
+        If not, everything is as it was before that step, and `stop` has the reason.
         """
+        batches.seek(bad.step - 1)
+        batch = next(batches)
+        again = lambda forward: take(forward, batch)  # noqa: E731
         what = "gradient" if math.isfinite(bad.loss) else "loss"
         first = self._diagnose(bad, again)
         where = f"{first['module']}: {first['tensor']}, {first['how']}" if "module" in first else first["how"]
@@ -65,6 +71,8 @@ class NonFinite:
         restore_random_states(bad.after if goes_on else bad.before, self.hardware.device)
         if goes_on:
             self.guard.go_on()
+        else:
+            stop.because(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS)
         return goes_on
 
     def _follow(self, step: int) -> tuple[bool, str]:
@@ -89,19 +97,24 @@ class NonFinite:
     def _diagnose(self, bad: Seen, again: Again) -> dict[str, Any]:
         """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where that is not known.
 
-        The step is run again module by module, as the compiled model does not show its tensors, and if all of them are
-        finite then (other kernels, another dropout mask) once more as the run ran it, for the first gradient.
+        The step is run again module by module. A compiled model draws other dropout masks than that: then it is first
+        run compiled, in a way that tells of its tensors (`watched_compiled`), though of gradients only the weights'.
         """
+        seen = FirstBad()
+        seen.weights(self.model)
+        compiled = self.forward is not self.model
+        masks_differ = compiled and self.model.config.dropout + self.model.config.attention_dropout > 0
+        # each compiles for up to a minute, and the first bad steps tell what there is to tell
+        exact = [self._run_compiled] if compiled and self.guard.bad_steps < MOST_CAPSULES else []
+        ways = [*exact, self._run_by_module] if masks_differ else [self._run_by_module, *exact]
         try:
-            seen = FirstBad()
-            seen.weights(self.model)
-            restore_random_states(bad.before, self.hardware.device)
-            with watched(self.model, seen):
-                again(self.model)
-            if seen.found is None and self.forward is not self.model:
-                restore_random_states(bad.before, self.hardware.device)
-                with gradients_watched(self.model, seen):
-                    again(self.forward)
+            for way in ways:
+                if seen.found is None:
+                    seen = FirstBad()  # which counts micro-batches
+                    restore_random_states(bad.before, self.hardware.device)
+                    way(seen, again)
+                    if seen.found and masks_differ and way == self._run_by_module:
+                        seen.found["how"] += " (run module by module, with other dropout masks than compiled)"
         except torch.OutOfMemoryError:  # eager takes more than compiled; the run is not to die of a diagnosis
             return {"how": "a place unknown: memory did not suffice to run the step again module by module"}
         finally:
@@ -109,9 +122,41 @@ class NonFinite:
                 part.zero_grad(set_to_none=True)
         return seen.found or {"how": "a place unknown: the step was finite when run again; is the hardware sound?"}
 
-    def _keep(self, bad: Seen, batch: capsule.Batch, found: dict[str, Any]) -> None:
+    def _run_by_module(self, seen: FirstBad, again: Again) -> None:
+        with watched(self.model, seen):
+            again(self.model)
+
+    def _run_compiled(self, seen: FirstBad, again: Again) -> None:
+        """The run's own numbers. A micro-batch's gradients all come at once: the first is the one nearest the loss."""
+        from torch._dynamo.exc import TorchDynamoException  # seconds to import, so only where something was compiled
+
+        gradients: dict[str, tuple[torch.Tensor, int]] = {}  # module -> values not finite, of how many
+        modules = [name.rpartition(".")[0] for name, _ in self.model.named_parameters()]
+
+        def look() -> None:
+            for module in reversed(modules):
+                if module in gradients:
+                    bad, size = gradients.pop(module)
+                    seen.counted(module, "dweight", int(bad), size)
+
+        def looking(*arguments, **options) -> torch.Tensor:
+            look()  # before the next micro-batch's are added to them
+            return forward(*arguments, **options)
+
+        def keep(module: str, _tensor: str, gradient: torch.Tensor) -> None:
+            gradients[module] = (~gradient.isfinite()).sum(), gradient.numel()  # now: clipping changes it
+
+        try:
+            with watched_compiled(self.model, seen.counted) as forward, gradients_watched(self.model, keep):
+                again(looking)
+        except TorchDynamoException:  # with activation checkpointing; module by module it is, and that is said
+            return
+        look()
+
+    def _keep(self, bad: Seen, batch: Batch, found: dict[str, Any]) -> None:
         """Write the capsule; where that cannot be, say so and go on without."""
         chosen = {"device": self.hardware.device.type, "dtype": str(self.hardware.dtype).removeprefix("torch.")}
+        chosen["compiled"] = self.hardware.compile
         # as text: JSON knows no NaN
         meta = {"step": bad.step, "loss": repr(bad.loss), "grad_norm": repr(bad.grad_norm), **found, **chosen}
         folder = self.run_dir / "capsules"

@@ -131,8 +131,22 @@ class Optimiser:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
     def load_state_dict(self, states: list[dict]) -> None:
-        """Take the moments of `states`; learning rates, decay and betas stay the configuration's, which may differ."""
+        """Take the moments of `states`; learning rates, decay and betas stay the configuration's, which may differ.
+
+        ValueError where they are not this model's. Before its first step, an optimiser may have none.
+        """
+        if len(states) != len(self.parts):
+            raise ValueError(f"the state of {len(states)} optimisers, expected {len(self.parts)}")
         for part, state in zip(self.parts, states, strict=True):
+            parameters = [p for group in part.param_groups for p in group["params"]]
+            moments = state["state"]
+            if moments and moments.keys() != set(range(len(parameters))):
+                raise ValueError(f"moments of {len(moments)} parameters, expected {len(parameters)}")
+            for index, values in moments.items():
+                for key, value in values.items():
+                    if value.shape not in ((), parameters[index].shape):
+                        expected = tuple(parameters[index].shape)
+                        raise ValueError(f"{key} of parameter {index} is {tuple(value.shape)}, expected {expected}")
             part.load_state_dict(state | {"param_groups": part.state_dict()["param_groups"]})
 
 

@@ -1,13 +1,34 @@
-"""Going on from a checkpoint: which one, whether this run can take it, and what has changed since."""
+"""Going on from a checkpoint: what it must hold, which one, whether this run can take it, what has changed since."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint import Checkpoint, newest_complete, open_checkpoint
+import torch
+
+from model import GPT
+from training.checkpoint import META, STATE, Checkpoint, newest_complete, open_checkpoint
+from training.guard import NumberGuard
+from training.optim import Optimiser
+from training.random_states import random_states, restore_random_states
 
 # keys of the model group that say how the network is computed or regularised, not what its weights mean
 MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "checkpoint_every", "dropout", "attention_dropout")
+
+# what a run cannot go on without. The place in the data and in the schedule is the step: both are functions of it
+NEEDED_META = {
+    "step": int,
+    "seconds": (int, float),
+    "settings": {"model": {}, "optim": {}},
+    "tokenizer": {"name": str},
+    "vocab_size": int,
+    "data_fingerprint": str,
+}
+NEEDED_STATE = {
+    "optimiser": list,
+    "random": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
+    "best_loss": (int, float),
+}
 
 
 def find(resume: str | None, run_dir: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
@@ -27,6 +48,7 @@ def refuse_unless_same(
 
     settings: the run's, resolved. tokenizer: its `tokenizer_state`.
     """
+    checkpoint.refuse_without(NEEDED_META, checkpoint.meta, META)
     before, steps = checkpoint.meta["settings"], settings["train"]["steps"]
     here = f"resume={checkpoint.path}"
     if checkpoint.step >= steps:
@@ -49,6 +71,35 @@ def refuse_unless_same(
             raise ValueError(f"{here} was trained with {group}.{key}={old}, this run has {new}; use {old}")
 
 
+def state_of(optimiser: Optimiser, guard: NumberGuard, best_loss: float, device: torch.device) -> dict[str, Any]:
+    """What a checkpoint holds beside weights and description, and `restore` reads; its tensors are not copies."""
+    return {
+        "optimiser": optimiser.state_dict(),
+        "loss_scale": optimiser.loss_scale and optimiser.loss_scale.state_dict(),
+        "guard": guard.state_dict(),
+        "random": random_states(device),
+        "best_loss": best_loss,
+    }
+
+
+def restore(checkpoint: Checkpoint, model: GPT, optimiser: Optimiser, device: torch.device) -> dict[str, Any]:
+    """Give model, optimiser and random streams what `checkpoint` holds; the whole state, for whoever needs the rest.
+
+    ValueError names what the checkpoint lacks, or what does not fit.
+    """
+    checkpoint.load_weights(model)
+    state = checkpoint.load_state()
+    checkpoint.refuse_without(NEEDED_STATE, state, STATE)
+    try:
+        optimiser.restore(state)
+        restore_random_states(state["random"], device)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, LookupError, RuntimeError) as error:  # as PyTorch, NumPy and Python say it
+        raise ValueError(f"checkpoint {checkpoint.path}: {STATE} does not fit ({error}); use another") from error
+    return state
+
+
 def changes(checkpoint: Checkpoint, settings: Mapping[str, Any], data_fingerprint: str) -> list[str]:
     """What is not as it was when `checkpoint` was written: 'optim.lr 0.0006 -> 0.0003', one line a key."""
     before, now = _flat(checkpoint.meta["settings"]), _flat(settings)
@@ -60,6 +111,15 @@ def changes(checkpoint: Checkpoint, settings: Mapping[str, Any], data_fingerprin
     if checkpoint.meta["data_fingerprint"] != data_fingerprint:
         lines.append(f"the text itself {checkpoint.meta['data_fingerprint'][:12]} -> {data_fingerprint[:12]}")
     return lines
+
+
+def tell(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], data_fingerprint: str, say: Callable[[str], None]
+) -> None:
+    """The lines with which a run says that it goes on, and with what changed."""
+    say(f"resumed    from {checkpoint.path} after {checkpoint.step} steps")
+    for change in changes(checkpoint, settings, data_fingerprint):
+        say(f"changed    {change}")
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

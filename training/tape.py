@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from model import GPT
 
 See = Callable[[str, str, Tensor], None]  # module, tensor, value
+Place = tuple[str, str]  # module, tensor
 
 
 @contextmanager
@@ -21,13 +22,54 @@ def watched(model: GPT, see: See) -> Iterator[None]:
 
     Only the model called as it is shows them, not one compiled from it. Nothing that is computed changes.
     """
-    handles: list[torch.utils.hooks.RemovableHandle] = []
-    attends = {block.attention: block.attention.attend for block in model.blocks}
 
     def show(module: str, tensor: str, value: Tensor) -> None:
         see(module, tensor, value.detach())
-        if value.requires_grad:
+        if value.requires_grad and tensor != "loss":
             value.register_hook(lambda gradient: see(module, "d" + tensor, gradient.detach()))
+
+    with forward_watched(model, show), gradients_watched(model, see):
+        yield
+
+
+@contextmanager
+def watched_compiled(model: GPT, see: Callable[[str, str, int, int], None]) -> Iterator[Callable[..., Tensor]]:
+    """A network to call in place of the one that was compiled from `model`, which it is, compiled once more.
+
+    It draws the same dropout masks, which the model called as it is does not, and gives the same loss. After each call
+    `see(module, tensor, bad, size)` is told of each tensor of the forward pass how many of its values are not finite.
+
+    Raises (when called):
+        torch._dynamo.exc.TorchDynamoException: this model cannot be watched so (with activation checkpointing).
+    """
+    counts: dict[Place, tuple[Tensor, int]] = {}
+
+    def note(module: str, tensor: str, value: Tensor) -> None:
+        counts[module, tensor] = (~value.detach().isfinite()).sum(), value.numel()
+
+    def counted(*arguments, **options):
+        counts.clear()
+        loss = model(*arguments, **options)
+        return loss, dict(counts)
+
+    # one graph, or its random numbers would be those of other ones
+    compiled = torch.compile(counted, dynamic=False, fullgraph=True)
+
+    def forward(*arguments, **options) -> Tensor:
+        loss, found = compiled(*arguments, **options)
+        for (module, tensor), (bad, size) in found.items():
+            see(module, tensor, int(bad), size)
+        return loss
+
+    with forward_watched(model, note):
+        yield forward
+
+
+@contextmanager
+def forward_watched(model: GPT, show: See) -> Iterator[None]:
+    """As `watched`, for the forward pass; `show` gets the tensors as they are, part of autograd's graph."""
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+    attends = {block.attention: block.attention.attend for block in model.blocks}
 
     def showing(module: str, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
@@ -46,10 +88,9 @@ def watched(model: GPT, see: See) -> Iterator[None]:
         elif module in blocks or isinstance(module, nn.Linear):
             handles.append(module.register_forward_hook(lambda _m, _i, out, name=name: show(name, "output", out)))
     handles.append(first.register_forward_pre_hook(lambda _m, inputs: show("embedding", "x", inputs[0])))
-    handles.append(model.register_forward_hook(lambda _m, _i, out: see("head", "loss", out.detach())))
+    handles.append(model.register_forward_hook(lambda _m, _i, out: show("head", "loss", out)))
     try:
-        with gradients_watched(model, see):
-            yield
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -98,7 +139,14 @@ class FirstBad:
         self._losses = 0
 
     def __call__(self, module: str, tensor: str, value: Tensor) -> None:
-        if self.found is None and (how := how_bad(value)):
+        self._note(module, tensor, None if self.found else how_bad(value))
+
+    def counted(self, module: str, tensor: str, bad: int, size: int) -> None:
+        """As a call, of a tensor of which only that is known."""
+        self._note(module, tensor, f"{bad:,} of {size:,} values are not finite" if bad else None)
+
+    def _note(self, module: str, tensor: str, how: str | None) -> None:
+        if self.found is None and how:
             # a micro-batch's gradients come after its loss
             micro_batch = self._losses - (1 if tensor.startswith("d") else 0)
             self.found = {"module": module, "tensor": tensor, "how": how, "micro_batch": micro_batch}

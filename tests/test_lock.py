@@ -1,0 +1,98 @@
+"""A run folder belongs to one process; what kill -9 leaves behind keeps nobody out."""
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.runs import SMALL, metrics, small_run
+from tests.test_bad_input import contents, told
+from train import train
+from training import lock
+from training.lock import InUse, locked
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+HOLDER = """
+import select, sys
+from pathlib import Path
+from training.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    while not select.select([sys.stdin], [], [], 0.01)[0]:
+        Path(sys.argv[1], "metrics.jsonl").touch()  # it writes, as a run does
+"""
+
+
+def test_a_second_process_is_refused_and_kill_9_frees_the_folder(tmp_path, monkeypatch, capsys):
+    """With resume=auto, as a requeued job comes while the first still runs. tests/crash.py kills whole runs."""
+    story = ("train.log_every=1", "resume=auto")
+    train(small_run(tmp_path, *story, "train.steps=2"), tmp_path / "run")
+    before = contents(tmp_path / "run")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout.readline() == "held\n"
+    try:
+        files = ("data=text", f"data.files={tmp_path / 'corpus.txt'}", f"data.cache_dir={tmp_path / 'cache'}")
+        arguments = [*files, *SMALL, *story, f"hydra.run.dir={tmp_path / 'run'}", "train.steps=4"]
+        refused = told("train", arguments, monkeypatch, capsys)
+        folder = os.path.relpath(tmp_path / "run")
+        assert refused.code == 2
+        assert refused.error == (
+            f"error: run folder {folder} is in use by process {holder.pid} on {socket.gethostname()}; wait for its "
+            "end, stop it, or give another hydra.run.dir\n"
+        )
+    finally:
+        holder.kill()
+        holder.communicate()
+    left = contents(tmp_path / "run")
+    assert left.pop("lock")
+    assert left == before
+    train(small_run(tmp_path, *story, "train.steps=4"), tmp_path / "run")
+    assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_the_lock_is_taken_anew_where_its_file_was_just_removed(tmp_path, monkeypatch):
+    """Opened before the holder removed it, locked after: a lock on a file that nobody else will ever see."""
+    take, removed = lock._lock, []
+
+    def late(descriptor):
+        if not removed:
+            removed.append((tmp_path / "lock").unlink())
+        take(descriptor)
+
+    monkeypatch.setattr(lock, "_lock", late)
+    with locked(tmp_path), pytest.raises(InUse, match=f"in use by process {os.getpid()} on "), locked(tmp_path):
+        pass
+
+
+def test_a_folder_is_left_as_it_was_found(tmp_path):
+    for folder in (tmp_path, tmp_path / "new"):
+        with locked(folder):
+            assert (folder / "lock").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["on this disk", "on this system"])
+def test_where_nothing_can_be_locked_that_is_said_and_the_run_goes_on(tmp_path, monkeypatch, capsys, missing):
+    def flock(descriptor, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    refusing = SimpleNamespace(flock=flock, LOCK_EX=2, LOCK_NB=4)
+    monkeypatch.setattr(lock, "fcntl", refusing if missing == "on this disk" else None)
+    train(small_run(tmp_path, "train.steps=2"), tmp_path / "run")
+    said = capsys.readouterr().out
+    assert f"lock       none: {tmp_path / 'run'} cannot be locked (" in said
+    assert "start no second process in it" in said

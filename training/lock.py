@@ -1,0 +1,80 @@
+"""One process a run folder: two that write there would mix their metrics and delete each other's checkpoints."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+NAME = "lock"
+
+
+class InUse(ValueError):
+    """Another process has the folder."""
+
+
+@contextmanager
+def locked(run_dir: Path, report: Callable[[str], None] = print) -> Iterator[None]:
+    """Hold `run_dir`, which is made where it is missing, for this process alone.
+
+    By flock(2) on `run_dir/lock`, which the system releases with the process, however that ends: a file left behind
+    by kill -9 keeps nobody out. Where there is no such lock (Windows, some network file systems), `report` is told and
+    nothing is held. A folder in which nothing was written is removed again.
+
+    Raises:
+        InUse: another process holds it; one line with its id.
+    """
+    existed = run_dir.exists()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / NAME
+    descriptor = _take(path, report)
+    try:
+        yield
+    finally:
+        # gone before it is released: whoever has it open by then sees that and asks again
+        with suppress(OSError):  # the disk may be gone by now
+            path.unlink()
+        os.close(descriptor)
+        if not existed:
+            with suppress(OSError):  # something was written
+                run_dir.rmdir()
+
+
+def _take(path: Path, report: Callable[[str], None]) -> int:
+    """An open file that holds the lock."""
+    while True:
+        # not inherited by programs that this process starts: they must not hold it longer than we do
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(descriptor)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "a process that just began"
+            os.close(descriptor)
+            raise InUse(
+                f"run folder {path.parent} is in use by {holder}; wait for its end, stop it, or give another "
+                "hydra.run.dir"
+            ) from error
+        except OSError as error:
+            report(f"lock       none: {path.parent} cannot be locked ({error}); start no second process in it")
+            return descriptor
+        try:
+            current = os.path.samestat(os.fstat(descriptor), path.stat())
+        except FileNotFoundError:
+            current = False
+        if current:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            return descriptor
+        os.close(descriptor)  # the lock of a file that its last holder has just removed
+
+
+def _lock(descriptor: int) -> None:
+    """BlockingIOError where another process has it; any other OSError where there are no such locks."""
+    if fcntl is None:
+        raise OSError("this system has no flock")
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
