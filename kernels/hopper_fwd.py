@@ -40,6 +40,7 @@ from kernels.replay import description, known, remember, replay
 
 LN_2 = gl.constexpr(math.log(2.0))
 LOG2_E = 1.0 / math.log(2.0)
+LOG2_E_CONSTANT = gl.constexpr(LOG2_E)
 
 
 @gluon.jit
@@ -176,6 +177,25 @@ def _hide(scores, row, key, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_K: gl.cons
 
 
 @gluon.jit
+def _logits(scores, scale_log2, softcap):
+    """(logits, factor): logits * factor are the scaled scores in base 2, with a soft-cap less softcap * log2(e).
+
+    softcap * tanh(x / softcap) = softcap - 2 softcap / (1 + exp(2 x / softcap)). The first term is the same for all
+    keys, so softmax does not see it and LSE adds it at the end; the factor 2 softcap goes into the multiply-add with
+    the row maximum. That leaves an exp2 and a reciprocal for a score. tanh.approx would be one instruction, but its
+    error of 2^-11 is softcap * 2^-11 in a score and in LSE; this has the portable kernel's, softcap * 2^-23.
+    """
+    if softcap is not None:
+        exponentials = gl.exp2(scores * (2.0 * scale_log2 / softcap))
+        logits = gl.inline_asm_elementwise(  # -1 / (1 + e); a quotient would cost the scaling of its operands
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [-1.0 - exponentials], dtype=gl.float32, is_pure=True, pack=1
+        )
+        return logits, softcap * (2.0 * LOG2_E_CONSTANT)
+    else:
+        return scores, scale_log2
+
+
+@gluon.jit
 def _thread_sums(probs, BLOCK_K: gl.constexpr):
     """Sum probs (64, BLOCK_K) over the columns that one thread holds: (64, 8), no shuffle."""
     return gl.sum(gl.reshape(probs, [64, BLOCK_K // 8, 8]), 1)
@@ -211,7 +231,7 @@ def _unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.con
 @gluon.jit
 def _softmax_step(
     q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    step, more, acc, probs, running_max, running_sum, row, key, num_q, num_k, scale_log2,
+    step, more, acc, probs, running_max, running_sum, row, key, num_q, num_k, scale_log2, softcap,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr,
     s_layout: gl.constexpr, p_layout: gl.constexpr,
@@ -229,6 +249,7 @@ def _softmax_step(
     _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_empty.index(stage), count=1)
+    scores, factor = _logits(scores, scale_log2, softcap)
     if MASKED:
         scores = _hide(scores, row, key, num_q, num_k, CAUSAL, BLOCK_K)
     new_max = gl.maximum(running_max, gl.max(scores, 1))
@@ -237,9 +258,9 @@ def _softmax_step(
         base = gl.where(new_max == -float("inf"), 0.0, new_max)
     else:
         base = new_max
-    base_log2 = base * scale_log2
-    rescale = gl.exp2(running_max * scale_log2 - base_log2)
-    p = gl.exp2(scores * scale_log2 - base_log2[:, None])
+    base_log2 = base * factor
+    rescale = gl.exp2(running_max * factor - base_log2)
+    p = gl.exp2(scores * factor - base_log2[:, None])
     sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
     running_sum = running_sum * gl.convert_layout(rescale, sum_layout)[:, None] + _thread_sums(p, BLOCK_K)
     # waiting here for the next keys (they have long arrived) also ends a basic block: without it ptxas moves
@@ -256,7 +277,7 @@ def _softmax_step(
 
 @gluon.jit
 def _consumer(
-    o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+    o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -303,10 +324,11 @@ def _consumer(
         _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage), count=1)
+        scores, factor = _logits(scores, scale_log2, softcap)
         scores = _hide(scores, row, (visited - 1) * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_K)
         running_max = gl.max(scores, 1)
         base = gl.where(running_max == -float("inf"), 0.0, running_max)
-        p = gl.exp2(scores * scale_log2 - (base * scale_log2)[:, None])
+        p = gl.exp2(scores * factor - (base * factor)[:, None])
         running_sum = _thread_sums(p, BLOCK_K)
         probs = _pack(p, dtype, BLOCK_K)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
@@ -320,13 +342,14 @@ def _consumer(
                 acc, probs, running_max, running_sum = _softmax_step(
                     q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                     step, step + 1 < end, acc, probs, running_max, running_sum,
-                    row, (end - 1 - step) * BLOCK_K, num_q, num_k, scale_log2,
+                    row, (end - 1 - step) * BLOCK_K, num_q, num_k, scale_log2, softcap,
                     True, CAUSAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
                 )  # fmt: skip
         for step in range(full_from, end):
             acc, probs, running_max, running_sum = _softmax_step(
                 q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                step, step + 1 < end, acc, probs, running_max, running_sum, row, 0, num_q, num_k, scale_log2,
+                step, step + 1 < end, acc, probs, running_max, running_sum,
+                row, 0, num_q, num_k, scale_log2, softcap,
                 False, CAUSAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
             )  # fmt: skip
         step = end
@@ -338,7 +361,10 @@ def _consumer(
         # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
         row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
-        lse = (running_max * scale_log2 + gl.log2(row_sum)) * LN_2
+        lse_log2 = running_max * factor + gl.log2(row_sum)
+        if softcap is not None:
+            lse_log2 += softcap * LOG2_E_CONSTANT
+        lse = lse_log2 * LN_2
         inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
         gl.store(lse_ptr + batch_head.to(gl.int64) * num_q + rows, lse, mask=rows < num_q)
@@ -369,6 +395,7 @@ def hopper_fwd_kernel(
     num_k,
     heads_per_section,
     scale_log2,  # scale * log2(e), positive
+    softcap,  # fp32, or None: its code is compiled away
     HEAD_DIM: gl.constexpr,
     BLOCK_K: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -405,9 +432,9 @@ def hopper_fwd_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
                 (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
@@ -417,11 +444,11 @@ def hopper_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 2)),
                 (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
@@ -441,9 +468,14 @@ class ForwardPlan:
     block_k: int = 128
 
 
-def plan_for(head_dim: int, causal: bool, num_q: int) -> ForwardPlan:
+def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """The fastest of 18 (head_dim 128) and 32 (64) plans at 1,024 to 32,768 tokens, or within 4 % of it: one H200,
-    torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md)."""
+    torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md).
+
+    With a soft-cap: two consumers, because three have 160 registers each and spill; not measured further."""
+    causal = options.causal
+    if options.softcap:
+        return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=not causal or num_q <= 1024)
     if head_dim == 128:
         if causal:
             return ForwardPlan(consumers=2, ping_pong=True, persistent=num_q <= 1024)
@@ -484,7 +516,7 @@ def launch_hopper_fwd(
         return o, lse
     num_kv_heads, num_k = k.shape[1], k.shape[2]
     group_size = num_heads // num_kv_heads
-    plan = plan or plan_for(head_dim, options.causal, num_q)
+    plan = plan or plan_for(head_dim, options, num_q)
     programs = -(-num_q // (64 * plan.consumers)) * batch * num_heads
     if plan.persistent:
         programs = min(programs, num_sms(q.device.index))
@@ -499,7 +531,7 @@ def launch_hopper_fwd(
                 tma.descriptor(q, 64), tma.descriptor(k, plan.block_k), tma.descriptor(v, plan.block_k),
                 tma.descriptor(o, 64), lse,
                 num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
-                options.scale * LOG2_E,
+                options.scale * LOG2_E, options.softcap or None,
             ),
             constants, num_warps=4,
         )  # fmt: skip

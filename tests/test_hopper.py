@@ -13,7 +13,7 @@ from kernels import flash_attention, hopper, ops
 from kernels.options import Options
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
-from tests.attention_checks import compare_with_oracle
+from tests.attention_checks import compare_with_oracle, make_qkv
 
 COMPILE_PROGRAM = "tests.hopper_compile"  # a process of its own: this one may interpret kernels
 SHARED_LIMIT = 232_448  # bytes that one program may use on sm_90
@@ -24,11 +24,12 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
-def _forward(head_dim: int, consumers: int, causal: bool) -> dict:
-    return {
-        "HEAD_DIM": head_dim, "BLOCK_K": 128, "CONSUMERS": consumers, "STAGES": 2, "CAUSAL": causal,
+def _forward(head_dim: int, consumers: int, causal: bool, *, stages: int = 2, softcap: bool = False) -> dict:
+    constants = {
+        "HEAD_DIM": head_dim, "BLOCK_K": 128, "CONSUMERS": consumers, "STAGES": stages, "CAUSAL": causal,
         "PING_PONG": False,
     }  # fmt: skip
+    return constants if softcap else constants | {"softcap": None}
 
 
 def _backward(head_dim: int, causal: bool) -> dict:
@@ -42,6 +43,7 @@ COMPILED = [
     ("fwd", _forward(128, 2, False), 0),
     ("fwd", _forward(64, 3, True), 88),
     ("fwd", _forward(64, 3, False), 32),
+    ("fwd", _forward(128, 2, True, softcap=True), 0),
     ("bwd", _backward(128, True), 112),
     ("bwd", _backward(64, True), 0),
 ]
@@ -144,6 +146,40 @@ def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_he
         _assert_within_budget(ours, right, low)
 
 
+DENSE = {
+    "softcap-5": {"softcap": 5.0, "causal": True},
+    "softcap-50": {"softcap": 50.0},
+}
+SHAPES = [(1, 1), (193, 193), (300, 100), (100, 300), (640, 640)]
+
+
+@pytest.fixture
+def forwards(monkeypatch) -> list:
+    """The Hopper forward's calls."""
+    from kernels import hopper_fwd
+
+    calls, launch = [], hopper_fwd.launch_hopper_fwd
+    monkeypatch.setattr(hopper_fwd, "launch_hopper_fwd", lambda *a: calls.append(a) or launch(*a))
+    return calls
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", DENSE)
+def test_options_agree_with_float64(head_dim, dtype, case, forwards):
+    """The Hopper forward and the portable backward that takes its O and LSE; NaN in memory beyond every tensor."""
+    for num_q, num_k in SHAPES:
+        q, k, v = make_qkv(2, 4, 2, num_q, num_k, head_dim, dtype=dtype, device="cuda", layout="padded")
+        ours = compare_with_oracle(flash_attention, q, k, v, **DENSE[case])
+        o, lse = flash_attention(q, k, v, return_lse=True, **DENSE[case])
+        assert torch.equal(o, ours["o"])
+        assert torch.equal(lse, ours["lse"])
+    assert len(forwards) == 2 * len(SHAPES)
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("plan", range(6))
@@ -152,9 +188,9 @@ def test_every_plan_agrees_with_the_portable_kernel(plan):
     from kernels.flash_fwd import launch_flash_fwd
     from kernels.hopper_fwd import launch_hopper_fwd, plan_for
 
+    masks, lengths = (Options(True, 1.0), Options(False, 1.0)), (1024, 2048, 4096, 16384)
     chosen = sorted(
-        {(d, c, plan_for(d, c, n)) for d in (64, 128) for c in (True, False) for n in (1024, 2048, 4096, 16384)},
-        key=repr,
+        {(d, mask.causal, plan_for(d, mask, n)) for d in (64, 128) for mask in masks for n in lengths}, key=repr
     )
     for head_dim, causal, its_plan in chosen[plan::6]:
         for tokens in (333, 2048):
