@@ -11,6 +11,8 @@ Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from ri
                         the only masked   after S(1) O is rescaled when P(0)V(0) is done
                         tiles come first  alone is done
 
+A window's left edge is masked too, in the last tiles. Tiles that only other rows of the program see are handed back.
+
 Barriers (mbarriers; a stage s of a ring of STAGES):
     q_full[c]   consumer c's 64 queries have arrived        q_empty[c]  c has issued its last product with them
     k_full[s]   a key tile has arrived                      k_empty[s]  every consumer's S with it is done
@@ -34,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels import hopper_tma as tma
 from kernels.device import l2_bytes, num_sms
-from kernels.launch import addresses_of, launch, on_device
+from kernels.launch import addresses_of, launch, on_device, window_bounds
 from kernels.options import Options
 from kernels.replay import description, known, remember, replay
 
@@ -85,23 +87,44 @@ def _num_turns(num_tiles, num_heads):
 
 
 @gluon.jit
-def _key_tiles(row, ROWS: gl.constexpr, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Key tiles that rows row .. row + ROWS visit, as (all, those that need no mask). At least one is visited:
-    its mask then gives the rows that see nothing their zeros."""
-    if CAUSAL:
+def _key_tiles(
+    row, ROWS: gl.constexpr, num_q, num_k, window,
+    CAUSAL: gl.constexpr, LOCAL: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """Key tiles of rows row .. row + ROWS: (first, end) of those visited, (full_first, full_end) of those among them
+    that need no mask; full_end <= full_first where none is.
+
+    At least one is visited: its mask then gives the rows that see nothing their zeros. Rows past num_q count as the
+    last one, so that a consumer of such rows visits tiles that the program loads.
+    """
+    if LOCAL:
+        first_row = gl.minimum(row, num_q - 1) + num_k - num_q  # in keys: where the query stands
+        last_row = gl.minimum(row + ROWS, num_q) - 1 + num_k - num_q
+        left, right = window
+        first = gl.maximum(first_row - left, 0) // BLOCK_K
+        full_first = (gl.maximum(last_row - left, 0) + BLOCK_K - 1) // BLOCK_K
+        # all before the first tile visited counts as seen, so that full_end is not before it
+        seen_by_first = gl.maximum(gl.minimum(first_row + right + 1, num_k), first * BLOCK_K)
+        seen_by_last = gl.minimum(gl.maximum(last_row + right + 1, 0), num_k)
+    elif CAUSAL:
+        first = 0
+        full_first = 0
         seen_by_first = gl.minimum(gl.maximum(row + 1 + num_k - num_q, 0), num_k)
         seen_by_last = gl.minimum(gl.maximum(gl.minimum(row + ROWS, num_q) + num_k - num_q, 0), num_k)
     else:
+        first = 0
+        full_first = 0
         seen_by_first = num_k
         seen_by_last = num_k
-    return gl.maximum((seen_by_last + BLOCK_K - 1) // BLOCK_K, 1), seen_by_first // BLOCK_K
+    end = gl.maximum((seen_by_last + BLOCK_K - 1) // BLOCK_K, first + 1)
+    return first, end, full_first, seen_by_first // BLOCK_K
 
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, tiles, barriers, sizes,
+    q_desc, k_desc, v_desc, tiles, barriers, sizes, window,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     q_smem, k_smem, v_smem, _o_smem = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -118,7 +141,7 @@ def _producer(
         head = batch_head - batch * num_heads
         kv_head = head // group_size
         row = tile * 64 * CONSUMERS
-        visited, _ = _key_tiles(row, 64 * CONSUMERS, num_q, num_k, CAUSAL, BLOCK_K)
+        first, end, _, _ = _key_tiles(row, 64 * CONSUMERS, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
             mbarrier.expect(q_full.index(c), q_bytes)
@@ -126,8 +149,8 @@ def _producer(
                 q_desc, [batch, head, row + 64 * c, 0], q_full.index(c),
                 q_smem.index(c)._reinterpret(q_desc.dtype, q_tile4, q_desc.layout),
             )  # fmt: skip
-        for i in range(visited):
-            key = (visited - 1 - i) * BLOCK_K
+        for i in range(end - first):
+            key = (end - 1 - i) * BLOCK_K
             stage, phase = _slot(step, STAGES)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), k_bytes)
@@ -157,8 +180,29 @@ def _pass_baton(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.c
 
 
 @gluon.jit
-def _hide(scores, row, key, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr):
-    """-inf where the key lies past the end or, causal, where it lies to the right of the diagonal.
+def _hand_back(
+    step, tiles, barriers, STAGES: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """Let go of the next key tiles, which only other rows of the program see. Returns the step after them."""
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
+    for _ in range(tiles):
+        stage, phase = _slot(step, STAGES)
+        mbarrier.wait(k_full.index(stage), phase)
+        _take_baton(CONSUMER, PING_PONG)
+        _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _hide(
+    scores, row, key, num_q, num_k, window, CAUSAL: gl.constexpr, LOCAL: gl.constexpr, BLOCK_K: gl.constexpr
+):  # fmt: skip
+    """-inf where the key lies past the end or, causal, to the right of the diagonal or, LOCAL, outside the window.
 
     Seen as (64, BLOCK_K / 8, 8), a column is 8 * a register's number + a thread's own offset: comparing the first
     with (limit - offset) leaves one comparison with a constant for each score and no index in a register.
@@ -167,12 +211,19 @@ def _hide(scores, row, key, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_K: gl.cons
     layout: gl.constexpr = blocks.type.layout
     block = 8 * gl.arange(0, BLOCK_K // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    if CAUSAL:
+    if CAUSAL or LOCAL:
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    if LOCAL:
+        left, right = window
+        limit = gl.minimum(rows + (num_k - num_q + 1 + right), num_k) - key
+        start = rows + (num_k - num_q - left) - key
+        hidden = gl.where((block < limit - offset) & (block >= start - offset), blocks, -float("inf"))
+    elif CAUSAL:
         limit = gl.minimum(rows + (num_k - num_q + 1), num_k) - key
+        hidden = gl.where(block < limit - offset, blocks, -float("inf"))
     else:
         limit = num_k - key
-    hidden = gl.where(block < limit - offset, blocks, -float("inf"))
+        hidden = gl.where(block < limit - offset, blocks, -float("inf"))
     return gl.convert_layout(gl.reshape(hidden, [64, BLOCK_K]), scores.type.layout)
 
 
@@ -231,8 +282,9 @@ def _unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.con
 @gluon.jit
 def _softmax_step(
     q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    step, more, acc, probs, running_max, running_sum, row, key, num_q, num_k, scale_log2, softcap,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    step, more, acc, probs, running_max, running_sum,
+    row, key, num_q, num_k, window, scale_log2, softcap,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, LOCAL: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr,
     s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
@@ -251,7 +303,7 @@ def _softmax_step(
     mbarrier.arrive(k_empty.index(stage), count=1)
     scores, factor = _logits(scores, scale_log2, softcap)
     if MASKED:
-        scores = _hide(scores, row, key, num_q, num_k, CAUSAL, BLOCK_K)
+        scores = _hide(scores, row, key, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
     new_max = gl.maximum(running_max, gl.max(scores, 1))
     if MASKED:
         # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
@@ -277,9 +329,9 @@ def _softmax_step(
 
 @gluon.jit
 def _consumer(
-    o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
+    o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, CONSUMER: gl.constexpr,
+    CAUSAL: gl.constexpr, LOCAL: gl.constexpr, PING_PONG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -298,20 +350,13 @@ def _consumer(
         tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, CAUSAL)
         first_row = tile * 64 * CONSUMERS
         row = first_row + 64 * CONSUMER
-        loaded, _ = _key_tiles(first_row, 64 * CONSUMERS, num_q, num_k, CAUSAL, BLOCK_K)
-        visited, unmasked = _key_tiles(row, 64, num_q, num_k, CAUSAL, BLOCK_K)
+        loaded_first, loaded_end, _, _ = _key_tiles(
+            first_row, 64 * CONSUMERS, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K
+        )
+        key_first, key_end, full_first, full_end = _key_tiles(row, 64, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
 
-        # tiles that only later rows of the program see: hand them back
-        for _ in range(loaded - visited):
-            stage, phase = _slot(step, STAGES)
-            mbarrier.wait(k_full.index(stage), phase)
-            _take_baton(CONSUMER, PING_PONG)
-            _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            mbarrier.wait(v_full.index(stage), phase)
-            mbarrier.arrive(v_empty.index(stage), count=1)
-            step += 1
+        step = _hand_back(step, loaded_end - key_end, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
 
         # the rightmost tile: masked, nothing to rescale
         stage, phase = _slot(step, STAGES)
@@ -325,7 +370,7 @@ def _consumer(
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         scores, factor = _logits(scores, scale_log2, softcap)
-        scores = _hide(scores, row, (visited - 1) * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_K)
+        scores = _hide(scores, row, (key_end - 1) * BLOCK_K, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
         running_max = gl.max(scores, 1)
         base = gl.where(running_max == -float("inf"), 0.0, running_max)
         p = gl.exp2(scores * factor - (base * factor)[:, None])
@@ -333,25 +378,37 @@ def _consumer(
         probs = _pack(p, dtype, BLOCK_K)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
         first = step + 1
-        end = step + visited
+        end = step + key_end - key_first
         stage, phase = _slot(first, STAGES)
         mbarrier.wait(k_full.index(stage), phase, pred=first < end)
-        full_from = end - gl.minimum(unmasked, visited - 1)
-        if CAUSAL:
+        full_from = end - gl.minimum(full_end - key_first, key_end - key_first - 1)
+        if CAUSAL or LOCAL:
             for step in range(first, full_from):
                 acc, probs, running_max, running_sum = _softmax_step(
                     q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                     step, step + 1 < end, acc, probs, running_max, running_sum,
-                    row, (end - 1 - step) * BLOCK_K, num_q, num_k, scale_log2, softcap,
-                    True, CAUSAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
+                    row, (key_first + end - 1 - step) * BLOCK_K, num_q, num_k, window, scale_log2, softcap,
+                    True, CAUSAL, LOCAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
                 )  # fmt: skip
-        for step in range(full_from, end):
+        if LOCAL:
+            full_until = gl.maximum(end - (full_first - key_first), full_from)
+        else:
+            full_until = end
+        for step in range(full_from, full_until):
             acc, probs, running_max, running_sum = _softmax_step(
                 q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                 step, step + 1 < end, acc, probs, running_max, running_sum,
-                row, 0, num_q, num_k, scale_log2, softcap,
-                False, CAUSAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
+                row, 0, num_q, num_k, window, scale_log2, softcap,
+                False, CAUSAL, LOCAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
             )  # fmt: skip
+        if LOCAL:
+            for step in range(full_until, end):
+                acc, probs, running_max, running_sum = _softmax_step(
+                    q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                    step, step + 1 < end, acc, probs, running_max, running_sum,
+                    row, (key_first + end - 1 - step) * BLOCK_K, num_q, num_k, window, scale_log2, softcap,
+                    True, CAUSAL, LOCAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
+                )  # fmt: skip
         step = end
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
 
@@ -371,6 +428,8 @@ def _consumer(
         tma.store_wait(0)  # the previous tile's O has left its buffer
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(last_stage), count=1)
+        if LOCAL:
+            step = _hand_back(step, key_first - loaded_first, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
         o_tile.store((acc * inverse[:, None]).to(dtype))
         fence_async_shared()
         batch = batch_head // num_heads
@@ -381,7 +440,18 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "group_size", "num_batch_heads", "num_q", "num_k", "heads_per_section"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_heads",
+        "group_size",
+        "num_batch_heads",
+        "num_q",
+        "num_k",
+        "heads_per_section",
+        "window_left",
+        "window_right",
+    ]
+)
 def hopper_fwd_kernel(
     q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows
     k_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
@@ -396,11 +466,14 @@ def hopper_fwd_kernel(
     heads_per_section,
     scale_log2,  # scale * log2(e), positive
     softcap,  # fp32, or None: its code is compiled away
+    window_left,  # read only where LOCAL
+    window_right,
     HEAD_DIM: gl.constexpr,
     BLOCK_K: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
     PING_PONG: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -429,29 +502,30 @@ def hopper_fwd_kernel(
     tiles = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section)
+    window = (window_left, window_right)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
-                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 0)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 1)),
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, window,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2, softcap,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 2)),
-                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 0)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 1)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 2)),
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, window,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL)),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip
@@ -472,9 +546,10 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """The fastest of 18 (head_dim 128) and 32 (64) plans at 1,024 to 32,768 tokens, or within 4 % of it: one H200,
     torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md).
 
-    With a soft-cap: two consumers, because three have 160 registers each and spill; not measured further."""
+    With a window or a soft-cap: two consumers, because three have 160 registers each and spill; not measured further.
+    """
     causal = options.causal
-    if options.softcap:
+    if options.softcap or options.local:
         return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=not causal or num_q <= 1024)
     if head_dim == 128:
         if causal:
@@ -522,7 +597,7 @@ def launch_hopper_fwd(
         programs = min(programs, num_sms(q.device.index))
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
-        "CAUSAL": options.causal, "PING_PONG": plan.ping_pong,
+        "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": plan.ping_pong,
     }  # fmt: skip
     with on_device(q):
         launched = launch(
@@ -531,7 +606,7 @@ def launch_hopper_fwd(
                 tma.descriptor(q, 64), tma.descriptor(k, plan.block_k), tma.descriptor(v, plan.block_k),
                 tma.descriptor(o, 64), lse,
                 num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
-                options.scale * LOG2_E, options.softcap or None,
+                options.scale * LOG2_E, options.softcap or None, *window_bounds(options, num_q, num_k),
             ),
             constants, num_warps=4,
         )  # fmt: skip

@@ -24,10 +24,12 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
-def _forward(head_dim: int, consumers: int, causal: bool, *, stages: int = 2, softcap: bool = False) -> dict:
+def _forward(
+    head_dim: int, consumers: int, causal: bool = False, *, stages: int = 2, local: bool = False, softcap: bool = False
+) -> dict:
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_K": 128, "CONSUMERS": consumers, "STAGES": stages, "CAUSAL": causal,
-        "PING_PONG": False,
+        "LOCAL": local, "PING_PONG": False,
     }  # fmt: skip
     return constants if softcap else constants | {"softcap": None}
 
@@ -44,6 +46,8 @@ COMPILED = [
     ("fwd", _forward(64, 3, True), 88),
     ("fwd", _forward(64, 3, False), 32),
     ("fwd", _forward(128, 2, True, softcap=True), 0),
+    ("fwd", _forward(128, 2, local=True), 0),
+    ("fwd", _forward(64, 2, stages=3, local=True, softcap=True), 0),
     ("bwd", _backward(128, True), 112),
     ("bwd", _backward(64, True), 0),
 ]
@@ -149,8 +153,16 @@ def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_he
 DENSE = {
     "softcap-5": {"softcap": 5.0, "causal": True},
     "softcap-50": {"softcap": 50.0},
+    "smaller than a tile": {"window": (20, 7)},
+    "itself": {"window": (0, 0)},
+    "a tile": {"window": (127, 0), "causal": True},
+    "three tiles": {"window": (255, 128)},
+    "larger than N": {"window": (5000, 0)},
+    "left only": {"window": (100, -1)},
+    "right only": {"window": (-1, 65)},
+    "window and softcap": {"window": (200, 0), "softcap": 5.0},
 }
-SHAPES = [(1, 1), (193, 193), (300, 100), (100, 300), (640, 640)]
+SHAPES = [(1, 1), (193, 193), (300, 100), (100, 300), (640, 640), (1000, 1000)]
 
 
 @pytest.fixture
