@@ -36,9 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels import hopper_tma as tma
 from kernels.device import l2_bytes, num_sms
-from kernels.launch import addresses_of, launch, on_device, window_bounds
+from kernels.launch import addresses_of, grid_tiles, launch, on_device, window_bounds
 from kernels.options import Options
 from kernels.replay import description, known, remember, replay
+from kernels.tiles import ORIGIN, document_rows, longest_first, program_tile
 
 LN_2 = gl.constexpr(math.log(2.0))
 LOG2_E = 1.0 / math.log(2.0)
@@ -55,12 +56,59 @@ def _slot(step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _owned_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL: gl.constexpr):
+def _document_tile(cu_seqlens_q, cu_seqlens_k, q_tokens, num_docs, num_heads, heads_per_section, BLOCK: gl.constexpr):
+    """What a program owns of packed documents: (1, or 0 where no tile is left, query tile inside its document,
+    batch * head, the document's first packed query and key, its number of queries and of keys).
+
+    Found as in the portable kernel, once a program, by the four warps that all have before they specialise.
+    """
+    ordinal, batch_head = program_tile(q_tokens // BLOCK + num_docs, num_heads, heads_per_section, False)
+    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    document, tile = longest_first(ordinal, cu_seqlens_q, num_docs, BLOCK, lanes)
+    turns = gl.where(document < 0, 0, 1)
+    document = gl.maximum(document, 0)
+    q_row0, num_q = document_rows(document, cu_seqlens_q)
+    k_row0, num_k = document_rows(document, cu_seqlens_k)
+    return turns, tile, batch_head, q_row0, k_row0, num_q, num_k
+
+
+@gluon.jit
+def _load(descriptor, batch, head, start, row0, num_tokens, barrier, tile):
+    """Copy a tile from row `start` on; rows past num_tokens read as 0, also where the next document is (row0 is the
+    document's first packed row: see `packed_descriptor` in kernels/launch.py)."""
+    shared = tile._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
+    if len(descriptor.block_type.shape) == 5:
+        tma.load(descriptor, [ORIGIN, row0 + num_tokens, head, ORIGIN - num_tokens + start, 0], barrier, shared)
+    else:
+        tma.load(descriptor, [batch, head, start, 0], barrier, shared)
+
+
+@gluon.jit
+def _store(descriptor, batch, head, start, row0, num_tokens, tile):
+    """`_load`'s reverse: the same clipping keeps a ragged last tile out of the next document's rows."""
+    shared = tile._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
+    if len(descriptor.block_type.shape) == 5:
+        tma.store(descriptor, [ORIGIN, row0 + num_tokens, head, ORIGIN - num_tokens + start, 0], shared)
+    else:
+        tma.store(descriptor, [batch, head, start, 0], shared)
+
+
+@gluon.jit
+def _owned_tile(turn, num_tiles, num_heads, heads_per_section, packed, CAUSAL: gl.constexpr):
     """The (query tile, batch * head) of this program's turn.
 
     Tiles are ordered by section of heads whose K and V stay in L2 together, inside a section longest first.
-    Programs take them in turns, back and forth, so that nobody always gets the longest of a turn.
+    Programs take them in turns, back and forth, so that nobody always gets the longest of a turn. Packed documents
+    have one turn, whose tile `_document_tile` has found.
     """
+    if packed is not None:
+        return packed[1], packed[2]
+    else:
+        return _dense_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL)
+
+
+@gluon.jit
+def _dense_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL: gl.constexpr):
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     place = gl.where(turn % 2 == 0, program, programs - 1 - program)
@@ -77,13 +125,34 @@ def _owned_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL: gl.conste
 
 
 @gluon.jit
-def _num_turns(num_tiles, num_heads):
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    total = num_tiles * num_heads
-    whole = total // programs
-    place = gl.where(whole % 2 == 0, program, programs - 1 - program)
-    return whole + gl.where(whole * programs + place < total, 1, 0)
+def _num_turns(num_tiles, num_heads, packed):
+    if packed is not None:
+        return packed[0]
+    else:
+        program = gl.program_id(0)
+        programs = gl.num_programs(0)
+        total = num_tiles * num_heads
+        whole = total // programs
+        place = gl.where(whole % 2 == 0, program, programs - 1 - program)
+        return whole + gl.where(whole * programs + place < total, 1, 0)
+
+
+@gluon.jit
+def _batch_and_head(batch_head, num_heads, packed):
+    if packed is not None:
+        return 0, batch_head
+    else:
+        batch = batch_head // num_heads
+        return batch, batch_head - batch * num_heads
+
+
+@gluon.jit
+def _first_rows(packed):
+    """The first packed row of the program's document, as (query, key); (0, 0) where nothing is packed."""
+    if packed is not None:
+        return packed[3], packed[4]
+    else:
+        return 0, 0
 
 
 @gluon.jit
@@ -122,7 +191,7 @@ def _key_tiles(
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, tiles, barriers, sizes, window,
+    q_desc, k_desc, v_desc, tiles, barriers, sizes, window, packed,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
@@ -131,39 +200,28 @@ def _producer(
     num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section = sizes
     q_bytes: gl.constexpr = 64 * HEAD_DIM * 2
     k_bytes: gl.constexpr = BLOCK_K * HEAD_DIM * 2
-    q_tile4: gl.constexpr = [1, 1, 64, HEAD_DIM]
-    k_tile4: gl.constexpr = [1, 1, BLOCK_K, HEAD_DIM]
+    q_row0, k_row0 = _first_rows(packed)
     num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads)):
-        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, CAUSAL)
-        batch = batch_head // num_heads
-        head = batch_head - batch * num_heads
+    for turn in range(_num_turns(num_tiles, num_batch_heads, packed)):
+        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, packed, CAUSAL)
+        batch, head = _batch_and_head(batch_head, num_heads, packed)
         kv_head = head // group_size
         row = tile * 64 * CONSUMERS
         first, end, _, _ = _key_tiles(row, 64 * CONSUMERS, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
             mbarrier.expect(q_full.index(c), q_bytes)
-            tma.load(
-                q_desc, [batch, head, row + 64 * c, 0], q_full.index(c),
-                q_smem.index(c)._reinterpret(q_desc.dtype, q_tile4, q_desc.layout),
-            )  # fmt: skip
+            _load(q_desc, batch, head, row + 64 * c, q_row0, num_q, q_full.index(c), q_smem.index(c))
         for i in range(end - first):
             key = (end - 1 - i) * BLOCK_K
             stage, phase = _slot(step, STAGES)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), k_bytes)
-            tma.load(
-                k_desc, [batch, kv_head, key, 0], k_full.index(stage),
-                k_smem.index(stage)._reinterpret(k_desc.dtype, k_tile4, k_desc.layout),
-            )  # fmt: skip
+            _load(k_desc, batch, kv_head, key, k_row0, num_k, k_full.index(stage), k_smem.index(stage))
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), k_bytes)
-            tma.load(
-                v_desc, [batch, kv_head, key, 0], v_full.index(stage),
-                v_smem.index(stage)._reinterpret(v_desc.dtype, k_tile4, v_desc.layout),
-            )  # fmt: skip
+            _load(v_desc, batch, kv_head, key, k_row0, num_k, v_full.index(stage), v_smem.index(stage))
             step += 1
 
 
@@ -328,8 +386,17 @@ def _softmax_step(
 
 
 @gluon.jit
+def _lse_row(lse_ptr, batch_head, num_q, packed):
+    """Where the LSE of row 0 is."""
+    if packed is not None:
+        return lse_ptr + batch_head.to(gl.int64) * packed[5] + packed[3]
+    else:
+        return lse_ptr + batch_head.to(gl.int64) * num_q
+
+
+@gluon.jit
 def _consumer(
-    o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
+    o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, LOCAL: gl.constexpr, PING_PONG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -346,8 +413,8 @@ def _consumer(
     if PING_PONG and CONSUMER == CONSUMERS - 1:
         _pass_baton(CONSUMER, CONSUMERS, True)  # the first consumer begins
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads)):
-        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, CAUSAL)
+    for turn in range(_num_turns(num_tiles, num_batch_heads, packed)):
+        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, packed, CAUSAL)
         first_row = tile * 64 * CONSUMERS
         row = first_row + 64 * CONSUMER
         loaded_first, loaded_end, _, _ = _key_tiles(
@@ -424,7 +491,7 @@ def _consumer(
         lse = lse_log2 * LN_2
         inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
-        gl.store(lse_ptr + batch_head.to(gl.int64) * num_q + rows, lse, mask=rows < num_q)
+        gl.store(_lse_row(lse_ptr, batch_head, num_q, packed) + rows, lse, mask=rows < num_q)
         tma.store_wait(0)  # the previous tile's O has left its buffer
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(last_stage), count=1)
@@ -432,27 +499,19 @@ def _consumer(
             step = _hand_back(step, key_first - loaded_first, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
         o_tile.store((acc * inverse[:, None]).to(dtype))
         fence_async_shared()
-        batch = batch_head // num_heads
-        tma.store(
-            o_desc, [batch, batch_head - batch * num_heads, row, 0],
-            o_tile._reinterpret(dtype, [1, 1, 64, HEAD_DIM], o_desc.layout),
-        )  # fmt: skip
+        batch, head = _batch_and_head(batch_head, num_heads, packed)
+        _store(o_desc, batch, head, row, _first_rows(packed)[0], num_q, o_tile)
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "num_heads",
-        "group_size",
-        "num_batch_heads",
-        "num_q",
-        "num_k",
-        "heads_per_section",
-        "window_left",
-        "window_right",
+        "num_heads", "group_size", "num_batch_heads", "num_q", "num_k", "heads_per_section", "window_left",
+        "window_right", "num_docs",
     ]
-)
+)  # fmt: skip
 def hopper_fwd_kernel(
+    # descriptors of rank 4 or, packed, 5
     q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows
     k_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
     v_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
@@ -461,13 +520,16 @@ def hopper_fwd_kernel(
     num_heads,  # Hq
     group_size,  # Hq // Hkv
     num_batch_heads,  # B * Hq
-    num_q,
+    num_q,  # Nq; all documents together where packed
     num_k,
     heads_per_section,
     scale_log2,  # scale * log2(e), positive
     softcap,  # fp32, or None: its code is compiled away
     window_left,  # read only where LOCAL
     window_right,
+    cu_seqlens_q,  # (documents + 1,) int32, or None
+    cu_seqlens_k,
+    num_docs,
     HEAD_DIM: gl.constexpr,
     BLOCK_K: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -476,6 +538,15 @@ def hopper_fwd_kernel(
     LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
     PING_PONG: gl.constexpr,
 ):
+    if cu_seqlens_q is not None:
+        turns, tile, batch_head, q_row0, k_row0, its_num_q, its_num_k = _document_tile(
+            cu_seqlens_q, cu_seqlens_k, num_q, num_docs, num_batch_heads, heads_per_section, 64 * CONSUMERS
+        )
+        packed = (turns, tile, batch_head, q_row0, k_row0, num_q)
+        sizes = (num_heads, group_size, num_batch_heads, its_num_q, its_num_k, heads_per_section)
+    else:
+        packed: gl.constexpr = None
+        sizes = (num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section)
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
@@ -501,16 +572,15 @@ def hopper_fwd_kernel(
 
     tiles = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section)
     window = (window_left, window_right)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 0)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 1)),
-                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, window,
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, window, packed,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL)),
             ],
             [4, 1], [240, 24],
@@ -518,13 +588,13 @@ def hopper_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 0)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 1)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, scale_log2, softcap,
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 2)),
-                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, window,
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, window, packed,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL)),
             ],
             [4, 4, 1], [160, 160, 24],
@@ -546,10 +616,11 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """The fastest of 18 (head_dim 128) and 32 (64) plans at 1,024 to 32,768 tokens, or within 4 % of it: one H200,
     torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md).
 
-    With a window or a soft-cap: two consumers, because three have 160 registers each and spill; not measured further.
+    With a window, a soft-cap or documents: two consumers, because three have 160 registers each and spill; not
+    measured further.
     """
     causal = options.causal
-    if options.softcap or options.local:
+    if options.softcap or options.local or options.packed:
         return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=not causal or num_q <= 1024)
     if head_dim == 128:
         if causal:
@@ -578,7 +649,7 @@ def launch_hopper_fwd(
     q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ForwardPlan | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), not refused by
-    `hopper_unsupported_reason`; options.scale > 0.
+    `hopper_unsupported_reason`; options.scale > 0; packed documents have B = 1.
 
     Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32, natural logarithm. `plan`
     overrides the choice.
@@ -587,26 +658,30 @@ def launch_hopper_fwd(
     o = torch.empty((batch, num_q, num_heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=q.device)
     described = description(options, ("hopper", plan), q, k, v)
-    if known(described) and replay(described, addresses_of(q, k, v, o, lse)):
+    if known(described) and replay(
+        described, addresses_of(q, k, v, o, lse, options.cu_seqlens_q, options.cu_seqlens_k)
+    ):
         return o, lse
     num_kv_heads, num_k = k.shape[1], k.shape[2]
     group_size = num_heads // num_kv_heads
     plan = plan or plan_for(head_dim, options, num_q)
-    programs = -(-num_q // (64 * plan.consumers)) * batch * num_heads
-    if plan.persistent:
+    num_docs, num_tiles = grid_tiles(num_q, 64 * plan.consumers, options.cu_seqlens_q)
+    programs = num_tiles * batch * num_heads
+    if plan.persistent and not options.packed:
         programs = min(programs, num_sms(q.device.index))
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
         "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": plan.ping_pong,
     }  # fmt: skip
+    describe = tma.packed_descriptor if options.packed else tma.descriptor
     with on_device(q):
         launched = launch(
             hopper_fwd_kernel, programs,
             (
-                tma.descriptor(q, 64), tma.descriptor(k, plan.block_k), tma.descriptor(v, plan.block_k),
-                tma.descriptor(o, 64), lse,
+                describe(q, 64), describe(k, plan.block_k), describe(v, plan.block_k), describe(o, 64), lse,
                 num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
                 options.scale * LOG2_E, options.softcap or None, *window_bounds(options, num_q, num_k),
+                options.cu_seqlens_q, options.cu_seqlens_k, num_docs,
             ),
             constants, num_warps=4,
         )  # fmt: skip

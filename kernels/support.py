@@ -79,7 +79,7 @@ IMPLEMENTATIONS = {
 
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_FORWARD_ONLY = ("window", "softcap")  # the portable backward takes their O and LSE
+_FORWARD_ONLY = ("window", "softcap", "varlen")  # the portable backward takes their O and LSE
 
 # The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
 KERNELS = {

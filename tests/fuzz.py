@@ -86,6 +86,8 @@ CONFIGURATIONS = [
     ("float16", 128, 128, False, ("window",)),
     ("bfloat16", 128, 128, True, ("window", "softcap")),
     ("bfloat16", 64, 64, False, ("window", "softcap")),
+    ("bfloat16", 128, 128, True, ("varlen",)),
+    ("float16", 128, 128, True, ("varlen", "window", "softcap")),
 ]
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 193, 255, 256, 257, 384, 513, 700, 1000, 1023)
 WINDOWS = (-1, 0, 1, 31, 63, 64, 65, 127, 128, 129, 500, 5000)

@@ -30,8 +30,10 @@ def _forward(constants: dict):
     from kernels.hopper_fwd import hopper_fwd_kernel
 
     head_dim, block_k = constants["HEAD_DIM"], constants["BLOCK_K"]
-    types = dict.fromkeys(("q_desc", "o_desc"), _descriptor("bf16", [1, 1, 64, head_dim]))
-    types |= dict.fromkeys(("k_desc", "v_desc"), _descriptor("bf16", [1, 1, block_k, head_dim]))
+    outer = [1, 1] if constants.get("cu_seqlens_q", 0) is None else [1, 1, 1]
+    types = dict.fromkeys(("q_desc", "o_desc"), _descriptor("bf16", [*outer, 64, head_dim]))
+    types |= dict.fromkeys(("k_desc", "v_desc"), _descriptor("bf16", [*outer, block_k, head_dim]))
+    types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "*i32")
     return hopper_fwd_kernel, types | {"lse_ptr": "*fp32", "scale_log2": "fp32", "softcap": "fp32"}, 4
 
 

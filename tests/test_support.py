@@ -116,6 +116,7 @@ def test_the_table_shows_the_matrix():
     assert len(lines) == 2 + len(FEATURES)
     everywhere = "fp16 bf16 fp32 fp64"
     assert lines[7].startswith(f"| window | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | fp16 bf16 |")
+    assert lines[12].startswith(f"| varlen | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | fp16 bf16 |")
     assert lines[9].startswith(f"| alibi_slopes | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | no |")
     assert "| fp16 bf16 fp32 fp64 | fp16 bf16 |" in lines[3], "the Hopper kernels take causal calls"
 
