@@ -172,8 +172,7 @@ def _key_tiles(
         left, right = window
         first = gl.maximum(first_row - left, 0) // BLOCK_K
         full_first = (gl.maximum(last_row - left, 0) + BLOCK_K - 1) // BLOCK_K
-        # all before the first tile visited counts as seen, so that full_end is not before it
-        seen_by_first = gl.maximum(gl.minimum(first_row + right + 1, num_k), first * BLOCK_K)
+        seen_by_first = gl.minimum(gl.maximum(first_row + right + 1, 0), num_k)
         seen_by_last = gl.minimum(gl.maximum(last_row + right + 1, 0), num_k)
     elif CAUSAL:
         first = 0

@@ -227,7 +227,8 @@ class _Machine:
 
         def finish():
             a = left.array if isinstance(left, _Shared) else left
-            result[:] = a @ right.array + (acc if use_acc else 0.0)
+            # no BLAS: its own threads would wait for ours
+            result[:] = np.einsum("ij,jk->ik", a, right.array) + (acc if use_acc else 0.0)
 
         self._in_flight().append(finish)
         return result
