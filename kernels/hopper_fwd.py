@@ -12,6 +12,8 @@ Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from ri
                         tiles come first  alone is done
 
 A window's left edge is masked too, in the last tiles. Tiles that only other rows of the program see are handed back.
+Packed documents: one tile a program, found before the roles part; descriptors clip at the document's end, as well
+for the store of O.
 
 Barriers (mbarriers; a stage s of a ring of STAGES):
     q_full[c]   consumer c's 64 queries have arrived        q_empty[c]  c has issued its last product with them
@@ -102,7 +104,8 @@ def _owned_tile(turn, num_tiles, num_heads, heads_per_section, packed, CAUSAL: g
     have one turn, whose tile `_document_tile` has found.
     """
     if packed is not None:
-        return packed[1], packed[2]
+        _turns, tile, batch_head, _q_row0, _k_row0, _q_tokens = packed
+        return tile, batch_head
     else:
         return _dense_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL)
 
@@ -127,7 +130,8 @@ def _dense_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL: gl.conste
 @gluon.jit
 def _num_turns(num_tiles, num_heads, packed):
     if packed is not None:
-        return packed[0]
+        turns, _tile, _batch_head, _q_row0, _k_row0, _q_tokens = packed
+        return turns
     else:
         program = gl.program_id(0)
         programs = gl.num_programs(0)
@@ -150,7 +154,8 @@ def _batch_and_head(batch_head, num_heads, packed):
 def _first_rows(packed):
     """The first packed row of the program's document, as (query, key); (0, 0) where nothing is packed."""
     if packed is not None:
-        return packed[3], packed[4]
+        _turns, _tile, _batch_head, q_row0, k_row0, _q_tokens = packed
+        return q_row0, k_row0
     else:
         return 0, 0
 
@@ -388,7 +393,8 @@ def _softmax_step(
 def _lse_row(lse_ptr, batch_head, num_q, packed):
     """Where the LSE of row 0 is."""
     if packed is not None:
-        return lse_ptr + batch_head.to(gl.int64) * packed[5] + packed[3]
+        _turns, _tile, _batch_head, q_row0, _k_row0, q_tokens = packed
+        return lse_ptr + batch_head.to(gl.int64) * q_tokens + q_row0
     else:
         return lse_ptr + batch_head.to(gl.int64) * num_q
 
@@ -541,6 +547,7 @@ def hopper_fwd_kernel(
         turns, tile, batch_head, q_row0, k_row0, its_num_q, its_num_k = _document_tile(
             cu_seqlens_q, cu_seqlens_k, num_q, num_docs, num_batch_heads, heads_per_section, 64 * CONSUMERS
         )
+        # of documents: what the partitions need beyond a dense call's sizes
         packed = (turns, tile, batch_head, q_row0, k_row0, num_q)
         sizes = (num_heads, group_size, num_batch_heads, its_num_q, its_num_k, heads_per_section)
     else:
@@ -615,8 +622,8 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """The fastest of 18 (head_dim 128) and 32 (64) plans at 1,024 to 32,768 tokens, or within 4 % of it: one H200,
     torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md).
 
-    With a window, a soft-cap or documents: two consumers, because three have 160 registers each and spill; not
-    measured further.
+    With a window, a soft-cap or documents: two consumers, because three have 160 registers each and spill in their
+    loops. That is compiled, not measured.
     """
     causal = options.causal
     if options.softcap or options.local or options.packed:

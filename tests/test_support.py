@@ -110,6 +110,14 @@ def test_a_refusal_names_all_features_and_the_remedy():
     assert refusal("sdpa", ["causal", "window", "dropout"], torch.float32) == expected
 
 
+@pytest.mark.parametrize("feature", ["window", "softcap", "varlen"])
+def test_the_hopper_backward_leaves_the_options_to_the_portable_one(feature):
+    assert refusal("hopper", ["gqa", feature], torch.bfloat16, backward=False) is None
+    reason = refusal("hopper", ["gqa", feature], torch.bfloat16)
+    assert reason == f"{feature} in bfloat16 is not supported by hopper; use the portable kernels"
+    assert refusal("hopper", ["causal"], torch.bfloat16) is None
+
+
 def test_the_table_shows_the_matrix():
     lines = table().splitlines()
     assert lines[0].startswith("| feature | naive | tiled | flash | sdpa | hopper | meaning |")
