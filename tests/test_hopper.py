@@ -163,7 +163,7 @@ DENSE = {
     "window and softcap": {"window": (200, 0), "softcap": 5.0},
 }
 PACKED = {
-    "a loop's worth": ([1, 64, 0, 127, 128, 129, 300], None),
+    "around a tile": ([1, 64, 0, 127, 128, 129, 300], None),
     "unequal": ([20, 0, 133, 0, 5, 200], [70, 19, 50, 0, 1, 333]),
     "ones": ([1] * 70, None),
     "more than are counted at a time": ([3, 0, 130] * 50, None),
