@@ -11,6 +11,10 @@ Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from ri
                         the only masked   after S(1) O is rescaled when P(0)V(0) is done
                         tiles come first  alone is done
 
+A window's left edge is masked too, in the last tiles. Tiles that only other rows of the program see are handed back.
+Packed documents: one tile a program, found before the roles part; descriptors clip at the document's end, as well
+for the store of O.
+
 Barriers (mbarriers; a stage s of a ring of STAGES):
     q_full[c]   consumer c's 64 queries have arrived        q_empty[c]  c has issued its last product with them
     k_full[s]   a key tile has arrived                      k_empty[s]  every consumer's S with it is done
@@ -34,12 +38,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels import hopper_tma as tma
 from kernels.device import l2_bytes, num_sms
-from kernels.launch import addresses_of, launch, on_device
+from kernels.launch import addresses_of, grid_tiles, launch, on_device, window_bounds
 from kernels.options import Options
 from kernels.replay import description, known, remember, replay
+from kernels.tiles import ORIGIN, document_rows, longest_first, program_tile
 
 LN_2 = gl.constexpr(math.log(2.0))
 LOG2_E = 1.0 / math.log(2.0)
+LOG2_E_CONSTANT = gl.constexpr(LOG2_E)
 
 
 @gluon.jit
@@ -52,12 +58,60 @@ def _slot(step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _owned_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL: gl.constexpr):
+def _document_tile(cu_seqlens_q, cu_seqlens_k, q_tokens, num_docs, num_heads, heads_per_section, BLOCK: gl.constexpr):
+    """What a program owns of packed documents: (1, or 0 where no tile is left, query tile inside its document,
+    batch * head, the document's first packed query and key, its number of queries and of keys).
+
+    Found as in the portable kernel, once a program, by the four warps that all have before they specialise.
+    """
+    ordinal, batch_head = program_tile(q_tokens // BLOCK + num_docs, num_heads, heads_per_section, False)
+    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    document, tile = longest_first(ordinal, cu_seqlens_q, num_docs, BLOCK, lanes)
+    turns = gl.where(document < 0, 0, 1)
+    document = gl.maximum(document, 0)
+    q_row0, num_q = document_rows(document, cu_seqlens_q)
+    k_row0, num_k = document_rows(document, cu_seqlens_k)
+    return turns, tile, batch_head, q_row0, k_row0, num_q, num_k
+
+
+@gluon.jit
+def _load(descriptor, batch, head, start, row0, num_tokens, barrier, tile):
+    """Copy a tile from row `start` on; rows past num_tokens read as 0, also where the next document is (row0 is the
+    document's first packed row: see `packed_descriptor` in kernels/launch.py)."""
+    shared = tile._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
+    if len(descriptor.block_type.shape) == 5:
+        tma.load(descriptor, [ORIGIN, row0 + num_tokens, head, ORIGIN - num_tokens + start, 0], barrier, shared)
+    else:
+        tma.load(descriptor, [batch, head, start, 0], barrier, shared)
+
+
+@gluon.jit
+def _store(descriptor, batch, head, start, row0, num_tokens, tile):
+    """`_load`'s reverse: the same clipping keeps a ragged last tile out of the next document's rows."""
+    shared = tile._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
+    if len(descriptor.block_type.shape) == 5:
+        tma.store(descriptor, [ORIGIN, row0 + num_tokens, head, ORIGIN - num_tokens + start, 0], shared)
+    else:
+        tma.store(descriptor, [batch, head, start, 0], shared)
+
+
+@gluon.jit
+def _owned_tile(turn, num_tiles, num_heads, heads_per_section, packed, CAUSAL: gl.constexpr):
     """The (query tile, batch * head) of this program's turn.
 
     Tiles are ordered by section of heads whose K and V stay in L2 together, inside a section longest first.
-    Programs take them in turns, back and forth, so that nobody always gets the longest of a turn.
+    Programs take them in turns, back and forth, so that nobody always gets the longest of a turn. Packed documents
+    have one turn, whose tile `_document_tile` has found.
     """
+    if packed is not None:
+        _turns, tile, batch_head, _q_row0, _k_row0, _q_tokens = packed
+        return tile, batch_head
+    else:
+        return _dense_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL)
+
+
+@gluon.jit
+def _dense_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL: gl.constexpr):
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     place = gl.where(turn % 2 == 0, program, programs - 1 - program)
@@ -74,72 +128,104 @@ def _owned_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL: gl.conste
 
 
 @gluon.jit
-def _num_turns(num_tiles, num_heads):
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    total = num_tiles * num_heads
-    whole = total // programs
-    place = gl.where(whole % 2 == 0, program, programs - 1 - program)
-    return whole + gl.where(whole * programs + place < total, 1, 0)
+def _num_turns(num_tiles, num_heads, packed):
+    if packed is not None:
+        turns, _tile, _batch_head, _q_row0, _k_row0, _q_tokens = packed
+        return turns
+    else:
+        program = gl.program_id(0)
+        programs = gl.num_programs(0)
+        total = num_tiles * num_heads
+        whole = total // programs
+        place = gl.where(whole % 2 == 0, program, programs - 1 - program)
+        return whole + gl.where(whole * programs + place < total, 1, 0)
 
 
 @gluon.jit
-def _key_tiles(row, ROWS: gl.constexpr, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Key tiles that rows row .. row + ROWS visit, as (all, those that need no mask). At least one is visited:
-    its mask then gives the rows that see nothing their zeros."""
-    if CAUSAL:
+def _batch_and_head(batch_head, num_heads, packed):
+    if packed is not None:
+        return 0, batch_head
+    else:
+        batch = batch_head // num_heads
+        return batch, batch_head - batch * num_heads
+
+
+@gluon.jit
+def _first_rows(packed):
+    """The first packed row of the program's document, as (query, key); (0, 0) where nothing is packed."""
+    if packed is not None:
+        _turns, _tile, _batch_head, q_row0, k_row0, _q_tokens = packed
+        return q_row0, k_row0
+    else:
+        return 0, 0
+
+
+@gluon.jit
+def _key_tiles(
+    row, ROWS: gl.constexpr, num_q, num_k, window,
+    CAUSAL: gl.constexpr, LOCAL: gl.constexpr, BLOCK_K: gl.constexpr,
+):  # fmt: skip
+    """Key tiles of rows row .. row + ROWS: (first, end) of those visited, (full_first, full_end) of those among them
+    that need no mask; full_end <= full_first where none is.
+
+    At least one is visited: its mask then gives the rows that see nothing their zeros. Rows past num_q count as the
+    last one, so that a consumer of such rows visits tiles that the program loads.
+    """
+    if LOCAL:
+        first_row = gl.minimum(row, num_q - 1) + num_k - num_q  # in keys: where the query stands
+        last_row = gl.minimum(row + ROWS, num_q) - 1 + num_k - num_q
+        left, right = window
+        first = gl.maximum(first_row - left, 0) // BLOCK_K
+        full_first = (gl.maximum(last_row - left, 0) + BLOCK_K - 1) // BLOCK_K
+        seen_by_first = gl.minimum(gl.maximum(first_row + right + 1, 0), num_k)
+        seen_by_last = gl.minimum(gl.maximum(last_row + right + 1, 0), num_k)
+    elif CAUSAL:
+        first = 0
+        full_first = 0
         seen_by_first = gl.minimum(gl.maximum(row + 1 + num_k - num_q, 0), num_k)
         seen_by_last = gl.minimum(gl.maximum(gl.minimum(row + ROWS, num_q) + num_k - num_q, 0), num_k)
     else:
+        first = 0
+        full_first = 0
         seen_by_first = num_k
         seen_by_last = num_k
-    return gl.maximum((seen_by_last + BLOCK_K - 1) // BLOCK_K, 1), seen_by_first // BLOCK_K
+    end = gl.maximum((seen_by_last + BLOCK_K - 1) // BLOCK_K, first + 1)
+    return first, end, full_first, seen_by_first // BLOCK_K
 
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, tiles, barriers, sizes,
+    q_desc, k_desc, v_desc, tiles, barriers, sizes, window, packed,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     q_smem, k_smem, v_smem, _o_smem = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section = sizes
     q_bytes: gl.constexpr = 64 * HEAD_DIM * 2
     k_bytes: gl.constexpr = BLOCK_K * HEAD_DIM * 2
-    q_tile4: gl.constexpr = [1, 1, 64, HEAD_DIM]
-    k_tile4: gl.constexpr = [1, 1, BLOCK_K, HEAD_DIM]
+    q_row0, k_row0 = _first_rows(packed)
     num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads)):
-        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, CAUSAL)
-        batch = batch_head // num_heads
-        head = batch_head - batch * num_heads
+    for turn in range(_num_turns(num_tiles, num_batch_heads, packed)):
+        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, packed, CAUSAL)
+        batch, head = _batch_and_head(batch_head, num_heads, packed)
         kv_head = head // group_size
         row = tile * 64 * CONSUMERS
-        visited, _ = _key_tiles(row, 64 * CONSUMERS, num_q, num_k, CAUSAL, BLOCK_K)
+        first, end, _, _ = _key_tiles(row, 64 * CONSUMERS, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
             mbarrier.expect(q_full.index(c), q_bytes)
-            tma.load(
-                q_desc, [batch, head, row + 64 * c, 0], q_full.index(c),
-                q_smem.index(c)._reinterpret(q_desc.dtype, q_tile4, q_desc.layout),
-            )  # fmt: skip
-        for i in range(visited):
-            key = (visited - 1 - i) * BLOCK_K
+            _load(q_desc, batch, head, row + 64 * c, q_row0, num_q, q_full.index(c), q_smem.index(c))
+        for i in range(end - first):
+            key = (end - 1 - i) * BLOCK_K
             stage, phase = _slot(step, STAGES)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), k_bytes)
-            tma.load(
-                k_desc, [batch, kv_head, key, 0], k_full.index(stage),
-                k_smem.index(stage)._reinterpret(k_desc.dtype, k_tile4, k_desc.layout),
-            )  # fmt: skip
+            _load(k_desc, batch, kv_head, key, k_row0, num_k, k_full.index(stage), k_smem.index(stage))
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), k_bytes)
-            tma.load(
-                v_desc, [batch, kv_head, key, 0], v_full.index(stage),
-                v_smem.index(stage)._reinterpret(v_desc.dtype, k_tile4, v_desc.layout),
-            )  # fmt: skip
+            _load(v_desc, batch, kv_head, key, k_row0, num_k, v_full.index(stage), v_smem.index(stage))
             step += 1
 
 
@@ -156,8 +242,29 @@ def _pass_baton(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.c
 
 
 @gluon.jit
-def _hide(scores, row, key, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr):
-    """-inf where the key lies past the end or, causal, where it lies to the right of the diagonal.
+def _hand_back(
+    step, tiles, barriers, STAGES: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """Let go of the next key tiles, which only other rows of the program see. Returns the step after them."""
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
+    for _ in range(tiles):
+        stage, phase = _slot(step, STAGES)
+        mbarrier.wait(k_full.index(stage), phase)
+        _take_baton(CONSUMER, PING_PONG)
+        _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _hide(
+    scores, row, key, num_q, num_k, window, CAUSAL: gl.constexpr, LOCAL: gl.constexpr, BLOCK_K: gl.constexpr
+):  # fmt: skip
+    """-inf where the key lies past the end or, causal, to the right of the diagonal or, LOCAL, outside the window.
 
     Seen as (64, BLOCK_K / 8, 8), a column is 8 * a register's number + a thread's own offset: comparing the first
     with (limit - offset) leaves one comparison with a constant for each score and no index in a register.
@@ -166,13 +273,39 @@ def _hide(scores, row, key, num_q, num_k, CAUSAL: gl.constexpr, BLOCK_K: gl.cons
     layout: gl.constexpr = blocks.type.layout
     block = 8 * gl.arange(0, BLOCK_K // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    if CAUSAL:
+    if CAUSAL or LOCAL:
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    if LOCAL:
+        left, right = window
+        limit = gl.minimum(rows + (num_k - num_q + 1 + right), num_k) - key
+        start = rows + (num_k - num_q - left) - key
+        hidden = gl.where((block < limit - offset) & (block >= start - offset), blocks, -float("inf"))
+    elif CAUSAL:
         limit = gl.minimum(rows + (num_k - num_q + 1), num_k) - key
+        hidden = gl.where(block < limit - offset, blocks, -float("inf"))
     else:
         limit = num_k - key
-    hidden = gl.where(block < limit - offset, blocks, -float("inf"))
+        hidden = gl.where(block < limit - offset, blocks, -float("inf"))
     return gl.convert_layout(gl.reshape(hidden, [64, BLOCK_K]), scores.type.layout)
+
+
+@gluon.jit
+def _logits(scores, scale_log2, softcap):
+    """(logits, factor): logits * factor are the scaled scores in base 2, with a soft-cap less softcap * log2(e).
+
+    softcap * tanh(x / softcap) = softcap - 2 softcap / (1 + exp(2 x / softcap)). The first term is the same for all
+    keys, so softmax does not see it and LSE adds it at the end; the factor 2 softcap goes into the multiply-add with
+    the row maximum. That leaves an exp2 and a reciprocal for a score. tanh.approx would be one instruction, but its
+    error of 2^-11 is softcap * 2^-11 in a score and in LSE; this has the portable kernel's, softcap * 2^-23.
+    """
+    if softcap is not None:
+        exponentials = gl.exp2(scores * (2.0 * scale_log2 / softcap))
+        logits = gl.inline_asm_elementwise(  # -1 / (1 + e); a quotient would cost the scaling of its operands
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [-1.0 - exponentials], dtype=gl.float32, is_pure=True, pack=1
+        )
+        return logits, softcap * (2.0 * LOG2_E_CONSTANT)
+    else:
+        return scores, scale_log2
 
 
 @gluon.jit
@@ -211,8 +344,9 @@ def _unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.con
 @gluon.jit
 def _softmax_step(
     q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    step, more, acc, probs, running_max, running_sum, row, key, num_q, num_k, scale_log2,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    step, more, acc, probs, running_max, running_sum,
+    row, key, num_q, num_k, window, scale_log2, softcap,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, LOCAL: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr,
     s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
@@ -229,17 +363,18 @@ def _softmax_step(
     _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_empty.index(stage), count=1)
+    scores, factor = _logits(scores, scale_log2, softcap)
     if MASKED:
-        scores = _hide(scores, row, key, num_q, num_k, CAUSAL, BLOCK_K)
+        scores = _hide(scores, row, key, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
     new_max = gl.maximum(running_max, gl.max(scores, 1))
     if MASKED:
         # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
         base = gl.where(new_max == -float("inf"), 0.0, new_max)
     else:
         base = new_max
-    base_log2 = base * scale_log2
-    rescale = gl.exp2(running_max * scale_log2 - base_log2)
-    p = gl.exp2(scores * scale_log2 - base_log2[:, None])
+    base_log2 = base * factor
+    rescale = gl.exp2(running_max * factor - base_log2)
+    p = gl.exp2(scores * factor - base_log2[:, None])
     sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
     running_sum = running_sum * gl.convert_layout(rescale, sum_layout)[:, None] + _thread_sums(p, BLOCK_K)
     # waiting here for the next keys (they have long arrived) also ends a basic block: without it ptxas moves
@@ -255,10 +390,20 @@ def _softmax_step(
 
 
 @gluon.jit
+def _lse_row(lse_ptr, batch_head, num_q, packed):
+    """Where the LSE of row 0 is."""
+    if packed is not None:
+        _turns, _tile, _batch_head, q_row0, _k_row0, q_tokens = packed
+        return lse_ptr + batch_head.to(gl.int64) * q_tokens + q_row0
+    else:
+        return lse_ptr + batch_head.to(gl.int64) * num_q
+
+
+@gluon.jit
 def _consumer(
-    o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
+    o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, CONSUMER: gl.constexpr,
+    CAUSAL: gl.constexpr, LOCAL: gl.constexpr, PING_PONG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -273,24 +418,17 @@ def _consumer(
     if PING_PONG and CONSUMER == CONSUMERS - 1:
         _pass_baton(CONSUMER, CONSUMERS, True)  # the first consumer begins
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads)):
-        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, CAUSAL)
+    for turn in range(_num_turns(num_tiles, num_batch_heads, packed)):
+        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, packed, CAUSAL)
         first_row = tile * 64 * CONSUMERS
         row = first_row + 64 * CONSUMER
-        loaded, _ = _key_tiles(first_row, 64 * CONSUMERS, num_q, num_k, CAUSAL, BLOCK_K)
-        visited, unmasked = _key_tiles(row, 64, num_q, num_k, CAUSAL, BLOCK_K)
+        loaded_first, loaded_end, _, _ = _key_tiles(
+            first_row, 64 * CONSUMERS, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K
+        )
+        key_first, key_end, full_first, full_end = _key_tiles(row, 64, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
 
-        # tiles that only later rows of the program see: hand them back
-        for _ in range(loaded - visited):
-            stage, phase = _slot(step, STAGES)
-            mbarrier.wait(k_full.index(stage), phase)
-            _take_baton(CONSUMER, PING_PONG)
-            _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            mbarrier.wait(v_full.index(stage), phase)
-            mbarrier.arrive(v_empty.index(stage), count=1)
-            step += 1
+        step = _hand_back(step, loaded_end - key_end, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
 
         # the rightmost tile: masked, nothing to rescale
         stage, phase = _slot(step, STAGES)
@@ -303,32 +441,46 @@ def _consumer(
         _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        scores = _hide(scores, row, (visited - 1) * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_K)
+        scores, factor = _logits(scores, scale_log2, softcap)
+        scores = _hide(scores, row, (key_end - 1) * BLOCK_K, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
         running_max = gl.max(scores, 1)
         base = gl.where(running_max == -float("inf"), 0.0, running_max)
-        p = gl.exp2(scores * scale_log2 - (base * scale_log2)[:, None])
+        p = gl.exp2(scores * factor - (base * factor)[:, None])
         running_sum = _thread_sums(p, BLOCK_K)
         probs = _pack(p, dtype, BLOCK_K)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
         first = step + 1
-        end = step + visited
+        end = step + key_end - key_first
         stage, phase = _slot(first, STAGES)
         mbarrier.wait(k_full.index(stage), phase, pred=first < end)
-        full_from = end - gl.minimum(unmasked, visited - 1)
-        if CAUSAL:
+        full_from = end - gl.minimum(full_end - key_first, key_end - key_first - 1)
+        if CAUSAL or LOCAL:
             for step in range(first, full_from):
                 acc, probs, running_max, running_sum = _softmax_step(
                     q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                     step, step + 1 < end, acc, probs, running_max, running_sum,
-                    row, (end - 1 - step) * BLOCK_K, num_q, num_k, scale_log2,
-                    True, CAUSAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
+                    row, (key_first + end - 1 - step) * BLOCK_K, num_q, num_k, window, scale_log2, softcap,
+                    True, CAUSAL, LOCAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
                 )  # fmt: skip
-        for step in range(full_from, end):
+        if LOCAL:
+            full_until = gl.maximum(end - (full_first - key_first), full_from)
+        else:
+            full_until = end
+        for step in range(full_from, full_until):
             acc, probs, running_max, running_sum = _softmax_step(
                 q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                step, step + 1 < end, acc, probs, running_max, running_sum, row, 0, num_q, num_k, scale_log2,
-                False, CAUSAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
+                step, step + 1 < end, acc, probs, running_max, running_sum,
+                row, 0, num_q, num_k, window, scale_log2, softcap,
+                False, CAUSAL, LOCAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
             )  # fmt: skip
+        if LOCAL:
+            for step in range(full_until, end):
+                acc, probs, running_max, running_sum = _softmax_step(
+                    q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                    step, step + 1 < end, acc, probs, running_max, running_sum,
+                    row, (key_first + end - 1 - step) * BLOCK_K, num_q, num_k, window, scale_log2, softcap,
+                    True, CAUSAL, LOCAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
+                )  # fmt: skip
         step = end
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
 
@@ -338,25 +490,33 @@ def _consumer(
         # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
         row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
-        lse = (running_max * scale_log2 + gl.log2(row_sum)) * LN_2
+        lse_log2 = running_max * factor + gl.log2(row_sum)
+        if softcap is not None:
+            lse_log2 += softcap * LOG2_E_CONSTANT
+        lse = lse_log2 * LN_2
         inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
-        gl.store(lse_ptr + batch_head.to(gl.int64) * num_q + rows, lse, mask=rows < num_q)
+        gl.store(_lse_row(lse_ptr, batch_head, num_q, packed) + rows, lse, mask=rows < num_q)
         tma.store_wait(0)  # the previous tile's O has left its buffer
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(last_stage), count=1)
+        if LOCAL:
+            step = _hand_back(step, key_first - loaded_first, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
         o_tile.store((acc * inverse[:, None]).to(dtype))
         fence_async_shared()
-        batch = batch_head // num_heads
-        tma.store(
-            o_desc, [batch, batch_head - batch * num_heads, row, 0],
-            o_tile._reinterpret(dtype, [1, 1, 64, HEAD_DIM], o_desc.layout),
-        )  # fmt: skip
+        batch, head = _batch_and_head(batch_head, num_heads, packed)
+        _store(o_desc, batch, head, row, _first_rows(packed)[0], num_q, o_tile)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "group_size", "num_batch_heads", "num_q", "num_k", "heads_per_section"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_heads", "group_size", "num_batch_heads", "num_q", "num_k", "heads_per_section", "window_left",
+        "window_right", "num_docs",
+    ]
+)  # fmt: skip
 def hopper_fwd_kernel(
+    # descriptors of rank 4 or, packed, 5
     q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows
     k_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
     v_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
@@ -365,17 +525,34 @@ def hopper_fwd_kernel(
     num_heads,  # Hq
     group_size,  # Hq // Hkv
     num_batch_heads,  # B * Hq
-    num_q,
+    num_q,  # Nq; all documents together where packed
     num_k,
     heads_per_section,
     scale_log2,  # scale * log2(e), positive
+    softcap,  # fp32, or None: its code is compiled away
+    window_left,  # read only where LOCAL
+    window_right,
+    cu_seqlens_q,  # (documents + 1,) int32, or None
+    cu_seqlens_k,
+    num_docs,
     HEAD_DIM: gl.constexpr,
     BLOCK_K: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
     PING_PONG: gl.constexpr,
 ):
+    if cu_seqlens_q is not None:
+        turns, tile, batch_head, q_row0, k_row0, its_num_q, its_num_k = _document_tile(
+            cu_seqlens_q, cu_seqlens_k, num_q, num_docs, num_batch_heads, heads_per_section, 64 * CONSUMERS
+        )
+        # of documents: what the partitions need beyond a dense call's sizes
+        packed = (turns, tile, batch_head, q_row0, k_row0, num_q)
+        sizes = (num_heads, group_size, num_batch_heads, its_num_q, its_num_k, heads_per_section)
+    else:
+        packed: gl.constexpr = None
+        sizes = (num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section)
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
@@ -401,30 +578,30 @@ def hopper_fwd_kernel(
 
     tiles = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section)
+    window = (window_left, window_right)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
-                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 0)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 1)),
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, window, packed,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 2)),
-                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 0)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 1)),
+                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, 2)),
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, window, packed,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL)),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip
@@ -441,9 +618,16 @@ class ForwardPlan:
     block_k: int = 128
 
 
-def plan_for(head_dim: int, causal: bool, num_q: int) -> ForwardPlan:
+def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """The fastest of 18 (head_dim 128) and 32 (64) plans at 1,024 to 32,768 tokens, or within 4 % of it: one H200,
-    torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md)."""
+    torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md).
+
+    With a window, a soft-cap or documents: two consumers, because three have 160 registers each and spill in their
+    loops. That is compiled, not measured.
+    """
+    causal = options.causal
+    if options.softcap or options.local or options.packed:
+        return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=not causal or num_q <= 1024)
     if head_dim == 128:
         if causal:
             return ForwardPlan(consumers=2, ping_pong=True, persistent=num_q <= 1024)
@@ -471,7 +655,7 @@ def launch_hopper_fwd(
     q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ForwardPlan | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), not refused by
-    `hopper_unsupported_reason`; options.scale > 0.
+    `hopper_unsupported_reason`; options.scale > 0; packed documents have B = 1.
 
     Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32, natural logarithm. `plan`
     overrides the choice.
@@ -480,26 +664,30 @@ def launch_hopper_fwd(
     o = torch.empty((batch, num_q, num_heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=q.device)
     described = description(options, ("hopper", plan), q, k, v)
-    if known(described) and replay(described, addresses_of(q, k, v, o, lse)):
+    if known(described) and replay(
+        described, addresses_of(q, k, v, o, lse, options.cu_seqlens_q, options.cu_seqlens_k)
+    ):
         return o, lse
     num_kv_heads, num_k = k.shape[1], k.shape[2]
     group_size = num_heads // num_kv_heads
-    plan = plan or plan_for(head_dim, options.causal, num_q)
-    programs = -(-num_q // (64 * plan.consumers)) * batch * num_heads
-    if plan.persistent:
+    plan = plan or plan_for(head_dim, options, num_q)
+    num_docs, num_tiles = grid_tiles(num_q, 64 * plan.consumers, options.cu_seqlens_q)
+    programs = num_tiles * batch * num_heads
+    if plan.persistent and not options.packed:
         programs = min(programs, num_sms(q.device.index))
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
-        "CAUSAL": options.causal, "PING_PONG": plan.ping_pong,
+        "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": plan.ping_pong,
     }  # fmt: skip
+    describe = tma.packed_descriptor if options.packed else tma.descriptor
     with on_device(q):
         launched = launch(
             hopper_fwd_kernel, programs,
             (
-                tma.descriptor(q, 64), tma.descriptor(k, plan.block_k), tma.descriptor(v, plan.block_k),
-                tma.descriptor(o, 64), lse,
+                describe(q, 64), describe(k, plan.block_k), describe(v, plan.block_k), describe(o, 64), lse,
                 num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
-                options.scale * LOG2_E,
+                options.scale * LOG2_E, options.softcap or None, *window_bounds(options, num_q, num_k),
+                options.cu_seqlens_q, options.cu_seqlens_k, num_docs,
             ),
             constants, num_warps=4,
         )  # fmt: skip

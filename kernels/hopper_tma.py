@@ -15,6 +15,8 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels import launch
+
 load = tma.async_copy_global_to_shared  # (descriptor, coordinates, mbarrier, shared tile)
 store = tma.async_copy_shared_to_global  # (descriptor, coordinates, shared tile)
 store_wait = tma.store_wait  # until all but n stores and adds of this thread have READ their shared tile
@@ -123,6 +125,15 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     made.block_shape = [1] * (rank - 2) + [rows, shape[-1]]
     made.layout = _tile_layout(rows, shape[-1], rank, x.dtype)
     made.padding = "zero"
+    return made
+
+
+def packed_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """`descriptor` for packed documents x (1, H, N, D): rows past a document's end read as 0 and are not written; see
+    the function of this name in kernels/launch.py."""
+    made = object.__new__(TensorDescriptor)
+    vars(made).update(vars(launch.packed_descriptor(x, rows, x.shape[-1])))
+    made.layout = _tile_layout(rows, x.shape[-1], 5, x.dtype)
     return made
 
 

@@ -78,13 +78,17 @@ IMPLEMENTATIONS = {
 }
 
 
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_FORWARD_ONLY = ("window", "softcap", "varlen")  # the portable backward takes their O and LSE
+
 # The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
 KERNELS = {
     "hopper": Implementation(
         "hopper",
-        frozenset({"full", "causal", "gqa", "lse"}),
-        frozenset({torch.float16, torch.bfloat16}),
+        frozenset({"full", "causal", "gqa", "lse", *_FORWARD_ONLY}),
+        _HALVES,
         instead="the portable kernels",
+        exceptions=frozenset((feature, "backward", dtype) for feature in _FORWARD_ONLY for dtype in _HALVES),
     )
 }
 

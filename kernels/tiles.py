@@ -61,29 +61,31 @@ def document_of(tile, cu_seqlens, num_docs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tile_counts(first, cu_seqlens, num_docs, BLOCK: tl.constexpr):
-    """How many tiles the 128 documents from `first` on have, 0 past the last."""
-    documents = first + tl.arange(0, 128)
+def _tile_counts(documents, cu_seqlens, num_docs, BLOCK: tl.constexpr):
+    """How many tiles each of these documents has, 0 past the last."""
     starts = tl.load(cu_seqlens + documents, mask=documents < num_docs, other=0)
     ends = tl.load(cu_seqlens + documents + 1, mask=documents < num_docs, other=0)
     return (ends - starts + BLOCK - 1) // BLOCK
 
 
 @triton.jit
-def longest_first(ordinal, cu_seqlens, num_docs, BLOCK: tl.constexpr):
+def longest_first(ordinal, cu_seqlens, num_docs, BLOCK: tl.constexpr, lanes=None):
     """The program's tile of the packed rows: (document, level), document -1 where no tile is left.
 
     A document's tiles have levels 0, 1, ... Tiles go by falling level, so that the work of a causal tile, which grows
     with it, falls too, whatever the order of the documents: a long document that started last would keep a few
     multiprocessors busy while the rest wait. Documents are looked at 128 at a time; the level is found by bisection.
+    `lanes` is 0 .. 127 in the layout that a Gluon kernel must name.
     """
+    if lanes is None:
+        lanes = tl.arange(0, 128)
     first = 0
-    tiles = _tile_counts(first, cu_seqlens, num_docs, BLOCK)
+    tiles = _tile_counts(first + lanes, cu_seqlens, num_docs, BLOCK)
     total = tl.sum(tiles, 0)
     while (ordinal >= total) & (first + 128 < num_docs):
         ordinal -= total
         first += 128
-        tiles = _tile_counts(first, cu_seqlens, num_docs, BLOCK)
+        tiles = _tile_counts(first + lanes, cu_seqlens, num_docs, BLOCK)
         total = tl.sum(tiles, 0)
     # tiles at level `level` or above are more than ordinal, those at `above` or above are not
     level = 0
@@ -97,7 +99,7 @@ def longest_first(ordinal, cu_seqlens, num_docs, BLOCK: tl.constexpr):
     rank = ordinal - tl.sum(tl.maximum(tiles - (level + 1), 0), 0)  # among the documents that reach the level
     reaches = (tiles > level).to(tl.int32)
     chosen = (reaches == 1) & (tl.cumsum(reaches, 0) == rank + 1)
-    document = tl.sum(tl.where(chosen, first + tl.arange(0, 128), 0), 0)
+    document = tl.sum(tl.where(chosen, first + lanes, 0), 0)
     return tl.where(ordinal < total, document, -1), level
 
 

@@ -82,6 +82,12 @@ CONFIGURATIONS = [
     ("float32", 64, 32, True, ("varlen", "window", "softcap", "alibi", "sinks", "dropout")),
     ("float16", 64, 64, False, ("window", "alibi")),
     ("bfloat16", 96, 96, True, ("varlen", "softcap")),
+    ("bfloat16", 128, 128, False, ("softcap",)),
+    ("float16", 128, 128, False, ("window",)),
+    ("bfloat16", 128, 128, True, ("window", "softcap")),
+    ("bfloat16", 64, 64, False, ("window", "softcap")),
+    ("bfloat16", 128, 128, True, ("varlen",)),
+    ("float16", 128, 128, True, ("varlen", "window", "softcap")),
 ]
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 193, 255, 256, 257, 384, 513, 700, 1000, 1023)
 WINDOWS = (-1, 0, 1, 31, 63, 64, 65, 127, 128, 129, 500, 5000)
@@ -89,6 +95,9 @@ KINDS = (
     "normal", "normal", "normal", "offset", "outliers", "outliers everywhere", "equal rows", "repeated maxima", "large",
     "tiny",
 )  # fmt: skip
+# Which kernels a call may take: those that would be chosen, the Hopper ones also in the backward of a short call, or
+# the portable ones, although a Hopper kernel takes the call.
+KERNELS = ("chosen", "hopper", "portable")
 # How many times the plain formula's error ours may be, where 2 (3 with soft-cap) is too little by nature:
 # - float32: P = exp(S - LSE) keeps 2^-24 of LSE where the naive softmax subtracts exactly, so LSE is the factor;
 # - delta = rowsum(dO * O) uses the O that was rounded to the inputs' dtype, eager code its own probabilities. Where dS
@@ -133,6 +142,7 @@ def make_case(number: int, seed: int) -> dict:
     if "varlen" in options:
         case["lengths"] = [(draw.choice((0, *LENGTHS[:16])), draw.choice((0, *LENGTHS[:16]))) for _ in range(5)]
         case["lengths"][0] = (draw.choice(LENGTHS[:16]), draw.choice(LENGTHS[:16]))
+    case["kernels"] = draw.choice(KERNELS)
     return case
 
 
@@ -242,10 +252,10 @@ def run_share(job: tuple) -> list[tuple[dict, str]]:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then returns NaN
     torch.backends.cuda.matmul.allow_tf32 = False
-    failures, shortest = [], hopper.SHORTEST_BACKWARD
+    failures, shortest, head_dims = [], hopper.SHORTEST_BACKWARD, hopper.HEAD_DIMS
     for case in cases:
-        # calls are short here, and every other one may take the Hopper backward all the same
-        hopper.SHORTEST_BACKWARD = shortest if case["number"] % 2 else dict.fromkeys(shortest, 1)
+        hopper.SHORTEST_BACKWARD = dict.fromkeys(shortest, 1) if case["kernels"] == "hopper" else shortest
+        hopper.HEAD_DIMS = () if case["kernels"] == "portable" else head_dims
         ops._HOPPER.clear()
         problem = run_case(case, device)
         if problem:

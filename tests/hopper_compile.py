@@ -1,5 +1,7 @@
 """Compile a Hopper kernel for sm_90a without a GPU and print what came out, as one JSON line.
 
+Constants may name an option's parameter too, as null: the option is off and its code compiled away.
+
 Run as `python -m tests.hopper_compile fwd '{"HEAD_DIM": 128, ...}'` in a process without TRITON_INTERPRET: a
 process that interprets kernels cannot compile them.
 """
@@ -28,9 +30,11 @@ def _forward(constants: dict):
     from kernels.hopper_fwd import hopper_fwd_kernel
 
     head_dim, block_k = constants["HEAD_DIM"], constants["BLOCK_K"]
-    types = dict.fromkeys(("q_desc", "o_desc"), _descriptor("bf16", [1, 1, 64, head_dim]))
-    types |= dict.fromkeys(("k_desc", "v_desc"), _descriptor("bf16", [1, 1, block_k, head_dim]))
-    return hopper_fwd_kernel, types | {"lse_ptr": "*fp32", "scale_log2": "fp32"}, 4
+    outer = [1, 1] if constants.get("cu_seqlens_q", 0) is None else [1, 1, 1]
+    types = dict.fromkeys(("q_desc", "o_desc"), _descriptor("bf16", [*outer, 64, head_dim]))
+    types |= dict.fromkeys(("k_desc", "v_desc"), _descriptor("bf16", [*outer, block_k, head_dim]))
+    types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "*i32")
+    return hopper_fwd_kernel, types | {"lse_ptr": "*fp32", "scale_log2": "fp32", "softcap": "fp32"}, 4
 
 
 def _backward(constants: dict):

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from kernels import flash_attention, hopper, ops
-from kernels.options import Options
+from kernels import flash_attention, flash_attention_varlen, hopper, naive_attention_varlen, ops
+from kernels.options import Options, canonical_window
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
-from tests.attention_checks import compare_with_oracle
+from tests.attention_checks import compare_with_oracle, make_packed, make_qkv
 
 COMPILE_PROGRAM = "tests.hopper_compile"  # a process of its own: this one may interpret kernels
 SHARED_LIMIT = 232_448  # bytes that one program may use on sm_90
@@ -24,11 +24,13 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
-def _forward(head_dim: int, consumers: int, causal: bool) -> dict:
-    return {
-        "HEAD_DIM": head_dim, "BLOCK_K": 128, "CONSUMERS": consumers, "STAGES": 2, "CAUSAL": causal,
-        "PING_PONG": False,
+def _forward(head_dim: int, consumers: int, causal: bool = False, *options: str, stages: int = 2) -> dict:
+    constants = {
+        "HEAD_DIM": head_dim, "BLOCK_K": 128, "CONSUMERS": consumers, "STAGES": stages, "CAUSAL": causal,
+        "LOCAL": "window" in options, "PING_PONG": False,
     }  # fmt: skip
+    off = {"softcap": ["softcap"], "varlen": ["cu_seqlens_q", "cu_seqlens_k"]}
+    return constants | {name: None for option in off if option not in options for name in off[option]}
 
 
 def _backward(head_dim: int, causal: bool) -> dict:
@@ -41,6 +43,10 @@ COMPILED = [
     ("fwd", _forward(128, 2, False), 0),
     ("fwd", _forward(64, 3, True), 88),
     ("fwd", _forward(64, 3, False), 32),
+    ("fwd", _forward(128, 2, True, "softcap"), 0),
+    ("fwd", _forward(128, 2, False, "window"), 0),
+    ("fwd", _forward(64, 2, True, "varlen", stages=3), 0),
+    ("fwd", _forward(128, 2, False, "window", "softcap", "varlen"), 32),  # of a tile, not of its steps
     ("bwd", _backward(128, True), 128),
     ("bwd", _backward(64, True), 40),
 ]
@@ -143,6 +149,118 @@ def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_he
         _assert_within_budget(ours, right, low)
 
 
+DENSE = {
+    "softcap-5": {"softcap": 5.0, "causal": True},
+    "softcap-50": {"softcap": 50.0},
+    "smaller than a tile": {"window": (20, 7)},
+    "itself": {"window": (0, 0)},
+    "a tile": {"window": (127, 0), "causal": True},
+    "three tiles": {"window": (255, 128)},
+    "larger than N": {"window": (5000, 0)},
+    "left only": {"window": (100, -1)},
+    "right only": {"window": (-1, 65)},
+    "window and softcap": {"window": (200, 0), "softcap": 5.0},
+}
+PACKED = {
+    "around a tile": ([1, 64, 0, 127, 128, 129, 300], None),
+    "unequal": ([20, 0, 133, 0, 5, 200], [70, 19, 50, 0, 1, 333]),
+    "ones": ([1] * 70, None),
+    "more than are counted at a time": ([3, 0, 130] * 50, None),
+}
+SHAPES = [(1, 1), (193, 193), (300, 100), (100, 300), (640, 640), (1000, 1000)]
+
+
+SIMULATED = [
+    # lengths of queries and of keys, causal, window, soft-cap; two numbers are no documents
+    ([193], [193], True, (-1, -1), 0.0),
+    ([200], [100], True, (-1, -1), 5.0),
+    ([129], [229], False, (20, 7), 0.0),  # a consumer whose rows all lie past the end
+    ([400], [400], True, (127, -1), 0.0),
+    ([500], [500], False, (150, 150), 50.0),  # consumers that see different tiles at both ends
+    ([70], [300], False, (-1, 65), 0.0),
+    ([33, 0, 150, 1, 64], [64, 7, 130, 0, 64], True, (-1, -1), 0.0),
+    ([1, 200, 5], [1, 200, 5], False, (31, 0), 5.0),
+]
+
+
+@pytest.mark.parametrize(("lengths_q", "lengths_k", "causal", "window", "softcap"), SIMULATED)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_simulated_forward_agrees_with_float64(lengths_q, lengths_k, causal, window, softcap, monkeypatch):
+    """The kernel's own source, run by Python (tests/hopper_simulator.py), where Gluon has no interpreter."""
+    from kernels import hopper_fwd
+    from tests import hopper_simulator
+
+    for name, value in {"launch": hopper_simulator.launch, "num_sms": lambda _: 2, "l2_bytes": lambda _: 2**17}.items():
+        monkeypatch.setattr(hopper_fwd, name, value)
+    qkv, documents = make_packed(lengths_q, lengths_k, 2, 1, 64)
+    documents = documents if len(lengths_q) > 1 else {}
+    q, k, v = (x.detach().transpose(0, 1)[None] for x in qkv)
+    options = Options(*canonical_window(causal, window)[:1], 0.125, *canonical_window(causal, window)[1:], softcap)
+    o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, options._replace(**documents))
+    wide = [x.detach().double() for x in qkv]
+    packed = documents or make_packed(lengths_q, lengths_k, 2, 1, 64)[1]
+    exact = naive_attention_varlen(*wide, causal=causal, window=window, softcap=softcap, return_lse=True, **packed)
+    torch.testing.assert_close(o[0].transpose(0, 1).double(), exact[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse[0].double(), exact[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def forwards(monkeypatch) -> list:
+    """The Hopper forward's calls."""
+    from kernels import hopper_fwd
+
+    calls, launch = [], hopper_fwd.launch_hopper_fwd
+    monkeypatch.setattr(hopper_fwd, "launch_hopper_fwd", lambda *a: calls.append(a) or launch(*a))
+    return calls
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", DENSE)
+def test_options_agree_with_float64(head_dim, dtype, case, forwards):
+    """The Hopper forward and the portable backward that takes its O and LSE; NaN in memory beyond every tensor."""
+    for num_q, num_k in SHAPES:
+        q, k, v = make_qkv(2, 4, 2, num_q, num_k, head_dim, dtype=dtype, device="cuda", layout="padded")
+        ours = compare_with_oracle(flash_attention, q, k, v, **DENSE[case])
+        o, lse = flash_attention(q, k, v, return_lse=True, **DENSE[case])
+        assert torch.equal(o, ours["o"])
+        assert torch.equal(lse, ours["lse"])
+    assert len(forwards) == 2 * len(SHAPES)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 30), "softcap": 5.0}], ids=["causal", "window"])
+@pytest.mark.parametrize("case", PACKED)
+def test_documents_agree_with_float64(head_dim, options, case, forwards):
+    """No document reads or writes another's rows, and the portable backward finds O and LSE where it expects them."""
+    lengths_q, lengths_k = PACKED[case]
+    kind = {"dtype": torch.bfloat16, "device": "cuda"}
+    (q, k, v), arguments = make_packed(lengths_q, lengths_k or lengths_q, 4, 2, head_dim, **kind)
+    ours = compare_with_oracle(flash_attention_varlen, q, k, v, **arguments, **options)
+    for _ in range(2):  # the second is a replay
+        o, lse = flash_attention_varlen(q, k, v, return_lse=True, **arguments, **options)
+        assert torch.equal(o, ours["o"])
+        assert torch.equal(lse, ours["lse"])
+    assert len(forwards) == 3
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_other_packings_replay_the_same_kernel(forwards):
+    """Where documents begin is in memory only, so a launch may be replayed for another packing of the same sizes."""
+    for lengths in ([100, 200, 300], [300, 0, 300], [1, 598, 1]):
+        (q, k, v), arguments = make_packed(lengths, lengths, 2, 2, 64, dtype=torch.bfloat16, device="cuda")
+        arguments |= {"max_seqlen_q": 600, "max_seqlen_k": 600}
+        compare_with_oracle(flash_attention_varlen, q, k, v, causal=True, **arguments)
+    assert len(forwards) == 3
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("plan", range(6))
@@ -151,9 +269,9 @@ def test_every_plan_agrees_with_the_portable_kernel(plan):
     from kernels.flash_fwd import launch_flash_fwd
     from kernels.hopper_fwd import launch_hopper_fwd, plan_for
 
+    masks, lengths = (Options(True, 1.0), Options(False, 1.0)), (1024, 2048, 4096, 16384)
     chosen = sorted(
-        {(d, c, plan_for(d, c, n)) for d in (64, 128) for c in (True, False) for n in (1024, 2048, 4096, 16384)},
-        key=repr,
+        {(d, mask.causal, plan_for(d, mask, n)) for d in (64, 128) for mask in masks for n in lengths}, key=repr
     )
     for head_dim, causal, its_plan in chosen[plan::6]:
         for tokens in (333, 2048):

@@ -110,12 +110,22 @@ def test_a_refusal_names_all_features_and_the_remedy():
     assert refusal("sdpa", ["causal", "window", "dropout"], torch.float32) == expected
 
 
+@pytest.mark.parametrize("feature", ["window", "softcap", "varlen"])
+def test_the_hopper_backward_leaves_the_options_to_the_portable_one(feature):
+    assert refusal("hopper", ["gqa", feature], torch.bfloat16, backward=False) is None
+    reason = refusal("hopper", ["gqa", feature], torch.bfloat16)
+    assert reason == f"{feature} in bfloat16 is not supported by hopper; use the portable kernels"
+    assert refusal("hopper", ["causal"], torch.bfloat16) is None
+
+
 def test_the_table_shows_the_matrix():
     lines = table().splitlines()
     assert lines[0].startswith("| feature | naive | tiled | flash | sdpa | hopper | meaning |")
     assert len(lines) == 2 + len(FEATURES)
     everywhere = "fp16 bf16 fp32 fp64"
-    assert lines[7].startswith(f"| window | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | no |")
+    assert lines[7].startswith(f"| window | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | fp16 bf16 |")
+    assert lines[12].startswith(f"| varlen | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | fp16 bf16 |")
+    assert lines[9].startswith(f"| alibi_slopes | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | no |")
     assert "| fp16 bf16 fp32 fp64 | fp16 bf16 |" in lines[3], "the Hopper kernels take causal calls"
 
 

@@ -1,0 +1,307 @@
+"""The Hopper forward's source run by Python: one thread a partition, numpy for tensors, real mbarriers. No GPU.
+
+Gluon has no interpreter. This is enough of one to hold the forward to the oracle where there is no GPU: which tiles are
+visited, masks, phases and counts of barriers (a partition that waits for ever is reported), the coordinates of every
+copy. TMA addresses memory as the hardware does, 64-bit arithmetic and bounds included, and a product reads its operands
+as late as it may, when it is waited for. Layouts, registers, rounding to 16 bits and time do not exist here.
+"""
+
+import threading
+import types
+from types import SimpleNamespace
+
+import numpy as np
+from torch import Tensor
+from triton.experimental.gluon import language as gluon_language
+
+_PATIENCE_S = 20.0  # a barrier is passed within milliseconds or never
+
+
+class _Int(int):
+    """An integer of a kernel. It divides only where hardware and Python round alike."""
+
+    def to(self, _dtype):
+        return self
+
+
+def _arithmetic(name: str):
+    def operate(self, other):
+        result = getattr(int, name)(self, other)
+        assert name not in ("__floordiv__", "__mod__") or self >= 0, "hardware rounds towards zero, Python down"
+        return result if result is NotImplemented else _Int(result)
+
+    return operate
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and", "xor", "rshift", "lshift"):
+    setattr(_Int, f"__{_name}__", _arithmetic(f"__{_name}__"))
+
+
+class _Tile(np.ndarray):
+    """numpy's array with what kernels ask of a tensor."""
+
+    type = SimpleNamespace(layout=None)
+
+    def to(self, _dtype):
+        return self.astype(np.int64) if self.dtype == bool else self
+
+
+def _value(x):
+    x = np.asarray(x)
+    if x.ndim:
+        return x.view(_Tile)
+    return float(x) if x.dtype.kind == "f" else _Int(x)
+
+
+def _flat(x: Tensor) -> np.ndarray:
+    """All of the memory that x is a view of."""
+    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).numpy()
+
+
+class _Pointer:
+    def __init__(self, memory: np.ndarray, offset):
+        self.memory, self.offset = memory, offset
+
+    def __add__(self, offset):
+        return _Pointer(self.memory, self.offset + offset)
+
+
+def _load(pointer, mask=True, other=0):
+    inside = np.where(mask, pointer.offset, 0)
+    assert (inside >= 0).all()
+    return _value(np.where(mask, pointer.memory[inside], other))
+
+
+def _store(pointer, value, mask):
+    pointer.memory[pointer.offset[mask]] = value[mask]
+
+
+class _Shared:
+    """A piece of shared memory, NaN at first."""
+
+    dtype = None
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def index(self, i):
+        return _Shared(self.array[i])
+
+    def permute(self, order):
+        return _Shared(self.array.transpose(order))
+
+    def _reinterpret(self, _dtype, shape, _layout):
+        return _Shared(self.array.reshape(shape))
+
+    def store(self, value):
+        self.array[...] = value
+
+
+class _Descriptor:
+    """A TMA descriptor as the device sees it."""
+
+    dtype = layout = None
+
+    def __init__(self, host):
+        self.block_type = SimpleNamespace(shape=host.block_shape)
+        self._memory, self._start = _flat(host.base), host.base.storage_offset()
+        self._shape, self._strides = host.shape, host.strides
+
+    def rows(self, coordinates):
+        """The piece of memory of each row of the box; None where the hardware clips."""
+        *outer, first_row, first_column = coordinates
+        assert first_column == 0
+        width = self._shape[-1]
+        for row in range(first_row, first_row + self.block_type.shape[-2]):
+            place = [*outer, row]
+            inside = all(0 <= c < n for c, n in zip(place, self._shape[:-1], strict=True))
+            size = self._memory.itemsize
+            address = sum(c * stride * size for c, stride in zip(place, self._strides[:-1], strict=True)) % 2**64
+            start = self._start + address // size
+            yield self._memory[start : start + width] if inside else None
+
+
+class _Barrier:
+    """An mbarrier: a phase ends when `count` have arrived and all bytes that were announced have come."""
+
+    def __init__(self, machine):
+        self._machine, self._phase, self._arrived, self._bytes = machine, 0, 0, 0
+
+    def init(self, count):
+        self._count = count
+
+    def change(self, arrived=0, announced=0):
+        with self._machine.changed:
+            self._arrived += arrived
+            self._bytes += announced
+            assert self._arrived <= self._count
+            if self._arrived == self._count and self._bytes == 0:
+                self._phase, self._arrived = self._phase ^ 1, 0
+                self._machine.changed.notify_all()
+
+    def wait(self, phase, pred=True):
+        if pred:
+            self._machine.wait_until(lambda: self._phase != phase)
+
+
+_MBARRIER = SimpleNamespace(
+    MBarrierLayout=lambda: "barriers",
+    init=lambda barrier, count: barrier.init(count),
+    wait=lambda barrier, phase, pred=True: barrier.wait(phase, pred),
+    arrive=lambda barrier, count: barrier.change(arrived=count),
+    expect=lambda barrier, size: barrier.change(arrived=1, announced=size),
+)
+
+
+class _Machine:
+    """One program: its threads, barriers, and products in flight. It stands for the module hopper_tma too."""
+
+    def __init__(self, program: int, programs: int):
+        self.program, self.programs = program, programs
+        self.changed = threading.Condition()
+        self._named = {}
+        self._products = threading.local()
+        self._stopped = False
+
+    def wait_until(self, true):
+        with self.changed:
+            assert self.changed.wait_for(lambda: true() or self._stopped, _PATIENCE_S), "waits for ever"
+            assert not self._stopped, "another partition failed"
+
+    def warp_specialize(self, partitions, *_):
+        problems = []
+
+        def run(function, arguments):
+            try:
+                function(*arguments)
+                assert not self._in_flight(), "ended with a product that nobody waited for"
+            except Exception as problem:  # carried over to the thread that started this one
+                problems.append(problem)
+                with self.changed:
+                    self._stopped = True
+                    self.changed.notify_all()
+
+        threads = [threading.Thread(target=run, args=partition) for partition in partitions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if problems:
+            raise problems[0]
+
+    def allocate(self, _dtype, shape, layout):
+        if layout == "barriers":
+            return SimpleNamespace(index=[_Barrier(self) for _ in range(shape[0])].__getitem__)
+        return _Shared(np.full(shape, np.nan, np.float32))
+
+    def load(self, descriptor, coordinates, barrier, shared):
+        tile = shared.array.reshape(-1, shared.array.shape[-1])
+        for target, source in zip(tile, descriptor.rows(coordinates), strict=True):
+            target[:] = 0.0 if source is None else source
+        barrier.change(announced=-tile.size * 2)
+
+    def store(self, descriptor, coordinates, shared):
+        tile = shared.array.reshape(-1, shared.array.shape[-1])
+        for source, target in zip(tile, descriptor.rows(coordinates), strict=True):
+            if target is not None:
+                target[:] = source
+
+    def store_wait(self, _pending):
+        """Copies are done at once."""
+
+    def named_barrier(self, instruction, identifier, threads):
+        with self.changed:
+            meeting = self._named[identifier] = self._named.get(identifier, 0) + 128
+            self.changed.notify_all()
+        if instruction == "bar.sync":
+            whole = -(-meeting // threads) * threads
+            self.wait_until(lambda: self._named[identifier] >= whole)
+
+    def _in_flight(self) -> list:
+        if not hasattr(self._products, "list"):
+            self._products.list = []
+        return self._products.list
+
+    def multiply(self, left, right, acc, use_acc=True, is_async=False):
+        result = np.full(acc.shape, np.nan, np.float32).view(_Tile)
+
+        def finish():
+            a = left.array if isinstance(left, _Shared) else left
+            # no BLAS: its own threads would wait for ours
+            result[:] = np.einsum("ij,jk->ik", a, right.array) + (acc if use_acc else 0.0)
+
+        self._in_flight().append(finish)
+        return result
+
+    def wait_products(self, pending, deps):
+        products = self._in_flight()
+        while len(products) > pending:
+            products.pop(0)()
+        return deps[0]
+
+
+def _language(machine) -> SimpleNamespace:
+    """`gl` and `tl`."""
+    passed = lambda x, *_: x  # noqa: E731
+    own = {
+        name: (lambda *a, _f=function: _value(_f(*a)))
+        for name, function in {
+            "minimum": np.minimum, "maximum": np.maximum, "where": np.where, "exp2": np.exp2, "log2": np.log2,
+            "sum": np.sum, "max": np.max, "cumsum": np.cumsum, "reshape": np.reshape,
+        }.items()
+    }  # fmt: skip
+    return SimpleNamespace(
+        **own,
+        program_id=lambda _: machine.program, num_programs=lambda _: machine.programs,
+        arange=lambda start, end, layout=None: _value(np.arange(start, end)),
+        zeros=lambda shape, *_: np.zeros(shape, np.float32).view(_Tile),
+        load=_load, store=_store, convert_layout=passed, static_range=range, constexpr=passed,
+        inline_asm_elementwise=lambda asm, *a, **_: _value(1.0 / _only_reciprocal(asm, *a)),
+        allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
+        NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: "tile"),
+        **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), passed),
+        **dict.fromkeys(("float32", "int32", "int64", "bfloat16")),
+    )  # fmt: skip
+
+
+def _only_reciprocal(asm, _constraints, operands):
+    assert asm.startswith("rcp.")
+    return operands[0]
+
+
+def _python(function, machine, made: dict):
+    """A jit function as a Python function whose globals are this machine's."""
+    source = function.fn
+    if source.__module__ not in made:
+        made[source.__module__] = names = dict(source.__globals__)
+        language = _language(machine)
+        ours = {
+            "gl": language, "tl": language, "fence_async_shared": lambda: None,
+            "tma": machine, "mbarrier": _MBARRIER,
+            "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.wait_products,
+            "_pack": lambda probs, *_: probs, "_unpack": lambda probs, *_: probs,
+        }  # fmt: skip
+        for name, value in names.items():
+            if name in ours:
+                names[name] = ours[name]
+            elif hasattr(value, "fn"):
+                names[name] = _python(value, machine, made)
+            elif isinstance(value, gluon_language.constexpr):
+                names[name] = value.value
+    return types.FunctionType(source.__code__, made[source.__module__], source.__name__, source.__defaults__)
+
+
+def _on_device(argument):
+    if hasattr(argument, "block_shape"):
+        return _Descriptor(argument)
+    if isinstance(argument, Tensor):
+        return _Pointer(_flat(argument), argument.storage_offset())
+    return _Int(argument) if isinstance(argument, int) else argument
+
+
+def launch(kernel, grid: int, arguments: tuple, constants: dict, **_how: int) -> None:
+    """`kernels.launch.launch` on tensors of the CPU in float32, one program after another."""
+    arguments = [_on_device(x) for x in arguments]
+    with np.errstate(all="ignore"):
+        for program in range(grid):
+            _python(kernel, _Machine(_Int(program), _Int(grid)), {})(*arguments, **constants)
