@@ -5,12 +5,12 @@ Roles, pipeline and barriers are hopper_fwd.py's; what 8 bits change:
 V. An 8-bit wgmma reads both shared operands along the summed dimension only, and for P V that is the keys. A kernel of
 its own therefore writes V^T (B, Hkv, D, Nk) first: 2 bytes moved per element of V.
 
-P. A thread holds of 16 scores of a row, in the accumulator, keys 2t, 2t + 1, 2t + 8, 2t + 9 (t is its place among four),
-and as the left operand of 8 bits the columns 4t .. 4t + 3. So column 16b + 4t + 2h + i of P is made key
-16b + 8h + 2t + i: no register moves, only V^T's keys must stand in that order, which costs its kernel nothing.
+P. Of 16 scores of a row a thread (the t-th of four) holds, in the accumulator, keys 2t, 2t + 1, 2t + 8 and 2t + 9, and
+as the left operand of 8 bits columns 4t to 4t + 3. So column 16b + 4t + 2h + i of P is key 16b + 8h + 2t + i: no
+register moves, only V^T's keys must stand in that order, which costs its kernel nothing.
 
-Range. e4m3 reaches from 2^-9 to 448. P = 2^8 exp(S - max) uses that range; the exponent takes the factor at no cost, and
-it stands in the row sum too, so O needs no correction (LSE does).
+Range. e4m3 reaches from 2^-9 to 448. P = 2^8 exp(S - max) uses that range; the exponent takes the factor at no cost,
+and it stands in the row sum too, so O needs no correction (LSE does).
 
 Sums. The 8-bit tensor core adds in about 14 bits. With PROMOTE each tile's P V starts at zero, and joins O in fp32 by
 the multiplication that rescales O anyway.
@@ -49,12 +49,14 @@ from kernels.hopper_fwd import (
 )
 from kernels.launch import addresses_of, launch, on_device
 from kernels.options import Options
-from kernels.replay import description, known, remember, replay
+from kernels.replay import Replay, description, known, remember, replay
 
 LOG2_P_SCALE = gl.constexpr(8.0)  # 256, below e4m3's 448, and a power of two: the largest P is exact
 
+VALUES_BLOCK = 128  # keys that a program transposes
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["num_heads", "num_k"])
 def hopper_fp8_values_kernel(
     v_ptr,  # (B, Hkv, Nk, D), e4m3 seen as int8
     out_ptr,  # (B, Hkv, D, num_columns), contiguous
@@ -68,10 +70,11 @@ def hopper_fp8_values_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Transpose a tile of keys, in the order that P has them; columns past the last key become 0."""
-    batch_head = tl.program_id(1).to(tl.int64)
+    tiles = (num_columns + BLOCK_K - 1) // BLOCK_K
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     batch = batch_head // num_heads
     head = batch_head - batch * num_heads
-    column = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    column = (tl.program_id(0) % tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
     # bits of the column 4t + 2h + i: t t h i; of the key 8h + 2t + i: h t t i
     key = (column & ~15) | ((column & 2) << 2) | ((column & 12) >> 1) | (column & 1)
     dims = tl.arange(0, HEAD_DIM)
@@ -314,9 +317,7 @@ def _consumer(
         mbarrier.arrive(v_empty.index(last_stage), count=1)
         o_tile.store((acc * inverse[:, None]).to(o_desc.dtype))
         fence_async_shared()
-        tma.store(
-            o_desc, [batch, head, row, 0], o_tile._reinterpret(o_desc.dtype, [1, 1, 64, HEAD_DIM], o_desc.layout)
-        )
+        tma.store(o_desc, [batch, head, row, 0], o_tile._reinterpret(o_desc.dtype, [1, 1, 64, HEAD_DIM], o_desc.layout))
     tma.store_wait(0)
 
 
@@ -416,23 +417,62 @@ def plan_for(head_dim: int, causal: bool) -> Fp8Plan:
     return Fp8Plan(consumers=2, stages=3)
 
 
-def launch_values(v: Tensor) -> tuple[Tensor, object]:
-    """V^T as the attention kernel reads it, for e4m3 v (B, Hkv, Nk, D): (B, Hkv, D, Nk rounded up to 16), and what
-    launches it again."""
-    batch, num_heads, num_k, head_dim = v.shape
-    columns = -(-num_k // 16) * 16
-    out = torch.empty((batch, num_heads, head_dim, columns), dtype=v.dtype, device=v.device)
-    block = 128
-    constants = {"HEAD_DIM": head_dim, "BLOCK_K": block}
-    grid = (-(-columns // block), batch * num_heads)
-    hopper_fp8_values_kernel[grid](
-        v.view(torch.int8), out.view(torch.int8), *v.stride()[:3], num_heads, num_k, columns, **constants, num_warps=4
-    )
-    return out
-
-
 def launch_hopper_fp8(
-    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    options: Options,
     plan: Fp8Plan | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    raise NotImplementedError
+) -> tuple[Tensor, Tensor]:
+    """Run both kernels. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D) e4m3, not refused by
+    `hopper_fp8_unsupported_reason`; scales float32, contiguous, (B, Hq) and twice (B, Hkv); options.scale > 0.
+
+    Returns O (B, Hq, Nq, D) bfloat16, stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32, natural logarithm. `plan`
+    overrides the choice.
+    """
+    batch, num_heads, num_q, head_dim = q.shape
+    num_kv_heads, num_k = k.shape[1], k.shape[2]
+    num_columns = -(-num_k // 16) * 16  # TMA wants rows of whole 16 bytes
+    values = torch.empty((batch, num_kv_heads, head_dim, num_columns), dtype=v.dtype, device=v.device)
+    o = torch.empty((batch, num_q, num_heads, head_dim), dtype=torch.bfloat16, device=q.device).transpose(1, 2)
+    lse = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=q.device)
+    described = description(options, ("hopper_fp8", plan), q, k, v)
+    addresses = addresses_of(q, k, values, o, lse, q_scale, k_scale, v_scale)
+    if known(described) and replay(described, addresses_of(v, values), addresses):
+        return o, lse
+    plan = plan or plan_for(head_dim, options.causal)
+    group_size = num_heads // num_kv_heads
+    programs = -(-num_q // (64 * plan.consumers)) * batch * num_heads
+    if plan.persistent:
+        programs = min(programs, num_sms(q.device.index))
+    constants = {
+        "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
+        "CAUSAL": options.causal, "PING_PONG": plan.ping_pong, "PROMOTE": plan.promote,
+    }  # fmt: skip
+    with on_device(q):
+        transposed = launch_values(v, values)
+        attended = launch(
+            hopper_fp8_kernel, programs,
+            (
+                tma.descriptor(q, 64), tma.descriptor(k, plan.block_k),
+                tma.descriptor(values, head_dim, plan.block_k), tma.descriptor(o, 64),
+                lse, q_scale, k_scale, v_scale,
+                num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
+                options.scale * LOG2_E,
+            ),
+            constants, num_warps=4,
+        )  # fmt: skip
+    remember(described, transposed, attended)
+    return o, lse
+
+
+def launch_values(v: Tensor, out: Tensor) -> Replay | None:
+    """Write e4m3 v (B, Hkv, Nk, D) to out (B, Hkv, D, Nk rounded up to 16) as `hopper_fp8_kernel` reads it."""
+    batch, num_heads, num_k, head_dim = v.shape
+    programs = -(-out.shape[3] // VALUES_BLOCK) * batch * num_heads
+    arguments = (v.view(torch.int8), out.view(torch.int8), *v.stride()[:3], num_heads, num_k, out.shape[3])
+    constants = {"HEAD_DIM": head_dim, "BLOCK_K": VALUES_BLOCK}
+    return launch(hopper_fp8_values_kernel, programs, arguments, constants, num_warps=4)
