@@ -159,14 +159,17 @@ def _unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.con
 @gluon.jit
 def _softmax_step(
     q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    step, more, acc, rescale, probs, running_max, running_sum, row, key, num_q, num_k, scale_log2,
+    step, more, acc, product, rescale, next_rescale, probs, running_max, running_sum,
+    row, key, num_q, num_k, scale_log2,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr, PROMOTE: gl.constexpr,
+    PACK_EARLY: gl.constexpr,
     s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of key tile `step` while the tensor cores multiply the previous tile's P V.
 
-    `rescale` is the factor from acc's scale to that of the previous tile's P; without PROMOTE it has been applied.
+    With PROMOTE, `product` is the P V of the tile before that one, `rescale` brings acc to its scale, `next_rescale`
+    both to the previous tile's. Without, acc is complete and has been rescaled.
     """
     stage, _ = _slot(step, STAGES)
     last_stage, last_phase = _slot(step - 1, STAGES)
@@ -175,6 +178,8 @@ def _softmax_step(
         q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_K], gl.float32, s_layout),
         use_acc=False, is_async=True,
     )  # fmt: skip
+    if PROMOTE:
+        acc = acc * rescale[:, None] + product  # while the tensor cores are at S
     mbarrier.wait(v_full.index(last_stage), last_phase)
     left = _unpack(probs, v_smem.dtype, BLOCK_K, p_layout)
     right = v_smem.index(last_stage).permute((1, 0))
@@ -200,25 +205,32 @@ def _softmax_step(
     p = gl.exp2(scores * scale_log2 - (base_log2 - LOG2_P_SCALE)[:, None])
     sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
     running_sum = running_sum * gl.convert_layout(new_rescale, sum_layout)[:, None] + _thread_sums(p, BLOCK_K)
+    if PACK_EARLY:
+        new_probs = _pack(p, BLOCK_K)
     # this wait ends a basic block, which keeps the wait for P V behind the exponentials (hopper_fwd.py)
     next_stage, next_phase = _slot(step + 1, STAGES)
     mbarrier.wait(k_full.index(next_stage), next_phase, pred=more)
     product = warpgroup_mma_wait(0, deps=(product,))
     mbarrier.arrive(v_empty.index(last_stage), count=1)
-    probs = _pack(p, BLOCK_K)  # not earlier: the old P's registers are free only now
-    new_rescale = gl.convert_layout(new_rescale, gl.SliceLayout(1, o_layout))
-    if PROMOTE:
-        acc = acc * rescale[:, None] + product
+    if PACK_EARLY:
+        new_probs = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [new_probs], dtype=gl.int32, is_pure=False, pack=1
+        )
     else:
+        new_probs = _pack(p, BLOCK_K)
+    new_rescale = gl.convert_layout(new_rescale, gl.SliceLayout(1, o_layout))
+    if not PROMOTE:
         acc = product * new_rescale[:, None]
-    return acc, new_rescale, probs, new_max, running_sum
+        product = acc
+    return acc, product, next_rescale, new_rescale, new_probs, new_max, running_sum
 
 
 @gluon.jit
 def _consumer(
     o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, PROMOTE: gl.constexpr, CONSUMER: gl.constexpr,
+    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, PROMOTE: gl.constexpr, PACK_EARLY: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -273,7 +285,9 @@ def _consumer(
         running_sum = _thread_sums(p, BLOCK_K)
         probs = _pack(p, BLOCK_K)
         acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
+        product = acc
         rescale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, o_layout))
+        next_rescale = rescale
         first = step + 1
         end = step + visited
         stage, phase = _slot(first, STAGES)
@@ -281,18 +295,19 @@ def _consumer(
         full_from = end - gl.minimum(unmasked, visited - 1)
         if CAUSAL:
             for step in range(first, full_from):
-                acc, rescale, probs, running_max, running_sum = _softmax_step(
+                acc, product, rescale, next_rescale, probs, running_max, running_sum = _softmax_step(
                     q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                    step, step + 1 < end, acc, rescale, probs, running_max, running_sum,
+                    step, step + 1 < end, acc, product, rescale, next_rescale, probs, running_max, running_sum,
                     row, (end - 1 - step) * BLOCK_K, num_q, num_k, scores_log2,
-                    True, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, PROMOTE,
+                    True, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, PROMOTE, PACK_EARLY,
                     s_layout, o_layout, p_layout,
                 )  # fmt: skip
         for step in range(full_from, end):
-            acc, rescale, probs, running_max, running_sum = _softmax_step(
+            acc, product, rescale, next_rescale, probs, running_max, running_sum = _softmax_step(
                 q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                step, step + 1 < end, acc, rescale, probs, running_max, running_sum, row, 0, num_q, num_k, scores_log2,
-                False, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, PROMOTE,
+                step, step + 1 < end, acc, product, rescale, next_rescale, probs, running_max, running_sum,
+                row, 0, num_q, num_k, scores_log2,
+                False, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, PROMOTE, PACK_EARLY,
                 s_layout, o_layout, p_layout,
             )  # fmt: skip
         step = end
@@ -301,7 +316,7 @@ def _consumer(
         last_stage, last_phase = _slot(step - 1, STAGES)
         mbarrier.wait(v_full.index(last_stage), last_phase)
         if PROMOTE:
-            acc = acc * rescale[:, None]
+            acc = (acc * rescale[:, None] + product) * next_rescale[:, None]
         left = _unpack(probs, v_smem.dtype, BLOCK_K, p_layout)
         acc = warpgroup_mma(left, v_smem.index(last_stage).permute((1, 0)), acc, is_async=True)
         # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
@@ -345,6 +360,7 @@ def hopper_fp8_kernel(
     CAUSAL: gl.constexpr,
     PING_PONG: gl.constexpr,
     PROMOTE: gl.constexpr,
+    PACK_EARLY: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     o_dtype: gl.constexpr = o_desc.dtype
@@ -379,9 +395,9 @@ def hopper_fp8_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, 0)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 0)),
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, 1)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 1)),
                 (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
             ],
@@ -391,11 +407,11 @@ def hopper_fp8_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, 0)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 0)),
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, 1)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 1)),
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, 2)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 2)),
                 (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
             ],
@@ -408,6 +424,7 @@ class Fp8Plan(ForwardPlan):
     """A forward plan, and whether each key tile's P V is added to O in fp32."""
 
     promote: bool = True
+    pack_early: bool = False
 
 
 def plan_for(head_dim: int, causal: bool) -> Fp8Plan:
@@ -451,6 +468,7 @@ def launch_hopper_fp8(
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
         "CAUSAL": options.causal, "PING_PONG": plan.ping_pong, "PROMOTE": plan.promote,
+        "PACK_EARLY": plan.pack_early,
     }  # fmt: skip
     with on_device(q):
         transposed = launch_values(v, values)
