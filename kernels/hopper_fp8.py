@@ -313,6 +313,7 @@ def _consumer(
         step = end
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
 
+        v_scale = gl.load(v_scale_ptr + kv_batch_head)
         last_stage, last_phase = _slot(step - 1, STAGES)
         mbarrier.wait(v_full.index(last_stage), last_phase)
         if PROMOTE:
@@ -323,7 +324,6 @@ def _consumer(
         row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
         lse = (running_max * scores_log2 + gl.log2(row_sum) - LOG2_P_SCALE) * LN_2
-        v_scale = gl.load(v_scale_ptr + kv_batch_head)
         inverse = gl.convert_layout(v_scale / row_sum, gl.SliceLayout(1, o_layout))
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
         gl.store(lse_ptr + batch_head.to(gl.int64) * num_q + rows, lse, mask=rows < num_q)
