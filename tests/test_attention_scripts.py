@@ -75,7 +75,7 @@ def test_impossible_benchmarks_are_refused(wrong, message):
 
 def test_the_error_budget_writes_its_table(tmp_path, capsys):
     budget = error_budget.BudgetConfig(
-        cases=["repeated maxima", "varlen"], dtypes=["float16"], head_dim=[16], seq_len=24, num_heads=1, draws=2
+        cases=["repeated maxima", "varlen"], dtypes=["float16"], head_dim=[16], seq_len=24, num_heads=1, draws=2, fp8=[]
     )
     settings = error_budget.BudgetSettings(budget, HardwareConfig(device="cpu"))
     error_budget.main.__wrapped__(settings, tmp_path)
@@ -83,6 +83,22 @@ def test_the_error_budget_writes_its_table(tmp_path, capsys):
     assert summary["rows"] == 2
     assert summary["over_twice"] == []
     assert len((tmp_path / "error_budget.md").read_text().splitlines()) == 4
+
+
+def test_the_error_budget_of_8_bits(tmp_path):
+    budget = error_budget.BudgetConfig(cases=[], head_dim=[64], seq_len=24, num_heads=2, draws=2)
+    error_budget.main.__wrapped__(error_budget.BudgetSettings(budget, HardwareConfig(device="cpu")), tmp_path)
+    rows = {row["data"]: row for row in json.loads((tmp_path / "error_budget.json").read_text())["fp8"]}
+    assert list(rows) == list(error_budget.FP8_DATA)
+    for row in rows.values():
+        assert row["by"] == "reference"
+        assert 2 * row["bfloat16"] < row["scale a head"] < 0.1
+    assert "| sink | 64 |" in (tmp_path / "error_budget.md").read_text()
+
+
+def test_turning_leaves_products_alone():
+    turn = error_budget.turn(64, CPU)
+    torch.testing.assert_close(turn @ turn.T, torch.eye(64))
 
 
 def test_measuring_takes_the_median():
