@@ -8,7 +8,7 @@ import torch
 
 from conf.schema import HardwareConfig
 from kernels.measure import measure
-from scripts import bench_attention, error_budget
+from scripts import bench_attention, bench_fp8, error_budget
 from scripts.bench_attention import BenchConfig, Cell, charts, check_goals, run_cell, write_csv
 
 CPU = torch.device("cpu")
@@ -99,6 +99,17 @@ def test_the_error_budget_of_8_bits(tmp_path):
 def test_turning_leaves_products_alone():
     turn = error_budget.turn(64, CPU)
     torch.testing.assert_close(turn @ turn.T, torch.eye(64))
+
+
+def test_the_fp8_benchmark_needs_its_gpu_and_shows_a_row(tmp_path):
+    chosen = bench_fp8.Fp8BenchSettings(hardware=HardwareConfig(device="cpu"))
+    with pytest.raises(ValueError, match="hopper needs a CUDA device; q is on cpu"):
+        bench_fp8.main.__wrapped__(chosen, tmp_path)
+    row = {"head_dim": 128, "seq_len": 8192, "mask": "full", "values_ms": 0.1, "ms": {"fp8": 2.0}}
+    row |= {"tflops": dict.fromkeys(("fp8", "bf16", "cudnn_bf16"), 1.0)}
+    row |= {"relative_error": {"fp8": 0.05, "bf16": 0.004}}
+    cells = [list(column.cells) for column in bench_fp8.table([row]).columns]
+    assert cells == [["128, 8,192 full"], ["1"], ["1"], ["1"], ["5.0 %"], ["5.00 %"], ["0.40 %"]]
 
 
 def test_measuring_takes_the_median():
