@@ -126,7 +126,7 @@ EXPERIMENTS = {  # the longest first: they run beside each other
         (
             "budget.cases=[causal]", "budget.dtypes=[float32]", "budget.fp8=[normal]", "budget.seq_len=32",
             "budget.draws=2", "hardware=cpu",
-        ),  # fmt: skip
+        ),
         ("error_budget.md", "error_budget.json"),
     ),
     "invariance": Experiment(
