@@ -21,7 +21,7 @@ def quantise_per_head(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         x_fp8 (B, H, N, D) float8_e4m3fn in x's memory order, and scale (B, H) float32, so that x is about
         `x_fp8 * scale[:, :, None, None]`: the head's largest magnitude over 448, at least 2^-60 (a head of zeros).
-        A head that holds NaN or an infinity comes out as NaN, and so does attention with it.
+        A head that holds NaN or an infinity has such a scale, and attention with it gives NaN.
 
     Raises ValueError where x has not four dimensions or is no float tensor.
     """
@@ -31,9 +31,7 @@ def quantise_per_head(x: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"x has dtype {x.dtype}; expected float64, float32, bfloat16 or float16")
     largest = x.detach().abs().amax((2, 3)).float() if x.numel() else x.new_zeros(x.shape[:2], dtype=torch.float32)
     scale = (largest / E4M3_MAX).clamp(min=_SMALLEST_SCALE)
-    scale = torch.where(scale.isfinite(), scale, torch.nan)
-    # x / scale may exceed 448 by a rounding, and PyTorch's conversion makes what is too large NaN
-    return (x.detach() / scale[:, :, None, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+    return (x.detach() / scale[:, :, None, None]).to(torch.float8_e4m3fn), scale
 
 
 def flash_attention_fp8(
