@@ -54,6 +54,7 @@ from kernels.replay import Replay, description, known, remember, replay
 LOG2_P_SCALE = gl.constexpr(8.0)  # 256, below e4m3's 448, and a power of two: the largest P is exact
 
 VALUES_BLOCK = 128  # keys that a program transposes
+O_DTYPE = torch.bfloat16
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_k"])
@@ -454,7 +455,7 @@ def launch_hopper_fp8(
     num_kv_heads, num_k = k.shape[1], k.shape[2]
     num_columns = -(-num_k // 16) * 16  # TMA wants rows of whole 16 bytes
     values = torch.empty((batch, num_kv_heads, head_dim, num_columns), dtype=v.dtype, device=v.device)
-    o = torch.empty((batch, num_q, num_heads, head_dim), dtype=torch.bfloat16, device=q.device).transpose(1, 2)
+    o = torch.empty((batch, num_q, num_heads, head_dim), dtype=O_DTYPE, device=q.device).transpose(1, 2)
     lse = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=q.device)
     described = description(options, ("hopper_fp8", plan), q, k, v)
     addresses = addresses_of(q, k, values, o, lse, q_scale, k_scale, v_scale)
