@@ -1,6 +1,12 @@
 """FP8 forward pass for Hopper (sm_90a), in Gluon: e4m3 operands, fp32 softmax. Inference only.
 
-Roles, pipeline and barriers are hopper_fwd.py's; what 8 bits change:
+Roles and barriers are hopper_fwd.py's, and so is the pipeline but for O, which is brought up to date a tile later, while
+the tensor cores are at the next S (with PROMOTE, below):
+
+    tensor cores   S(1) P(0)V(0)            S(2) P(1)V(1)                 S(3) P(2)V(2)
+    other units                max, P(1)    O = P(0)V(0)   max, P(2)      O = r O + P(1)V(1)   max, P(3) ...
+
+What 8 bits change:
 
 V. An 8-bit wgmma reads both shared operands along the summed dimension only, and for P V that is the keys. A kernel of
 its own therefore writes V^T (B, Hkv, D, Nk) first: 2 bytes moved per element of V.
@@ -214,6 +220,7 @@ def _softmax_step(
     product = warpgroup_mma_wait(0, deps=(product,))
     mbarrier.arrive(v_empty.index(last_stage), count=1)
     if PACK_EARLY:
+        # opaque, or the conversions above would write the registers that P V reads, and ptxas serialise every product
         new_probs = gl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [new_probs], dtype=gl.int32, is_pure=False, pack=1
         )
@@ -422,7 +429,7 @@ def hopper_fp8_kernel(
 
 @dataclass(frozen=True)
 class Fp8Plan(ForwardPlan):
-    """A forward plan, and whether each key tile's P V is added to O in fp32."""
+    """A forward plan; whether a tile's P V is added to O in fp32; whether P is rounded before the last P V is done."""
 
     promote: bool = True
     pack_early: bool = False
