@@ -1,7 +1,7 @@
 """FP8 forward pass for Hopper (sm_90a), in Gluon: e4m3 operands, fp32 softmax. Inference only.
 
-Roles and barriers are hopper_fwd.py's, and so is the pipeline but for O, which is brought up to date a tile later, while
-the tensor cores are at the next S (with PROMOTE, below):
+Roles and barriers are hopper_fwd.py's, and so is the pipeline but for O, which is brought up to date a tile later,
+while the tensor cores are at the next S (with PROMOTE, below):
 
     tensor cores   S(1) P(0)V(0)            S(2) P(1)V(1)                 S(3) P(2)V(2)
     other units                max, P(1)    O = P(0)V(0)   max, P(2)      O = r O + P(1)V(1)   max, P(3) ...
