@@ -24,6 +24,28 @@ def hopper_unsupported_reason(
         return reason
     if q.shape[3] not in HEAD_DIMS:
         return f"head_dim {q.shape[3]} is not supported by hopper ({' or '.join(map(str, HEAD_DIMS))})"
+    reason = _no_place_reason(q, k)
+    if reason is not None:
+        return reason
+    if backward and min(q.shape[2], k.shape[2]) < SHORTEST_BACKWARD[q.shape[3]]:
+        return (
+            f"the portable backward is faster below {SHORTEST_BACKWARD[q.shape[3]]} tokens with head_dim {q.shape[3]}; "
+            f"there are {q.shape[2]} queries and {k.shape[2]} keys"
+        )
+    return _unaddressable_reason(q, k, v)
+
+
+def hopper_fp8_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the FP8 forward does not take these e4m3 tensors, in one sentence with the remedy; None when it does."""
+    if q.shape[3] not in HEAD_DIMS:
+        reason = f"head_dim {q.shape[3]} is not supported in FP8 ({' or '.join(map(str, HEAD_DIMS))})"
+    else:
+        reason = _no_place_reason(q, k) or _unaddressable_reason(q, k, v)
+    return None if reason is None else f"{reason}; use flash_attention in bfloat16"
+
+
+def _no_place_reason(q: Tensor, k: Tensor) -> str | None:
+    """What keeps every Hopper kernel from running: the device, the Triton, nothing to do."""
     if q.device.type != "cuda":
         return f"hopper needs a CUDA device; q is on {q.device.type}"
     major, minor = capability(q.device.index)
@@ -34,11 +56,10 @@ def hopper_unsupported_reason(
         return f"hopper is written for Triton {TRITON_RELEASE}; {installed} is installed"
     if q.numel() == 0 or k.numel() == 0:
         return "hopper takes no empty tensors"
-    if backward and min(q.shape[2], k.shape[2]) < SHORTEST_BACKWARD[q.shape[3]]:
-        return (
-            f"the portable backward is faster below {SHORTEST_BACKWARD[q.shape[3]]} tokens with head_dim {q.shape[3]}; "
-            f"there are {q.shape[2]} queries and {k.shape[2]} keys"
-        )
+    return None
+
+
+def _unaddressable_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not addressable(tensor):
             return (

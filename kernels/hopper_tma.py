@@ -101,7 +101,12 @@ def pass_turn(address):
     )  # fmt: skip
 
 
-_GLUON_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_GLUON_DTYPE = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 
 @lru_cache(maxsize=64)
@@ -109,8 +114,8 @@ def _tile_layout(rows: int, cols: int, rank: int, dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for([1] * (rank - 2) + [rows, cols], _GLUON_DTYPE[dtype])
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor of x (..., N, D) for tiles of `rows` rows of the last two dimensions.
+def descriptor(x: Tensor, rows: int, cols: int | None = None) -> TensorDescriptor:
+    """Descriptor of x (..., N, D) for tiles of `rows` rows, and `cols` columns or all, of the last two dimensions.
 
     Rows outside one head's N read as 0 and are not written. Made without the dataclass's own checks, which cost
     as much as the launch; `kernels.hopper.addressable` has made them.
@@ -122,8 +127,8 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     made.shape = shape
     # a dimension of size 1 may carry any stride; the hardware wants a multiple of 16 bytes
     made.strides = [16 if n == 1 else stride for n, stride in zip(shape[:-1], x.stride()[:-1], strict=True)] + [1]
-    made.block_shape = [1] * (rank - 2) + [rows, shape[-1]]
-    made.layout = _tile_layout(rows, shape[-1], rank, x.dtype)
+    made.block_shape = [1] * (rank - 2) + [rows, cols or shape[-1]]
+    made.layout = _tile_layout(rows, cols or shape[-1], rank, x.dtype)
     made.padding = "zero"
     return made
 

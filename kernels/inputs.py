@@ -120,6 +120,46 @@ def check_varlen_call(
     return q, k, v, options
 
 
+def check_fp8_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Options]:
+    """Check a call on e4m3 tensors; return q, k, v, the scales as contiguous (B, Hq), (B, Hkv), (B, Hkv), options.
+
+    Raises ValueError, naming the argument, its value and what is allowed.
+    """
+    named = {"q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    for name, tensor in named.items():
+        wanted = torch.float32 if name.endswith("scale") else torch.float8_e4m3fn
+        if tensor.dtype != wanted:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; expected {wanted}, as quantise_per_head returns it")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} asks for a gradient, and FP8 attention has none; use torch.no_grad()")
+    with torch.autocast(q.device.type, enabled=False):  # it would turn e4m3 into bfloat16
+        q, k, v, options = check_call(q, k, v, causal, scale, (-1, -1), 0.0, None, 0.0, None, None)
+    if v.shape[3] != q.shape[3]:
+        raise ValueError(f"v has head_dim {v.shape[3]} but q has {q.shape[3]}; they must be equal in FP8 attention")
+    if options.scale <= 0.0:
+        raise ValueError(f"scale is {options.scale}; it must be positive in FP8 attention")
+    scales = []
+    for name, factor, tensor in (("q_scale", q_scale, q), ("k_scale", k_scale, k), ("v_scale", v_scale, v)):
+        heads = tensor.shape[:2]
+        if factor.dim() > 2 or any(
+            a not in (1, b) for a, b in zip(reversed(factor.shape), reversed(heads), strict=False)
+        ):
+            raise ValueError(f"{name} has shape {tuple(factor.shape)}; expected {tuple(heads)}, or one that broadcasts")
+        if factor.device != q.device:
+            raise ValueError(f"{name} is on {factor.device} but q is on {q.device}; move them to one device")
+        scales.append(factor.expand(heads).contiguous())
+    return q, k, v, tuple(scales), options
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int, layout: str) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != rank:

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.inputs import check_call, check_documents, check_varlen_call
+from kernels.inputs import check_call, check_documents, check_fp8_call, check_varlen_call
 from kernels.options import Options
 from kernels.philox import keep_mask
 
@@ -71,6 +71,44 @@ def naive_attention_varlen(
     )  # fmt: skip
     o, lse = by_documents(_naive, q, k, v, options)
     return (o, lse) if return_lse else o
+
+
+FP8_P_SCALE = 256.0  # P is at most this before it is rounded: e4m3 ends at 448
+
+
+def naive_attention_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What FP8 attention means: products of e4m3 numbers summed in fp32, and `256 exp(S - max S)` rounded to e4m3
+    before it meets V. The row sum, and so LSE, is that of the unrounded P.
+
+    Arguments, result and errors as in `kernels.flash_attention_fp8`, but any device and any head_dim. The kernel rounds
+    P against the largest score so far, not the row's: equal in distribution, not in bits.
+    """
+    q, k, v, scales, options = check_fp8_call(q, k, v, q_scale, k_scale, v_scale, causal, scale)
+    q_scale, k_scale, v_scale = (x[:, :, None, None] for x in scales)
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.float(), (k.float() * k_scale).repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    scores = (q * q_scale) @ k.transpose(-1, -2) * options.scale
+    rows = torch.arange(q.shape[2], device=q.device)[:, None]
+    visible = visible_pairs(rows, torch.arange(k.shape[2], device=q.device), q.shape[2], k.shape[2], options)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    largest = scores.amax(-1, keepdim=True)
+    probs = FP8_P_SCALE * torch.exp(scores - largest.masked_fill(largest == -math.inf, 0.0))
+    row_sum = probs.sum(-1, keepdim=True)
+    rounded = probs.to(torch.float8_e4m3fn).float()
+    o = rounded @ v / row_sum.masked_fill(row_sum == 0.0, 1.0) * v_scale.repeat_interleave(group, 1)
+    return (o.bfloat16(), torch.logsumexp(scores, -1)) if return_lse else o.bfloat16()
 
 
 def by_documents(attention, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:

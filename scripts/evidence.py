@@ -123,7 +123,10 @@ EXPERIMENTS = {  # the longest first: they run beside each other
     "attention/error_budget": Experiment(
         "scripts.error_budget",
         (),
-        ("budget.cases=[causal]", "budget.dtypes=[float32]", "budget.seq_len=32", "budget.draws=2", "hardware=cpu"),
+        (
+            "budget.cases=[causal]", "budget.dtypes=[float32]", "budget.fp8=[normal]", "budget.seq_len=32",
+            "budget.draws=2", "hardware=cpu",
+        ),
         ("error_budget.md", "error_budget.json"),
     ),
     "invariance": Experiment(

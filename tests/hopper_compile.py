@@ -18,11 +18,11 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-_OPCODES = ("HGMMA", "HMMA", "WARPGROUP.DEPBAR", "UTMALDG", "UTMASTG", "UTMAREDG", "LDL", "STL")
+_OPCODES = ("HGMMA", "QGMMA", "HMMA", "PRMT", "WARPGROUP.DEPBAR", "UTMALDG", "UTMASTG", "UTMAREDG", "LDL", "STL")
 
 
 def _descriptor(dtype: str, shape: list[int]) -> str:
-    gluon_dtype = {"bf16": gl.bfloat16, "fp32": gl.float32}[dtype]
+    gluon_dtype = {"bf16": gl.bfloat16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv}[dtype]
     return f"tensordesc<{dtype}{shape},{gl.NVMMASharedLayout.get_default_for(shape, gluon_dtype)!r}>"
 
 
@@ -49,9 +49,24 @@ def _backward(constants: dict):
     return hopper_bwd_kernel, types, 4
 
 
+def _fp8(constants: dict):
+    from kernels.hopper_fp8 import hopper_fp8_kernel
+
+    head_dim, block_k = constants["HEAD_DIM"], constants["BLOCK_K"]
+    types = dict.fromkeys(("lse_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), "*fp32")
+    for name, dtype, tile in (
+        ("q_desc", "fp8e4nv", [64, head_dim]),
+        ("k_desc", "fp8e4nv", [block_k, head_dim]),
+        ("v_desc", "fp8e4nv", [head_dim, block_k]),
+        ("o_desc", "bf16", [64, head_dim]),
+    ):
+        types[name] = _descriptor(dtype, [1, 1, *tile])
+    return hopper_fp8_kernel, types | {"scale_log2": "fp32"}, 4
+
+
 def compile_report(which: str, constants: dict) -> dict:
     """Stack bytes (spills), shared bytes, opcode counts and ptxas's complaints of one configuration."""
-    kernel, types, num_warps = {"fwd": _forward, "bwd": _backward}[which](constants)
+    kernel, types, num_warps = {"fwd": _forward, "bwd": _backward, "fp8": _fp8}[which](constants)
     signature, values, attrs = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:

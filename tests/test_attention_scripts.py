@@ -8,7 +8,7 @@ import torch
 
 from conf.schema import HardwareConfig
 from kernels.measure import measure
-from scripts import bench_attention, error_budget
+from scripts import bench_attention, bench_fp8, error_budget
 from scripts.bench_attention import BenchConfig, Cell, charts, check_goals, run_cell, write_csv
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def test_impossible_benchmarks_are_refused(wrong, message):
 
 def test_the_error_budget_writes_its_table(tmp_path, capsys):
     budget = error_budget.BudgetConfig(
-        cases=["repeated maxima", "varlen"], dtypes=["float16"], head_dim=[16], seq_len=24, num_heads=1, draws=2
+        cases=["repeated maxima", "varlen"], dtypes=["float16"], head_dim=[16], seq_len=24, num_heads=1, draws=2, fp8=[]
     )
     settings = error_budget.BudgetSettings(budget, HardwareConfig(device="cpu"))
     error_budget.main.__wrapped__(settings, tmp_path)
@@ -83,6 +83,33 @@ def test_the_error_budget_writes_its_table(tmp_path, capsys):
     assert summary["rows"] == 2
     assert summary["over_twice"] == []
     assert len((tmp_path / "error_budget.md").read_text().splitlines()) == 4
+
+
+def test_the_error_budget_of_8_bits(tmp_path):
+    budget = error_budget.BudgetConfig(cases=[], head_dim=[64], seq_len=24, num_heads=2, draws=2)
+    error_budget.main.__wrapped__(error_budget.BudgetSettings(budget, HardwareConfig(device="cpu")), tmp_path)
+    rows = {row["data"]: row for row in json.loads((tmp_path / "error_budget.json").read_text())["fp8"]}
+    assert list(rows) == list(error_budget.FP8_DATA)
+    for row in rows.values():
+        assert row["by"] == "reference"
+        assert 2 * row["bfloat16"] < row["scale a head"] < 0.1
+    assert "| sink | 64 |" in (tmp_path / "error_budget.md").read_text()
+
+
+def test_turning_leaves_products_alone():
+    turn = error_budget.turn(64, CPU)
+    torch.testing.assert_close(turn @ turn.T, torch.eye(64))
+
+
+def test_the_fp8_benchmark_needs_its_gpu_and_shows_a_row(tmp_path):
+    chosen = bench_fp8.Fp8BenchSettings(hardware=HardwareConfig(device="cpu"))
+    with pytest.raises(ValueError, match="hopper needs a CUDA device; q is on cpu"):
+        bench_fp8.main.__wrapped__(chosen, tmp_path)
+    row = {"head_dim": 128, "seq_len": 8192, "mask": "full", "values_ms": 0.1, "ms": {"fp8": 2.0}}
+    row |= {"tflops": dict.fromkeys(("fp8", "bf16", "cudnn_bf16"), 1.0)}
+    row |= {"relative_error": {"fp8": 0.05, "bf16": 0.004}}
+    cells = [list(column.cells) for column in bench_fp8.table([row]).columns]
+    assert cells == [["128, 8,192 full"], ["1"], ["1"], ["1"], ["5.0 %"], ["5.00 %"], ["0.40 %"]]
 
 
 def test_measuring_takes_the_median():

@@ -1,0 +1,504 @@
+"""FP8 forward pass for Hopper (sm_90a), in Gluon: e4m3 operands, fp32 softmax. Inference only.
+
+Roles and barriers are hopper_fwd.py's, and so is the pipeline but for O, which is brought up to date a tile later,
+while the tensor cores are at the next S (with PROMOTE, below):
+
+    tensor cores   S(1) P(0)V(0)            S(2) P(1)V(1)                 S(3) P(2)V(2)
+    other units                max, P(1)    O = P(0)V(0)   max, P(2)      O = r O + P(1)V(1)   max, P(3) ...
+
+What 8 bits change:
+
+V. An 8-bit wgmma reads both shared operands along the summed dimension only, and for P V that is the keys. A kernel of
+its own therefore writes V^T (B, Hkv, D, Nk) first: 2 bytes moved per element of V.
+
+P. Of 16 scores of a row a thread (the t-th of four) holds, in the accumulator, keys 2t, 2t + 1, 2t + 8 and 2t + 9, and
+as the left operand of 8 bits columns 4t to 4t + 3. So column 16b + 4t + 2h + i of P is key 16b + 8h + 2t + i: no
+register moves, only V^T's keys must stand in that order, which costs its kernel nothing.
+
+Range. e4m3 reaches from 2^-9 to 448. P = 2^8 exp(S - max) uses that range; the exponent takes the factor at no cost,
+and it stands in the row sum too, so O needs no correction (LSE does).
+
+Sums. The 8-bit tensor core adds in about 14 bits. With PROMOTE each tile's P V starts at zero, and joins O in fp32 by
+the multiplication that rescales O anyway.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels import hopper_tma as tma
+from kernels.device import num_sms
+from kernels.hopper_fwd import (
+    LN_2,
+    LOG2_E,
+    ForwardPlan,
+    _hide,
+    _key_tiles,
+    _num_turns,
+    _owned_tile,
+    _pass_baton,
+    _slot,
+    _take_baton,
+    _thread_sums,
+    heads_per_section,
+)
+from kernels.launch import addresses_of, launch, on_device
+from kernels.options import Options
+from kernels.replay import Replay, description, known, remember, replay
+
+LOG2_P_SCALE = gl.constexpr(8.0)  # 256, below e4m3's 448, and a power of two: the largest P is exact
+
+VALUES_BLOCK = 128  # keys that a program transposes
+O_DTYPE = torch.bfloat16
+
+
+@triton.jit(do_not_specialize=["num_heads", "num_k"])
+def hopper_fp8_values_kernel(
+    v_ptr,  # (B, Hkv, Nk, D), e4m3 seen as int8
+    out_ptr,  # (B, Hkv, D, num_columns), contiguous
+    batch_stride,
+    head_stride,
+    token_stride,
+    num_heads,
+    num_k,
+    num_columns,  # num_k rounded up to a multiple of 16
+    HEAD_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Transpose a tile of keys, in the order that P has them; columns past the last key become 0."""
+    tiles = (num_columns + BLOCK_K - 1) // BLOCK_K
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    batch = batch_head // num_heads
+    head = batch_head - batch * num_heads
+    column = (tl.program_id(0) % tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
+    # bits of the column 4t + 2h + i: t t h i; of the key 8h + 2t + i: h t t i
+    key = (column & ~15) | ((column & 2) << 2) | ((column & 12) >> 1) | (column & 1)
+    dims = tl.arange(0, HEAD_DIM)
+    start = v_ptr + batch * batch_stride + head * head_stride
+    tile = tl.load(start + key[:, None].to(tl.int64) * token_stride + dims[None, :], mask=key[:, None] < num_k, other=0)
+    out = out_ptr + batch_head * HEAD_DIM * num_columns + dims[:, None] * num_columns + column[None, :]
+    tl.store(out, tl.trans(tile), mask=column[None, :] < num_columns)
+
+
+@gluon.jit
+def _producer(
+    q_desc, k_desc, v_desc, tiles, barriers, sizes,
+    HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    q_smem, k_smem, v_smem, _o_smem = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    num_heads, group_size, num_batch_heads, num_q, num_k, heads_in_section = sizes
+    num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
+    step = 0
+    for turn in range(_num_turns(num_tiles, num_batch_heads)):
+        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_in_section, CAUSAL)
+        batch = batch_head // num_heads
+        head = batch_head - batch * num_heads
+        kv_head = head // group_size
+        row = tile * 64 * CONSUMERS
+        visited, _ = _key_tiles(row, 64 * CONSUMERS, num_q, num_k, CAUSAL, BLOCK_K)
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+            mbarrier.expect(q_full.index(c), 64 * HEAD_DIM)
+            tma.load(
+                q_desc, [batch, head, row + 64 * c, 0], q_full.index(c),
+                q_smem.index(c)._reinterpret(q_desc.dtype, [1, 1, 64, HEAD_DIM], q_desc.layout),
+            )  # fmt: skip
+        for i in range(visited):
+            key = (visited - 1 - i) * BLOCK_K
+            stage, phase = _slot(step, STAGES)
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), BLOCK_K * HEAD_DIM)
+            tma.load(
+                k_desc, [batch, kv_head, key, 0], k_full.index(stage),
+                k_smem.index(stage)._reinterpret(k_desc.dtype, [1, 1, BLOCK_K, HEAD_DIM], k_desc.layout),
+            )  # fmt: skip
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(v_full.index(stage), BLOCK_K * HEAD_DIM)
+            tma.load(
+                v_desc, [batch, kv_head, 0, key], v_full.index(stage),
+                v_smem.index(stage)._reinterpret(v_desc.dtype, [1, 1, HEAD_DIM, BLOCK_K], v_desc.layout),
+            )  # fmt: skip
+            step += 1
+
+
+@gluon.jit
+def _pack(probs, BLOCK_K: gl.constexpr):
+    """Round (64, BLOCK_K) fp32 to e4m3, four columns of the left operand in one int32: (64, BLOCK_K / 16, 4)."""
+    halves = gl.permute(gl.reshape(probs, [64, BLOCK_K // 16, 2, 4, 2]), (0, 1, 3, 4, 2))
+    low, high = gl.split(halves)
+    a, b = gl.split(low)
+    c, d = gl.split(high)
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.constexpr):
+    """The (64, BLOCK_K) left operand of P V from `_pack`'s integers: no instruction, only names."""
+    a = (packed & 0xFF).to(gl.int8)
+    b = ((packed >> 8) & 0xFF).to(gl.int8)
+    c = ((packed >> 16) & 0xFF).to(gl.int8)
+    d = ((packed >> 24) & 0xFF).to(gl.int8)
+    columns = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [64, BLOCK_K])
+    return gl.convert_layout(columns.to(dtype, bitcast=True), p_layout, assert_trivial=True)
+
+
+@gluon.jit
+def _softmax_step(
+    q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    step, more, acc, product, rescale, next_rescale, probs, running_max, running_sum,
+    row, key, num_q, num_k, scale_log2,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr, PROMOTE: gl.constexpr,
+    PACK_EARLY: gl.constexpr,
+    s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of key tile `step` while the tensor cores multiply the previous tile's P V.
+
+    With PROMOTE, `product` is the P V of the tile before that one, `rescale` brings acc to its scale, `next_rescale`
+    both to the previous tile's. Without, acc is complete and has been rescaled.
+    """
+    stage, _ = _slot(step, STAGES)
+    last_stage, last_phase = _slot(step - 1, STAGES)
+    _take_baton(CONSUMER, PING_PONG)
+    scores = warpgroup_mma(
+        q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_K], gl.float32, s_layout),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    if PROMOTE:
+        acc = acc * rescale[:, None] + product  # while the tensor cores are at S
+    mbarrier.wait(v_full.index(last_stage), last_phase)
+    left = _unpack(probs, v_smem.dtype, BLOCK_K, p_layout)
+    right = v_smem.index(last_stage).permute((1, 0))
+    if PROMOTE:
+        product = warpgroup_mma(
+            left, right, gl.zeros([64, HEAD_DIM], gl.float32, o_layout), use_acc=False, is_async=True
+        )
+    else:
+        product = warpgroup_mma(left, right, acc, is_async=True)
+    _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    if MASKED:
+        scores = _hide(scores, row, key, num_q, num_k, CAUSAL, BLOCK_K)
+    new_max = gl.maximum(running_max, gl.max(scores, 1))
+    if MASKED:
+        # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
+        base = gl.where(new_max == -float("inf"), 0.0, new_max)
+    else:
+        base = new_max
+    base_log2 = base * scale_log2
+    new_rescale = gl.exp2(running_max * scale_log2 - base_log2)
+    p = gl.exp2(scores * scale_log2 - (base_log2 - LOG2_P_SCALE)[:, None])
+    sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
+    running_sum = running_sum * gl.convert_layout(new_rescale, sum_layout)[:, None] + _thread_sums(p, BLOCK_K)
+    if PACK_EARLY:
+        new_probs = _pack(p, BLOCK_K)
+    # this wait ends a basic block, which keeps the wait for P V behind the exponentials (hopper_fwd.py)
+    next_stage, next_phase = _slot(step + 1, STAGES)
+    mbarrier.wait(k_full.index(next_stage), next_phase, pred=more)
+    product = warpgroup_mma_wait(0, deps=(product,))
+    mbarrier.arrive(v_empty.index(last_stage), count=1)
+    if PACK_EARLY:
+        # opaque, or the conversions above would write the registers that P V reads, and ptxas serialise every product
+        new_probs = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [new_probs], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        new_probs = _pack(p, BLOCK_K)
+    new_rescale = gl.convert_layout(new_rescale, gl.SliceLayout(1, o_layout))
+    if not PROMOTE:
+        acc = product * new_rescale[:, None]
+        product = acc
+    return acc, product, next_rescale, new_rescale, new_probs, new_max, running_sum
+
+
+@gluon.jit
+def _consumer(
+    o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
+    HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, PROMOTE: gl.constexpr, PACK_EARLY: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):  # fmt: skip
+    q_smem, k_smem, v_smem, o_smem = tiles
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    num_heads, group_size, num_batch_heads, num_q, num_k, heads_in_section = sizes
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 32])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
+    q_tile = q_smem.index(CONSUMER)
+    o_tile = o_smem.index(CONSUMER)
+    num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
+    if PING_PONG and CONSUMER == CONSUMERS - 1:
+        _pass_baton(CONSUMER, CONSUMERS, True)  # the first consumer begins
+    step = 0
+    for turn in range(_num_turns(num_tiles, num_batch_heads)):
+        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_in_section, CAUSAL)
+        batch = batch_head // num_heads
+        head = batch_head - batch * num_heads
+        kv_batch_head = batch * (num_heads // group_size) + head // group_size
+        scores_log2 = scale_log2 * gl.load(q_scale_ptr + batch_head) * gl.load(k_scale_ptr + kv_batch_head)
+        first_row = tile * 64 * CONSUMERS
+        row = first_row + 64 * CONSUMER
+        loaded, _ = _key_tiles(first_row, 64 * CONSUMERS, num_q, num_k, CAUSAL, BLOCK_K)
+        visited, unmasked = _key_tiles(row, 64, num_q, num_k, CAUSAL, BLOCK_K)
+        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+
+        # tiles that only later rows of the program see: hand them back
+        for _ in range(loaded - visited):
+            stage, phase = _slot(step, STAGES)
+            mbarrier.wait(k_full.index(stage), phase)
+            _take_baton(CONSUMER, PING_PONG)
+            _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.wait(v_full.index(stage), phase)
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            step += 1
+
+        # the rightmost tile: masked, nothing to rescale
+        stage, phase = _slot(step, STAGES)
+        mbarrier.wait(k_full.index(stage), phase)
+        _take_baton(CONSUMER, PING_PONG)
+        scores = warpgroup_mma(
+            q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_K], gl.float32, s_layout),
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        scores = _hide(scores, row, (visited - 1) * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_K)
+        running_max = gl.max(scores, 1)
+        base = gl.where(running_max == -float("inf"), 0.0, running_max)
+        p = gl.exp2(scores * scores_log2 - (base * scores_log2 - LOG2_P_SCALE)[:, None])
+        running_sum = _thread_sums(p, BLOCK_K)
+        probs = _pack(p, BLOCK_K)
+        acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
+        product = acc
+        rescale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, o_layout))
+        next_rescale = rescale
+        first = step + 1
+        end = step + visited
+        stage, phase = _slot(first, STAGES)
+        mbarrier.wait(k_full.index(stage), phase, pred=first < end)
+        full_from = end - gl.minimum(unmasked, visited - 1)
+        if CAUSAL:
+            for step in range(first, full_from):
+                acc, product, rescale, next_rescale, probs, running_max, running_sum = _softmax_step(
+                    q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                    step, step + 1 < end, acc, product, rescale, next_rescale, probs, running_max, running_sum,
+                    row, (end - 1 - step) * BLOCK_K, num_q, num_k, scores_log2,
+                    True, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, PROMOTE, PACK_EARLY,
+                    s_layout, o_layout, p_layout,
+                )  # fmt: skip
+        for step in range(full_from, end):
+            acc, product, rescale, next_rescale, probs, running_max, running_sum = _softmax_step(
+                q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                step, step + 1 < end, acc, product, rescale, next_rescale, probs, running_max, running_sum,
+                row, 0, num_q, num_k, scores_log2,
+                False, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, PROMOTE, PACK_EARLY,
+                s_layout, o_layout, p_layout,
+            )  # fmt: skip
+        step = end
+        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+
+        v_scale = gl.load(v_scale_ptr + kv_batch_head)
+        last_stage, last_phase = _slot(step - 1, STAGES)
+        mbarrier.wait(v_full.index(last_stage), last_phase)
+        if PROMOTE:
+            acc = (acc * rescale[:, None] + product) * next_rescale[:, None]
+        left = _unpack(probs, v_smem.dtype, BLOCK_K, p_layout)
+        acc = warpgroup_mma(left, v_smem.index(last_stage).permute((1, 0)), acc, is_async=True)
+        # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
+        row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
+        row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
+        lse = (running_max * scores_log2 + gl.log2(row_sum) - LOG2_P_SCALE) * LN_2
+        inverse = gl.convert_layout(v_scale / row_sum, gl.SliceLayout(1, o_layout))
+        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+        gl.store(lse_ptr + batch_head.to(gl.int64) * num_q + rows, lse, mask=rows < num_q)
+        tma.store_wait(0)  # the previous tile's O has left its buffer
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(last_stage), count=1)
+        o_tile.store((acc * inverse[:, None]).to(o_desc.dtype))
+        fence_async_shared()
+        tma.store(o_desc, [batch, head, row, 0], o_tile._reinterpret(o_desc.dtype, [1, 1, 64, HEAD_DIM], o_desc.layout))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_heads", "group_size", "num_batch_heads", "num_q", "num_k", "heads_in_section"])
+def hopper_fp8_kernel(
+    q_desc,  # (B, Hq, Nq, D) e4m3, tiles of 64 rows
+    k_desc,  # (B, Hkv, Nk, D) e4m3, tiles of BLOCK_K rows
+    v_desc,  # (B, Hkv, D, Nk) e4m3 as `hopper_fp8_values_kernel` writes it, tiles of BLOCK_K columns
+    o_desc,  # (B, Hq, Nq, D) bf16, tiles of 64 rows
+    lse_ptr,  # (B, Hq, Nq) fp32, contiguous, natural logarithm
+    q_scale_ptr,  # (B, Hq) fp32, contiguous, positive
+    k_scale_ptr,  # (B, Hkv)
+    v_scale_ptr,  # (B, Hkv)
+    num_heads,  # Hq
+    group_size,  # Hq // Hkv
+    num_batch_heads,  # B * Hq
+    num_q,
+    num_k,
+    heads_in_section,
+    scale_log2,  # scale * log2(e), positive
+    HEAD_DIM: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    PROMOTE: gl.constexpr,
+    PACK_EARLY: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    o_dtype: gl.constexpr = o_desc.dtype
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEAD_DIM, BLOCK_K], dtype)
+    o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], o_dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, HEAD_DIM], q_layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, HEAD_DIM], k_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, HEAD_DIM, BLOCK_K], v_layout)
+    o_smem = gl.allocate_shared_memory(o_dtype, [CONSUMERS, 64, HEAD_DIM], o_layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(c), count=1)
+        mbarrier.init(q_empty.index(c), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+    fence_async_shared()
+
+    tiles = (q_smem, k_smem, v_smem, o_smem)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (num_heads, group_size, num_batch_heads, num_q, num_k, heads_in_section)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 0)),
+                (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 1)),
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 0)),
+                (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 1)),
+                (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 2)),
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
+            ],
+            [4, 4, 1], [160, 160, 24],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fp8Plan(ForwardPlan):
+    """A forward plan; whether a tile's P V is added to O in fp32; whether P is rounded before the last P V is done."""
+
+    promote: bool = True
+    pack_early: bool = False
+
+
+def plan_for(head_dim: int, causal: bool) -> Fp8Plan:
+    """Not yet chosen by measurement: hopper_fwd.py's shape, with one more stage, as tiles are half as large."""
+    if head_dim == 128:
+        return Fp8Plan(consumers=2, stages=3, ping_pong=causal, persistent=not causal)
+    return Fp8Plan(consumers=2, stages=3)
+
+
+def launch_hopper_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    options: Options,
+    plan: Fp8Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run both kernels. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D) e4m3, not refused by
+    `hopper_fp8_unsupported_reason`; scales float32, contiguous, (B, Hq) and twice (B, Hkv); options.scale > 0.
+
+    Returns O (B, Hq, Nq, D) bfloat16, stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32, natural logarithm. `plan`
+    overrides the choice.
+    """
+    batch, num_heads, num_q, head_dim = q.shape
+    num_kv_heads, num_k = k.shape[1], k.shape[2]
+    num_columns = -(-num_k // 16) * 16  # TMA wants rows of whole 16 bytes
+    values = torch.empty((batch, num_kv_heads, head_dim, num_columns), dtype=v.dtype, device=v.device)
+    o = torch.empty((batch, num_q, num_heads, head_dim), dtype=O_DTYPE, device=q.device).transpose(1, 2)
+    lse = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=q.device)
+    described = description(options, ("hopper_fp8", plan), q, k, v)
+    addresses = addresses_of(q, k, values, o, lse, q_scale, k_scale, v_scale)
+    if known(described) and replay(described, addresses_of(v, values), addresses):
+        return o, lse
+    plan = plan or plan_for(head_dim, options.causal)
+    group_size = num_heads // num_kv_heads
+    programs = -(-num_q // (64 * plan.consumers)) * batch * num_heads
+    if plan.persistent:
+        programs = min(programs, num_sms(q.device.index))
+    constants = {
+        "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
+        "CAUSAL": options.causal, "PING_PONG": plan.ping_pong, "PROMOTE": plan.promote,
+        "PACK_EARLY": plan.pack_early,
+    }  # fmt: skip
+    with on_device(q):
+        transposed = launch_values(v, values)
+        attended = launch(
+            hopper_fp8_kernel, programs,
+            (
+                tma.descriptor(q, 64), tma.descriptor(k, plan.block_k),
+                tma.descriptor(values, head_dim, plan.block_k), tma.descriptor(o, 64),
+                lse, q_scale, k_scale, v_scale,
+                num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
+                options.scale * LOG2_E,
+            ),
+            constants, num_warps=4,
+        )  # fmt: skip
+    remember(described, transposed, attended)
+    return o, lse
+
+
+def launch_values(v: Tensor, out: Tensor) -> Replay | None:
+    """Write e4m3 v (B, Hkv, Nk, D) to out (B, Hkv, D, Nk rounded up to 16) as `hopper_fp8_kernel` reads it."""
+    batch, num_heads, num_k, head_dim = v.shape
+    programs = -(-out.shape[3] // VALUES_BLOCK) * batch * num_heads
+    arguments = (v.view(torch.int8), out.view(torch.int8), *v.stride()[:3], num_heads, num_k, out.shape[3])
+    constants = {"HEAD_DIM": head_dim, "BLOCK_K": VALUES_BLOCK}
+    return launch(hopper_fp8_values_kernel, programs, arguments, constants, num_warps=4)

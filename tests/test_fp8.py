@@ -1,0 +1,319 @@
+"""FP8 attention: the quantiser, the reference, what is refused, what the kernel compiles to (no GPU needed), and that
+it is right (GPU)."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import flash_attention_fp8, naive_attention, naive_attention_fp8, quantise_per_head, reference
+from kernels.fp8 import flash_fwd_fp8
+from kernels.inputs import check_fp8_call
+from kernels.options import Options
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU (compute capability 9.0)",
+)
+
+
+def _quantised(*tensors):
+    """(q, k, v) in e4m3 and their scales by the names of the arguments."""
+    pairs = [quantise_per_head(x) for x in tensors]
+    return [x for x, _ in pairs], dict(zip(("q_scale", "k_scale", "v_scale"), (s for _, s in pairs), strict=True))
+
+
+def _dequantised(tensors, scales):
+    return [x.double() * s.double()[:, :, None, None] for x, s in zip(tensors, scales.values(), strict=True)]
+
+
+def _rms(x):
+    return float(x.double().square().mean().sqrt())
+
+
+def _with_sink(num_q, num_k, head_dim, gap):
+    """Normal q, k, v where every query scores `gap` with the first key, whose value is 0: other weights are small."""
+    q, k, v = (torch.randn(1, 2, n, head_dim) for n in (num_q, num_k, num_k))
+    q[..., 0] = k[:, :, 0, 0] = math.sqrt(gap * math.sqrt(head_dim))
+    k[:, :, 0, 1:] = k[:, :, 1:, 0] = v[:, :, 0] = 0.0
+    return q, k, v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_head_uses_the_whole_range(dtype):
+    x = (torch.randn(2, 50, 3, 16) * torch.tensor([1e-3, 1.0, 1e3])[:, None]).to(dtype).transpose(1, 2)
+    x8, scale = quantise_per_head(x)
+    assert x8.dtype == torch.float8_e4m3fn
+    assert x8.stride() == x.stride()
+    assert scale.shape == (2, 3)
+    assert scale.dtype == torch.float32
+    assert torch.equal(x8.float().abs().amax((2, 3)), torch.full((2, 3), 448.0))
+    back = x8.float() * scale[:, :, None, None]
+    # three bits of mantissa: half a unit is a 16th; below 2^-6 of the scale, half of 2^-9
+    allowed = torch.maximum(x.float().abs() / 16, scale[:, :, None, None] / 2**10) * 1.001
+    assert ((back - x.float()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("size", [1e-10, 1.0, 1e10, 1e38])
+def test_the_largest_value_does_not_overflow_by_rounding(size):
+    """PyTorch turns what is beyond 464 into NaN."""
+    x8, _ = quantise_per_head((1.0 + torch.rand(1, 4096, 4, 8)) * size)
+    assert torch.equal(x8.float().amax((2, 3)), torch.full((1, 4096), 448.0))
+
+
+def test_a_head_of_zeros_stays_zero():
+    x8, scale = quantise_per_head(torch.zeros(1, 2, 4, 8))
+    assert (x8.float() == 0).all()
+    assert (scale > 0).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_head_that_is_not_finite_is_seen(bad):
+    x = torch.randn(1, 2, 40, 16)
+    clean, scales = _quantised(x, x, x)
+    expected = naive_attention_fp8(*clean, **scales)
+    for place in range(3):
+        tensors = [x.clone() for _ in range(3)]
+        tensors[place][0, 1, 7, 3] = bad
+        broken, scales = _quantised(*tensors)
+        o = naive_attention_fp8(*broken, **scales)
+        assert o[:, 1].isnan().all()
+        assert torch.equal(o[:, 0], expected[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(2, 3, 4), "x has shape \\(2, 3, 4\\); expected 4 dimensions"),
+        (torch.zeros(1, 1, 2, 8, dtype=torch.int32), "x has dtype torch.int32; expected float64"),
+        (torch.zeros(1, 1, 2, 8).to(torch.float8_e4m3fn), "x has dtype torch.float8_e4m3fn; expected float64"),
+    ],
+)
+def test_the_quantiser_refuses(x, message):
+    with pytest.raises(ValueError, match=message):
+        quantise_per_head(x)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "num_q", "num_k"), [(4, 4, 60, 60), (4, 2, 33, 90), (2, 1, 90, 33)])
+def test_the_reference_is_attention_with_a_rounded_p(causal, heads, kv_heads, num_q, num_k):
+    torch.manual_seed(0)
+    q = torch.randn(2, heads, num_q, 32) * torch.tensor([0.5, 1.0, 2.0, 4.0])[:heads, None, None]
+    sizes = torch.tensor([1.0, 3.0, 0.1, 1.0])[:kv_heads, None, None]
+    k, v = (torch.randn(2, kv_heads, num_k, 32) * sizes for _ in range(2))
+    tensors, scales = _quantised(q, k, v)
+    o, lse = naive_attention_fp8(*tensors, **scales, causal=causal, return_lse=True)
+    exact, exact_lse = naive_attention(*_dequantised(tensors, scales), causal=causal, return_lse=True)
+    assert o.dtype == torch.bfloat16
+    torch.testing.assert_close(lse.double(), exact_lse.double(), atol=1e-5, rtol=1e-5)
+    # each weight is off by a 16th of itself at most
+    limit = naive_attention(*_dequantised(tensors, scales)[:2], _dequantised(tensors, scales)[2].abs(), causal=causal)
+    assert ((o - exact).abs() <= limit / 16 + 0.01).all()
+    assert 0.001 < _rms(o - exact) / _rms(exact) < 0.03
+
+
+def test_one_key_is_exact():
+    """P of a single key is 256 whatever the score is, which e4m3 and the division hold exactly."""
+    tensors, scales = _quantised(torch.randn(1, 1, 5, 16), torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16))
+    v = tensors[2].float() * scales["v_scale"][:, :, None, None]
+    assert torch.equal(naive_attention_fp8(*tensors, **scales), v.expand(1, 1, 5, 16).bfloat16())
+
+
+def test_small_weights_survive_beside_a_large_one(monkeypatch):
+    """e^-8 is below half of e4m3's smallest number; times 256 it is not."""
+    torch.manual_seed(0)
+    tensors, scales = _quantised(*_with_sink(64, 2048, 64, gap=8.0))
+    exact = naive_attention(*_dequantised(tensors, scales))
+    assert _rms(naive_attention_fp8(*tensors, **scales) - exact) < 0.05 * _rms(exact)
+    monkeypatch.setattr(reference, "FP8_P_SCALE", 1.0)
+    assert _rms(naive_attention_fp8(*tensors, **scales) - exact) > 0.3 * _rms(exact)
+
+
+def _refused(message, attention=flash_attention_fp8, head_dim=64, **changes):
+    tensors, scales = _quantised(*(torch.randn(2, 4, 8, head_dim) for _ in range(3)))
+    call = dict(zip("qkv", tensors, strict=True)) | scales
+    call |= {name: change(call[name]) if callable(change) else change for name, change in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        attention(**call)
+
+
+def test_refusals_say_what_and_the_way_out():
+    _refused("hopper needs a CUDA device; q is on cpu; use flash_attention in bfloat16")
+    _refused("head_dim 32 is not supported in FP8 \\(64 or 128\\); use flash_attention in bfloat16", head_dim=32)
+    both = {"attention": naive_attention_fp8}
+    e4m3 = "expected torch.float8_e4m3fn, as quantise_per_head returns it"
+    _refused(f"v has dtype torch.bfloat16; {e4m3}", v=lambda x: x.bfloat16(), **both)
+    _refused(f"k has dtype torch.float8_e5m2; {e4m3}", k=lambda x: x.float().to(torch.float8_e5m2), **both)
+    _refused("k_scale has dtype torch.float64; expected torch.float32", k_scale=lambda x: x.double(), **both)
+    _refused("q_scale has shape \\(4, 2\\); expected \\(2, 4\\), or one that broadcasts", q_scale=lambda x: x.T, **both)
+    _refused("v_scale has shape \\(1, 2, 4\\); expected", v_scale=lambda x: x[None], **both)
+    _refused("q asks for a gradient, and FP8 attention has none", q=lambda x: x.requires_grad_(), **both)
+    _refused("k_scale asks for a gradient", k_scale=lambda x: x.requires_grad_(), **both)
+    _refused("scale is -1.0; it must be positive in FP8 attention", scale=-1.0, **both)
+    _refused("v has head_dim 32 but q has 64; they must be equal in FP8", v=lambda x: x[..., :32], **both)
+    _refused("k has batch size 1 but q has 2", k=lambda x: x[:1], **both)
+
+
+def test_one_scale_may_stand_for_all_heads():
+    tensors, _ = _quantised(*(torch.randn(2, 4, 8, 16) for _ in range(3)))
+    factor = torch.tensor(0.01)
+    shapes = (factor, factor.expand(4), factor.expand(2, 4))
+    first, *others = (naive_attention_fp8(*tensors, q_scale=s, k_scale=s, v_scale=s) for s in shapes)
+    assert all(torch.equal(first, o) for o in others)
+
+
+def test_autocast_leaves_8_bits_alone():
+    tensors, scales = _quantised(*(torch.randn(2, 4, 8, 16) for _ in range(3)))
+    with torch.autocast("cpu", torch.bfloat16):
+        *checked, _, _ = check_fp8_call(*tensors, *scales.values(), True, None)
+    assert all(x is y for x, y in zip(checked, tensors, strict=True))
+
+
+@pytest.mark.parametrize("num_k", [1, 16, 77, 300])
+def test_values_are_transposed_in_the_order_of_p(num_k):
+    from kernels.hopper_fp8 import launch_values
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    v = torch.randn(2, num_k, 3, 64, device=device).to(torch.float8_e4m3fn).transpose(1, 2)
+    columns = -(-num_k // 16) * 16
+    out = torch.full((2, 3, 64, columns), math.nan, device=device).to(torch.float8_e4m3fn)
+    launch_values(v, out)
+    # a thread's four columns of P, 4t + (0 .. 3), are keys 2t, 2t + 1, 2t + 8, 2t + 9 of each 16
+    order = [2 * t + 8 * h + i for t in range(4) for h in range(2) for i in range(2)]
+    keys = torch.tensor([16 * b + x for b in range(columns // 16) for x in order], device=device)
+    padded = torch.nn.functional.pad(v.float(), (0, 0, 0, columns - num_k))
+    assert torch.equal(out.float(), padded[:, :, keys].transpose(-1, -2))
+
+
+def test_the_operator_knows_its_shapes():
+    q = torch.empty(2, 50, 6, 64, dtype=torch.float8_e4m3fn, device="meta").transpose(1, 2)
+    k, scale = q[:, :2], torch.empty(2, 6, device="meta")
+    o, lse = flash_fwd_fp8(q, k, k, scale, scale[:, :2], scale[:, :2], True, 0.125)
+    assert (o.shape, o.dtype, o.stride()) == (q.shape, torch.bfloat16, q.stride())
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+
+
+# (head_dim, consumers, causal, most bytes of stack: 8 are one value of Triton's own, stored and read once a program)
+COMPILED = [
+    (128, 2, True, 8),
+    pytest.param(128, 2, False, 0, marks=pytest.mark.slow),
+    pytest.param(64, 2, True, 0, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, whose wheel carries ptxas")
+@pytest.mark.parametrize(("head_dim", "consumers", "causal", "most_stack"), COMPILED)
+def test_compiles_to_asynchronous_8_bit_wgmma(head_dim, consumers, causal, most_stack):
+    constants = {
+        "HEAD_DIM": head_dim, "BLOCK_K": 128, "CONSUMERS": consumers, "STAGES": 3, "CAUSAL": causal,
+        "PING_PONG": False, "PROMOTE": True, "PACK_EARLY": False,
+    }  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hopper_compile", "fp8", json.dumps(constants)],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["complaints"] == [], "ptxas serialized the wgmma instructions"
+    assert report["QGMMA"] > 0
+    assert report["HGMMA"] == report["HMMA"] == 0
+    assert report["WARPGROUP.DEPBAR"] <= report["QGMMA"] / 3
+    assert report["PRMT"] == 0, "P must reach the tensor cores without moving bytes"
+    assert report["stack"] <= most_stack
+    assert report["shared"] <= 232_448
+
+
+def _on_gpu(batch, num_heads, num_kv_heads, num_q, num_k, head_dim):
+    """Quantised heads of unequal size, tokens first in memory, NaN behind the last token."""
+
+    def tokens_first(heads, tokens):
+        size = 2.0 ** torch.randint(-3, 2, (batch, 1, heads, 1), device="cuda")
+        x, scale = quantise_per_head(
+            (torch.randn(batch, tokens, heads, head_dim, device="cuda") * size).transpose(1, 2)
+        )
+        padded = torch.full((batch, tokens + 8, heads, head_dim), math.nan, device="cuda").to(torch.float8_e4m3fn)
+        padded[:, :tokens] = x.transpose(1, 2)
+        return padded[:, :tokens].transpose(1, 2), scale
+
+    pairs = [tokens_first(num_heads, num_q), tokens_first(num_kv_heads, num_k), tokens_first(num_kv_heads, num_k)]
+    return [x for x, _ in pairs], dict(zip(("q_scale", "k_scale", "v_scale"), (s for _, s in pairs), strict=True))
+
+
+def _assert_as_good_as_the_reference(o, lse, tensors, scales, causal):
+    """Held to float64 on the quantised inputs, beside the reference, which differs in what P is rounded against."""
+    exact, exact_lse = naive_attention(*_dequantised(tensors, scales), causal=causal, return_lse=True)
+    plain = naive_attention_fp8(*tensors, **scales, causal=causal)
+    torch.testing.assert_close(lse.double(), exact_lse.double(), atol=1e-2, rtol=0)
+    floor = 2e-3 * _rms(exact)
+    assert _rms(o - exact) <= 1.2 * _rms(plain - exact) + floor
+    assert (o - exact).abs().max() <= 2 * (plain - exact).abs().max() + 4 * floor
+
+
+SHAPES = [  # batch, query heads, KV heads, queries, keys, causal
+    (1, 1, 1, 1, 1, True),
+    (2, 3, 3, 127, 127, True),
+    (2, 4, 2, 193, 193, False),
+    (1, 4, 1, 300, 100, True),  # the first 200 rows see nothing
+    (1, 2, 2, 100, 300, True),
+    (1, 2, 2, 700, 5, False),
+    (4, 16, 4, 1024, 1024, True),  # more tiles than SMs
+    (1, 2, 2, 256, 8192, False),
+]
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_is_as_good_as_the_reference(head_dim, shape, poisoned_memory):
+    torch.manual_seed(0)
+    tensors, scales = _on_gpu(*shape[:5], head_dim)
+    o, lse = flash_attention_fp8(*tensors, **scales, causal=shape[5], return_lse=True)
+    for _ in range(3):
+        again = flash_attention_fp8(*tensors, **scales, causal=shape[5], return_lse=True)
+        assert torch.equal(o, again[0])
+        assert torch.equal(lse, again[1])
+    _assert_as_good_as_the_reference(o, lse, tensors, scales, shape[5])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_sink_leaves_the_other_keys_their_weight(head_dim, causal):
+    torch.manual_seed(0)
+    tensors, scales = _quantised(*(x.cuda() for x in _with_sink(2048, 2048, head_dim, gap=8.0)))
+    o, lse = flash_attention_fp8(*tensors, **scales, causal=causal, return_lse=True)
+    _assert_as_good_as_the_reference(o, lse, tensors, scales, causal)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_the_operator_keeps_its_contract():
+    tensors, scales = _on_gpu(2, 4, 2, 130, 200, 64)
+    arguments = (*tensors, *scales.values(), True, 0.125)
+    torch.library.opcheck(flash_fwd_fp8, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("promote", [True, False])
+def test_every_way_to_run_is_right(head_dim, causal, promote):
+    from kernels.hopper_fp8 import Fp8Plan, launch_hopper_fp8
+
+    torch.manual_seed(0)
+    tensors, scales = _on_gpu(1, 8, 4, 1500, 1500, head_dim)
+    options = Options(causal, head_dim**-0.5)
+    for consumers, stages, block_k in ((2, 2, 128), (2, 4, 128), (2, 4, 64), (3, 3, 64)):
+        for other in (True, False):
+            plan = Fp8Plan(consumers, stages, other, not other, block_k, promote, other)
+            o, lse = launch_hopper_fp8(*tensors, *scales.values(), options, plan)
+            _assert_as_good_as_the_reference(o, lse, tensors, scales, causal)
