@@ -43,10 +43,10 @@ from kernels.hopper_fwd import (
     LN_2,
     LOG2_E,
     ForwardPlan,
+    _dense_tile,
     _hide,
     _key_tiles,
     _num_turns,
-    _owned_tile,
     _pass_baton,
     _slot,
     _take_baton,
@@ -102,13 +102,13 @@ def _producer(
     num_heads, group_size, num_batch_heads, num_q, num_k, heads_in_section = sizes
     num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads)):
-        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_in_section, CAUSAL)
+    for turn in range(_num_turns(num_tiles, num_batch_heads, None)):
+        tile, batch_head = _dense_tile(turn, num_tiles, num_batch_heads, heads_in_section, CAUSAL)
         batch = batch_head // num_heads
         head = batch_head - batch * num_heads
         kv_head = head // group_size
         row = tile * 64 * CONSUMERS
-        visited, _ = _key_tiles(row, 64 * CONSUMERS, num_q, num_k, CAUSAL, BLOCK_K)
+        _, visited, _, _ = _key_tiles(row, 64 * CONSUMERS, num_q, num_k, None, CAUSAL, False, BLOCK_K)
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
             mbarrier.expect(q_full.index(c), 64 * HEAD_DIM)
@@ -200,7 +200,7 @@ def _softmax_step(
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED:
-        scores = _hide(scores, row, key, num_q, num_k, CAUSAL, BLOCK_K)
+        scores = _hide(scores, row, key, num_q, num_k, None, CAUSAL, False, BLOCK_K)
     new_max = gl.maximum(running_max, gl.max(scores, 1))
     if MASKED:
         # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
@@ -252,16 +252,16 @@ def _consumer(
     if PING_PONG and CONSUMER == CONSUMERS - 1:
         _pass_baton(CONSUMER, CONSUMERS, True)  # the first consumer begins
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads)):
-        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_in_section, CAUSAL)
+    for turn in range(_num_turns(num_tiles, num_batch_heads, None)):
+        tile, batch_head = _dense_tile(turn, num_tiles, num_batch_heads, heads_in_section, CAUSAL)
         batch = batch_head // num_heads
         head = batch_head - batch * num_heads
         kv_batch_head = batch * (num_heads // group_size) + head // group_size
         scores_log2 = scale_log2 * gl.load(q_scale_ptr + batch_head) * gl.load(k_scale_ptr + kv_batch_head)
         first_row = tile * 64 * CONSUMERS
         row = first_row + 64 * CONSUMER
-        loaded, _ = _key_tiles(first_row, 64 * CONSUMERS, num_q, num_k, CAUSAL, BLOCK_K)
-        visited, unmasked = _key_tiles(row, 64, num_q, num_k, CAUSAL, BLOCK_K)
+        _, loaded, _, _ = _key_tiles(first_row, 64 * CONSUMERS, num_q, num_k, None, CAUSAL, False, BLOCK_K)
+        _, visited, _, unmasked = _key_tiles(row, 64, num_q, num_k, None, CAUSAL, False, BLOCK_K)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
 
         # tiles that only later rows of the program see: hand them back
@@ -286,7 +286,7 @@ def _consumer(
         _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        scores = _hide(scores, row, (visited - 1) * BLOCK_K, num_q, num_k, CAUSAL, BLOCK_K)
+        scores = _hide(scores, row, (visited - 1) * BLOCK_K, num_q, num_k, None, CAUSAL, False, BLOCK_K)
         running_max = gl.max(scores, 1)
         base = gl.where(running_max == -float("inf"), 0.0, running_max)
         p = gl.exp2(scores * scores_log2 - (base * scores_log2 - LOG2_P_SCALE)[:, None])

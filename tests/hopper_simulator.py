@@ -110,15 +110,14 @@ class _Descriptor:
     def rows(self, coordinates):
         """The piece of memory of each row of the box; None where the hardware clips."""
         *outer, first_row, first_column = coordinates
-        assert first_column == 0
-        width = self._shape[-1]
+        last_column = min(first_column + self.block_type.shape[-1], self._shape[-1])
         for row in range(first_row, first_row + self.block_type.shape[-2]):
             place = [*outer, row]
             inside = all(0 <= c < n for c, n in zip(place, self._shape[:-1], strict=True))
             size = self._memory.itemsize
             address = sum(c * stride * size for c, stride in zip(place, self._strides[:-1], strict=True)) % 2**64
             start = self._start + address // size
-            yield self._memory[start : start + width] if inside else None
+            yield self._memory[start + first_column : start + last_column] if inside else None
 
 
 class _Barrier:
@@ -156,8 +155,9 @@ _MBARRIER = SimpleNamespace(
 class _Machine:
     """One program: its threads, barriers, and products in flight. It stands for the module hopper_tma too."""
 
-    def __init__(self, program: int, programs: int):
-        self.program, self.programs = program, programs
+    def __init__(self, program: int, programs: int, element_bytes: int, replaced: dict):
+        self.program, self.programs, self.replaced = program, programs, replaced
+        self._element_bytes = element_bytes
         self.changed = threading.Condition()
         self._named = {}
         self._products = threading.local()
@@ -196,9 +196,11 @@ class _Machine:
 
     def load(self, descriptor, coordinates, barrier, shared):
         tile = shared.array.reshape(-1, shared.array.shape[-1])
+        tile[:] = 0.0
         for target, source in zip(tile, descriptor.rows(coordinates), strict=True):
-            target[:] = 0.0 if source is None else source
-        barrier.change(announced=-tile.size * 2)
+            if source is not None:
+                target[: len(source)] = source
+        barrier.change(announced=-tile.size * self._element_bytes)
 
     def store(self, descriptor, coordinates, shared):
         tile = shared.array.reshape(-1, shared.array.shape[-1])
@@ -255,6 +257,7 @@ def _language(machine) -> SimpleNamespace:
         program_id=lambda _: machine.program, num_programs=lambda _: machine.programs,
         arange=lambda start, end, layout=None: _value(np.arange(start, end)),
         zeros=lambda shape, *_: np.zeros(shape, np.float32).view(_Tile),
+        full=lambda shape, value, *_: np.full(shape, value, np.float32).view(_Tile),
         load=_load, store=_store, convert_layout=passed, static_range=range, constexpr=passed,
         inline_asm_elementwise=lambda asm, *a, **_: _value(1.0 / _only_reciprocal(asm, *a)),
         allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
@@ -279,7 +282,7 @@ def _python(function, machine, made: dict):
             "gl": language, "tl": language, "fence_async_shared": lambda: None,
             "tma": machine, "mbarrier": _MBARRIER,
             "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.wait_products,
-            "_pack": lambda probs, *_: probs, "_unpack": lambda probs, *_: probs,
+            "_pack": lambda probs, *_: probs, "_unpack": lambda probs, *_: probs, **machine.replaced,
         }  # fmt: skip
         for name, value in names.items():
             if name in ours:
@@ -299,9 +302,24 @@ def _on_device(argument):
     return _Int(argument) if isinstance(argument, int) else argument
 
 
-def launch(kernel, grid: int, arguments: tuple, constants: dict, **_how: int) -> None:
-    """`kernels.launch.launch` on tensors of the CPU in float32, one program after another."""
+def launch(
+    kernel,
+    grid: int,
+    arguments: tuple,
+    constants: dict,
+    *,
+    element_bytes: int = 2,
+    replaced: dict | None = None,
+    **_how,
+) -> None:
+    """`kernels.launch.launch` on tensors of the CPU in float32, one program after another.
+
+    element_bytes: those that the kernel expects of an element that it loads. replaced: functions in place of the
+    kernel's, by their names.
+    """
     arguments = [_on_device(x) for x in arguments]
     with np.errstate(all="ignore"):
         for program in range(grid):
-            _python(kernel, _Machine(_Int(program), _Int(grid)), {})(*arguments, **constants)
+            _python(kernel, _Machine(_Int(program), _Int(grid), element_bytes, replaced or {}), {})(
+                *arguments, **constants
+            )

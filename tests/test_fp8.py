@@ -7,7 +7,9 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -198,6 +200,55 @@ def test_the_operator_knows_its_shapes():
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
 
 
+def _pack_in_numpy(probs, block_k):
+    """`_pack` with `_unpack`: P rounded to e4m3, its columns in the order of V^T's keys."""
+    rounded = torch.from_numpy(np.ascontiguousarray(probs)).to(torch.float8_e4m3fn).float().numpy()
+    return rounded.reshape(64, block_k // 16, 2, 4, 2).swapaxes(2, 3).reshape(64, block_k).view(type(probs))
+
+
+@pytest.mark.parametrize(
+    ("shape", "promote"),
+    [
+        ((1, 2, 1, 130, 300, False), True),
+        ((2, 2, 2, 200, 70, True), True),
+        ((1, 4, 2, 70, 520, True), False),
+        ((1, 1, 1, 1, 1, True), False),
+    ],
+)
+def test_the_simulated_kernel_is_as_good_as_the_reference(shape, promote, monkeypatch):
+    """The kernel's own source, run by Python (tests/hopper_simulator.py), where Gluon has no interpreter."""
+    from kernels import hopper_fp8, hopper_fwd
+    from tests import hopper_simulator
+
+    transpose = hopper_fp8.launch_values
+
+    def launch_values(v, out):
+        out8 = torch.empty(out.shape, dtype=torch.float8_e4m3fn)
+        transpose(v.to(torch.float8_e4m3fn), out8)
+        out.copy_(out8)
+
+    monkeypatch.setattr(hopper_fwd, "l2_bytes", lambda _: 2**17)
+    monkeypatch.setattr(hopper_fp8, "num_sms", lambda _: 2)
+    monkeypatch.setattr(hopper_fp8, "O_DTYPE", torch.float32)
+    monkeypatch.setattr(hopper_fp8, "launch_values", launch_values)
+    launch = partial(hopper_simulator.launch, element_bytes=1, replaced={"_pack": _pack_in_numpy})
+    # `launch_values` keeps the real one, which Triton's interpreter runs
+    real = hopper_fp8.launch
+    monkeypatch.setattr(
+        hopper_fp8,
+        "launch",
+        lambda kernel, *a, **how: (real if kernel is hopper_fp8.hopper_fp8_values_kernel else launch)(
+            kernel, *a, **how
+        ),
+    )
+    torch.manual_seed(0)
+    tensors, scales = _made(*shape[:5], 64, "cpu")
+    plan = hopper_fp8.Fp8Plan(consumers=2, stages=3, ping_pong=True, promote=promote)
+    options = Options(shape[5], 0.125)
+    o, lse = hopper_fp8.launch_hopper_fp8(*(x.float() for x in tensors), *scales.values(), options, plan)
+    _assert_as_good_as_the_reference(o, lse, tensors, scales, shape[5])
+
+
 # (head_dim, consumers, causal, most bytes of stack: 8 are one value of Triton's own, stored and read once a program)
 COMPILED = [
     (128, 2, True, 8),
@@ -229,15 +280,15 @@ def test_compiles_to_asynchronous_8_bit_wgmma(head_dim, consumers, causal, most_
     assert report["shared"] <= 232_448
 
 
-def _on_gpu(batch, num_heads, num_kv_heads, num_q, num_k, head_dim):
+def _made(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, device="cuda"):
     """Quantised heads of unequal size, tokens first in memory, NaN behind the last token."""
 
     def tokens_first(heads, tokens):
-        size = 2.0 ** torch.randint(-3, 2, (batch, 1, heads, 1), device="cuda")
+        size = 2.0 ** torch.randint(-3, 2, (batch, 1, heads, 1), device=device)
         x, scale = quantise_per_head(
-            (torch.randn(batch, tokens, heads, head_dim, device="cuda") * size).transpose(1, 2)
+            (torch.randn(batch, tokens, heads, head_dim, device=device) * size).transpose(1, 2)
         )
-        padded = torch.full((batch, tokens + 8, heads, head_dim), math.nan, device="cuda").to(torch.float8_e4m3fn)
+        padded = torch.full((batch, tokens + 8, heads, head_dim), math.nan, device=device).to(torch.float8_e4m3fn)
         padded[:, :tokens] = x.transpose(1, 2)
         return padded[:, :tokens].transpose(1, 2), scale
 
@@ -273,7 +324,7 @@ SHAPES = [  # batch, query heads, KV heads, queries, keys, causal
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernel_is_as_good_as_the_reference(head_dim, shape, poisoned_memory):
     torch.manual_seed(0)
-    tensors, scales = _on_gpu(*shape[:5], head_dim)
+    tensors, scales = _made(*shape[:5], head_dim)
     o, lse = flash_attention_fp8(*tensors, **scales, causal=shape[5], return_lse=True)
     for _ in range(3):
         again = flash_attention_fp8(*tensors, **scales, causal=shape[5], return_lse=True)
@@ -296,7 +347,7 @@ def test_a_sink_leaves_the_other_keys_their_weight(head_dim, causal):
 @pytest.mark.gpu
 @needs_hopper
 def test_the_operator_keeps_its_contract():
-    tensors, scales = _on_gpu(2, 4, 2, 130, 200, 64)
+    tensors, scales = _made(2, 4, 2, 130, 200, 64)
     arguments = (*tensors, *scales.values(), True, 0.125)
     torch.library.opcheck(flash_fwd_fp8, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -310,7 +361,7 @@ def test_every_way_to_run_is_right(head_dim, causal, promote):
     from kernels.hopper_fp8 import Fp8Plan, launch_hopper_fp8
 
     torch.manual_seed(0)
-    tensors, scales = _on_gpu(1, 8, 4, 1500, 1500, head_dim)
+    tensors, scales = _made(1, 8, 4, 1500, 1500, head_dim)
     options = Options(causal, head_dim**-0.5)
     for consumers, stages, block_k in ((2, 2, 128), (2, 4, 128), (2, 4, 64), (3, 3, 64)):
         for other in (True, False):
