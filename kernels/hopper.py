@@ -10,7 +10,7 @@ from kernels.support import features_of, refusal
 
 HEAD_DIMS = (64, 128)
 # the fewest queries and keys with which the Hopper backward is the faster one, by head_dim (HOPPER_NOTES.md)
-SHORTEST_BACKWARD = {64: 4096, 128: 1024}
+SHORTEST_BACKWARD = {64: 512, 128: 512}
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper_tma.py uses
 
 
