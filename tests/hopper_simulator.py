@@ -1,13 +1,17 @@
-"""The Hopper forward's source run by Python: one thread a partition, numpy for tensors, real mbarriers. No GPU.
+"""The Hopper kernels' source run by Python: one thread a partition, numpy for tensors, real mbarriers. No GPU.
 
-Gluon has no interpreter. This is enough of one to hold the forward to the oracle where there is no GPU: which tiles are
-visited, masks, phases and counts of barriers (a partition that waits for ever is reported), the coordinates of every
-copy. TMA addresses memory as the hardware does, 64-bit arithmetic and bounds included, and a product reads its operands
-as late as it may, when it is waited for. Layouts, registers, rounding to 16 bits and time do not exist here.
+Gluon has no interpreter. This is enough of one to hold forward and backward to the oracle where there is no GPU: which
+tiles are visited, masks, phases and counts of barriers (a partition that waits for ever is reported), the coordinates
+of every copy, turns that programs wait for. TMA addresses memory as the hardware does, 64-bit arithmetic and bounds
+included. A product reads its operands as late as it may, when it is waited for; so does a copy out, and what it writes
+is seen when its turn is passed on or its partition ends. Layouts, registers, rounding to 16 bits and time do not exist
+here.
 """
 
+import os
 import threading
 import types
+from random import Random
 from types import SimpleNamespace
 
 import numpy as np
@@ -138,6 +142,7 @@ class _Barrier:
         self._count = count
 
     def change(self, arrived=0, announced=0):
+        self._machine.pause()
         with self._machine.changed:
             self._arrived += arrived
             self._bytes += announced
@@ -170,14 +175,29 @@ class _InFlight(threading.local):
 class _Machine:
     """One program: its threads, barriers, what is in flight. It stands for the module hopper_tma too."""
 
-    def __init__(self, program: int, programs: int, element_bytes: int, replaced: dict, memory: threading.Condition):
+    def __init__(
+        self,
+        program: int,
+        programs: int,
+        element_bytes: int,
+        replaced: dict,
+        memory: threading.Condition,
+        pauses: Random | None,
+    ):
         self.program, self.programs, self.replaced = program, programs, replaced
         self._element_bytes = element_bytes
         self._memory = memory  # of all programs: tells of a turn passed on
+        self._pauses = pauses
         self.changed = threading.Condition()
         self._named = {}
         self._own = _InFlight()
         self._stopped = False
+
+    def pause(self):
+        """Let other threads go first, or not."""
+        if self._pauses:
+            for _ in range(int(self._pauses.expovariate(0.2))):
+                os.sched_yield()
 
     def wait_until(self, true):
         with self.changed:
@@ -352,12 +372,14 @@ def launch(
     element_bytes: int = 2,
     replaced: dict | None = None,
     residents: int = 1,
+    pauses: Random | None = None,
     **_how,
 ) -> None:
     """`kernels.launch.launch` on tensors of the CPU in float32.
 
     element_bytes: those that the kernel expects of an element that it loads. replaced: functions in place of the
     kernel's, by their names. residents: how many programs run at a time; the next begins when one has ended.
+    pauses: threads let others go first at random.
     """
     arguments = [_on_device(x) for x in arguments]
     memory, programs, problems = threading.Condition(), iter(range(grid)), []
@@ -366,7 +388,7 @@ def launch(
         for program in programs:
             try:
                 with np.errstate(all="ignore"):
-                    machine = _Machine(_Int(program), _Int(grid), element_bytes, replaced or {}, memory)
+                    machine = _Machine(_Int(program), _Int(grid), element_bytes, replaced or {}, memory, pauses)
                     _python(kernel, machine, {})(*arguments, **constants)
             except Exception as problem:  # carried over to the thread that launched
                 problems.append(problem)
