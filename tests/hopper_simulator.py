@@ -223,7 +223,8 @@ class _Machine:
 
         def run(function, arguments):
             try:
-                function(*arguments)
+                with np.errstate(all="ignore"):  # a thread's own
+                    function(*arguments)
                 assert not self._own.products, "ended with a product that nobody waited for"
                 assert not self._own.unread, "ended with a copy that nobody waited for"
                 self._complete()

@@ -225,11 +225,12 @@ def simulated_backward(monkeypatch, poisoned_memory):
     return run
 
 
-def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal, with_dlse=True):
-    """Arguments of launch_hopper_bwd in float32, and the exact gradients."""
+def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal, *, with_dlse=True, shift=0.0):
+    """Arguments of launch_hopper_bwd in float32, and the exact gradients. shift: added to Q, taken from K."""
     torch.manual_seed(0)
     q, do = (torch.randn(batch, num_heads, num_q, head_dim) for _ in range(2))
     k, v = (torch.randn(batch, num_kv_heads, num_k, head_dim) for _ in range(2))
+    q, k = q + shift, k - shift
     dlse = torch.randn(batch, num_heads, num_q) if with_dlse else torch.zeros(batch, num_heads, num_q)
     options = Options(causal, head_dim**-0.5)
     o, lse, *gradients = _reference(q, k, v, do, dlse, causal, options.scale, torch.float64)
@@ -252,16 +253,28 @@ def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, cau
 def test_simulated_backward_agrees_with_float64(
     batch, num_heads, num_kv_heads, num_q, num_k, causal, persistent, head_dim, simulated_backward
 ):
-    with_dlse = num_q != 1
-    inputs, exact = _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal, with_dlse)
+    sizes = (batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal)
+    inputs, exact = _backward_inputs(*sizes, with_dlse=num_q != 1)
     for ours, right in zip(simulated_backward(inputs, persistent, residents=3), exact, strict=True):
         torch.testing.assert_close(ours.double(), right.double(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_past_the_end_do_not_overflow_in_the_backward(head_dim, simulated_backward):
+    """They are loaded as zeros, so their score is 0: exp2(0 - LSE) overflows where LSE is far below 0."""
+    inputs, exact = _backward_inputs(1, 1, 1, 64, 70, head_dim, False, shift=5.0)
+    assert inputs[6].max() < -100
+    for ours, right in zip(simulated_backward(inputs, False), exact, strict=True):
+        torch.testing.assert_close(ours.double(), right.double(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False])
 def test_dq_is_added_in_one_order_by_any_number_of_programs(causal, head_dim, simulated_backward):
-    """One program an item, handed out in order, with one, two, three or all of them resident: none waits for ever."""
+    """One program an item, handed out in order, with one, two, three or all of them resident: none waits for ever.
+
+    A persistent grid is not tried with less than all: its programs wait for one another.
+    """
     inputs, _ = _backward_inputs(1, 2, 1, 300, 600, head_dim, causal)
     first = simulated_backward(inputs, False, residents=1)
     for residents in (2, 3, 5):
