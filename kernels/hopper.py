@@ -9,8 +9,7 @@ from kernels.options import Options
 from kernels.support import features_of, refusal
 
 HEAD_DIMS = (64, 128)
-# the fewest queries and keys with which the Hopper backward is the faster one, by head_dim (HOPPER_NOTES.md)
-SHORTEST_BACKWARD = {64: 512, 128: 512}
+PACKED_HEAD_DIMS = (128,)  # with 64 the portable forward is the faster one for documents (HOPPER_NOTES.md)
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper_tma.py uses
 
 
@@ -27,11 +26,8 @@ def hopper_unsupported_reason(
     reason = _no_place_reason(q, k)
     if reason is not None:
         return reason
-    if backward and min(q.shape[2], k.shape[2]) < SHORTEST_BACKWARD[q.shape[3]]:
-        return (
-            f"the portable backward is faster below {SHORTEST_BACKWARD[q.shape[3]]} tokens with head_dim {q.shape[3]}; "
-            f"there are {q.shape[2]} queries and {k.shape[2]} keys"
-        )
+    if options.packed and q.shape[3] not in PACKED_HEAD_DIMS:
+        return f"the portable kernels are faster for packed documents with head_dim {q.shape[3]}"
     return _unaddressable_reason(q, k, v)
 
 

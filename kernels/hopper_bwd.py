@@ -175,7 +175,7 @@ def launch_hopper_bwd(
             (
                 tma.descriptor(q, 64), tma.descriptor(k, 128), tma.descriptor(v, 128), tma.descriptor(do, 64),
                 tma.row_descriptor(lse_log2, 64), tma.row_descriptor(delta, 64), tma.descriptor(dq_sum, 2 * head_dim),
-                tma.descriptor(dk, 64), tma.descriptor(dv, 64), turns,
+                tma.descriptor(dk, head_dim), tma.descriptor(dv, head_dim), turns,
                 num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
                 _heads_per_section(q, num_kv_heads, plan.l2_share), options.scale, options.scale * LOG2_E,
             ),

@@ -191,13 +191,19 @@ def _consumer(
         dk_tile.store((dk * scale).to(dtype))
         dv_tile.store(dv.to(dtype))
         fence_async_shared()
-        out_tile4: gl.constexpr = [1, 1, KEYS, HEAD_DIM]
-        tma.store(dk_desc, [batch, kv_head, key, 0], dk_tile._reinterpret(dtype, out_tile4, dk_desc.layout))
-        tma.store(dv_desc, [batch, kv_head, key, 0], dv_tile._reinterpret(dtype, out_tile4, dv_desc.layout))
-        if HEAD_DIM == 128:
-            tma.store_wait(0)
-            mbarrier.arrive(k_empty.index(k_stage), count=1)
-            mbarrier.arrive(v_empty, count=1)
+        out_tile4: gl.constexpr = [1, 1, HEAD_DIM, HEAD_DIM]
+        if HEAD_DIM == 64:
+            tma.store(dk_desc, [batch, kv_head, key, 0], dk_tile._reinterpret(dtype, out_tile4, dk_desc.layout))
+            tma.store(dv_desc, [batch, kv_head, key, 0], dv_tile._reinterpret(dtype, out_tile4, dv_desc.layout))
+        else:
+            # half of the rows of a tile as wide as this are no tile of their own: one consumer stores for both
+            tma.named_barrier("bar.sync", 10, 256)
+            if CONSUMER == 0:
+                tma.store(dk_desc, [batch, kv_head, key, 0], k_tile._reinterpret(dtype, out_tile4, dk_desc.layout))
+                tma.store(dv_desc, [batch, kv_head, key, 0], v_smem._reinterpret(dtype, out_tile4, dv_desc.layout))
+                tma.store_wait(0)
+                mbarrier.arrive(k_empty.index(k_stage), count=1)
+                mbarrier.arrive(v_empty, count=1)
     tma.store_wait(0)
 
 
@@ -240,8 +246,8 @@ def hopper_bwd_kernel(
     lse_desc,  # (B * Hq, num_q_padded) fp32, base 2, +inf where a row sees nothing
     delta_desc,  # (B * Hq, num_q_padded) fp32
     dq_desc,  # (B * Hq * num_q_padded * D / 32, 32) fp32: dQ / scale, see `in_register_order`
-    dk_desc,  # (B, Hkv, Nk, D), tiles of 64 rows
-    dv_desc,  # (B, Hkv, Nk, D), tiles of 64 rows
+    dk_desc,  # (B, Hkv, Nk, D), tiles of D rows
+    dv_desc,  # (B, Hkv, Nk, D), tiles of D rows
     turns_ptr,  # (B * Hq * num_q_padded / 64,) int32, zeros: how many items have added to a query tile
     num_heads,  # Hq
     num_kv_heads,  # Hkv
@@ -288,9 +294,9 @@ def hopper_bwd_kernel(
     who_computes_dq: gl.constexpr = 1 if HEAD_DIM == 64 else CONSUMERS
     for stage in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS + (1 if HEAD_DIM == 64 else 0))
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS + 1 if HEAD_DIM == 64 else 1)
     mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=CONSUMERS)
+    mbarrier.init(v_empty, count=CONSUMERS if HEAD_DIM == 64 else 1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)

@@ -33,11 +33,11 @@ def num_own_items(sizes):
 
 @gluon.jit
 def owned(done, sizes, CAUSAL: gl.constexpr):
-    """(key tile, batch, KV head) of a program's item after `done` others. Sections of heads that share L2; in each,
-    tile by tile."""
+    """(key tile, batch, KV head) of this program's next item, after `done` of them. Sections of heads that share L2;
+    in each, tile by tile."""
+    item = gl.program_id(0) + done * gl.num_programs(0)
     _num_heads, num_kv_heads, num_batch_kv_heads, _num_q, num_k, heads_per_section = sizes
     num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
-    item = gl.program_id(0) + done * gl.num_programs(0)
     section = item // (num_tiles * heads_per_section)
     first_head = section * heads_per_section
     rest = item - first_head * num_tiles

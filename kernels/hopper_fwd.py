@@ -622,10 +622,11 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """The fastest of 18 (head_dim 128) and 32 (64) plans at 1,024 to 32,768 tokens, or within 4 % of it: one H200,
     torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md).
 
-    With a window, a soft-cap or documents: two consumers, because three have 160 registers each and spill in their
-    loops. That is compiled, not measured.
+    With a window, a soft-cap or documents at 16,384 tokens: one of four, within 1 %.
     """
     causal = options.causal
+    if head_dim == 64 and options.local and not options.softcap:
+        return ForwardPlan(consumers=3)
     if options.softcap or options.local or options.packed:
         return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=not causal or num_q <= 1024)
     if head_dim == 128:

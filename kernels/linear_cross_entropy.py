@@ -11,22 +11,15 @@ from torch import Tensor
 
 from kernels.cross_entropy import IGNORED, cross_entropy_fwd
 
-LEAST_CHUNK, MOST_CHUNK = 4096, 16384  # tokens
-
-
-def default_chunk(tokens: int) -> int:
-    """How many tokens have logits at a time: a quarter of all, within bounds.
-
-    The products of c tokens take 6c FLOPs an entry of the table, and adding their share to its fp32 gradient moves 8
-    bytes of it: on an H200 (700 TFLOP/s, 4.4 TB/s) that is 212 / c of the products' time, 5 % with the least chunk and
-    1.3 % with the most. Measured there, ms for 65,536 tokens of GPT-2's vocabulary: 31.0 in chunks of 2,048, 28.8 of
-    4,096 and of 8,192, 28.0 of 16,384, and 26.7 with all logits at once. The most are 1.6 GB of logits, the least 0.4.
-    """
-    return min(max(-(-tokens // 4), LEAST_CHUNK), MOST_CHUNK)
+# Adding a chunk's share to weight's fp32 gradient moves 8 bytes an entry, so longer chunks are faster; and on a GPU of
+# 132 multiprocessors 5,632 rows are one whole wave of dh's tiles. Measured for 65,536 tokens of GPT-2's vocabulary
+# (H200), ms and GiB: 29.8 and 0.7 in chunks of 2,048, 28.0 and 0.8 of 4,096, 27.6 and 0.9 of 5,632, 28.1 and 1.2 of
+# 8,192, 27.6 and 1.9 of 16,384; 26.1 and 12.4 with all logits at once.
+CHUNK_TOKENS = 5632
 
 
 def linear_cross_entropy(
-    h: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_tokens: int | None = None
+    h: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_tokens: int = CHUNK_TOKENS
 ) -> Tensor:
     """`cross_entropy(h @ weight.T, targets, vocab_size)`: nats, summed over the rows that count, an fp32 scalar.
 
@@ -34,16 +27,15 @@ def linear_cross_entropy(
         h: (T, C), any float dtype.
         weight: (columns, C); rows from `vocab_size` on are padding: no probability, a zero gradient.
         targets: (T,) int64 below `vocab_size`; -1 does not count. On CUDA a larger id makes the loss NaN.
-        chunk_tokens: how many tokens have logits at a time, at least 1; None: `default_chunk`.
+        chunk_tokens: how many tokens have logits at a time, at least 1.
 
     The products run in the autocast dtype, or h's without autocast; loss and the sum over chunks that is weight's
     gradient are fp32. Gradients are returned in the inputs' dtypes, and only a first derivative exists.
     """
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
-    chunk = default_chunk(len(h)) if chunk_tokens is None else chunk_tokens
     # whoever evaluates needs no gradient: two of the three products are then not done
-    return linear_cross_entropy_fwd(h.to(dtype), weight, targets, vocab_size, chunk, torch.is_grad_enabled())[0]
+    return linear_cross_entropy_fwd(h.to(dtype), weight, targets, vocab_size, chunk_tokens, torch.is_grad_enabled())[0]
 
 
 @torch.library.custom_op("flashgpt::linear_cross_entropy_fwd", mutates_args=())

@@ -96,14 +96,16 @@ def implementations(settings: LossBenchSettings) -> Iterator[tuple[str, Loss]]:
     if find_spec("liger_kernel") is not None:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-        def liger(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-            # it knows no padded vocabulary, and would cast the table for every chunk; its sums are fp32 as ours
-            table = weight[: settings.vocab_size].to(h.dtype)
-            arguments = (h, table, targets, None, None, -1, 0.0, 0.0, "sum", None, False, torch.float32)
-            found = LigerFusedLinearCrossEntropyFunction.apply(*arguments)
-            return found[0] if isinstance(found, tuple) else found
+        for name, sums in (("liger", None), ("liger, fp32 sums", torch.float32)):
 
-        yield "liger", liger
+            def liger(h: Tensor, weight: Tensor, targets: Tensor, sums=sums) -> Tensor:
+                # it knows no padded vocabulary, and would cast the table for every chunk
+                table = weight[: settings.vocab_size].to(h.dtype)
+                arguments = (h, table, targets, None, None, -1, 0.0, 0.0, "sum", None, False, sums)
+                found = LigerFusedLinearCrossEntropyFunction.apply(*arguments)
+                return found[0] if isinstance(found, tuple) else found
+
+            yield name, liger
 
 
 def gradients(loss: Loss, hardware: Hardware, h: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:

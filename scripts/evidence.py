@@ -75,8 +75,9 @@ def training(*overrides: str, picture: bool = True) -> Experiment:
     return Experiment("scripts.bench_training", overrides, TINY_TRAINING, files, timed=True)
 
 
-def attention(*overrides: str, picture: str) -> Experiment:
-    return Experiment("scripts.bench_attention", overrides, TINY_ATTENTION, ("attention.csv", picture), timed=True)
+def attention(*overrides: str, pictures: tuple[str, ...]) -> Experiment:
+    kept = ("attention.csv", *(f"attention_{name}_bfloat16.png" for name in pictures))
+    return Experiment("scripts.bench_attention", overrides, TINY_ATTENTION, kept, timed=True)
 
 
 def profile(backend: str) -> Experiment:
@@ -145,11 +146,15 @@ EXPERIMENTS = {  # the longest first: they run beside each other
     "explain": Experiment("scripts.explain", (), ("hardware=cpu",), ("console.txt",), timed=True),
     "attention/speed": attention(
         "bench.seq_len=[1024,4096,16384]", "bench.budget_ms=60", "bench.goals=true",
-        picture="attention_causal_64_bfloat16.png",
+        pictures=("causal_64",),
+    ),
+    "attention/peers": attention(
+        "bench.seq_len=[1024,2048,4096,8192,16384,32768]", "bench.implementations=[flash,sdpa_flash,sdpa_cudnn]",
+        pictures=("causal_64", "causal_128"),
     ),
     "attention/long": attention(
         "bench.head_dim=[128]", "bench.mask=[causal]", "bench.budget_ms=30",
-        "bench.implementations=[flash,naive,sdpa_flash,sdpa_cudnn]", picture="attention_causal_128_bfloat16.png",
+        "bench.implementations=[flash,naive,sdpa_flash,sdpa_cudnn]", pictures=("causal_128",),
     ),
     "profile/naive": profile("naive"),
     "profile/flash": profile("flash"),

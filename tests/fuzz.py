@@ -252,9 +252,9 @@ def run_share(job: tuple) -> list[tuple[dict, str]]:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then returns NaN
     torch.backends.cuda.matmul.allow_tf32 = False
-    failures, shortest, head_dims = [], hopper.SHORTEST_BACKWARD, hopper.HEAD_DIMS
+    failures, packed, head_dims = [], hopper.PACKED_HEAD_DIMS, hopper.HEAD_DIMS
     for case in cases:
-        hopper.SHORTEST_BACKWARD = dict.fromkeys(shortest, 1) if case["kernels"] == "hopper" else shortest
+        hopper.PACKED_HEAD_DIMS = head_dims if case["kernels"] == "hopper" else packed
         hopper.HEAD_DIMS = () if case["kernels"] == "portable" else head_dims
         ops._HOPPER.clear()
         problem = run_case(case, device)

@@ -41,7 +41,8 @@ def _backward(constants: dict):
     from kernels.hopper_bwd_kernel import hopper_bwd_kernel
 
     head_dim = constants["HEAD_DIM"]
-    types = dict.fromkeys(("q_desc", "do_desc", "dk_desc", "dv_desc"), _descriptor("bf16", [1, 1, 64, head_dim]))
+    types = dict.fromkeys(("q_desc", "do_desc"), _descriptor("bf16", [1, 1, 64, head_dim]))
+    types |= dict.fromkeys(("dk_desc", "dv_desc"), _descriptor("bf16", [1, 1, head_dim, head_dim]))
     types |= dict.fromkeys(("k_desc", "v_desc"), _descriptor("bf16", [1, 1, 128, head_dim]))
     types |= dict.fromkeys(("lse_desc", "delta_desc"), _descriptor("fp32", [1, 64]))
     types |= {"dq_desc": _descriptor("fp32", [2 * head_dim, 32]), "scale": "fp32", "scale_log2": "fp32"}

@@ -374,7 +374,7 @@ def test_the_matrix_says_which_kernel_runs(feature, dtype, monkeypatch):
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, which=which, launch=launch: launches.append(which) or launch(*a))
     monkeypatch.setattr(ops, "_HOPPER", {})
-    monkeypatch.setattr(hopper, "SHORTEST_BACKWARD", {64: 1, 128: 1})
+    monkeypatch.setattr(hopper, "PACKED_HEAD_DIMS", (64, 128))
     which, q, k, v, options = call_for([feature], dtype, "cuda")
     widen = [torch.randn((*x.shape[:-1], 64), device="cuda").to(dtype).requires_grad_() for x in (q, k, v)]
     if feature == "head_dim_v":
@@ -413,14 +413,16 @@ def test_the_backward_adds_in_one_order(head_dim, num_kv_heads, causal):
 
 @pytest.mark.gpu
 @needs_hopper
-def test_short_calls_take_the_portable_backward():
-    q = torch.randn(1, 1, 512, 128, device="cuda", dtype=torch.bfloat16)
-    options = Options(True, 0.1)
-    assert hopper.hopper_unsupported_reason(q, q, q, options) is None
-    reason = hopper.hopper_unsupported_reason(q, q, q, options, backward=True)
-    assert reason == (
-        "the portable backward is faster below 1024 tokens with head_dim 128; there are 512 queries and 512 keys"
-    )
+def test_documents_with_narrow_heads_take_the_portable_kernels():
+    ends = torch.tensor([0, 100, 512], device="cuda", dtype=torch.int32)
+    documents = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 412, "max_seqlen_k": 412}
+    options = Options(True, 0.1, **documents)
+    for head_dim, reason in (
+        (128, None),
+        (64, "the portable kernels are faster for packed documents with head_dim 64"),
+    ):
+        q = torch.randn(1, 1, 512, head_dim, device="cuda", dtype=torch.bfloat16)
+        assert hopper.hopper_unsupported_reason(q, q, q, options) == reason
 
 
 @pytest.mark.gpu

@@ -192,12 +192,12 @@ def test_micro_batches_hold_gradients_and_less_of_all_else():
     assert sum(map(sum, (t.values() for t in one.layers))) == 4 * sum(map(sum, (t.values() for t in many.layers)))
 
 
-def test_the_chunked_loss_of_the_124m_model_needs_a_sixth_of_the_plain_ones():
+def test_the_chunked_loss_of_the_124m_model_needs_a_tenth_of_the_plain_ones():
     plain, chunked = (
         forecast(Work(GPTConfig(attention="flash", loss=loss), 50257, 1024, 64)).moments["the loss"]["logits and loss"]
         for loss in ("plain", "chunked")
     )
-    assert chunked < plain / 5.5
+    assert chunked < plain / 10
     assert plain / GIB == pytest.approx(12.4, abs=0.1)
 
 

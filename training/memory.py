@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.linear_cross_entropy import default_chunk
+from kernels.linear_cross_entropy import CHUNK_TOKENS
 from model import GPTConfig
 from model.config import round_up
 from model.gpt import VOCAB_MULTIPLE
@@ -237,7 +237,7 @@ def loss_bytes(work: Work) -> int:
         if work.device == "cpu":  # float32 copy, log-probabilities and their gradient
             return h + table + tokens * (3 * STREAM * work.vocab_size)
         return h + table + tokens * (2 * size * work.columns + 2 * STREAM)  # logits, their gradient, statistics
-    chunk = min(default_chunk(tokens), tokens)
+    chunk = min(CHUNK_TOKENS, tokens)
     a_logit = size + (3 * STREAM if work.device == "cpu" else 0)
     whole_h = tokens * STREAM * width if size < STREAM and not work.compiled else 0  # as the norm returns it
     return 2 * h + whole_h + table + STREAM * work.table + chunk * a_logit * work.columns
