@@ -85,19 +85,22 @@ class _Shared:
 
     dtype = None
 
-    def __init__(self, array: np.ndarray, element_bytes: int):
-        self.array, self.element_bytes = array, element_bytes
+    def __init__(self, array: np.ndarray, element_bytes: int, in_pieces: bool = False):
+        self.array, self.element_bytes, self.in_pieces = array, element_bytes, in_pieces
 
     def index(self, i):
         return _Shared(self.array[i], self.element_bytes)
 
     def slice(self, start, length, dim):
-        return _Shared(self.array[(slice(None),) * dim + (slice(start, start + length),)], self.element_bytes)
+        part = self.array[(slice(None),) * dim + (slice(start, start + length),)]
+        # swizzled rows are 128 bytes long: a wider tile is stored in columns of such rows, one behind the other
+        return _Shared(part, self.element_bytes, dim == 0 and part.shape[-1] * self.element_bytes > 128)
 
     def permute(self, order):
         return _Shared(self.array.transpose(order), self.element_bytes)
 
     def _reinterpret(self, _dtype, shape, _layout):
+        assert not self.in_pieces, "some rows of a wide tile are no tile of their own"
         same = self.array.view()
         same.shape = shape  # never a copy
         return _Shared(same, self.element_bytes)
