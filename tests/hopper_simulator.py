@@ -1,13 +1,17 @@
-"""The Hopper forward's source run by Python: one thread a partition, numpy for tensors, real mbarriers. No GPU.
+"""The Hopper kernels' source run by Python: one thread a partition, numpy for tensors, real mbarriers. No GPU.
 
-Gluon has no interpreter. This is enough of one to hold the forward to the oracle where there is no GPU: which tiles are
-visited, masks, phases and counts of barriers (a partition that waits for ever is reported), the coordinates of every
-copy. TMA addresses memory as the hardware does, 64-bit arithmetic and bounds included, and a product reads its operands
-as late as it may, when it is waited for. Layouts, registers, rounding to 16 bits and time do not exist here.
+Gluon has no interpreter. This is enough of one to hold forward and backward to the oracle where there is no GPU: which
+tiles are visited, masks, phases and counts of barriers (a partition that waits for ever is reported), the coordinates
+of every copy, turns that programs wait for. TMA addresses memory as the hardware does, 64-bit arithmetic and bounds
+included. A product reads its operands as late as it may, when it is waited for; so does a copy out, and what it writes
+is seen when its turn is passed on or its partition ends. Layouts, registers, rounding to 16 bits and time do not exist
+here.
 """
 
+import os
 import threading
 import types
+from random import Random
 from types import SimpleNamespace
 
 import numpy as np
@@ -81,17 +85,28 @@ class _Shared:
 
     dtype = None
 
-    def __init__(self, array: np.ndarray):
-        self.array = array
+    def __init__(self, array: np.ndarray, element_bytes: int, in_pieces: bool = False):
+        self.array, self.element_bytes, self.in_pieces = array, element_bytes, in_pieces
 
     def index(self, i):
-        return _Shared(self.array[i])
+        return _Shared(self.array[i], self.element_bytes)
+
+    def slice(self, start, length, dim):
+        part = self.array[(slice(None),) * dim + (slice(start, start + length),)]
+        # swizzled rows are 128 bytes long: a wider tile is stored in columns of such rows, one behind the other
+        return _Shared(part, self.element_bytes, dim == 0 and part.shape[-1] * self.element_bytes > 128)
 
     def permute(self, order):
-        return _Shared(self.array.transpose(order))
+        return _Shared(self.array.transpose(order), self.element_bytes)
 
     def _reinterpret(self, _dtype, shape, _layout):
-        return _Shared(self.array.reshape(shape))
+        assert not self.in_pieces, "some rows of a wide tile are no tile of their own"
+        same = self.array.view()
+        same.shape = shape  # never a copy
+        return _Shared(same, self.element_bytes)
+
+    def load(self, _layout):
+        return self.array.copy().view(_Tile)
 
     def store(self, value):
         self.array[...] = value
@@ -130,6 +145,7 @@ class _Barrier:
         self._count = count
 
     def change(self, arrived=0, announced=0):
+        self._machine.pause()
         with self._machine.changed:
             self._arrived += arrived
             self._bytes += announced
@@ -152,34 +168,75 @@ _MBARRIER = SimpleNamespace(
 )
 
 
-class _Machine:
-    """One program: its threads, barriers, and products in flight. It stands for the module hopper_tma too."""
+class _InFlight(threading.local):
+    """What a thread has started: products, copies out that have not read their tile, and such that have not written."""
 
-    def __init__(self, program: int, programs: int, element_bytes: int, replaced: dict):
+    def __init__(self):
+        self.products, self.unread, self.unwritten = [], [], []
+
+
+class _Machine:
+    """One program: its threads, barriers, what is in flight. It stands for the module hopper_tma too."""
+
+    def __init__(
+        self,
+        program: int,
+        programs: int,
+        element_bytes: int,
+        replaced: dict,
+        memory: threading.Condition,
+        pauses: Random | None,
+    ):
         self.program, self.programs, self.replaced = program, programs, replaced
         self._element_bytes = element_bytes
+        self._memory = memory  # of all programs: tells of a turn passed on
+        self._pauses = pauses
         self.changed = threading.Condition()
         self._named = {}
-        self._products = threading.local()
+        self._own = _InFlight()
         self._stopped = False
+
+    def pause(self):
+        """Let other threads go first, or not."""
+        if self._pauses:
+            for _ in range(int(self._pauses.expovariate(0.2))):
+                os.sched_yield()
 
     def wait_until(self, true):
         with self.changed:
             assert self.changed.wait_for(lambda: true() or self._stopped, _PATIENCE_S), "waits for ever"
             assert not self._stopped, "another partition failed"
 
+    def wait_turn(self, counter, turn):
+        now = lambda: counter.memory[counter.offset]  # noqa: E731
+        with self._memory:
+            came = self._memory.wait_for(lambda: now() == turn or self._stopped, _PATIENCE_S)
+            assert came, f"waits for ever: turn {turn} of query tile {counter.offset}, which stands at {now()}"
+            assert not self._stopped, "another partition failed"
+
+    def pass_turn(self, counter):
+        self.store_wait(0)
+        with self._memory:
+            self._complete()
+            counter.memory[counter.offset] += 1
+            self._memory.notify_all()
+
     def warp_specialize(self, partitions, *_):
         problems = []
 
         def run(function, arguments):
             try:
-                function(*arguments)
-                assert not self._in_flight(), "ended with a product that nobody waited for"
+                with np.errstate(all="ignore"):  # a thread's own
+                    function(*arguments)
+                assert not self._own.products, "ended with a product that nobody waited for"
+                assert not self._own.unread, "ended with a copy that nobody waited for"
+                self._complete()
             except Exception as problem:  # carried over to the thread that started this one
                 problems.append(problem)
-                with self.changed:
-                    self._stopped = True
-                    self.changed.notify_all()
+                self._stopped = True
+                for condition in (self.changed, self._memory):
+                    with condition:
+                        condition.notify_all()
 
         threads = [threading.Thread(target=run, args=partition) for partition in partitions]
         for thread in threads:
@@ -189,10 +246,12 @@ class _Machine:
         if problems:
             raise problems[0]
 
-    def allocate(self, _dtype, shape, layout):
+    def allocate(self, dtype, shape, layout):
         if layout == "barriers":
-            return SimpleNamespace(index=[_Barrier(self) for _ in range(shape[0])].__getitem__)
-        return _Shared(np.full(shape, np.nan, np.float32))
+            barriers = [_Barrier(self) for _ in range(shape[0])]
+            return SimpleNamespace(index=barriers.__getitem__) if len(shape) == 2 else barriers[0]
+        element_bytes = 4 if dtype == "float32" else self._element_bytes
+        return _Shared(np.full(shape, np.nan, np.float32), element_bytes)
 
     def load(self, descriptor, coordinates, barrier, shared):
         tile = shared.array.reshape(-1, shared.array.shape[-1])
@@ -200,16 +259,26 @@ class _Machine:
         for target, source in zip(tile, descriptor.rows(coordinates), strict=True):
             if source is not None:
                 target[: len(source)] = source
-        barrier.change(announced=-tile.size * self._element_bytes)
+        barrier.change(announced=-tile.size * shared.element_bytes)
 
     def store(self, descriptor, coordinates, shared):
-        tile = shared.array.reshape(-1, shared.array.shape[-1])
-        for source, target in zip(tile, descriptor.rows(coordinates), strict=True):
-            if target is not None:
-                target[:] = source
+        self._own.unread.append((descriptor, coordinates, shared, False))
 
-    def store_wait(self, _pending):
-        """Copies are done at once."""
+    def reduce_add(self, descriptor, coordinates, shared):
+        self._own.unread.append((descriptor, coordinates, shared, True))
+
+    def store_wait(self, pending):
+        while len(self._own.unread) > pending:
+            descriptor, coordinates, shared, adds = self._own.unread.pop(0)
+            tile = shared.array.reshape(-1, shared.array.shape[-1]).copy()
+            self._own.unwritten.append((list(descriptor.rows(coordinates)), tile, adds))
+
+    def _complete(self):
+        for targets, tile, adds in self._own.unwritten:
+            for source, target in zip(tile, targets, strict=True):
+                if target is not None:
+                    target[:] = source + (target if adds else 0.0)
+        self._own.unwritten.clear()
 
     def named_barrier(self, instruction, identifier, threads):
         with self.changed:
@@ -219,11 +288,6 @@ class _Machine:
             whole = -(-meeting // threads) * threads
             self.wait_until(lambda: self._named[identifier] >= whole)
 
-    def _in_flight(self) -> list:
-        if not hasattr(self._products, "list"):
-            self._products.list = []
-        return self._products.list
-
     def multiply(self, left, right, acc, use_acc=True, is_async=False):
         result = np.full(acc.shape, np.nan, np.float32).view(_Tile)
 
@@ -232,14 +296,13 @@ class _Machine:
             # no BLAS: its own threads would wait for ours
             result[:] = np.einsum("ij,jk->ik", a, right.array) + (acc if use_acc else 0.0)
 
-        self._in_flight().append(finish)
+        self._own.products.append(finish)
         return result
 
     def wait_products(self, pending, deps):
-        products = self._in_flight()
-        while len(products) > pending:
-            products.pop(0)()
-        return deps[0]
+        while len(self._own.products) > pending:
+            self._own.products.pop(0)()
+        return deps[0] if len(deps) == 1 else deps
 
 
 def _language(machine) -> SimpleNamespace:
@@ -250,6 +313,7 @@ def _language(machine) -> SimpleNamespace:
         for name, function in {
             "minimum": np.minimum, "maximum": np.maximum, "where": np.where, "exp2": np.exp2, "log2": np.log2,
             "sum": np.sum, "max": np.max, "cumsum": np.cumsum, "reshape": np.reshape,
+            "permute": np.transpose,
         }.items()
     }  # fmt: skip
     return SimpleNamespace(
@@ -263,7 +327,8 @@ def _language(machine) -> SimpleNamespace:
         allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: "tile"),
         **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), passed),
-        **dict.fromkeys(("float32", "int32", "int64", "bfloat16")),
+        SwizzledSharedLayout=lambda *_, **__: "tile", float32="float32",
+        **dict.fromkeys(("int32", "int64", "bfloat16")),
     )  # fmt: skip
 
 
@@ -310,16 +375,33 @@ def launch(
     *,
     element_bytes: int = 2,
     replaced: dict | None = None,
+    residents: int = 1,
+    pauses: Random | None = None,
     **_how,
 ) -> None:
-    """`kernels.launch.launch` on tensors of the CPU in float32, one program after another.
+    """`kernels.launch.launch` on tensors of the CPU in float32.
 
     element_bytes: those that the kernel expects of an element that it loads. replaced: functions in place of the
-    kernel's, by their names.
+    kernel's, by their names. residents: how many programs run at a time; the next begins when one has ended.
+    pauses: threads let others go first at random.
     """
     arguments = [_on_device(x) for x in arguments]
-    with np.errstate(all="ignore"):
-        for program in range(grid):
-            _python(kernel, _Machine(_Int(program), _Int(grid), element_bytes, replaced or {}), {})(
-                *arguments, **constants
-            )
+    memory, programs, problems = threading.Condition(), iter(range(grid)), []
+
+    def multiprocessor():
+        for program in programs:
+            try:
+                with np.errstate(all="ignore"):
+                    machine = _Machine(_Int(program), _Int(grid), element_bytes, replaced or {}, memory, pauses)
+                    _python(kernel, machine, {})(*arguments, **constants)
+            except Exception as problem:  # carried over to the thread that launched
+                problems.append(problem)
+                return
+
+    threads = [threading.Thread(target=multiprocessor) for _ in range(residents)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]

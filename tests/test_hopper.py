@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -202,6 +204,82 @@ def test_simulated_forward_agrees_with_float64(lengths_q, lengths_k, causal, win
     exact = naive_attention_varlen(*wide, causal=causal, window=window, softcap=softcap, return_lse=True, **packed)
     torch.testing.assert_close(o[0].transpose(0, 1).double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[0].double(), exact[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def simulated_backward(monkeypatch, poisoned_memory):
+    """The Hopper backward's own source, run by Python: (inputs as of launch_hopper_bwd, plan) -> (dq, dk, dv)."""
+    from kernels import hopper_bwd
+    from tests import hopper_simulator
+
+    real = hopper_bwd.launch  # Triton's interpreter runs the kernels before and after
+    monkeypatch.setattr(hopper_bwd, "num_sms", lambda _: 3)
+    monkeypatch.setattr(hopper_bwd, "l2_bytes", lambda _: 3 * 2**19)
+
+    def run(inputs, persistent, **how):
+        simulate = partial(hopper_simulator.launch, **how)
+        choose = lambda kernel: simulate if kernel is hopper_bwd.hopper_bwd_kernel else real  # noqa: E731
+        monkeypatch.setattr(hopper_bwd, "launch", lambda kernel, *a, **k: choose(kernel)(kernel, *a, **k))
+        return hopper_bwd.launch_hopper_bwd(*inputs, hopper_bwd.BackwardPlan(persistent, l2_share=1.0))[:3]
+
+    return run
+
+
+def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal, *, with_dlse=True, shift=0.0):
+    """Arguments of launch_hopper_bwd in float32, and the exact gradients. shift: added to Q, taken from K."""
+    torch.manual_seed(0)
+    q, do = (torch.randn(batch, num_heads, num_q, head_dim) for _ in range(2))
+    k, v = (torch.randn(batch, num_kv_heads, num_k, head_dim) for _ in range(2))
+    q, k = q + shift, k - shift
+    dlse = torch.randn(batch, num_heads, num_q) if with_dlse else torch.zeros(batch, num_heads, num_q)
+    options = Options(causal, head_dim**-0.5)
+    o, lse, *gradients = _reference(q, k, v, do, dlse, causal, options.scale, torch.float64)
+    return (do, dlse if with_dlse else None, q, k, v, o.float(), lse.float(), options), gradients
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(
+    ("batch", "num_heads", "num_kv_heads", "num_q", "num_k"),
+    [
+        (1, 1, 1, 1, 1),
+        (2, 3, 3, 300, 270),  # sections of four heads and of two
+        (1, 4, 2, 100, 300),
+        (1, 2, 1, 330, 100),  # causal: the first 230 rows see nothing, and three query tiles of nobody
+        (1, 1, 1, 64, 600),
+    ],
+)
+def test_simulated_backward_agrees_with_float64(
+    batch, num_heads, num_kv_heads, num_q, num_k, causal, persistent, head_dim, simulated_backward
+):
+    sizes = (batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal)
+    inputs, exact = _backward_inputs(*sizes, with_dlse=num_q != 1)
+    for ours, right in zip(simulated_backward(inputs, persistent, residents=3), exact, strict=True):
+        torch.testing.assert_close(ours.double(), right.double(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_past_the_end_do_not_overflow_in_the_backward(head_dim, simulated_backward):
+    """They are loaded as zeros, so their score is 0: exp2(0 - LSE) overflows where LSE is far below 0."""
+    inputs, exact = _backward_inputs(1, 1, 1, 64, 70, head_dim, False, shift=5.0)
+    assert inputs[6].max() < -100
+    for ours, right in zip(simulated_backward(inputs, False), exact, strict=True):
+        torch.testing.assert_close(ours.double(), right.double(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_dq_is_added_in_one_order_by_any_number_of_programs(causal, head_dim, simulated_backward):
+    """One program an item, handed out in order, with one, two, three or all of them resident: none waits for ever.
+
+    A persistent grid is not tried with less than all: its programs wait for one another.
+    """
+    inputs, _ = _backward_inputs(1, 2, 1, 300, 600, head_dim, causal)
+    first = simulated_backward(inputs, False, residents=1)
+    for residents in (2, 3, 5):
+        again = simulated_backward(inputs, False, residents=residents, pauses=Random(residents))
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
 @pytest.fixture
