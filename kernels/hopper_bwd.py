@@ -179,7 +179,7 @@ def launch_hopper_bwd(
                 num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
                 _heads_per_section(q, num_kv_heads, plan.l2_share), options.scale, options.scale * LOG2_E,
             ),
-            constants, num_warps=4,
+            constants, num_warps=4, launch_cooperative_grid=plan.persistent,
         )  # fmt: skip
         first_seeing = max(num_q - num_k, 0) if options.causal else 0
         after = launch(

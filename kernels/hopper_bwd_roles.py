@@ -6,7 +6,8 @@ dQ is summed in fp32 in global memory, by bulk adds in a fixed order, so that it
 query tile has a counter, its turn: an item adds its share when so many items have added as come before it. Without a
 mask these are the items of smaller keys. Under the causal mask they are those of larger keys: an item begins at its
 diagonal and goes down the queries, so the one before it in the order is two steps ahead by itself and nobody waits.
-Either way an item waits only for items that were handed out earlier, which is why no program can wait for ever.
+Either way an item waits only for items before it. With one program an item these were handed out earlier, so nobody can
+wait for ever; a grid of one program an SM is launched as a cooperative one, all of it resident or none.
 """
 
 from triton.experimental import gluon

@@ -48,7 +48,7 @@ def launch(kernel, grid: int, arguments: tuple, constants: dict, **how: int) -> 
     None in the interpreter, and where an address is no multiple of 16: Triton has then compiled for that.
 
     arguments: the kernel's parameters in order, but for its constexprs, which `constants` names in their order.
-    how: num_warps and num_stages.
+    how: num_warps, num_stages, launch_cooperative_grid.
     """
     compiled = kernel[(grid,)](*arguments, **constants, **how)
     tensors = [x.base if hasattr(x, "base") else x for x in _flat(arguments)]
