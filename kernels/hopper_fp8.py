@@ -407,7 +407,7 @@ def hopper_fp8_kernel(
 
 
 def plan_for(head_dim: int, causal: bool) -> ForwardPlan:
-    """The fastest of 9 (head_dim 128) and 5 (64) plans at 8,192 tokens: one H200, torch 2.11.0, triton 3.6.0,
+    """The fastest of 12 (head_dim 128) and 6 (64) plans at 8,192 tokens: one H200, torch 2.11.0, triton 3.6.0,
     2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md)."""
     if head_dim == 64:
         return ForwardPlan(consumers=2, stages=3)
