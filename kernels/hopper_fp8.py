@@ -1,7 +1,7 @@
 """FP8 forward pass for Hopper (sm_90a), in Gluon: e4m3 operands, fp32 softmax. Inference only.
 
 Roles and barriers are hopper_fwd.py's, and so is the pipeline but for O, which is brought up to date a tile later,
-while the tensor cores are at the next S (with PROMOTE, below):
+while the tensor cores are at the next S:
 
     tensor cores   S(1) P(0)V(0)            S(2) P(1)V(1)                 S(3) P(2)V(2)
     other units                max, P(1)    O = P(0)V(0)   max, P(2)      O = r O + P(1)V(1)   max, P(3) ...
@@ -18,11 +18,10 @@ register moves, only V^T's keys must stand in that order, which costs its kernel
 Range. e4m3 reaches from 2^-9 to 448. P = 2^8 exp(S - max) uses that range; the exponent takes the factor at no cost,
 and it stands in the row sum too, so O needs no correction (LSE does).
 
-Sums. The 8-bit tensor core adds in about 14 bits. With PROMOTE each tile's P V starts at zero, and joins O in fp32 by
-the multiplication that rescales O anyway.
+Sums. The 8-bit tensor core cuts what it adds at about 14 bits of the largest: of values that are all positive it loses
+a quarter over 16,384 keys (HOPPER_NOTES.md). So each tile's P V starts at zero, and joins O in fp32 by the
+multiplication that rescales O anyway.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -169,14 +168,13 @@ def _softmax_step(
     step, more, acc, product, rescale, next_rescale, probs, running_max, running_sum,
     row, key, num_q, num_k, scale_log2,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr, PROMOTE: gl.constexpr,
-    PACK_EARLY: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr,
     s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of key tile `step` while the tensor cores multiply the previous tile's P V.
 
-    With PROMOTE, `product` is the P V of the tile before that one, `rescale` brings acc to its scale, `next_rescale`
-    both to the previous tile's. Without, acc is complete and has been rescaled.
+    `product` is the P V of the tile before that one, `rescale` brings acc to its scale, `next_rescale` both to the
+    previous tile's.
     """
     stage, _ = _slot(step, STAGES)
     last_stage, last_phase = _slot(step - 1, STAGES)
@@ -185,17 +183,11 @@ def _softmax_step(
         q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_K], gl.float32, s_layout),
         use_acc=False, is_async=True,
     )  # fmt: skip
-    if PROMOTE:
-        acc = acc * rescale[:, None] + product  # while the tensor cores are at S
+    acc = acc * rescale[:, None] + product  # while the tensor cores are at S
     mbarrier.wait(v_full.index(last_stage), last_phase)
     left = _unpack(probs, v_smem.dtype, BLOCK_K, p_layout)
     right = v_smem.index(last_stage).permute((1, 0))
-    if PROMOTE:
-        product = warpgroup_mma(
-            left, right, gl.zeros([64, HEAD_DIM], gl.float32, o_layout), use_acc=False, is_async=True
-        )
-    else:
-        product = warpgroup_mma(left, right, acc, is_async=True)
+    product = warpgroup_mma(left, right, gl.zeros([64, HEAD_DIM], gl.float32, o_layout), use_acc=False, is_async=True)
     _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_empty.index(stage), count=1)
@@ -212,24 +204,13 @@ def _softmax_step(
     p = gl.exp2(scores * scale_log2 - (base_log2 - LOG2_P_SCALE)[:, None])
     sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
     running_sum = running_sum * gl.convert_layout(new_rescale, sum_layout)[:, None] + _thread_sums(p, BLOCK_K)
-    if PACK_EARLY:
-        new_probs = _pack(p, BLOCK_K)
     # this wait ends a basic block, which keeps the wait for P V behind the exponentials (hopper_fwd.py)
     next_stage, next_phase = _slot(step + 1, STAGES)
     mbarrier.wait(k_full.index(next_stage), next_phase, pred=more)
     product = warpgroup_mma_wait(0, deps=(product,))
     mbarrier.arrive(v_empty.index(last_stage), count=1)
-    if PACK_EARLY:
-        # opaque, or the conversions above would write the registers that P V reads, and ptxas serialise every product
-        new_probs = gl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [new_probs], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        new_probs = _pack(p, BLOCK_K)
+    new_probs = _pack(p, BLOCK_K)
     new_rescale = gl.convert_layout(new_rescale, gl.SliceLayout(1, o_layout))
-    if not PROMOTE:
-        acc = product * new_rescale[:, None]
-        product = acc
     return acc, product, next_rescale, new_rescale, new_probs, new_max, running_sum
 
 
@@ -237,8 +218,7 @@ def _softmax_step(
 def _consumer(
     o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, PROMOTE: gl.constexpr, PACK_EARLY: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -307,7 +287,7 @@ def _consumer(
                     q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                     step, step + 1 < end, acc, product, rescale, next_rescale, probs, running_max, running_sum,
                     row, (end - 1 - step) * BLOCK_K, num_q, num_k, scores_log2,
-                    True, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, PROMOTE, PACK_EARLY,
+                    True, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG,
                     s_layout, o_layout, p_layout,
                 )  # fmt: skip
         for step in range(full_from, end):
@@ -315,7 +295,7 @@ def _consumer(
                 q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
                 step, step + 1 < end, acc, product, rescale, next_rescale, probs, running_max, running_sum,
                 row, 0, num_q, num_k, scores_log2,
-                False, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, PROMOTE, PACK_EARLY,
+                False, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG,
                 s_layout, o_layout, p_layout,
             )  # fmt: skip
         step = end
@@ -324,10 +304,11 @@ def _consumer(
         v_scale = gl.load(v_scale_ptr + kv_batch_head)
         last_stage, last_phase = _slot(step - 1, STAGES)
         mbarrier.wait(v_full.index(last_stage), last_phase)
-        if PROMOTE:
-            acc = (acc * rescale[:, None] + product) * next_rescale[:, None]
+        acc = (acc * rescale[:, None] + product) * next_rescale[:, None]
         left = _unpack(probs, v_smem.dtype, BLOCK_K, p_layout)
-        acc = warpgroup_mma(left, v_smem.index(last_stage).permute((1, 0)), acc, is_async=True)
+        right = v_smem.index(last_stage).permute((1, 0))
+        zeros = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
+        product = warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
         # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
         row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
@@ -336,9 +317,9 @@ def _consumer(
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
         gl.store(lse_ptr + batch_head.to(gl.int64) * num_q + rows, lse, mask=rows < num_q)
         tma.store_wait(0)  # the previous tile's O has left its buffer
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        product = warpgroup_mma_wait(0, deps=(product,))
         mbarrier.arrive(v_empty.index(last_stage), count=1)
-        o_tile.store((acc * inverse[:, None]).to(o_desc.dtype))
+        o_tile.store(((acc + product) * inverse[:, None]).to(o_desc.dtype))
         fence_async_shared()
         tma.store(o_desc, [batch, head, row, 0], o_tile._reinterpret(o_desc.dtype, [1, 1, 64, HEAD_DIM], o_desc.layout))
     tma.store_wait(0)
@@ -367,8 +348,6 @@ def hopper_fp8_kernel(
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     PING_PONG: gl.constexpr,
-    PROMOTE: gl.constexpr,
-    PACK_EARLY: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     o_dtype: gl.constexpr = o_desc.dtype
@@ -403,9 +382,9 @@ def hopper_fp8_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 0)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 1)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
                 (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
             ],
@@ -415,11 +394,11 @@ def hopper_fp8_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 0)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 1)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PROMOTE, PACK_EARLY, 2)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 2)),
                 (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
                              HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
             ],
@@ -427,26 +406,14 @@ def hopper_fp8_kernel(
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Fp8Plan(ForwardPlan):
-    """A forward plan; whether a tile's P V is added to O in fp32; whether P is rounded before the last P V is done."""
-
-    promote: bool = False
-    pack_early: bool = False
-
-
-def plan_for(head_dim: int, causal: bool, num_q: int) -> Fp8Plan:
-    """The fastest of 30 (head_dim 128) and 24 (64) plans at 1,024 to 16,384 tokens, or within 3 % of it: one H200,
-    torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md)."""
-    if head_dim == 128:
-        if causal:
-            return Fp8Plan(consumers=2, stages=3, ping_pong=True, persistent=num_q <= 4096)
-        return Fp8Plan(consumers=2, stages=3, ping_pong=True, pack_early=True)
+def plan_for(head_dim: int, causal: bool) -> ForwardPlan:
+    """The fastest of 12 (head_dim 128) and 6 (64) plans at 8,192 tokens: one H200, torch 2.11.0, triton 3.6.0,
+    2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md)."""
+    if head_dim == 64:
+        return ForwardPlan(consumers=2, stages=3)
     if causal:
-        if num_q <= 1024:
-            return Fp8Plan(consumers=2, stages=3)
-        return Fp8Plan(consumers=3, stages=3, pack_early=True)
-    return Fp8Plan(consumers=3, stages=3, ping_pong=True)
+        return ForwardPlan(consumers=2, stages=3, ping_pong=True, persistent=False)
+    return ForwardPlan(consumers=2, stages=4)
 
 
 def launch_hopper_fp8(
@@ -457,7 +424,7 @@ def launch_hopper_fp8(
     k_scale: Tensor,
     v_scale: Tensor,
     options: Options,
-    plan: Fp8Plan | None = None,
+    plan: ForwardPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run both kernels. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D) e4m3, not refused by
     `hopper_fp8_unsupported_reason`; scales float32, contiguous, (B, Hq) and twice (B, Hkv); options.scale > 0.
@@ -475,15 +442,14 @@ def launch_hopper_fp8(
     addresses = addresses_of(q, k, values, o, lse, q_scale, k_scale, v_scale)
     if known(described) and replay(described, addresses_of(v, values), addresses):
         return o, lse
-    plan = plan or plan_for(head_dim, options.causal, num_q)
+    plan = plan or plan_for(head_dim, options.causal)
     group_size = num_heads // num_kv_heads
     programs = -(-num_q // (64 * plan.consumers)) * batch * num_heads
     if plan.persistent:
         programs = min(programs, num_sms(q.device.index))
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
-        "CAUSAL": options.causal, "PING_PONG": plan.ping_pong, "PROMOTE": plan.promote,
-        "PACK_EARLY": plan.pack_early,
+        "CAUSAL": options.causal, "PING_PONG": plan.ping_pong,
     }  # fmt: skip
     with on_device(q):
         transposed = launch_values(v, values)
