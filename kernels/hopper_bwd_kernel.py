@@ -67,9 +67,17 @@ def _score_gradient(
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     scores = _product(k, q_smem.index(stage).permute((1, 0)))
-    dp = _product(v, do_smem.index(stage).permute((1, 0)))
-    lse = lse_smem.index(stage).load(columns)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    if HEAD_DIM == 64:
+        dp = _product(v, do_smem.index(stage).permute((1, 0)))
+        lse = lse_smem.index(stage).load(columns)
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+    else:
+        # registers are short: delta is not kept beside dP, the sum begins at -delta. That may only be written down
+        # when S is done, or ptxas waits there itself
+        lse = lse_smem.index(stage).load(columns)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        dp = gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT) - delta_smem.index(stage).load(columns)[None, :]
+        dp = warpgroup_mma(v, do_smem.index(stage).permute((1, 0)), dp, is_async=True)
     p = gl.exp2(scores * scale_log2 - lse[None, :])
     if MASKED:
         keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
@@ -80,9 +88,12 @@ def _score_gradient(
             p = gl.where(keys < num_k, p, 0.0)
     operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
     dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
-    delta = delta_smem.index(stage).load(columns)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    return (p * (dp - delta[None, :])).to(q_smem.dtype), dv
+    if HEAD_DIM == 64:
+        delta = delta_smem.index(stage).load(columns)
+        dp = warpgroup_mma_wait(1, deps=(dp,)) - delta[None, :]
+    else:
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+    return (p * dp).to(q_smem.dtype), dv
 
 
 @gluon.jit

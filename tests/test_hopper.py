@@ -49,7 +49,7 @@ COMPILED = [
     ("fwd", _forward(128, 2, False, "window"), 0),
     ("fwd", _forward(64, 2, True, "varlen", stages=3), 0),
     ("fwd", _forward(128, 2, False, "window", "softcap", "varlen"), 32),  # of a tile, not of its steps
-    ("bwd", _backward(128, True), 128),
+    ("bwd", _backward(128, True), 72),
     ("bwd", _backward(64, True), 40),
 ]
 
