@@ -284,9 +284,11 @@ def test_dq_is_added_in_one_order_by_any_number_of_programs(causal, head_dim, si
 
 @pytest.fixture
 def forwards(monkeypatch) -> list:
-    """The Hopper forward's calls."""
+    """The Hopper forward's calls, which take documents of any head_dim here."""
     from kernels import hopper_fwd
 
+    monkeypatch.setattr(hopper, "PACKED_HEAD_DIMS", hopper.HEAD_DIMS)
+    monkeypatch.setattr(ops, "_HOPPER", {})  # what was chosen before
     calls, launch = [], hopper_fwd.launch_hopper_fwd
     monkeypatch.setattr(hopper_fwd, "launch_hopper_fwd", lambda *a: calls.append(a) or launch(*a))
     return calls
@@ -374,7 +376,7 @@ def test_the_matrix_says_which_kernel_runs(feature, dtype, monkeypatch):
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, which=which, launch=launch: launches.append(which) or launch(*a))
     monkeypatch.setattr(ops, "_HOPPER", {})
-    monkeypatch.setattr(hopper, "PACKED_HEAD_DIMS", (64, 128))
+    monkeypatch.setattr(hopper, "PACKED_HEAD_DIMS", hopper.HEAD_DIMS)
     which, q, k, v, options = call_for([feature], dtype, "cuda")
     widen = [torch.randn((*x.shape[:-1], 64), device="cuda").to(dtype).requires_grad_() for x in (q, k, v)]
     if feature == "head_dim_v":
