@@ -367,9 +367,8 @@ def charts(source: Path, folder: Path) -> None:
             for axis, (which, column, _) in zip(axes, panels, strict=True):
                 _curve(axis, [r for r in part if (r["implementation"], r["pass"]) == (name, which)], column, number)
         for axis, (_, column, title) in zip(axes, panels, strict=True):
-            axis.set(
-                xscale="log", xlabel="N, tokens", **({"ylim": (0, None)} if column == "tflops" else {"yscale": "log"})
-            )
+            is_wide = column != "tflops" and axis.dataLim.y1 > 10 * axis.dataLim.y0
+            axis.set(xscale="log", xlabel="N, tokens", **({"yscale": "log"} if is_wide else {"ylim": (0, None)}))
             axis.set_title(title, fontsize=10)
             axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else n for n in lengths], fontsize=8)
             axis.xaxis.set_minor_locator(NullLocator())

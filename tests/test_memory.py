@@ -161,13 +161,14 @@ def test_parameters_are_the_models():
         assert Work(config, VOCAB, 64, 1).weights == GPT(config, VOCAB, 64).num_parameters()
 
 
-@pytest.mark.parametrize("record", ["grid", "compiled"])
-def test_measured_peaks_are_forecast(record):
+@pytest.mark.parametrize(("record", "rows_at_least"), [("grid", 8), ("compiled", 8), ("checkpointing", 5)])
+def test_measured_peaks_are_forecast(record, rows_at_least):
     """The 124M model, bf16, as the records of scripts.bench_training have it."""
     report = json.loads((EVIDENCE / record / "bench_training.json").read_text())
     rows = [row for row in report["rows"] if "peak_memory_gib" in row]
-    rows = [row for row in rows if row["activation_checkpointing"] != "selective"]  # which kept attention alone then
-    assert len(rows) >= 8
+    if record == "grid":  # selective kept attention alone then
+        rows = [row for row in rows if row["activation_checkpointing"] != "selective"]
+    assert len(rows) >= rows_at_least
     for row in rows:
         config = GPTConfig(
             attention=row["attention"].split("_")[0], loss=row.get("loss", "plain"),
