@@ -141,10 +141,9 @@ def _progress_bar(console: Console, first_step: int, steps: int) -> Progress:
 
 
 def _log(run: Any, step: int, values: Mapping[str, Any]) -> None:
-    """Send a step, on wandb's own step axis; a step that wandb already has from before a crash is not sent again."""
-    if step >= run.starting_step:
-        numbers = {key: math.nan if value is None else value for key, value in values.items()}
-        run.log({"step": step, **numbers}, step=step)
+    """Hand a step to wandb, on its own step axis; one that it already has from before a crash it drops."""
+    numbers = {key: math.nan if value is None else value for key, value in values.items()}
+    run.log({"step": step, **numbers}, step=step)
 
 
 def _console_line(values: Mapping[str, float], forms: Mapping[str, str]) -> str:
