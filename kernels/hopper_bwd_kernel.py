@@ -42,10 +42,10 @@ from kernels.hopper_bwd_roles import (
     owned,
     producer,
     query_tiles,
-    slot,
     unmasked_from,
     writer,
 )
+from kernels.hopper_tma import slot
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels import hopper_tma as tma
+from kernels.hopper_tma import slot
 
 ROWS = 64  # of a query tile, and of a turn
 BLOCK_Q = gl.constexpr(ROWS)
@@ -71,17 +72,6 @@ def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
         return gl.minimum(gl.maximum(all_seen, first), end)
     else:
         return gl.where(key + KEYS > num_k, end, first)
-
-
-@gluon.jit
-def slot(step, STAGES: gl.constexpr):
-    """Stage of a ring and phase of its barriers at the step-th use."""
-    if STAGES == 1:
-        return 0, step & 1
-    elif STAGES == 2:
-        return step & 1, (step >> 1) & 1
-    else:
-        return step % STAGES, (step // STAGES) & 1
 
 
 @gluon.jit

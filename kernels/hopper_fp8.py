@@ -47,11 +47,11 @@ from kernels.hopper_fwd import (
     _key_tiles,
     _num_turns,
     _pass_baton,
-    _slot,
     _take_baton,
     _thread_sums,
     heads_per_section,
 )
+from kernels.hopper_tma import slot
 from kernels.launch import addresses_of, launch, on_device
 from kernels.options import Options
 from kernels.replay import Replay, description, known, remember, replay
@@ -117,7 +117,7 @@ def _producer(
             )  # fmt: skip
         for i in range(visited):
             key = (visited - 1 - i) * BLOCK_K
-            stage, phase = _slot(step, STAGES)
+            stage, phase = slot(step, STAGES)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), BLOCK_K * HEAD_DIM)
             tma.load(
@@ -176,8 +176,8 @@ def _softmax_step(
     `product` is the P V of the tile before that one, `rescale` brings acc to its scale, `next_rescale` both to the
     previous tile's.
     """
-    stage, _ = _slot(step, STAGES)
-    last_stage, last_phase = _slot(step - 1, STAGES)
+    stage, _ = slot(step, STAGES)
+    last_stage, last_phase = slot(step - 1, STAGES)
     _take_baton(CONSUMER, PING_PONG)
     scores = warpgroup_mma(
         q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_K], gl.float32, s_layout),
@@ -205,7 +205,7 @@ def _softmax_step(
     sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
     running_sum = running_sum * gl.convert_layout(new_rescale, sum_layout)[:, None] + _thread_sums(p, BLOCK_K)
     # this wait ends a basic block, which keeps the wait for P V behind the exponentials (hopper_fwd.py)
-    next_stage, next_phase = _slot(step + 1, STAGES)
+    next_stage, next_phase = slot(step + 1, STAGES)
     mbarrier.wait(k_full.index(next_stage), next_phase, pred=more)
     product = warpgroup_mma_wait(0, deps=(product,))
     mbarrier.arrive(v_empty.index(last_stage), count=1)
@@ -246,7 +246,7 @@ def _consumer(
 
         # tiles that only later rows of the program see: hand them back
         for _ in range(loaded - visited):
-            stage, phase = _slot(step, STAGES)
+            stage, phase = slot(step, STAGES)
             mbarrier.wait(k_full.index(stage), phase)
             _take_baton(CONSUMER, PING_PONG)
             _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
@@ -256,7 +256,7 @@ def _consumer(
             step += 1
 
         # the rightmost tile: masked, nothing to rescale
-        stage, phase = _slot(step, STAGES)
+        stage, phase = slot(step, STAGES)
         mbarrier.wait(k_full.index(stage), phase)
         _take_baton(CONSUMER, PING_PONG)
         scores = warpgroup_mma(
@@ -278,7 +278,7 @@ def _consumer(
         next_rescale = rescale
         first = step + 1
         end = step + visited
-        stage, phase = _slot(first, STAGES)
+        stage, phase = slot(first, STAGES)
         mbarrier.wait(k_full.index(stage), phase, pred=first < end)
         full_from = end - gl.minimum(unmasked, visited - 1)
         if CAUSAL:
@@ -302,7 +302,7 @@ def _consumer(
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
 
         v_scale = gl.load(v_scale_ptr + kv_batch_head)
-        last_stage, last_phase = _slot(step - 1, STAGES)
+        last_stage, last_phase = slot(step - 1, STAGES)
         mbarrier.wait(v_full.index(last_stage), last_phase)
         acc = (acc * rescale[:, None] + product) * next_rescale[:, None]
         left = _unpack(probs, v_smem.dtype, BLOCK_K, p_layout)

@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels import hopper_tma as tma
 from kernels.device import l2_bytes, num_sms
+from kernels.hopper_tma import slot
 from kernels.launch import addresses_of, grid_tiles, launch, on_device, window_bounds
 from kernels.options import Options
 from kernels.replay import description, known, remember, replay
@@ -46,15 +47,6 @@ from kernels.tiles import ORIGIN, document_rows, longest_first, program_tile
 LN_2 = gl.constexpr(math.log(2.0))
 LOG2_E = 1.0 / math.log(2.0)
 LOG2_E_CONSTANT = gl.constexpr(LOG2_E)
-
-
-@gluon.jit
-def _slot(step, STAGES: gl.constexpr):
-    """Stage of a ring and phase of its barriers at the step-th use."""
-    if STAGES == 2:
-        return step & 1, (step >> 1) & 1
-    else:
-        return step % STAGES, (step // STAGES) & 1
 
 
 @gluon.jit
@@ -219,7 +211,7 @@ def _producer(
             _load(q_desc, batch, head, row + 64 * c, q_row0, num_q, q_full.index(c), q_smem.index(c))
         for i in range(end - first):
             key = (end - 1 - i) * BLOCK_K
-            stage, phase = _slot(step, STAGES)
+            stage, phase = slot(step, STAGES)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), k_bytes)
             _load(k_desc, batch, kv_head, key, k_row0, num_k, k_full.index(stage), k_smem.index(stage))
@@ -249,7 +241,7 @@ def _hand_back(
     """Let go of the next key tiles, which only other rows of the program see. Returns the step after them."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     for _ in range(tiles):
-        stage, phase = _slot(step, STAGES)
+        stage, phase = slot(step, STAGES)
         mbarrier.wait(k_full.index(stage), phase)
         _take_baton(CONSUMER, PING_PONG)
         _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
@@ -351,8 +343,8 @@ def _softmax_step(
     s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of key tile `step` while the tensor cores add the previous tile's P V to acc."""
-    stage, _ = _slot(step, STAGES)
-    last_stage, last_phase = _slot(step - 1, STAGES)
+    stage, _ = slot(step, STAGES)
+    last_stage, last_phase = slot(step - 1, STAGES)
     _take_baton(CONSUMER, PING_PONG)
     scores = warpgroup_mma(
         q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_K], gl.float32, s_layout),
@@ -379,7 +371,7 @@ def _softmax_step(
     running_sum = running_sum * gl.convert_layout(rescale, sum_layout)[:, None] + _thread_sums(p, BLOCK_K)
     # waiting here for the next keys (they have long arrived) also ends a basic block: without it ptxas moves
     # the wait for P V in front of the exponentials, and they no longer overlap
-    next_stage, next_phase = _slot(step + 1, STAGES)
+    next_stage, next_phase = slot(step + 1, STAGES)
     mbarrier.wait(k_full.index(next_stage), next_phase, pred=more)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_empty.index(last_stage), count=1)
@@ -431,7 +423,7 @@ def _consumer(
         step = _hand_back(step, loaded_end - key_end, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
 
         # the rightmost tile: masked, nothing to rescale
-        stage, phase = _slot(step, STAGES)
+        stage, phase = slot(step, STAGES)
         mbarrier.wait(k_full.index(stage), phase)
         _take_baton(CONSUMER, PING_PONG)
         scores = warpgroup_mma(
@@ -451,7 +443,7 @@ def _consumer(
         acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
         first = step + 1
         end = step + key_end - key_first
-        stage, phase = _slot(first, STAGES)
+        stage, phase = slot(first, STAGES)
         mbarrier.wait(k_full.index(stage), phase, pred=first < end)
         full_from = end - gl.minimum(full_end - key_first, key_end - key_first - 1)
         if CAUSAL or LOCAL:
@@ -484,7 +476,7 @@ def _consumer(
         step = end
         mbarrier.arrive(q_empty.index(CONSUMER), count=1)
 
-        last_stage, last_phase = _slot(step - 1, STAGES)
+        last_stage, last_phase = slot(step - 1, STAGES)
         mbarrier.wait(v_full.index(last_stage), last_phase)
         acc = warpgroup_mma(_unpack(probs, dtype, BLOCK_K, p_layout), v_smem.index(last_stage), acc, is_async=True)
         # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf

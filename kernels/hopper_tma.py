@@ -1,4 +1,4 @@
-"""The Hopper building blocks by one set of names: TMA copies, TMA reduce-add, named barriers.
+"""The Hopper building blocks by one set of names: TMA copies, TMA reduce-add, barriers, turns.
 
 Gluon renames its TMA functions between Triton releases, and Triton 3.6 has the reduce-add in its builder but
 not in its public language. Both facts end in this file; it is written for and checked with triton 3.6.
@@ -32,6 +32,17 @@ def reduce_add(descriptor, coordinates, tile, _semantic=None):
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle
     )
+
+
+@gluon.jit
+def slot(step, STAGES: gl.constexpr):
+    """Stage of a ring and phase of its barriers at the step-th use."""
+    if STAGES == 1:
+        return 0, step & 1
+    elif STAGES == 2:
+        return step & 1, (step >> 1) & 1
+    else:
+        return step % STAGES, (step // STAGES) & 1
 
 
 @gluon.constexpr_function
