@@ -42,7 +42,9 @@ from kernels.hopper_fwd import (
     LN_2,
     LOG2_E,
     ForwardPlan,
+    _barriers,
     _dense_tile,
+    _hand_back,
     _hide,
     _key_tiles,
     _num_turns,
@@ -244,16 +246,7 @@ def _consumer(
         _, visited, _, unmasked = _key_tiles(row, 64, num_q, num_k, None, CAUSAL, False, BLOCK_K)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
 
-        # tiles that only later rows of the program see: hand them back
-        for _ in range(loaded - visited):
-            stage, phase = slot(step, STAGES)
-            mbarrier.wait(k_full.index(stage), phase)
-            _take_baton(CONSUMER, PING_PONG)
-            _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            mbarrier.wait(v_full.index(stage), phase)
-            mbarrier.arrive(v_empty.index(stage), count=1)
-            step += 1
+        step = _hand_back(step, loaded - visited, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
 
         # the rightmost tile: masked, nothing to rescale
         stage, phase = slot(step, STAGES)
@@ -359,24 +352,9 @@ def hopper_fp8_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, HEAD_DIM], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, HEAD_DIM, BLOCK_K], v_layout)
     o_smem = gl.allocate_shared_memory(o_dtype, [CONSUMERS, 64, HEAD_DIM], o_layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
-    fence_async_shared()
+    barriers = _barriers(CONSUMERS, STAGES)
 
     tiles = (q_smem, k_smem, v_smem, o_smem)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (num_heads, group_size, num_batch_heads, num_q, num_k, heads_in_section)
     if CONSUMERS == 2:
         gl.warp_specialize(
