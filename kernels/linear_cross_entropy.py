@@ -12,9 +12,9 @@ from torch import Tensor
 from kernels.cross_entropy import IGNORED, cross_entropy_fwd
 
 # Adding a chunk's share to weight's fp32 gradient moves 8 bytes an entry, so longer chunks are faster; and on a GPU of
-# 132 multiprocessors 5,632 rows are one whole wave of dh's tiles. Measured for 65,536 tokens of GPT-2's vocabulary
-# (H200), ms and GiB: 29.8 and 0.7 in chunks of 2,048, 28.0 and 0.8 of 4,096, 27.6 and 0.9 of 5,632, 28.1 and 1.2 of
-# 8,192, 27.6 and 1.9 of 16,384; 26.1 and 12.4 with all logits at once.
+# 132 multiprocessors 5,632 rows are one whole wave of dh's tiles. Measured for 65,536 tokens of GPT-2's vocabulary (one
+# H200, torch 2.11.0, commit 3dd22e9, scripts.bench_loss), ms and GiB: 29.8 and 0.7 in chunks of 2,048, 28.0 and 0.8 of
+# 4,096, 27.6 and 0.9 of 5,632, 28.1 and 1.2 of 8,192, 27.6 and 1.9 of 16,384; 26.1 and 12.4 with all logits at once.
 CHUNK_TOKENS = 5632
 
 
