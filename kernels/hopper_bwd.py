@@ -12,12 +12,10 @@ from kernels.device import l2_bytes, num_sms
 from kernels.hopper import addressable
 from kernels.hopper_bwd_kernel import hopper_bwd_kernel
 from kernels.hopper_bwd_roles import BLOCK_K, ROWS
-from kernels.hopper_fwd import LOG2_E
+from kernels.hopper_fwd import LOG2_E, LOG2_E_CONSTANT
 from kernels.launch import addresses_of, launch, on_device
 from kernels.options import Options
 from kernels.replay import description, known, remember, replay
-
-LOG2_E_CONSTANT = tl.constexpr(LOG2_E)
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded"])

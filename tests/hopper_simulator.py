@@ -238,13 +238,7 @@ class _Machine:
                     with condition:
                         condition.notify_all()
 
-        threads = [threading.Thread(target=run, args=partition) for partition in partitions]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if problems:
-            raise problems[0]
+        _run_beside([threading.Thread(target=run, args=partition) for partition in partitions], problems)
 
     def allocate(self, dtype, shape, layout):
         if layout == "barriers":
@@ -398,7 +392,11 @@ def launch(
                 problems.append(problem)
                 return
 
-    threads = [threading.Thread(target=multiprocessor) for _ in range(residents)]
+    _run_beside([threading.Thread(target=multiprocessor) for _ in range(residents)], problems)
+
+
+def _run_beside(threads: list[threading.Thread], problems: list[Exception]) -> None:
+    """Run them beside each other to their end, and raise the first problem that they have noted."""
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -27,6 +27,8 @@ from tests.runs import CORPUS, SMALL, without_network
 from training import checkpoint as checkpoints
 from training.runlog import LoggerConfig, wandb_mode
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).resolve().parent.parent
 LAST = "first/checkpoints/last"
 # a line without one of these says what is wrong and not what to do
@@ -476,15 +478,6 @@ def told(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, ca
     if isinstance(code, str):  # what the interpreter does with it
         return Outcome(1, captured.out, captured.err + code)
     return Outcome(int(code or 0), captured.out, captured.err)  # type: ignore[call-overload]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """On a busy machine two threads take many times as long over minute tensors."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from scripts.doctor_checks import FIX, NOTE, Finding, num_parameters
 from tests.runs import small_run, without_network
 from train import train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMI = [{"name": "NVIDIA H200", "driver_version": "470.1", "memory.total": "143771", "memory.used": "0"}]
 RIGHT = [selftest.Result("float32", 1.0, 0.1, None)]
 
@@ -219,15 +221,6 @@ CASES = [
     Case("a checkpoint of another model", "resume", "model.num_layers=2, this run has 3", "use 2",
          ["resume={p}/first/checkpoints/last", "train.steps=9", "model.num_layers=3"], finished),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """On a busy machine two threads take many times as long over minute tensors."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -4,20 +4,13 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 import train as trainer
 from scripts import invariance
 from scripts.invariance import BASELINE, PLANTED, TOGGLES, InvarianceSettings
 from tests.runs import settings
 
-
-@pytest.fixture(autouse=True)
-def _threads_as_before():
-    """The runs set PyTorch's threads, and other tests follow."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 
 def matrix(tmp_path, *overrides: str) -> dict:

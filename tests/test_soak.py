@@ -7,26 +7,19 @@ from array import array
 
 import numpy as np
 import pytest
-import torch
 
 import train as trainer
 from scripts import soak
 from scripts.soak import SoakSettings, Watched, judge, theil_sen
 from tests.runs import settings
 
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
 # everything that is done beside the steps, often
 SHORT = (
     "train.steps=300", "train.log_every=7", "train.eval_every=20", "train.save_every=25", "train.sample_every=60",
     "soak.samples=60", "soak.warm_up=0.4", "soak.max_slowdown=null",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_before():
-    """The runs set PyTorch's threads, and other tests follow."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def soaked(tmp_path, capsys, *overrides: str) -> dict[str, dict]:
