@@ -1,8 +1,8 @@
 """The main kernel of the Hopper backward, in Gluon: dK and dV in registers, dQ added up in global memory.
 
 Roles. Two consumer warpgroups own 64 keys each and hold their dK and dV in registers; one producer warp streams the
-query tiles of all query heads of the group past them; two writer warps add dQ to global memory. Scores are transposed,
-so that P^T and dS^T are left operands from registers. A consumer's step:
+query tiles of all query heads of the group past them; two warps keep the turns in which dQ is added to global memory.
+Scores are transposed, so that P^T and dS^T are left operands from registers. A consumer's step:
 
     tensor cores   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q
     other units                  exp2: P^T       dS^T -> shared
@@ -18,7 +18,7 @@ Barriers (mbarriers; [s] is a stage of a ring):
     k_full[s], v_full    an item's keys, values are there      k_empty[s], v_empty   ... are read (128: and dK, dV out)
     full[s]              a step's Q, dO, LSE, delta are there  empty[s]              both consumers are done with them
     ds_full[s]           both halves of dS are there           ds_empty[s]           dQ is computed from them (64)
-    dq_full[w]           dQ is there for writer w              dq_empty[w]           it has been read
+    turn_ready[w]        a share of dQ may be added; keeper w learns of it at the hardware barrier ADDED + w
 """
 
 from triton.experimental import gluon
@@ -36,24 +36,24 @@ from kernels.hopper_bwd_roles import (
     BLOCK_Q,
     CONSUMERS,
     KEYS,
-    WRITERS,
-    in_register_order,
+    KEEPERS,
+    SHARE_LAYOUT,
+    add_in_turn,
     num_own_items,
     owned,
     producer,
     query_tiles,
+    turn_keeper,
     unmasked_from,
-    writer,
+    wait_for_turn,
 )
 from kernels.hopper_tma import slot
-
-S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
 
 
 @gluon.jit
 def _product(left, right):
     """left @ right, (64, 64) in fp32: started, to be waited for."""
-    return warpgroup_mma(left, right, gl.zeros([64, 64], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+    return warpgroup_mma(left, right, gl.zeros([64, 64], gl.float32, SHARE_LAYOUT), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -65,7 +65,7 @@ def _score_gradient(
     q_smem, do_smem, lse_smem, delta_smem = streamed
     _num_heads, _num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    columns: gl.constexpr = gl.SliceLayout(0, SHARE_LAYOUT)
     scores = _product(k, q_smem.index(stage).permute((1, 0)))
     if HEAD_DIM == 64:
         dp = _product(v, do_smem.index(stage).permute((1, 0)))
@@ -76,11 +76,11 @@ def _score_gradient(
         # when S is done, or ptxas waits there itself
         lse = lse_smem.index(stage).load(columns)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        dp = gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT) - delta_smem.index(stage).load(columns)[None, :]
+        dp = gl.zeros([KEYS, BLOCK_Q], gl.float32, SHARE_LAYOUT) - delta_smem.index(stage).load(columns)[None, :]
         dp = warpgroup_mma(v, do_smem.index(stage).permute((1, 0)), dp, is_async=True)
     p = gl.exp2(scores * scale_log2 - lse[None, :])
     if MASKED:
-        keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
+        keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, SHARE_LAYOUT))[:, None]
         if CAUSAL:
             last_seen = row + (num_k - num_q) + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
             p = gl.where(keys <= last_seen, p, 0.0)
@@ -97,21 +97,12 @@ def _score_gradient(
 
 
 @gluon.jit
-def _store_dq(dq, tile, full, empty, phase):
-    """Hand a (64, 64) share of dQ to a writer."""
-    mbarrier.wait(empty, phase ^ 1)
-    tile.store(in_register_order(dq))
-    fence_async_shared()
-    mbarrier.arrive(full, count=1)
-
-
-@gluon.jit
 def _gradient_step(
-    k, v, k_smem, streamed, ds_smem, dq_smem, barriers, step, key, row, sizes, scale_log2, dk, dv,
+    k, v, k_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, row, sizes, scale_log2, dk, dv,
     MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dK and dV, and dS for its dQ."""
-    full, empty, ds_full, ds_empty, dq_full, dq_empty = barriers
+    full, empty, ds_full, ds_empty = barriers
     q_smem = streamed[0]
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     stage, phase = slot(step, STAGES)
@@ -135,9 +126,9 @@ def _gradient_step(
         # a consumer is here only when it has read the dS of the step before: two places are enough
         dq = _product(ds_smem.index(place).permute((1, 0)), k_smem.slice(64 * CONSUMER, 64, 1))
         dk = warpgroup_mma(operand, q_smem.index(stage), dk, is_async=True)
+        turn = wait_for_turn(turns, step)
         dq = warpgroup_mma_wait(1, deps=(dq,))
-        half = dq_smem.index(place).slice(128 * CONSUMER, 128, 0)
-        _store_dq(dq, half, dq_full.index(place), dq_empty.index(place), use)
+        add_in_turn(dq, dq_ptr, turn, step, CONSUMER, HEAD_DIM)
         dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(empty.index(stage), count=1)
     return dk, dv
@@ -145,18 +136,18 @@ def _gradient_step(
 
 @gluon.jit
 def _consumer(
-    outputs, tiles, barriers, sizes, scale, scale_log2,
+    dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
     dk_desc, dv_desc = outputs
-    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem = tiles
-    k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty = barriers
+    k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem = tiles
+    k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty = barriers
     num_heads, num_kv_heads, _num_batch_kv_heads, _num_q, _num_k, _heads_per_section = sizes
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     dtype: gl.constexpr = k_smem.dtype
     streamed = (q_smem, do_smem, lse_smem, delta_smem)
-    ring = (full, empty, ds_full, ds_empty, dq_full, dq_empty)
+    ring = (full, empty, ds_full, ds_empty)
     step = 0
     for done in range(num_own_items(sizes)):
         tile, batch, kv_head = owned(done, sizes, CAUSAL)
@@ -169,9 +160,9 @@ def _consumer(
         k = k_tile.slice(KEYS * CONSUMER, KEYS, 0)
         v = v_smem.slice(KEYS * CONSUMER, KEYS, 0)
         if HEAD_DIM == 64:
-            k = k.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            k = k.load(gl.DotOperandLayout(0, SHARE_LAYOUT, 2))
             mbarrier.wait(v_full, done & 1)
-            v = v.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            v = v.load(gl.DotOperandLayout(0, SHARE_LAYOUT, 2))
             mbarrier.arrive(v_empty, count=1)
         else:
             mbarrier.wait(v_full, done & 1)
@@ -180,12 +171,12 @@ def _consumer(
         for _ in range(num_heads // num_kv_heads):
             for query_tile in range(first, unmasked):
                 dk, dv = _gradient_step(
-                    k, v, k_tile, streamed, ds_smem, dq_smem, ring, step + query_tile - first, key,
+                    k, v, k_tile, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
                     query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, True, HEAD_DIM, STAGES, CAUSAL, CONSUMER,
                 )  # fmt: skip
             for query_tile in range(unmasked, end):
                 dk, dv = _gradient_step(
-                    k, v, k_tile, streamed, ds_smem, dq_smem, ring, step + query_tile - first, key,
+                    k, v, k_tile, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
                     query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, False, HEAD_DIM, STAGES, CAUSAL, CONSUMER,
                 )  # fmt: skip
             step += end - first
@@ -220,12 +211,12 @@ def _consumer(
 
 @gluon.jit
 def _query_gradient(
-    tiles, barriers, sizes,
+    dq_ptr, turns, tiles, barriers, sizes,
     HEAD_DIM: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dQ = dS K of every step, for head_dim 64."""
-    k_smem, ds_smem, dq_smem = tiles
-    k_full, k_empty, ds_full, ds_empty, dq_full, dq_empty = barriers
+    k_smem, ds_smem = tiles
+    k_full, k_empty, ds_full, ds_empty = barriers
     num_heads, num_kv_heads, _num_batch_kv_heads, _num_q, _num_k, _heads_per_section = sizes
     step = 0
     for done in range(num_own_items(sizes)):
@@ -239,7 +230,7 @@ def _query_gradient(
             dq = _product(ds_smem.index(place).permute((1, 0)), k_smem.index(k_stage))
             dq = warpgroup_mma_wait(0, deps=(dq,))
             mbarrier.arrive(ds_empty.index(place), count=1)
-            _store_dq(dq, dq_smem.index(place), dq_full.index(place), dq_empty.index(place), use)
+            add_in_turn(dq, dq_ptr, wait_for_turn(turns, step), step, 0, HEAD_DIM)
             step += 1
         mbarrier.arrive(k_empty.index(k_stage), count=1)
 
@@ -256,7 +247,7 @@ def hopper_bwd_kernel(
     do_desc,  # (B, Hq, Nq, D), tiles of 64 rows
     lse_desc,  # (B * Hq, num_q_padded) fp32, base 2, +inf where a row sees nothing
     delta_desc,  # (B * Hq, num_q_padded) fp32
-    dq_desc,  # (B * Hq * num_q_padded * D / 32, 32) fp32: dQ / scale, see `in_register_order`
+    dq_ptr,  # (B * Hq * num_q_padded * D,) fp32: dQ / scale in the order of `_in_register_order`
     dk_desc,  # (B, Hkv, Nk, D), tiles of D rows
     dv_desc,  # (B, Hkv, Nk, D), tiles of D rows
     turns_ptr,  # (B * Hq * num_q_padded / 64,) int32, zeros: how many items have added to a query tile
@@ -287,7 +278,7 @@ def hopper_bwd_kernel(
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], row_layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], row_layout)
     ds_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], ds_layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [WRITERS, BLOCK_Q * HEAD_DIM // 32, 32], dq_desc.layout)
+    announced = gl.allocate_shared_memory(gl.int32, [KEEPERS, 1], row_layout)
     if HEAD_DIM == 64:
         out_smem = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, KEYS, HEAD_DIM], k_layout)
     else:
@@ -300,9 +291,7 @@ def hopper_bwd_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
-    dq_full = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], bar_layout)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], bar_layout)
-    who_computes_dq: gl.constexpr = 1 if HEAD_DIM == 64 else CONSUMERS
+    turn_ready = gl.allocate_shared_memory(gl.int64, [KEEPERS, 1], bar_layout)
     for stage in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=CONSUMERS + 1 if HEAD_DIM == 64 else 1)
@@ -314,44 +303,42 @@ def hopper_bwd_kernel(
     for place in gl.static_range(2):
         mbarrier.init(ds_full.index(place), count=CONSUMERS)
         mbarrier.init(ds_empty.index(place), count=1)
-        mbarrier.init(dq_full.index(place), count=who_computes_dq)
-        mbarrier.init(dq_empty.index(place), count=1)
+        mbarrier.init(turn_ready.index(place), count=1)
     fence_async_shared()
 
     loaded = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem)
-    tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, dq_smem, out_smem)
+    tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem)
     loads = (k_full, k_empty, v_full, v_empty, full, empty)
-    barriers = (k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty, dq_full, dq_empty)
+    barriers = (k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty)
     sizes = (num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section)
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
-    sums = (dq_desc, turns_ptr, dq_smem)
+    turns = (announced, turn_ready)
     outputs = (dk_desc, dv_desc)
     if HEAD_DIM == 64:
         gl.warp_specialize(
             [
-                (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
-                (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
-                (_query_gradient, ((k_smem, ds_smem, dq_smem),
-                                   (k_full, k_empty, ds_full, ds_empty, dq_full, dq_empty), sizes,
+                (_query_gradient, (dq_ptr, turns, (k_smem, ds_smem), (k_full, k_empty, ds_full, ds_empty), sizes,
                                    HEAD_DIM, K_STAGES, CAUSAL)),
                 (producer, (inputs, loaded, loads, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
-                (writer, (sums, (dq_full, dq_empty), sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
-                (writer, (sums, (dq_full, dq_empty), sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
+                (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
+                (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
             ],
             [4, 4, 1, 1, 1], [208, 72, 24, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
-                (_consumer, (outputs, tiles, barriers, sizes, scale, scale_log2,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
                 (producer, (inputs, loaded, loads, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
-                (writer, (sums, (dq_full, dq_empty), sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
-                (writer, (sums, (dq_full, dq_empty), sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
+                (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
+                (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
             ],
             [4, 1, 1, 1], [240, 24, 24, 24],
         )  # fmt: skip

@@ -2,9 +2,10 @@
 
 An item is BLOCK_K keys of one KV head with all query tiles that see them. Programs take the items in turn.
 
-dQ is summed in fp32 in global memory, by bulk adds in a fixed order, so that its bits are the same in every run. Each
-query tile has a counter, its turn: an item adds its share when so many items have added as come before it. Without a
-mask these are the items of smaller keys. Under the causal mask they are those of larger keys: an item begins at its
+dQ is summed in fp32 in global memory, in a fixed order, so that its bits are the same in every run. Who computes an
+item's share adds it from registers: through shared memory, whose bandwidth is what the kernel runs out of, it would
+pass twice. Each query tile has a counter, its turn: an item adds its share when so many items have added as come before
+it. Without a mask these are the items of smaller keys. Under the causal mask they are those of larger keys: an item begins at its
 diagonal and goes down the queries, so the one before it in the order is two steps ahead by itself and nobody waits.
 Either way an item waits only for items before it. With one program an item these were handed out earlier, so nobody can
 wait for ever; a grid of one program an SM is launched as a cooperative one, all of it resident or none.
@@ -22,7 +23,9 @@ BLOCK_Q = gl.constexpr(ROWS)
 BLOCK_K = gl.constexpr(128)  # keys of an item
 CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(64)  # of a consumer
-WRITERS = gl.constexpr(2)
+KEEPERS = gl.constexpr(2)  # of turns
+ADDED = gl.constexpr(11)  # the first keeper's named barrier; the second one's is the next
+SHARE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
 
 
 @gluon.jit
@@ -134,24 +137,49 @@ def producer(
 
 
 @gluon.jit
-def in_register_order(dq):
-    """dQ (64, 64) in wgmma's layout as (128, 32): what a thread holds side by side, so that it is stored 16 bytes at
-    a time and without bank conflicts. Row 16 w + 8 h + r, column 8 n + 2 c + b go to (((((n 4 + w) 8 + r) 4 + c) 2 + h)
-    2 + b); the sum in global memory has this order too, and `_after_kernel` undoes it."""
-    return gl.reshape(gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5)), [128, 32])
+def _in_register_order():
+    """Where each element of a (64, 64) share of dQ lies in memory. wgmma gives a thread row 16 w + 8 h + r, column
+    8 n + 2 c + b for all n, h, b: they lie at ((((n 4 + w) 8 + r) 4 + c) 2 + h) 2 + b, so that a thread's four of an n
+    are side by side and those of a warp fill 512 bytes. `_after_kernel` undoes it."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, SHARE_LAYOUT))[:, None]
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, SHARE_LAYOUT))[None, :]
+    of_row = row // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2
+    return of_row + column // 8 * 512 + column // 2 % 4 * 4 + column % 2
 
 
 @gluon.jit
-def writer(
-    tensors, barriers, sizes, num_q_padded,
+def wait_for_turn(turns, step):
+    """Where the step's share of dQ goes, as a query tile of all heads', times 2, plus 1 if it is not the first there."""
+    announced, turn_ready = turns
+    keeper, use = slot(step, KEEPERS)
+    mbarrier.wait(turn_ready.index(keeper), use)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(announced.index(keeper).load(one), 0)
+
+
+@gluon.jit
+def add_in_turn(dq, dq_ptr, place, step, PART: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Add dQ's columns 64 PART to 64 PART + 64, from `wait_for_turn`, to the fp32 sum, or store them if first there."""
+    tile = dq_ptr + (place // 2).to(gl.int64) * (BLOCK_Q * HEAD_DIM) + PART * BLOCK_Q * 64
+    pointers = tile + _in_register_order()
+    if place % 2 == 0:
+        tma.store_or_add(pointers, dq, False)
+    else:
+        tma.store_or_add(pointers, dq, True)
+    tma.named_barrier("bar.arrive", ADDED + step % KEEPERS, 32 + 2 * HEAD_DIM)
+
+
+@gluon.jit
+def turn_keeper(
+    turns_ptr, turns, sizes, num_q_padded,
     WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Adds every second step's share of dQ to global memory when its turn has come. The first to come stores it.
+    """Waits for the turn of every second step's query tile, says so to those who add to it, and passes the turn on
+    when they have.
 
     An add is complete, and the turn passed on, only a few thousand cycles after its step: hence two of these.
     """
-    dq_desc, turns_ptr, dq_smem = tensors
-    dq_full, dq_empty = barriers
+    announced, turn_ready = turns
     num_heads, num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
     group_size = num_heads // num_kv_heads
     before = 0
@@ -159,7 +187,7 @@ def writer(
         tile, batch, kv_head = owned(done, sizes, CAUSAL)
         first, end = query_tiles(tile, sizes, CAUSAL)
         steps = end - first
-        for step in range((before + WHICH) & 1, group_size * steps, WRITERS):
+        for step in range((before + WHICH) & 1, group_size * steps, KEEPERS):
             member = step // steps
             query_tile = first + step - member * steps
             if CAUSAL:
@@ -167,15 +195,12 @@ def writer(
                 turn = gl.minimum(last_tile, (num_k + BLOCK_K - 1) // BLOCK_K - 1) - tile
             else:
                 turn = tile
-            row = (batch * num_heads + kv_head * group_size + member) * num_q_padded + query_tile * BLOCK_Q
-            counter = turns_ptr + row // BLOCK_Q
-            tma.wait_turn(counter, turn)
-            mbarrier.wait(dq_full.index(WHICH), ((before + step) // WRITERS) & 1)
-            if turn == 0:
-                tma.store(dq_desc, [row * (HEAD_DIM // 32), 0], dq_smem.index(WHICH))
-            else:
-                tma.reduce_add(dq_desc, [row * (HEAD_DIM // 32), 0], dq_smem.index(WHICH))
-            tma.store_wait(0)
-            mbarrier.arrive(dq_empty.index(WHICH), count=1)
-            tma.pass_turn(counter)
+            place = (batch * num_heads + kv_head * group_size + member) * (num_q_padded // BLOCK_Q) + query_tile
+            if turn > 0:
+                tma.wait_turn(turns_ptr + place, turn)
+            one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+            announced.index(WHICH).store(gl.full([1], place * 2 + gl.minimum(turn, 1), gl.int32, one))
+            mbarrier.arrive(turn_ready.index(WHICH), count=1)
+            tma.named_barrier("bar.sync", ADDED + WHICH, 32 + 2 * HEAD_DIM, 1)
+            tma.pass_turn(turns_ptr + place)
         before += group_size * steps

@@ -1,17 +1,15 @@
-"""The Hopper building blocks by one set of names: TMA copies, TMA reduce-add, barriers, turns.
+"""The Hopper building blocks by one set of names: TMA copies, barriers, vector adds to global memory, turns.
 
-Gluon renames its TMA functions between Triton releases, and Triton 3.6 has the reduce-add in its builder but
-not in its public language. Both facts end in this file; it is written for and checked with triton 3.6.
+Gluon renames its TMA functions between Triton releases, and what it has no word for is written in PTX. Both facts end
+in this file; it is written for and checked with triton 3.6.
 """
 
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -19,19 +17,7 @@ from kernels import launch
 
 load = tma.async_copy_global_to_shared  # (descriptor, coordinates, mbarrier, shared tile)
 store = tma.async_copy_shared_to_global  # (descriptor, coordinates, shared tile)
-store_wait = tma.store_wait  # until all but n stores and adds of this thread have READ their shared tile
-
-
-@builtin
-def reduce_add(descriptor, coordinates, tile, _semantic=None):
-    """Add a shared tile to global memory: one bulk instruction (UTMAREDG), no order among programs.
-
-    Complete like `store`: see `store_wait`.
-    """
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle
-    )
+store_wait = tma.store_wait  # until all but n stores of this thread have READ their shared tile
 
 
 @gluon.jit
@@ -46,20 +32,38 @@ def slot(step, STAGES: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _barrier_asm(instruction, identifier, threads):
-    return f"{instruction} {identifier}, {threads}; mov.b32 $0, $1;"
+def _barrier_asm(instruction, threads):
+    return f"{instruction} $1, {threads}; mov.b32 $0, $1;"
 
 
 @gluon.jit
-def named_barrier(INSTRUCTION: gl.constexpr, IDENTIFIER: gl.constexpr, THREADS: gl.constexpr):
-    """`bar.sync` or `bar.arrive` on a hardware barrier, by all 128 threads of a 4-warp partition.
+def named_barrier(
+    INSTRUCTION: gl.constexpr, identifier, THREADS: gl.constexpr, WARPS: gl.constexpr = 4
+):  # fmt: skip
+    """`bar.sync` or `bar.arrive` on a hardware barrier of THREADS threads, by all of a partition of WARPS warps.
 
-    Triton takes identifiers from 0 up for its own barriers; 9 to 15 are free in our kernels.
+    What a thread did before it arrived is seen by those that the barrier lets go on. Triton takes identifiers from 0
+    up for its own barriers; 9 to 15 are free in our kernels.
     """
-    lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    threads = gl.arange(0, 128, layout=lane_layout)
+    lane_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    identifiers = gl.full([32 * WARPS], identifier, gl.int32, lane_layout)
     gl.inline_asm_elementwise(
-        _barrier_asm(INSTRUCTION, IDENTIFIER, THREADS), "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1
+        _barrier_asm(INSTRUCTION, THREADS), "=r,r", [identifiers], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def store_or_add(pointers, values, ADD: gl.constexpr):
+    """Store values (fp32), or add them in no order of their own, to global memory: 16 bytes an instruction.
+
+    Each four consecutive values of a thread lie side by side there: of their pointers the first is used.
+    """
+    if ADD:
+        instruction: gl.constexpr = "red.relaxed.gpu.global.add.v4.f32 [$8], {$4, $5, $6, $7}; mov.b32 $0, 0;"
+    else:
+        instruction: gl.constexpr = "st.global.v4.f32 [$8], {$4, $5, $6, $7}; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(
+        instruction, "=r,=r,=r,=r,f,f,f,f,l,l,l,l", [values, pointers.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=4
     )
 
 
@@ -76,7 +80,7 @@ def _by_one_warp(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, address, value):
 def wait_turn(address, turn):
     """Wait until the int32 at `address` is `turn`; what was written and added before it was set is then seen.
 
-    By a partition of one warp. The last fence carries the order over to bulk operations.
+    By a partition of one warp, and, through a barrier, by those that it lets go on.
     """
     _by_one_warp(
         """{
@@ -86,7 +90,6 @@ def wait_turn(address, turn):
         ld.acquire.gpu.global.u32 now, [$1];
         setp.ne.u32 waits, now, $2;
         @waits bra AGAIN;
-        fence.proxy.async;
         mov.u32 $0, now;
         }""",
         "=r,l,r", address, turn,
@@ -95,13 +98,11 @@ def wait_turn(address, turn):
 
 @gluon.jit
 def pass_turn(address):
-    """Add 1 to the int32 at `address` when this warp's bulk adds are done, not only read. By one warp."""
+    """Add 1 to the int32 at `address`, behind all adds that this warp made or met at a barrier. By one warp."""
     _by_one_warp(
         """{
         .reg .pred first;
         .reg .u32 lane;
-        cp.async.bulk.wait_group 0;
-        fence.proxy.async;
         bar.warp.sync 0xffffffff;
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
