@@ -108,6 +108,11 @@ def _gradient_step(
     stage, phase = slot(step, STAGES)
     place, use = slot(step, 2)
     mbarrier.wait(full.index(stage), phase)
+    if HEAD_DIM == 128:
+        zero = step >> 30
+        k_smem = k.index(zero)
+        k = k_smem.slice(KEYS * CONSUMER, KEYS, 0)
+        v = v.index(zero).slice(KEYS * CONSUMER, KEYS, 0)
     ds, dv = _score_gradient(
         k, v, streamed, stage, key, row, sizes, scale_log2, dv, MASKED, HEAD_DIM, CAUSAL
     )  # fmt: skip
@@ -166,6 +171,8 @@ def _consumer(
             mbarrier.arrive(v_empty, count=1)
         else:
             mbarrier.wait(v_full, done & 1)
+            k = k_smem
+            v = v_smem._reinterpret(dtype, [1, BLOCK_K, HEAD_DIM], k_smem.layout)
         dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         for _ in range(num_heads // num_kv_heads):

@@ -160,13 +160,13 @@ def wait_for_turn(turns, step):
 @gluon.jit
 def add_in_turn(dq, dq_ptr, place, step, PART: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Add dQ's columns 64 PART to 64 PART + 64, from `wait_for_turn`, to the fp32 sum, or store them if first there."""
-    tile = dq_ptr + (place // 2).to(gl.int64) * (BLOCK_Q * HEAD_DIM) + PART * BLOCK_Q * 64
+    tile = dq_ptr + (place >> 1).to(gl.int64) * (BLOCK_Q * HEAD_DIM) + PART * BLOCK_Q * 64
     pointers = tile + _in_register_order()
-    if place % 2 == 0:
+    if place & 1 == 0:
         tma.store_or_add(pointers, dq, False)
     else:
         tma.store_or_add(pointers, dq, True)
-    tma.named_barrier("bar.arrive", ADDED + step % KEEPERS, 32 + 2 * HEAD_DIM)
+    tma.named_barrier("bar.arrive", ADDED + (step & 1), 32 + 2 * HEAD_DIM)
 
 
 @gluon.jit
