@@ -63,7 +63,7 @@ def _before_kernel(
 
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded", "first_seeing"])
 def _after_kernel(
-    dq_sum_ptr,  # (B, Hq, num_q_padded * D) fp32, each 64 rows in the order of `in_register_order`
+    dq_sum_ptr,  # (B, Hq, num_q_padded * D) fp32, each (64, 64) in the order of `in_register_order`
     dq_ptr,  # out, (B, Hq, Nq, D)
     dq_strides,  # (batch, head, token)
     num_heads,
@@ -145,7 +145,7 @@ def launch_hopper_bwd(
     rows = batch * num_heads * num_q_padded
     lse_log2, delta = q.new_empty(2, batch * num_heads, num_q_padded, dtype=torch.float32)
     turns = q.new_empty(rows // ROWS, dtype=torch.int32)
-    dq_sum = q.new_empty(rows * head_dim // 32, 32, dtype=torch.float32)
+    dq_sum = q.new_empty(rows * head_dim, dtype=torch.float32)
     dsinks = q.new_empty(0, dtype=torch.float32)
 
     described = description(options, ("hopper backward", dlse is None, plan), do, q, k, v, o)
@@ -172,7 +172,7 @@ def launch_hopper_bwd(
             hopper_bwd_kernel, programs,
             (
                 tma.descriptor(q, 64), tma.descriptor(k, 128), tma.descriptor(v, 128), tma.descriptor(do, 64),
-                tma.row_descriptor(lse_log2, 64), tma.row_descriptor(delta, 64), tma.descriptor(dq_sum, 2 * head_dim),
+                tma.row_descriptor(lse_log2, 64), tma.row_descriptor(delta, 64), dq_sum,
                 tma.descriptor(dk, head_dim), tma.descriptor(dv, head_dim), turns,
                 num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
                 _heads_per_section(q, num_kv_heads, plan.l2_share), options.scale, options.scale * LOG2_E,

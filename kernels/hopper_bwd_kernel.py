@@ -37,7 +37,6 @@ from kernels.hopper_bwd_roles import (
     CONSUMERS,
     KEYS,
     KEEPERS,
-    SHARE_LAYOUT,
     add_in_turn,
     num_own_items,
     owned,
@@ -49,11 +48,12 @@ from kernels.hopper_bwd_roles import (
 )
 from kernels.hopper_tma import slot
 
+S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
 
 @gluon.jit
 def _product(left, right):
     """left @ right, (64, 64) in fp32: started, to be waited for."""
-    return warpgroup_mma(left, right, gl.zeros([64, 64], gl.float32, SHARE_LAYOUT), use_acc=False, is_async=True)
+    return warpgroup_mma(left, right, gl.zeros([64, 64], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -65,7 +65,7 @@ def _score_gradient(
     q_smem, do_smem, lse_smem, delta_smem = streamed
     _num_heads, _num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, SHARE_LAYOUT)
+    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     scores = _product(k, q_smem.index(stage).permute((1, 0)))
     if HEAD_DIM == 64:
         dp = _product(v, do_smem.index(stage).permute((1, 0)))
@@ -76,11 +76,11 @@ def _score_gradient(
         # when S is done, or ptxas waits there itself
         lse = lse_smem.index(stage).load(columns)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        dp = gl.zeros([KEYS, BLOCK_Q], gl.float32, SHARE_LAYOUT) - delta_smem.index(stage).load(columns)[None, :]
+        dp = gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT) - delta_smem.index(stage).load(columns)[None, :]
         dp = warpgroup_mma(v, do_smem.index(stage).permute((1, 0)), dp, is_async=True)
     p = gl.exp2(scores * scale_log2 - lse[None, :])
     if MASKED:
-        keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, SHARE_LAYOUT))[:, None]
+        keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
         if CAUSAL:
             last_seen = row + (num_k - num_q) + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
             p = gl.where(keys <= last_seen, p, 0.0)
@@ -165,9 +165,9 @@ def _consumer(
         k = k_tile.slice(KEYS * CONSUMER, KEYS, 0)
         v = v_smem.slice(KEYS * CONSUMER, KEYS, 0)
         if HEAD_DIM == 64:
-            k = k.load(gl.DotOperandLayout(0, SHARE_LAYOUT, 2))
+            k = k.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
             mbarrier.wait(v_full, done & 1)
-            v = v.load(gl.DotOperandLayout(0, SHARE_LAYOUT, 2))
+            v = v.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
             mbarrier.arrive(v_empty, count=1)
         else:
             mbarrier.wait(v_full, done & 1)
@@ -254,7 +254,7 @@ def hopper_bwd_kernel(
     do_desc,  # (B, Hq, Nq, D), tiles of 64 rows
     lse_desc,  # (B * Hq, num_q_padded) fp32, base 2, +inf where a row sees nothing
     delta_desc,  # (B * Hq, num_q_padded) fp32
-    dq_ptr,  # (B * Hq * num_q_padded * D,) fp32: dQ / scale in the order of `_in_register_order`
+    dq_ptr,  # (B * Hq * num_q_padded * D,) fp32: dQ / scale in the order of `in_register_order`
     dk_desc,  # (B, Hkv, Nk, D), tiles of D rows
     dv_desc,  # (B, Hkv, Nk, D), tiles of D rows
     turns_ptr,  # (B * Hq * num_q_padded / 64,) int32, zeros: how many items have added to a query tile

@@ -25,7 +25,6 @@ CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(64)  # of a consumer
 KEEPERS = gl.constexpr(2)  # of turns
 ADDED = gl.constexpr(11)  # the first keeper's named barrier; the second one's is the next
-SHARE_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
 
 
 @gluon.jit
@@ -137,14 +136,11 @@ def producer(
 
 
 @gluon.jit
-def _in_register_order():
-    """Where each element of a (64, 64) share of dQ lies in memory. wgmma gives a thread row 16 w + 8 h + r, column
-    8 n + 2 c + b for all n, h, b: they lie at ((((n 4 + w) 8 + r) 4 + c) 2 + h) 2 + b, so that a thread's four of an n
-    are side by side and those of a warp fill 512 bytes. `_after_kernel` undoes it."""
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, SHARE_LAYOUT))[:, None]
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, SHARE_LAYOUT))[None, :]
-    of_row = row // 16 * 128 + row % 8 * 16 + row // 8 % 2 * 2
-    return of_row + column // 8 * 512 + column // 2 % 4 * 4 + column % 2
+def in_register_order(dq):
+    """dQ (64, 64) in wgmma's layout as (4096,): what a thread holds side by side, so that it is stored and added 16
+    bytes at a time, and 512 side by side by a warp. Row 16 w + 8 h + r, column 8 n + 2 c + b go to (((((n 4 + w) 8 + r)
+    4 + c) 2 + h) 2 + b); the sum in global memory has this order too, and `_after_kernel` undoes it."""
+    return gl.reshape(gl.permute(gl.reshape(dq, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5)), [BLOCK_Q * 64])
 
 
 @gluon.jit
@@ -159,13 +155,14 @@ def wait_for_turn(turns, step):
 
 @gluon.jit
 def add_in_turn(dq, dq_ptr, place, step, PART: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Add dQ's columns 64 PART to 64 PART + 64, from `wait_for_turn`, to the fp32 sum, or store them if first there."""
-    tile = dq_ptr + (place >> 1).to(gl.int64) * (BLOCK_Q * HEAD_DIM) + PART * BLOCK_Q * 64
-    pointers = tile + _in_register_order()
+    """Add dQ's columns 64 PART to 64 PART + 64 where `wait_for_turn` says, or store them if they are the first there."""
+    share = in_register_order(dq)
+    start = dq_ptr + (place >> 1).to(gl.int64) * (BLOCK_Q * HEAD_DIM) + PART * BLOCK_Q * 64
+    pointers = start + gl.arange(0, BLOCK_Q * 64, layout=share.type.layout)
     if place & 1 == 0:
-        tma.store_or_add(pointers, dq, False)
+        gl.store(pointers, share)
     else:
-        tma.store_or_add(pointers, dq, True)
+        gl.atomic_add(pointers, share, sem="relaxed", scope="gpu")  # 16 bytes an instruction: REDG.ADD.F32x4
     tma.named_barrier("bar.arrive", ADDED + (step & 1), 32 + 2 * HEAD_DIM)
 
 

@@ -1,4 +1,4 @@
-"""The Hopper building blocks by one set of names: TMA copies, barriers, vector adds to global memory, turns.
+"""The Hopper building blocks by one set of names: TMA copies, barriers, turns.
 
 Gluon renames its TMA functions between Triton releases, and what it has no word for is written in PTX. Both facts end
 in this file; it is written for and checked with triton 3.6.
@@ -49,21 +49,6 @@ def named_barrier(
     identifiers = gl.full([32 * WARPS], identifier, gl.int32, lane_layout)
     gl.inline_asm_elementwise(
         _barrier_asm(INSTRUCTION, THREADS), "=r,r", [identifiers], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def store_or_add(pointers, values, ADD: gl.constexpr):
-    """Store values (fp32), or add them in no order of their own, to global memory: 16 bytes an instruction.
-
-    Each four consecutive values of a thread lie side by side there: of their pointers the first is used.
-    """
-    if ADD:
-        instruction: gl.constexpr = "red.relaxed.gpu.global.add.v4.f32 [$8], {$4, $5, $6, $7}; mov.b32 $0, 0;"
-    else:
-        instruction: gl.constexpr = "st.global.v4.f32 [$8], {$4, $5, $6, $7}; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(
-        instruction, "=r,=r,=r,=r,f,f,f,f,l,l,l,l", [values, pointers.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=4
     )
 
 

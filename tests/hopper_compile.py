@@ -18,7 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-_OPCODES = ("HGMMA", "QGMMA", "HMMA", "PRMT", "WARPGROUP.DEPBAR", "UTMALDG", "UTMASTG", "UTMAREDG", "LDL", "STL")
+_OPCODES = (
+    "HGMMA", "QGMMA", "HMMA", "PRMT", "R2UR", "WARPGROUP.DEPBAR", "UTMALDG", "UTMASTG", "REDG.E.ADD.F32x4", "LDL", "STL",
+)  # fmt: skip
 
 
 def _descriptor(dtype: str, shape: list[int]) -> str:

@@ -3,9 +3,9 @@
 Gluon has no interpreter. This is enough of one to hold forward and backward to the oracle where there is no GPU: which
 tiles are visited, masks, phases and counts of barriers (a partition that waits for ever is reported), the coordinates
 of every copy, turns that programs wait for. TMA addresses memory as the hardware does, 64-bit arithmetic and bounds
-included. A product reads its operands as late as it may, when it is waited for; so does a copy out, and what it writes
-is seen when its turn is passed on or its partition ends. Layouts, registers, rounding to 16 bits and time do not exist
-here.
+included. A product reads its operands as late as it may, when it is waited for; so does a copy out. What is written or
+added to global memory is seen when its partition ends, or when a turn is passed on by a partition that met the writing
+one at a hardware barrier. Layouts, registers, rounding to 16 bits and time do not exist here.
 """
 
 import os
@@ -74,10 +74,6 @@ def _load(pointer, mask=True, other=0):
     inside = np.where(mask, pointer.offset, 0)
     assert (inside >= 0).all()
     return _value(np.where(mask, pointer.memory[inside], other))
-
-
-def _store(pointer, value, mask):
-    pointer.memory[pointer.offset[mask]] = value[mask]
 
 
 class _Shared:
@@ -169,10 +165,10 @@ _MBARRIER = SimpleNamespace(
 
 
 class _InFlight(threading.local):
-    """What a thread has started: products, copies out that have not read their tile, and such that have not written."""
+    """What a thread has started: products, copies out that have not read their tile; and what it must yet write."""
 
     def __init__(self):
-        self.products, self.unread, self.unwritten = [], [], []
+        self.products, self.unread, self.unwritten = [], [], []  # unwritten: functions
 
 
 class _Machine:
@@ -192,7 +188,7 @@ class _Machine:
         self._memory = memory  # of all programs: tells of a turn passed on
         self._pauses = pauses
         self.changed = threading.Condition()
-        self._named = {}
+        self._named, self._unwritten = {}, {}  # threads that came to a hardware barrier, and what they must yet write
         self._own = _InFlight()
         self._stopped = False
 
@@ -244,6 +240,8 @@ class _Machine:
         if layout == "barriers":
             barriers = [_Barrier(self) for _ in range(shape[0])]
             return SimpleNamespace(index=barriers.__getitem__) if len(shape) == 2 else barriers[0]
+        if dtype == "int32":
+            return _Shared(np.full(shape, -1), 4)
         element_bytes = 4 if dtype == "float32" else self._element_bytes
         return _Shared(np.full(shape, np.nan, np.float32), element_bytes)
 
@@ -256,31 +254,48 @@ class _Machine:
         barrier.change(announced=-tile.size * shared.element_bytes)
 
     def store(self, descriptor, coordinates, shared):
-        self._own.unread.append((descriptor, coordinates, shared, False))
-
-    def reduce_add(self, descriptor, coordinates, shared):
-        self._own.unread.append((descriptor, coordinates, shared, True))
+        self._own.unread.append((descriptor, coordinates, shared))
 
     def store_wait(self, pending):
         while len(self._own.unread) > pending:
-            descriptor, coordinates, shared, adds = self._own.unread.pop(0)
+            descriptor, coordinates, shared = self._own.unread.pop(0)
             tile = shared.array.reshape(-1, shared.array.shape[-1]).copy()
-            self._own.unwritten.append((list(descriptor.rows(coordinates)), tile, adds))
+
+            def write(tile=tile, rows=list(descriptor.rows(coordinates))):
+                for source, target in zip(tile, rows, strict=True):
+                    if target is not None:
+                        target[:] = source
+
+            self._own.unwritten.append(write)
+
+    def store_by_pointer(self, pointer, value, mask=True):
+        inside = np.broadcast_to(mask, pointer.offset.shape)
+        where, what = pointer.offset[inside], value[inside].copy()
+        self._own.unwritten.append(lambda: pointer.memory.__setitem__(where, what))
+
+    def atomic_add(self, pointer, value, sem, scope):
+        assert (sem, scope) == ("relaxed", "gpu"), "the order is the barrier's and the turn's"
+        value = value.copy()
+        self._own.unwritten.append(lambda: np.add.at(pointer.memory, pointer.offset, value))
 
     def _complete(self):
-        for targets, tile, adds in self._own.unwritten:
-            for source, target in zip(tile, targets, strict=True):
-                if target is not None:
-                    target[:] = source + (target if adds else 0.0)
+        for write in self._own.unwritten:
+            write()
         self._own.unwritten.clear()
 
-    def named_barrier(self, instruction, identifier, threads):
+    def named_barrier(self, instruction, identifier, threads, warps=4):
         with self.changed:
-            meeting = self._named[identifier] = self._named.get(identifier, 0) + 128
+            meeting = self._named[identifier] = self._named.get(identifier, 0) + 32 * warps
+            unwritten = self._unwritten.setdefault(identifier, [])
+            unwritten += self._own.unwritten
+            self._own.unwritten.clear()
             self.changed.notify_all()
         if instruction == "bar.sync":
             whole = -(-meeting // threads) * threads
             self.wait_until(lambda: self._named[identifier] >= whole)
+            with self.changed:
+                self._own.unwritten += unwritten
+                unwritten.clear()
 
     def multiply(self, left, right, acc, use_acc=True, is_async=False):
         result = np.full(acc.shape, np.nan, np.float32).view(_Tile)
@@ -315,14 +330,14 @@ def _language(machine) -> SimpleNamespace:
         program_id=lambda _: machine.program, num_programs=lambda _: machine.programs,
         arange=lambda start, end, layout=None: _value(np.arange(start, end)),
         zeros=lambda shape, *_: np.zeros(shape, np.float32).view(_Tile),
-        full=lambda shape, value, *_: np.full(shape, value, np.float32).view(_Tile),
-        load=_load, store=_store, convert_layout=passed, static_range=range, constexpr=passed,
+        full=lambda shape, value, dtype, *_: np.full(shape, value, dtype).view(_Tile),
+        load=_load, store=machine.store_by_pointer, atomic_add=machine.atomic_add, convert_layout=passed, static_range=range, constexpr=passed,
         inline_asm_elementwise=lambda asm, *a, **_: _value(1.0 / _only_reciprocal(asm, *a)),
         allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: "tile"),
         **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), passed),
         SwizzledSharedLayout=lambda *_, **__: "tile", float32="float32",
-        **dict.fromkeys(("int32", "int64", "bfloat16")),
+        int32="int32", **dict.fromkeys(("int64", "bfloat16")),
     )  # fmt: skip
 
 
