@@ -98,10 +98,10 @@ def _score_gradient(
 
 @gluon.jit
 def _gradient_step(
-    k, v, k_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, row, sizes, scale_log2, dk, dv,
+    k, v, streamed, ds_smem, dq_ptr, turns, barriers, step, key, row, sizes, scale_log2, dk, dv,
     MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """One query tile's share of dK and dV, and dS for its dQ."""
+    """One query tile's share of dK and dV, and dS for its dQ. k and v: registers (64) or where their tiles are (128)."""
     full, empty, ds_full, ds_empty = barriers
     q_smem = streamed[0]
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -109,10 +109,12 @@ def _gradient_step(
     place, use = slot(step, 2)
     mbarrier.wait(full.index(stage), phase)
     if HEAD_DIM == 128:
-        zero = step >> 30
-        k_smem = k.index(zero)
-        k = k_smem.slice(KEYS * CONSUMER, KEYS, 0)
-        v = v.index(zero).slice(KEYS * CONSUMER, KEYS, 0)
+        # 0, but ptxas cannot know: else it holds the descriptors of all pieces of K and V, as they are the same in
+        # every step, in more than 20 registers (they are short) and moves each to the uniform ones (R2UR) it needs
+        nought = step >> 30
+        k_tile = k.index(nought)
+        k = k_tile.slice(KEYS * CONSUMER, KEYS, 0)
+        v = v.index(nought).slice(KEYS * CONSUMER, KEYS, 0)
     ds, dv = _score_gradient(
         k, v, streamed, stage, key, row, sizes, scale_log2, dv, MASKED, HEAD_DIM, CAUSAL
     )  # fmt: skip
@@ -129,7 +131,7 @@ def _gradient_step(
         dv = warpgroup_mma_wait(0, deps=(dv,))
         mbarrier.wait(ds_full.index(place), use)
         # a consumer is here only when it has read the dS of the step before: two places are enough
-        dq = _product(ds_smem.index(place).permute((1, 0)), k_smem.slice(64 * CONSUMER, 64, 1))
+        dq = _product(ds_smem.index(place).permute((1, 0)), k_tile.slice(64 * CONSUMER, 64, 1))
         dk = warpgroup_mma(operand, q_smem.index(stage), dk, is_async=True)
         turn = wait_for_turn(turns, step)
         dq = warpgroup_mma_wait(1, deps=(dq,))
@@ -161,29 +163,26 @@ def _consumer(
         unmasked = unmasked_from(key, first, end, sizes, CAUSAL)
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_full.index(k_stage), k_phase)
-        k_tile = k_smem.index(k_stage)
-        k = k_tile.slice(KEYS * CONSUMER, KEYS, 0)
-        v = v_smem.slice(KEYS * CONSUMER, KEYS, 0)
         if HEAD_DIM == 64:
-            k = k.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            k = k_smem.index(k_stage).slice(KEYS * CONSUMER, KEYS, 0).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
             mbarrier.wait(v_full, done & 1)
-            v = v.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            v = v_smem.index(0).slice(KEYS * CONSUMER, KEYS, 0).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
             mbarrier.arrive(v_empty, count=1)
         else:
             mbarrier.wait(v_full, done & 1)
             k = k_smem
-            v = v_smem._reinterpret(dtype, [1, BLOCK_K, HEAD_DIM], k_smem.layout)
+            v = v_smem
         dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         for _ in range(num_heads // num_kv_heads):
             for query_tile in range(first, unmasked):
                 dk, dv = _gradient_step(
-                    k, v, k_tile, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
+                    k, v, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
                     query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, True, HEAD_DIM, STAGES, CAUSAL, CONSUMER,
                 )  # fmt: skip
             for query_tile in range(unmasked, end):
                 dk, dv = _gradient_step(
-                    k, v, k_tile, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
+                    k, v, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
                     query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, False, HEAD_DIM, STAGES, CAUSAL, CONSUMER,
                 )  # fmt: skip
             step += end - first
@@ -195,8 +194,8 @@ def _consumer(
         else:
             # both consumers are done with K and V: their tiles carry dK and dV out
             tma.named_barrier("bar.sync", 10, 256)
-            dk_tile = k_tile.slice(KEYS * CONSUMER, KEYS, 0)
-            dv_tile = v_smem.slice(KEYS * CONSUMER, KEYS, 0)
+            dk_tile = k_smem.index(0).slice(KEYS * CONSUMER, KEYS, 0)
+            dv_tile = v_smem.index(0).slice(KEYS * CONSUMER, KEYS, 0)
         dk_tile.store((dk * scale).to(dtype))
         dv_tile.store(dv.to(dtype))
         fence_async_shared()
@@ -208,7 +207,7 @@ def _consumer(
             # half of the rows of a tile as wide as this are no tile of their own: one consumer stores for both
             tma.named_barrier("bar.sync", 10, 256)
             if CONSUMER == 0:
-                tma.store(dk_desc, [batch, kv_head, key, 0], k_tile._reinterpret(dtype, out_tile4, dk_desc.layout))
+                tma.store(dk_desc, [batch, kv_head, key, 0], k_smem._reinterpret(dtype, out_tile4, dk_desc.layout))
                 tma.store(dv_desc, [batch, kv_head, key, 0], v_smem._reinterpret(dtype, out_tile4, dv_desc.layout))
                 tma.store_wait(0)
                 mbarrier.arrive(k_empty.index(k_stage), count=1)
@@ -279,7 +278,7 @@ def hopper_bwd_kernel(
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
     k_smem = gl.allocate_shared_memory(dtype, [K_STAGES, BLOCK_K, HEAD_DIM], k_layout)
-    v_smem = gl.allocate_shared_memory(dtype, [BLOCK_K, HEAD_DIM], k_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [1, BLOCK_K, HEAD_DIM], k_layout)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, HEAD_DIM], q_layout)
     do_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, HEAD_DIM], q_layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], row_layout)

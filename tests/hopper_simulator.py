@@ -235,6 +235,9 @@ class _Machine:
                         condition.notify_all()
 
         _run_beside([threading.Thread(target=run, args=partition) for partition in partitions], problems)
+        for unwritten in self._unwritten.values():  # left by those who arrived last, where nobody waited
+            self._own.unwritten += unwritten
+        self._complete()
 
     def allocate(self, dtype, shape, layout):
         if layout == "barriers":
