@@ -192,8 +192,8 @@ def _consumer(
         if AHEAD:
             stage, phase = slot(step, STAGES)
             mbarrier.wait(full.index(stage), phase, pred=step != last)
-            q_tile = q_smem.index(stage).permute((1, 0))
-            scores = warpgroup_mma(k.index(0).slice(KEYS * CONSUMER, KEYS, 0), q_tile, scores, use_acc=False)
+            scores = _product(k.index(0).slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage).permute((1, 0)))
+            scores = warpgroup_mma_wait(0, deps=(scores,))
         for _ in range(num_heads // num_kv_heads):
             for query_tile in range(first, unmasked):
                 dk, dv, scores = _gradient_step(
