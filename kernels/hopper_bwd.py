@@ -163,7 +163,11 @@ def launch_hopper_bwd(
     plan = plan or plan_for(head_dim, options.causal, num_q)
     items = -(-num_k // BLOCK_K.value) * batch * num_kv_heads
     programs = min(items, num_sms(q.device.index)) if plan.persistent else items
-    constants = {"HEAD_DIM": head_dim, "STAGES": 3 if head_dim == 64 else plan.stages, "CAUSAL": options.causal, "AHEAD": plan.ahead, "OUT": plan.out or head_dim == 64}
+    constants = {
+        "HEAD_DIM": head_dim, "STAGES": 3 if head_dim == 64 else plan.stages, "CAUSAL": options.causal,
+        "AHEAD": plan.ahead, "OUT": plan.out or head_dim == 64,
+    }  # fmt: skip
+    out_rows = 64 if constants["OUT"] else 128
     memory_bound = {"HEAD_DIM": head_dim, "ROWS": ROWS}
     with on_device(q):
         before = launch(
@@ -176,7 +180,7 @@ def launch_hopper_bwd(
             (
                 tma.descriptor(q, 64), tma.descriptor(k, 128), tma.descriptor(v, 128), tma.descriptor(do, 64),
                 tma.row_descriptor(lse_log2, 64), tma.row_descriptor(delta, 64), dq_sum,
-                tma.descriptor(dk, 64 if constants["OUT"] else 128), tma.descriptor(dv, 64 if constants["OUT"] else 128), turns,
+                tma.descriptor(dk, out_rows), tma.descriptor(dv, out_rows), turns,
                 num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
                 _heads_per_section(q, num_kv_heads, plan.l2_share), options.scale, options.scale * LOG2_E,
             ),

@@ -35,8 +35,8 @@ from kernels.hopper_bwd_roles import (
     BLOCK_K,
     BLOCK_Q,
     CONSUMERS,
-    KEYS,
     KEEPERS,
+    KEYS,
     add_in_turn,
     num_own_items,
     owned,
@@ -104,7 +104,7 @@ def _gradient_step(
     MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """One query tile's share of dK and dV, and dS for its dQ. k and v: registers (64) or where their tiles are (128)."""
+    """One query tile's share of dK, dV and dQ. k and v: in registers (64), or where their tiles are (128)."""
     full, empty, ds_full, ds_empty = barriers
     q_smem = streamed[0]
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -198,12 +198,14 @@ def _consumer(
             for query_tile in range(first, unmasked):
                 dk, dv, scores = _gradient_step(
                     k, v, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, last, key,
-                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, scores, True, HEAD_DIM, STAGES, CAUSAL, CONSUMER, AHEAD,
+                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, scores,
+                    True, HEAD_DIM, STAGES, CAUSAL, CONSUMER, AHEAD,
                 )  # fmt: skip
             for query_tile in range(unmasked, end):
                 dk, dv, scores = _gradient_step(
                     k, v, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, last, key,
-                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, scores, False, HEAD_DIM, STAGES, CAUSAL, CONSUMER, AHEAD,
+                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, scores,
+                    False, HEAD_DIM, STAGES, CAUSAL, CONSUMER, AHEAD,
                 )  # fmt: skip
             step += end - first
         if OUT:

@@ -5,10 +5,10 @@ An item is BLOCK_K keys of one KV head with all query tiles that see them. Progr
 dQ is summed in fp32 in global memory, in a fixed order, so that its bits are the same in every run. Who computes an
 item's share adds it from registers: through shared memory, whose bandwidth is what the kernel runs out of, it would
 pass twice. Each query tile has a counter, its turn: an item adds its share when so many items have added as come before
-it. Without a mask these are the items of smaller keys. Under the causal mask they are those of larger keys: an item begins at its
-diagonal and goes down the queries, so the one before it in the order is two steps ahead by itself and nobody waits.
-Either way an item waits only for items before it. With one program an item these were handed out earlier, so nobody can
-wait for ever; a grid of one program an SM is launched as a cooperative one, all of it resident or none.
+it. Without a mask these are the items of smaller keys. Under the causal mask they are those of larger keys: an item
+begins at its diagonal and goes down the queries, so the one before it in the order is two steps ahead by itself and
+nobody waits. Either way an item waits only for items before it. With one program an item these were handed out earlier,
+so nobody can wait for ever; a grid of one program an SM is launched as a cooperative one, all of it resident or none.
 """
 
 from triton.experimental import gluon
@@ -145,7 +145,7 @@ def in_register_order(dq):
 
 @gluon.jit
 def wait_for_turn(turns, step):
-    """Where the step's share of dQ goes, as a query tile of all heads', times 2, plus 1 if it is not the first there."""
+    """Where a step's share of dQ goes, when it may: a query tile of all heads', times 2, plus 1 unless first there."""
     announced, turn_ready = turns
     keeper, use = slot(step, KEEPERS)
     mbarrier.wait(turn_ready.index(keeper), use)
@@ -155,7 +155,7 @@ def wait_for_turn(turns, step):
 
 @gluon.jit
 def add_in_turn(dq, dq_ptr, place, step, PART: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Add dQ's columns 64 PART to 64 PART + 64 where `wait_for_turn` says, or store them if they are the first there."""
+    """Add dQ's columns 64 PART to 64 PART + 64 where `wait_for_turn` says, or store them if first there."""
     share = in_register_order(dq)
     start = dq_ptr + (place >> 1).to(gl.int64) * (BLOCK_Q * HEAD_DIM) + PART * BLOCK_Q * 64
     pointers = start + gl.arange(0, BLOCK_Q * 64, layout=share.type.layout)

@@ -11,6 +11,7 @@ one at a hardware barrier. Layouts, registers, rounding to 16 bits and time do n
 import os
 import threading
 import types
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 
@@ -74,6 +75,12 @@ def _load(pointer, mask=True, other=0):
     inside = np.where(mask, pointer.offset, 0)
     assert (inside >= 0).all()
     return _value(np.where(mask, pointer.memory[inside], other))
+
+
+def _write_rows(tile, rows):
+    for source, target in zip(tile, rows, strict=True):
+        if target is not None:
+            target[:] = source
 
 
 class _Shared:
@@ -263,23 +270,16 @@ class _Machine:
         while len(self._own.unread) > pending:
             descriptor, coordinates, shared = self._own.unread.pop(0)
             tile = shared.array.reshape(-1, shared.array.shape[-1]).copy()
-
-            def write(tile=tile, rows=list(descriptor.rows(coordinates))):
-                for source, target in zip(tile, rows, strict=True):
-                    if target is not None:
-                        target[:] = source
-
-            self._own.unwritten.append(write)
+            self._own.unwritten.append(partial(_write_rows, tile, list(descriptor.rows(coordinates))))
 
     def store_by_pointer(self, pointer, value, mask=True):
         inside = np.broadcast_to(mask, pointer.offset.shape)
-        where, what = pointer.offset[inside], value[inside].copy()
-        self._own.unwritten.append(lambda: pointer.memory.__setitem__(where, what))
+        write = partial(pointer.memory.__setitem__, pointer.offset[inside], value[inside].copy())
+        self._own.unwritten.append(write)
 
     def atomic_add(self, pointer, value, sem, scope):
         assert (sem, scope) == ("relaxed", "gpu"), "the order is the barrier's and the turn's"
-        value = value.copy()
-        self._own.unwritten.append(lambda: np.add.at(pointer.memory, pointer.offset, value))
+        self._own.unwritten.append(partial(np.add.at, pointer.memory, pointer.offset, value.copy()))
 
     def _complete(self):
         for write in self._own.unwritten:
@@ -334,7 +334,8 @@ def _language(machine) -> SimpleNamespace:
         arange=lambda start, end, layout=None: _value(np.arange(start, end)),
         zeros=lambda shape, *_: np.zeros(shape, np.float32).view(_Tile),
         full=lambda shape, value, dtype, *_: np.full(shape, value, dtype).view(_Tile),
-        load=_load, store=machine.store_by_pointer, atomic_add=machine.atomic_add, convert_layout=passed, static_range=range, constexpr=passed,
+        load=_load, store=machine.store_by_pointer, atomic_add=machine.atomic_add, convert_layout=passed,
+        static_range=range, constexpr=passed,
         inline_asm_elementwise=lambda asm, *a, **_: _value(1.0 / _only_reciprocal(asm, *a)),
         allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: "tile"),

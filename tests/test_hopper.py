@@ -36,7 +36,8 @@ def _forward(head_dim: int, consumers: int, causal: bool = False, *options: str,
 
 
 def _backward(head_dim: int, causal: bool) -> dict:
-    return {"HEAD_DIM": head_dim, "STAGES": 2 if head_dim == 128 else 3, "CAUSAL": causal}
+    narrow = head_dim == 64
+    return {"HEAD_DIM": head_dim, "STAGES": 3 if narrow else 2, "CAUSAL": causal, "AHEAD": False, "OUT": narrow}
 
 
 # (kernel, constants, most bytes of stack: more means new spills)
@@ -49,8 +50,9 @@ COMPILED = [
     ("fwd", _forward(128, 2, False, "window"), 0),
     ("fwd", _forward(64, 2, True, "varlen", stages=3), 0),
     ("fwd", _forward(128, 2, False, "window", "softcap", "varlen"), 32),  # of a tile, not of its steps
-    ("bwd", _backward(128, True), 72),
-    ("bwd", _backward(64, True), 40),
+    ("bwd", _backward(128, True), 24),  # of an item, not of its steps
+    ("bwd", _backward(128, False), 0),
+    ("bwd", _backward(64, True), 72),  # of an item, not of its steps
 ]
 
 
