@@ -50,6 +50,7 @@ from kernels.hopper_tma import slot
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
 
+
 @gluon.jit
 def _product(left, right):
     """left @ right, (64, 64) in fp32: started, to be waited for."""
