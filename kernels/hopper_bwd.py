@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import hopper_tma as tma
 from kernels.device import l2_bytes, num_sms
-from kernels.hopper import addressable
+from kernels.hopper import addressable, tile_width
 from kernels.hopper_bwd_kernel import hopper_bwd_kernel
 from kernels.hopper_bwd_roles import BLOCK_K, ROWS
 from kernels.hopper_fwd import LOG2_E, LOG2_E_CONSTANT
@@ -33,6 +33,7 @@ def _before_kernel(
     num_q,
     num_q_padded,
     HEAD_DIM: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """delta = rowsum(dO * O) - dLSE, LSE in base 2, and zeros where the turns are counted.
@@ -45,12 +46,13 @@ def _before_kernel(
     rows = (tl.program_id(0) - batch_head * tiles) * ROWS + tl.arange(0, ROWS)
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
-    cols = tl.arange(0, HEAD_DIM)
+    cols = tl.arange(0, TILE_WIDTH)
     inside = rows < num_q
+    loaded = inside[:, None] & (cols < HEAD_DIM)
     o_at = o_ptr + batch * o_strides[0] + head * o_strides[1] + rows.to(tl.int64)[:, None] * o_strides[2] + cols
     do_at = do_ptr + batch * do_strides[0] + head * do_strides[1] + rows.to(tl.int64)[:, None] * do_strides[2] + cols
-    o = tl.load(o_at, mask=inside[:, None], other=0.0).to(tl.float32)
-    do = tl.load(do_at, mask=inside[:, None], other=0.0).to(tl.float32)
+    o = tl.load(o_at, mask=loaded, other=0.0).to(tl.float32)
+    do = tl.load(do_at, mask=loaded, other=0.0).to(tl.float32)
     delta = tl.sum(o * do, 1)
     lse = tl.load(lse_ptr + batch_head.to(tl.int64) * num_q + rows, mask=inside, other=-float("inf"))
     if dlse_ptr is not None:
@@ -63,7 +65,7 @@ def _before_kernel(
 
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded", "first_seeing"])
 def _after_kernel(
-    dq_sum_ptr,  # (B, Hq, num_q_padded * D) fp32, each 64 rows in the order of `in_register_order`
+    dq_sum_ptr,  # (B, Hq, num_q_padded * TILE_WIDTH) fp32, each 64 rows in the order of `in_register_order`
     dq_ptr,  # out, (B, Hq, Nq, D)
     dq_strides,  # (batch, head, token)
     num_heads,
@@ -72,6 +74,7 @@ def _after_kernel(
     first_seeing,  # tiles before this row see no key: nothing was stored for them
     scale,
     HEAD_DIM: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """dQ = scale * its fp32 sum, rounded once."""
@@ -80,13 +83,13 @@ def _after_kernel(
     rows = (tl.program_id(0) - batch_head * tiles) * ROWS + tl.arange(0, ROWS)
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
-    cols = tl.arange(0, HEAD_DIM)
-    stored = tl.load(dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * HEAD_DIM + tl.arange(0, ROWS * HEAD_DIM))
-    parts = tl.reshape(stored, [HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
-    dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, HEAD_DIM])
+    cols = tl.arange(0, TILE_WIDTH)
+    stored = tl.load(dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * TILE_WIDTH + tl.arange(0, ROWS * TILE_WIDTH))
+    parts = tl.reshape(stored, [TILE_WIDTH // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
+    dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
     dq = tl.where((rows >= first_seeing)[:, None], dq * scale, 0.0)
     dq_at = dq_ptr + batch * dq_strides[0] + head * dq_strides[1] + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
-    tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None])
+    tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None] & (cols < HEAD_DIM))
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,8 @@ def launch_hopper_bwd(
     rows = batch * num_heads * num_q_padded
     lse_log2, delta = q.new_empty(2, batch * num_heads, num_q_padded, dtype=torch.float32)
     turns = q.new_empty(rows // ROWS, dtype=torch.int32)
-    dq_sum = q.new_empty(rows * head_dim // 32, 32, dtype=torch.float32)
+    tile = tile_width(head_dim)
+    dq_sum = q.new_empty(rows * tile // 32, 32, dtype=torch.float32)
     dsinks = q.new_empty(0, dtype=torch.float32)
 
     described = description(options, ("hopper backward", dlse is None, plan), do, q, k, v, o)
@@ -157,11 +161,11 @@ def launch_hopper_bwd(
     ):
         return dq, dk, dv, dsinks
 
-    plan = plan or plan_for(head_dim, options.causal, num_q)
+    plan = plan or plan_for(tile, options.causal, num_q)
     items = -(-num_k // BLOCK_K.value) * batch * num_kv_heads
     programs = min(items, num_sms(q.device.index)) if plan.persistent else items
-    constants = {"HEAD_DIM": head_dim, "STAGES": 3 if head_dim == 64 else 2, "CAUSAL": options.causal}
-    memory_bound = {"HEAD_DIM": head_dim, "ROWS": ROWS}
+    constants = {"HEAD_DIM": tile, "STAGES": 3 if tile == 64 else 2, "CAUSAL": options.causal}
+    memory_bound = {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS}
     with on_device(q):
         before = launch(
             _before_kernel, rows // ROWS,
@@ -171,9 +175,9 @@ def launch_hopper_bwd(
         main = launch(
             hopper_bwd_kernel, programs,
             (
-                tma.descriptor(q, 64), tma.descriptor(k, 128), tma.descriptor(v, 128), tma.descriptor(do, 64),
-                tma.row_descriptor(lse_log2, 64), tma.row_descriptor(delta, 64), tma.descriptor(dq_sum, 2 * head_dim),
-                tma.descriptor(dk, head_dim), tma.descriptor(dv, head_dim), turns,
+                tma.descriptor(q, 64, tile), tma.descriptor(k, 128, tile), tma.descriptor(v, 128, tile),
+                tma.descriptor(do, 64, tile), tma.row_descriptor(lse_log2, 64), tma.row_descriptor(delta, 64),
+                tma.descriptor(dq_sum, 2 * tile), tma.descriptor(dk, tile, tile), tma.descriptor(dv, tile, tile), turns,
                 num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
                 _heads_per_section(q, num_kv_heads, plan.l2_share), options.scale, options.scale * LOG2_E,
             ),

@@ -1,6 +1,6 @@
 """Forward pass for Hopper (sm_90a), in Gluon: TMA, asynchronous wgmma, specialised warps.
 
-Roles. Two (head_dim 128) or three (64) consumer warpgroups own 64 queries each; one producer warp issues all
+Roles. Two (head_dim 128 and 256) or three (64) consumer warpgroups own 64 queries each; one producer warp issues all
 loads. A program takes one query tile after another (persistent grid), and the producer runs ahead into the next.
 
 Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from right to left:
@@ -16,7 +16,7 @@ Packed documents: one tile a program, found before the roles part; descriptors c
 for the store of O.
 
 Barriers (mbarriers; a stage s of a ring of STAGES):
-    q_full[c]   consumer c's 64 queries have arrived        q_empty[c]  c has issued its last product with them
+    q_full[c]   consumer c's 64 queries have arrived        q_empty[c]  c's last S with them is done (256: O is out)
     k_full[s]   a key tile has arrived                      k_empty[s]  every consumer's S with it is done
     v_full[s]   a value tile has arrived                    v_empty[s]  every consumer's P V with it is done
     9 + c       hardware barrier, with PING_PONG: consumer c may issue its products; the others do softmax
@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels import hopper_tma as tma
 from kernels.device import l2_bytes, num_sms
+from kernels.hopper import tile_width
 from kernels.hopper_tma import slot
 from kernels.launch import addresses_of, grid_tiles, launch, on_device, window_bounds
 from kernels.options import Options
@@ -495,7 +496,8 @@ def _consumer(
                     True, CAUSAL, LOCAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout, p_layout,
                 )  # fmt: skip
         step = end
-        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        if HEAD_DIM != 256:
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
 
         last_stage, last_phase = slot(step - 1, STAGES)
         mbarrier.wait(v_full.index(last_stage), last_phase)
@@ -519,6 +521,9 @@ def _consumer(
         fence_async_shared()
         batch, head = _batch_and_head(batch_head, num_heads, packed)
         _store(o_desc, batch, head, row, _first_rows(packed)[0], num_q, o_tile)
+        if HEAD_DIM == 256:
+            tma.store_wait(0)  # O stands where the next tile's Q is loaded
+            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     tma.store_wait(0)
 
 
@@ -529,7 +534,7 @@ def _consumer(
     ]
 )  # fmt: skip
 def hopper_fwd_kernel(
-    # descriptors of rank 4 or, packed, 5
+    # descriptors of rank 4 or, packed, 5, whose D is at most HEAD_DIM
     q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows
     k_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
     v_desc,  # (B, Hkv, Nk, D), tiles of BLOCK_K rows
@@ -548,7 +553,7 @@ def hopper_fwd_kernel(
     cu_seqlens_q,  # (documents + 1,) int32, or None
     cu_seqlens_k,
     num_docs,
-    HEAD_DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,  # of the tiles: 64, 128 or 256
     BLOCK_K: gl.constexpr,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -572,7 +577,10 @@ def hopper_fwd_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, HEAD_DIM], q_layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, HEAD_DIM], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, HEAD_DIM], k_layout)
-    o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, HEAD_DIM], q_layout)
+    if HEAD_DIM == 256:
+        o_smem = q_smem  # Q, K and V leave no room: a tile's O goes out through its Q
+    else:
+        o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, HEAD_DIM], q_layout)
     barriers = _barriers(CONSUMERS, STAGES)
 
     tiles = (q_smem, k_smem, v_smem, o_smem)
@@ -620,9 +628,12 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """The fastest of 18 (head_dim 128) and 32 (64) plans at 1,024 to 32,768 tokens, or within 4 % of it: one H200,
     torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md).
 
-    With a window, a soft-cap or documents at 16,384 tokens: one of four, within 1 %.
+    With a window, a soft-cap or documents at 16,384 tokens: one of four, within 1 %. head_dim is the tiles'; 256 leaves
+    room for key tiles of 64 and two stages.
     """
     causal = options.causal
+    if head_dim == 256:
+        return ForwardPlan(consumers=2, persistent=not causal or num_q <= 1024, block_k=64)
     if head_dim == 64 and options.local and not options.softcap:
         return ForwardPlan(consumers=3)
     if options.softcap or options.local or options.packed:
@@ -669,13 +680,14 @@ def launch_hopper_fwd(
         return o, lse
     num_kv_heads, num_k = k.shape[1], k.shape[2]
     group_size = num_heads // num_kv_heads
-    plan = plan or plan_for(head_dim, options, num_q)
+    tile = tile_width(head_dim)
+    plan = plan or plan_for(tile, options, num_q)
     num_docs, num_tiles = grid_tiles(num_q, 64 * plan.consumers, options.cu_seqlens_q)
     programs = num_tiles * batch * num_heads
     if plan.persistent and not options.packed:
         programs = min(programs, num_sms(q.device.index))
     constants = {
-        "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
+        "HEAD_DIM": tile, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
         "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": plan.ping_pong,
     }  # fmt: skip
     describe = tma.packed_descriptor if options.packed else tma.descriptor
@@ -683,7 +695,8 @@ def launch_hopper_fwd(
         launched = launch(
             hopper_fwd_kernel, programs,
             (
-                describe(q, 64), describe(k, plan.block_k), describe(v, plan.block_k), describe(o, 64), lse,
+                describe(q, 64, tile), describe(k, plan.block_k, tile), describe(v, plan.block_k, tile),
+                describe(o, 64, tile), lse,
                 num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
                 options.scale * LOG2_E, options.softcap or None, *window_bounds(options, num_q, num_k),
                 options.cu_seqlens_q, options.cu_seqlens_k, num_docs,

@@ -123,7 +123,7 @@ class _Descriptor:
         self._shape, self._strides = host.shape, host.strides
 
     def rows(self, coordinates):
-        """The piece of memory of each row of the box; None where the hardware clips."""
+        """The piece of memory of each row of the box, as far as it reaches; None where the hardware clips."""
         *outer, first_row, first_column = coordinates
         last_column = min(first_column + self.block_type.shape[-1], self._shape[-1])
         for row in range(first_row, first_row + self.block_type.shape[-2]):
@@ -271,7 +271,7 @@ class _Machine:
         for targets, tile, adds in self._own.unwritten:
             for source, target in zip(tile, targets, strict=True):
                 if target is not None:
-                    target[:] = source + (target if adds else 0.0)
+                    target[:] = source[: len(target)] + (target if adds else 0.0)
         self._own.unwritten.clear()
 
     def named_barrier(self, instruction, identifier, threads):

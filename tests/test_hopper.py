@@ -185,22 +185,37 @@ SIMULATED = [
 ]
 
 
-@pytest.mark.parametrize(("lengths_q", "lengths_k", "causal", "window", "softcap"), SIMULATED)
+# The smallest of the padded ones, one column tile short of full, one of half a tile more, those with a tile of their own
+WIDTHS = [40, 72, 96, 112, 192, 256]
+
+
+def _in_nan(x):
+    """x with NaN behind its last column."""
+    whole = x.new_full((*x.shape[:-1], x.shape[-1] + 16), torch.nan)
+    whole[..., : x.shape[-1]] = x
+    return whole[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "lengths_q", "lengths_k", "causal", "window", "softcap"),
+    [(64, *case) for case in SIMULATED]
+    + [(width, *case) for width in WIDTHS for case in (SIMULATED[1], SIMULATED[4], SIMULATED[6])],
+)
 @pytest.mark.usefixtures("poisoned_memory")
-def test_simulated_forward_agrees_with_float64(lengths_q, lengths_k, causal, window, softcap, monkeypatch):
+def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, causal, window, softcap, monkeypatch):
     """The kernel's own source, run by Python (tests/hopper_simulator.py), where Gluon has no interpreter."""
     from kernels import hopper_fwd
     from tests import hopper_simulator
 
     for name, value in {"launch": hopper_simulator.launch, "num_sms": lambda _: 2, "l2_bytes": lambda _: 2**17}.items():
         monkeypatch.setattr(hopper_fwd, name, value)
-    qkv, documents = make_packed(lengths_q, lengths_k, 2, 1, 64)
-    documents = documents if len(lengths_q) > 1 else {}
-    q, k, v = (x.detach().transpose(0, 1)[None] for x in qkv)
-    options = Options(*canonical_window(causal, window)[:1], 0.125, *canonical_window(causal, window)[1:], softcap)
+    qkv, packed = make_packed(lengths_q, lengths_k, 2, 1, head_dim)
+    documents = packed if len(lengths_q) > 1 else {}
+    q, k, v = (_in_nan(x.detach()).transpose(0, 1)[None] for x in qkv)
+    mask, *bounds = canonical_window(causal, window)
+    options = Options(mask, head_dim**-0.5, *bounds, softcap)
     o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, options._replace(**documents))
     wide = [x.detach().double() for x in qkv]
-    packed = documents or make_packed(lengths_q, lengths_k, 2, 1, 64)[1]
     exact = naive_attention_varlen(*wide, causal=causal, window=window, softcap=softcap, return_lse=True, **packed)
     torch.testing.assert_close(o[0].transpose(0, 1).double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[0].double(), exact[1], atol=1e-5, rtol=1e-5)
@@ -226,7 +241,8 @@ def simulated_backward(monkeypatch, poisoned_memory):
 
 
 def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal, *, with_dlse=True, shift=0.0):
-    """Arguments of launch_hopper_bwd in float32, and the exact gradients. shift: added to Q, taken from K."""
+    """Arguments of launch_hopper_bwd in float32, NaN behind them, and the exact gradients. shift: added to Q, taken from
+    K."""
     torch.manual_seed(0)
     q, do = (torch.randn(batch, num_heads, num_q, head_dim) for _ in range(2))
     k, v = (torch.randn(batch, num_kv_heads, num_k, head_dim) for _ in range(2))
@@ -234,7 +250,8 @@ def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, cau
     dlse = torch.randn(batch, num_heads, num_q) if with_dlse else torch.zeros(batch, num_heads, num_q)
     options = Options(causal, head_dim**-0.5)
     o, lse, *gradients = _reference(q, k, v, do, dlse, causal, options.scale, torch.float64)
-    return (do, dlse if with_dlse else None, q, k, v, o.float(), lse.float(), options), gradients
+    do, q, k, v, o = (_in_nan(x) for x in (do, q, k, v, o.float()))
+    return (do, dlse if with_dlse else None, q, k, v, o, lse.float(), options), gradients
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -256,6 +273,14 @@ def test_simulated_backward_agrees_with_float64(
     sizes = (batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal)
     inputs, exact = _backward_inputs(*sizes, with_dlse=num_q != 1)
     for ours, right in zip(simulated_backward(inputs, persistent, residents=3), exact, strict=True):
+        torch.testing.assert_close(ours.double(), right.double(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [width for width in WIDTHS if width <= 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_simulated_backward_pads_narrow_heads(causal, head_dim, simulated_backward):
+    inputs, exact = _backward_inputs(2, 4, 2, 150, 200, head_dim, causal)
+    for ours, right in zip(simulated_backward(inputs, True, residents=3), exact, strict=True):
         torch.testing.assert_close(ours.double(), right.double(), atol=1e-5, rtol=1e-5)
 
 
