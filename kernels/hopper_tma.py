@@ -128,8 +128,8 @@ def _tile_layout(rows: int, cols: int, rank: int, dtype: torch.dtype):
 def descriptor(x: Tensor, rows: int, cols: int | None = None) -> TensorDescriptor:
     """Descriptor of x (..., N, D) for tiles of `rows` rows, and `cols` columns or all, of the last two dimensions.
 
-    Rows outside one head's N and columns outside D read as 0 and are not written. Made without the dataclass's own checks, which cost
-    as much as the launch; `kernels.hopper.addressable` has made them.
+    Rows outside one head's N and columns outside D read as 0 and are not written. Made without the dataclass's own
+    checks, which cost as much as the launch; `kernels.hopper.addressable` has made them.
     """
     rank = x.dim()
     shape = list(x.shape)
