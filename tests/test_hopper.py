@@ -282,7 +282,7 @@ def simulated_backward(monkeypatch, poisoned_memory):
 
 
 def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal, *, with_dlse=True, shift=0.0):
-    """Arguments of launch_hopper_bwd in float32, among NaN, and the exact gradients. shift: added to Q, taken from K."""
+    """Arguments of launch_hopper_bwd in float32, among NaN, and exact gradients. shift: added to Q, taken from K."""
     torch.manual_seed(0)
     q, do = (torch.randn(batch, num_heads, num_q, head_dim) for _ in range(2))
     k, v = (torch.randn(batch, num_kv_heads, num_k, head_dim) for _ in range(2))
