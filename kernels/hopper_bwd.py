@@ -18,6 +18,12 @@ from kernels.options import Options
 from kernels.replay import description, known, remember, replay
 
 
+@triton.jit
+def _in_sixteen_bytes(strides):
+    """The same strides, visibly multiples of 16 bytes: without it a D of 40 or 72 is loaded element by element."""
+    return strides[0] // 8 * 8, strides[1] // 8 * 8, strides[2] // 8 * 8
+
+
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded"])
 def _before_kernel(
     o_ptr,  # (B, Hq, Nq, D)
@@ -49,6 +55,7 @@ def _before_kernel(
     cols = tl.arange(0, TILE_WIDTH)
     inside = rows < num_q
     loaded = inside[:, None] & (cols < HEAD_DIM)
+    o_strides, do_strides = _in_sixteen_bytes(o_strides), _in_sixteen_bytes(do_strides)
     o_at = o_ptr + batch * o_strides[0] + head * o_strides[1] + rows.to(tl.int64)[:, None] * o_strides[2] + cols
     do_at = do_ptr + batch * do_strides[0] + head * do_strides[1] + rows.to(tl.int64)[:, None] * do_strides[2] + cols
     o = tl.load(o_at, mask=loaded, other=0.0).to(tl.float32)
@@ -88,6 +95,7 @@ def _after_kernel(
     parts = tl.reshape(stored, [TILE_WIDTH // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
     dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
     dq = tl.where((rows >= first_seeing)[:, None], dq * scale, 0.0)
+    dq_strides = _in_sixteen_bytes(dq_strides)
     dq_at = dq_ptr + batch * dq_strides[0] + head * dq_strides[1] + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None] & (cols < HEAD_DIM))
 
