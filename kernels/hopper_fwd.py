@@ -629,7 +629,7 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     torch 2.11.0, triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md).
 
     With a window, a soft-cap or documents at 16,384 tokens: one of four, within 1 %. head_dim is the tiles'; 256 leaves
-    room for key tiles of 64 and two stages.
+    room for key tiles of 64 and two stages, and whether its grid is persistent follows 128, unmeasured.
     """
     causal = options.causal
     if head_dim == 256:
