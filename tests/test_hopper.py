@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import torch
 
-from kernels import flash_attention, flash_attention_varlen, hopper, naive_attention_varlen, ops
+from kernels import flash_attention, flash_attention_varlen, hopper, naive_attention, naive_attention_varlen, ops
 from kernels.options import Options, canonical_window
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
@@ -30,6 +30,7 @@ def _forward(head_dim: int, consumers: int, causal: bool = False, *options: str,
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_K": 64 if head_dim == 256 else 128, "CONSUMERS": consumers, "STAGES": stages,
         "CAUSAL": causal, "LOCAL": "window" in options, "PING_PONG": False,
+        "PAIRED": causal and "varlen" not in options,
     }  # fmt: skip
     off = {"softcap": ["softcap"], "varlen": ["cu_seqlens_q", "cu_seqlens_k"]}
     return constants | {name: None for option in off if option not in options for name in off[option]}
@@ -51,7 +52,7 @@ COMPILED = [
     ("fwd", _forward(128, 2, False, "window", "softcap", "varlen"), 32),  # of a tile, not of its steps
     ("fwd", _forward(256, 2, True), 0),
     ("fwd", _forward(256, 2, False), 0),
-    ("fwd", _forward(256, 2, False, "window", "softcap", "varlen"), 40),  # as above
+    ("fwd", _forward(256, 2, False, "window", "softcap", "varlen"), 56),  # as above
     ("bwd", _backward(128, True), 72),
     ("bwd", _backward(64, True), 40),
 ]
@@ -260,6 +261,28 @@ def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, c
     exact = naive_attention_varlen(*wide, causal=causal, window=window, softcap=softcap, return_lse=True, **packed)
     torch.testing.assert_close(o[0].transpose(0, 1).double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[0].double(), exact[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("num_q", "num_k"), [(200, 200), (129, 400), (300, 70), (513, 513)])
+@pytest.mark.parametrize(("consumers", "stages", "ping_pong"), [(2, 2, False), (2, 3, True), (3, 2, True)])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_simulated_plans(consumers, stages, ping_pong, num_q, num_k, causal, softcap, monkeypatch):
+    """Programs of several tiles, whose order and barriers depend on the plan."""
+    from kernels import hopper_fwd
+    from tests import hopper_simulator
+
+    simulate = partial(hopper_simulator.launch, pauses=Random(num_q))
+    for name, value in {"launch": simulate, "num_sms": lambda _: 2, "l2_bytes": lambda _: 2**17}.items():
+        monkeypatch.setattr(hopper_fwd, name, value)
+    q, k, v = (torch.randn(1, heads, n, 64) for heads, n in ((4, num_q), (2, num_k), (2, num_k)))
+    plan = hopper_fwd.ForwardPlan(consumers, stages, ping_pong)
+    o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, Options(causal, 0.125, softcap=softcap), plan)
+    wide = [x.double() for x in (q, k, v)]
+    exact = naive_attention(*wide, causal=causal, softcap=softcap, return_lse=True)
+    torch.testing.assert_close(o.double(), exact[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
