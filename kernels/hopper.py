@@ -9,8 +9,12 @@ from kernels.device import capability
 from kernels.options import Options
 from kernels.support import features_of, refusal
 
-HEAD_DIMS = (64, 128)
-PACKED_HEAD_DIMS = (128,)  # with 64 the portable forward is the faster one for documents (HOPPER_NOTES.md)
+# TMA strides are multiples of 16 bytes. Tiles are 64, 128 or 256 columns wide, the rest is padding, as in the portable
+# kernels; but those have narrower tiles for 32 and less.
+HEAD_DIMS = range(40, 257, 8)
+BACKWARD_HEAD_DIMS = range(40, 129, 8)  # dK and dV (64, 256) in fp32 would take 256 registers of each thread
+PACKED_HEAD_DIMS = range(72, 257, 8)  # below, the portable forward is the faster one for documents (HOPPER_NOTES.md)
+FP8_HEAD_DIMS = (64, 128)
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper_tma.py uses
 
 
@@ -23,7 +27,12 @@ def hopper_unsupported_reason(
     if reason is not None:
         return reason
     if q.shape[3] not in HEAD_DIMS:
-        return f"head_dim {q.shape[3]} is not supported by hopper ({' or '.join(map(str, HEAD_DIMS))})"
+        return f"head_dim {q.shape[3]} is not supported by hopper ({_listed(HEAD_DIMS)})"
+    if backward and q.shape[3] not in BACKWARD_HEAD_DIMS:
+        return (
+            f"head_dim {q.shape[3]} is not supported by the hopper backward ({_listed(BACKWARD_HEAD_DIMS)}): "
+            "wider dK and dV do not fit in registers"
+        )
     reason = _no_place_reason(q, k)
     if reason is not None:
         return reason
@@ -34,11 +43,20 @@ def hopper_unsupported_reason(
 
 def hopper_fp8_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the FP8 forward does not take these e4m3 tensors, in one sentence with the remedy; None when it does."""
-    if q.shape[3] not in HEAD_DIMS:
-        reason = f"head_dim {q.shape[3]} is not supported in FP8 ({' or '.join(map(str, HEAD_DIMS))})"
+    if q.shape[3] not in FP8_HEAD_DIMS:
+        reason = f"head_dim {q.shape[3]} is not supported in FP8 ({' or '.join(map(str, FP8_HEAD_DIMS))})"
     else:
         reason = _no_place_reason(q, k) or _unaddressable_reason(q, k, v)
     return None if reason is None else f"{reason}; use flash_attention in bfloat16"
+
+
+def tile_width(head_dim: int) -> int:
+    """Columns of the tiles that hold head_dim of them: those beyond read as 0 and are not written."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+
+
+def _listed(head_dims: range) -> str:
+    return f"multiples of {head_dims.step} from {head_dims[0]} to {head_dims[-1]}"
 
 
 def _no_place_reason(q: Tensor, k: Tensor) -> str | None:

@@ -9,13 +9,19 @@ from torch import Tensor
 
 from kernels import hopper_tma as tma
 from kernels.device import l2_bytes, num_sms
-from kernels.hopper import addressable
+from kernels.hopper import addressable, tile_width
 from kernels.hopper_bwd_kernel import hopper_bwd_kernel
 from kernels.hopper_bwd_roles import BLOCK_K, ROWS
 from kernels.hopper_fwd import LOG2_E, LOG2_E_CONSTANT
 from kernels.launch import addresses_of, launch, on_device
 from kernels.options import Options
 from kernels.replay import description, known, remember, replay
+
+
+@triton.jit
+def _in_sixteen_bytes(strides):
+    """The same strides, visibly multiples of 16 bytes: without it a D of 40 or 72 is loaded element by element."""
+    return strides[0] // 8 * 8, strides[1] // 8 * 8, strides[2] // 8 * 8
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded"])
@@ -33,6 +39,7 @@ def _before_kernel(
     num_q,
     num_q_padded,
     HEAD_DIM: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """delta = rowsum(dO * O) - dLSE, LSE in base 2, and zeros where the turns are counted.
@@ -45,12 +52,14 @@ def _before_kernel(
     rows = (tl.program_id(0) - batch_head * tiles) * ROWS + tl.arange(0, ROWS)
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
-    cols = tl.arange(0, HEAD_DIM)
+    cols = tl.arange(0, TILE_WIDTH)
     inside = rows < num_q
+    loaded = inside[:, None] & (cols < HEAD_DIM)
+    o_strides, do_strides = _in_sixteen_bytes(o_strides), _in_sixteen_bytes(do_strides)
     o_at = o_ptr + batch * o_strides[0] + head * o_strides[1] + rows.to(tl.int64)[:, None] * o_strides[2] + cols
     do_at = do_ptr + batch * do_strides[0] + head * do_strides[1] + rows.to(tl.int64)[:, None] * do_strides[2] + cols
-    o = tl.load(o_at, mask=inside[:, None], other=0.0).to(tl.float32)
-    do = tl.load(do_at, mask=inside[:, None], other=0.0).to(tl.float32)
+    o = tl.load(o_at, mask=loaded, other=0.0).to(tl.float32)
+    do = tl.load(do_at, mask=loaded, other=0.0).to(tl.float32)
     delta = tl.sum(o * do, 1)
     lse = tl.load(lse_ptr + batch_head.to(tl.int64) * num_q + rows, mask=inside, other=-float("inf"))
     if dlse_ptr is not None:
@@ -63,7 +72,7 @@ def _before_kernel(
 
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded", "first_seeing"])
 def _after_kernel(
-    dq_sum_ptr,  # (B, Hq, num_q_padded * D) fp32, each (64, 64) in the order of `in_register_order`
+    dq_sum_ptr,  # (B, Hq, num_q_padded * TILE_WIDTH) fp32, each (64, 64) in the order of `in_register_order`
     dq_ptr,  # out, (B, Hq, Nq, D)
     dq_strides,  # (batch, head, token)
     num_heads,
@@ -72,6 +81,7 @@ def _after_kernel(
     first_seeing,  # tiles before this row see no key: nothing was stored for them
     scale,
     HEAD_DIM: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """dQ = scale * its fp32 sum, rounded once."""
@@ -80,13 +90,14 @@ def _after_kernel(
     rows = (tl.program_id(0) - batch_head * tiles) * ROWS + tl.arange(0, ROWS)
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
-    cols = tl.arange(0, HEAD_DIM)
-    stored = tl.load(dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * HEAD_DIM + tl.arange(0, ROWS * HEAD_DIM))
-    parts = tl.reshape(stored, [HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
-    dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, HEAD_DIM])
+    cols = tl.arange(0, TILE_WIDTH)
+    stored = tl.load(dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * TILE_WIDTH + tl.arange(0, ROWS * TILE_WIDTH))
+    parts = tl.reshape(stored, [TILE_WIDTH // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
+    dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
     dq = tl.where((rows >= first_seeing)[:, None], dq * scale, 0.0)
+    dq_strides = _in_sixteen_bytes(dq_strides)
     dq_at = dq_ptr + batch * dq_strides[0] + head * dq_strides[1] + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
-    tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None])
+    tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None] & (cols < HEAD_DIM))
 
 
 @dataclass(frozen=True)
@@ -148,7 +159,8 @@ def launch_hopper_bwd(
     rows = batch * num_heads * num_q_padded
     lse_log2, delta = q.new_empty(2, batch * num_heads, num_q_padded, dtype=torch.float32)
     turns = q.new_empty(rows // ROWS, dtype=torch.int32)
-    dq_sum = q.new_empty(rows * head_dim, dtype=torch.float32)
+    tile = tile_width(head_dim)
+    dq_sum = q.new_empty(rows * tile, dtype=torch.float32)
     dsinks = q.new_empty(0, dtype=torch.float32)
 
     described = description(options, ("hopper backward", dlse is None, plan), do, q, k, v, o)
@@ -160,15 +172,15 @@ def launch_hopper_bwd(
     ):
         return dq, dk, dv, dsinks
 
-    plan = plan or plan_for(head_dim, options.causal, num_q)
+    plan = plan or plan_for(tile, options.causal, num_q)
     items = -(-num_k // BLOCK_K.value) * batch * num_kv_heads
     programs = min(items, num_sms(q.device.index)) if plan.persistent else items
     constants = {
-        "HEAD_DIM": head_dim, "STAGES": 3 if head_dim == 64 else plan.stages, "CAUSAL": options.causal,
-        "AHEAD": plan.ahead, "OUT": plan.out or head_dim == 64,
+        "HEAD_DIM": tile, "STAGES": 3 if tile == 64 else plan.stages, "CAUSAL": options.causal,
+        "AHEAD": plan.ahead, "OUT": plan.out or tile == 64,
     }  # fmt: skip
     out_rows = 64 if constants["OUT"] else 128
-    memory_bound = {"HEAD_DIM": head_dim, "ROWS": ROWS}
+    memory_bound = {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS}
     with on_device(q):
         before = launch(
             _before_kernel, rows // ROWS,
@@ -178,9 +190,9 @@ def launch_hopper_bwd(
         main = launch(
             hopper_bwd_kernel, programs,
             (
-                tma.descriptor(q, 64), tma.descriptor(k, 128), tma.descriptor(v, 128), tma.descriptor(do, 64),
-                tma.row_descriptor(lse_log2, 64), tma.row_descriptor(delta, 64), dq_sum,
-                tma.descriptor(dk, out_rows), tma.descriptor(dv, out_rows), turns,
+                tma.descriptor(q, 64, tile), tma.descriptor(k, 128, tile), tma.descriptor(v, 128, tile),
+                tma.descriptor(do, 64, tile), tma.row_descriptor(lse_log2, 64), tma.row_descriptor(delta, 64), dq_sum,
+                tma.descriptor(dk, out_rows, tile), tma.descriptor(dv, out_rows, tile), turns,
                 num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
                 _heads_per_section(q, num_kv_heads, plan.l2_share), options.scale, options.scale * LOG2_E,
             ),

@@ -278,9 +278,9 @@ def hopper_bwd_kernel(
     do_desc,  # (B, Hq, Nq, D), tiles of 64 rows
     lse_desc,  # (B * Hq, num_q_padded) fp32, base 2, +inf where a row sees nothing
     delta_desc,  # (B * Hq, num_q_padded) fp32
-    dq_ptr,  # (B * Hq * num_q_padded * D,) fp32: dQ / scale in the order of `in_register_order`
-    dk_desc,  # (B, Hkv, Nk, D), tiles of D rows
-    dv_desc,  # (B, Hkv, Nk, D), tiles of D rows
+    dq_ptr,  # (B * Hq * num_q_padded * HEAD_DIM,) fp32: dQ / scale in the order of `in_register_order`
+    dk_desc,  # (B, Hkv, Nk, D), tiles of HEAD_DIM rows
+    dv_desc,  # (B, Hkv, Nk, D), tiles of HEAD_DIM rows
     turns_ptr,  # (B * Hq * num_q_padded / 64,) int32, zeros: how many items have added to a query tile
     num_heads,  # Hq
     num_kv_heads,  # Hkv
@@ -291,7 +291,7 @@ def hopper_bwd_kernel(
     heads_per_section,
     scale,
     scale_log2,
-    HEAD_DIM: gl.constexpr,
+    HEAD_DIM: gl.constexpr,  # of the tiles, 64 or 128: D is at most this
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     AHEAD: gl.constexpr,

@@ -43,11 +43,11 @@ from kernels.hopper_fwd import (
     LOG2_E,
     ForwardPlan,
     _barriers,
-    _dense_tile,
     _hand_back,
     _hide,
     _key_tiles,
     _num_turns,
+    _owned_tile,
     _pass_baton,
     _take_baton,
     _thread_sums,
@@ -96,15 +96,15 @@ def hopper_fp8_values_kernel(
 def _producer(
     q_desc, k_desc, v_desc, tiles, barriers, sizes,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     q_smem, k_smem, v_smem, _o_smem = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     num_heads, group_size, num_batch_heads, num_q, num_k, heads_in_section = sizes
     num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads, None)):
-        tile, batch_head = _dense_tile(turn, num_tiles, num_batch_heads, heads_in_section, CAUSAL)
+    for turn in range(_num_turns(num_tiles, num_batch_heads, None, PAIRED)):
+        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_in_section, None, CAUSAL, PAIRED)
         batch = batch_head // num_heads
         head = batch_head - batch * num_heads
         kv_head = head // group_size
@@ -220,7 +220,7 @@ def _softmax_step(
 def _consumer(
     o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
     HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, CONSUMER: gl.constexpr,
+    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, PAIRED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     q_smem, k_smem, v_smem, o_smem = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -234,8 +234,8 @@ def _consumer(
     if PING_PONG and CONSUMER == CONSUMERS - 1:
         _pass_baton(CONSUMER, CONSUMERS, True)  # the first consumer begins
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads, None)):
-        tile, batch_head = _dense_tile(turn, num_tiles, num_batch_heads, heads_in_section, CAUSAL)
+    for turn in range(_num_turns(num_tiles, num_batch_heads, None, PAIRED)):
+        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_in_section, None, CAUSAL, PAIRED)
         batch = batch_head // num_heads
         head = batch_head - batch * num_heads
         kv_batch_head = batch * (num_heads // group_size) + head // group_size
@@ -341,6 +341,7 @@ def hopper_fp8_kernel(
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     PING_PONG: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     o_dtype: gl.constexpr = o_desc.dtype
@@ -360,11 +361,11 @@ def hopper_fp8_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PAIRED, 0)),
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PAIRED, 1)),
                 (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PAIRED)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -372,13 +373,13 @@ def hopper_fp8_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 0)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PAIRED, 0)),
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 1)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PAIRED, 1)),
                 (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, 2)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PAIRED, 2)),
                 (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL)),
+                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PAIRED)),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip
@@ -427,7 +428,7 @@ def launch_hopper_fp8(
         programs = min(programs, num_sms(q.device.index))
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
-        "CAUSAL": options.causal, "PING_PONG": plan.ping_pong,
+        "CAUSAL": options.causal, "PING_PONG": plan.ping_pong, "PAIRED": plan.persistent and options.causal,
     }  # fmt: skip
     with on_device(q):
         transposed = launch_values(v, values)

@@ -114,8 +114,8 @@ def _tile_layout(rows: int, cols: int, rank: int, dtype: torch.dtype):
 def descriptor(x: Tensor, rows: int, cols: int | None = None) -> TensorDescriptor:
     """Descriptor of x (..., N, D) for tiles of `rows` rows, and `cols` columns or all, of the last two dimensions.
 
-    Rows outside one head's N read as 0 and are not written. Made without the dataclass's own checks, which cost
-    as much as the launch; `kernels.hopper.addressable` has made them.
+    Rows outside one head's N and columns outside D read as 0 and are not written. Made without the dataclass's own
+    checks, which cost as much as the launch; `kernels.hopper.addressable` has made them.
     """
     rank = x.dim()
     shape = list(x.shape)
@@ -130,12 +130,12 @@ def descriptor(x: Tensor, rows: int, cols: int | None = None) -> TensorDescripto
     return made
 
 
-def packed_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+def packed_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """`descriptor` for packed documents x (1, H, N, D): rows past a document's end read as 0 and are not written; see
     the function of this name in kernels/launch.py."""
     made = object.__new__(TensorDescriptor)
-    vars(made).update(vars(launch.packed_descriptor(x, rows, x.shape[-1])))
-    made.layout = _tile_layout(rows, x.shape[-1], 5, x.dtype)
+    vars(made).update(vars(launch.packed_descriptor(x, rows, cols)))
+    made.layout = _tile_layout(rows, cols, 5, x.dtype)
     return made
 
 

@@ -82,6 +82,7 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 _FORWARD_ONLY = ("window", "softcap", "varlen")  # the portable backward takes their O and LSE
 
 # The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
+# For which head_dims: kernels/hopper.py.
 KERNELS = {
     "hopper": Implementation(
         "hopper",

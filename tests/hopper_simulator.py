@@ -80,7 +80,7 @@ def _load(pointer, mask=True, other=0):
 def _write_rows(tile, rows):
     for source, target in zip(tile, rows, strict=True):
         if target is not None:
-            target[:] = source
+            target[:] = source[: len(target)]
 
 
 class _Shared:
@@ -126,7 +126,7 @@ class _Descriptor:
         self._shape, self._strides = host.shape, host.strides
 
     def rows(self, coordinates):
-        """The piece of memory of each row of the box; None where the hardware clips."""
+        """The piece of memory of each row of the box, as far as it reaches; None where the hardware clips."""
         *outer, first_row, first_column = coordinates
         last_column = min(first_column + self.block_type.shape[-1], self._shape[-1])
         for row in range(first_row, first_row + self.block_type.shape[-2]):

@@ -11,11 +11,11 @@ from random import Random
 import pytest
 import torch
 
-from kernels import flash_attention, flash_attention_varlen, hopper, naive_attention_varlen, ops
+from kernels import flash_attention, flash_attention_varlen, hopper, naive_attention, naive_attention_varlen, ops
 from kernels.options import Options, canonical_window
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
-from tests.attention_checks import compare_with_oracle, make_packed, make_qkv
+from tests.attention_checks import assert_within_budget, compare_with_oracle, make_packed, make_qkv, naive_for
 
 COMPILE_PROGRAM = "tests.hopper_compile"  # a process of its own: this one may interpret kernels
 SHARED_LIMIT = 232_448  # bytes that one program may use on sm_90
@@ -28,8 +28,9 @@ needs_hopper = pytest.mark.skipif(
 
 def _forward(head_dim: int, consumers: int, causal: bool = False, *options: str, stages: int = 2) -> dict:
     constants = {
-        "HEAD_DIM": head_dim, "BLOCK_K": 128, "CONSUMERS": consumers, "STAGES": stages, "CAUSAL": causal,
-        "LOCAL": "window" in options, "PING_PONG": False,
+        "HEAD_DIM": head_dim, "BLOCK_K": 64 if head_dim == 256 else 128, "CONSUMERS": consumers, "STAGES": stages,
+        "CAUSAL": causal, "LOCAL": "window" in options, "PING_PONG": False,
+        "PAIRED": causal and "varlen" not in options,
     }  # fmt: skip
     off = {"softcap": ["softcap"], "varlen": ["cu_seqlens_q", "cu_seqlens_k"]}
     return constants | {name: None for option in off if option not in options for name in off[option]}
@@ -50,6 +51,9 @@ COMPILED = [
     ("fwd", _forward(128, 2, False, "window"), 0),
     ("fwd", _forward(64, 2, True, "varlen", stages=3), 0),
     ("fwd", _forward(128, 2, False, "window", "softcap", "varlen"), 32),  # of a tile, not of its steps
+    ("fwd", _forward(256, 2, True), 0),
+    ("fwd", _forward(256, 2, False), 0),
+    ("fwd", _forward(256, 2, False, "window", "softcap", "varlen"), 56),  # as above
     ("bwd", _backward(128, True), 24),  # of an item, not of its steps
     ("bwd", _backward(128, False), 0),
     ("bwd", _backward(64, True), 72),  # of an item, not of its steps
@@ -153,6 +157,55 @@ def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_he
         _assert_within_budget(ours, right, low)
 
 
+WIDTHS = [40, 72, 96, 112, 192, 256]  # one, two and four swizzled columns of 128 bytes, the last one full or not
+
+
+def _in_nan(x):
+    """x with NaN behind its last column and its last row."""
+    *outer, tokens, head_dim = x.shape
+    whole = x.new_full((*outer, tokens + 8, head_dim + 16), torch.nan)
+    whole[..., :tokens, :head_dim] = x
+    return whole[..., :tokens, :head_dim]
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [16, 32, 40, 48, 72, 80, 96, 112, 120, 136, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_padding_is_neither_read_nor_written(head_dim, dtype):
+    """Also head_dims below those for which the Hopper kernels are chosen."""
+    from kernels.hopper_bwd import launch_hopper_bwd
+    from kernels.hopper_fwd import launch_hopper_fwd
+
+    torch.manual_seed(0)
+    for batch, num_heads, num_kv_heads, num_q, num_k, causal in [
+        (1, 1, 1, 1, 1, True),
+        (2, 4, 2, 193, 193, True),
+        (1, 4, 1, 300, 100, False),
+        (2, 3, 3, 127, 321, True),
+        (4, 16, 4, 1024, 1024, True),  # more tiles than multiprocessors
+    ]:
+        shapes = [(num_heads, num_q)] * 2 + [(num_kv_heads, num_k)] * 2
+        q, do, k, v = (_in_nan(torch.randn(batch, *x, head_dim, device="cuda").to(dtype)) for x in shapes)
+        dlse = torch.randn(batch, num_heads, num_q, device="cuda")
+        options = Options(causal, head_dim**-0.5)
+        o, lse = launch_hopper_fwd(q, k, v, options)
+        again = launch_hopper_fwd(q, k, v, options)  # a replay
+        assert torch.equal(o, again[0])
+        assert torch.equal(lse, again[1])
+        exact = _reference(q, k, v, do, dlse, causal, options.scale, torch.float64)
+        plain = _reference(q, k, v, do, dlse, causal, options.scale, dtype)
+        torch.testing.assert_close(lse.double(), exact[1].double(), atol=1e-3, rtol=0)
+        _assert_within_budget(o, exact[0], plain[0])
+        if head_dim > 128:
+            continue
+        for _ in range(2):
+            *gradients, _ = launch_hopper_bwd(do, dlse, q, k, v, o, lse, options)
+            for ours, right, low in zip(gradients, exact[2:], plain[2:], strict=True):
+                _assert_within_budget(ours, right, low)
+
+
 DENSE = {
     "softcap-5": {"softcap": 5.0, "causal": True},
     "softcap-50": {"softcap": 50.0},
@@ -187,25 +240,51 @@ SIMULATED = [
 ]
 
 
-@pytest.mark.parametrize(("lengths_q", "lengths_k", "causal", "window", "softcap"), SIMULATED)
+@pytest.mark.parametrize(
+    ("head_dim", "lengths_q", "lengths_k", "causal", "window", "softcap"),
+    [(64, *case) for case in SIMULATED]
+    + [(width, *case) for width in WIDTHS for case in (SIMULATED[1], SIMULATED[4], SIMULATED[6])],
+)
 @pytest.mark.usefixtures("poisoned_memory")
-def test_simulated_forward_agrees_with_float64(lengths_q, lengths_k, causal, window, softcap, monkeypatch):
+def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, causal, window, softcap, monkeypatch):
     """The kernel's own source, run by Python (tests/hopper_simulator.py), where Gluon has no interpreter."""
     from kernels import hopper_fwd
     from tests import hopper_simulator
 
     for name, value in {"launch": hopper_simulator.launch, "num_sms": lambda _: 2, "l2_bytes": lambda _: 2**17}.items():
         monkeypatch.setattr(hopper_fwd, name, value)
-    qkv, documents = make_packed(lengths_q, lengths_k, 2, 1, 64)
-    documents = documents if len(lengths_q) > 1 else {}
-    q, k, v = (x.detach().transpose(0, 1)[None] for x in qkv)
-    options = Options(*canonical_window(causal, window)[:1], 0.125, *canonical_window(causal, window)[1:], softcap)
+    qkv, packed = make_packed(lengths_q, lengths_k, 2, 1, head_dim)
+    documents = packed if len(lengths_q) > 1 else {}
+    q, k, v = (_in_nan(x.detach()).transpose(0, 1)[None] for x in qkv)
+    mask, *bounds = canonical_window(causal, window)
+    options = Options(mask, head_dim**-0.5, *bounds, softcap)
     o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, options._replace(**documents))
     wide = [x.detach().double() for x in qkv]
-    packed = documents or make_packed(lengths_q, lengths_k, 2, 1, 64)[1]
     exact = naive_attention_varlen(*wide, causal=causal, window=window, softcap=softcap, return_lse=True, **packed)
     torch.testing.assert_close(o[0].transpose(0, 1).double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[0].double(), exact[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("num_q", "num_k"), [(200, 200), (129, 400), (300, 70), (513, 513)])
+@pytest.mark.parametrize(("consumers", "stages", "ping_pong"), [(2, 2, False), (2, 3, True), (3, 2, True)])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_simulated_plans(consumers, stages, ping_pong, num_q, num_k, causal, softcap, monkeypatch):
+    """Programs of several tiles, whose order and barriers depend on the plan."""
+    from kernels import hopper_fwd
+    from tests import hopper_simulator
+
+    simulate = partial(hopper_simulator.launch, pauses=Random(num_q))
+    for name, value in {"launch": simulate, "num_sms": lambda _: 2, "l2_bytes": lambda _: 2**17}.items():
+        monkeypatch.setattr(hopper_fwd, name, value)
+    q, k, v = (torch.randn(1, heads, n, 64) for heads, n in ((4, num_q), (2, num_k), (2, num_k)))
+    plan = hopper_fwd.ForwardPlan(consumers, stages, ping_pong)
+    o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, Options(causal, 0.125, softcap=softcap), plan)
+    wide = [x.double() for x in (q, k, v)]
+    exact = naive_attention(*wide, causal=causal, softcap=softcap, return_lse=True)
+    torch.testing.assert_close(o.double(), exact[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
@@ -228,7 +307,7 @@ def simulated_backward(monkeypatch, poisoned_memory):
 
 
 def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal, *, with_dlse=True, shift=0.0):
-    """Arguments of launch_hopper_bwd in float32, and the exact gradients. shift: added to Q, taken from K."""
+    """Arguments of launch_hopper_bwd in float32, among NaN, and exact gradients. shift: added to Q, taken from K."""
     torch.manual_seed(0)
     q, do = (torch.randn(batch, num_heads, num_q, head_dim) for _ in range(2))
     k, v = (torch.randn(batch, num_kv_heads, num_k, head_dim) for _ in range(2))
@@ -236,7 +315,8 @@ def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, cau
     dlse = torch.randn(batch, num_heads, num_q) if with_dlse else torch.zeros(batch, num_heads, num_q)
     options = Options(causal, head_dim**-0.5)
     o, lse, *gradients = _reference(q, k, v, do, dlse, causal, options.scale, torch.float64)
-    return (do, dlse if with_dlse else None, q, k, v, o.float(), lse.float(), options), gradients
+    do, q, k, v, o = (_in_nan(x) for x in (do, q, k, v, o.float()))
+    return (do, dlse if with_dlse else None, q, k, v, o, lse.float(), options), gradients
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -258,6 +338,14 @@ def test_simulated_backward_agrees_with_float64(
     sizes = (batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal)
     inputs, exact = _backward_inputs(*sizes, with_dlse=num_q != 1)
     for ours, right in zip(simulated_backward(inputs, persistent, residents=3), exact, strict=True):
+        torch.testing.assert_close(ours.double(), right.double(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [width for width in WIDTHS if width <= 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_simulated_backward_pads_narrow_heads(causal, head_dim, simulated_backward):
+    inputs, exact = _backward_inputs(2, 4, 2, 150, 200, head_dim, causal)
+    for ours, right in zip(simulated_backward(inputs, True, residents=3), exact, strict=True):
         torch.testing.assert_close(ours.double(), right.double(), atol=1e-5, rtol=1e-5)
 
 
@@ -334,6 +422,49 @@ def test_documents_agree_with_float64(head_dim, options, case, forwards):
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [40, 80, 96, 192, 256])
+@pytest.mark.parametrize("case", ["window and softcap", "three tiles", "softcap-50", "documents"])
+def test_options_of_padded_heads_agree_with_float64(case, head_dim, forwards):
+    for num_q, num_k in [(193, 193), (300, 100), (640, 640)]:
+        if case == "documents":
+            lengths_q, lengths_k = [num_q, 0, 1, 130], [num_k, 5, 1, 130]
+            qkv, options = make_packed(lengths_q, lengths_k, 4, 2, head_dim, dtype=torch.bfloat16)
+            options = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in options.items()} | {"causal": True}
+            q, k, v = (_in_nan(x.detach().cuda()) for x in qkv)
+            ours = flash_attention_varlen(q, k, v, return_lse=True, **options)
+        else:
+            options = DENSE[case]
+            q, k, v = (
+                x.detach()
+                for x in make_qkv(2, 4, 2, num_q, num_k, head_dim, dtype=torch.bfloat16, device="cuda", layout="padded")
+            )
+            ours = flash_attention(q, k, v, return_lse=True, **options)
+        exact = naive_for(options)(q.double(), k.double(), v.double(), return_lse=True, **options)
+        plain = naive_for(options)(q, k, v, return_lse=True, **options)
+        named = (dict(zip(("o", "lse"), x, strict=True)) for x in (ours, exact, plain))
+        assert_within_budget(*named, factor=3.0 if "softcap" in options else 2.0)
+    assert len(forwards) == 3
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [96, 192, 256])
+def test_wide_heads_go_forward_on_hopper_and_back_on_the_portable_kernels(head_dim, forwards, monkeypatch):
+    from kernels import flash_bwd, hopper_bwd
+
+    backwards = []
+    for module, name in ((flash_bwd, "launch_flash_bwd"), (hopper_bwd, "launch_hopper_bwd")):
+        launch = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, name=name, launch=launch: backwards.append(name) or launch(*a))
+    qkv = make_qkv(2, 4, 2, 193, 193, head_dim, dtype=torch.bfloat16, device="cuda", layout="padded")
+    compare_with_oracle(flash_attention, *qkv, causal=True)
+    assert len(forwards) == 1
+    assert backwards == ["launch_flash_bwd" if head_dim > 128 else "launch_hopper_bwd"]
+
+
+@pytest.mark.gpu
+@needs_hopper
 def test_other_packings_replay_the_same_kernel(forwards):
     """Where documents begin is in memory only, so a launch may be replayed for another packing of the same sizes."""
     for lengths in ([100, 200, 300], [300, 0, 300], [1, 598, 1]):
@@ -353,7 +484,7 @@ def test_every_plan_agrees_with_the_portable_kernel(plan):
 
     masks, lengths = (Options(True, 1.0), Options(False, 1.0)), (1024, 2048, 4096, 16384)
     chosen = sorted(
-        {(d, mask.causal, plan_for(d, mask, n)) for d in (64, 128) for mask in masks for n in lengths}, key=repr
+        {(d, mask.causal, plan_for(d, mask, n)) for d in (64, 128, 256) for mask in masks for n in lengths}, key=repr
     )
     for head_dim, causal, its_plan in chosen[plan::6]:
         for tokens in (333, 2048):
@@ -427,6 +558,27 @@ def test_documents_with_narrow_heads_take_the_portable_kernels():
     ):
         q = torch.randn(1, 1, 512, head_dim, device="cuda", dtype=torch.bfloat16)
         assert hopper.hopper_unsupported_reason(q, q, q, options) == reason
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "backward", "reason"),
+    [
+        (32, False, "head_dim 32 is not supported by hopper (multiples of 8 from 40 to 256)"),
+        (36, False, "head_dim 36 is not supported by hopper (multiples of 8 from 40 to 256)"),
+        (264, False, "head_dim 264 is not supported by hopper (multiples of 8 from 40 to 256)"),
+        (
+            136, True,
+            "head_dim 136 is not supported by the hopper backward (multiples of 8 from 40 to 128): wider dK and dV do "
+            "not fit in registers",
+        ),
+        (128, True, "hopper needs a CUDA device; q is on meta"),
+        (256, False, "hopper needs a CUDA device; q is on meta"),
+        (40, True, "hopper needs a CUDA device; q is on meta"),
+    ],
+)  # fmt: skip
+def test_other_head_dims_are_refused(head_dim, backward, reason):
+    q = torch.empty(1, 1, 128, head_dim, dtype=torch.bfloat16, device="meta")
+    assert hopper.hopper_unsupported_reason(q, q, q, Options(True, 1.0), backward=backward) == reason
 
 
 @pytest.mark.gpu
