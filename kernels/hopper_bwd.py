@@ -107,9 +107,6 @@ class BackwardPlan:
 
     persistent: bool
     l2_share: float
-    stages: int = 2
-    ahead: bool = False
-    out: bool = False
 
 
 def plan_for(head_dim: int, causal: bool, num_q: int) -> BackwardPlan:
@@ -175,11 +172,7 @@ def launch_hopper_bwd(
     plan = plan or plan_for(tile, options.causal, num_q)
     items = -(-num_k // BLOCK_K.value) * batch * num_kv_heads
     programs = min(items, num_sms(q.device.index)) if plan.persistent else items
-    constants = {
-        "HEAD_DIM": tile, "STAGES": 3 if tile == 64 else plan.stages, "CAUSAL": options.causal,
-        "AHEAD": plan.ahead, "OUT": plan.out or tile == 64,
-    }  # fmt: skip
-    out_rows = 64 if constants["OUT"] else 128
+    constants = {"HEAD_DIM": tile, "STAGES": 3 if tile == 64 else 2, "CAUSAL": options.causal}
     memory_bound = {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS}
     with on_device(q):
         before = launch(
@@ -192,7 +185,7 @@ def launch_hopper_bwd(
             (
                 tma.descriptor(q, 64, tile), tma.descriptor(k, 128, tile), tma.descriptor(v, 128, tile),
                 tma.descriptor(do, 64, tile), tma.row_descriptor(lse_log2, 64), tma.row_descriptor(delta, 64), dq_sum,
-                tma.descriptor(dk, out_rows, tile), tma.descriptor(dv, out_rows, tile), turns,
+                tma.descriptor(dk, tile, tile), tma.descriptor(dv, tile, tile), turns,
                 num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
                 _heads_per_section(q, num_kv_heads, plan.l2_share), options.scale, options.scale * LOG2_E,
             ),

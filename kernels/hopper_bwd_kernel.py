@@ -59,16 +59,15 @@ def _product(left, right):
 
 @gluon.jit
 def _score_gradient(
-    k, v, streamed, stage, key, row, sizes, scale_log2, dv, scores,
-    MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
+    k, v, streamed, stage, key, row, sizes, scale_log2, dv,
+    MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dS^T (KEYS, BLOCK_Q), rounded; on the way dV += P^T dO, which is still in flight at the end."""
     q_smem, do_smem, lse_smem, delta_smem = streamed
     _num_heads, _num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    if not AHEAD:
-        scores = _product(k, q_smem.index(stage).permute((1, 0)))
+    scores = _product(k, q_smem.index(stage).permute((1, 0)))
     if HEAD_DIM == 64:
         dp = _product(v, do_smem.index(stage).permute((1, 0)))
         lse = lse_smem.index(stage).load(columns)
@@ -77,8 +76,7 @@ def _score_gradient(
         # registers are short: delta is not kept beside dP, the sum begins at -delta. That may only be written down
         # when S is done, or ptxas waits there itself
         lse = lse_smem.index(stage).load(columns)
-        if not AHEAD:
-            scores = warpgroup_mma_wait(0, deps=(scores,))
+        scores = warpgroup_mma_wait(0, deps=(scores,))
         dp = gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT) - delta_smem.index(stage).load(columns)[None, :]
         dp = warpgroup_mma(v, do_smem.index(stage).permute((1, 0)), dp, is_async=True)
     p = gl.exp2(scores * scale_log2 - lse[None, :])
@@ -101,9 +99,8 @@ def _score_gradient(
 
 @gluon.jit
 def _gradient_step(
-    k, v, streamed, ds_smem, dq_ptr, turns, barriers, step, last, key, row, sizes, scale_log2, dk, dv, scores,
+    k, v, streamed, ds_smem, dq_ptr, turns, barriers, step, key, row, sizes, scale_log2, dk, dv,
     MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dK, dV and dQ. k and v: in registers (64), or where their tiles are (128)."""
     full, empty, ds_full, ds_empty = barriers
@@ -111,8 +108,7 @@ def _gradient_step(
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     stage, phase = slot(step, STAGES)
     place, use = slot(step, 2)
-    if not AHEAD:
-        mbarrier.wait(full.index(stage), phase)
+    mbarrier.wait(full.index(stage), phase)
     if HEAD_DIM == 128:
         # 0, but ptxas cannot know: else it holds the descriptors of all pieces of K and V, as they are the same in
         # every step, in more than 20 registers (they are short) and moves each to the uniform ones (R2UR) it needs
@@ -121,7 +117,7 @@ def _gradient_step(
         k = k_tile.slice(KEYS * CONSUMER, KEYS, 0)
         v = v.index(nought).slice(KEYS * CONSUMER, KEYS, 0)
     ds, dv = _score_gradient(
-        k, v, streamed, stage, key, row, sizes, scale_log2, dv, scores, MASKED, HEAD_DIM, CAUSAL, AHEAD
+        k, v, streamed, stage, key, row, sizes, scale_log2, dv, MASKED, HEAD_DIM, CAUSAL
     )  # fmt: skip
     if HEAD_DIM == 64:
         mbarrier.wait(ds_empty.index(place), use ^ 1)
@@ -138,28 +134,19 @@ def _gradient_step(
         # a consumer is here only when it has read the dS of the step before: two places are enough
         dq = _product(ds_smem.index(place).permute((1, 0)), k_tile.slice(64 * CONSUMER, 64, 1))
         dk = warpgroup_mma(operand, q_smem.index(stage), dk, is_async=True)
-        if AHEAD:
-            next_stage, next_phase = slot(step + 1, STAGES)
-            mbarrier.wait(full.index(next_stage), next_phase, pred=step + 1 != last)
-            scores = _product(k, q_smem.index(next_stage).permute((1, 0)))
-            turn = wait_for_turn(turns, step)
-            dq = warpgroup_mma_wait(2, deps=(dq,))
-            add_in_turn(dq, dq_ptr, turn, step, CONSUMER, HEAD_DIM)
-            dk, scores = warpgroup_mma_wait(0, deps=(dk, scores))
-        else:
-            turn = wait_for_turn(turns, step)
-            dq = warpgroup_mma_wait(1, deps=(dq,))
-            add_in_turn(dq, dq_ptr, turn, step, CONSUMER, HEAD_DIM)
-            dk = warpgroup_mma_wait(0, deps=(dk,))
+        turn = wait_for_turn(turns, step)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        add_in_turn(dq, dq_ptr, turn, step, CONSUMER, HEAD_DIM)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(empty.index(stage), count=1)
-    return dk, dv, scores
+    return dk, dv
 
 
 @gluon.jit
 def _consumer(
     dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    AHEAD: gl.constexpr, OUT: gl.constexpr, CONSUMER: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
     dk_desc, dv_desc = outputs
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem = tiles
@@ -188,31 +175,20 @@ def _consumer(
             v = v_smem
         dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
-        last = step + num_heads // num_kv_heads * (end - first)
-        scores = gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT)
-        if AHEAD:
-            stage, phase = slot(step, STAGES)
-            mbarrier.wait(full.index(stage), phase, pred=step != last)
-            scores = _product(k.index(0).slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage).permute((1, 0)))
-            scores = warpgroup_mma_wait(0, deps=(scores,))
         for _ in range(num_heads // num_kv_heads):
             for query_tile in range(first, unmasked):
-                dk, dv, scores = _gradient_step(
-                    k, v, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, last, key,
-                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, scores,
-                    True, HEAD_DIM, STAGES, CAUSAL, CONSUMER, AHEAD,
+                dk, dv = _gradient_step(
+                    k, v, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
+                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, True, HEAD_DIM, STAGES, CAUSAL, CONSUMER,
                 )  # fmt: skip
             for query_tile in range(unmasked, end):
-                dk, dv, scores = _gradient_step(
-                    k, v, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, last, key,
-                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, scores,
-                    False, HEAD_DIM, STAGES, CAUSAL, CONSUMER, AHEAD,
+                dk, dv = _gradient_step(
+                    k, v, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
+                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, False, HEAD_DIM, STAGES, CAUSAL, CONSUMER,
                 )  # fmt: skip
             step += end - first
-        if OUT:
+        if HEAD_DIM == 64:
             mbarrier.arrive(k_empty.index(k_stage), count=1)
-            if HEAD_DIM == 128:
-                mbarrier.arrive(v_empty, count=1)
             tma.store_wait(0)  # the item before has left these tiles
             dk_tile = out_smem.index(CONSUMER)
             dv_tile = out_smem.index(CONSUMERS + CONSUMER)
@@ -224,8 +200,8 @@ def _consumer(
         dk_tile.store((dk * scale).to(dtype))
         dv_tile.store(dv.to(dtype))
         fence_async_shared()
-        out_tile4: gl.constexpr = [1, 1, KEYS if OUT else BLOCK_K, HEAD_DIM]
-        if OUT:
+        out_tile4: gl.constexpr = [1, 1, HEAD_DIM, HEAD_DIM]
+        if HEAD_DIM == 64:
             tma.store(dk_desc, [batch, kv_head, key, 0], dk_tile._reinterpret(dtype, out_tile4, dk_desc.layout))
             tma.store(dv_desc, [batch, kv_head, key, 0], dv_tile._reinterpret(dtype, out_tile4, dv_desc.layout))
         else:
@@ -294,8 +270,6 @@ def hopper_bwd_kernel(
     HEAD_DIM: gl.constexpr,  # of the tiles, 64 or 128: D is at most this
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
-    AHEAD: gl.constexpr,
-    OUT: gl.constexpr,
 ):
     K_STAGES: gl.constexpr = 128 // HEAD_DIM
     dtype: gl.constexpr = q_desc.dtype
@@ -312,7 +286,7 @@ def hopper_bwd_kernel(
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], row_layout)
     ds_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], ds_layout)
     announced = gl.allocate_shared_memory(gl.int32, [KEEPERS, 1], row_layout)
-    if OUT:
+    if HEAD_DIM == 64:
         out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEAD_DIM], dtype)
         out_smem = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, KEYS, HEAD_DIM], out_layout)
     else:
@@ -328,9 +302,9 @@ def hopper_bwd_kernel(
     turn_ready = gl.allocate_shared_memory(gl.int64, [KEEPERS, 1], bar_layout)
     for stage in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS + 1 if HEAD_DIM == 64 else CONSUMERS if OUT else 1)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS + 1 if HEAD_DIM == 64 else 1)
     mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=CONSUMERS if OUT else 1)
+    mbarrier.init(v_empty, count=CONSUMERS if HEAD_DIM == 64 else 1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
@@ -352,9 +326,9 @@ def hopper_bwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
-                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, AHEAD, OUT, 0)),
+                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
                 (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
-                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, AHEAD, OUT, 1)),
+                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
                 (_query_gradient, (dq_ptr, turns, (k_smem, ds_smem), (k_full, k_empty, ds_full, ds_empty), sizes,
                                    HEAD_DIM, K_STAGES, CAUSAL)),
                 (producer, (inputs, loaded, loads, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
@@ -367,9 +341,9 @@ def hopper_bwd_kernel(
         gl.warp_specialize(
             [
                 (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
-                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, AHEAD, OUT, 0)),
+                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
                 (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
-                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, AHEAD, OUT, 1)),
+                             HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
                 (producer, (inputs, loaded, loads, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
                 (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
                 (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),

@@ -37,9 +37,7 @@ def _barrier_asm(instruction, threads):
 
 
 @gluon.jit
-def named_barrier(
-    INSTRUCTION: gl.constexpr, identifier, THREADS: gl.constexpr, WARPS: gl.constexpr = 4
-):  # fmt: skip
+def named_barrier(INSTRUCTION: gl.constexpr, identifier, THREADS: gl.constexpr, WARPS: gl.constexpr = 4):
     """`bar.sync` or `bar.arrive` on a hardware barrier of THREADS threads, by all of a partition of WARPS warps.
 
     What a thread did before it arrived is seen by those that the barrier lets go on. Triton takes identifiers from 0

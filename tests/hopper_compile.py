@@ -45,8 +45,7 @@ def _backward(constants: dict):
 
     head_dim = constants["HEAD_DIM"]
     types = dict.fromkeys(("q_desc", "do_desc"), _descriptor("bf16", [1, 1, 64, head_dim]))
-    out_rows = 64 if constants["OUT"] else 128
-    types |= dict.fromkeys(("dk_desc", "dv_desc"), _descriptor("bf16", [1, 1, out_rows, head_dim]))
+    types |= dict.fromkeys(("dk_desc", "dv_desc"), _descriptor("bf16", [1, 1, head_dim, head_dim]))
     types |= dict.fromkeys(("k_desc", "v_desc"), _descriptor("bf16", [1, 1, 128, head_dim]))
     types |= dict.fromkeys(("lse_desc", "delta_desc"), _descriptor("fp32", [1, 64]))
     types |= {"dq_ptr": "*fp32", "turns_ptr": "*i32", "scale": "fp32", "scale_log2": "fp32"}

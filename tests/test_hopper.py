@@ -37,8 +37,7 @@ def _forward(head_dim: int, consumers: int, causal: bool = False, *options: str,
 
 
 def _backward(head_dim: int, causal: bool) -> dict:
-    narrow = head_dim == 64
-    return {"HEAD_DIM": head_dim, "STAGES": 3 if narrow else 2, "CAUSAL": causal, "AHEAD": False, "OUT": narrow}
+    return {"HEAD_DIM": head_dim, "STAGES": 2 if head_dim == 128 else 3, "CAUSAL": causal}
 
 
 # (kernel, constants, most bytes of stack: more means new spills)
@@ -57,6 +56,7 @@ COMPILED = [
     ("bwd", _backward(128, True), 24),  # of an item, not of its steps
     ("bwd", _backward(128, False), 0),
     ("bwd", _backward(64, True), 72),  # of an item, not of its steps
+    ("bwd", _backward(64, False), 40),  # as above
 ]
 
 
