@@ -287,8 +287,7 @@ def hopper_bwd_kernel(
     ds_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], ds_layout)
     announced = gl.allocate_shared_memory(gl.int32, [KEEPERS, 1], row_layout)
     if HEAD_DIM == 64:
-        out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEAD_DIM], dtype)
-        out_smem = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, KEYS, HEAD_DIM], out_layout)
+        out_smem = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, KEYS, HEAD_DIM], k_layout)
     else:
         out_smem = k_smem
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], bar_layout)

@@ -3,12 +3,12 @@
 An item is BLOCK_K keys of one KV head with all query tiles that see them. Programs take the items in turn.
 
 dQ is summed in fp32 in global memory, in a fixed order, so that its bits are the same in every run. Who computes an
-item's share adds it from registers: through shared memory, whose bandwidth is what the kernel runs out of, it would
-pass twice. Each query tile has a counter, its turn: an item adds its share when so many items have added as come before
-it. Without a mask these are the items of smaller keys. Under the causal mask they are those of larger keys: an item
-begins at its diagonal and goes down the queries, so the one before it in the order is two steps ahead by itself and
-nobody waits. Either way an item waits only for items before it. With one program an item these were handed out earlier,
-so nobody can wait for ever; a grid of one program an SM is launched as a cooperative one, all of it resident or none.
+item's share adds it from registers, with no copy through shared memory. Each query tile has a counter, its turn: an
+item adds its share when so many items have added as come before it. Without a mask these are the items of smaller keys.
+Under the causal mask they are those of larger keys: an item begins at its diagonal and goes down the queries, so the
+one before it in the order is two steps ahead by itself and nobody waits. Either way an item waits only for items before
+it. With one program an item these were handed out earlier, so nobody can wait for ever; a grid of one program an SM is
+launched as a cooperative one, all of it resident or none.
 """
 
 from triton.experimental import gluon
