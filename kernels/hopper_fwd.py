@@ -1,7 +1,8 @@
 """Forward pass for Hopper (sm_90a), in Gluon: TMA, asynchronous wgmma, specialised warps.
 
 Roles. Two (head_dim 128 and 256) or three (64) consumer warpgroups own 64 queries each; one producer warp issues all
-loads. A program takes one query tile after another (persistent grid), and the producer runs ahead into the next.
+loads. A program takes one query tile after another (persistent grid), and the producer runs ahead into the next. The
+order keeps few heads' keys and values in L2 at a time; causal tiles are taken in pairs of equal work.
 
 Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from right to left:
 
