@@ -59,6 +59,8 @@ def num_sms(device_index: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def l2_bytes(device_index: int) -> int:
-    """Size of the L2 cache in bytes."""
+def l2_bytes(device_index: int | None) -> int:
+    """Size of the L2 cache in bytes; 0 where there is no GPU (None)."""
+    if device_index is None:
+        return 0
     return torch.cuda.get_device_properties(device_index).L2_cache_size

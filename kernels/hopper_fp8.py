@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels import hopper_tma as tma
 from kernels.device import num_sms
 from kernels.hopper_fwd import (
+    L2_SHARE,
     LN_2,
     LOG2_E,
     ForwardPlan,
@@ -51,10 +52,9 @@ from kernels.hopper_fwd import (
     _pass_baton,
     _take_baton,
     _thread_sums,
-    heads_per_section,
 )
 from kernels.hopper_tma import slot
-from kernels.launch import addresses_of, launch, on_device
+from kernels.launch import addresses_of, heads_per_section, launch, on_device
 from kernels.options import Options
 from kernels.replay import Replay, description, known, remember, replay
 
@@ -438,7 +438,7 @@ def launch_hopper_fp8(
                 tma.descriptor(q, 64), tma.descriptor(k, plan.block_k),
                 tma.descriptor(values, head_dim, plan.block_k), tma.descriptor(o, 64),
                 lse, q_scale, k_scale, v_scale,
-                num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
+                num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
                 options.scale * LOG2_E,
             ),
             constants, num_warps=4,

@@ -1,7 +1,8 @@
 """Forward pass for Hopper (sm_90a), in Gluon: TMA, asynchronous wgmma, specialised warps.
 
 Roles. Two (head_dim 128 and 256) or three (64) consumer warpgroups own 64 queries each; one producer warp issues all
-loads. A program takes one query tile after another (persistent grid), and the producer runs ahead into the next.
+loads. A program takes one query tile after another (persistent grid), and the producer runs ahead into the next. The
+order keeps few heads' keys and values in L2 at a time; causal tiles are taken in pairs of equal work.
 
 Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from right to left:
 
@@ -37,10 +38,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels import hopper_tma as tma
-from kernels.device import l2_bytes, num_sms
+from kernels.device import num_sms
 from kernels.hopper import tile_width
 from kernels.hopper_tma import slot
-from kernels.launch import addresses_of, grid_tiles, launch, on_device, window_bounds
+from kernels.launch import addresses_of, grid_tiles, heads_per_section, launch, on_device, window_bounds
 from kernels.options import Options
 from kernels.replay import description, known, remember, replay
 from kernels.tiles import ORIGIN, document_rows, longest_first, program_tile
@@ -48,6 +49,7 @@ from kernels.tiles import ORIGIN, document_rows, longest_first, program_tile
 LN_2 = gl.constexpr(math.log(2.0))
 LOG2_E = 1.0 / math.log(2.0)
 LOG2_E_CONSTANT = gl.constexpr(LOG2_E)
+L2_SHARE = 1 / 6  # of the keys and values of the heads that are worked on together
 
 
 @gluon.jit
@@ -683,7 +685,7 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """
     causal = options.causal
     if head_dim == 256:
-        return ForwardPlan(consumers=2, persistent=not causal or num_q <= 1024, block_k=64)
+        return ForwardPlan(consumers=2, block_k=64)
     if head_dim == 64 and options.local and not options.softcap:
         return ForwardPlan(consumers=3)
     if options.softcap or options.local or options.packed:
@@ -695,17 +697,6 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     if num_q <= 4096:
         return ForwardPlan(consumers=2, stages=3, ping_pong=True)
     return ForwardPlan(consumers=3, ping_pong=True, persistent=False)
-
-
-def heads_per_section(streamed: Tensor, group_size: int) -> int:
-    """How many heads stay in L2 together: those whose two streamed tensors of this shape fill at most a sixth of it.
-
-    A multiprocessor reads either half of L2, and what it reads from the far one is kept in both.
-    """
-    total = streamed.shape[0] * streamed.shape[1] * group_size
-    bytes_per_head = 2 * streamed.shape[2] * streamed.shape[3] * streamed.element_size()
-    fitting = l2_bytes(streamed.device.index) // (6 * bytes_per_head)
-    return min(group_size << max(fitting.bit_length() - 1, 0), total)
 
 
 def launch_hopper_fwd(
@@ -745,7 +736,7 @@ def launch_hopper_fwd(
             (
                 describe(q, 64, tile), describe(k, plan.block_k, tile), describe(v, plan.block_k, tile),
                 describe(o, 64, tile), lse,
-                num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(k, group_size),
+                num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
                 options.scale * LOG2_E, options.softcap or None, *window_bounds(options, num_q, num_k),
                 options.cu_seqlens_q, options.cu_seqlens_k, num_docs,
             ),

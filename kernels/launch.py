@@ -70,18 +70,17 @@ def addresses_of(*tensors: Tensor | None) -> list[int]:
     return [x.data_ptr() for x in tensors if x is not None]
 
 
-def heads_per_section(q: Tensor, k: Tensor) -> int:
-    """How many query heads' K and V stay in L2 together: a power of two of KV heads, times the group size.
+def heads_per_section(q: Tensor, k: Tensor, l2_share: float = 1 / 3) -> int:
+    """How many query heads are worked on together: those whose K and V fill at most this share of the L2 cache, a power
+    of two of KV heads, times the group size.
 
-    The rule is flash-attention's: 2^floor(log2(L2 / bytes of one head's K and V)), with a sixth of the cache
-    left for what streams through.
+    flash-attention fills nearly all of it. But what a multiprocessor reads from the far half of the cache is kept in
+    both halves: with 5/6 an H200 read up to 11 times what a call's tensors have (kernels/HOPPER_NOTES.md).
     """
     group = q.shape[1] // k.shape[1]
-    if not q.is_cuda:
-        return group
-    kv_bytes = 2 * k.shape[2] * k.shape[3] * k.element_size()
-    fitting = l2_bytes(q.device.index) * 5 // 6 // kv_bytes
-    return group << max(fitting.bit_length() - 1, 0)
+    bytes_per_head = 2 * k.shape[2] * k.shape[3] * k.element_size()
+    fitting = int(l2_bytes(q.device.index) * l2_share) // bytes_per_head
+    return min(group << max(fitting.bit_length() - 1, 0), q.shape[0] * q.shape[1])
 
 
 def tma_ready(x: Tensor) -> bool:

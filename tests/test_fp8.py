@@ -236,7 +236,7 @@ def _simulated(monkeypatch, tensors, scales, options, **replaced):
         run = real if kernel is hopper_fp8.hopper_fp8_values_kernel else simulated
         return run(kernel, *arguments, **how)
 
-    monkeypatch.setattr(hopper_fwd, "l2_bytes", lambda _: 2**17)
+    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
     monkeypatch.setattr(hopper_fp8, "num_sms", lambda _: 2)
     monkeypatch.setattr(hopper_fp8, "O_DTYPE", torch.float32)
     monkeypatch.setattr(hopper_fp8, "launch_values", launch_values)

@@ -157,7 +157,7 @@ def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_he
         _assert_within_budget(ours, right, low)
 
 
-WIDTHS = [40, 72, 96, 112, 192, 256]  # one, two and four swizzled columns of 128 bytes, the last one full or not
+WIDTHS = [32, 40, 72, 96, 112, 192, 256]  # one, two and four swizzled columns of 128 bytes, the last one full or not
 
 
 def _in_nan(x):
@@ -251,8 +251,9 @@ def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, c
     from kernels import hopper_fwd
     from tests import hopper_simulator
 
-    for name, value in {"launch": hopper_simulator.launch, "num_sms": lambda _: 2, "l2_bytes": lambda _: 2**17}.items():
-        monkeypatch.setattr(hopper_fwd, name, value)
+    monkeypatch.setattr(hopper_fwd, "launch", hopper_simulator.launch)
+    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
+    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)  # a section of one head or of two
     qkv, packed = make_packed(lengths_q, lengths_k, 2, 1, head_dim)
     documents = packed if len(lengths_q) > 1 else {}
     q, k, v = (_in_nan(x.detach()).transpose(0, 1)[None] for x in qkv)
@@ -275,9 +276,9 @@ def test_simulated_plans(consumers, stages, ping_pong, num_q, num_k, causal, sof
     from kernels import hopper_fwd
     from tests import hopper_simulator
 
-    simulate = partial(hopper_simulator.launch, pauses=Random(num_q))
-    for name, value in {"launch": simulate, "num_sms": lambda _: 2, "l2_bytes": lambda _: 2**17}.items():
-        monkeypatch.setattr(hopper_fwd, name, value)
+    monkeypatch.setattr(hopper_fwd, "launch", partial(hopper_simulator.launch, pauses=Random(num_q)))
+    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
+    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
     q, k, v = (torch.randn(1, heads, n, 64) for heads, n in ((4, num_q), (2, num_k), (2, num_k)))
     plan = hopper_fwd.ForwardPlan(consumers, stages, ping_pong)
     o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, Options(causal, 0.125, softcap=softcap), plan)
@@ -563,12 +564,12 @@ def test_documents_with_narrow_heads_take_the_portable_kernels():
 @pytest.mark.parametrize(
     ("head_dim", "backward", "reason"),
     [
-        (32, False, "head_dim 32 is not supported by hopper (multiples of 8 from 40 to 256)"),
-        (36, False, "head_dim 36 is not supported by hopper (multiples of 8 from 40 to 256)"),
-        (264, False, "head_dim 264 is not supported by hopper (multiples of 8 from 40 to 256)"),
+        (24, False, "head_dim 24 is not supported by hopper (multiples of 8 from 32 to 256)"),
+        (36, False, "head_dim 36 is not supported by hopper (multiples of 8 from 32 to 256)"),
+        (264, False, "head_dim 264 is not supported by hopper (multiples of 8 from 32 to 256)"),
         (
             136, True,
-            "head_dim 136 is not supported by the hopper backward (multiples of 8 from 40 to 128): wider dK and dV do "
+            "head_dim 136 is not supported by the hopper backward (multiples of 8 from 32 to 128): wider dK and dV do "
             "not fit in registers",
         ),
         (128, True, "hopper needs a CUDA device; q is on meta"),
