@@ -109,7 +109,7 @@ def _producer(
         head = batch_head - batch * num_heads
         kv_head = head // group_size
         row = tile * 64 * CONSUMERS
-        _, visited, _, _ = _key_tiles(row, 64 * CONSUMERS, num_q, num_k, None, CAUSAL, False, BLOCK_K)
+        _, visited, _, _ = _key_tiles(row, row + 64 * CONSUMERS, num_q, num_k, None, CAUSAL, False, BLOCK_K)
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
             mbarrier.expect(q_full.index(c), 64 * HEAD_DIM)
@@ -242,8 +242,8 @@ def _consumer(
         scores_log2 = scale_log2 * gl.load(q_scale_ptr + batch_head) * gl.load(k_scale_ptr + kv_batch_head)
         first_row = tile * 64 * CONSUMERS
         row = first_row + 64 * CONSUMER
-        _, loaded, _, _ = _key_tiles(first_row, 64 * CONSUMERS, num_q, num_k, None, CAUSAL, False, BLOCK_K)
-        _, visited, _, unmasked = _key_tiles(row, 64, num_q, num_k, None, CAUSAL, False, BLOCK_K)
+        _, loaded, _, _ = _key_tiles(first_row, first_row + 64 * CONSUMERS, num_q, num_k, None, CAUSAL, False, BLOCK_K)
+        _, visited, _, unmasked = _key_tiles(row, row + 64, num_q, num_k, None, CAUSAL, False, BLOCK_K)
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
 
         step = _hand_back(step, loaded - visited, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)

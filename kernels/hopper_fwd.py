@@ -165,17 +165,16 @@ def _first_rows(packed):
 
 @gluon.jit
 def _key_tiles(
-    row, ROWS: gl.constexpr, num_q, num_k, window,
-    CAUSAL: gl.constexpr, LOCAL: gl.constexpr, BLOCK_K: gl.constexpr,
+    row, end_row, num_q, num_k, window, CAUSAL: gl.constexpr, LOCAL: gl.constexpr, BLOCK_K: gl.constexpr
 ):  # fmt: skip
-    """Key tiles of rows row .. row + ROWS: (first, end) of those visited, (full_first, full_end) of those among them
-    that need no mask; full_end <= full_first where none is.
+    """Key tiles of rows row .. end_row: (first, end) of those visited, (full_first, full_end) of those among them that
+    need no mask; full_end <= full_first where none is.
 
-    At least one is visited: its mask then gives the rows that see nothing their zeros. `row` is below num_q.
+    At least one is visited: its mask then gives the rows that see nothing their zeros. 0 <= row < num_q.
     """
     if LOCAL:
         first_row = row + num_k - num_q  # in keys: where the query stands
-        last_row = gl.minimum(row + ROWS, num_q) - 1 + num_k - num_q
+        last_row = gl.minimum(end_row, num_q) - 1 + num_k - num_q
         left, right = window
         first = gl.maximum(first_row - left, 0) // BLOCK_K
         full_first = (gl.maximum(last_row - left, 0) + BLOCK_K - 1) // BLOCK_K
@@ -185,7 +184,7 @@ def _key_tiles(
         first = 0
         full_first = 0
         seen_by_first = gl.minimum(gl.maximum(row + 1 + num_k - num_q, 0), num_k)
-        seen_by_last = gl.minimum(gl.maximum(gl.minimum(row + ROWS, num_q) + num_k - num_q, 0), num_k)
+        seen_by_last = gl.minimum(gl.maximum(gl.minimum(end_row, num_q) + num_k - num_q, 0), num_k)
     else:
         first = 0
         full_first = 0
@@ -193,6 +192,14 @@ def _key_tiles(
         seen_by_last = num_k
     end = gl.maximum((seen_by_last + BLOCK_K - 1) // BLOCK_K, first + 1)
     return first, end, full_first, seen_by_first // BLOCK_K
+
+
+@gluon.jit
+def _rows(tile, num_tiles, num_q, CONSUMERS: gl.constexpr):
+    """Rows (first, end) of a query tile. Where 64 * CONSUMERS does not divide Nq it is the first tile that is smaller,
+    its row negative: under the causal mask the first sees the fewest keys."""
+    end = (tile - num_tiles) * (64 * CONSUMERS) + (num_q + 63) // 64 * 64 + 64 * CONSUMERS
+    return end - 64 * CONSUMERS, end
 
 
 @gluon.jit
@@ -234,12 +241,15 @@ def _producer(
         tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, packed, CAUSAL, PAIRED)
         batch, head = _batch_and_head(batch_head, num_heads, packed)
         kv_head = head // group_size
-        row = tile * 64 * CONSUMERS
-        first, end, _, _ = _key_tiles(row, 64 * CONSUMERS, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
+        row, end_row = _rows(tile, num_tiles, num_q, CONSUMERS)
+        first, end, _, _ = _key_tiles(gl.maximum(row, 0), end_row, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), q_bytes)
-            _load(q_desc, batch, head, row + 64 * c, q_row0, num_q, q_full.index(c), q_smem.index(c))
+            if row + 64 * c >= 0:
+                mbarrier.expect(q_full.index(c), q_bytes)
+                _load(q_desc, batch, head, row + 64 * c, q_row0, num_q, q_full.index(c), q_smem.index(c))
+            else:
+                mbarrier.arrive(q_full.index(c), count=1)
         for i in range(end - first):
             key = (end - 1 - i) * BLOCK_K
             stage, phase = slot(step, STAGES)
@@ -481,7 +491,7 @@ def _query_tile(
     q_tile = q_smem.index(CONSUMER)
     o_tile = o_smem.index(CONSUMER)
     loaded_first, loaded_end = loaded
-    key_first, key_end, full_first, full_end = _key_tiles(rows, 64, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
+    key_first, key_end, full_first, full_end = _key_tiles(rows, rows + 64, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
     step = _hand_back(step, loaded_end - key_end, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
 
     end = step + key_end - key_first
@@ -562,17 +572,17 @@ def _consumer(
     step = 0
     for turn in range(_num_turns(num_tiles, num_batch_heads, packed, PAIRED)):
         tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, packed, CAUSAL, PAIRED)
-        first_row = tile * 64 * CONSUMERS
-        rows = first_row + 64 * CONSUMER
-        first, end, _, _ = _key_tiles(first_row, 64 * CONSUMERS, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
+        row, end_row = _rows(tile, num_tiles, num_q, CONSUMERS)
+        first, end, _, _ = _key_tiles(gl.maximum(row, 0), end_row, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
+        rows = row + 64 * CONSUMER
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
-        if rows < num_q:
+        if rows >= 0:
             step = _query_tile(
                 o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
                 step, rows, (first, end), batch_head,
                 HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, CONSUMER,
             )  # fmt: skip
-        else:  # all of its rows lie past the end
+        else:  # none of its rows exist
             step = _hand_back(step, end - first, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
             mbarrier.arrive(q_empty.index(CONSUMER), count=1)
     tma.store_wait(0)
