@@ -12,6 +12,7 @@ import random
 import select
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ STEADY = (
     "model.num_layers=1",
     "train.batch_tokens=64",
 )
-LONGEST_LIFE_SECONDS = 0.4  # a life begins with 0.1 s of opening data and checkpoint; kills fall there as well
 
 
 def live(settings: Settings, run_dir: Path) -> int:
@@ -67,11 +67,16 @@ def main(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         return small_run(folder, *STEADY, f"train.steps={steps}", "resume=auto")
 
     train(settings(2), folder / "rehearsal")  # imports and prepares what every life would spend its time on
+    # a life begins with opening data and checkpoint; kills fall there as well. How long it takes depends on the machine
+    # and on what else runs there
+    begun = time.monotonic()
+    assert os.waitpid(live(settings(8), folder / "timed"), 0)[1] == 0
+    longest_life = time.monotonic() - begun
     endless = settings(1_000_000)
     for _ in range(kills):
         pid = live(endless, run_dir)
         watched = os.pidfd_open(pid)
-        died, _, _ = select.select([watched], [], [], chance.uniform(0, LONGEST_LIFE_SECONDS))
+        died, _, _ = select.select([watched], [], [], chance.uniform(0, longest_life))
         assert not died, "the run ended by itself"
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
