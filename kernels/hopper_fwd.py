@@ -704,9 +704,9 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
         return ForwardPlan(consumers=2, ping_pong=causal, persistent=not causal or num_q <= 8192)
     if not causal:
         return ForwardPlan(consumers=3, ping_pong=num_q <= 4096)
-    if num_q <= 4096:
-        return ForwardPlan(consumers=2, stages=3, ping_pong=True)
-    return ForwardPlan(consumers=3, ping_pong=True, persistent=False)
+    if num_q <= 1024:
+        return ForwardPlan(consumers=2, ping_pong=True)
+    return ForwardPlan(consumers=3, ping_pong=True, persistent=num_q <= 4096)
 
 
 def launch_hopper_fwd(
