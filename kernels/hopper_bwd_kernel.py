@@ -2,17 +2,21 @@
 
 Roles. Two consumer warpgroups own 64 keys each and hold their dK and dV in registers; one producer warp streams the
 query tiles of all query heads of the group past them; two warps keep the turns in which dQ is added to global memory.
-Scores are transposed, so that P^T and dS^T are left operands from registers. A consumer's step:
-
-    tensor cores   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q
-    other units                  exp2: P^T       dS^T -> shared
-
-dQ = dS K needs the dS of both consumers. Who computes it is the difference between the two head_dims:
+Scores are transposed, so that P^T, and at head_dim 64 dS^T, are left operands from registers. dQ = dS K needs the dS of
+both consumers. Who computes it, and when, is the difference between the two head_dims:
 
     64     a warpgroup of its own, from shared memory, a step or two behind. K and V stay in the consumers' registers
            (as shared operands S^T and dP^T alone would fill shared memory's bandwidth), nothing makes a consumer wait
-           for the other one, and the next item's K and V are loaded while this one runs.
-    128    registers are full, so each consumer computes half of dQ's columns itself, after a meeting at ds_full.
+           for the other one, and the next item's K and V are loaded while this one runs. A consumer's step:
+
+               tensor cores   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q
+               other units                  exp2: P^T       dS^T -> shared
+
+    128    registers are full, so each consumer computes half of dQ's columns itself, a step late: the dS of both was
+           there long before, and the adds go out under other products. dK is a step late as well, from shared memory:
+
+               tensor cores   S^T | dQ of the step before | dK of the step before | dP^T | dV
+               other units          exp2: P^T               dQ added                      dS^T -> shared
 
 Barriers (mbarriers; [s] is a stage of a ring):
     k_full[s], v_full    an item's keys, values are there      k_empty[s], v_empty   ... are read (128: and dK, dV out)
@@ -109,7 +113,9 @@ def _gradient_step_64(
 
 @gluon.jit
 def _late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, STAGES: gl.constexpr, CONSUMER: gl.constexpr):
-    """A step's dQ, of which this consumer has half of the columns, and dK += dS^T Q: started."""
+    """A step's dQ, of which this consumer has half of the columns, and dK += dS^T Q: started.
+
+    dQ first: its adds go out under dK. dS^T of dK is read from shared memory, for which no register is kept."""
     place, use = slot(step, 2)
     stage, _phase = slot(step, STAGES)
     ds = ds_smem.index(place)
@@ -231,7 +237,7 @@ def _consumer(
                     )  # fmt: skip
                 begun = first
                 step += end - first
-            # the last step's
+            # K is gone with the item, so the last step's share is not left for the next item's first step
             dq, dk = _late_products(k_smem.index(0), q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
             turn = wait_for_turn(turns, step - 1)
             dq = warpgroup_mma_wait(1, deps=(dq,))
