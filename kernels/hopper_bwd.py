@@ -172,7 +172,7 @@ def launch_hopper_bwd(
     plan = plan or plan_for(tile, options.causal, num_q)
     items = -(-num_k // BLOCK_K.value) * batch * num_kv_heads
     programs = min(items, num_sms(q.device.index)) if plan.persistent else items
-    constants = {"HEAD_DIM": tile, "STAGES": 3 if tile == 64 else 2, "CAUSAL": options.causal}
+    constants = {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal}
     memory_bound = {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS}
     with on_device(q):
         before = launch(

@@ -2,17 +2,21 @@
 
 Roles. Two consumer warpgroups own 64 keys each and hold their dK and dV in registers; one producer warp streams the
 query tiles of all query heads of the group past them; two warps keep the turns in which dQ is added to global memory.
-Scores are transposed, so that P^T and dS^T are left operands from registers. A consumer's step:
-
-    tensor cores   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q
-    other units                  exp2: P^T       dS^T -> shared
-
-dQ = dS K needs the dS of both consumers. Who computes it is the difference between the two head_dims:
+Scores are transposed, so that P^T, and at head_dim 64 dS^T, are left operands from registers. dQ = dS K needs the dS of
+both consumers. Who computes it, and when, is the difference between the two head_dims:
 
     64     a warpgroup of its own, from shared memory, a step or two behind. K and V stay in the consumers' registers
            (as shared operands S^T and dP^T alone would fill shared memory's bandwidth), nothing makes a consumer wait
-           for the other one, and the next item's K and V are loaded while this one runs.
-    128    registers are full, so each consumer computes half of dQ's columns itself, after a meeting at ds_full.
+           for the other one, and the next item's K and V are loaded while this one runs. A consumer's step:
+
+               tensor cores   S^T = K Q^T | dP^T = V dO^T | dV += P^T dO | dK += dS^T Q
+               other units                  exp2: P^T       dS^T -> shared
+
+    128    registers are full, so each consumer computes half of dQ's columns itself, a step late: the dS of both was
+           there long before, and the adds go out under other products. dK is a step late as well, from shared memory:
+
+               tensor cores   S^T | dQ of the step before | dK of the step before | dP^T | dV
+               other units          exp2: P^T               dQ added                      dS^T -> shared
 
 Barriers (mbarriers; [s] is a stage of a ring):
     k_full[s], v_full    an item's keys, values are there      k_empty[s], v_empty   ... are read (128: and dK, dV out)
@@ -58,87 +62,115 @@ def _product(left, right):
 
 
 @gluon.jit
-def _score_gradient(
-    k, v, streamed, stage, key, row, sizes, scale_log2, dv,
-    MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """dS^T (KEYS, BLOCK_Q), rounded; on the way dV += P^T dO, which is still in flight at the end."""
-    q_smem, do_smem, lse_smem, delta_smem = streamed
+def _probabilities(scores, lse, key, row, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """P^T (KEYS, BLOCK_Q) of the keys from `key` and the queries from `row` on."""
     _num_heads, _num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    scores = _product(k, q_smem.index(stage).permute((1, 0)))
-    if HEAD_DIM == 64:
-        dp = _product(v, do_smem.index(stage).permute((1, 0)))
-        lse = lse_smem.index(stage).load(columns)
-        scores = warpgroup_mma_wait(1, deps=(scores,))
-    else:
-        # registers are short: delta is not kept beside dP, the sum begins at -delta. That may only be written down
-        # when S is done, or ptxas waits there itself
-        lse = lse_smem.index(stage).load(columns)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        dp = gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT) - delta_smem.index(stage).load(columns)[None, :]
-        dp = warpgroup_mma(v, do_smem.index(stage).permute((1, 0)), dp, is_async=True)
     p = gl.exp2(scores * scale_log2 - lse[None, :])
     if MASKED:
         keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
         if CAUSAL:
+            columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
             last_seen = row + (num_k - num_q) + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
             p = gl.where(keys <= last_seen, p, 0.0)
         else:
             p = gl.where(keys < num_k, p, 0.0)
-    operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
-    dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
-    if HEAD_DIM == 64:
-        delta = delta_smem.index(stage).load(columns)
-        dp = warpgroup_mma_wait(1, deps=(dp,)) - delta[None, :]
-    else:
-        dp = warpgroup_mma_wait(1, deps=(dp,))
-    return (p * dp).to(q_smem.dtype), dv
+    return p
 
 
 @gluon.jit
-def _gradient_step(
-    k, v, streamed, ds_smem, dq_ptr, turns, barriers, step, key, row, sizes, scale_log2, dk, dv,
-    MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+def _gradient_step_64(
+    k, v, streamed, ds_smem, barriers, step, key, row, sizes, scale_log2, dk, dv,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """One query tile's share of dK, dV and dQ. k and v: in registers (64), or where their tiles are (128)."""
+    """One query tile's share of dK and dV, and its dS^T. k and v are in registers."""
     full, empty, ds_full, ds_empty = barriers
-    q_smem = streamed[0]
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    q_smem, do_smem, lse_smem, delta_smem = streamed
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     stage, phase = slot(step, STAGES)
     place, use = slot(step, 2)
     mbarrier.wait(full.index(stage), phase)
-    if HEAD_DIM == 128:
-        # 0, but ptxas cannot know: else it holds the descriptors of all pieces of K and V, as they are the same in
-        # every step, in more than 20 registers (they are short) and moves each to the uniform ones (R2UR) it needs
-        nought = step >> 30
-        k_tile = k.index(nought)
-        k = k_tile.slice(KEYS * CONSUMER, KEYS, 0)
-        v = v.index(nought).slice(KEYS * CONSUMER, KEYS, 0)
-    ds, dv = _score_gradient(
-        k, v, streamed, stage, key, row, sizes, scale_log2, dv, MASKED, HEAD_DIM, CAUSAL
-    )  # fmt: skip
-    if HEAD_DIM == 64:
-        mbarrier.wait(ds_empty.index(place), use ^ 1)
+    scores = _product(k, q_smem.index(stage).permute((1, 0)))
+    dp = _product(v, do_smem.index(stage).permute((1, 0)))
+    lse = lse_smem.index(stage).load(columns)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    p = _probabilities(scores, lse, key, row, sizes, scale_log2, MASKED, CAUSAL)
+    operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
+    dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
+    delta = delta_smem.index(stage).load(columns)
+    dp = warpgroup_mma_wait(1, deps=(dp,)) - delta[None, :]
+    ds = (p * dp).to(q_smem.dtype)
+    mbarrier.wait(ds_empty.index(place), use ^ 1)
     ds_smem.index(place).slice(KEYS * CONSUMER, KEYS, 0).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(place), count=1)
     operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
-    if HEAD_DIM == 64:
-        dk = warpgroup_mma(operand, q_smem.index(stage), dk, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
-    else:
-        dv = warpgroup_mma_wait(0, deps=(dv,))
-        mbarrier.wait(ds_full.index(place), use)
-        # a consumer is here only when it has read the dS of the step before: two places are enough
-        dq = _product(ds_smem.index(place).permute((1, 0)), k_tile.slice(64 * CONSUMER, 64, 1))
-        dk = warpgroup_mma(operand, q_smem.index(stage), dk, is_async=True)
-        turn = wait_for_turn(turns, step)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
-        add_in_turn(dq, dq_ptr, turn, step, CONSUMER, HEAD_DIM)
-        dk = warpgroup_mma_wait(0, deps=(dk,))
+    dk = warpgroup_mma(operand, q_smem.index(stage), dk, is_async=True)
+    dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
     mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, STAGES: gl.constexpr, CONSUMER: gl.constexpr):
+    """A step's dQ, of which this consumer has half of the columns, and dK += dS^T Q: started.
+
+    dQ first: its adds go out under dK. dS^T of dK is read from shared memory, for which no register is kept."""
+    place, use = slot(step, 2)
+    stage, _phase = slot(step, STAGES)
+    ds = ds_smem.index(place)
+    mbarrier.wait(ds_full.index(place), use)
+    dq = _product(ds.permute((1, 0)), k_tile.slice(64 * CONSUMER, 64, 1))
+    dk = warpgroup_mma(ds.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage), dk, is_async=True)
+    return dq, dk
+
+
+@gluon.jit
+def _gradient_step_128(
+    k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, row, sizes, scale_log2, dk, dv,
+    FIRST: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """One query tile's share of dV and its dS^T; and dK's and dQ's of the step before, unless this is the FIRST."""
+    full, empty, ds_full, _ds_empty = barriers
+    q_smem, do_smem, lse_smem, delta_smem = streamed
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    stage, phase = slot(step, STAGES)
+    place, _use = slot(step, 2)
+    mbarrier.wait(full.index(stage), phase)
+    # 0, but ptxas cannot know: else it holds the descriptors of all pieces of K and V, as they are the same in
+    # every step, in more than 20 registers (they are short) and moves each to the uniform ones (R2UR) it needs
+    nought = step >> 30
+    k_tile = k_smem.index(nought)
+    v = v_smem.index(nought).slice(KEYS * CONSUMER, KEYS, 0)
+    lse = lse_smem.index(stage).load(columns)
+    scores = _product(k_tile.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage).permute((1, 0)))
+    if FIRST:
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+    else:
+        dq, dk = _late_products(k_tile, q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
+        scores = warpgroup_mma_wait(2, deps=(scores,))
+    p = _probabilities(scores, lse, key, row, sizes, scale_log2, MASKED, CAUSAL)
+    if not FIRST:
+        turn = wait_for_turn(turns, step - 1)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        add_in_turn(dq, dq_ptr, turn, step - 1, CONSUMER, 128)
+    # registers are short: delta is not kept beside dP, the sum begins at -delta
+    dp = gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT) - delta_smem.index(stage).load(columns)[None, :]
+    dp = warpgroup_mma(v, do_smem.index(stage).permute((1, 0)), dp, is_async=True)
+    operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
+    dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
+    if not FIRST:
+        dk = warpgroup_mma_wait(2, deps=(dk,))
+        last_stage, _phase = slot(step - 1, STAGES)
+        mbarrier.arrive(empty.index(last_stage), count=1)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    # a consumer is here only when the other one has written the dS of the step before, and so has read the dS of
+    # the one before that: two places are enough
+    ds_smem.index(place).slice(KEYS * CONSUMER, KEYS, 0).store((p * dp).to(q_smem.dtype))
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(place), count=1)
+    dv = warpgroup_mma_wait(0, deps=(dv,))
     return dk, dv
 
 
@@ -171,22 +203,48 @@ def _consumer(
             mbarrier.arrive(v_empty, count=1)
         else:
             mbarrier.wait(v_full, done & 1)
-            k = k_smem
-            v = v_smem
         dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
-        for _ in range(num_heads // num_kv_heads):
-            for query_tile in range(first, unmasked):
-                dk, dv = _gradient_step(
-                    k, v, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, True, HEAD_DIM, STAGES, CAUSAL, CONSUMER,
-                )  # fmt: skip
-            for query_tile in range(unmasked, end):
-                dk, dv = _gradient_step(
-                    k, v, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                    query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, False, HEAD_DIM, STAGES, CAUSAL, CONSUMER,
-                )  # fmt: skip
-            step += end - first
+        if HEAD_DIM == 64:
+            for _ in range(num_heads // num_kv_heads):
+                for query_tile in range(first, unmasked):
+                    dk, dv = _gradient_step_64(
+                        k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile * BLOCK_Q, sizes,
+                        scale_log2, dk, dv, True, STAGES, CAUSAL, CONSUMER,
+                    )  # fmt: skip
+                for query_tile in range(unmasked, end):
+                    dk, dv = _gradient_step_64(
+                        k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile * BLOCK_Q, sizes,
+                        scale_log2, dk, dv, False, STAGES, CAUSAL, CONSUMER,
+                    )  # fmt: skip
+                step += end - first
+        elif first < end:
+            dk, dv = _gradient_step_128(
+                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step, key, first * BLOCK_Q, sizes,
+                scale_log2, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
+            )  # fmt: skip
+            begun = first + 1
+            for _ in range(num_heads // num_kv_heads):
+                for query_tile in range(begun, unmasked):
+                    dk, dv = _gradient_step_128(
+                        k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
+                        query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
+                    )  # fmt: skip
+                for query_tile in range(gl.maximum(begun, unmasked), end):
+                    dk, dv = _gradient_step_128(
+                        k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
+                        query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, False, False, STAGES, CAUSAL, CONSUMER,
+                    )  # fmt: skip
+                begun = first
+                step += end - first
+            # K is gone with the item, so the last step's share is not left for the next item's first step
+            dq, dk = _late_products(k_smem.index(0), q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
+            turn = wait_for_turn(turns, step - 1)
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+            add_in_turn(dq, dq_ptr, turn, step - 1, CONSUMER, HEAD_DIM)
+            dk = warpgroup_mma_wait(0, deps=(dk,))
+            last_stage, _phase = slot(step - 1, STAGES)
+            mbarrier.arrive(empty.index(last_stage), count=1)
         if HEAD_DIM == 64:
             mbarrier.arrive(k_empty.index(k_stage), count=1)
             tma.store_wait(0)  # the item before has left these tiles
