@@ -18,7 +18,6 @@ from torch import Tensor
 from kernels import naive_attention
 
 EARLY = 10  # steps
-FLOOR = 1e-7  # nats: a float32 loss near 4 cannot differ by less than 2.4e-7
 SPANS = {"early": EARLY, "whole": None}  # name -> how many steps
 # number of runs -> k for 99 % content and 95 % confidence (noncentral t quantile over sqrt(n); Odeh and Owen 1980)
 TOLERANCE = {
@@ -32,10 +31,16 @@ ROOM = (
 )
 
 
+def resolution(loss: float) -> float:
+    """The distance between float32 numbers there (4.8e-7 between 4 and 8): no two losses are told apart by less."""
+    return 2.0 ** (math.frexp(loss)[1] - 24)
+
+
 def log_distances(losses: list[float], baseline: list[float]) -> list[float]:
-    """log10 of the distance at each step; a loss that is not finite is infinitely far."""
+    """log10 of the distance at each step, at least a loss's resolution: null runs can be equal to the last bit, and
+    another one is then no further than the next float32. A loss that is not finite is infinitely far."""
     return [
-        math.log10(max(abs(a - b), FLOOR)) if math.isfinite(a) else math.inf
+        math.log10(max(abs(a - b), resolution(b))) if math.isfinite(a) else math.inf
         for a, b in zip(losses, baseline, strict=True)
     ]
 

@@ -50,7 +50,7 @@ COMPILED = [
     ("fwd", _forward(128, 2, False, "window"), 0),
     ("fwd", _forward(64, 2, True, "varlen", stages=3), 0),
     ("fwd", _forward(128, 2, False, "window", "softcap", "varlen"), 32),  # of a tile, not of its steps
-    ("fwd", _forward(256, 2, True), 0),
+    ("fwd", _forward(256, 2, True), 8),  # of a program
     ("fwd", _forward(256, 2, False), 0),
     ("fwd", _forward(256, 2, False, "window", "softcap", "varlen"), 56),  # as above
     ("bwd", _backward(128, True), 48),  # of an item; of a step 4 bytes

@@ -48,6 +48,15 @@ def test_dropout_is_compared_with_one_mask(tmp_path):
         run_parity(chosen, tmp_path / "parity")
 
 
+def test_the_next_float_is_no_distance_where_null_runs_are_equal():
+    """So it is on some CPUs with a tiny model."""
+    baseline = [4.8561544] * 6
+    allowed = noise([baseline] * 4, baseline)
+    step = 2.0**-21
+    assert judge([4.8561544 + step, *baseline[1:]], baseline, allowed)["passes"]
+    assert not judge([4.8561544 + 2 * step, *baseline[1:]], baseline, allowed)["passes"]
+
+
 def test_a_curve_is_judged_by_the_noise():
     baseline = [4.0 - 0.1 * step for step in range(10)]
     nulls = [[x + sign * 1e-5 * (1 + step) for step, x in enumerate(baseline)] for sign in (1, -1, 1.5, 0.7, 1.2)]
