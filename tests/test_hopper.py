@@ -267,10 +267,15 @@ def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, c
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("num_q", "num_k"), [(200, 200), (129, 400), (300, 70), (513, 513)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_q", "num_k"),
+    [(4, 2, 200, 200), (4, 2, 129, 400), (4, 2, 300, 70), (3, 1, 513, 513)],  # the last: an odd number of tiles in all
+)
 @pytest.mark.parametrize(("consumers", "stages", "ping_pong"), [(2, 2, False), (2, 3, True), (3, 2, True)])
 @pytest.mark.usefixtures("poisoned_memory")
-def test_simulated_plans(consumers, stages, ping_pong, num_q, num_k, causal, monkeypatch):
+def test_simulated_plans(
+    consumers, stages, ping_pong, num_heads, num_kv_heads, num_q, num_k, causal, monkeypatch
+):  # fmt: skip
     """Programs of several tiles, whose order and barriers depend on the plan."""
     from kernels import hopper_fwd
     from tests import hopper_simulator
@@ -278,7 +283,8 @@ def test_simulated_plans(consumers, stages, ping_pong, num_q, num_k, causal, mon
     monkeypatch.setattr(hopper_fwd, "launch", partial(hopper_simulator.launch, pauses=Random(num_q)))
     monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
     monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
-    q, k, v = (torch.randn(1, heads, n, 64) for heads, n in ((4, num_q), (2, num_k), (2, num_k)))
+    sizes = (num_heads, num_q), (num_kv_heads, num_k), (num_kv_heads, num_k)
+    q, k, v = (torch.randn(1, heads, n, 64) for heads, n in sizes)
     plan = hopper_fwd.ForwardPlan(consumers, stages, ping_pong)
     o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, Options(causal, 0.125), plan)
     wide = [x.double() for x in (q, k, v)]
