@@ -37,7 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels import hopper_tma as tma
-from kernels.device import num_sms
 from kernels.hopper_fwd import (
     L2_SHARE,
     LN_2,
@@ -52,6 +51,7 @@ from kernels.hopper_fwd import (
     _pass_baton,
     _take_baton,
     _thread_sums,
+    grid_of,
 )
 from kernels.hopper_tma import slot
 from kernels.launch import addresses_of, heads_per_section, launch, on_device
@@ -423,12 +423,11 @@ def launch_hopper_fp8(
         return o, lse
     plan = plan or plan_for(head_dim, options.causal)
     group_size = num_heads // num_kv_heads
-    programs = -(-num_q // (64 * plan.consumers)) * batch * num_heads
-    if plan.persistent:
-        programs = min(programs, num_sms(q.device.index))
+    tiles = -(-num_q // (64 * plan.consumers)) * batch * num_heads
+    programs, paired = grid_of(plan, tiles, options, q.device.index)
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
-        "CAUSAL": options.causal, "PING_PONG": plan.ping_pong, "PAIRED": plan.persistent and options.causal,
+        "CAUSAL": options.causal, "PING_PONG": plan.ping_pong, "PAIRED": paired,
     }  # fmt: skip
     with on_device(q):
         transposed = launch_values(v, values)

@@ -324,7 +324,7 @@ def _hide(
 
 @gluon.jit
 def _logits(scores, scale_log2, softcap):
-    """(logits, factor): logits * factor are the scaled scores in base 2, with a soft-cap less softcap * log2(e).
+    """Times `_log2_factor` these are the scaled scores in base 2, with a soft-cap less softcap * log2(e).
 
     softcap * tanh(x / softcap) = softcap - 2 softcap / (1 + exp(2 x / softcap)). The first term is the same for all
     keys, so softmax does not see it and LSE adds it at the end; the factor 2 softcap goes into the multiply-add with
@@ -333,12 +333,11 @@ def _logits(scores, scale_log2, softcap):
     """
     if softcap is not None:
         exponentials = gl.exp2(scores * (2.0 * scale_log2 / softcap))
-        logits = gl.inline_asm_elementwise(  # -1 / (1 + e); a quotient would cost the scaling of its operands
+        return gl.inline_asm_elementwise(  # -1 / (1 + e); a quotient would cost the scaling of its operands
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [-1.0 - exponentials], dtype=gl.float32, is_pure=True, pack=1
         )
-        return logits, _log2_factor(scale_log2, softcap)
     else:
-        return scores, _log2_factor(scale_log2, softcap)
+        return scores
 
 
 @gluon.jit
@@ -430,7 +429,8 @@ def _softmax_step(
     _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
     scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
     mbarrier.arrive(k_empty.index(stage), count=1)
-    scores, factor = _logits(scores, scale_log2, softcap)
+    scores = _logits(scores, scale_log2, softcap)
+    factor = _log2_factor(scale_log2, softcap)
     if MASKED:
         key = from_step_0 - step * BLOCK_K
         scores = _hide(scores, row, key, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
@@ -709,6 +709,13 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     return ForwardPlan(consumers=3, ping_pong=True, persistent=num_q <= 4096)
 
 
+def grid_of(plan: ForwardPlan, tiles: int, options: Options, device_index: int | None) -> tuple[int, bool]:
+    """How many programs take these query tiles, and whether in pairs: only where there are more tiles than programs."""
+    if not plan.persistent or options.packed or tiles <= num_sms(device_index):
+        return tiles, False
+    return num_sms(device_index), options.causal
+
+
 def launch_hopper_fwd(
     q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ForwardPlan | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -731,13 +738,11 @@ def launch_hopper_fwd(
     tile = tile_width(head_dim)
     plan = plan or plan_for(tile, options, num_q)
     num_docs, num_tiles = grid_tiles(num_q, 64 * plan.consumers, options.cu_seqlens_q)
-    programs = num_tiles * batch * num_heads
-    if plan.persistent and not options.packed:
-        programs = min(programs, num_sms(q.device.index))
+    programs, paired = grid_of(plan, num_tiles * batch * num_heads, options, q.device.index)
     constants = {
         "HEAD_DIM": tile, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
         "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": plan.ping_pong,
-        "PAIRED": plan.persistent and options.causal and not options.packed,
+        "PAIRED": paired,
     }  # fmt: skip
     describe = tma.packed_descriptor if options.packed else tma.descriptor
     with on_device(q):

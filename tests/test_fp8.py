@@ -237,7 +237,7 @@ def _simulated(monkeypatch, tensors, scales, options, **replaced):
         return run(kernel, *arguments, **how)
 
     monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
-    monkeypatch.setattr(hopper_fp8, "num_sms", lambda _: 2)
+    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
     monkeypatch.setattr(hopper_fp8, "O_DTYPE", torch.float32)
     monkeypatch.setattr(hopper_fp8, "launch_values", launch_values)
     monkeypatch.setattr(hopper_fp8, "launch", launch)

@@ -293,6 +293,19 @@ def test_simulated_plans(
     torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
 
 
+def test_few_tiles_are_not_taken_in_pairs(monkeypatch):
+    """A program for each: a pair would leave half of the multiprocessors without work."""
+    from kernels import hopper_fwd
+
+    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 132)
+    persistent, plain = hopper_fwd.ForwardPlan(2), hopper_fwd.ForwardPlan(2, persistent=False)
+    causal, full = Options(True, 1.0), Options(False, 1.0)
+    assert hopper_fwd.grid_of(persistent, 132, causal, 0) == (132, False)
+    assert hopper_fwd.grid_of(persistent, 133, causal, 0) == (132, True)
+    assert hopper_fwd.grid_of(persistent, 133, full, 0) == (132, False)
+    assert hopper_fwd.grid_of(plain, 133, causal, 0) == (133, False)
+
+
 @pytest.fixture
 def simulated_backward(monkeypatch, poisoned_memory):
     """The Hopper backward's own source, run by Python: (inputs as of launch_hopper_bwd, plan) -> (dq, dk, dv)."""
