@@ -29,7 +29,7 @@ from training.guard import NumberGuard
 from training.hardware import Hardware, set_up
 from training.lock import locked
 from training.nonfinite import NonFinite
-from training.optim import Optimiser, lr_factor
+from training.optimizer import Optimizer, lr_factor
 from training.profiler import StepProfiler, region
 from training.provenance import provenance, write_description
 from training.random_states import seed_everything
@@ -70,13 +70,13 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
     print(f"memory     {plan}")
     resolved = asdict(settings)  # from here on nothing is chosen
 
-    # --- the model and its optimiser; the seed fixes the initial weights, whatever the attention
+    # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
     model = GPT(settings.model, dataset.vocab_size, settings.data.seq_len, device=hardware.device, dtype=hardware.dtype)
-    optimiser = Optimiser(model, settings.optim, hardware.dtype)
+    optimizer = Optimizer(model, settings.optim, hardware.dtype)
     first_step, seconds_before, best_loss = 0, 0.0, math.inf
     if resumed:
-        state = resume.restore(resumed, model, optimiser, hardware.device)
+        state = resume.restore(resumed, model, optimizer, hardware.device)
         first_step, seconds_before, best_loss = resumed.step, resumed.meta["seconds"], state["best_loss"]
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
 
@@ -105,23 +105,23 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
         "provenance": provenance(),
     }
 
-    guard = NumberGuard(optimiser, hardware, log.say)
+    guard = NumberGuard(optimizer, hardware, log.say)
     if resumed and "guard" in state:
         guard.load_state_dict(state["guard"])
     nonfinite = NonFinite(
-        config.on_nonfinite, run_dir, model, forward, optimiser, hardware, guard, saver, description, log.say
+        config.on_nonfinite, run_dir, model, forward, optimizer, hardware, guard, saver, description, log.say
     )
 
     def take(forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
-        return training_step(forward, optimiser, inputs, targets, settings.micro_batch, hardware, starts)
+        return training_step(forward, optimizer, inputs, targets, settings.micro_batch, hardware, starts)
 
     def seconds() -> float:
         """Time spent on this run, by the processes before this one too."""
         return seconds_before + time.perf_counter() - began
 
     def save(step: int, *, best: bool) -> None:
-        state = resume.state_of(optimiser, guard, best_loss, hardware.device)
+        state = resume.state_of(optimizer, guard, best_loss, hardware.device)
         epoch, window = batches.position(step)
         progress = {"step": step, "seconds": seconds(), "data_position": {"epoch": epoch, "window": window}}
         saver.save(model, state, progress | description, best=best)
@@ -153,11 +153,11 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
         watch = Stopwatch(hardware.synchronize, step)
         cadences = (config.log_every, config.eval_every, config.save_every, config.sample_every)
         while not (finished or stopped):
-            optimiser.set_lr_factor(lr_factor(step, config.steps, settings.optim))
+            optimizer.set_lr_factor(lr_factor(step, config.steps, settings.optim))
             step_loss, grad_norm = take(forward, next(prefetcher))
             step += 1
 
-            # --- after a loss or gradient that is not finite the optimiser does nothing, so it is soon enough to look a
+            # --- after a loss or gradient that is not finite the optimizer does nothing, so it is soon enough to look a
             # step late; but at once where numbers or weights are used for anything
             asked = stop.requested
             due = asked or step in (1, config.steps) or any(every and step % every == 0 for every in cadences)
@@ -170,7 +170,7 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
             log.advance(step)
 
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
-            if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimiser has its state
+            if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimizer has its state
                 log.say(f"memory     {plan.beside(held)}")
             profile_written = profiler is not None and profiler.step()
             # a run that is stopped saves and leaves: what it would log or evaluate beyond that, no other run has
@@ -183,9 +183,9 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
                 rate = config.batch_tokens / step_seconds if step_seconds else None
                 record = {
                     "loss": step_loss.item(),
-                    "lr": optimiser.lr,
+                    "lr": optimizer.lr,
                     "grad_norm": grad_norm.item(),
-                    "loss_scale": optimiser.loss_scale.scale.item() if optimiser.loss_scale else None,
+                    "loss_scale": optimizer.loss_scale.scale.item() if optimizer.loss_scale else None,
                     "loss_spikes": guard.spikes or None,
                     "bad_steps": guard.bad_steps or None,
                     "tokens": step * config.batch_tokens,
@@ -241,7 +241,7 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
 
 def training_step(
     forward: Callable[..., torch.Tensor],
-    optimiser: Optimiser,
+    optimizer: Optimizer,
     inputs: torch.Tensor,
     targets: torch.Tensor,
     micro_batch: int,
@@ -249,7 +249,7 @@ def training_step(
     starts: torch.Tensor | None = None,
     region: Callable[[str], AbstractContextManager] = region,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimiser step over (sequences, seq_len) tokens, `micro_batch` sequences at a time.
+    """One optimizer step over (sequences, seq_len) tokens, `micro_batch` sequences at a time.
 
     `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
     the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
@@ -263,10 +263,10 @@ def training_step(
         with region("forward"), hardware.autocast():
             loss = forward(inputs[part], targets[part], **documents) / targets.numel()
         with region("backward"):
-            optimiser.scaled(loss).backward()
+            optimizer.scaled(loss).backward()
         step_loss += loss.detach()
-    with region("optimiser"):
-        grad_norm = optimiser.step(step_loss)
+    with region("optimizer"):
+        grad_norm = optimizer.step(step_loss)
     return step_loss, grad_norm
 
 

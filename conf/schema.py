@@ -10,7 +10,7 @@ from model import GPTConfig
 from training.hardware import Hardware, HardwareConfig
 from training.memory import Work
 from training.nonfinite import POLICIES
-from training.optim import OptimConfig
+from training.optimizer import OptimConfig
 from training.runlog import LoggerConfig
 
 
@@ -18,10 +18,10 @@ from training.runlog import LoggerConfig
 class TrainConfig:
     """What the loop itself reads."""
 
-    steps: int = 300  # optimiser steps
+    steps: int = 300  # optimizer steps
     seed: int = 0  # of the initial weights, the order of the windows, dropout
     data_seed: int | None = None  # of the order of the windows alone; null: seed
-    batch_tokens: int = 4096  # tokens of one optimiser step, over all micro-batches
+    batch_tokens: int = 4096  # tokens of one optimizer step, over all micro-batches
     micro_batch: int | str | None = None  # sequences of one forward and backward; null: the whole step; auto: what fits
     log_every: int = 10  # steps between two lines of metrics
     eval_every: int = 100  # steps between two evaluations; 0: only at the end
@@ -109,7 +109,7 @@ class Settings:
             self.data.seq_len,
             micro_batch=sequences,
             micro_batches=self.sequences_per_step // sequences,
-            optimiser=self.optim.name,
+            optimizer=self.optim.name,
             dtype=hardware.dtype,
             device=hardware.device.type,
             compiled=hardware.compile,

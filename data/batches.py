@@ -17,7 +17,7 @@ class TokenBatches:
     Args:
         tokens: one split, 1-D, any unsigned dtype.
         seq_len: tokens of a window.
-        batch_size: sequences of one optimiser step of one rank, over all micro-batches.
+        batch_size: sequences of one optimizer step of one rank, over all micro-batches.
         seed: 0 to 2^64 - 1.
         rank, world_size: this process among those that share each step.
 

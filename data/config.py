@@ -25,8 +25,8 @@ class DataConfig:
     )
     seq_len: int = 128  # tokens of a training sequence
     document_mask: bool = False  # documents in one sequence do not see each other, and positions begin anew in each
-    cache_dir: str = "~/.cache/flashgpt/data"  # where tokenised text is kept
-    num_workers: int = 2  # threads that tokenise
+    cache_dir: str = "~/.cache/flashgpt/data"  # where tokenized text is kept
+    num_workers: int = 2  # threads that tokenize
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:

@@ -1,4 +1,4 @@
-"""A tokenised text: prepared once into a folder of the cache, checked and opened ever after.
+"""A tokenized text: prepared once into a folder of the cache, checked and opened ever after.
 
 The folder's name ends in a fingerprint of the text's content, the way it is split and the tokenizer, so a changed file
 gets a folder of its own. It holds shards and `manifest.json`. It is written under a temporary name and renamed when
@@ -26,7 +26,7 @@ import tiktoken
 from data.config import DataConfig, TokenizerConfig
 from data.shards import ShardWriter, TokenArray, open_split, token_dtype, verify
 from data.sources import Source, Stream, open_source
-from data.tokenise import Counts, tokenise
+from data.tokenize import Counts, tokenize
 from data.tokenizer import build_tokenizer, tokenizer_from_state, tokenizer_state
 
 FORMAT = 1  # raise it when the same text would give other tokens or another layout; old folders are then not used
@@ -73,7 +73,7 @@ class Dataset:
 def open_dataset(
     data: DataConfig, tokenizer: TokenizerConfig, *, report: Report | None = None, prepare: bool = True
 ) -> Dataset:
-    """The tokenised text that the configuration names, prepared first where it is not in the cache.
+    """The tokenized text that the configuration names, prepared first where it is not in the cache.
 
     Args:
         report: is given lines about what is done, for the console.
@@ -142,7 +142,7 @@ def _open(path: Path, fingerprint: str) -> Dataset:
 
 
 def _prepare(path: Path, source: Source, tokenizer: str, num_workers: int, facts: dict[str, Any], say: Report) -> None:
-    """Tokenise the source into `path`."""
+    """Tokenize the source into `path`."""
     with _written_at_once(path) as folder:
         if tokenizer == "characters":
             splits = source.splits()
@@ -154,11 +154,11 @@ def _prepare(path: Path, source: Source, tokenizer: str, num_workers: int, facts
         manifest = facts | {"tokenizer": tokenizer_state(encoding), "dtype": dtype.str, "splits": {}}
         for split, stream in splits.items():
             began, counts, writer = time.perf_counter(), Counts(), ShardWriter(folder, split, dtype)
-            for tokens in tokenise(stream(), encoding, num_workers, counts):
+            for tokens in tokenize(stream(), encoding, num_workers, counts):
                 writer.append(tokens)
             manifest["splits"][split] = asdict(counts) | {"shards": writer.close()}
             megabytes, seconds = counts.bytes / 1e6, time.perf_counter() - began
-            say(f"tokenised {split}: {megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s)")
+            say(f"tokenized {split}: {megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s)")
         with open(folder / MANIFEST, "x") as file:
             json.dump(manifest | {"checksum": digest(manifest)}, file, indent=1)
             file.flush()

@@ -1,4 +1,4 @@
-"""Tokenise a text ahead of a run, or check one that was.
+"""Tokenize a text ahead of a run, or check one that was.
 
     python -m data.prepare wikitext103 --tokenizer gpt2
     python -m data.prepare text --files 'books/*.txt' --tokenizer gpt2
@@ -26,7 +26,7 @@ TEXTS = {
 
 def main(arguments: list[str] | None = None) -> None:
     default = {field.name: field.default for field in fields(DataConfig)}
-    parser = argparse.ArgumentParser(prog="python -m data.prepare", description="Tokenise a text into the cache.")
+    parser = argparse.ArgumentParser(prog="python -m data.prepare", description="Tokenize a text into the cache.")
     parser.error = lambda message: sys.exit(f"error: {message}; --help lists all")  # one line, without the usage
     parser.add_argument("text", choices=TEXTS)
     parser.add_argument("--tokenizer", choices=TOKENIZERS, default=TokenizerConfig.name)
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     for key, help in (
         ("validation_fraction", "last part of the characters, held out"),
         ("cache_dir", "where the tokens go"),
-        ("num_workers", "threads that tokenise"),
+        ("num_workers", "threads that tokenize"),
     ):
         flag = "--" + key.replace("_", "-")
         parser.add_argument(flag, type=type(default[key]), default=default[key], help=f"{help} ({default[key]})")

@@ -1,7 +1,7 @@
 """Where text comes from: Python's language reference, WikiText, or your own files.
 
 `open_source` checks that the source is there and says what it is (`identity`, from content alone, never from paths);
-its splits are read later, and only if no tokenised copy is at hand. A split is a stream of fragments (text, first),
+its splits are read later, and only if no tokenized copy is at hand. A split is a stream of fragments (text, first),
 where `first` marks the beginning of a document.
 
 Held-out text. WikiText has its own validation and test splits. Of the other sources the last `validation_fraction` of
@@ -19,7 +19,7 @@ from typing import Any
 
 from data import hub, textfiles, wikitext
 from data.config import DataConfig
-from data.tokenise import Fragment, head, tail
+from data.tokenize import Fragment, head, tail
 
 Stream = Callable[[], Iterator[Fragment]]
 

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from data.shards import file_sha256, read_blocks
-from data.tokenise import Fragment
+from data.tokenize import Fragment
 
 COLUMN = "text"
 _ROWS = 4096  # rows handed over at a time: a line of prose is some 70 bytes, so a few hundred kB
@@ -100,7 +100,7 @@ def lines(file: TextFile, *, joined: bool = False) -> Iterator[str]:
 
 def _columns(file: TextFile, **options: bool) -> Iterator[list]:
     """The column of texts, some rows at a time."""
-    # imported here: it takes two seconds, and a tokenised copy is opened without it
+    # imported here: it takes two seconds, and a tokenized copy is opened without it
     from datasets.exceptions import DatasetsError
     from datasets.packaged_modules.json.json import Json
     from datasets.packaged_modules.parquet.parquet import Parquet

@@ -3,15 +3,15 @@
 The package imports torch only. Triton is loaded when a kernel is launched for the first time.
 """
 
-from kernels.api import flash_attention, flash_attention_varlen, unsupported_reason
-from kernels.cross_entropy import cross_entropy
-from kernels.fp8 import flash_attention_fp8, quantise_per_head
-from kernels.inputs import place_documents
-from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.reference import naive_attention, naive_attention_fp8, naive_attention_varlen
-from kernels.rotary import rotate_and_split
-from kernels.support import refusal
-from kernels.tiled import tiled_attention, tiled_attention_varlen
+from .api import flash_attention, flash_attention_varlen, unsupported_reason
+from .fused.cross_entropy import cross_entropy
+from .fused.linear_cross_entropy import linear_cross_entropy
+from .fused.rotary import rotate_and_split
+from .hopper.fp8 import flash_attention_fp8, quantize_per_head
+from .inputs import place_documents
+from .reference import naive_attention, naive_attention_fp8, naive_attention_varlen
+from .support import refusal
+from .tiled import tiled_attention, tiled_attention_varlen
 
 __all__ = [
     "cross_entropy",
@@ -23,7 +23,7 @@ __all__ = [
     "naive_attention_fp8",
     "naive_attention_varlen",
     "place_documents",
-    "quantise_per_head",
+    "quantize_per_head",
     "refusal",
     "rotate_and_split",
     "tiled_attention",

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from kernels import ops
-from kernels.device import capability, interpreting
-from kernels.inputs import check_call, check_varlen_call
-from kernels.options import Options
-from kernels.support import IMPLEMENTATIONS, features_of, refusal
+from . import ops
+from .device import capability, interpreting
+from .inputs import check_call, check_varlen_call
+from .options import Options
+from .support import IMPLEMENTATIONS, features_of, refusal
 
 _MIN_HEAD_DIM = 16  # the smallest inner dimension of a tensor-core product
 _MAX_HEAD_DIM = 256  # beyond it the accumulators of one tile no longer fit the register file

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kernels.options import (
+from .options import (
     Options,
     canonical_window,
     check_dropout,
@@ -138,7 +138,7 @@ def check_fp8_call(
     for name, tensor in named.items():
         wanted = torch.float32 if name.endswith("scale") else torch.float8_e4m3fn
         if tensor.dtype != wanted:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; expected {wanted}, as quantise_per_head returns it")
+            raise ValueError(f"{name} has dtype {tensor.dtype}; expected {wanted}, as quantize_per_head returns it")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} asks for a gradient, and FP8 attention has none; use torch.no_grad()")
     with torch.autocast(q.device.type, enabled=False):  # it would turn e4m3 into bfloat16

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.device import interpreting, l2_bytes
-from kernels.options import Options
-from kernels.replay import Replay
-from kernels.tuning import PACKED_ORIGIN, Tile
+from .device import interpreting, l2_bytes
+from .options import Options
+from .portable.tuning import PACKED_ORIGIN, Tile
+from .replay import Replay
 
 _LARGEST = 0x7FFF0000  # a tensor dimension that no coordinate here reaches
 
@@ -75,7 +75,7 @@ def heads_per_section(q: Tensor, k: Tensor, l2_share: float = 1 / 3) -> int:
     of two of KV heads, times the group size.
 
     flash-attention fills nearly all of it. But what a multiprocessor reads from the far half of the cache is kept in
-    both halves: with 5/6 an H200 read up to 11 times what a call's tensors have (kernels/HOPPER_NOTES.md).
+    both halves: with 5/6 an H200 read up to 11 times what a call's tensors have (kernels/hopper/NOTES.md).
     """
     group = q.shape[1] // k.shape[1]
     bytes_per_head = 2 * k.shape[2] * k.shape[3] * k.element_size()
@@ -147,7 +147,7 @@ def window_bounds(options: Options, num_q: int, num_k: int) -> tuple[int, int]:
 
 
 def grid_tiles(num_tokens: int, block: int, cu_seqlens: Tensor | None) -> tuple[int, int]:
-    """(documents, tiles to launch over num_tokens rows): see `longest_first` in kernels/tiles.py."""
+    """(documents, tiles to launch over num_tokens rows): see `longest_first` in kernels/portable/tiles.py."""
     if cu_seqlens is None:
         return 0, -(-num_tokens // block)
     num_docs = cu_seqlens.shape[0] - 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.device import l2_bytes
+from .device import l2_bytes
 
 _WARMUP = 3  # the first call may compile, the second may still allocate
 

@@ -12,10 +12,10 @@ microseconds a call in filling in defaults, here all of it takes 10.
 import torch
 from torch import Tensor
 
-from kernels.hopper import hopper_unsupported_reason
-from kernels.inputs import check_documents
-from kernels.options import Options
-from kernels.replay import description
+from .hopper.when import hopper_unsupported_reason
+from .inputs import check_documents
+from .options import Options
+from .replay import description
 
 _LIBRARY = torch.library.Library("flashgpt", "FRAGMENT")
 _OPTIONS = (
@@ -59,12 +59,12 @@ def _on_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: b
 
 def _forward_launcher(q: Tensor, k: Tensor, v: Tensor, options: Options):
     if _on_hopper(q, k, v, options, backward=False):
-        from kernels import hopper_fwd
+        from .hopper import forward as hopper
 
-        return hopper_fwd.launch_hopper_fwd
-    from kernels import flash_fwd
+        return hopper.launch_hopper_fwd
+    from .portable import forward as portable
 
-    return flash_fwd.launch_flash_fwd
+    return portable.launch_flash_fwd
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
@@ -77,10 +77,10 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Ten
 def _run_backward(do, dlse, q, k, v, o, lse, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = Options(*options)
     if _on_hopper(q, k, v, options, backward=True):
-        from kernels.hopper_bwd import launch_hopper_bwd
+        from .hopper.backward import launch_hopper_bwd
 
         return launch_hopper_bwd(do, dlse, q, k, v, o, lse, options)
-    from kernels.flash_bwd import launch_flash_bwd
+    from .portable.backward import launch_flash_bwd
 
     return launch_flash_bwd(do, dlse, q, k, v, o, lse, options)
 

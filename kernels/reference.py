@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.inputs import check_call, check_documents, check_fp8_call, check_varlen_call
-from kernels.options import Options
-from kernels.philox import keep_mask
+from .inputs import check_call, check_documents, check_fp8_call, check_varlen_call
+from .options import Options
+from .philox import keep_mask
 
 
 def naive_attention(

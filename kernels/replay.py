@@ -11,7 +11,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from kernels.options import Options
+from .options import Options
 
 _KEPT = 512  # descriptions, and addresses of one tensor: beyond it a cache starts anew
 

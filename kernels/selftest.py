@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.api import flash_attention, unsupported_reason
-from kernels.device import interpreting
-from kernels.reference import naive_attention
+from .api import flash_attention, unsupported_reason
+from .device import interpreting
+from .reference import naive_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTITIES = ("O", "dQ", "dK", "dV")

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from kernels.options import Options
+from .options import Options
 
 Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward")
@@ -82,7 +82,7 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 _FORWARD_ONLY = ("window", "softcap", "varlen")  # the portable backward takes their O and LSE
 
 # The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
-# For which head_dims: kernels/hopper.py.
+# For which head_dims: kernels/hopper/when.py.
 KERNELS = {
     "hopper": Implementation(
         "hopper",

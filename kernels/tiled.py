@@ -8,9 +8,9 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.inputs import check_call, check_varlen_call
-from kernels.options import Options
-from kernels.reference import alibi_bias, by_documents, kept_pairs, visible_pairs
+from .inputs import check_call, check_varlen_call
+from .options import Options
+from .reference import alibi_bias, by_documents, kept_pairs, visible_pairs
 
 
 def tiled_attention(

@@ -190,9 +190,9 @@ def implementation(name: str, cell: Cell, device: torch.device):
     if name == "flash":
         return lambda q, k, v: flash_attention(q, k, v, causal=causal)
     if name.startswith("flash "):
-        from kernels.flash_fwd import launch_flash_fwd
         from kernels.options import Options
-        from kernels.tuning import Tile
+        from kernels.portable.forward import launch_flash_fwd
+        from kernels.portable.tuning import Tile
 
         sizes = name.removeprefix("flash ").split(",")
         tile = Tile(*map(int, sizes[:4]), tma=sizes[4:] == ["tma"])
@@ -282,9 +282,9 @@ def varlen_share(device: torch.device) -> dict[str, float]:
 
     By the same kernels: on Hopper its own in the forward, and in the backward the portable ones.
     """
-    from kernels.flash_bwd import launch_flash_bwd
-    from kernels.flash_fwd import launch_flash_fwd
     from kernels.options import Options
+    from kernels.portable.backward import launch_flash_bwd
+    from kernels.portable.forward import launch_flash_fwd
 
     options = Options(causal=True, scale=128**-0.5)
     lengths = [3712, 2560, 1984, 1600, 1312, 1056, 896, 736, 608, 512, 416, 352, 256, 192, 128, 64]

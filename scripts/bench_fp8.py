@@ -1,6 +1,6 @@
 """Speed of the FP8 forward: `python -m scripts.bench_fp8` times it beside ours in bfloat16 and cuDNN, in one process.
 
-Inputs are quantised beforehand, as a cache holds them; the call is timed as a user makes it, checks, launches and the
+Inputs are quantized beforehand, as a cache holds them; the call is timed as a user makes it, checks, launches and the
 transposition of V included (of which the share is a column of its own). TFLOP/s count 4 B H N^2 D, halved when causal;
 p50 of many runs with a cold L2 cache. Beside speed: the relative error of O against float64, in percent, on the first
 head. Needs a Hopper GPU. The last line is one JSON object.
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conf.program import program
-from kernels import flash_attention, flash_attention_fp8, naive_attention, quantise_per_head
-from kernels.hopper import hopper_fp8_unsupported_reason
+from kernels import flash_attention, flash_attention_fp8, naive_attention, quantize_per_head
+from kernels.hopper.when import hopper_fp8_unsupported_reason
 from kernels.measure import measure
 from training.hardware import HardwareConfig, set_up
 from training.provenance import provenance
@@ -64,13 +64,13 @@ def main(settings: Fp8BenchSettings, run_dir: Path) -> None:
 
 def time_shape(settings: Fp8BenchSettings, head_dim: int, seq_len: int, causal: bool, device: torch.device) -> dict:
     """TFLOP/s of each implementation, V's share of the FP8 call, and two errors."""
-    from kernels.hopper_fp8 import launch_values
+    from kernels.hopper.fp8_kernel import launch_values
 
     batch, heads = max(1, settings.tokens // seq_len), settings.hidden // head_dim
     generator = torch.Generator(device).manual_seed(0)
     kind = {"generator": generator, "device": device, "dtype": torch.bfloat16}
     q, k, v = (torch.randn((batch, seq_len, heads, head_dim), **kind).transpose(1, 2) for _ in range(3))
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantise_per_head(x) for x in (q, k, v))
+    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantize_per_head(x) for x in (q, k, v))
 
     def fp8() -> Tensor:
         return flash_attention_fp8(

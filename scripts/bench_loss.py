@@ -1,6 +1,6 @@
 """The output head and its loss, three ways: `python -m scripts.bench_loss` times forward and backward of each.
 
-`plain` has the logits of all tokens at once, `chunked N` those of N tokens (kernels/linear_cross_entropy.py), `liger`
+`plain` has the logits of all tokens at once, `chunked N` those of N tokens (`kernels.linear_cross_entropy`), `liger`
 is Liger Kernel's fused linear cross-entropy where it is installed (`uv pip install liger-kernel`). Beside time and
 memory: the error of the loss and of both gradients against float64, on the first `exact_tokens` tokens. The last line
 is one JSON object.

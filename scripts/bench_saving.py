@@ -24,7 +24,7 @@ from conf.schema import Settings
 from model import GPT, resolve_attention
 from train import training_step
 from training.hardware import set_up
-from training.optim import Optimiser
+from training.optimizer import Optimizer
 from training.provenance import provenance
 from training.random_states import random_states
 from training.saver import Saver
@@ -43,7 +43,7 @@ def main(settings: Settings, run_dir: Path) -> None:
     )
     torch.manual_seed(config.seed)
     model = GPT(settings.model, VOCAB_SIZE, settings.data.seq_len, device=hardware.device, dtype=hardware.dtype)
-    optimiser = Optimiser(model, settings.optim)
+    optimizer = Optimizer(model, settings.optim)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
     shape = settings.sequences_per_step, settings.data.seq_len
     tokens = torch.randint(VOCAB_SIZE, shape, device=hardware.device)
@@ -53,17 +53,17 @@ def main(settings: Settings, run_dir: Path) -> None:
         """Seconds that `count` steps take."""
         began = time.perf_counter()
         for _ in range(count):
-            training_step(forward, optimiser, tokens, tokens, settings.micro_batch, hardware)
+            training_step(forward, optimizer, tokens, tokens, settings.micro_batch, hardware)
         hardware.synchronize()
         return time.perf_counter() - began
 
     with Saver(run_dir / "checkpoints", keep_last=1, keep_every=0, say=print) as saver:
 
         def save(step: int) -> None:
-            state = {"optimiser": optimiser.state_dict(), "random": random_states(hardware.device)}
+            state = {"optimizer": optimizer.state_dict(), "random": random_states(hardware.device)}
             saver.save(model, state, {"step": step, "settings": asdict(settings), "provenance": origin}, best=False)
 
-        train(3)  # compiles, fills the optimiser's state
+        train(3)  # compiles, fills the optimizer's state
         save(0)  # takes the host memory
         saver.wait()
         steps = max(1, round(BLOCK_SECONDS * 10 / train(10)))

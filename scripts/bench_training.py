@@ -1,7 +1,7 @@
-"""Training speed of a GPT: `python -m scripts.bench_training` times whole optimiser steps and prints a table.
+"""Training speed of a GPT: `python -m scripts.bench_training` times whole optimizer steps and prints a table.
 
 One row for each context length, attention backend, activation checkpointing and loss, at a constant number of tokens a
-step: the step of `train.py` itself (forward, backward, clipping and optimiser, timed apart too; compiled where the run
+step: the step of `train.py` itself (forward, backward, clipping and optimizer, timed apart too; compiled where the run
 would be), on random tokens. Out of memory is a row. The run's folder gets `bench_training.json` and, where there is
 more than one context length, a chart of tokens a second and of peak memory. The last line is one JSON object.
 
@@ -32,7 +32,7 @@ from model.recompute import MODES
 from train import training_step
 from training.flops import mfu, model_flops, peak_flops
 from training.hardware import Hardware, set_up
-from training.optim import Optimiser
+from training.optimizer import Optimizer
 from training.provenance import provenance
 
 SDPA_KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -154,14 +154,14 @@ def timed_steps(
     """Seconds of each timed step, seconds of its parts by name, peak memory in GiB, and the model."""
     torch.manual_seed(settings.train.seed)
     model = GPT(config, settings.bench.vocab_size, seq_len, device=hardware.device, dtype=hardware.dtype)
-    optimiser = Optimiser(model, settings.optim, hardware.dtype)
+    optimizer = Optimizer(model, settings.optim, hardware.dtype)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
     tokens = torch.randint(settings.bench.vocab_size, (sequences, seq_len + 1), device=hardware.device)
     micro_batch = micro_batch_of(settings, seq_len, sequences)
     marks, parts = [Mark(hardware)], []
     for _ in range(settings.bench.warmup_steps + settings.bench.steps):
         parts.append(Parts(hardware))
-        training_step(forward, optimiser, tokens[:, :-1], tokens[:, 1:], micro_batch, hardware, region=parts[-1])
+        training_step(forward, optimizer, tokens[:, :-1], tokens[:, 1:], micro_batch, hardware, region=parts[-1])
         marks.append(Mark(hardware))
     hardware.synchronize()
     seconds = [begin.seconds_to(end) for begin, end in pairwise(marks)][settings.bench.warmup_steps :]
@@ -212,7 +212,7 @@ def held_to(attention: str) -> AbstractContextManager:
 def table(rows: list[dict]) -> Table:
     """What fits 80 columns; the JSON has all."""
     result = Table(
-        title="training step, median (ms: forward + backward + optimiser)", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title="training step, median (ms: forward + backward + optimizer)", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     for column in ("attention", "recompute", "loss", "context", "tokens/s", "ms", "MFU", "GiB"):
         left = column in ("attention", "recompute", "loss")
@@ -226,7 +226,7 @@ def table(rows: list[dict]) -> Table:
             *names,
             f"{row['seq_len']:,}",
             f"{row['tokens_per_second']:,}",
-            "{step_ms:.0f} ({forward_ms:.0f}+{backward_ms:.0f}+{optimiser_ms:.0f})".format(**row),
+            "{step_ms:.0f} ({forward_ms:.0f}+{backward_ms:.0f}+{optimizer_ms:.0f})".format(**row),
             f"{row['mfu']:.1%}" if row["mfu"] is not None else "-",
             f"{row['peak_memory_gib']:.1f}" if row["peak_memory_gib"] is not None else "-",
         )

@@ -4,7 +4,7 @@
     python -m scripts.compile_kernels --kernel fwd --tile 128,64,8,3,tma --tile 128,128,8,2,tma
     python -m scripts.compile_kernels --arch 80 --every-entry
 
-Without --tile it takes the tiles of kernels/tuning.py; with --every-entry all of them for the architecture. A row holds
+Without --tile it takes the tiles of portable/tuning.py; with --every-entry, all of them. A row holds
 registers per thread, spilled bytes, shared memory in KB, and counts of SASS instructions: HGMMA and HMMA (tensor cores
 with and without wgmma) and DEPBAR (waits for wgmma). Noted are spills beyond 32 bytes, waits after every wgmma (the
 compiler gave up overlapping them) and a missing wgmma; a tile that spills may still be the fastest. The exit code is 1
@@ -99,10 +99,10 @@ def compile_one(job: dict) -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kernels.flash_dkdv import flash_dkdv_kernel
-    from kernels.flash_dq import flash_dq_kernel
-    from kernels.flash_fwd import flash_fwd_kernel
-    from kernels.tuning import Tile
+    from kernels.portable.dkdv import flash_dkdv_kernel
+    from kernels.portable.dq import flash_dq_kernel
+    from kernels.portable.forward import flash_fwd_kernel
+    from kernels.portable.tuning import Tile
 
     kernel = {"fwd": flash_fwd_kernel, "dkdv": flash_dkdv_kernel, "dq": flash_dq_kernel}[job["kernel"]]
     tile = Tile(*job["tile"])
@@ -169,7 +169,7 @@ def jobs_for(arguments) -> list[dict]:
     """The configurations to compile: those given with --tile, else the table's."""
     from dataclasses import astuple
 
-    from kernels.tuning import table_tile
+    from kernels.portable.tuning import table_tile
 
     jobs = []
     masks = {"both": (True, False), "causal": (True,), "full": (False,)}[arguments.mask]
@@ -192,7 +192,7 @@ def every_entry(arch: int) -> list[dict]:
     """A job for each line of the tuning table: the options of its variant, causal unless it is the full one."""
     from dataclasses import astuple
 
-    from kernels.tuning import table_for
+    from kernels.portable.tuning import table_for
 
     jobs = []
     for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
@@ -206,7 +206,7 @@ def every_entry(arch: int) -> list[dict]:
 
 
 def _variant(switched_on: list[str], causal: bool) -> str:
-    """The tuning table's variant, as `kernels.tuning.variant_of` finds it."""
+    """The tuning table's variant, as `kernels.portable.tuning.variant_of` finds it."""
     for name in ("dropout", "softcap", "varlen", "window"):
         if name in switched_on:
             return name

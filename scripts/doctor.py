@@ -2,7 +2,7 @@
 
 Looks at the machine, the kernels (a self-test in every dtype), the attention that would be taken, who sees whom, data,
 tokenizer, memory, disk and wandb. Every finding that needs one has a fix: a value to set, a command to type. A wrong
-configuration ends as it does for train.py, in one line. Nothing is trained, tokenised or written.
+configuration ends as it does for train.py, in one line. Nothing is trained, tokenized or written.
 
 Exit code 1 where something must be mended before the run, else 0. The last line is one JSON object.
 

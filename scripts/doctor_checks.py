@@ -240,7 +240,7 @@ def memory(settings: Settings, vocab_size: int, chosen: Hardware) -> Finding:
 
 
 def data(settings: Settings) -> tuple[Finding, Dataset | None]:
-    """The text's fingerprint, and its tokens where they are in the cache: nothing is tokenised here."""
+    """The text's fingerprint, and its tokens where they are in the cache: nothing is tokenized here."""
     config = settings.data
     try:
         _, identity, path = locate(config, settings.tokenizer)
@@ -249,8 +249,8 @@ def data(settings: Settings) -> tuple[Finding, Dataset | None]:
             return _tokens(settings, open_dataset(config, settings.tokenizer, prepare=False))
     except ValueError as error:
         return refused("data", error), None
-    facts = {"fingerprint": fingerprint, "tokenised": False}
-    text = f"{path.name} is not tokenised yet; the run will do it"
+    facts = {"fingerprint": fingerprint, "tokenized": False}
+    text = f"{path.name} is not tokenized yet; the run will do it"
     if obstacle := not_writable(path.parent):
         return Finding("data", FIX, f"data.cache_dir={path.parent} {obstacle}", "data.cache_dir=FOLDER", facts), None
     size = sum(file["bytes"] for file in identity.get("files", ())) if config.source == "text" else None
@@ -276,7 +276,7 @@ def _tokens(settings: Settings, dataset: Dataset) -> tuple[Finding, Dataset]:
         f"{len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; the run is {epochs:.1f} "
         f"epochs (fingerprint {dataset.fingerprint[:12]})"
     )
-    facts = {"fingerprint": dataset.fingerprint, "tokenised": True, "epochs": epochs, "path": str(dataset.path)}
+    facts = {"fingerprint": dataset.fingerprint, "tokenized": True, "epochs": epochs, "path": str(dataset.path)}
     documents = dataset.manifest["splits"]["train"]["documents"]
     if settings.data.document_mask and documents == 1:
         text = f"data.document_mask=true, and the text is a single document; {text}"
@@ -290,7 +290,7 @@ def tokenizer(settings: Settings, dataset: Dataset | None) -> tuple[Finding, int
     """Its vocabulary and a fingerprint of it; the number of its tokens."""
     name = settings.tokenizer.name
     if dataset is None and name == "characters":
-        return Finding("tokenizer", OK, "characters; those of the training split, not tokenised yet"), None
+        return Finding("tokenizer", OK, "characters; those of the training split, not tokenized yet"), None
     try:
         encoding = tokenizer_from_state(tokenizer_state(dataset.tokenizer)) if dataset else build_tokenizer(name)
     except ValueError as error:

@@ -30,9 +30,9 @@ from kernels import (
     naive_attention,
     naive_attention_fp8,
     naive_attention_varlen,
-    quantise_per_head,
+    quantize_per_head,
 )
-from kernels.hopper import hopper_fp8_unsupported_reason
+from kernels.hopper.when import hopper_fp8_unsupported_reason
 from training.hardware import HardwareConfig, set_up
 from training.provenance import provenance
 
@@ -219,9 +219,9 @@ def measure_fp8(data: str, head_dim: int, budget: BudgetConfig, device: torch.de
         turned = turn(head_dim, device)
         outputs = {
             "bfloat16": flash_attention(q, k, v),
-            "one scale": attend_fp8(*(quantise(x, together=True) for x in (q, k, v))),
-            "scale a head": attend_fp8(*(quantise(x) for x in (q, k, v))),
-            "scale a head, turned": attend_fp8(quantise(q.float() @ turned), quantise(k.float() @ turned), quantise(v)),
+            "one scale": attend_fp8(*(quantize(x, together=True) for x in (q, k, v))),
+            "scale a head": attend_fp8(*(quantize(x) for x in (q, k, v))),
+            "scale a head, turned": attend_fp8(quantize(q.float() @ turned), quantize(k.float() @ turned), quantize(v)),
         }
         for name, o in outputs.items():
             of_heads = (o.double() - exact).square().mean((0, 2, 3)) / exact.square().mean((0, 2, 3))
@@ -248,11 +248,11 @@ def fp8_inputs(data: str, head_dim: int, budget: BudgetConfig, device: torch.dev
     return [x.to(device, torch.bfloat16) for x in inputs]
 
 
-def quantise(x: Tensor, together: bool = False) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, together: bool = False) -> tuple[Tensor, Tensor]:
     """x in e4m3 and its scales: one for each head, or one for all heads together."""
     if not together:
-        return quantise_per_head(x)
-    rounded, scale = quantise_per_head(x.reshape(1, 1, -1, x.shape[3]))
+        return quantize_per_head(x)
+    rounded, scale = quantize_per_head(x.reshape(1, 1, -1, x.shape[3]))
     return rounded.reshape(x.shape), scale
 
 

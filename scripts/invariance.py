@@ -2,7 +2,7 @@
 
 One run with everything that can be off switched off, then one run for each thing that can be on: evaluation, samples,
 logging, profiling, saving, recomputed activations, another number of loader threads. Before each step the batch and
-every random stream are hashed, after it the loss, the weights and the optimiser's state; all must have the bits of the
+every random stream are hashed, after it the loss, the weights and the optimizer's state; all must have the bits of the
 first run at every step. Two last runs show that the comparison sees: their evaluation draws a random number.
 
 Writes invariance.md (the table), invariance.json (every digest) and each run's folder. Exit code 1 where a run
@@ -144,13 +144,13 @@ def digested_steps() -> Iterator[Digests]:
     digests: Digests = []
     real = trainer.training_step
 
-    def step(forward, optimiser, inputs, targets, micro_batch, hardware, starts=None):
+    def step(forward, optimizer, inputs, targets, micro_batch, hardware, starts=None):
         before = {"batch": digest([inputs, targets, starts])}
         for name, state in random_states(hardware.device).items():  # repr: exact for numbers, and fast
             before[f"random stream {name}"] = digest(state if isinstance(state, torch.Tensor) else repr(state))
-        loss, grad_norm = real(forward, optimiser, inputs, targets, micro_batch, hardware, starts)
-        after = {"loss": loss, "gradient norm": grad_norm, "weights": optimiser.parameters}
-        after["optimiser"] = optimiser.state_dict()
+        loss, grad_norm = real(forward, optimizer, inputs, targets, micro_batch, hardware, starts)
+        after = {"loss": loss, "gradient norm": grad_norm, "weights": optimizer.parameters}
+        after["optimizer"] = optimizer.state_dict()
         digests.append(before | {part: digest(value) for part, value in after.items()})
         return loss, grad_norm
 

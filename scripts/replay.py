@@ -29,7 +29,7 @@ from scripts.variants import nulls, replaced
 from train import training_step
 from training.capsule import Capsule, open_capsule
 from training.hardware import Hardware, HardwareConfig, set_up
-from training.optim import OptimConfig, Optimiser
+from training.optimizer import OptimConfig, Optimizer
 from training.random_states import restore_random_states
 from training.tape import FirstBad, Place, watched
 
@@ -124,10 +124,10 @@ def run_step(
     with replaced(attention, function) if function else nullcontext():
         model = GPT(config, capsule.meta["vocab_size"], seq_len, device=hardware.device, dtype=hardware.dtype)
     capsule.load_weights(model)
-    optimiser = Optimiser(model, OptimConfig(**settings["optim"]), hardware.dtype)
-    capsule.load_optimiser(optimiser)
-    optimiser.held.fill_(True)  # the step is computed and not taken
-    scale = optimiser.loss_scale.scale.item() if optimiser.loss_scale else 1.0
+    optimizer = Optimizer(model, OptimConfig(**settings["optim"]), hardware.dtype)
+    capsule.load_optimizer(optimizer)
+    optimizer.held.fill_(True)  # the step is computed and not taken
+    scale = optimizer.loss_scale.scale.item() if optimizer.loss_scale else 1.0
     tape = Tape(capsule.meta["first"].get("micro_batch", 0), scale, reference and reference.tape)
     tape.first_bad.weights(model)
     inputs, targets, starts = capsule.batch
@@ -135,7 +135,7 @@ def run_step(
     micro_batch = settings["train"]["micro_batch"] or len(inputs)
     restore_random_states(capsule.random, hardware.device)
     with watched(model, tape):
-        loss, norm = training_step(model, optimiser, inputs, targets, micro_batch, hardware, starts)
+        loss, norm = training_step(model, optimizer, inputs, targets, micro_batch, hardware, starts)
     return Ran(attention, str(hardware.dtype).removeprefix("torch."), loss.item(), norm.item(), tape)
 
 

@@ -19,7 +19,8 @@ from collections import Counter
 
 import torch
 
-from kernels import flash_attention, flash_attention_varlen, hopper, ops
+from kernels import flash_attention, flash_attention_varlen, ops
+from kernels.hopper import when as hopper
 from tests.attention_checks import (
     FLOAT32_FLOOR,
     assert_within_budget,

@@ -30,7 +30,7 @@ def _descriptor(dtype: str, shape: list[int]) -> str:
 
 
 def _forward(constants: dict):
-    from kernels.hopper_fwd import hopper_fwd_kernel
+    from kernels.hopper.forward import hopper_fwd_kernel
 
     head_dim, block_k = constants["HEAD_DIM"], constants["BLOCK_K"]
     outer = [1, 1] if constants.get("cu_seqlens_q", 0) is None else [1, 1, 1]
@@ -41,7 +41,7 @@ def _forward(constants: dict):
 
 
 def _backward(constants: dict):
-    from kernels.hopper_bwd_kernel import hopper_bwd_kernel
+    from kernels.hopper.backward_kernel import hopper_bwd_kernel
 
     head_dim = constants["HEAD_DIM"]
     types = dict.fromkeys(("q_desc", "do_desc"), _descriptor("bf16", [1, 1, 64, head_dim]))
@@ -53,7 +53,7 @@ def _backward(constants: dict):
 
 
 def _fp8(constants: dict):
-    from kernels.hopper_fp8 import hopper_fp8_kernel
+    from kernels.hopper.fp8_kernel import hopper_fp8_kernel
 
     head_dim, block_k = constants["HEAD_DIM"], constants["BLOCK_K"]
     types = dict.fromkeys(("lse_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"), "*fp32")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from model import GPT, GPTConfig
 from model.attention import ATTENTION
-from training.optim import OptimConfig, Optimiser
+from training.optimizer import OptimConfig, Optimizer
 
 
 class LiveMemory(TorchDispatchMode):
@@ -57,7 +57,7 @@ def measured(
     model = GPT(replace(config, attention="naive"), vocab_size, seq_len, dtype=dtype)
     with ExitStack() as stack:
         # whether a step is taken depends on numbers, which fake tensors do not have
-        stack.enter_context(patch("training.optim.step_unless", lambda part, skip: part.step()))
+        stack.enter_context(patch("training.optimizer.step_unless", lambda part, skip: part.step()))
         stack.enter_context(FakeTensorMode())
         live = stack.enter_context(LiveMemory())
         for module in model.modules():
@@ -67,7 +67,7 @@ def measured(
                 setattr(module, name, torch.empty(table.shape, device=device))
         for block in model.blocks:
             block.attention.attend = ATTENTION[config.attention]
-        optimiser = Optimiser(model, optim)
+        optimizer = Optimizer(model, optim)
         tokens = torch.zeros(rows, seq_len, dtype=torch.int64, device=device)
         found = {}
         for _ in range(2):
@@ -83,6 +83,6 @@ def measured(
             del loss
             found["backward_peak"], found["gradients"] = live.peak, live.now
             live.restart()
-            optimiser.step()
-            found["optimiser_peak"] = live.peak
+            optimizer.step()
+            found["optimizer_peak"] = live.peak
     return found

@@ -95,7 +95,7 @@ def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, 
     )  # fmt: skip
     explain.main.__wrapped__(chosen, tmp_path)
     text = capsys.readouterr().out
-    for words in ("optimiser state", "logits and loss", "workspace", "residual stream", "forecast "):
+    for words in ("optimizer state", "logits and loss", "workspace", "residual stream", "forecast "):
         assert words in text
     report = json.loads(text.splitlines()[-1])
     assert report["peak_bytes"] == max(sum(terms.values()) for terms in report["moments"].values())

@@ -1,7 +1,7 @@
 """Bad input of every kind: one line that says what, where and the way out; a non-zero exit; nothing lost.
 
-Each row of CASES runs a program's own `main` in this process on a folder with a text, its tokenised copy and a finished
-run. Nothing that was there may be changed, and nothing may appear but tokenised text.
+Each row of CASES runs a program's own `main` in this process on a folder with a text, its tokenized copy and a finished
+run. Nothing that was there may be changed, and nothing may appear but tokenized text.
 """
 
 import importlib
@@ -370,7 +370,7 @@ CHECKPOINTS = [
     Case("pickle bomb", RESUME, ["state.pt holds more than tensors", "checkpoint of your own"], rewritten(
         state=lambda state: state.update(bomb=Bomb()))),
     *(Case(f"state without {key}", RESUME, ["{p}/first", f"state.pt has no {key}", "use another checkpoint"],
-           rewritten(state=without(key))) for key in ("optimiser", "random", "random.numpy", "best_loss")),
+           rewritten(state=without(key))) for key in ("optimizer", "random", "random.numpy", "best_loss")),
     *(Case(f"description without {key}", RESUME, ["{p}/first", f"checkpoint.json has no {key}", "use another"],
            rewritten(meta=without(key))) for key in ("seconds", "settings.optim", "tokenizer.name", "vocab_size")),
     Case("description without step", RESUME, ["checkpoint.json has no step"], crafted(
@@ -385,19 +385,19 @@ CHECKPOINTS = [
     Case("weights no safetensors", RESUME, ["model.safetensors cannot be read", "use another"], crafted(
         "model.safetensors", lambda _: b"junk" * 99)),
     Case("moments of a smaller model", RESUME, ["state.pt does not fit", "moments of 1 parameters, expected"],
-         rewritten(state=lambda state: state["optimiser"][0]["state"].update({7: {}}) or [
-             state["optimiser"][0]["state"].pop(key) for key in list(state["optimiser"][0]["state"]) if key != 7])),
+         rewritten(state=lambda state: state["optimizer"][0]["state"].update({7: {}}) or [
+             state["optimizer"][0]["state"].pop(key) for key in list(state["optimizer"][0]["state"]) if key != 7])),
     Case("moments of another shape", RESUME, ["state.pt does not fit", "exp_avg of parameter 0 is (3,)"],
-         rewritten(state=lambda state: state["optimiser"][0]["state"][0].update(exp_avg=torch.zeros(3)))),
-    Case("one optimiser of two", RESUME, ["state.pt does not fit", "1 optimisers, expected 2"],
-         rewritten(state=lambda state: state["optimiser"].pop())),
+         rewritten(state=lambda state: state["optimizer"][0]["state"][0].update(exp_avg=torch.zeros(3)))),
+    Case("one optimizer of two", RESUME, ["state.pt does not fit", "1 optimizers, expected 2"],
+         rewritten(state=lambda state: state["optimizer"].pop())),
     Case("random state cut", RESUME, ["state.pt does not fit", "use another"],
          rewritten(state=lambda state: state["random"].update(cpu=state["random"]["cpu"][:9]))),
     Case("sample: no tokenizer", SAMPLE, ["checkpoint.json has no tokenizer", "use another"],
          rewritten(meta=without("tokenizer")), "scripts.sample"),
     Case("other layers", [*RESUME, "model.num_layers=3"], ["model.num_layers=2, this run has 3; use 2"]),
     Case("other width", [*RESUME, "model.n_embd=64"], ["model.n_embd=32, this run has 64; use 32"]),
-    Case("other optimiser", [*RESUME, "optim=adamw"], ["optim.name=muon, this run has adamw; use muon"]),
+    Case("other optimizer", [*RESUME, "optim=adamw"], ["optim.name=muon, this run has adamw; use muon"]),
     Case("other tokenizer", [*RESUME, "tokenizer=characters"], ["tokenizer=bytes, this run has characters"]),
     Case("other alphabet of equal size", [*RESUME, *X, "tokenizer=characters"], ["use the data it was trained on"],
          lambda place: (text(b"abc\n" * 99)(place), rewritten(meta=lambda meta: meta.update(
@@ -501,7 +501,7 @@ def place(finished, tmp_path, monkeypatch) -> Place:
 
 
 def contents(path: Path) -> dict[str, bytes | str]:
-    """Every file and link below `path`, but for tokenised texts that were added."""
+    """Every file and link below `path`, but for tokenized texts that were added."""
     return {
         str(file.relative_to(path)): os.readlink(file) if file.is_symlink() else file.read_bytes()
         for file in path.rglob("*")
@@ -528,7 +528,7 @@ def test_bad_input_is_one_line_and_nothing_is_lost(case, place, capsys):
 
     after = contents(place.path)
     assert {name: after.get(name) for name in before} == before
-    # what may appear: tokenised text, and Hydra's note of a sweep
+    # what may appear: tokenized text, and Hydra's note of a sweep
     assert not {name for name in after.keys() - before.keys() if not re.match(r"cache/[^.]|.*/multirun\.yaml", name)}
     assert not [path for path in place.path.glob("runs/*/*/*") if path.name != "multirun.yaml"]
 

@@ -9,7 +9,7 @@ from torch import nn
 from tests.test_training import Net
 from training.hardware import HardwareConfig, set_up
 from training.loss_scale import FIRST_SCALE, GROWTH_INTERVAL, LossScale
-from training.optim import OptimConfig, Optimiser, step_and_restore_if, step_fused_unless
+from training.optimizer import OptimConfig, Optimizer, step_and_restore_if, step_fused_unless
 
 INF = float("inf")
 
@@ -20,8 +20,8 @@ def backward(net, factor=1.0):
     return loss.detach() * factor
 
 
-def bits(net, optimiser):
-    state = [part.state_dict()["state"] for part in optimiser.parts]
+def bits(net, optimizer):
+    state = [part.state_dict()["state"] for part in optimizer.parts]
     return copy.deepcopy([net.state_dict(), state])
 
 
@@ -41,28 +41,28 @@ def same(one, other):
 def test_a_bad_step_and_those_after_it_change_nothing(name, steps_before):
     torch.manual_seed(0)
     net = Net()
-    optimiser = Optimiser(net, OptimConfig(name=name))
+    optimizer = Optimizer(net, OptimConfig(name=name))
     for _ in range(steps_before):
         backward(net)
-        optimiser.step()
-    before = bits(net, optimiser)
+        optimizer.step()
+    before = bits(net, optimizer)
     backward(net, INF)
-    assert not optimiser.step().isfinite()
-    optimiser.step(backward(net))  # a good one: not taken either, or nobody could say what state was before the bad one
-    assert optimiser.held
-    assert same(bits(net, optimiser), before)
-    optimiser.release()
-    optimiser.step(backward(net))
-    assert not same(bits(net, optimiser), before)
+    assert not optimizer.step().isfinite()
+    optimizer.step(backward(net))  # a good one: not taken either, or nobody could say what state was before the bad one
+    assert optimizer.held
+    assert same(bits(net, optimizer), before)
+    optimizer.release()
+    optimizer.step(backward(net))
+    assert not same(bits(net, optimizer), before)
 
 
 def test_a_loss_that_is_not_finite_is_enough():
     net = Net()
-    optimiser = Optimiser(net, OptimConfig())
-    before = bits(net, optimiser)
+    optimizer = Optimizer(net, OptimConfig())
+    before = bits(net, optimizer)
     backward(net)
-    optimiser.step(torch.tensor(INF))
-    assert same(bits(net, optimiser), before)
+    optimizer.step(torch.tensor(INF))
+    assert same(bits(net, optimizer), before)
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
@@ -72,7 +72,7 @@ def test_what_a_gpu_does_without_asking_the_host(name, steps_before):
     torch.manual_seed(0)
     net = Net()
     if name == "muon":
-        part, unless = Optimiser(net, OptimConfig(name="muon")).parts[1], step_and_restore_if
+        part, unless = Optimizer(net, OptimConfig(name="muon")).parts[1], step_and_restore_if
     else:
         part, unless = torch.optim.AdamW(net.parameters(), fused=True), step_fused_unless
     for skip in [False] * steps_before + [True]:
@@ -131,34 +131,34 @@ def test_an_overflow_costs_a_step_and_holds_nothing():
     """The gradient of the scaled loss is inf, that of the loss is not: the scale is halved and the run goes on."""
     torch.manual_seed(0)
     net, half = Net(), OptimConfig(grad_clip=0.0)
-    optimiser, plain_net = Optimiser(net, half, torch.float16), copy.deepcopy(net)
-    before = bits(net, optimiser)
-    optimiser.scaled(nn.functional.cross_entropy(net(torch.arange(11)), torch.arange(11))).backward()
+    optimizer, plain_net = Optimizer(net, half, torch.float16), copy.deepcopy(net)
+    before = bits(net, optimizer)
+    optimizer.scaled(nn.functional.cross_entropy(net(torch.arange(11)), torch.arange(11))).backward()
     net.embedding.weight.grad[3, 1] = INF
-    assert optimiser.step(torch.tensor(2.0)).isinf()
-    assert not optimiser.held
-    assert same(bits(net, optimiser), before)
-    assert optimiser.loss_scale.scale == FIRST_SCALE / 2
+    assert optimizer.step(torch.tensor(2.0)).isinf()
+    assert not optimizer.held
+    assert same(bits(net, optimizer), before)
+    assert optimizer.loss_scale.scale == FIRST_SCALE / 2
     # the next one is the step that float32 takes: a power of two rounds nothing
-    optimiser.scaled(nn.functional.cross_entropy(net(torch.arange(11)), torch.arange(11))).backward()
-    norm = optimiser.step(torch.tensor(2.0))
-    plain = Optimiser(plain_net, half)
+    optimizer.scaled(nn.functional.cross_entropy(net(torch.arange(11)), torch.arange(11))).backward()
+    norm = optimizer.step(torch.tensor(2.0))
+    plain = Optimizer(plain_net, half)
     backward(plain_net)
     assert torch.equal(plain.step(), norm)
-    assert same(bits(net, optimiser), bits(plain_net, plain))
+    assert same(bits(net, optimizer), bits(plain_net, plain))
 
 
 def test_an_overflow_at_the_least_scale_is_a_bad_step():
     net = Net()
-    optimiser = Optimiser(net, OptimConfig(), torch.float16)
+    optimizer = Optimizer(net, OptimConfig(), torch.float16)
     for _ in range(16):
         backward(net, INF)
-        optimiser.step()
-        assert not optimiser.held
+        optimizer.step()
+        assert not optimizer.held
     backward(net, INF)
-    optimiser.step()
-    assert optimiser.held
-    assert optimiser.loss_scale.scale == 1
+    optimizer.step()
+    assert optimizer.held
+    assert optimizer.loss_scale.scale == 1
 
 
 def test_a_gpu_without_bfloat16_takes_float16(monkeypatch):

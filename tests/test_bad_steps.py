@@ -18,7 +18,7 @@ from train import train
 from training import guard, loss_scale, nonfinite
 from training.capsule import open_capsule
 from training.checkpoint import open_checkpoint
-from training.optim import Optimiser
+from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 from training.tape import watched, watched_compiled
 
@@ -68,13 +68,13 @@ def faulty_run(tmp_path, name, *overrides, **fault):
 def learnt(path):
     """A digest of weights and moments."""
     checkpoint = open_checkpoint(path)
-    moments = [part["state"] for part in checkpoint.load_state()["optimiser"]]
+    moments = [part["state"] for part in checkpoint.load_state()["optimizer"]]
     return digest([(checkpoint.path / "model.safetensors").read_bytes(), moments])
 
 
 def at_step(number, action, monkeypatch):
-    """Call `action(optimiser)` in place of the update of that step; the gradient is dropped."""
-    real, steps = Optimiser.step, iter(range(1, 1000))
+    """Call `action(optimizer)` in place of the update of that step; the gradient is dropped."""
+    real, steps = Optimizer.step, iter(range(1, 1000))
 
     def step(self, loss=None):
         if next(steps) != number:
@@ -84,7 +84,7 @@ def at_step(number, action, monkeypatch):
             part.zero_grad()
         return torch.ones_like(self.held, dtype=torch.float32)
 
-    monkeypatch.setattr(Optimiser, "step", step)
+    monkeypatch.setattr(Optimizer, "step", step)
 
 
 # --- the policies
@@ -115,7 +115,7 @@ def test_skip_is_the_run_without_that_update(tmp_path, monkeypatch, late, optim)
     policy = ("train.on_nonfinite=skip", f"optim={optim}", "train.save_every=100")
     summary, run_dir, _ = faulty_run(tmp_path, "bad", *policy)
     assert (summary["steps"], summary["bad_steps"], summary["exit_code"]) == (8, 1, 0)
-    at_step(BAD, lambda optimiser: None, monkeypatch)
+    at_step(BAD, lambda optimizer: None, monkeypatch)
     train(small_run(tmp_path, *STORY, *policy), tmp_path / "sound")
     assert learnt(run_dir) == learnt(tmp_path / "sound")
     random = [open_checkpoint(path).load_state()["random"] for path in (run_dir, tmp_path / "sound")]
@@ -127,10 +127,10 @@ def test_rollback_takes_the_weights_of_the_checkpoint_and_new_batches(tmp_path, 
     assert (summary["steps"], summary["bad_steps"]) == (8, 1)
     assert "back to the weights of" in capsys.readouterr().out
 
-    def load(optimiser):
+    def load(optimizer):
         checkpoint = open_checkpoint(run_dir / "checkpoints" / "step_000003")  # two steps before
         checkpoint.load_weights(models[-1])
-        optimiser.restore(checkpoint.load_state())
+        optimizer.restore(checkpoint.load_state())
 
     models, real = [], program.GPT
     monkeypatch.setattr(program, "GPT", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
@@ -277,7 +277,7 @@ def test_a_damaged_weight_is_named_and_rollback_heals_it(tmp_path, monkeypatch, 
 
 def test_rollback_passes_over_a_checkpoint_with_damaged_weights(tmp_path, monkeypatch, capsys):
     """Damaged in the last micro-batch's backward, when the step's own numbers were already there: it is saved so."""
-    real = program.Optimiser.step
+    real = program.Optimizer.step
 
     def step(self, loss=None):
         norm = real(self, loss)
@@ -286,7 +286,7 @@ def test_rollback_passes_over_a_checkpoint_with_damaged_weights(tmp_path, monkey
         return norm
 
     steps = iter(range(1, 1000))
-    monkeypatch.setattr(Optimiser, "step", step)
+    monkeypatch.setattr(Optimizer, "step", step)
     summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=rollback"), tmp_path / "run")
     said = capsys.readouterr().out
     assert "step_000004: its weights are not finite" in said
@@ -315,10 +315,10 @@ def test_what_only_the_run_saw_is_said_so(tmp_path, monkeypatch, capsys):
     """NaN once and never again: a fault of the hardware, say."""
     real, steps = program.training_step, iter(range(1, 1000))
 
-    def once(forward, optimiser, *arguments, **options):
+    def once(forward, optimizer, *arguments, **options):
         if next(steps) == BAD:
             forward = lambda *a, forward=forward, **o: forward(*a, **o) * math.nan  # noqa: E731
-        return real(forward, optimiser, *arguments, **options)
+        return real(forward, optimizer, *arguments, **options)
 
     monkeypatch.setattr(program, "training_step", once)
     summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / "run")
@@ -345,9 +345,9 @@ def test_the_capsule_holds_the_step(tmp_path):
     assert (path / "model.safetensors").read_bytes() == (saved.path / "model.safetensors").read_bytes()
     state = saved.load_state()
     assert digest(capsule.random) == digest(state["random"])
-    for index, values in state["optimiser"][0]["state"].items():
+    for index, values in state["optimizer"][0]["state"].items():
         for key, value in values.items():
-            assert torch.equal(capsule._optimiser[f"0.{index}.{key}"], value)
+            assert torch.equal(capsule._optimizer[f"0.{index}.{key}"], value)
     inputs, targets, starts = capsule.batch
     assert inputs.shape == targets.shape == (8, 32)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -414,8 +414,8 @@ def test_a_spike_is_logged_and_counted(tmp_path, monkeypatch, capsys):
 def test_noise_is_no_spike_and_a_jump_is_one_or_two():
     torch.manual_seed(0)
     said = []
-    optimiser, cpu = SimpleNamespace(held=torch.tensor(False)), SimpleNamespace(device=torch.device("cpu"))
-    watching = guard.NumberGuard(optimiser, cpu, said.append)
+    optimizer, cpu = SimpleNamespace(held=torch.tensor(False)), SimpleNamespace(device=torch.device("cpu"))
+    watching = guard.NumberGuard(optimizer, cpu, said.append)
     for step, noise in enumerate(torch.randn(500), 1):
         loss = 3 + 0.1 * noise + (2 if step > 400 else 0)  # a new level
         watching.look(step, loss, loss, wait=False)
@@ -459,11 +459,11 @@ def test_on_the_gpu_compiled_float16_lowers_its_scale_and_is_resumed_with_it(tmp
     half = (*half, "train.steps=24", "train.log_every=1", "optim.lr=5e-3", "train.save_every=10")
     real, steps = program.training_step, iter(range(1, 1000))
 
-    def overflowing(forward, optimiser, *arguments, **options):
+    def overflowing(forward, optimizer, *arguments, **options):
         if next(steps) != 7:
-            return real(forward, optimiser, *arguments, **options)
-        with mock.patch.object(optimiser, "scaled", lambda loss: Optimiser.scaled(optimiser, loss) * 2.0**60):
-            return real(forward, optimiser, *arguments, **options)
+            return real(forward, optimizer, *arguments, **options)
+        with mock.patch.object(optimizer, "scaled", lambda loss: Optimizer.scaled(optimizer, loss) * 2.0**60):
+            return real(forward, optimizer, *arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(program, "training_step", overflowing)
@@ -535,17 +535,17 @@ def test_on_the_gpu_a_skipped_step_changes_nothing(tmp_path, monkeypatch, capsys
     story = (*story, "train.on_nonfinite=skip", "train.save_every=100")
     real, seen = program.training_step, []
 
-    def bad(forward, optimiser, inputs, *arguments, **options):
+    def bad(forward, optimizer, inputs, *arguments, **options):
         if inputs.shape == inputs_of_bad.shape and torch.equal(inputs, inputs_of_bad):
             seen.append(1)
-            return real(lambda *a, **o: forward(*a, **o) * math.nan, optimiser, inputs, *arguments, **options)
+            return real(lambda *a, **o: forward(*a, **o) * math.nan, optimizer, inputs, *arguments, **options)
         batches.append(inputs.clone())
-        return real(forward, optimiser, inputs, *arguments, **options)
+        return real(forward, optimizer, inputs, *arguments, **options)
 
     batches, inputs_of_bad = [], torch.zeros(1)
     monkeypatch.setattr(program, "training_step", bad)
     with monkeypatch.context() as patch:
-        at_step(BAD, lambda optimiser: None, patch)
+        at_step(BAD, lambda optimizer: None, patch)
         train(small_run(tmp_path, *story), tmp_path / "sound")
     inputs_of_bad = batches[BAD - 1]
     assert train(small_run(tmp_path, *story), tmp_path / "bad")["bad_steps"] == 1

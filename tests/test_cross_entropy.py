@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.cross_entropy import cross_entropy, cross_entropy_fwd
+from kernels.fused.cross_entropy import cross_entropy, cross_entropy_fwd
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [

@@ -1,4 +1,4 @@
-"""A text is tokenised once, checked at every opening, and refused in one line when something is wrong with it."""
+"""A text is tokenized once, checked at every opening, and refused in one line when something is wrong with it."""
 
 import json
 import os
@@ -191,7 +191,7 @@ def test_wikitext_from_the_hub(cache, monkeypatch):
     text = bytes(i for i in dataset.train[:].tolist() if i < 256).decode()
     assert text == "".join(WIKI_LINES)
     open_dataset(data, TokenizerConfig())
-    assert len(asked) == 2, "a tokenised copy needs no hub"
+    assert len(asked) == 2, "a tokenized copy needs no hub"
     assert asked[0] == (("Salesforce/wikitext", "wikitext-2-raw-v1"), {"revision": hub.REVISION})
 
 
@@ -337,7 +337,7 @@ def test_interrupted_preparation_leaves_nothing(interruption, raised, corpus, ca
 
 
 def test_two_preparations_at_once(corpus, cache, monkeypatch):
-    """Both tokenise, one folder wins, both read it."""
+    """Both tokenize, one folder wins, both read it."""
     meet = threading.Barrier(2, timeout=30)
     from data import dataset as module
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data import build_tokenizer, tokenizer_from_state, tokenizer_state
-from data.tokenise import Counts, head, pieces, tail, tokenise
+from data.tokenize import Counts, head, pieces, tail, tokenize
 
 CACHED_GPT2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
 
@@ -59,7 +59,7 @@ def test_vocabularies_end_in_end_of_text():
 
 
 def test_what_looks_like_end_of_text_is_text():
-    assert 256 not in np.concatenate(list(tokenise([("a<|endoftext|>b", True)], build_tokenizer("bytes"), 1, Counts())))
+    assert 256 not in np.concatenate(list(tokenize([("a<|endoftext|>b", True)], build_tokenizer("bytes"), 1, Counts())))
 
 
 def test_invalid_utf8_can_be_decoded():
@@ -125,7 +125,7 @@ def test_head_and_tail_divide_a_stream(fragments, cut):
 
 
 def test_parallel_is_serial(monkeypatch):
-    monkeypatch.setattr("data.tokenise.pieces", lambda fragments: pieces(fragments, 50))
+    monkeypatch.setattr("data.tokenize.pieces", lambda fragments: pieces(fragments, 50))
     encoding = build_tokenizer("bytes")
     documents = [f"document {i}\n" + "a line of it\n" * i for i in range(60)]
     expected = []
@@ -134,6 +134,6 @@ def test_parallel_is_serial(monkeypatch):
     for workers in (1, 4):
         counts = Counts()
         stream = ((document, True) for document in documents)
-        assert np.concatenate(list(tokenise(stream, encoding, workers, counts))).tolist() == expected
+        assert np.concatenate(list(tokenize(stream, encoding, workers, counts))).tolist() == expected
         text = "".join(documents)
         assert counts == Counts(len(expected), len(text.split()), len(text), len(text), 60)

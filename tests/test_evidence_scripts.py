@@ -50,7 +50,7 @@ def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch
     assert len(rows) == 8
     for row in rows:
         if "error" not in row:
-            parts = [row[f"{part}_ms"] for part in ("forward", "backward", "optimiser")]
+            parts = [row[f"{part}_ms"] for part in ("forward", "backward", "optimizer")]
             assert min(parts) > 0
             assert sum(parts) <= row["step_ms"] + 0.1  # rounding
     assert [row.get("error") for row in rows if row["attention"] == "naive"] == [None, None, *["out of memory"] * 2]
@@ -93,10 +93,10 @@ def test_a_save_is_paid_for_by_the_loop_once_a_cadence(tmp_path, capsys, monkeyp
 def test_parts_of_a_step_are_summed_over_its_micro_batches(monkeypatch):
     monkeypatch.setattr(bench_training.Mark, "seconds_to", lambda self, later: 1.0)
     parts = bench_training.Parts(set_up(HardwareConfig(device="cpu")))
-    for name in ("forward", "backward", "forward", "backward", "optimiser"):
+    for name in ("forward", "backward", "forward", "backward", "optimizer"):
         with parts(name):
             pass
-    assert parts.seconds() == {"forward": 2.0, "backward": 2.0, "optimiser": 1.0}
+    assert parts.seconds() == {"forward": 2.0, "backward": 2.0, "optimizer": 1.0}
 
 
 def test_impossible_benchmarks_are_refused():

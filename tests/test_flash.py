@@ -10,10 +10,10 @@ import torch
 
 from kernels import flash_attention, unsupported_reason
 from kernels.device import dense_bf16_peak_flops
-from kernels.flash_bwd import launch_flash_bwd
-from kernels.flash_fwd import launch_flash_fwd
 from kernels.options import Options
-from kernels.tuning import Tile
+from kernels.portable.backward import launch_flash_bwd
+from kernels.portable.forward import launch_flash_fwd
+from kernels.portable.tuning import Tile
 from tests.attention_checks import compare_with_oracle, make_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -214,7 +214,7 @@ def test_every_tile_shape_agrees(block_q, block_k, tma, switched_on):
 def test_a_tile_that_does_not_fit_is_replaced_and_reported_once(monkeypatch, caplog):
     from triton.runtime.errors import OutOfResources
 
-    from kernels import tuning
+    from kernels.portable import tuning
 
     monkeypatch.setattr(tuning, "_REPLACED", {})
     tried = []

@@ -1,4 +1,4 @@
-"""FP8 attention: the quantiser, the reference, what is refused, what the kernel compiles to (no GPU needed), and that
+"""FP8 attention: the quantizer, the reference, what is refused, what the kernel compiles to (no GPU needed), and that
 it is right (GPU)."""
 
 import importlib.util
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import flash_attention_fp8, naive_attention, naive_attention_fp8, quantise_per_head, reference
-from kernels.fp8 import flash_fwd_fp8
+from kernels import flash_attention_fp8, naive_attention, naive_attention_fp8, quantize_per_head, reference
+from kernels.hopper.fp8 import flash_fwd_fp8
 from kernels.inputs import check_fp8_call
 from kernels.options import Options
 
@@ -24,13 +24,13 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
-def _quantised(*tensors):
+def _quantized(*tensors):
     """(q, k, v) in e4m3 and their scales by the names of the arguments."""
-    pairs = [quantise_per_head(x) for x in tensors]
+    pairs = [quantize_per_head(x) for x in tensors]
     return [x for x, _ in pairs], dict(zip(("q_scale", "k_scale", "v_scale"), (s for _, s in pairs), strict=True))
 
 
-def _dequantised(tensors, scales):
+def _dequantized(tensors, scales):
     return [x.double() * s.double()[:, :, None, None] for x, s in zip(tensors, scales.values(), strict=True)]
 
 
@@ -49,7 +49,7 @@ def _with_sink(num_q, num_k, head_dim, gap):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_each_head_uses_the_whole_range(dtype):
     x = (torch.randn(2, 50, 3, 16) * torch.tensor([1e-3, 1.0, 1e3])[:, None]).to(dtype).transpose(1, 2)
-    x8, scale = quantise_per_head(x)
+    x8, scale = quantize_per_head(x)
     assert x8.dtype == torch.float8_e4m3fn
     assert x8.stride() == x.stride()
     assert scale.shape == (2, 3)
@@ -64,12 +64,12 @@ def test_each_head_uses_the_whole_range(dtype):
 @pytest.mark.parametrize("size", [1e-10, 1.0, 1e10, 1e38])
 def test_the_largest_value_does_not_overflow_by_rounding(size):
     """PyTorch turns what is beyond 464 into NaN."""
-    x8, _ = quantise_per_head((1.0 + torch.rand(1, 4096, 4, 8)) * size)
+    x8, _ = quantize_per_head((1.0 + torch.rand(1, 4096, 4, 8)) * size)
     assert torch.equal(x8.float().amax((2, 3)), torch.full((1, 4096), 448.0))
 
 
 def test_a_head_of_zeros_stays_zero():
-    x8, scale = quantise_per_head(torch.zeros(1, 2, 4, 8))
+    x8, scale = quantize_per_head(torch.zeros(1, 2, 4, 8))
     assert (x8.float() == 0).all()
     assert (scale > 0).all()
 
@@ -77,12 +77,12 @@ def test_a_head_of_zeros_stays_zero():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_head_that_is_not_finite_is_seen(bad):
     x = torch.randn(1, 2, 40, 16)
-    clean, scales = _quantised(x, x, x)
+    clean, scales = _quantized(x, x, x)
     expected = naive_attention_fp8(*clean, **scales)
     for place in range(3):
         tensors = [x.clone() for _ in range(3)]
         tensors[place][0, 1, 7, 3] = bad
-        broken, scales = _quantised(*tensors)
+        broken, scales = _quantized(*tensors)
         o = naive_attention_fp8(*broken, **scales)
         assert o[:, 1].isnan().all()
         assert torch.equal(o[:, 0], expected[:, 0])
@@ -96,9 +96,9 @@ def test_a_head_that_is_not_finite_is_seen(bad):
         (torch.zeros(1, 1, 2, 8).to(torch.float8_e4m3fn), "x has dtype torch.float8_e4m3fn; expected float64"),
     ],
 )
-def test_the_quantiser_refuses(x, message):
+def test_the_quantizer_refuses(x, message):
     with pytest.raises(ValueError, match=message):
-        quantise_per_head(x)
+        quantize_per_head(x)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -108,20 +108,20 @@ def test_the_reference_is_attention_with_a_rounded_p(causal, heads, kv_heads, nu
     q = torch.randn(2, heads, num_q, 32) * torch.tensor([0.5, 1.0, 2.0, 4.0])[:heads, None, None]
     sizes = torch.tensor([1.0, 3.0, 0.1, 1.0])[:kv_heads, None, None]
     k, v = (torch.randn(2, kv_heads, num_k, 32) * sizes for _ in range(2))
-    tensors, scales = _quantised(q, k, v)
+    tensors, scales = _quantized(q, k, v)
     o, lse = naive_attention_fp8(*tensors, **scales, causal=causal, return_lse=True)
-    exact, exact_lse = naive_attention(*_dequantised(tensors, scales), causal=causal, return_lse=True)
+    exact, exact_lse = naive_attention(*_dequantized(tensors, scales), causal=causal, return_lse=True)
     assert o.dtype == torch.bfloat16
     torch.testing.assert_close(lse.double(), exact_lse.double(), atol=1e-5, rtol=1e-5)
     # each weight is off by a 16th of itself at most
-    limit = naive_attention(*_dequantised(tensors, scales)[:2], _dequantised(tensors, scales)[2].abs(), causal=causal)
+    limit = naive_attention(*_dequantized(tensors, scales)[:2], _dequantized(tensors, scales)[2].abs(), causal=causal)
     assert ((o - exact).abs() <= limit / 16 + 0.01).all()
     assert 0.001 < _rms(o - exact) / _rms(exact) < 0.03
 
 
 def test_one_key_is_exact():
     """P of a single key is 256 whatever the score is, which e4m3 and the division hold exactly."""
-    tensors, scales = _quantised(torch.randn(1, 1, 5, 16), torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16))
+    tensors, scales = _quantized(torch.randn(1, 1, 5, 16), torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16))
     v = tensors[2].float() * scales["v_scale"][:, :, None, None]
     assert torch.equal(naive_attention_fp8(*tensors, **scales), v.expand(1, 1, 5, 16).bfloat16())
 
@@ -129,15 +129,15 @@ def test_one_key_is_exact():
 def test_small_weights_survive_beside_a_large_one(monkeypatch):
     """e^-8 is below half of e4m3's smallest number; times 256 it is not."""
     torch.manual_seed(0)
-    tensors, scales = _quantised(*_with_sink(64, 2048, 64, gap=8.0))
-    exact = naive_attention(*_dequantised(tensors, scales))
+    tensors, scales = _quantized(*_with_sink(64, 2048, 64, gap=8.0))
+    exact = naive_attention(*_dequantized(tensors, scales))
     assert _rms(naive_attention_fp8(*tensors, **scales) - exact) < 0.05 * _rms(exact)
     monkeypatch.setattr(reference, "FP8_P_SCALE", 1.0)
     assert _rms(naive_attention_fp8(*tensors, **scales) - exact) > 0.3 * _rms(exact)
 
 
 def _refused(message, attention=flash_attention_fp8, head_dim=64, **changes):
-    tensors, scales = _quantised(*(torch.randn(2, 4, 8, head_dim) for _ in range(3)))
+    tensors, scales = _quantized(*(torch.randn(2, 4, 8, head_dim) for _ in range(3)))
     call = dict(zip("qkv", tensors, strict=True)) | scales
     call |= {name: change(call[name]) if callable(change) else change for name, change in changes.items()}
     with pytest.raises(ValueError, match=message):
@@ -148,7 +148,7 @@ def test_refusals_say_what_and_the_way_out():
     _refused("hopper needs a CUDA device; q is on cpu; use flash_attention in bfloat16")
     _refused("head_dim 32 is not supported in FP8 \\(64 or 128\\); use flash_attention in bfloat16", head_dim=32)
     both = {"attention": naive_attention_fp8}
-    e4m3 = "expected torch.float8_e4m3fn, as quantise_per_head returns it"
+    e4m3 = "expected torch.float8_e4m3fn, as quantize_per_head returns it"
     _refused(f"v has dtype torch.bfloat16; {e4m3}", v=lambda x: x.bfloat16(), **both)
     _refused(f"k has dtype torch.float8_e5m2; {e4m3}", k=lambda x: x.float().to(torch.float8_e5m2), **both)
     _refused("k_scale has dtype torch.float64; expected torch.float32", k_scale=lambda x: x.double(), **both)
@@ -162,7 +162,7 @@ def test_refusals_say_what_and_the_way_out():
 
 
 def test_one_scale_may_stand_for_all_heads():
-    tensors, _ = _quantised(*(torch.randn(2, 4, 8, 16) for _ in range(3)))
+    tensors, _ = _quantized(*(torch.randn(2, 4, 8, 16) for _ in range(3)))
     factor = torch.tensor(0.01)
     shapes = (factor, factor.expand(4), factor.expand(2, 4))
     first, *others = (naive_attention_fp8(*tensors, q_scale=s, k_scale=s, v_scale=s) for s in shapes)
@@ -170,7 +170,7 @@ def test_one_scale_may_stand_for_all_heads():
 
 
 def test_autocast_leaves_8_bits_alone():
-    tensors, scales = _quantised(*(torch.randn(2, 4, 8, 16) for _ in range(3)))
+    tensors, scales = _quantized(*(torch.randn(2, 4, 8, 16) for _ in range(3)))
     with torch.autocast("cpu", torch.bfloat16):
         *checked, _, _ = check_fp8_call(*tensors, *scales.values(), True, None)
     assert all(x is y for x, y in zip(checked, tensors, strict=True))
@@ -178,7 +178,7 @@ def test_autocast_leaves_8_bits_alone():
 
 @pytest.mark.parametrize("num_k", [1, 16, 77, 300])
 def test_values_are_transposed_in_the_order_of_p(num_k):
-    from kernels.hopper_fp8 import launch_values
+    from kernels.hopper.fp8_kernel import launch_values
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     v = torch.randn(2, num_k, 3, 64, device=device).to(torch.float8_e4m3fn).transpose(1, 2)
@@ -220,7 +220,8 @@ def _product_of_14_bits(left, right, acc, use_acc=True, is_async=False):
 
 def _simulated(monkeypatch, tensors, scales, options, **replaced):
     """O and LSE by the kernel's own source, run by Python (tests/hopper_simulator.py): Gluon has no interpreter."""
-    from kernels import hopper_fp8, hopper_fwd
+    from kernels.hopper import forward as hopper_fwd
+    from kernels.hopper import fp8_kernel as hopper_fp8
     from tests import hopper_simulator
 
     transpose, real = hopper_fp8.launch_values, hopper_fp8.launch
@@ -260,8 +261,8 @@ def test_sums_of_14_bits_are_kept_short(monkeypatch):
     """Positive values, 4,096 keys: 7 % too small where the tensor core adds to O, 0.6 % if only the last tile is."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 64) for n in (16, 4096, 4096))
-    tensors, scales = _quantised(q, k, v.abs())
-    exact = naive_attention(*_dequantised(tensors, scales))
+    tensors, scales = _quantized(q, k, v.abs())
+    exact = naive_attention(*_dequantized(tensors, scales))
     o, _ = _simulated(monkeypatch, tensors, scales, Options(False, 0.125), warpgroup_mma=_product_of_14_bits)
     assert _rms(o - exact) < 0.003 * _rms(exact)
 
@@ -278,7 +279,7 @@ COMPILED = [
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, whose wheel carries ptxas")
 @pytest.mark.parametrize(("head_dim", "causal", "most_stack"), COMPILED)
 def test_compiles_to_asynchronous_8_bit_wgmma(head_dim, causal, most_stack):
-    from kernels.hopper_fp8 import plan_for
+    from kernels.hopper.fp8_kernel import plan_for
 
     plan = plan_for(head_dim, causal)
     constants = {
@@ -302,11 +303,11 @@ def test_compiles_to_asynchronous_8_bit_wgmma(head_dim, causal, most_stack):
 
 
 def _made(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, device="cuda"):
-    """Quantised heads of unequal size, tokens first in memory, NaN behind the last token."""
+    """Quantized heads of unequal size, tokens first in memory, NaN behind the last token."""
 
     def tokens_first(heads, tokens):
         size = 2.0 ** torch.randint(-3, 2, (batch, 1, heads, 1), device=device)
-        x, scale = quantise_per_head(
+        x, scale = quantize_per_head(
             (torch.randn(batch, tokens, heads, head_dim, device=device) * size).transpose(1, 2)
         )
         padded = torch.full((batch, tokens + 8, heads, head_dim), math.nan, device=device).to(torch.float8_e4m3fn)
@@ -318,8 +319,8 @@ def _made(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, device="cuda")
 
 
 def _assert_as_good_as_the_reference(o, lse, tensors, scales, causal):
-    """Held to float64 on the quantised inputs, beside the reference, which differs in what P is rounded against."""
-    exact, exact_lse = naive_attention(*_dequantised(tensors, scales), causal=causal, return_lse=True)
+    """Held to float64 on the quantized inputs, beside the reference, which differs in what P is rounded against."""
+    exact, exact_lse = naive_attention(*_dequantized(tensors, scales), causal=causal, return_lse=True)
     plain = naive_attention_fp8(*tensors, **scales, causal=causal)
     torch.testing.assert_close(lse.double(), exact_lse.double(), atol=1e-2, rtol=0)
     floor = 2e-3 * _rms(exact)
@@ -360,7 +361,7 @@ def test_the_kernel_is_as_good_as_the_reference(head_dim, shape, poisoned_memory
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_sink_leaves_the_other_keys_their_weight(head_dim, causal):
     torch.manual_seed(0)
-    tensors, scales = _quantised(*(x.cuda() for x in _with_sink(2048, 2048, head_dim, gap=8.0)))
+    tensors, scales = _quantized(*(x.cuda() for x in _with_sink(2048, 2048, head_dim, gap=8.0)))
     o, lse = flash_attention_fp8(*tensors, **scales, causal=causal, return_lse=True)
     _assert_as_good_as_the_reference(o, lse, tensors, scales, causal)
 
@@ -372,8 +373,8 @@ def test_long_sums_of_positive_values_lose_nothing(head_dim):
     """The 8-bit tensor core cuts what it adds at about 14 bits: summed by it alone, O is a quarter too small here."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, head_dim, device="cuda") for n in (256, 16384, 16384))
-    tensors, scales = _quantised(q, k, v.abs())
-    exact = naive_attention(*_dequantised(tensors, scales))
+    tensors, scales = _quantized(q, k, v.abs())
+    exact = naive_attention(*_dequantized(tensors, scales))
     assert _rms(flash_attention_fp8(*tensors, **scales) - exact) < 0.02 * _rms(exact)
 
 
@@ -395,8 +396,8 @@ def test_the_operator_keeps_its_contract():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_way_to_run_is_right(head_dim, causal):
-    from kernels.hopper_fp8 import launch_hopper_fp8
-    from kernels.hopper_fwd import ForwardPlan
+    from kernels.hopper.forward import ForwardPlan
+    from kernels.hopper.fp8_kernel import launch_hopper_fp8
 
     torch.manual_seed(0)
     tensors, scales = _made(1, 8, 4, 1500, 1500, head_dim)

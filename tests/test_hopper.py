@@ -11,7 +11,8 @@ from random import Random
 import pytest
 import torch
 
-from kernels import flash_attention, flash_attention_varlen, hopper, naive_attention, naive_attention_varlen, ops
+from kernels import flash_attention, flash_attention_varlen, naive_attention, naive_attention_varlen, ops
+from kernels.hopper import when as hopper
 from kernels.options import Options, canonical_window
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
@@ -125,8 +126,8 @@ def _assert_within_budget(ours, exact, plain):
     ],
 )
 def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_heads, num_q, num_k, causal):
-    from kernels.hopper_bwd import launch_hopper_bwd
-    from kernels.hopper_fwd import launch_hopper_fwd
+    from kernels.hopper.backward import launch_hopper_bwd
+    from kernels.hopper.forward import launch_hopper_fwd
 
     torch.manual_seed(0)
 
@@ -175,8 +176,8 @@ def _in_nan(x):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_padding_is_neither_read_nor_written(head_dim, dtype):
     """Also head_dims below those for which the Hopper kernels are chosen."""
-    from kernels.hopper_bwd import launch_hopper_bwd
-    from kernels.hopper_fwd import launch_hopper_fwd
+    from kernels.hopper.backward import launch_hopper_bwd
+    from kernels.hopper.forward import launch_hopper_fwd
 
     torch.manual_seed(0)
     for batch, num_heads, num_kv_heads, num_q, num_k, causal in [
@@ -248,7 +249,7 @@ SIMULATED = [
 @pytest.mark.usefixtures("poisoned_memory")
 def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, causal, window, softcap, monkeypatch):
     """The kernel's own source, run by Python (tests/hopper_simulator.py), where Gluon has no interpreter."""
-    from kernels import hopper_fwd
+    from kernels.hopper import forward as hopper_fwd
     from tests import hopper_simulator
 
     monkeypatch.setattr(hopper_fwd, "launch", hopper_simulator.launch)
@@ -277,7 +278,7 @@ def test_simulated_plans(
     consumers, stages, ping_pong, num_heads, num_kv_heads, num_q, num_k, causal, monkeypatch
 ):  # fmt: skip
     """Programs of several tiles, whose order and barriers depend on the plan."""
-    from kernels import hopper_fwd
+    from kernels.hopper import forward as hopper_fwd
     from tests import hopper_simulator
 
     monkeypatch.setattr(hopper_fwd, "launch", partial(hopper_simulator.launch, pauses=Random(num_q)))
@@ -295,7 +296,7 @@ def test_simulated_plans(
 
 def test_few_tiles_are_not_taken_in_pairs(monkeypatch):
     """A program for each: a pair would leave half of the multiprocessors without work."""
-    from kernels import hopper_fwd
+    from kernels.hopper import forward as hopper_fwd
 
     monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 132)
     persistent, plain = hopper_fwd.ForwardPlan(2), hopper_fwd.ForwardPlan(2, persistent=False)
@@ -309,7 +310,7 @@ def test_few_tiles_are_not_taken_in_pairs(monkeypatch):
 @pytest.fixture
 def simulated_backward(monkeypatch, poisoned_memory):
     """The Hopper backward's own source, run by Python: (inputs as of launch_hopper_bwd, plan) -> (dq, dk, dv)."""
-    from kernels import hopper_bwd
+    from kernels.hopper import backward as hopper_bwd
     from tests import hopper_simulator
 
     real = hopper_bwd.launch  # Triton's interpreter runs the kernels before and after
@@ -394,7 +395,7 @@ def test_dq_is_added_in_one_order_by_any_number_of_programs(causal, head_dim, si
 @pytest.fixture
 def forwards(monkeypatch) -> list:
     """The Hopper forward's calls, which take documents of any head_dim here."""
-    from kernels import hopper_fwd
+    from kernels.hopper import forward as hopper_fwd
 
     monkeypatch.setattr(hopper, "PACKED_HEAD_DIMS", hopper.HEAD_DIMS)
     monkeypatch.setattr(ops, "_HOPPER", {})  # what was chosen before
@@ -470,7 +471,8 @@ def test_options_of_padded_heads_agree_with_float64(case, head_dim, forwards):
 @needs_hopper
 @pytest.mark.parametrize("head_dim", [96, 192, 256])
 def test_wide_heads_go_forward_on_hopper_and_back_on_the_portable_kernels(head_dim, forwards, monkeypatch):
-    from kernels import flash_bwd, hopper_bwd
+    from kernels.hopper import backward as hopper_bwd
+    from kernels.portable import backward as flash_bwd
 
     backwards = []
     for module, name in ((flash_bwd, "launch_flash_bwd"), (hopper_bwd, "launch_hopper_bwd")):
@@ -498,8 +500,8 @@ def test_other_packings_replay_the_same_kernel(forwards):
 @pytest.mark.parametrize("plan", range(6))
 def test_every_plan_agrees_with_the_portable_kernel(plan):
     """Each plan that `plan_for` can choose, on lengths with a ragged end and more tiles than multiprocessors."""
-    from kernels.flash_fwd import launch_flash_fwd
-    from kernels.hopper_fwd import launch_hopper_fwd, plan_for
+    from kernels.hopper.forward import launch_hopper_fwd, plan_for
+    from kernels.portable.forward import launch_flash_fwd
 
     masks, lengths = (Options(True, 1.0), Options(False, 1.0)), (1024, 2048, 4096, 16384)
     chosen = sorted(
@@ -520,7 +522,8 @@ def test_every_plan_agrees_with_the_portable_kernel(plan):
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_matrix_says_which_kernel_runs(feature, dtype, monkeypatch):
     """A "yes" of the Hopper column runs its kernels, a "no" the portable ones; both are right."""
-    from kernels import hopper_bwd, hopper_fwd
+    from kernels.hopper import backward as hopper_bwd
+    from kernels.hopper import forward as hopper_fwd
 
     launches = []
     for which, module in (("forward", hopper_fwd), ("backward", hopper_bwd)):
@@ -544,9 +547,9 @@ def test_the_matrix_says_which_kernel_runs(feature, dtype, monkeypatch):
 @pytest.mark.parametrize(("head_dim", "num_kv_heads"), [(64, 12), (64, 3), (128, 8), (128, 1)])
 def test_the_backward_adds_in_one_order(head_dim, num_kv_heads, causal):
     """Many programs on one query tile, on a busy and on an idle GPU: the same bits, and right."""
-    from kernels.flash_bwd import launch_flash_bwd
-    from kernels.flash_fwd import launch_flash_fwd
-    from kernels.hopper_bwd import launch_hopper_bwd
+    from kernels.hopper.backward import launch_hopper_bwd
+    from kernels.portable.backward import launch_flash_bwd
+    from kernels.portable.forward import launch_flash_fwd
 
     num_heads = 12 if head_dim == 64 else 8
     heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)

@@ -39,8 +39,13 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names.add(node.module)
+            # kernels/ can be lifted out under any name, so it never says its own; everybody else names rooms in full
+            if room(path) == "kernels":
+                assert node.level or node.module.split(".")[0] != "kernels", f"{path}: names its own package"
+            else:
+                assert node.level == 0, f"{path}: relative import"
+            if node.level == 0:
+                names.add(node.module)
     return names
 
 
@@ -66,7 +71,7 @@ def test_import_directions(path):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_file_grows_past_the_ceiling(path):
     lines = len(path.read_text().splitlines())
-    assert lines <= CEILING or path.name.startswith(("hopper_", "test_")), f"{lines} lines"
+    assert lines <= CEILING or path.name.startswith("test_") or "hopper" in str(path), f"{lines} lines"
 
 
 def test_every_room_is_a_regular_package():

@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import cross_entropy, linear_cross_entropy
-from kernels.cross_entropy_kernels import launch_cross_entropy_bwd, launch_cross_entropy_fwd
-from kernels.linear_cross_entropy import linear_cross_entropy_fwd
+from kernels.fused.cross_entropy_kernels import launch_cross_entropy_bwd, launch_cross_entropy_fwd
+from kernels.fused.linear_cross_entropy import linear_cross_entropy_fwd
 from tests.test_cross_entropy import make
 from tests.test_model import batch, loss_and_gradients, small_gpt
 
@@ -161,7 +161,7 @@ def test_the_124m_model_at_65536_tokens_takes_half_of_nanogpts_memory():
     from model import GPT, GPTConfig
     from train import training_step
     from training.hardware import HardwareConfig, set_up
-    from training.optim import OptimConfig, Optimiser
+    from training.optimizer import OptimConfig, Optimizer
 
     losses, peaks = {}, {}
     for loss, checkpointing in (("plain", "none"), ("chunked", "pointwise")):
@@ -169,14 +169,14 @@ def test_the_124m_model_at_65536_tokens_takes_half_of_nanogpts_memory():
         torch.manual_seed(0)
         config = GPTConfig(loss=loss, activation_checkpointing=checkpointing)
         model = GPT(config, 50257, 1024, device=hardware.device, dtype=hardware.dtype)
-        optimiser = Optimiser(model, OptimConfig())
+        optimizer = Optimizer(model, OptimConfig())
         tokens = torch.randint(50257, (64, 1025), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
         forward = torch.compile(model, dynamic=False)
         steps = [
-            training_step(forward, optimiser, tokens[:, :-1], tokens[:, 1:], 64, hardware)[0].item() for _ in range(3)
+            training_step(forward, optimizer, tokens[:, :-1], tokens[:, 1:], 64, hardware)[0].item() for _ in range(3)
         ]
         losses[loss], peaks[loss] = torch.tensor(steps), hardware.peak_memory_gib()
-        del model, optimiser, forward
+        del model, optimizer, forward
         torch.compiler.reset()
         torch.cuda.empty_cache()
     print(peaks, losses)

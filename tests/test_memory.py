@@ -9,13 +9,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import unsupported_reason
-from kernels.rotary import rotary_fwd
+from kernels.fused.rotary import rotary_fwd
 from model import GPT, GPTConfig
 from tests.live_memory import measured
 from train import training_step
 from training.hardware import HardwareConfig, set_up
 from training.memory import CUBLAS_BYTES, GIB, Work, block_activations, forecast, weight_copies
-from training.optim import OptimConfig, Optimiser
+from training.optimizer import OptimConfig, Optimizer
 
 EVIDENCE = Path(__file__).resolve().parent.parent / ".github" / "evidence" / "training"
 VOCAB = 1000
@@ -76,7 +76,7 @@ def test_the_peak_of_a_whole_step_is_within_ten_percent(shape, dtype, vocab_size
     seq_len = 256
     found = measured(config, vocab_size, seq_len, 16, dtype, OptimConfig(), "cpu")
     predicted = forecast(Work(config, vocab_size, seq_len, 16, dtype=dtype, device="cpu")).peak
-    peak = max(found[name] for name in ("forward_peak", "backward_peak", "optimiser_peak"))
+    peak = max(found[name] for name in ("forward_peak", "backward_peak", "optimizer_peak"))
     print(shape, dtype, vocab_size, predicted / peak)
     assert predicted == pytest.approx(peak, rel=0.1)
 
@@ -146,13 +146,13 @@ class Calls(TorchDispatchMode, list):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_optimisers_state(name, fake_cuda):
+def test_the_optimizers_state(name, fake_cuda):
     config = small()
     found = measured(config, VOCAB, 16, 2, torch.float32, OptimConfig(name=name), "cpu")
-    terms = forecast(Work(config, VOCAB, 16, 2, optimiser=name, dtype=torch.float32, device="cpu")).terms
+    terms = forecast(Work(config, VOCAB, 16, 2, optimizer=name, dtype=torch.float32, device="cpu")).terms
     inputs_and_tables = 2 * 16 * 32 * 4 + 2 * 16 * 8
     states = found["held"] - inputs_and_tables - terms["parameters"]
-    assert states == pytest.approx(terms["optimiser state"], abs=1000)  # a step counter each
+    assert states == pytest.approx(terms["optimizer state"], abs=1000)  # a step counter each
 
 
 def test_parameters_are_the_models():
@@ -212,7 +212,7 @@ def test_a_bigger_batch_changes_only_what_grows_with_it():
 
 GPT2 = {"num_layers": 12, "num_heads": 12, "n_embd": 768, "attention": "flash"}
 MEDIUM = {"num_layers": 24, "num_heads": 16, "n_embd": 1024, "attention": "flash"}
-ON_GPU = {  # model, seq_len, micro_batch, micro_batches; hardware, optimiser and vocabulary that differ
+ON_GPU = {  # model, seq_len, micro_batch, micro_batches; hardware, optimizer and vocabulary that differ
     "124M": (GPT2, 1024, 32, 1, {}),
     "124M, plain loss": (GPT2 | {"loss": "plain"}, 1024, 32, 1, {}),
     "124M, 65,536 tokens, pointwise": (GPT2 | {"activation_checkpointing": "pointwise"}, 1024, 64, 1, {}),
@@ -224,7 +224,7 @@ ON_GPU = {  # model, seq_len, micro_batch, micro_batches; hardware, optimiser an
     "124M, naive, full": (GPT2 | {"attention": "naive", "activation_checkpointing": "full"}, 2048, 16, 1, {}),
     "124M, sdpa": (GPT2 | {"attention": "sdpa"}, 1024, 32, 1, {}),
     "124M, float32": (GPT2, 1024, 16, 1, {"dtype": "float32"}),
-    "124M, Muon": (GPT2, 1024, 8, 1, {"optimiser": "muon"}),
+    "124M, Muon": (GPT2, 1024, 8, 1, {"optimizer": "muon"}),
     "SwiGLU, shared heads, normed, dropout": (
         GPT2 | {"mlp": "swiglu", "num_kv_heads": 4, "qk_norm": True, "dropout": 0.1}, 2048, 16, 1, {},
     ),
@@ -261,16 +261,16 @@ def test_measured_peaks_on_this_gpu_are_within_ten_percent(name):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()  # of other tests
     hardware = set_up(HardwareConfig(dtype=other.get("dtype", "auto"), compile=other.get("compile", False)))
-    config, optimiser_name = GPTConfig(**{"loss": "chunked"} | changes), other.get("optimiser", "adamw")
+    config, optimizer_name = GPTConfig(**{"loss": "chunked"} | changes), other.get("optimizer", "adamw")
     vocab_size = other.get("vocab_size", 50257)
     shape = (vocab_size, seq_len, micro_batch, micro_batches)
-    work = Work(config, *shape, optimiser_name, hardware.dtype, compiled=hardware.compile)
+    work = Work(config, *shape, optimizer_name, hardware.dtype, compiled=hardware.compile)
     model = GPT(config, vocab_size, seq_len, device=hardware.device, dtype=hardware.dtype)
-    optimiser = Optimiser(model, OptimConfig(name=optimiser_name))
+    optimizer = Optimizer(model, OptimConfig(name=optimizer_name))
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
     tokens = torch.randint(vocab_size, (2, micro_batch * micro_batches, seq_len), device=hardware.device)
     for _ in range(3):
-        training_step(forward, optimiser, *tokens, micro_batch, hardware)
+        training_step(forward, optimizer, *tokens, micro_batch, hardware)
     peak, found = torch.cuda.max_memory_allocated() - before, forecast(work)
     print(f"\n{name}: forecast {found.peak / GIB:.2f} GiB ({found.fullest}), measured {peak / GIB:.2f} GiB, ", end="")
     print(f"ratio {found.peak / peak:.3f}")

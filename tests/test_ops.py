@@ -155,7 +155,7 @@ def test_checkpointing_recomputes_to_the_same_gradients():
 
 @pytest.mark.parametrize(("save", "forward_runs"), [(True, 1), (False, 2)])
 def test_selective_checkpointing_can_save_our_output(monkeypatch, save, forward_runs):
-    from kernels import flash_fwd
+    from kernels.portable import forward as flash_fwd
 
     launches = []
     launch = flash_fwd.launch_flash_fwd
@@ -228,10 +228,10 @@ class NoGPU:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 driver.set_active(NoGPU())
-from kernels.flash_bwd import _delta_kernel
-from kernels.flash_dkdv import flash_dkdv_kernel
-from kernels.flash_dq import flash_dq_kernel
-from kernels.flash_fwd import flash_fwd_kernel
+from kernels.portable.backward import _delta_kernel
+from kernels.portable.dkdv import flash_dkdv_kernel
+from kernels.portable.dq import flash_dq_kernel
+from kernels.portable.forward import flash_fwd_kernel
 for kernel in (flash_fwd_kernel, flash_dkdv_kernel, flash_dq_kernel, _delta_kernel):
     kernel.device_caches[0]
 print("bound")

@@ -25,7 +25,7 @@ NAMES = {
     " | triton_red_fused__fused_rms_norm_add_4": "softmax and normalisation",
     "aten::_fused_rms_norm | void vectorized_layer_norm_kernel<float": "softmax and normalisation",
     "flashgpt::cross_entropy_fwd | cross_entropy_fwd_kernel": "cross-entropy",
-    "aten::_foreach_norm | void at::native::multi_tensor_apply_kernel<LpNormFunctor": "optimiser",
+    "aten::_foreach_norm | void at::native::multi_tensor_apply_kernel<LpNormFunctor": "optimizer",
     " | Memcpy DtoD (Device -> Device)": "memory copies",
     "aten::copy_ | void at::native::elementwise_kernel<direct_copy_kernel_cuda": "memory copies",
     "aten::gelu | void at::native::vectorized_elementwise_kernel<4, GeluCUDAKernelImpl": OTHER,
@@ -51,7 +51,7 @@ def test_a_gpu_trace_gives_time_by_group_and_idle(tmp_path):
     """One step of 100 us: 40 of attention, 20 of AdamW's product, 30 of the softmax, overlapping by 10, and a gap."""
     events = [
         event("user_annotation", "ProfilerStep#4", 0, 60),
-        event("user_annotation", "optimiser", 50, 10),
+        event("user_annotation", "optimizer", 50, 10),
         event("cpu_op", "flashgpt::flash_fwd", 1, 8, **{"External id": 7}),
         event("cpu_op", "aten::mm", 51, 8, **{"External id": 8}),
         event("cpu_op", "aten::logsumexp", 20, 9, **{"External id": 9}),
@@ -70,7 +70,7 @@ def test_a_gpu_trace_gives_time_by_group_and_idle(tmp_path):
     assert (found.unit, found.steps, found.step_ms) == ("GPU kernels", 1, 0.1)
     assert shares["attention"] == pytest.approx(0.4)
     assert shares["softmax and normalisation"] == pytest.approx(0.3)  # by the operator that called the operator
-    assert shares["optimiser"] == pytest.approx(0.2)  # a matrix product, but launched in the optimiser's region
+    assert shares["optimizer"] == pytest.approx(0.2)  # a matrix product, but launched in the optimizer's region
     assert shares["matmul"] == 0
     assert shares[IDLE] == pytest.approx(0.2)
     assert found.kernels[0].name == "flash_fwd_kernel"
@@ -113,12 +113,12 @@ def test_a_profiled_run_has_a_trace_a_table_and_the_same_numbers(tmp_path, capsy
     assert report["steps"] == 3
     assert groups["attention"]["calls"] >= 2 * 2  # two layers, forward and backward
     assert groups["matmul"]["ms"] > 0
-    assert groups["optimiser"]["ms"] > 0
+    assert groups["optimizer"]["ms"] > 0
     assert sum(row["share"] for row in groups.values()) == pytest.approx(1.0, abs=0.02)
     assert not (tmp_path / "plain" / "profile").exists()
     trace = json.loads(gzip.decompress((tmp_path / "profiled" / "profile" / "trace.json.gz").read_bytes()))
     regions = {e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"}
-    assert {"forward", "backward", "optimiser"} <= regions
+    assert {"forward", "backward", "optimizer"} <= regions
 
 
 def test_too_few_steps_to_profile_are_refused(tmp_path):

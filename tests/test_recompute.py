@@ -151,7 +151,7 @@ def test_compiled_selective_keeps_what_our_operator_returned(monkeypatch, mode, 
     """The save list names our operator; the partitioner of a compiled graph has to follow it."""
     if reason := unsupported_reason("cpu", torch.float32, 16):
         pytest.skip(reason)
-    from kernels import flash_fwd
+    from kernels.portable import forward as flash_fwd
 
     seen, launch = [], flash_fwd.launch_flash_fwd
     monkeypatch.setattr(flash_fwd, "launch_flash_fwd", lambda *args: seen.append(1) or launch(*args))

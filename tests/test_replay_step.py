@@ -70,17 +70,17 @@ def what_it_was_given(patch, module, call):
     """The bits of all that decides what the `call`-th step of `module` computes; filled in when it comes."""
     real, calls, given = module.training_step, itertools.count(1), {}
 
-    def step(forward, optimiser, inputs, targets, micro_batch, hardware, starts=None):
+    def step(forward, optimizer, inputs, targets, micro_batch, hardware, starts=None):
         if next(calls) == call:
-            given["weights"] = digest([weight.detach() for weight in optimiser.parameters])
-            given["moments"] = digest([part["state"] for part in optimiser.state_dict()])
-            given["scale"] = optimiser.loss_scale and digest(optimiser.loss_scale.state_dict())
+            given["weights"] = digest([weight.detach() for weight in optimizer.parameters])
+            given["moments"] = digest([part["state"] for part in optimizer.state_dict()])
+            given["scale"] = optimizer.loss_scale and digest(optimizer.loss_scale.state_dict())
             given.update(batch=digest([inputs, targets, starts]), micro_batch=micro_batch)
             given["random"] = digest(random_states())
             if module is program:  # what makes it a bad one
-                return real(lambda *a, **o: forward(*a, **o) * math.nan, optimiser, inputs, targets, micro_batch,
+                return real(lambda *a, **o: forward(*a, **o) * math.nan, optimizer, inputs, targets, micro_batch,
                             hardware, starts)  # fmt: skip
-        return real(forward, optimiser, inputs, targets, micro_batch, hardware, starts)
+        return real(forward, optimizer, inputs, targets, micro_batch, hardware, starts)
 
     patch.setattr(module, "training_step", step)
     return given

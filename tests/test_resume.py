@@ -61,7 +61,7 @@ def test_stopped_after_every_step(tmp_path, overrides):
 
 
 def test_other_workers_and_another_cache(tmp_path):
-    """The text is tokenised anew, by more threads; the rest of the run cannot tell."""
+    """The text is tokenized anew, by more threads; the rest of the run cannot tell."""
     train(small_run(tmp_path, *STORY, "data.num_workers=1"), tmp_path / "whole")
     first = small_run(tmp_path, *STORY, "data.num_workers=1", "train.save_every=7", "train.keep_every=7")
     train(first, tmp_path / "parts")
@@ -124,7 +124,7 @@ def test_changes_are_printed_and_hold(stopped, capsys):
         "changed    train.max_hours 1e-09 -> None",
         "changed    train.steps 11 -> 3",
     ]
-    groups = open_checkpoint(stopped / "elsewhere").load_state()["optimiser"][0]["param_groups"]
+    groups = open_checkpoint(stopped / "elsewhere").load_state()["optimizer"][0]["param_groups"]
     assert (groups[0]["peak_lr"], groups[0]["weight_decay"]) == (5e-4, 0.0)
 
 

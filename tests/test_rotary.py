@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.rotary import rotary_bwd, rotary_fwd, rotate, rotate_and_split
+from kernels.fused.rotary import rotary_bwd, rotary_fwd, rotate, rotate_and_split
 from model.gpt import rope_tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""The training room: schedule, optimisers, FLOPs, the log."""
+"""The training room: schedule, optimizers, FLOPs, the log."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from torch import nn
 
 from training.flops import flops_per_token, mfu
 from training.hardware import HardwareConfig, set_up
-from training.optim import OptimConfig, Optimiser, lr_factor
+from training.optimizer import OptimConfig, Optimizer, lr_factor
 from training.runlog import LoggerConfig, RunLog
 
 
@@ -58,61 +58,61 @@ def test_no_warmup():
     assert lr_factor(0, 10, OptimConfig(warmup_steps=0, schedule="constant")) == 1.0
 
 
-# --- optimisers
+# --- optimizers
 
 
 def test_weight_decay_acts_on_matrices_only():
-    optimiser = Optimiser(Net(), OptimConfig(weight_decay=0.1))
-    decay = {p.ndim: g["weight_decay"] for part in optimiser.parts for g in part.param_groups for p in g["params"]}
+    optimizer = Optimizer(Net(), OptimConfig(weight_decay=0.1))
+    decay = {p.ndim: g["weight_decay"] for part in optimizer.parts for g in part.param_groups for p in g["params"]}
     assert decay == {2: 0.1, 1: 0.0}
 
 
 def test_muon_takes_the_hidden_matrices_and_nothing_else():
     net = Net()
-    adamw, muon = Optimiser(net, OptimConfig(name="muon")).parts
+    adamw, muon = Optimizer(net, OptimConfig(name="muon")).parts
     assert [p for g in muon.param_groups for p in g["params"]] == [net.blocks[0]["linear"].weight]
     assert len([p for g in adamw.param_groups for p in g["params"]]) == 2  # the embedding (once, though tied), the norm
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_optimiser_learns_clips_and_round_trips(name):
+def test_optimizer_learns_clips_and_round_trips(name):
     torch.manual_seed(0)
     net, tokens = Net(), torch.randint(11, (64,))
-    optimiser = Optimiser(net, OptimConfig(name=name, lr=0.05, grad_clip=0.5, weight_decay=0.0))
+    optimizer = Optimizer(net, OptimConfig(name=name, lr=0.05, grad_clip=0.5, weight_decay=0.0))
     losses = []
     for _ in range(60):
         loss = nn.functional.cross_entropy(net(tokens), tokens)
         loss.backward()
-        norm = optimiser.step()
+        norm = optimizer.step()
         losses.append(loss.item())
         assert norm > 0
         assert all(p.grad is None for p in net.parameters())
     assert losses[-1] < 0.5 * losses[0]
-    other = Optimiser(net, OptimConfig(name=name, lr=0.01))
-    other.load_state_dict(optimiser.state_dict())
-    assert [str(part["state"]) for part in other.state_dict()] == [str(p["state"]) for p in optimiser.state_dict()]
+    other = Optimizer(net, OptimConfig(name=name, lr=0.01))
+    other.load_state_dict(optimizer.state_dict())
+    assert [str(part["state"]) for part in other.state_dict()] == [str(p["state"]) for p in optimizer.state_dict()]
     assert other.parts[0].param_groups[0]["peak_lr"] == 0.01  # what the configuration says now
 
 
 def test_clipping_bounds_the_gradient():
     net = Net()
-    optimiser = Optimiser(net, OptimConfig(grad_clip=1e-3))
+    optimizer = Optimizer(net, OptimConfig(grad_clip=1e-3))
     seen = {}
-    optimiser.parts[0].step = lambda: seen.update(
-        norm=torch.cat([p.grad.flatten() for p in optimiser.parameters]).norm().item()
+    optimizer.parts[0].step = lambda: seen.update(
+        norm=torch.cat([p.grad.flatten() for p in optimizer.parameters]).norm().item()
     )
     net(torch.arange(11)).square().sum().backward()
-    before = optimiser.step()
+    before = optimizer.step()
     assert before > 1e-3
     assert seen["norm"] == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_lr_factor_scales_every_group_from_its_own_peak():
-    optimiser = Optimiser(Net(), OptimConfig(name="muon", lr=1e-3, muon_lr=0.02))
-    optimiser.set_lr_factor(0.5)
-    assert [part.param_groups[0]["lr"] for part in optimiser.parts] == [5e-4, 0.01]
-    optimiser.set_lr_factor(0.25)  # not cumulative
-    assert optimiser.lr == 2.5e-4
+    optimizer = Optimizer(Net(), OptimConfig(name="muon", lr=1e-3, muon_lr=0.02))
+    optimizer.set_lr_factor(0.5)
+    assert [part.param_groups[0]["lr"] for part in optimizer.parts] == [5e-4, 0.01]
+    optimizer.set_lr_factor(0.25)  # not cumulative
+    assert optimizer.lr == 2.5e-4
 
 
 # --- FLOPs

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 
 from kernels import flash_attention, flash_attention_varlen, naive_attention_varlen
-from kernels.flash_bwd import launch_flash_bwd
-from kernels.flash_fwd import launch_flash_fwd
 from kernels.options import Options
-from kernels.tiles import longest_first
-from kernels.tuning import Tile
+from kernels.portable.backward import launch_flash_bwd
+from kernels.portable.forward import launch_flash_fwd
+from kernels.portable.tiles import longest_first
+from kernels.portable.tuning import Tile
 from tests.attention_checks import compare_with_oracle, make_packed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

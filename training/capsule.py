@@ -2,7 +2,7 @@
 
     <run>/capsules/step_000123/
         model.safetensors    the weights before the step
-        state.safetensors    the optimiser's tensors before it, the batch, PyTorch's random states
+        state.safetensors    the optimizer's tensors before it, the batch, PyTorch's random states
         capsule.json         step, settings, what was not finite and where, other random states, commit, versions
 
 Safetensors and JSON: nothing that could hold code. As checkpoints, it is written under a hidden name and renamed.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from data import Batch
 from training.checkpoint import Checkpoint, weights_of
-from training.optim import Optimiser
+from training.optimizer import Optimizer
 
 FORMAT = 1
 WEIGHTS, STATE, META = "model.safetensors", "state.safetensors", "capsule.json"
@@ -39,26 +39,26 @@ class Capsule:
     meta: dict[str, Any]
     batch: Batch
     random: dict[str, Any]
-    _optimiser: dict[str, Tensor]  # "part.parameter.key" -> value
+    _optimizer: dict[str, Tensor]  # "part.parameter.key" -> value
 
     def load_weights(self, model: nn.Module) -> None:
         """Copy the weights into `model`; ValueError names a tensor that does not fit."""
         Checkpoint(self.path, self.meta).load_weights(model)
 
-    def load_optimiser(self, optimiser: Optimiser) -> None:
+    def load_optimizer(self, optimizer: Optimizer) -> None:
         """Give it the moments, and in float16 the scale, that it had before the step."""
-        states: list[dict] = [{} for _ in optimiser.parts]
-        for name, value in self._optimiser.items():
+        states: list[dict] = [{} for _ in optimizer.parts]
+        for name, value in self._optimizer.items():
             part, parameter, key = name.split(".")
             states[int(part)].setdefault(int(parameter), {})[key] = value
-        optimiser.load_state_dict([{"state": state} for state in states])
-        if optimiser.loss_scale and self.meta["loss_scale"]:
+        optimizer.load_state_dict([{"state": state} for state in states])
+        if optimizer.loss_scale and self.meta["loss_scale"]:
             scale = {key: torch.tensor(value) for key, value in self.meta["loss_scale"].items()}
-            optimiser.loss_scale.load_state_dict(scale)
+            optimizer.loss_scale.load_state_dict(scale)
 
 
 def write(
-    folder: Path, model: nn.Module, optimiser: Optimiser, batch: Batch, random: dict[str, Any], meta: dict[str, Any]
+    folder: Path, model: nn.Module, optimizer: Optimizer, batch: Batch, random: dict[str, Any], meta: dict[str, Any]
 ) -> Path:
     """Write `folder/step_NNNNNN` from the state before the step, and return its path.
 
@@ -73,10 +73,10 @@ def write(
     try:
         tensors = {f"batch.{key}": value for key, value in zip(("inputs", "targets", "starts"), batch, strict=True)}
         tensors |= {f"random.{key}": value for key, value in random.items() if isinstance(value, Tensor)}
-        for number, part in enumerate(optimiser.parts):
+        for number, part in enumerate(optimizer.parts):
             for parameter, values in part.state_dict()["state"].items():
-                tensors |= {f"optimiser.{number}.{parameter}.{key}": value for key, value in values.items()}
-        scale = optimiser.loss_scale.state_dict() if optimiser.loss_scale else {}
+                tensors |= {f"optimizer.{number}.{parameter}.{key}": value for key, value in values.items()}
+        scale = optimizer.loss_scale.state_dict() if optimizer.loss_scale else {}
         meta = {"format": FORMAT, **meta, "loss_scale": {key: value.item() for key, value in scale.items()}}
         meta["random"] = {key: value for key, value in random.items() if not isinstance(value, Tensor)}
         for name, part in ((WEIGHTS, weights_of(model)), (STATE, tensors)):
@@ -102,7 +102,7 @@ def open_capsule(path: str | Path) -> Capsule:
         tensors = load_file(path / STATE)
         if meta["format"] != FORMAT:
             raise ValueError(f"its format is {meta['format']}, this version reads {FORMAT}")
-        groups: dict[str, dict[str, Tensor]] = {"batch": {}, "random": {}, "optimiser": {}}
+        groups: dict[str, dict[str, Tensor]] = {"batch": {}, "random": {}, "optimizer": {}}
         for name, value in tensors.items():
             group, _, rest = name.partition(".")
             groups[group][rest] = value
@@ -112,4 +112,4 @@ def open_capsule(path: str | Path) -> Capsule:
         random = groups["random"] | {"python": (version, tuple(keys), cached), "numpy": tuple(meta["random"]["numpy"])}
     except (ValueError, LookupError, TypeError, SafetensorError) as error:
         raise ValueError(f"capsule {path} cannot be read ({error}); give another one") from error
-    return Capsule(path, meta, batch, random, groups["optimiser"])
+    return Capsule(path, meta, batch, random, groups["optimizer"])

@@ -2,7 +2,7 @@
 
     <run>/checkpoints/step_000600/
         model.safetensors    the weights
-        state.pt             optimiser and random-number states (read with weights_only=True: no code is run)
+        state.pt             optimizer and random-number states (read with weights_only=True: no code is run)
         checkpoint.json      step, data position, resolved settings, tokenizer, git commit, versions
         manifest.json        size and SHA-256 of the three above; written last
     <run>/checkpoints/last, best    links to two of them
@@ -43,7 +43,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimiser steps done."""
+        """Optimizer steps done."""
         return self.meta["step"]
 
     def load_weights(self, model: nn.Module) -> None:

@@ -96,7 +96,7 @@ def prompt_of(text: str, dataset: Dataset, seq_len: int) -> list[int]:
     try:
         return dataset.tokenizer.encode_ordinary(text) or dataset.validation[: min(32, seq_len)].tolist()
     except ValueError as error:
-        raise ValueError(f"train.sample_prompt={text} cannot be tokenised: {error}") from error
+        raise ValueError(f"train.sample_prompt={text} cannot be tokenized: {error}") from error
 
 
 def sample(

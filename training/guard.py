@@ -1,6 +1,6 @@
 """Watches every step's loss and gradient norm a step late, so that a GPU never waits for the host to have looked.
 
-The optimiser takes no step once one was not finite (`Optimiser.step`), so looking late costs time and no number: the
+The optimizer takes no step once one was not finite (`Optimizer.step`), so looking late costs time and no number: the
 loop goes back to the bad step, and what it does then depends on that step alone.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from training.hardware import Hardware
-from training.optim import Optimiser
+from training.optimizer import Optimizer
 from training.random_states import random_states
 
 SPIKE_WINDOW = 64  # losses that the next one is compared with
@@ -59,9 +59,9 @@ class NumberGuard:
         in_a_row: those since the last good step.
     """
 
-    def __init__(self, optimiser: Optimiser, hardware: Hardware, say: Callable[[str], None]) -> None:
+    def __init__(self, optimizer: Optimizer, hardware: Hardware, say: Callable[[str], None]) -> None:
         self.spikes = self.bad_steps = self.in_a_row = 0
-        self._optimiser, self._device, self._say = optimiser, hardware.device, say
+        self._optimizer, self._device, self._say = optimizer, hardware.device, say
         self._late = steps_late(hardware.device)
         self._pending: deque[_Pending] = deque()
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
@@ -71,9 +71,9 @@ class NumberGuard:
         """Take note of `step` (from 1), and look at those whose numbers are due; with `wait` at all of them.
 
         Wherever the state of the run is used (saved, evaluated, reported), ask with `wait`. A returned step is the
-        first that was not finite: model and optimiser are as they were before it, and stay so until `go_on`.
+        first that was not finite: model and optimizer are as they were before it, and stay so until `go_on`.
         """
-        numbers = torch.stack([self._optimiser.held.float(), loss.float(), grad_norm.float()])
+        numbers = torch.stack([self._optimizer.held.float(), loss.float(), grad_norm.float()])
         copied = None
         if numbers.is_cuda:
             numbers = torch.empty(3, pin_memory=True).copy_(numbers, non_blocking=True)
@@ -94,10 +94,10 @@ class NumberGuard:
         return None
 
     def go_on(self) -> None:
-        """Let the optimiser step again; the random states are by now those that the next step begins with."""
+        """Let the optimizer step again; the random states are by now those that the next step begins with."""
         self.bad_steps += 1
         self.in_a_row += 1
-        self._optimiser.release()
+        self._optimizer.release()
         self._before = random_states(self._device)
 
     def _compare(self, step: int, loss: float) -> None:

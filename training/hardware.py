@@ -14,7 +14,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 @dataclass
 class HardwareConfig:
     device: str = "auto"  # auto | cpu | cuda | cuda:N; auto takes a GPU where there is one
-    dtype: str = "auto"  # auto | float32 | bfloat16 | float16: the autocast format; weights and optimiser stay float32
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16: the autocast format; weights and optimizer stay float32
     tf32: bool = True  # tensor cores for float32 matrix products on CUDA; false: full float32
     compile: bool | None = None  # torch.compile; null: on CUDA only
     num_threads: int | None = None  # CPU threads of PyTorch; null: PyTorch's own choice

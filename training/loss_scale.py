@@ -2,8 +2,8 @@
 
 Half precision loses gradients below 6e-8, so the loss is multiplied by a scale before the backward pass and gradients
 are divided by it before the step (Micikevicius et al. 2017, section 3.2). Rule and constants are those of
-torch.amp.GradScaler. That class itself asks the host about each step of an optimiser that is not fused (Muon), and its
-scale would move in steps that are held (see `Optimiser.step`); ours does neither.
+torch.amp.GradScaler. That class itself asks the host about each step of an optimizer that is not fused (Muon), and its
+scale would move in steps that are held (see `Optimizer.step`); ours does neither.
 """
 
 import torch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.linear_cross_entropy import CHUNK_TOKENS
+from kernels.fused.linear_cross_entropy import CHUNK_TOKENS
 from model import GPTConfig
 from model.config import round_up
 from model.gpt import VOCAB_MULTIPLE
@@ -39,7 +39,7 @@ class Work:
     seq_len: int
     micro_batch: int  # sequences of one forward and backward
     micro_batches: int = 1  # of a step
-    optimiser: str = "adamw"
+    optimizer: str = "adamw"
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"  # cuda | cpu: the plain loss differs
     compiled: bool = False
@@ -156,7 +156,7 @@ def kept_activations(work: Work, layer: int) -> Terms:
 
 
 def forecast(work: Work) -> Forecast:
-    """The terms of every moment of a step, from the second step on, when the optimiser's state is there."""
+    """The terms of every moment of a step, from the second step on, when the optimizer's state is there."""
     model, size, tokens, width = work.model, work.dtype.itemsize, work.tokens, work.model.n_embd
     layers = [kept_activations(work, layer) for layer in range(model.num_layers)]
     block, last = block_activations(work), layers[-1]
@@ -185,7 +185,7 @@ def forecast(work: Work) -> Forecast:
         attention_work = dx + work.pairs * a_pair
     held = {
         "parameters": STREAM * work.weights,
-        "optimiser state": optimiser_bytes(work),
+        "optimizer state": optimizer_bytes(work),
         # cosine and sine; inputs and targets of this step and of the next
         "batch and tables": 2 * work.seq_len * model.head_dim * STREAM + 4 * tokens * work.micro_batches * TOKEN_ID,
         "cuBLAS": CUBLAS_BYTES if work.device == "cuda" else 0,
@@ -210,7 +210,7 @@ def forecast(work: Work) -> Forecast:
             "16-bit weights": copies,
             "workspace": attention_work,
         },
-        "the optimiser's step": {"gradients": gradients, "workspace": optimiser_workspace(work)},
+        "the optimizer's step": {"gradients": gradients, "workspace": optimizer_workspace(work)},
     }
     return Forecast({name: held | terms for name, terms in moments.items()}, layers)
 
@@ -243,15 +243,15 @@ def loss_bytes(work: Work) -> int:
     return 2 * h + whole_h + table + STREAM * work.table + chunk * a_logit * work.columns
 
 
-def optimiser_bytes(work: Work) -> int:
+def optimizer_bytes(work: Work) -> int:
     """AdamW: two moments of every weight. Muon: one of the blocks' matrices, AdamW's of the tables."""
     hidden = work.model.num_layers * sum(work.matrices.values())
-    return STREAM * (2 * work.weights - (hidden if work.optimiser == "muon" else 0))
+    return STREAM * (2 * work.weights - (hidden if work.optimizer == "muon" else 0))
 
 
-def optimiser_workspace(work: Work) -> int:
+def optimizer_workspace(work: Work) -> int:
     """Fused AdamW needs none on CUDA; a loop over tensors two of the largest. Muon: an update in float32, and
     Newton-Schulz's four 16-bit copies, of the largest matrix."""
     loop = 2 * STREAM * max(work.table, *work.matrices.values()) if work.device == "cpu" else 0
-    muon = (STREAM + 4 * 2) * max(work.matrices.values()) if work.optimiser == "muon" else 0
+    muon = (STREAM + 4 * 2) * max(work.matrices.values()) if work.optimizer == "muon" else 0
     return max(loop, muon)

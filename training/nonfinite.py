@@ -23,7 +23,7 @@ from training import capsule
 from training.checkpoint import WEIGHTS, newest_complete
 from training.guard import NumberGuard, Seen
 from training.hardware import Hardware
-from training.optim import Optimiser
+from training.optimizer import Optimizer
 from training.random_states import restore_random_states
 from training.saver import Saver
 from training.stop import StopRequest
@@ -46,7 +46,7 @@ class NonFinite:
     run_dir: Path
     model: GPT
     forward: nn.Module  # the model, or what was compiled from it
-    optimiser: Optimiser
+    optimizer: Optimizer
     hardware: Hardware
     guard: NumberGuard
     saver: Saver
@@ -88,7 +88,7 @@ class NonFinite:
         while found := newest_complete(self.saver.folder, self.say, last):
             if all(value.isfinite().all() for value in load_file(found.path / WEIGHTS).values()):
                 found.load_weights(self.model)
-                self.optimiser.restore(found.load_state())
+                self.optimizer.restore(found.load_state())
                 return True, f"back to the weights of {found.path}; the run goes on with the next batch"
             self.say(f"passed over: checkpoint {found.path}: its weights are not finite")
             last = found.step - 1
@@ -118,7 +118,7 @@ class NonFinite:
         except torch.OutOfMemoryError:  # eager takes more than compiled; the run is not to die of a diagnosis
             return {"how": "a place unknown: memory did not suffice to run the step again module by module"}
         finally:
-            for part in self.optimiser.parts:
+            for part in self.optimizer.parts:
                 part.zero_grad(set_to_none=True)
         return seen.found or {"how": "a place unknown: the step was finite when run again; is the hardware sound?"}
 
@@ -166,7 +166,7 @@ class NonFinite:
             )
             return
         try:
-            path = capsule.write(folder, self.model, self.optimiser, batch, bad.before, meta | self.description)
+            path = capsule.write(folder, self.model, self.optimizer, batch, bad.before, meta | self.description)
         except OSError as error:
             self.say(f"not saved: what reproduces step {bad.step}: {error}; free space or make the folder writable")
         else:

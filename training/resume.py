@@ -9,7 +9,7 @@ import torch
 from model import GPT
 from training.checkpoint import META, STATE, Checkpoint, newest_complete, open_checkpoint
 from training.guard import NumberGuard
-from training.optim import Optimiser
+from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
 # keys of the model group that say how the network is computed or regularised, not what its weights mean
@@ -25,7 +25,7 @@ NEEDED_META = {
     "data_fingerprint": str,
 }
 NEEDED_STATE = {
-    "optimiser": list,
+    "optimizer": list,
     "random": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
     "best_loss": (int, float),
 }
@@ -71,19 +71,19 @@ def refuse_unless_same(
             raise ValueError(f"{here} was trained with {group}.{key}={old}, this run has {new}; use {old}")
 
 
-def state_of(optimiser: Optimiser, guard: NumberGuard, best_loss: float, device: torch.device) -> dict[str, Any]:
+def state_of(optimizer: Optimizer, guard: NumberGuard, best_loss: float, device: torch.device) -> dict[str, Any]:
     """What a checkpoint holds beside weights and description, and `restore` reads; its tensors are not copies."""
     return {
-        "optimiser": optimiser.state_dict(),
-        "loss_scale": optimiser.loss_scale and optimiser.loss_scale.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "loss_scale": optimizer.loss_scale and optimizer.loss_scale.state_dict(),
         "guard": guard.state_dict(),
         "random": random_states(device),
         "best_loss": best_loss,
     }
 
 
-def restore(checkpoint: Checkpoint, model: GPT, optimiser: Optimiser, device: torch.device) -> dict[str, Any]:
-    """Give model, optimiser and random streams what `checkpoint` holds; the whole state, for whoever needs the rest.
+def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
+    """Give model, optimizer and random streams what `checkpoint` holds; the whole state, for whoever needs the rest.
 
     ValueError names what the checkpoint lacks, or what does not fit.
     """
@@ -91,7 +91,7 @@ def restore(checkpoint: Checkpoint, model: GPT, optimiser: Optimiser, device: to
     state = checkpoint.load_state()
     checkpoint.refuse_without(NEEDED_STATE, state, STATE)
     try:
-        optimiser.restore(state)
+        optimizer.restore(state)
         restore_random_states(state["random"], device)
     except torch.OutOfMemoryError:
         raise

@@ -16,7 +16,7 @@ class Saver:
 
     `save` returns as soon as the tensors are on their way to host memory; on CUDA the loop does not even wait for the
     copies, as the next step's kernels queue behind them. One checkpoint is written at a time: the next `save` waits
-    for it. Host memory holds one copy of weights and optimiser state, taken at the first save and used again.
+    for it. Host memory holds one copy of weights and optimizer state, taken at the first save and used again.
 
     A checkpoint that cannot be written (full disk, folder read-only or gone) is reported through `say` and the run
     goes on: the checkpoints before it are whole, and the next save tries again. Use it with `with`, which waits for

@@ -2,7 +2,7 @@
 
 On a GPU the unit is a kernel, a copy or a fill, and idle is the time in which none ran. Without a GPU it is a PyTorch
 operator's own time (without the operators that it called), and idle is Python between operators. A kernel belongs to
-the optimiser if it was launched in the region of that name; else its name, or that of the operator that launched it,
+the optimizer if it was launched in the region of that name; else its name, or that of the operator that launched it,
 decides.
 """
 
@@ -20,7 +20,7 @@ from rich.table import Table
 # fused into them, for example triton_red_fused__softmax_mul. Batched products (bmm) are naive attention's: every
 # other product of the model has one weight for the whole batch.
 GROUPS = {
-    "optimiser": r"multi_tensor_apply|_foreach|adam|optimizer\.step|clip_grad",
+    "optimizer": r"multi_tensor_apply|_foreach|adam|optimizer\.step|clip_grad",
     "cross-entropy": r"cross_entropy|nll_?loss|log_?softmax",
     "attention": r"flash_(fwd|bwd|dq|dkdv)|hopper_|_(delta|before|after)_kernel|flash_attn|fmha|sdpa|"
     r"scaleddotproduct|scaled_dot_product|tiledattention|pytorch_flash|\bbmm\b|baddbmm|bmmbackward",
@@ -135,14 +135,14 @@ def _kernels(events: list[dict], device: list[dict]) -> list[Span]:
         for e in events
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
-    in_optimiser = _regions(events, "optimiser")
+    in_optimizer = _regions(events, "optimizer")
     spans = []
     for event in device:
         arguments = event.get("args", {})
         operator, inherited = operators.get(arguments.get("External id"), ("", OTHER))
         group = group_of(f"{operator} | {event['name']}")
-        if in_optimiser(launched.get(arguments.get("correlation"), -1.0)):
-            group = "optimiser"
+        if in_optimizer(launched.get(arguments.get("correlation"), -1.0)):
+            group = "optimizer"
         spans.append(Span(event["name"], inherited if group == OTHER else group, event["ts"], event["dur"]))
     return spans
 
@@ -152,7 +152,7 @@ def _operators(events: list[dict]) -> Iterator[tuple[dict, float, str]]:
 
     One that belongs nowhere by its name is counted with the operator that called it: a subtraction inside logsumexp.
     """
-    in_optimiser = _regions(events, "optimiser")
+    in_optimizer = _regions(events, "optimizer")
     threads: dict[int, list[dict]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":
@@ -167,8 +167,8 @@ def _operators(events: list[dict]) -> Iterator[tuple[dict, float, str]]:
             if callers:
                 own[callers[-1]] -= op["dur"]
                 groups[number] = groups[callers[-1]] if groups[number] == OTHER else groups[number]
-            if in_optimiser(op["ts"]):
-                groups[number] = "optimiser"
+            if in_optimizer(op["ts"]):
+                groups[number] = "optimizer"
             callers.append(number)
         yield from zip(ops, (max(duration, 0.0) for duration in own), groups, strict=True)
 

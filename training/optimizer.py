@@ -1,4 +1,4 @@
-"""Optimisers and the learning-rate schedule.
+"""Optimizers and the learning-rate schedule.
 
 AdamW (Loshchilov and Hutter 2019), or Muon (Jordan 2024; `torch.optim.Muon`) for the hidden matrices with AdamW for
 everything else. Weight decay acts on matrices only. The schedule is a pure function of the step.
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from training.loss_scale import LossScale
 
-OPTIMISERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd", "constant")
 
 
@@ -32,8 +32,8 @@ class OptimConfig:
     min_lr_ratio: float = 0.1  # the schedule ends at this fraction of the peak
 
     def __post_init__(self) -> None:
-        if self.name not in OPTIMISERS:
-            raise ValueError(f"optim.name={self.name} is not one of {', '.join(OPTIMISERS)}")
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"optim.name={self.name} is not one of {', '.join(OPTIMIZERS)}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optim.schedule={self.schedule} is not one of {', '.join(SCHEDULES)}")
         for key in ("lr", "muon_lr"):
@@ -64,8 +64,8 @@ def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-class Optimiser:
-    """One or two torch optimisers that step together, their learning rates scaled by one factor.
+class Optimizer:
+    """One or two torch optimizers that step together, their learning rates scaled by one factor.
 
     A step whose loss or gradient is not finite is not taken, and neither is any after it, until `release`. So weights
     and moments stay as they were before that step for as long as nobody has looked; who looks late loses time, but no
@@ -125,18 +125,18 @@ class Optimiser:
         return [part.state_dict() for part in self.parts]
 
     def restore(self, state: dict) -> None:
-        """Take what a checkpoint's state holds: "optimiser", and for float16 "loss_scale"."""
-        self.load_state_dict(state["optimiser"])
+        """Take what a checkpoint's state holds: "optimizer", and for float16 "loss_scale"."""
+        self.load_state_dict(state["optimizer"])
         if self.loss_scale is not None and state.get("loss_scale"):  # else the run before had another dtype
             self.loss_scale.load_state_dict(state["loss_scale"])
 
     def load_state_dict(self, states: list[dict]) -> None:
         """Take the moments of `states`; learning rates, decay and betas stay the configuration's, which may differ.
 
-        ValueError where they are not this model's. Before its first step, an optimiser may have none.
+        ValueError where they are not this model's. Before its first step, an optimizer may have none.
         """
         if len(states) != len(self.parts):
-            raise ValueError(f"the state of {len(states)} optimisers, expected {len(self.parts)}")
+            raise ValueError(f"the state of {len(states)} optimizers, expected {len(self.parts)}")
         for part, state in zip(self.parts, states, strict=True):
             parameters = [p for group in part.param_groups for p in group["params"]]
             moments = state["state"]

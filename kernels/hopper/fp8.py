@@ -1,21 +1,21 @@
 """Attention on 8-bit inputs, for inference: the public functions and the operator. Imports no Triton.
 
-`quantise_per_head` brings a tensor to e4m3 with one scale a head; `flash_attention_fp8` takes three such tensors. It
+`quantize_per_head` brings a tensor to e4m3 with one scale a head; `flash_attention_fp8` takes three such tensors. It
 has no gradient and no fallback: where the kernel does not run it raises.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.hopper import hopper_fp8_unsupported_reason
-from kernels.inputs import check_fp8_call
-from kernels.options import Options
+from ..inputs import check_fp8_call
+from ..options import Options
+from .when import hopper_fp8_unsupported_reason
 
 E4M3_MAX = 448.0
 _SMALLEST_SCALE = 2.0**-60  # so that the product of two scales, and its reciprocal, stay in fp32's range
 
 
-def quantise_per_head(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_per_head(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round x (B, H, N, D) of any float dtype to e4m3, each head of each batch entry with a scale of its own.
 
     Returns:
@@ -83,7 +83,7 @@ flash_fwd_fp8 = torch.ops.flashgpt.flash_fwd_fp8.default
 
 
 def _run(q, k, v, q_scale, k_scale, v_scale, causal, scale):
-    from kernels.hopper_fp8 import launch_hopper_fp8
+    from .fp8_kernel import launch_hopper_fp8
 
     return launch_hopper_fp8(q, k, v, q_scale, k_scale, v_scale, Options(causal, scale))
 

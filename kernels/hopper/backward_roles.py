@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from kernels import hopper_tma as tma
-from kernels.hopper_tma import slot
+from . import tma
+from .tma import slot
 
 ROWS = 64  # of a query tile, and of a turn
 BLOCK_Q = gl.constexpr(ROWS)

@@ -60,7 +60,7 @@ def pieces(fragments: Iterable[Fragment], size: int = PIECE_CHARACTERS) -> Itera
         yield "".join(waiting), first
 
 
-def tokenise(
+def tokenize(
     fragments: Iterable[Fragment], encoding: tiktoken.Encoding, num_workers: int, counts: Counts
 ) -> Iterator[np.ndarray]:
     """Token ids (uint32) of the stream, in order, with end-of-text between documents; adds to `counts` as it goes."""

@@ -31,7 +31,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 @torch.library.custom_op("flashgpt::cross_entropy_fwd", mutates_args=())
 def cross_entropy_fwd(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Loss and log-sum-exp of each row, (T,) fp32, in nats."""
-    from kernels.cross_entropy_kernels import launch_cross_entropy_fwd
+    from .cross_entropy_kernels import launch_cross_entropy_fwd
 
     return launch_cross_entropy_fwd(logits, targets, vocab_size)
 
@@ -46,7 +46,7 @@ def _(logits, targets, vocab_size):
 @torch.library.custom_op("flashgpt::cross_entropy_bwd", mutates_args=())
 def cross_entropy_bwd(dloss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, vocab_size: int) -> Tensor:
     """Gradient of the logits, (T, columns) in their dtype; `dloss` (T,) fp32 is what each row's loss is worth."""
-    from kernels.cross_entropy_kernels import launch_cross_entropy_bwd
+    from .cross_entropy_kernels import launch_cross_entropy_bwd
 
     return launch_cross_entropy_bwd(dloss, logits, targets, lse, vocab_size)
 

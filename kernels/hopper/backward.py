@@ -1,4 +1,4 @@
-"""Backward pass for Hopper (sm_90a): one fused kernel (hopper_bwd_kernel.py) between a pre- and a post-kernel."""
+"""Backward pass for Hopper (sm_90a): one fused kernel (backward_kernel.py) between a pre- and a post-kernel."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import hopper_tma as tma
-from kernels.device import l2_bytes, num_sms
-from kernels.hopper import addressable, tile_width
-from kernels.hopper_bwd_kernel import hopper_bwd_kernel
-from kernels.hopper_bwd_roles import BLOCK_K, ROWS
-from kernels.hopper_fwd import LOG2_E, LOG2_E_CONSTANT
-from kernels.launch import addresses_of, launch, on_device
-from kernels.options import Options
-from kernels.replay import description, known, remember, replay
+from ..device import l2_bytes, num_sms
+from ..launch import addresses_of, launch, on_device
+from ..options import Options
+from ..replay import description, known, remember, replay
+from . import tma
+from .backward_kernel import hopper_bwd_kernel
+from .backward_roles import BLOCK_K, ROWS
+from .forward import LOG2_E, LOG2_E_CONSTANT
+from .when import addressable, tile_width
 
 
 @triton.jit
@@ -110,7 +110,7 @@ class BackwardPlan:
 
 
 def plan_for(head_dim: int, causal: bool, num_q: int) -> BackwardPlan:
-    """The fastest or within 3 % of it at 1,024, 4,096 and 16,384 tokens (HOPPER_NOTES.md): one H200, torch 2.11.0,
+    """The fastest or within 3 % of it at 1,024, 4,096 and 16,384 tokens (NOTES.md): one H200, torch 2.11.0,
     triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048."""
     if head_dim == 128:
         return BackwardPlan(persistent=False, l2_share=1 / 4 if num_q <= 1024 else 1 / 2)

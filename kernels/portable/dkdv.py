@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from kernels.scores import kept, logits_of, slope_of
-from kernels.tiles import (
+from .scores import kept, logits_of, slope_of
+from .tiles import (
     ROW_PADDING,
     document_rows,
     head_base,

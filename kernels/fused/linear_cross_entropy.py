@@ -9,7 +9,7 @@ is computed twice. Idea: Liger Kernel, arXiv:2410.10989, section 3.2.
 import torch
 from torch import Tensor
 
-from kernels.cross_entropy import IGNORED, cross_entropy_fwd
+from .cross_entropy import IGNORED, cross_entropy_fwd
 
 # Adding a chunk's share to weight's fp32 gradient moves 8 bytes an entry, so longer chunks are faster; and on a GPU of
 # 132 multiprocessors 5,632 rows are one whole wave of dh's tiles. Measured for 65,536 tokens of GPT-2's vocabulary (one
@@ -68,7 +68,7 @@ def _(h, weight, targets, vocab_size, chunk_tokens, with_gradient):
 def _loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, with_gradient: bool) -> Tensor:
     """The summed loss of some rows; where asked for, their gradient takes the logits' place."""
     if logits.is_cuda:
-        from kernels.cross_entropy_kernels import launch_cross_entropy_bwd
+        from .cross_entropy_kernels import launch_cross_entropy_bwd
 
         loss, lse = cross_entropy_fwd(logits, targets, vocab_size)
         if with_gradient:

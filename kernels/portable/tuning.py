@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from kernels.device import capability, interpreting
-from kernels.options import Options
+from ..device import capability, interpreting
+from ..options import Options
 
 # Where every document ends in the coordinates of a packed TMA descriptor (kernels/launch.py): a power of two
 # beyond any number of tokens.

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels import launch
+from .. import launch
 
 load = tma.async_copy_global_to_shared  # (descriptor, coordinates, mbarrier, shared tile)
 store = tma.async_copy_shared_to_global  # (descriptor, coordinates, shared tile)
@@ -113,7 +113,7 @@ def descriptor(x: Tensor, rows: int, cols: int | None = None) -> TensorDescripto
     """Descriptor of x (..., N, D) for tiles of `rows` rows, and `cols` columns or all, of the last two dimensions.
 
     Rows outside one head's N and columns outside D read as 0 and are not written. Made without the dataclass's own
-    checks, which cost as much as the launch; `kernels.hopper.addressable` has made them.
+    checks, which cost as much as the launch; `kernels.hopper.when.addressable` has made them.
     """
     rank = x.dim()
     shape = list(x.shape)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.device import interpreting
-from kernels.launch import on_device
+from ..device import interpreting
+from ..launch import on_device
 
 TOKENS = 16  # of a program
 MAX_HEADS = 4  # of a program: they share the loads of cosine and sine

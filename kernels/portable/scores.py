@@ -6,8 +6,8 @@ Each option is switched by None at compile time and costs nothing when it is off
 import triton
 import triton.language as tl
 
-from kernels.philox import ROUNDS
-from kernels.tiles import LOG2_E
+from ..philox import ROUNDS
+from .tiles import LOG2_E
 
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 

@@ -52,7 +52,7 @@ def _empty_split(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op("flashgpt::rotary_fwd", mutates_args=())
 def rotary_fwd(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as `rotate_and_split` describes them."""
-    from kernels.rotary_kernel import launch_rotary
+    from .rotary_kernel import launch_rotary
 
     q, k, v = _empty_split(qkv, num_heads)
     launch_rotary(qkv, q, k, v, cos, sin, inverse=False)
@@ -67,7 +67,7 @@ def _(qkv, cos, sin, num_heads):
 @torch.library.custom_op("flashgpt::rotary_bwd", mutates_args=())
 def rotary_bwd(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of qkv, (B, N, Hq + 2 Hkv, D), contiguous."""
-    from kernels.rotary_kernel import launch_rotary
+    from .rotary_kernel import launch_rotary
 
     dqkv = _empty_packed(dq, dk)
     launch_rotary(dqkv, dq, dk, dv, cos, sin, inverse=True)

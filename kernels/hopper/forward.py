@@ -37,14 +37,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels import hopper_tma as tma
-from kernels.device import num_sms
-from kernels.hopper import tile_width
-from kernels.hopper_tma import slot
-from kernels.launch import addresses_of, grid_tiles, heads_per_section, launch, on_device, window_bounds
-from kernels.options import Options
-from kernels.replay import description, known, remember, replay
-from kernels.tiles import ORIGIN, document_rows, longest_first, program_tile
+from ..device import num_sms
+from ..launch import addresses_of, grid_tiles, heads_per_section, launch, on_device, window_bounds
+from ..options import Options
+from ..portable.tiles import ORIGIN, document_rows, longest_first, program_tile
+from ..replay import description, known, remember, replay
+from . import tma
+from .tma import slot
+from .when import tile_width
 
 LN_2 = gl.constexpr(math.log(2.0))
 LOG2_E = 1.0 / math.log(2.0)
@@ -688,7 +688,7 @@ class ForwardPlan:
 
 def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """The fastest of those tried at 1,024 to 32,768 tokens, or within 1 % of it: one H200, torch 2.11.0, triton 3.6.0,
-    2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md).
+    2026-11-21, 16,384 tokens a call, hidden size 2,048 (NOTES.md).
 
     With a window, a soft-cap or documents at 16,384 tokens: one of four. head_dim is the tiles'; 256 leaves room for
     key tiles of 64 and two stages.

@@ -9,9 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.flash_dkdv import flash_dkdv_kernel
-from kernels.flash_dq import flash_dq_kernel
-from kernels.launch import (
+from ..launch import (
     addresses_of,
     dot_precision,
     grid_tiles,
@@ -24,10 +22,12 @@ from kernels.launch import (
     switches_of,
     window_bounds,
 )
-from kernels.options import Options
-from kernels.replay import Replay, description, known, remember, replay
-from kernels.tiles import LOG2_E, ROW_PADDING, document_of, document_rows, head_base, load_tile
-from kernels.tuning import Tile, launch_fitting, tile_for
+from ..options import Options
+from ..replay import Replay, description, known, remember, replay
+from .dkdv import flash_dkdv_kernel
+from .dq import flash_dq_kernel
+from .tiles import LOG2_E, ROW_PADDING, document_of, document_rows, head_base, load_tile
+from .tuning import Tile, launch_fitting, tile_for
 
 _DELTA_ROWS = 64  # memory-bound: any tile that fills the loads' vectors will do
 

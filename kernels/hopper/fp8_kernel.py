@@ -1,6 +1,6 @@
 """FP8 forward pass for Hopper (sm_90a), in Gluon: e4m3 operands, fp32 softmax. Inference only.
 
-Roles and barriers are hopper_fwd.py's, and so is the pipeline but for O, which is brought up to date a tile later,
+Roles and barriers are forward.py's, and so is the pipeline but for O, which is brought up to date a tile later,
 while the tensor cores are at the next S:
 
     tensor cores   S(1) P(0)V(0)            S(2) P(1)V(1)                 S(3) P(2)V(2)
@@ -19,7 +19,7 @@ Range. e4m3 reaches from 2^-9 to 448. P = 2^8 exp(S - max) uses that range; the 
 and it stands in the row sum too, so O needs no correction (LSE does).
 
 Sums. The 8-bit tensor core cuts what it adds at about 14 bits of the largest: of values that are all positive it loses
-a quarter over 16,384 keys (HOPPER_NOTES.md). So each tile's P V starts at zero, and joins O in fp32 by the
+a quarter over 16,384 keys (NOTES.md). So each tile's P V starts at zero, and joins O in fp32 by the
 multiplication that rescales O anyway.
 """
 
@@ -36,8 +36,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels import hopper_tma as tma
-from kernels.hopper_fwd import (
+from ..launch import addresses_of, heads_per_section, launch, on_device
+from ..options import Options
+from ..replay import Replay, description, known, remember, replay
+from . import tma
+from .forward import (
     L2_SHARE,
     LN_2,
     LOG2_E,
@@ -53,10 +56,7 @@ from kernels.hopper_fwd import (
     _thread_sums,
     grid_of,
 )
-from kernels.hopper_tma import slot
-from kernels.launch import addresses_of, heads_per_section, launch, on_device
-from kernels.options import Options
-from kernels.replay import Replay, description, known, remember, replay
+from .tma import slot
 
 LOG2_P_SCALE = gl.constexpr(8.0)  # 256, below e4m3's 448, and a power of two: the largest P is exact
 
@@ -206,7 +206,7 @@ def _softmax_step(
     p = gl.exp2(scores * scale_log2 - (base_log2 - LOG2_P_SCALE)[:, None])
     sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
     running_sum = running_sum * gl.convert_layout(new_rescale, sum_layout)[:, None] + _thread_sums(p, BLOCK_K)
-    # this wait ends a basic block, which keeps the wait for P V behind the exponentials (hopper_fwd.py)
+    # this wait ends a basic block, which keeps the wait for P V behind the exponentials (forward.py)
     next_stage, next_phase = slot(step + 1, STAGES)
     mbarrier.wait(k_full.index(next_stage), next_phase, pred=more)
     product = warpgroup_mma_wait(0, deps=(product,))
@@ -387,7 +387,7 @@ def hopper_fp8_kernel(
 
 def plan_for(head_dim: int, causal: bool) -> ForwardPlan:
     """The fastest of 12 (head_dim 128) and 6 (64) plans at 8,192 tokens: one H200, torch 2.11.0, triton 3.6.0,
-    2026-11-21, 16,384 tokens a call, hidden size 2,048 (HOPPER_NOTES.md)."""
+    2026-11-21, 16,384 tokens a call, hidden size 2,048 (NOTES.md)."""
     if head_dim == 64:
         return ForwardPlan(consumers=2, stages=3)
     if causal:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.launch import (
+from ..launch import (
     addresses_of,
     dot_precision,
     grid_tiles,
@@ -20,10 +20,10 @@ from kernels.launch import (
     switches_of,
     window_bounds,
 )
-from kernels.options import Options
-from kernels.replay import Replay, description, known, remember, replay
-from kernels.scores import kept, logits_of, slope_of
-from kernels.tiles import (
+from ..options import Options
+from ..replay import Replay, description, known, remember, replay
+from .scores import kept, logits_of, slope_of
+from .tiles import (
     LN_2,
     LOG2_E,
     document_rows,
@@ -36,7 +36,7 @@ from kernels.tiles import (
     store_tile,
     visible_keys,
 )
-from kernels.tuning import Tile, launch_fitting, tile_for
+from .tuning import Tile, launch_fitting, tile_for
 
 
 @triton.jit

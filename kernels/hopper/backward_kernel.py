@@ -34,8 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels import hopper_tma as tma
-from kernels.hopper_bwd_roles import (
+from . import tma
+from .backward_roles import (
     BLOCK_K,
     BLOCK_Q,
     CONSUMERS,
@@ -50,7 +50,7 @@ from kernels.hopper_bwd_roles import (
     unmasked_from,
     wait_for_turn,
 )
-from kernels.hopper_tma import slot
+from .tma import slot
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
 

@@ -5,17 +5,17 @@ from importlib.metadata import version
 
 from torch import Tensor
 
-from kernels.device import capability
-from kernels.options import Options
-from kernels.support import features_of, refusal
+from ..device import capability
+from ..options import Options
+from ..support import features_of, refusal
 
 # TMA strides are multiples of 16 bytes. Tiles are 64, 128 or 256 columns wide, the rest is padding; with 32 this is
 # still faster than the portable kernels' narrower tiles, with less it was not measured.
 HEAD_DIMS = range(32, 257, 8)
 BACKWARD_HEAD_DIMS = range(32, 129, 8)  # dK and dV (64, 256) in fp32 would take 256 registers of each thread
-PACKED_HEAD_DIMS = range(72, 257, 8)  # below, the portable forward is the faster one for documents (HOPPER_NOTES.md)
+PACKED_HEAD_DIMS = range(72, 257, 8)  # below, the portable forward is the faster one for documents (NOTES.md)
 FP8_HEAD_DIMS = (64, 128)
-TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper_tma.py uses
+TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
 
 
 def hopper_unsupported_reason(

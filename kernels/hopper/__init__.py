@@ -1,0 +1,1 @@
+"""Flash attention in Gluon, for H100 and H200."""

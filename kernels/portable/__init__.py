@@ -1,0 +1,1 @@
+"""Flash attention in Triton, for every NVIDIA GPU since Ampere."""
