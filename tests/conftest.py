@@ -16,6 +16,11 @@ else:
     torch.set_num_threads(2)
 
 
+def pytest_xdist_auto_num_workers(config):
+    """One process a core; one in all where there is a GPU, whose memory and time some tests look at."""
+    return 1 if torch.cuda.is_available() else None
+
+
 def pytest_collection_modifyitems(items):
     """Tests marked `gpu` skip themselves, with the reason, where there is no CUDA device."""
     if torch.cuda.is_available():
