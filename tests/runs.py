@@ -3,6 +3,8 @@
 import hashlib
 import json
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from omegaconf import OmegaConf
 
 from conf.program import register, settings_from
 from conf.schema import Settings
+from model import ATTENTION
 from training.checkpoint import Checkpoint
 
 CORPUS = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs.\n" * 60
@@ -92,3 +95,11 @@ def without_network(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(socket, "getaddrinfo", fail)
     patch.setattr(tiktoken.registry, "ENCODINGS", {})
     patch.setenv("TIKTOKEN_CACHE_DIR", str(folder / "vocabulary"))
+
+
+@contextmanager
+def replaced(name: str, function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """For the duration, models that are built with attention=name call `function`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ATTENTION, name, function)
+        yield
