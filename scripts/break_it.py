@@ -73,7 +73,7 @@ class BreakSettings(Settings):
     break_it: BreakConfig = field(default_factory=BreakConfig)
 
 
-@program("break_it", BreakSettings)
+@program("config", BreakSettings, experiment="parity", run_dir="runs/break_it")
 def main(settings: BreakSettings, run_dir: Path) -> None:
     console = Console(highlight=False)
     report = {"calls": [], "runs": {}}

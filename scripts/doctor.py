@@ -27,7 +27,7 @@ from scripts.doctor_checks import FIX, Finding
 FAILED = 1  # exit code
 
 
-@program("doctor", Settings)
+@program("config", Settings, experiment="quickstart", run_dir=".")
 def main(settings: Settings, run_dir: Path) -> None:
     began = time.perf_counter()
     folder = Path("runs") if run_dir == Path(".") else run_dir  # hydra.run.dir=FOLDER is the run's, as for train.py
