@@ -21,13 +21,13 @@ import torch
 
 from conf.program import program
 from conf.schema import Settings
-from model import GPT, resolve_attention
-from train import training_step
-from training.hardware import set_up
+from model import GPT
 from training.optimizer import Optimizer
 from training.provenance import provenance
 from training.random_states import random_states
+from training.run import resolve
 from training.saver import Saver
+from training.step import training_step
 
 VOCAB_SIZE = 50257  # GPT-2's: the embedding is a third of its weights
 PAIRS = 5  # of blocks; the median of their differences is reported
@@ -37,15 +37,13 @@ PROMISE = 0.02  # of the loop's time is the most that saving may cost
 
 @program("config", Settings, experiment="quickstart")
 def main(settings: Settings, run_dir: Path) -> None:
-    config, hardware = settings.train, set_up(settings.hardware)
-    settings.model.attention, _ = resolve_attention(
-        settings.model.attention, hardware.device, hardware.dtype, settings.model.head_dim
-    )
+    run = resolve(settings, vocab_size=VOCAB_SIZE)
+    config, hardware = settings.train, run.hardware
     torch.manual_seed(config.seed)
-    model = GPT(settings.model, VOCAB_SIZE, settings.data.seq_len, device=hardware.device, dtype=hardware.dtype)
+    model = GPT(run.model, VOCAB_SIZE, run.seq_len, device=hardware.device)
     optimizer = Optimizer(model, settings.optim)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
-    shape = settings.sequences_per_step, settings.data.seq_len
+    shape = run.sequences_per_step, run.seq_len
     tokens = torch.randint(VOCAB_SIZE, shape, device=hardware.device)
     origin = provenance()
 
@@ -53,7 +51,7 @@ def main(settings: Settings, run_dir: Path) -> None:
         """Seconds that `count` steps take."""
         began = time.perf_counter()
         for _ in range(count):
-            training_step(forward, optimizer, tokens, tokens, settings.micro_batch, hardware)
+            training_step(forward, optimizer, tokens, tokens, run.micro_batch, hardware)
         hardware.synchronize()
         return time.perf_counter() - began
 

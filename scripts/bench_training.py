@@ -26,14 +26,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conf.program import program
 from conf.schema import Settings
-from model import GPT, GPTConfig, resolve_attention
-from model.config import LOSSES, resolve_loss
+from model import GPT, GPTConfig, resolve_model
+from model.config import LOSSES
 from model.recompute import MODES
-from train import training_step
 from training.flops import mfu, model_flops, peak_flops
 from training.hardware import Hardware, set_up
 from training.optimizer import Optimizer
 from training.provenance import provenance
+from training.step import training_step
 
 SDPA_KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -103,9 +103,9 @@ def measure(
         settings.model,
         attention="sdpa" if attention in SDPA_KERNELS else attention,
         activation_checkpointing=checkpointing,
-        loss=resolve_loss(loss, hardware.device.type)[0],
+        loss=loss,
     )
-    config.attention, _ = resolve_attention(config.attention, hardware.device, hardware.dtype, config.head_dim)
+    config, *_ = resolve_model(config, hardware.device, hardware.dtype)
     row = {
         "attention": attention if attention in SDPA_KERNELS else config.attention,
         "seq_len": seq_len,
@@ -155,7 +155,7 @@ def timed_steps(
 ) -> tuple[list[float], dict[str, list[float]], float | None, GPT]:
     """Seconds of each timed step, seconds of its parts by name, peak memory in GiB, and the model."""
     torch.manual_seed(settings.train.seed)
-    model = GPT(config, settings.bench.vocab_size, seq_len, device=hardware.device, dtype=hardware.dtype)
+    model = GPT(config, settings.bench.vocab_size, seq_len, device=hardware.device)
     optimizer = Optimizer(model, settings.optim, hardware.dtype)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
     tokens = torch.randint(settings.bench.vocab_size, (sequences, seq_len + 1), device=hardware.device)

@@ -15,7 +15,7 @@ import torch
 
 from conf.program import program
 from data import tokenizer_from_state
-from model import GPT, GPTConfig, generate
+from model import GPT, GPTConfig, generate, resolve_model
 from model.sampling import check_sampling
 from training.checkpoint import META, newest_checkpoint, open_checkpoint
 from training.hardware import HardwareConfig, set_up
@@ -60,10 +60,9 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
             f"checkpoint {checkpoint.path} has model.{min(unknown)}, which this version does not know; "
             f"use the commit that wrote it ({(checkpoint.meta.get('provenance') or {}).get('commit')})"
         )
-    config = GPTConfig(**trained["model"])
-    config.attention = settings.attention
-    sizes = checkpoint.meta["vocab_size"], trained["data"]["seq_len"]
-    model = GPT(config, *sizes, device=hardware.device, dtype=hardware.dtype)
+    config = GPTConfig(**trained["model"] | {"attention": settings.attention})
+    config, *_ = resolve_model(config, hardware.device, hardware.dtype)
+    model = GPT(config, checkpoint.meta["vocab_size"], trained["data"]["seq_len"], device=hardware.device)
     checkpoint.load_weights(model)
 
     prompt = tokenizer.encode_ordinary(settings.prompt) or [tokenizer.eot_token]

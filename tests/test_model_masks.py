@@ -9,7 +9,7 @@ from data import document_starts
 from kernels import place_documents
 from model import GPT, GPTConfig, resolve_attention
 from model.gpt import positions_in
-from training.documents import packed_rows
+from training.step import packed_rows
 
 VOCAB, SEQ_LEN, END = 20, 24, 0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

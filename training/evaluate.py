@@ -15,8 +15,8 @@ from torch import nn
 
 from data import Dataset, document_starts
 from model import GPT, generate
-from training.documents import packed_rows
 from training.hardware import Hardware
+from training.step import packed_rows
 
 
 @dataclass(frozen=True)
