@@ -5,7 +5,7 @@ YAML keys, dataclass fields and the README use the same words. Nothing below `tr
 
 from dataclasses import dataclass, field
 
-from data import DataConfig, TokenizerConfig
+from data import DataConfig, check_tokenizer
 from model import GPTConfig
 from training.hardware import Hardware, HardwareConfig
 from training.memory import Work
@@ -20,7 +20,7 @@ class Settings:
 
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    tokenizer: str = "bytes"  # bytes (built in code) | characters (of the training split) | gpt2 (downloaded once)
     optim: OptimConfig = field(default_factory=OptimConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
@@ -30,6 +30,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Rules that cross groups."""
+        check_tokenizer(self.tokenizer)
         tokens, seq_len = self.train.batch_tokens, self.data.seq_len
         if tokens % seq_len:
             nearest = max(seq_len, round(tokens / seq_len) * seq_len)

@@ -98,7 +98,7 @@ class Cell:
         return 2 * q + 2 * kv if which == "forward" else 4 * q + 4 * kv
 
 
-@program("bench_attention", BenchSettings)
+@program("tool", BenchSettings, run_dir="runs/bench_attention")
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     bench, device = settings.bench, hardware.device

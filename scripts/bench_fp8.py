@@ -42,7 +42,7 @@ class Fp8BenchSettings:
                 raise ValueError(f"hidden={self.hidden} must be a multiple of head_dim {head_dim}")
 
 
-@program("bench_fp8", Fp8BenchSettings)
+@program("tool", Fp8BenchSettings, run_dir="runs/bench_fp8")
 def main(settings: Fp8BenchSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     probe = torch.empty(1, 1, 1, settings.head_dim[0], dtype=torch.float8_e4m3fn, device=hardware.device)

@@ -50,7 +50,7 @@ class LossBenchSettings:
             raise ValueError(f"padded_vocab={self.padded_vocab} must be at least vocab_size={self.vocab_size}")
 
 
-@program("bench_loss", LossBenchSettings)
+@program("tool", LossBenchSettings, run_dir="runs/bench_loss")
 def main(settings: LossBenchSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     console = Console(highlight=False)

@@ -35,7 +35,7 @@ BLOCK_SECONDS = 3.0  # about what writing 1.5 GB takes, and long enough for one 
 PROMISE = 0.02  # of the loop's time is the most that saving may cost
 
 
-@program("config", Settings)
+@program("config", Settings, experiment="quickstart")
 def main(settings: Settings, run_dir: Path) -> None:
     run = resolve(settings, vocab_size=VOCAB_SIZE)
     config, hardware = settings.train, run.hardware

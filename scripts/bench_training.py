@@ -69,7 +69,9 @@ class BenchSettings(Settings):
     bench: BenchConfig = field(default_factory=BenchConfig)
 
 
-@program("bench_training", BenchSettings)
+@program(
+    "config", BenchSettings, run_dir="runs/bench_training", overrides=("model=gpt2_124m", "train.batch_tokens=65536")
+)
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     console = Console(highlight=False)

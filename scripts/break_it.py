@@ -56,7 +56,7 @@ MISTAKES = [
 ]
 
 
-@program("break_it", Settings)
+@program("config", Settings, experiment="parity", run_dir="runs/break_it")
 def main(settings: Settings, run_dir: Path) -> None:
     console = Console(highlight=False)
     calls, runs = [], {"right": train_with(settings, run_dir / "right")}

@@ -38,7 +38,7 @@ FAILED = 1  # exit code
 USUAL_HEAD_DIM = 64  # of the kernels' self-test where the run's attention is another
 
 
-@program("doctor", Settings)
+@program("config", Settings, experiment="quickstart", run_dir=".")
 def main(settings: Settings, run_dir: Path) -> None:
     began = time.perf_counter()
     folder = Path("runs") if run_dir == Path(".") else run_dir  # hydra.run.dir=FOLDER is the run's, as for train.py

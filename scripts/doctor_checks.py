@@ -185,7 +185,7 @@ def _tokens(settings: Settings, dataset: Dataset) -> tuple[Finding, Dataset]:
 
 def tokenizer(settings: Settings, dataset: Dataset | None) -> tuple[Finding, int | None]:
     """Its vocabulary and a fingerprint of it; the number of its tokens."""
-    name = settings.tokenizer.name
+    name = settings.tokenizer
     if dataset is None and name == "characters":
         return Finding("tokenizer", OK, "characters; those of the training split, not tokenized yet"), None
     try:

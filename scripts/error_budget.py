@@ -81,7 +81,7 @@ class BudgetSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 
-@program("error_budget", BudgetSettings)
+@program("tool", BudgetSettings, run_dir="runs/error_budget")
 def main(settings: BudgetSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     torch.set_float32_matmul_precision("highest")  # the float32 baseline must not be TF32

@@ -68,7 +68,7 @@ class ParitySettings(Settings):
     parity: ParityConfig = field(default_factory=ParityConfig)
 
 
-@program("parity", ParitySettings)
+@program("config", ParitySettings, experiment="parity", run_dir="runs/parity")
 def main(settings: ParitySettings, run_dir: Path) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later

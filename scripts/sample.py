@@ -47,7 +47,7 @@ class SampleSettings:
             raise ValueError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
 
 
-@program("sample", SampleSettings)
+@program("tool", SampleSettings)
 def main(settings: SampleSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     checkpoint = open_checkpoint(settings.checkpoint or newest_checkpoint(Path("runs")))

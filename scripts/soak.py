@@ -39,6 +39,14 @@ from training.hardware import set_up
 from training.provenance import provenance
 
 FAILED = 1  # exit code
+# twenty thousand steps of almost no work, with everything that a loop does beside them done often
+TINY = (
+    "model.num_layers=1", "model.num_heads=1", "model.n_embd=16", "model.dropout=0.1", "logger.wandb=disabled",
+    "hardware.num_threads=1",  # tensors this small are not worth a second one
+    "data.seq_len=16", "optim.warmup_steps=5", "train.steps=20000", "train.batch_tokens=64", "train.log_every=50",
+    "train.eval_every=200", "train.eval_windows=4", "train.save_every=500", "train.sample_every=1000",
+    "train.sample_tokens=8",
+)  # fmt: skip
 FEWEST_SAMPLES = 9  # three in each third
 
 
@@ -83,7 +91,7 @@ class Watched:
     seconds: array = field(default_factory=lambda: array("d"))  # 8 bytes a step: a list of floats would itself grow
 
 
-@program("soak", SoakSettings)
+@program("config", SoakSettings, run_dir="runs/soak", overrides=TINY)
 def main(settings: SoakSettings, run_dir: Path) -> None:
     console = Console(highlight=False)
     with watched_steps(settings) as seen:

@@ -454,7 +454,7 @@ def test_on_the_gpu_compiled_float16_lowers_its_scale_and_is_resumed_with_it(tmp
     """Flash attention and inductor's kernels; the gradient of step 7 overflows by itself, its loss is finite."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    half = (*STORY, "hardware=auto", "hardware.dtype=float16", "hardware.compile=true", "model.attention=flash")
+    half = (*STORY, "hardware.device=auto", "hardware.dtype=float16", "hardware.compile=true", "model.attention=flash")
     half = (*half, "train.steps=24", "train.log_every=1", "optim.lr=5e-3", "train.save_every=10")
     real, steps = program.training_step, iter(range(1, 1000))
 
@@ -511,7 +511,7 @@ def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
         small_run(
             tmp_path,
             *STORY,
-            "hardware=auto",
+            "hardware.device=auto",
             f"hardware.dtype={dtype}",
             f"optim={optim}",
             "model.attention=flash",
@@ -530,7 +530,7 @@ def test_on_the_gpu_a_skipped_step_changes_nothing(tmp_path, monkeypatch, capsys
     """The verdict stays on the device: the end is that of a run whose bad step was left out by hand."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    story = (*STORY, "hardware=auto", f"optim={optim}", "model.attention=flash", f"hardware.compile={compiled}")
+    story = (*STORY, "hardware.device=auto", f"optim={optim}", "model.attention=flash", f"hardware.compile={compiled}")
     story = (*story, "train.on_nonfinite=skip", "train.save_every=100")
     real, seen = program.training_step, []
 

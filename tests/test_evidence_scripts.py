@@ -5,18 +5,19 @@ import json
 import pytest
 import torch
 
+from conf.schema import Settings
 from scripts import bench_loss, bench_saving, bench_training, break_it
 from scripts.bench_loss import LossBenchSettings
 from scripts.bench_training import BenchSettings
-from scripts.break_it import MISTAKES, BreakSettings
+from scripts.break_it import MISTAKES
 from tests.runs import settings
 from training.hardware import HardwareConfig, set_up
 
 
 def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
     chosen = settings(
-        "hardware=cpu", "logger.wandb=disabled", "train.steps=6", f"data.cache_dir={tmp_path}",
-        schema=BreakSettings, config="break_it",
+        "hardware.device=cpu", "logger.wandb=disabled", "train.steps=6", f"data.cache_dir={tmp_path}",
+        schema=Settings, experiment="parity",
     )  # fmt: skip
     break_it.main.__wrapped__(chosen, tmp_path / "run")
     calls = {(c["mistake"], c["dtype"]): c for c in json.loads(capsys.readouterr().out.splitlines()[-1])["calls"]}
@@ -32,10 +33,10 @@ def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
 
 def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch):
     chosen = settings(
-        "hardware=cpu", "model=tiny", "model.num_layers=1", "data.seq_len=16", "train.batch_tokens=64", "bench.steps=1",
-        "bench.warmup_steps=1", "bench.vocab_size=50", "bench.attention=[sdpa,naive]", "bench.seq_len=[16,32]",
-        "bench.checkpointing=[none,selective]", "bench.loss=[chunked]", "bench.micro_batch_tokens=32",
-        schema=BenchSettings, config="bench_training",
+        "hardware.device=cpu", "model=tiny", "model.num_layers=1", "data.seq_len=16", "train.batch_tokens=64",
+        "bench.steps=1", "bench.warmup_steps=1", "bench.vocab_size=50", "bench.attention=[sdpa,naive]",
+        "bench.seq_len=[16,32]", "bench.checkpointing=[none,selective]", "bench.loss=[chunked]",
+        "bench.micro_batch_tokens=32", schema=BenchSettings, experiment=None,
     )  # fmt: skip
     real = bench_training.timed_steps
 
@@ -79,8 +80,8 @@ def test_a_save_is_paid_for_by_the_loop_once_a_cadence(tmp_path, capsys, monkeyp
     calls = []
     monkeypatch.setattr(bench_saving, "training_step", lambda *_: calls.append(1))
     monkeypatch.setattr(bench_saving.time, "perf_counter", iter(range(10**6)).__next__)  # every look takes a second
-    chosen = settings("hardware=cpu", "model=tiny", "model.num_layers=1", "data.seq_len=16", "train.batch_tokens=64",
-                      "train.save_every=20")  # fmt: skip
+    chosen = settings("hardware.device=cpu", "model=tiny", "model.num_layers=1", "data.seq_len=16",
+                      "train.batch_tokens=64", "train.save_every=20")  # fmt: skip
     bench_saving.main.__wrapped__(chosen, tmp_path)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(calls) == 3 + 10 + 2 * bench_saving.PAIRS * found["block_steps"]

@@ -180,7 +180,14 @@ def test_a_gpu_whose_memory_really_runs_out(tmp_path, monkeypatch, capsys):
     """This process may have only a little of it, which the forecast does not know: the allocator fails in step 1."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    arguments = [*text_in(tmp_path), *SMALL, *LARGE, "hardware=auto", "hardware.compile=false", "hydra.run.dir=run"]
+    arguments = [
+        *text_in(tmp_path),
+        *SMALL,
+        *LARGE,
+        "hardware.device=auto",
+        "hardware.compile=false",
+        "hydra.run.dir=run",
+    ]
     monkeypatch.chdir(tmp_path)
     torch.cuda.empty_cache()
     share = (torch.cuda.memory_reserved() + 2**26) / torch.cuda.get_device_properties(0).total_memory
