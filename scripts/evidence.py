@@ -30,9 +30,9 @@ from training.provenance import ROOT
 FAILED = 1  # exit code
 BOOKS = ("data=text", "data.files={books}", "tokenizer=gpt2")
 WIKITEXT = ("data=wikitext2", "data.local_dir={wikitext}", "tokenizer=gpt2")
-FEW = ("parity.nulls=5", "parity.seeds=2", "parity.backends=[flash]")  # where each run takes long
+FEW = ("parity.nulls=5", "parity.seeds=2", "parity.attention=[flash]")  # where each run takes long
 TINY_PARITY = (
-    "train.steps=6", "train.batch_tokens=32", "model.num_layers=1", "parity.backends=[tiled]", "parity.nulls=4",
+    "train.steps=6", "train.batch_tokens=32", "model.num_layers=1", "parity.attention=[tiled]", "parity.nulls=4",
     "parity.seeds=2", "hardware.device=cpu",
 )  # fmt: skip
 TINY_TRAINING = (
@@ -107,11 +107,11 @@ EXPERIMENTS = {  # the longest first: they run beside each other
     "parity/wikitext_bf16_200": parity(*WIKITEXT),
     # the mask in plain PyTorch is slow
     "parity/books_bf16_60_dropout": parity(
-        *BOOKS, "model.attention_dropout=0.1", "parity.backends=[tiled,flash]", "train.steps=60",
+        *BOOKS, "model.attention_dropout=0.1", "parity.attention=[tiled,flash]", "train.steps=60",
         "train.batch_tokens=4096", "parity.nulls=5", "parity.seeds=2",
     ),
     "parity/mutants": parity(
-        *BOOKS, "train.steps=60", "parity.seeds=2", "parity.backends=[flash]",
+        *BOOKS, "train.steps=60", "parity.seeds=2", "parity.attention=[flash]",
         f"parity.mutants=[{','.join(MUTANTS)}]", exit_code=1,
     ),
     "parity/repeats": Experiment(
