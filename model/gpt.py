@@ -154,7 +154,7 @@ class GPT(nn.Module):
         config: what the network is; its attention and loss are resolved names (`resolve_model`), never auto.
         vocab_size: number of token ids; tables are padded to a multiple of 64, outputs never are.
         seq_len: the longest context, in tokens.
-        device: where the model will run.
+        device: where the model will run; "meta" gives its shapes without memory or numbers.
         generator: a CPU generator for the weights; None draws from the global one.
 
     Raises:
@@ -185,8 +185,9 @@ class GPT(nn.Module):
                 Block(config, layer, ATTENTION[config.attention]) for layer in range(config.num_layers)
             )
             self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, padded_vocab, bias=False)
-        self.to_empty(device="cpu")
-        self.init_weights(generator)
+        if torch.device(device).type != "meta":
+            self.to_empty(device="cpu")
+            self.init_weights(generator)
         cos, sin = rope_tables(seq_len, config.head_dim, config.rope_base)
         self.register_buffer("cos", cos, persistent=False)  # recomputed, never part of a checkpoint
         self.register_buffer("sin", sin, persistent=False)

@@ -5,6 +5,8 @@ import importlib
 import json
 import socket
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from omegaconf import OmegaConf
 
 from conf.program import register, settings_from
 from conf.schema import Settings
+from model import ATTENTION
 from training.checkpoint import Checkpoint
 
 CORPUS = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs.\n" * 60
@@ -131,3 +134,11 @@ def without_network(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(socket, "getaddrinfo", fail)
     patch.setattr(tiktoken.registry, "ENCODINGS", {})
     patch.setenv("TIKTOKEN_CACHE_DIR", str(folder / "vocabulary"))
+
+
+@contextmanager
+def replaced(name: str, function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """For the duration, models that are built with attention=name call `function`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ATTENTION, name, function)
+        yield

@@ -12,8 +12,7 @@ import train as program
 from kernels import naive_attention
 from model import GPT, GPTConfig
 from scripts import replay
-from scripts.variants import replaced
-from tests.runs import contents, digest, metrics, small_run
+from tests.runs import contents, digest, metrics, replaced, small_run
 from train import train
 from training import guard, loss_scale, nonfinite
 from training.capsule import open_capsule
@@ -222,7 +221,7 @@ def test_a_compiled_run_that_cannot_be_watched_is_diagnosed_by_module_and_that_i
 def check_watched_compiled(device):
     """The compiled model's own dropout masks: the same loss, bit by bit, which the model as it is does not give."""
     torch.manual_seed(0)
-    config = GPTConfig(num_layers=2, num_heads=2, n_embd=32, dropout=0.3, attention="naive")
+    config = GPTConfig(num_layers=2, num_heads=2, n_embd=32, dropout=0.3, attention="naive", loss="plain")
     model = GPT(config, 64, 16, device=device)
     tokens = torch.randint(64, (4, 16), device=device)
     before, counted, named = random_states(device), [], []

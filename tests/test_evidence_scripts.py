@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 
+from conf.schema import Settings
 from scripts import break_it
 from scripts.bench import clock, saving
 from scripts.bench import loss as bench_loss
 from scripts.bench import training as bench_training
 from scripts.bench.loss import LossBenchSettings
 from scripts.bench.training import BenchSettings
-from scripts.break_it import MISTAKES, BreakSettings
+from scripts.break_it import MISTAKES
 from tests.runs import settings, settings_of, told
 from training.hardware import HardwareConfig, set_up
 
@@ -19,7 +20,7 @@ from training.hardware import HardwareConfig, set_up
 def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
     chosen = settings(
         "hardware.device=cpu", "logger.wandb=disabled", "train.steps=6", f"data.cache_dir={tmp_path}",
-        schema=BreakSettings, experiment="parity",
+        schema=Settings, experiment="parity",
     )  # fmt: skip
     break_it.main.__wrapped__(chosen, tmp_path / "run")
     calls = {(c["mistake"], c["dtype"]): c for c in json.loads(capsys.readouterr().out.splitlines()[-1])["calls"]}

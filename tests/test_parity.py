@@ -18,7 +18,7 @@ from tests.runs import settings
 
 def test_every_mutant_is_caught_and_true_attention_passes(tmp_path):
     overrides = [
-        "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.backends=[tiled,sdpa]", "logger.wandb=disabled",
+        "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.attention=[tiled,sdpa]", "logger.wandb=disabled",
         "hardware.device=cpu", f"data.cache_dir={tmp_path}", f"parity.mutants={json.dumps(list(MUTANTS))}",
     ]  # fmt: skip
     report = run_parity(settings(*overrides, schema=ParitySettings, experiment="parity"), tmp_path / "parity")
@@ -36,7 +36,7 @@ def test_every_mutant_is_caught_and_true_attention_passes(tmp_path):
 
 def test_dropout_is_compared_with_one_mask(tmp_path):
     overrides = [
-        "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.backends=[tiled]", "logger.wandb=disabled",
+        "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.attention=[tiled]", "logger.wandb=disabled",
         "hardware.device=cpu", f"data.cache_dir={tmp_path}", "model.attention_dropout=0.2",
     ]  # fmt: skip
     chosen = settings(*overrides, schema=ParitySettings, experiment="parity")
@@ -93,7 +93,7 @@ def test_as_typed_without_a_gpu(tmp_path):
     done = subprocess.run(
         [
             sys.executable, "-m", "scripts.parity", "train.steps=6", "train.batch_tokens=32", "model.num_layers=1",
-            "parity.nulls=4", "parity.seeds=2", "parity.backends=[flash]", "logger.wandb=disabled",
+            "parity.nulls=4", "parity.seeds=2", "parity.attention=[flash]", "logger.wandb=disabled",
             f"data.cache_dir={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}",
         ],
         cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True, check=False,

@@ -17,8 +17,8 @@ from model.attention import naive
 from scripts.parity_verdict import ROOM
 from scripts.replay import Ran, Tape, first_parting
 from scripts.replay import main as replay
-from scripts.variants import MUTANTS, replaced
-from tests.runs import digest, small_run
+from scripts.variants import MUTANTS
+from tests.runs import digest, replaced, small_run
 from tests.test_bad_steps import BAD, STORY, Faulty
 from train import train
 from training import loss_scale
