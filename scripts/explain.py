@@ -20,10 +20,10 @@ from rich.table import Table
 from conf.program import program
 from conf.schema import Settings
 from kernels import flash_attention, naive_attention, refusal, tiled_attention
-from kernels.measure import measure
 from kernels.options import Options
 from kernels.tiled import tile_order
 from model.config import resolve_loss
+from scripts.bench.clock import measure
 from training import arithmetic
 from training.arithmetic import GPUS, Shape
 from training.fit import Plan, fit, free_bytes

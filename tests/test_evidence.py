@@ -49,5 +49,7 @@ def test_the_command_of_a_figure_can_be_typed(monkeypatch):
 
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "parity.py"), "train.steps=2", "hydra.run.dir=/tmp/x"])
     assert command() == "python -m scripts.parity train.steps=2"
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "bench" / "loss.py"), "tokens=8"])
+    assert command() == "python -m scripts.bench.loss tokens=8"
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), "profile=true"])
     assert command() == "python train.py profile=true"
