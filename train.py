@@ -25,8 +25,9 @@ from conf.program import program
 from conf.schema import Settings
 from data import Batch, Prefetcher, TokenBatches, fixed_windows
 from model import GPT, attend_with
+from model.attention import AttentionFunction
 from training import resume
-from training.evaluate import EvaluationSet, evaluate, sample
+from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
 from training.fit import explained
 from training.guard import NumberGuard
 from training.lock import locked
@@ -35,20 +36,22 @@ from training.optimizer import Optimizer, lr_factor
 from training.profiler import StepProfiler
 from training.provenance import provenance, write_description
 from training.random_states import seed_everything
-from training.report import Speed, first_lines, last_lines, step_record, summary_of
+from training.report import Speed, finish, step_record
 from training.run import resolve
 from training.runlog import RunLog
 from training.saver import Saver
 from training.step import Step, training_step
 from training.stop import StopRequest
 
+OnStep = Callable[[Step], None]
+
 
 def train(
     settings: Settings,
     run_dir: Path,
     *,
-    attend: Callable[..., torch.Tensor] | None = None,
-    on_step: Callable[[Step], None] | None = None,
+    attend: AttentionFunction | None = None,
+    on_step: OnStep | None = None,
 ) -> dict[str, Any]:
     """Train as `settings` says, keep everything in `run_dir`, return the summary.
 
@@ -63,12 +66,7 @@ def train(
         return run(settings, run_dir, attend, on_step or (lambda step: None))
 
 
-def run(
-    settings: Settings,
-    run_dir: Path,
-    attend: Callable[..., torch.Tensor] | None,
-    on_step: Callable[[Step], None],
-) -> dict[str, Any]:
+def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_step: OnStep) -> dict[str, Any]:
     """The story of a run, in a folder that is this process's own."""
     config, began = settings.train, time.perf_counter()
 
@@ -93,20 +91,11 @@ def run(
     evaluation = EvaluationSet.of(windows, dataset.tokenizer)
 
     # --- what is written down: the log, the description, checkpoints
-    resumes = settings.resume is not None
-    log = RunLog(
-        run_dir,
-        settings.logger,
-        chosen.settings,
-        first_step=first_step,
-        steps=config.steps,
-        resumes=resumes,
-        wandb=chosen.wandb,
-    )
+    steps = {"first_step": first_step, "steps": config.steps, "resumes": settings.resume is not None}
+    log = RunLog(run_dir, settings.logger, chosen.settings, **steps, wandb=chosen.wandb)
     write_description(run_dir, chosen.settings, dataset.manifest, evaluation.protocol)
     profiler = StepProfiler(run_dir / "profile", hardware, log.console) if settings.profile else None
     saver = Saver(run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every, say=log.say)
-    speed = Speed(model, hardware, config.batch_tokens, step=first_step, began=began - seconds_before)
     description = chosen.description | {"provenance": provenance()}
 
     # --- what is done about a loss or gradient that is not finite
@@ -117,14 +106,18 @@ def run(
         config.on_nonfinite, run_dir, model, forward, optimizer, hardware, guard, saver, description, log.say
     )
 
-    def take(forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_step(forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
         return training_step(forward, optimizer, inputs, targets, chosen.micro_batch, hardware, starts)
+
+    def seconds() -> float:
+        """Time spent on this run, by the processes before this one too."""
+        return seconds_before + time.perf_counter() - began
 
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, guard, best_loss, hardware.device)
         epoch, window = batches.position(step)
-        progress = {"step": step, "seconds": speed.seconds, "data_position": {"epoch": epoch, "window": window}}
+        progress = {"step": step, "seconds": seconds(), "data_position": {"epoch": epoch, "window": window}}
         saver.save(model, state, progress | description, best=best)
 
     with (
@@ -136,7 +129,7 @@ def run(
         explained(chosen.plan),
         attend_with(model, lambda layer, named: attend or named),
     ):
-        for line in first_lines(chosen, config, model, run_dir):
+        for line in chosen.first_lines(model, run_dir):
             log.say(line)
         log.say(f"logging    {run_dir / 'metrics.jsonl'}, {log.wandb_note}")
         if resumed:
@@ -144,25 +137,23 @@ def run(
 
         # --- the loop
         step, results = first_step, {}
-        speed.restart(step)
+        speed = Speed(model, hardware, config.batch_tokens, first_step)
         while step < config.steps:
             optimizer.set_lr_factor(lr_factor(step, config.steps, settings.optim))
             batch = next(prefetcher)
-            loss, grad_norm = take(forward, batch)
+            loss, grad_norm = run_step(forward, batch)
             step += 1
-            done = Step(step, batch, loss, grad_norm, optimizer)
-            on_step(done)
+            on_step(Step(step, batch, loss, grad_norm, optimizer))
 
             # --- after a loss or gradient that is not finite the optimizer does nothing, so it is soon enough to look a
             # step late; but at once where numbers or weights are used for anything
             asked = stop.requested
             if bad := guard.look(step, loss, grad_norm, wait=asked or config.is_watched(step)):
-                if not nonfinite.handle(bad, prefetcher, take, stop):
+                if not nonfinite.handle(bad, prefetcher, run_step, stop):
                     step = bad.step - 1
                     save(step, best=False)
                     break
-                step = bad.step
-                done = done._replace(number=step, loss=torch.tensor(bad.loss), grad_norm=torch.tensor(bad.grad_norm))
+                step, loss, grad_norm = bad.step, torch.tensor(bad.loss), torch.tensor(bad.grad_norm)
                 speed.restart(step)
             log.advance(step)
 
@@ -174,7 +165,9 @@ def run(
 
             record, is_best = {}, False
             if config.is_logged(step):
-                record = step_record(done, guard) | speed.record(step)
+                record = step_record(loss, grad_norm, optimizer, guard) | speed.lap(step)
+                record |= {"tokens": step * config.batch_tokens, "seconds": seconds()}
+                record["peak_memory_gib"] = hardware.peak_memory_gib()
             if config.is_due(config.eval_every, step):
                 results = evaluate(forward, evaluation, chosen.micro_batch, hardware, chosen.end_of_text)
                 is_best = results["val_loss"] < best_loss
@@ -196,13 +189,10 @@ def run(
             if asked:  # a stopped run saves and leaves: what it would log or evaluate beyond that, no other run has
                 break
 
-        saved = saver.wait()
-        summary = summary_of(
-            chosen, config, step, results, best_loss, evaluation, guard, stop, seconds=speed.seconds, saved=saved
-        )
-        log.summary(summary)
-        for line in last_lines(summary, run_dir):
-            log.say(line)
+        results |= {"steps": step, "tokens": step * config.batch_tokens, "seconds": seconds()}
+        results |= {"best_val_loss": best_loss, "attention": chosen.model.attention}
+        results["unigram_val_loss"] = unigram_loss(dataset.train, evaluation.targets, chosen.vocab_size)
+        summary = finish(log, results, guard, stop if step < config.steps else None, saver.wait())
         saver.check()
     return summary
 

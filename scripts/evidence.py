@@ -172,7 +172,7 @@ EXPERIMENTS = {  # the longest first: they run beside each other
         "bench.warmup_steps=3",
     ),
     "training/checkpointing": training(
-        "bench.checkpointing=[none,pointwise,every_n,selective,full]", "bench.seq_len=[1024]", "bench.steps=10",
+        "bench.checkpointing=[none,pointwise,selective,full]", "bench.seq_len=[1024]", "bench.steps=10",
         "bench.warmup_steps=3", picture=False,
     ),
     "training/grid": training(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data import Dataset, open_dataset, tokenizer_state
-from model import GPTConfig, resolve_model
+from model import GPT, GPTConfig, resolve_model
 from training import resume
 from training.checkpoint import Checkpoint
 from training.evaluate import prompt_of
@@ -106,6 +106,19 @@ class Run:
     def first_step(self) -> int:
         """Steps that were taken before."""
         return self.resumed.step if self.resumed else 0
+
+    def first_lines(self, model: GPT, run_dir: Path) -> list[str]:
+        """What a run prints before its first step: what will run, and why."""
+        dataset, steps, tokens = self.dataset, *(self.settings["train"][key] for key in ("steps", "batch_tokens"))
+        return [
+            f"run        {run_dir}",
+            f"hardware   {self.hardware.description}",
+            f"attention  {self.model.attention} ({self.attention_reason})",
+            f"loss       {self.model.loss} ({self.loss_reason})",
+            f"model      {model.num_parameters():,} parameters, {self.model.num_layers} layers",
+            f"data       {len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; "
+            f"{steps:,} steps of {tokens:,} tokens are {steps * tokens / len(dataset.train):.1f} epochs",
+        ]
 
     @property
     def description(self) -> dict[str, Any]:
