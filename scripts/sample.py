@@ -25,6 +25,11 @@ NEEDED = {"settings": {"model": {}, "data": {"seq_len": int}}, "tokenizer": {"na
 
 
 @dataclass
+class SampleModelConfig:
+    attention: str = "auto"  # auto | flash | naive | tiled | sdpa; all else is the checkpoint's
+
+
+@dataclass
 class SampleSettings:
     checkpoint: str | None = None  # a checkpoint or a run's folder; null: the newest under runs/
     prompt: str = ""  # text to continue; empty: the end-of-text token, where a document begins
@@ -34,7 +39,7 @@ class SampleSettings:
     top_k: int | None = 200  # only the k likeliest tokens; null: all
     top_p: float | None = None  # only the likeliest tokens that make up this probability; null: all
     seed: int = 0
-    attention: str = "auto"  # auto | flash | naive | tiled | sdpa
+    model: SampleModelConfig = field(default_factory=SampleModelConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
@@ -60,7 +65,7 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
             f"checkpoint {checkpoint.path} has model.{min(unknown)}, which this version does not know; "
             f"use the commit that wrote it ({(checkpoint.meta.get('provenance') or {}).get('commit')})"
         )
-    config = GPTConfig(**trained["model"] | {"attention": settings.attention})
+    config = GPTConfig(**trained["model"] | {"attention": settings.model.attention})
     config, *_ = resolve_model(config, hardware.device, hardware.dtype)
     model = GPT(config, checkpoint.meta["vocab_size"], trained["data"]["seq_len"], device=hardware.device)
     checkpoint.load_weights(model)
