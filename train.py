@@ -1,15 +1,21 @@
-"""Train a GPT. `python train.py` runs the quickstart; `python train.py --help` lists what can be chosen.
+"""Train a GPT through our own flash attention.
 
-This file is the story of a run, top to bottom: choose the hardware, open the data, build the model, loop, evaluate,
-save. Everything it calls is one file with one idea; this is the only training loop.
+    python train.py                                    the quickstart: a minute on two CPU cores, seconds on a GPU
+    python train.py experiment=NAME                    a named experiment
+    python train.py model.num_layers=4 optim.lr=1e-3   change single values
+    python train.py -m optim.lr=1e-3,3e-4              one run for each value
+    python train.py resume=auto                        go on with the experiment's newest run; resume=PATH: any
+    python train.py --cfg job                          print the configuration that would run
+
+This file is the story of a run, top to bottom: resolve what it will be, build, loop, close. Everything it calls is one
+file with one idea; this is the only training loop.
 """
 
 import math
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,104 +23,92 @@ import torch
 
 from conf.program import program
 from conf.schema import Settings
-from data import Batch, Prefetcher, TokenBatches, fixed_windows, open_dataset, tokenizer_state
-from model import GPT, resolve_attention
-from model.config import resolve_loss
+from data import Batch, Prefetcher, TokenBatches, fixed_windows
+from model import GPT, attend_with
+from model.attention import AttentionFunction
 from training import resume
-from training.documents import packed_rows
-from training.evaluate import EvaluationSet, evaluate, prompt_of, sample, unigram_loss
-from training.fit import explained, fit
-from training.flops import mfu, model_flops, peak_flops
+from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
+from training.fit import explained
 from training.guard import NumberGuard
-from training.hardware import Hardware, set_up
 from training.lock import locked
 from training.nonfinite import NonFinite
 from training.optimizer import Optimizer, lr_factor
-from training.profiler import StepProfiler, region
+from training.profiler import StepProfiler
 from training.provenance import provenance, write_description
 from training.random_states import seed_everything
+from training.report import Speed, finish, step_record
+from training.run import resolve
 from training.runlog import RunLog
 from training.saver import Saver
+from training.step import Step, training_step
 from training.stop import StopRequest
-from training.stopwatch import Stopwatch
+
+OnStep = Callable[[Step], None]
 
 
-def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
-    """Train as `settings` says, keep everything in `run_dir`, return the summary; ValueError for what cannot be."""
+def train(
+    settings: Settings,
+    run_dir: Path,
+    *,
+    attend: AttentionFunction | None = None,
+    on_step: OnStep | None = None,
+) -> dict[str, Any]:
+    """Train as `settings` says, keep everything in `run_dir`, return the summary.
+
+    Args:
+        attend: called in place of the attention that `settings` names, with the same arguments (model/attention.py).
+        on_step: called after each step, before anything else is done with it; it must change nothing.
+
+    Raises:
+        ValueError: what cannot be, before anything is written or allocated.
+    """
     with locked(run_dir):
-        return run(settings, run_dir)
+        return run(settings, run_dir, attend, on_step or (lambda step: None))
 
 
-def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
+def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_step: OnStep) -> dict[str, Any]:
     """The story of a run, in a folder that is this process's own."""
     config, began = settings.train, time.perf_counter()
 
-    # --- what to run on and what to learn from; whatever cannot work is refused here, before memory is taken
-    hardware = set_up(settings.hardware)
-    features = settings.model.attention_features(settings.data.document_mask)
-    settings.model.attention, why_attention = resolve_attention(
-        settings.model.attention, hardware.device, hardware.dtype, settings.model.head_dim, features
-    )
-    settings.model.loss, why_loss = resolve_loss(settings.model.loss, hardware.device.type)
-    dataset = open_dataset(settings.data, settings.tokenizer, report=print)
-    tokenizer = tokenizer_state(dataset.tokenizer)
-    prompt = prompt_of(config.sample_prompt, dataset, settings.data.seq_len)
-    resumed = resume.find(settings.resume, run_dir)
-    if resumed:
-        resume.refuse_unless_same(resumed, asdict(settings), tokenizer, dataset.vocab_size)
-
-    auto = config.micro_batch == "auto"
-    plan = fit(settings.work(dataset.vocab_size, hardware), hardware.device, auto=auto, features=features)
-    if auto:
-        config.micro_batch = plan.work.micro_batch
-    print(f"memory     {plan}")
-    resolved = asdict(settings)  # from here on nothing is chosen
+    # --- what this run will be; whatever cannot be is refused here, before anything is written or allocated
+    chosen = resolve(settings, run_dir)
+    hardware, dataset, resumed, first_step = chosen.hardware, chosen.dataset, chosen.resumed, chosen.first_step
+    print(f"memory     {chosen.plan}")
 
     # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
-    model = GPT(settings.model, dataset.vocab_size, settings.data.seq_len, device=hardware.device, dtype=hardware.dtype)
+    model = GPT(chosen.model, chosen.vocab_size, chosen.seq_len, device=hardware.device)
     optimizer = Optimizer(model, settings.optim, hardware.dtype)
-    first_step, seconds_before, best_loss = 0, 0.0, math.inf
+    best_loss, seconds_before, state = math.inf, 0.0, {}
     if resumed:
         state = resume.restore(resumed, model, optimizer, hardware.device)
-        first_step, seconds_before, best_loss = resumed.step, resumed.meta["seconds"], state["best_loss"]
+        best_loss, seconds_before = state["best_loss"], resumed.meta["seconds"]
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
 
     # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
-    data_seed = config.seed if config.data_seed is None else config.data_seed
-    batches = TokenBatches(dataset.train, settings.data.seq_len, settings.sequences_per_step, data_seed)
-    windows = fixed_windows(dataset.validation, settings.data.seq_len, config.eval_windows)
+    batches = TokenBatches(dataset.train, chosen.seq_len, chosen.sequences_per_step, config.window_seed)
+    windows = fixed_windows(dataset.validation, chosen.seq_len, config.eval_windows)
     evaluation = EvaluationSet.of(windows, dataset.tokenizer)
-    # where documents end, if they must not see each other
-    boundary = dataset.end_of_text if settings.data.document_mask else None
 
-    # --- what is written down: the log, the description, checkpoints, and what a step costs, for the MFU
-    flops, peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
-    resumes = settings.resume is not None
-    log = RunLog(run_dir, settings.logger, resolved, first_step=first_step, steps=config.steps, resumes=resumes)
-    write_description(run_dir, resolved, dataset.manifest, evaluation.protocol)
-    profiler = None
-    if settings.profile:
-        profiler = StepProfiler(run_dir / "profile", hardware, config.steps - first_step, log.console)
+    # --- what is written down: the log, the description, checkpoints
+    steps = {"first_step": first_step, "steps": config.steps, "resumes": settings.resume is not None}
+    log = RunLog(run_dir, settings.logger, chosen.settings, **steps, wandb=chosen.wandb)
+    write_description(run_dir, chosen.settings, dataset.manifest, evaluation.protocol)
+    profiler = StepProfiler(run_dir / "profile", hardware, log.console) if settings.profile else None
     saver = Saver(run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every, say=log.say)
-    description = {
-        "settings": resolved,
-        "tokenizer": tokenizer,
-        "vocab_size": dataset.vocab_size,
-        "data_fingerprint": dataset.fingerprint,
-        "provenance": provenance(),
-    }
+    description = chosen.description | {"provenance": provenance()}
 
+    # --- what is done about a loss or gradient that is not finite
     guard = NumberGuard(optimizer, hardware, log.say)
-    if resumed and "guard" in state:
+    if "guard" in state:
         guard.load_state_dict(state["guard"])
     nonfinite = NonFinite(
         config.on_nonfinite, run_dir, model, forward, optimizer, hardware, guard, saver, description, log.say
     )
 
-    def take(forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_step(forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
-        return training_step(forward, optimizer, inputs, targets, settings.micro_batch, hardware, starts)
+        return training_step(forward, optimizer, inputs, targets, chosen.micro_batch, hardware, starts)
 
     def seconds() -> float:
         """Time spent on this run, by the processes before this one too."""
@@ -130,147 +124,80 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
         log,
         saver,
         StopRequest(config.max_hours, began) as stop,
-        Prefetcher(batches, first_step, hardware.device, end_of_text=boundary) as prefetcher,
+        Prefetcher(batches, first_step, hardware.device, end_of_text=chosen.end_of_text) as prefetcher,
         profiler or nullcontext(),
-        explained(plan),
+        explained(chosen.plan),
+        attend_with(model, lambda layer, named: attend or named),
     ):
-        log.say(f"run        {run_dir}")
-        log.say(f"hardware   {hardware.description}")
-        log.say(f"attention  {settings.model.attention} ({why_attention})")
-        log.say(f"loss       {model.loss} ({why_loss})")
-        log.say(f"model      {model.num_parameters():,} parameters, {settings.model.num_layers} layers")
-        log.say(
-            f"data       {len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; "
-            f"{config.steps:,} steps of {config.batch_tokens:,} tokens are "
-            f"{config.steps * config.batch_tokens / len(dataset.train):.1f} epochs"
-        )
+        for line in chosen.first_lines(model, run_dir):
+            log.say(line)
         log.say(f"logging    {run_dir / 'metrics.jsonl'}, {log.wandb_note}")
         if resumed:
-            resume.tell(resumed, resolved, dataset.fingerprint, log.say)
+            resume.tell(resumed, chosen.settings, dataset.fingerprint, log.say)
 
         # --- the loop
-        step, finished, stopped, results = first_step, False, False, {}
-        watch = Stopwatch(hardware.synchronize, step)
-        cadences = (config.log_every, config.eval_every, config.save_every, config.sample_every)
-        while not (finished or stopped):
+        step, results = first_step, {}
+        speed = Speed(model, hardware, config.batch_tokens, first_step)
+        while step < config.steps:
             optimizer.set_lr_factor(lr_factor(step, config.steps, settings.optim))
-            step_loss, grad_norm = take(forward, next(prefetcher))
+            batch = next(prefetcher)
+            loss, grad_norm = run_step(forward, batch)
             step += 1
+            on_step(Step(step, batch, loss, grad_norm, optimizer))
 
             # --- after a loss or gradient that is not finite the optimizer does nothing, so it is soon enough to look a
             # step late; but at once where numbers or weights are used for anything
             asked = stop.requested
-            due = asked or step in (1, config.steps) or any(every and step % every == 0 for every in cadences)
-            if bad := guard.look(step, step_loss, grad_norm, wait=due):
-                step, step_loss, grad_norm = bad.step, torch.tensor(bad.loss), torch.tensor(bad.grad_norm)
-                if not nonfinite.handle(bad, prefetcher, take, stop):
-                    step, stopped = step - 1, True
+            if bad := guard.look(step, loss, grad_norm, wait=asked or config.is_watched(step)):
+                if not nonfinite.handle(bad, prefetcher, run_step, stop):
+                    step = bad.step - 1
                     save(step, best=False)
                     break
+                step, loss, grad_norm = bad.step, torch.tensor(bad.loss), torch.tensor(bad.grad_norm)
+                speed.restart(step)
             log.advance(step)
 
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
             if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimizer has its state
-                log.say(f"memory     {plan.beside(held)}")
-            profile_written = profiler is not None and profiler.step()
-            # a run that is stopped saves and leaves: what it would log or evaluate beyond that, no other run has
-            finished = step == config.steps
-            stopped = asked and not finished
-            record: dict[str, float | None] = {}
-            if finished or step == 1 or step % config.log_every == 0:
-                # the first step of a process compiles, so it is no measure of speed
-                step_seconds = watch.lap(step) if step > first_step + 1 else None
-                rate = config.batch_tokens / step_seconds if step_seconds else None
-                record = {
-                    "loss": step_loss.item(),
-                    "lr": optimizer.lr,
-                    "grad_norm": grad_norm.item(),
-                    "loss_scale": optimizer.loss_scale.scale.item() if optimizer.loss_scale else None,
-                    "loss_spikes": guard.spikes or None,
-                    "bad_steps": guard.bad_steps or None,
-                    "tokens": step * config.batch_tokens,
-                    "seconds": seconds(),
-                    "tokens_per_second": rate,
-                    "mfu": mfu(flops["causal"], rate, peak),
-                    "mfu_full": mfu(flops["full"], rate, peak),
-                    "peak_memory_gib": hardware.peak_memory_gib(),
-                }
-            is_best = False
-            if finished or (config.eval_every and step % config.eval_every == 0):
-                results = evaluate(forward, evaluation, settings.micro_batch, hardware, boundary)
+                log.say(f"memory     {chosen.plan.beside(held)}")
+            if profiler and profiler.step():  # it has written its report
+                speed.restart(step)
+
+            record, is_best = {}, False
+            if config.is_logged(step):
+                record = step_record(loss, grad_norm, optimizer, guard) | speed.lap(step)
+                record |= {"tokens": step * config.batch_tokens, "seconds": seconds()}
+                record["peak_memory_gib"] = hardware.peak_memory_gib()
+            if config.is_due(config.eval_every, step):
+                results = evaluate(forward, evaluation, chosen.micro_batch, hardware, chosen.end_of_text)
                 is_best = results["val_loss"] < best_loss
                 best_loss = min(best_loss, results["val_loss"])
                 record |= results
             if record:
                 log.metrics(step, record)
-            if finished or stopped or is_best or (config.save_every and step % config.save_every == 0):
-                save(step, best=is_best)
-            if config.sample_tokens and (finished or (config.sample_every and step % config.sample_every == 0)):
-                text = sample(model, prompt, config.sample_tokens, config.seed, dataset.tokenizer, hardware)
-                log.say(f"--- a sample after {step} steps\n{text}\n---")
-            if record or is_best or profile_written or bad:
-                watch.restart(step)
+                speed.restart(step)
 
-        saved = saver.wait()
-        summary = {
-            "steps": step,
-            "tokens": step * config.batch_tokens,
-            "seconds": seconds(),
-            **results,
-            "best_val_loss": best_loss if math.isfinite(best_loss) else None,
-            "unigram_val_loss": unigram_loss(dataset.train, evaluation.targets, dataset.vocab_size),
-            "attention": settings.model.attention,
-            "bad_steps": guard.bad_steps,
-            "loss_spikes": guard.spikes,
-            "stopped": stop.reason if stopped else None,
-            "exit_code": stop.exit_code if stopped else 0,
-            "checkpoint": str(saved) if saved else None,
-        }
-        log.summary(summary)
-        if finished:
-            log.say(
-                f"held-out loss {summary['val_loss']:.4f} nats a token ({summary['val_bits_per_byte']:.3f} bits a "
-                f"byte); a unigram model of the same text: {summary['unigram_val_loss']:.4f}"
-            )
-        else:
-            log.say(f"stopped by {stop.reason}; resume={run_dir} goes on")
-        log.say(f"{step} steps in {summary['seconds']:.0f} s; everything is in {run_dir}")
+            if is_best or asked or config.is_due(config.save_every, step):
+                save(step, best=is_best)
+                speed.restart(step)
+
+            if config.sample_tokens and config.is_due(config.sample_every, step):
+                text = sample(model, chosen.prompt, config.sample_tokens, config.seed, dataset.tokenizer, hardware)
+                log.say(f"--- a sample after {step} steps\n{text}\n---")
+                speed.restart(step)
+
+            if asked:  # a stopped run saves and leaves: what it would log or evaluate beyond that, no other run has
+                break
+
+        results |= {"steps": step, "tokens": step * config.batch_tokens, "seconds": seconds()}
+        results |= {"best_val_loss": best_loss, "attention": chosen.model.attention}
+        results["unigram_val_loss"] = unigram_loss(dataset.train, evaluation.targets, chosen.vocab_size)
+        summary = finish(log, results, guard, stop if step < config.steps else None, saver.wait())
         saver.check()
     return summary
 
 
-def training_step(
-    forward: Callable[..., torch.Tensor],
-    optimizer: Optimizer,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
-    micro_batch: int,
-    hardware: Hardware,
-    starts: torch.Tensor | None = None,
-    region: Callable[[str], AbstractContextManager] = region,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimizer step over (sequences, seq_len) tokens, `micro_batch` sequences at a time.
-
-    `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
-    the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
-    CPU. `region` names the parts of the step for whoever watches. Returns the mean loss (nats a token) and the
-    gradient norm, both still on the device.
-    """
-    step_loss = torch.zeros((), device=hardware.device)
-    for start in range(0, len(inputs), micro_batch):
-        part = slice(start, start + micro_batch)
-        documents = packed_rows(starts, start, *inputs[part].shape, hardware.device)
-        with region("forward"), hardware.autocast():
-            loss = forward(inputs[part], targets[part], **documents) / targets.numel()
-        with region("backward"):
-            optimizer.scaled(loss).backward()
-        step_loss += loss.detach()
-    with region("optimizer"):
-        grad_norm = optimizer.step(step_loss)
-    return step_loss, grad_norm
-
-
-@program("config", Settings)
+@program("config", Settings, experiment="quickstart")
 def main(settings: Settings, run_dir: Path) -> None:
     if exit_code := train(settings, run_dir)["exit_code"]:
         sys.exit(exit_code)

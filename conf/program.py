@@ -5,8 +5,8 @@ typo, a wrong type, an impossible value, a missing file) ends with one line on s
 after the run has begun to write leaves its traceback in the run's folder; HYDRA_FULL_ERROR=1 shows any.
 """
 
+import argparse
 import os
-import re
 import signal
 import sys
 import traceback
@@ -25,7 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from conf.mistakes import explain, known_keys, of_the_system
+from conf.keys import help_page, known_keys
+from conf.mistakes import explain, of_the_system
 from training.lock import InUse
 
 EXIT_USER_ERROR = 2
@@ -37,23 +38,48 @@ class ConfigError(ValueError):
     """A configuration that cannot be used: one line, the key, the value, the remedy."""
 
 
-def program(config_name: str, schema: type[S]) -> Callable[[Callable[[S, Path], Any]], Callable[[], None]]:
-    """Decorate `main(settings, run_dir)`; `settings` is a checked `schema`, `run_dir` the folder of this run."""
+def program(
+    config: str,
+    schema: type[S],
+    *,
+    experiment: str | None = None,
+    run_dir: str | None = None,
+    overrides: tuple[str, ...] = (),
+    positional: str | None = None,
+) -> Callable[[Callable[[S, Path], Any]], Callable[[], None]]:
+    """Decorate `main(settings, run_dir)`: `settings` is a checked `schema`, `run_dir` the folder of this run.
+
+    Args:
+        config: "config" for a program with a training run's settings, "tool" for one that trains nothing.
+        experiment, overrides: arguments that hold where the command line says nothing about their keys.
+        run_dir: a folder of the date and time below it is made for each run; ".": nothing is written.
+        positional: the key, a list, of arguments that are not key=value.
+
+    `--help` prints the docstring of the program's module and all keys, those that `schema` itself adds first.
+    """
+    defaults = [*overrides, *([f"experiment={experiment}"] if experiment else [])]
+    if run_dir == ".":
+        defaults.append("hydra.run.dir=.")
+    elif run_dir:
+        dated = f"'{run_dir}/${{now:%Y-%m-%d_%H-%M-%S}}'"
+        defaults += [f"hydra.run.dir={dated}", f"hydra.sweep.dir={dated}"]
 
     def decorate(main: Callable[[S, Path], Any]) -> Callable[[], None]:
-        refusals: list[ConfigError] = []  # kept, not raised: Hydra would print lines of its own about them
+        refusals: list[ConfigError] = []  # kept, not raised: the other runs of a sweep go on
+        typed: list[str] = []  # sys.argv
 
         @wraps(main)
         def task(cfg: DictConfig) -> None:
-            run_dir = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
-            found = _listing(run_dir)
+            folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
+            found = _listing(folder)
+            sys.argv = list(typed)  # for the provenance of what the program writes
             try:
-                main(settings_from(cfg, schema), run_dir)
+                main(settings_from(cfg, schema), folder)
             except (ValueError, OSError) as error:
                 message = of_the_system(error) if isinstance(error, OSError) else str(error)
                 # the run had begun; in a folder that is another process's, it had not
-                if not _remove_if_empty(run_dir) and _listing(run_dir) != found and not isinstance(error, InUse):
-                    message += _keep_traceback(run_dir / "error.log")
+                if not _remove_if_empty(folder) and _listing(folder) != found and not isinstance(error, InUse):
+                    message += _keep_traceback(folder / "error.log")
                 refusal = ConfigError(message)
                 refusal.__cause__ = error
                 refusals.append(refusal)
@@ -62,27 +88,32 @@ def program(config_name: str, schema: type[S]) -> Callable[[Callable[[S, Path], 
         def command_line() -> None:
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
-            # flags first: argparse would not take values on both sides of one
-            sys.argv[1:] = sorted(sys.argv[1:], key=lambda a: not re.match(r"(-m|--multirun|--[a-z-]+=.*)$", a))
             refusals.clear()
-            _refuse_unknown_flags(sys.argv[1:])
+            typed[:] = sys.argv
+            flags, values, wants_help = _arguments(typed[1:], defaults, positional)
             register(schema)
             try:
-                hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config_name)(task)()
+                if wants_help:
+                    return print(help_page(main.__globals__["__doc__"], config, schema, values))
+                sys.argv = [typed[0], *flags, *values]
+                hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(task)()
             except KeyboardInterrupt:  # before there was anything to save
                 sys.exit(128 + signal.SIGINT)
-            # `task` answers for itself: a ValueError or OSError here is about the command line or the run's folder
+            # `task` keeps its own errors, so a ValueError or OSError here is about arguments or the run's folder
             except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
                 if show_traceback:
                     raise
                 sys.exit(fail(explain(error, known_keys(schema))))
+            finally:
+                sys.argv = list(typed)
             if refusals and show_traceback:
                 raise refusals[0]
-            for refusal in refusals:  # several with --multirun
+            for refusal in refusals:
                 fail(str(refusal))
             if refusals:
                 sys.exit(EXIT_USER_ERROR)
 
+        command_line.front = (config, schema, defaults)  # type: ignore[attr-defined]
         return command_line
 
     return decorate
@@ -102,55 +133,53 @@ def register(schema: type) -> None:
     """
     defaults = OmegaConf.to_container(OmegaConf.structured(schema))
     ConfigStore.instance().store("schema", OmegaConf.create(defaults))
-
-    def run_dir(resume: str | None, experiment: str, time: str) -> str:
-        """A new folder for a new run, the old one for a run that is resumed; `auto` is the experiment's newest."""
-        if resume == "auto":
-            earlier = sorted(path.parent for path in Path("runs", experiment).glob("*/checkpoints"))
-            return str(earlier[-1]) if earlier else f"runs/{experiment}/{time}"
-        if resume:
-            # .../<run>/checkpoints/<name>  ->  .../<run>
-            checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
-            if checkpoint.parent.name == "checkpoints" and checkpoint.is_dir():
-                return str(checkpoint.parent.parent)
-            if (checkpoint / "checkpoints").is_dir():
-                return str(checkpoint)
-        return f"runs/{experiment}/{time}"
-
-    OmegaConf.register_new_resolver("run_dir", run_dir, replace=True)
+    OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
 
 
 def settings_from(cfg: DictConfig, schema: type[S]) -> S:
     """Merge `cfg` strictly into the dataclasses of `schema` and return them; raise ConfigError with one line."""
-    for field in fields(schema):
-        if is_dataclass(get_type_hints(schema)[field.name]):
-            _refuse_unless_group(cfg, field.name)
+    hints = get_type_hints(schema)
+    for name in (field.name for field in fields(schema) if is_dataclass(hints[field.name])):
+        if name in cfg and not OmegaConf.is_dict(cfg[name]):  # OmegaConf would not say which key it means
+            raise ConfigError(f"{name}={cfg[name]} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
         OmegaConf.resolve(merged)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
-    except ConfigError:
-        raise
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(error, known_keys(schema), cfg)) from error
 
 
-def _refuse_unless_group(cfg: DictConfig, name: str) -> None:
-    """ConfigError for `train=3`, where OmegaConf would not say which key it means."""
-    given = cfg.get(name) if name in cfg else {}
-    if not OmegaConf.is_dict(given) and given != {}:
-        raise ConfigError(f"{name}={given} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
-
-
-def _refuse_unknown_flags(arguments: list[str]) -> None:
-    """What Hydra's parser would say in ten lines."""
+def _arguments(typed: list[str], defaults: list[str], positional: str | None) -> tuple[list[str], list[str], bool]:
+    """(flags, key=value arguments with the program's defaults, is it --help?); a wrong flag ends in one line."""
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
         sys.exit(fail(f"{message}; values are written key=value, --help lists all"))
 
     parser.error = refuse  # type: ignore[method-assign]
-    parser.parse_args(arguments)
+    found: argparse.Namespace = parser.parse_intermixed_args(typed)
+    flags, values = [a for a in typed if a not in found.overrides], list(found.overrides)
+    if positional and (bare := [value for value in values if "=" not in value and not value.startswith("~")]):
+        quoted = ",".join("'{}'".format(value.replace("'", r"\'")) for value in bare)
+        values = [value for value in values if value not in bare] + [f"{positional}=[{quoted}]"]
+    keys = {value.lstrip("+~").partition("=")[0] for value in values}
+    return flags, [*values, *(value for value in defaults if value.partition("=")[0] not in keys)], found.help
+
+
+def _run_dir(resume: str | None, experiment: str, time: str) -> str:
+    """A new folder for a new run, the old one for a run that is resumed; `auto` is the experiment's newest."""
+    if resume == "auto":
+        earlier = sorted(path.parent for path in Path("runs", experiment).glob("*/checkpoints"))
+        return str(earlier[-1]) if earlier else f"runs/{experiment}/{time}"
+    if resume:
+        # .../<run>/checkpoints/<name>  ->  .../<run>
+        checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
+        if checkpoint.parent.name == "checkpoints" and checkpoint.is_dir():
+            return str(checkpoint.parent.parent)
+        if (checkpoint / "checkpoints").is_dir():
+            return str(checkpoint)
+    return f"runs/{experiment}/{time}"
 
 
 def _listing(folder: Path) -> dict[str, int]:

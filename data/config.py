@@ -56,12 +56,7 @@ class DataConfig:
                 raise ValueError(f"data.{key}={value} is for data.source={owner}, not {self.source}; drop it")
 
 
-@dataclass
-class TokenizerConfig:
-    """Which tokenizer: bytes (built in code), characters (of the training split) or gpt2 (downloaded once)."""
-
-    name: str = "bytes"
-
-    def __post_init__(self) -> None:
-        if self.name not in TOKENIZERS:
-            raise ValueError(f"tokenizer.name={self.name} is not known; use one of {', '.join(TOKENIZERS)}")
+def check_tokenizer(name: str) -> None:
+    """ValueError unless there is a tokenizer of that name."""
+    if name not in TOKENIZERS:
+        raise ValueError(f"tokenizer={name} is not known; use one of {', '.join(TOKENIZERS)}")

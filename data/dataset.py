@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from data.config import DataConfig, TokenizerConfig
+from data.config import DataConfig
 from data.shards import ShardWriter, TokenArray, open_split, token_dtype, verify
 from data.sources import Source, Stream, open_source
 from data.tokenize import Counts, tokenize
@@ -70,9 +70,7 @@ class Dataset:
         return self.manifest["fingerprint"]
 
 
-def open_dataset(
-    data: DataConfig, tokenizer: TokenizerConfig, *, report: Report | None = None, prepare: bool = True
-) -> Dataset:
+def open_dataset(data: DataConfig, tokenizer: str, *, report: Report | None = None, prepare: bool = True) -> Dataset:
     """The tokenized text that the configuration names, prepared first where it is not in the cache.
 
     Args:
@@ -87,9 +85,9 @@ def open_dataset(
     say = report or (lambda line: None)
     if not path.exists():
         if not prepare:
-            raise ValueError(f"{path} does not exist; leave --verify out to prepare it")
+            raise ValueError(f"{path} does not exist; leave verify=true out to prepare it")
         facts = {"fingerprint": fingerprint, "identity": identity, "about": source.about}
-        _prepare(path, source, tokenizer.name, data.num_workers, facts, say)
+        _prepare(path, source, tokenizer, data.num_workers, facts, say)
     dataset = _open(path, fingerprint)
     tokens = ", ".join(f"{split} {len(array):,}" for split, array in dataset.tokens.items())
     say(f"tokens: {tokens} ({dataset.train.dtype}, vocabulary {dataset.vocab_size:,}) in {path}")
@@ -98,12 +96,12 @@ def open_dataset(
     return dataset
 
 
-def locate(data: DataConfig, tokenizer: TokenizerConfig) -> tuple[Source, dict[str, Any], Path]:
+def locate(data: DataConfig, tokenizer: str) -> tuple[Source, dict[str, Any], Path]:
     """The source, what identifies its tokens (JSON-able; its `digest` is the fingerprint), and their folder, which may
     not exist yet. Hashes local files, asks no network. Raises ValueError for a source that is missing or unreadable."""
     source = open_source(data)
-    identity = {"format": FORMAT, **source.identity, "tokenizer": tokenizer.name}
-    name = f"{source.label}-{tokenizer.name}-{digest(identity)[:16]}"
+    identity = {"format": FORMAT, **source.identity, "tokenizer": tokenizer}
+    name = f"{source.label}-{tokenizer}-{digest(identity)[:16]}"
     return source, identity, Path(data.cache_dir).expanduser() / name
 
 

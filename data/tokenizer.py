@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from data.config import TOKENIZERS
+from data.config import check_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -59,6 +59,7 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
 
     Raises ValueError for an unknown name, and where GPT-2's files are neither cached nor within reach.
     """
+    check_tokenizer(name)
     if name == "bytes":
         return tiktoken.Encoding(
             "bytes",
@@ -70,15 +71,13 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
     if name == "characters":
         assert alphabet, "the alphabet comes from the training split"
         return CharacterEncoding(alphabet)
-    if name == "gpt2":
-        try:
-            return tiktoken.get_encoding("gpt2")
-        except OSError as error:  # what requests raises for every kind of network failure
-            raise ValueError(
-                "tokenizer=gpt2 needs GPT-2's vocabulary, which could not be downloaded "
-                f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that holds it, or use tokenizer=bytes"
-            ) from error
-    raise ValueError(f"tokenizer.name={name} is not known; use one of {', '.join(TOKENIZERS)}")
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except OSError as error:  # what requests raises for every kind of network failure
+        raise ValueError(
+            "tokenizer=gpt2 needs GPT-2's vocabulary, which could not be downloaded "
+            f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that holds it, or use tokenizer=bytes"
+        ) from error
 
 
 def tokenizer_state(encoding: tiktoken.Encoding) -> dict[str, str]:

@@ -1,9 +1,18 @@
 """The network: a decoder-only GPT and what it needs to generate text."""
 
-from model.attention import ATTENTION, resolve_attention
-from model.config import GPTConfig
+from model.attention import ATTENTION, attend_with, resolve_attention
+from model.cache import KVCache
+from model.config import GPTConfig, resolve_model
 from model.gpt import GPT
-from model.kv_cache import KVCache
 from model.sampling import generate
 
-__all__ = ["ATTENTION", "GPT", "GPTConfig", "KVCache", "generate", "resolve_attention"]
+__all__ = [
+    "ATTENTION",
+    "GPT",
+    "GPTConfig",
+    "KVCache",
+    "attend_with",
+    "generate",
+    "resolve_attention",
+    "resolve_model",
+]

@@ -1,14 +1,15 @@
 """What a GPT is made of: sizes and switches, and which of their values can be."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from model.attention import ATTENTION
+import torch
+
+from model.attention import ATTENTION, resolve_attention
 from model.recompute import MODES
 
 MLPS = ("gelu", "swiglu", "relu2")
 LOSSES = ("auto", "chunked", "plain")
-FLASH_HEAD_DIMS = (16, 256)  # smallest and largest D of our kernels
 
 
 @dataclass
@@ -33,8 +34,7 @@ class GPTConfig:
     rope_base: float = 10000.0  # longest wavelength of the rotary positions, in tokens / 2 pi
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
     loss: str = "auto"  # auto | chunked | plain: logits of a few thousand tokens at a time, or of all at once
-    activation_checkpointing: str = "none"  # none | pointwise (the MLP's non-linearity) | full | every_n | selective
-    checkpoint_every: int = 2  # with every_n: recompute one block in so many
+    activation_checkpointing: str = "none"  # none | pointwise (the MLP's non-linearity) | full | selective
 
     def __post_init__(self):
         self.validate()
@@ -67,7 +67,7 @@ class GPTConfig:
 
     def validate(self) -> None:
         """Raise ValueError on the first key that cannot be; call it again after changing a field."""
-        for key in ("num_layers", "num_heads", "num_kv_heads", "n_embd", "mlp_hidden", "window", "checkpoint_every"):
+        for key in ("num_layers", "num_heads", "num_kv_heads", "n_embd", "mlp_hidden", "window"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"model.{key}={value} must be at least 1")
@@ -96,17 +96,32 @@ class GPTConfig:
                 f"model.n_embd={self.n_embd} over model.num_heads={self.num_heads} gives an odd head_dim "
                 f"{self.head_dim}, and RoPE turns pairs; use n_embd={(self.head_dim + 1) * self.num_heads}"
             )
-        smallest, largest = FLASH_HEAD_DIMS
-        if self.attention == "flash" and not smallest <= self.head_dim <= largest:
-            raise ValueError(
-                f"model.attention=flash does not support head_dim {self.head_dim} ({smallest} to {largest}); "
-                "use model.attention=sdpa or another model.num_heads"
-            )
         for key in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f"model.{key}={getattr(self, key)} must be at least 0 and below 1")
         if not (self.rope_base > 1 and math.isfinite(self.rope_base)):
             raise ValueError(f"model.rope_base={self.rope_base} must be a number above 1; 10000 is usual")
+
+
+def resolve_model(
+    config: GPTConfig, device: torch.device | str, dtype: torch.dtype, *, document_mask: bool = False
+) -> tuple[GPTConfig, str, str]:
+    """What `config` becomes on `device`: a copy whose attention and loss are names of what will run.
+
+    Args:
+        dtype: what attention will run in, that is the autocast type where autocast is on.
+        document_mask: whether attention will be asked to keep packed documents apart.
+
+    Returns:
+        (the copy, why this attention, why this loss); the reasons are one sentence each.
+
+    Raises:
+        ValueError: an attention asked for by name that cannot run.
+    """
+    features = config.attention_features(document_mask)
+    attention, why_attention = resolve_attention(config.attention, device, dtype, config.head_dim, features)
+    loss, why_loss = resolve_loss(config.loss, torch.device(device).type)
+    return replace(config, attention=attention, loss=loss), why_attention, why_loss
 
 
 def resolve_loss(name: str, device: str) -> tuple[str, str]:

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import cross_entropy, linear_cross_entropy, rotate_and_split
-from model.attention import ATTENTION, AttentionFunction, Documents, resolve_attention
-from model.config import GPTConfig, resolve_loss, round_up
+from model.attention import ATTENTION, AttentionFunction, Documents
+from model.cache import KVCache
+from model.config import GPTConfig, round_up
 from model.embedding import embed
-from model.kv_cache import KVCache
-from model.recompute import is_recomputed, recompute
+from model.recompute import recompute, recomputes_blocks
 
 NORM_EPS = 1e-6  # small beside the mean square of a fresh embedding, 0.02 ** 2 = 4e-4
 INIT_STD = 0.02  # GPT-2's
@@ -126,14 +126,20 @@ class Block(nn.Module):
         return x  # (B, N, C)
 
     def costly_products(self) -> tuple[nn.Linear, ...]:
-        """The products that activation_checkpointing=selective keeps beside attention.
+        """The products whose outputs activation_checkpointing=selective keeps, beside attention's.
 
-        FLOPs not redone a byte kept, 16 bit: attention's output N (2NC for 2C); qkv, out and up all C (6C^2 for 6C, 2
-        for 2, 8 for 8); down's none, for no block's backward reads it. Of equals, the narrow ones take longest a FLOP:
-        they move 1/K + 1/n bytes for one. So out, qkv, and last up, which is computed again.
+        Keeping a tensor costs bytes and saves the FLOPs of computing it again. For a token and layer in 16 bit:
 
-        A token and layer then keeps 14C bytes, its x among them, and redoes 8C^2; every second block 20C and as much,
-        and half the attention; all blocks 4C and 16C^2, and attention; with up kept too 22C and no product.
+            kept           FLOPs saved   bytes   FLOPs a byte
+            attention's O  2NC           2C      N
+            qkv            6C^2          6C      C
+            out            2C^2          2C      C
+            up             8C^2          8C      C
+            down           0             2C      0      no block's backward reads it
+
+        Of equals the narrow products are kept: they are bound by memory sooner, so they take longer a FLOP. With
+        attention's O, qkv and out a token and layer keeps 14C bytes, its input x among them, and computes 8C^2 FLOPs
+        again. With up kept too it would be 22C and none; `full` keeps 4C and computes all 16C^2 and attention again.
         """
         return self.attention.qkv, self.attention.out
 
@@ -145,19 +151,14 @@ class GPT(nn.Module):
     and with every attention backend.
 
     Args:
-        config: what the network is.
+        config: what the network is; its attention and loss are resolved names (`resolve_model`), never auto.
         vocab_size: number of token ids; tables are padded to a multiple of 64, outputs never are.
         seq_len: the longest context, in tokens.
-        device: where the model will run; decides what attention=auto becomes and whether flash can run.
-        dtype: what attention will run in, that is the autocast type where autocast is on.
+        device: where the model will run; "meta" gives its shapes without memory or numbers.
         generator: a CPU generator for the weights; None draws from the global one.
 
-    Attributes:
-        attention, attention_reason: the resolved backend and why it was chosen.
-        loss, loss_reason: likewise, "chunked" or "plain".
-
     Raises:
-        ValueError: an impossible size, or an attention backend that cannot run on this device.
+        ValueError: an impossible size, or a name that is not resolved.
     """
 
     def __init__(
@@ -167,28 +168,26 @@ class GPT(nn.Module):
         seq_len: int,
         *,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
         generator: torch.Generator | None = None,
     ):
         super().__init__()
         config.validate()
         if vocab_size < 1 or seq_len < 1:
             raise ValueError(f"vocab_size={vocab_size} and seq_len={seq_len} must be at least 1")
+        for key in ("attention", "loss"):
+            if getattr(config, key) == "auto":
+                raise ValueError(f"model.{key}=auto is not yet a choice; give GPT what resolve_model makes of it")
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
-        self.attention, self.attention_reason = resolve_attention(
-            config.attention, device, dtype, config.head_dim, config.attention_features()
-        )
-        self.loss, self.loss_reason = resolve_loss(config.loss, torch.device(device).type)
-        self.chosen_for = torch.device(device).type if config.attention == "auto" else None
         padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
         with torch.device("meta"):  # shapes only: init_weights draws each number once
             self.embedding = nn.Embedding(padded_vocab, config.n_embd)
             self.blocks = nn.ModuleList(
-                Block(config, layer, ATTENTION[self.attention]) for layer in range(config.num_layers)
+                Block(config, layer, ATTENTION[config.attention]) for layer in range(config.num_layers)
             )
             self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, padded_vocab, bias=False)
-        self.to_empty(device="cpu")
-        self.init_weights(generator)
+        if torch.device(device).type != "meta":
+            self.to_empty(device="cpu")
+            self.init_weights(generator)
         cos, sin = rope_tables(seq_len, config.head_dim, config.rope_base)
         self.register_buffer("cos", cos, persistent=False)  # recomputed, never part of a checkpoint
         self.register_buffer("sin", sin, persistent=False)
@@ -225,8 +224,7 @@ class GPT(nn.Module):
             the tokens that count, an fp32 scalar: the caller divides by the tokens of its whole step.
 
         Raises:
-            ValueError: the context would be longer than seq_len, or the model was moved to a device for which
-                attention=auto did not choose.
+            ValueError: the context would be longer than seq_len.
         """
         assert kv_cache is None or (targets is None and cu_seqlens is None)
         shape = tokens.shape
@@ -234,11 +232,6 @@ class GPT(nn.Module):
         end = start + tokens.size(1)
         if end > self.seq_len:
             raise ValueError(f"a context of {end} tokens is longer than the model's seq_len={self.seq_len}; shorten it")
-        if self.chosen_for not in (None, tokens.device.type):
-            raise ValueError(
-                f"attention=auto chose {self.attention} for {self.chosen_for} and the tokens are on "
-                f"{tokens.device.type}; build the model with GPT(..., device='{tokens.device.type}')"
-            )
         cos, sin, documents = self.cos[start:end], self.sin[start:end], None  # (N, 1, D)
         if cu_seqlens is not None:
             documents = Documents(cu_seqlens, max_seqlen=tokens.size(1))
@@ -246,9 +239,9 @@ class GPT(nn.Module):
             positions = positions_in(cu_seqlens, tokens.size(1))
             cos, sin = self.cos[positions], self.sin[positions]
         x = F.dropout(embed(tokens, self.embedding.weight), self.config.dropout, self.training)  # (B, N, C)
-        mode, every = self.config.activation_checkpointing, self.config.checkpoint_every
-        for layer, block in enumerate(self.blocks):
-            if kv_cache is None and is_recomputed(mode, every, layer):
+        mode = self.config.activation_checkpointing
+        for block in self.blocks:
+            if kv_cache is None and recomputes_blocks(mode):
                 keep = block.costly_products() if mode == "selective" else None
                 x = recompute(block, x, cos, sin, None, documents, keep=keep)
             else:
@@ -257,7 +250,7 @@ class GPT(nn.Module):
             kv_cache.advance(tokens.size(1))
         table = self.embedding.weight if self.head is None else self.head.weight  # (padded V, C)
         h = rms_norm(x)
-        if targets is not None and self.loss == "chunked":
+        if targets is not None and self.config.loss == "chunked":
             return linear_cross_entropy(h.flatten(0, 1), table, targets.flatten(), self.vocab_size)
         logits = F.linear(h, table)  # (B, N, padded V)
         if targets is None:
@@ -280,13 +273,9 @@ class GPT(nn.Module):
             dtype,
         )
 
-    def num_parameters(self, non_embedding: bool = False) -> int:
-        """Number of weights, padded rows included; `non_embedding` leaves out both vocabulary tables."""
-        total = sum(weight.numel() for weight in self.parameters())
-        if non_embedding:
-            total -= self.embedding.weight.numel()
-            total -= 0 if self.head is None else self.head.weight.numel()
-        return total
+    def num_parameters(self) -> int:
+        """Number of weights, padded rows included."""
+        return sum(weight.numel() for weight in self.parameters())
 
     def num_matmul_parameters(self) -> int:
         """Entries of the weights that multiply activations: all but a table that is only looked up in."""

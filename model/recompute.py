@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-MODES = ("none", "pointwise", "full", "every_n", "selective")
+MODES = ("none", "pointwise", "full", "selective")
 
 ATTENTION_OPERATORS = {
     torch.ops.flashgpt.flash_fwd.default,
@@ -21,12 +21,12 @@ ATTENTION_OPERATORS = {
 }
 
 
-def is_recomputed(mode: str, every: int, layer: int) -> bool:
-    """Whether block `layer` (from 0) is recomputed: all of them (full, selective), or each `every`-th.
+def recomputes_blocks(mode: str) -> bool:
+    """Whether whole blocks are recomputed.
 
-    With "pointwise" none is: there the MLP recomputes what follows its first product, and stops before its second.
+    With "pointwise" they are not: there the MLP recomputes what follows its first product, and stops before its second.
     """
-    return mode in ("full", "selective") or (mode == "every_n" and layer % every == 0)
+    return mode in ("full", "selective")
 
 
 def recompute(block: nn.Module, *inputs: Any, keep: tuple[nn.Linear, ...] | None = None) -> Tensor:

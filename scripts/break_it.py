@@ -6,12 +6,9 @@ tile-local indices: right in the first tile, wrong from the second on. The run's
 break_it.json; the last line is one JSON object.
 """
 
-import contextlib
-import copy
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,10 +18,11 @@ from torch import Tensor
 from conf.program import program
 from conf.schema import Settings
 from kernels import naive_attention
-from scripts.variants import online_softmax, replaced
-from train import train
+from scripts.variants import online_softmax, train_once
 
 BLOCK = 16  # keys and queries of a tile
+SCORES = 200.0  # largest score of the single calls: enough to overflow fp32's exponential
+SEQ_LEN = 64  # tokens of the single calls, four tiles
 
 
 @dataclass
@@ -58,54 +56,38 @@ MISTAKES = [
 ]
 
 
-@dataclass
-class BreakConfig:
-    scores: float = 200.0  # largest score of the calls: enough to overflow fp32's exponential
-    seq_len: int = 64  # tokens of the calls
-
-    def __post_init__(self) -> None:
-        if self.seq_len < 2 * BLOCK:
-            raise ValueError(f"break_it.seq_len={self.seq_len} must be at least {2 * BLOCK}: a tile has {BLOCK} tokens")
-
-
-@dataclass
-class BreakSettings(Settings):
-    break_it: BreakConfig = field(default_factory=BreakConfig)
-
-
-@program("break_it", BreakSettings)
-def main(settings: BreakSettings, run_dir: Path) -> None:
+@program("config", Settings, experiment="parity", run_dir="runs/break_it")
+def main(settings: Settings, run_dir: Path) -> None:
     console = Console(highlight=False)
-    report = {"calls": [], "runs": {}}
-    right = train_with(settings, run_dir, "right", lambda *x, **o: online_softmax(*x, block=BLOCK))
-    report["runs"]["right"] = right
+    calls, runs = [], {"right": train_with(settings, run_dir / "right")}
     for mistake in MISTAKES:
         console.print(f"\n{mistake.name}", style="bold")
         console.print(f"expected: {mistake.expected}", markup=False)
         for dtype in (torch.float16, torch.float32):
-            found = one_call(mistake, dtype, settings.break_it)
-            report["calls"].append(found)
-            console.print(f"one call, {found['dtype']}: {found['happened']}", markup=False)
-        wrong = train_with(
-            settings,
-            run_dir,
-            mistake.name,
-            lambda *x, s=mistake.switch, **o: online_softmax(*x, block=BLOCK, **{s: False}),
-        )
-        report["runs"][mistake.name] = wrong
-        console.print(f"training: {story(wrong, right)}", markup=False)
-    run_dir.mkdir(parents=True, exist_ok=True)
+            calls.append(one_call(mistake, dtype))
+            console.print(f"one call, {calls[-1]['dtype']}: {calls[-1]['happened']}", markup=False)
+        wrong = train_with(settings, run_dir / mistake.name.replace(" ", "_"), **{mistake.switch: False})
+        runs[mistake.name] = wrong
+        console.print(f"training: {story(wrong, runs['right'])}", markup=False)
+    report = {"calls": calls, "runs": runs}
     (run_dir / "break_it.json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(report["runs"], run_dir / "break_it.png")
-    print(json.dumps({"folder": str(run_dir), "calls": report["calls"]}))
+    draw(runs, run_dir / "break_it.png")
+    print(json.dumps({"folder": str(run_dir), "calls": calls}))
 
 
-def one_call(mistake: Mistake, dtype: torch.dtype, config: BreakConfig) -> dict:
-    """The mistake in one call whose scores reach config.scores; where and how it shows."""
+def train_with(settings: Settings, folder: Path, **switches: bool) -> dict:
+    """A short run through `online_softmax`; a loss is None from the step on before which the run stopped."""
+    run = train_once(settings, folder, attend=lambda *x, **_: online_softmax(*x, block=BLOCK, **switches))
+    losses = [loss if math.isfinite(loss) else None for loss in run["losses"]]
+    return {"losses": losses, "val_loss": run["val_loss"] if None not in losses else None}
+
+
+def one_call(mistake: Mistake, dtype: torch.dtype) -> dict:
+    """The mistake in one call whose scores reach SCORES; where and how it shows."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, config.seq_len, 16, generator=generator) for _ in range(3))
+    q, k, v = (torch.randn(1, 1, SEQ_LEN, 16, generator=generator) for _ in range(3))
     largest = (q @ k.mT).abs().amax() / 4
-    q, k, v = ((x * s).to(dtype) for x, s in ((q, config.scores / largest), (k, 1.0), (v, 1.0)))
+    q, k, v = ((x * s).to(dtype) for x, s in ((q, SCORES / largest), (k, 1.0), (v, 1.0)))
     exact = naive_attention(q.double(), k.double(), v.double(), causal=True)
     wrong = online_softmax(q, k, v, block=BLOCK, **{mistake.switch: False})
     bad_rows = ~torch.isfinite(wrong).all(-1)[0, 0]
@@ -115,7 +97,7 @@ def one_call(mistake: Mistake, dtype: torch.dtype, config: BreakConfig) -> dict:
         first = int(bad_rows.nonzero()[0])
         query, tile, value = first_overflow(q, k)
         row["happened"] = (
-            f"{int(bad_rows.sum())} of {config.seq_len} rows are not finite, the first is query {first}; the first "
+            f"{int(bad_rows.sum())} of {SEQ_LEN} rows are not finite, the first is query {first}; the first "
             f"exponential to overflow is exp({value:.1f}), query {query} in key tile {tile}"
         )
     else:
@@ -123,7 +105,7 @@ def one_call(mistake: Mistake, dtype: torch.dtype, config: BreakConfig) -> dict:
         row["largest_error"] = float(errors.max())
         first = f", the first is query {off[0]} (tile {off[0] // BLOCK})" if off else ""
         row["happened"] = (
-            f"finite, the largest error is {row['largest_error']:.2g}; {len(off)} of {config.seq_len} rows are off by"
+            f"finite, the largest error is {row['largest_error']:.2g}; {len(off)} of {SEQ_LEN} rows are off by"
             f" more than 0.01{first}"
         )
     return row
@@ -142,25 +124,10 @@ def first_overflow(q: Tensor, k: Tensor) -> tuple[int, int, float]:
     return -1, -1, math.nan
 
 
-def train_with(settings: BreakSettings, run_dir: Path, name: str, function: Callable[..., Tensor]) -> dict:
-    """A short run with `function` in place of naive attention; its losses, and the error that ended it, if any."""
-    settings = copy.deepcopy(settings)
-    settings.model.attention, settings.train.log_every = "naive", 1
-    folder = run_dir / name.replace(" ", "_")
-    folder.mkdir(parents=True, exist_ok=True)
-    with replaced("naive", function), (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
-        summary = train(settings, folder)
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [r["loss"] for r in records if "loss" in r]
-    losses += [None] * (settings.train.steps - len(losses))  # the run stops before a step that is not finite
-    return {"losses": losses, "val_loss": summary.get("val_loss")}
-
-
 def story(wrong: dict, right: dict) -> str:
     """What became of the run, in one sentence."""
-    for step, loss in enumerate(wrong["losses"], 1):
-        if loss is None or not math.isfinite(loss):
-            return f"the loss is not finite from step {step} on"
+    if None in wrong["losses"]:
+        return f"the loss is not finite from step {wrong['losses'].index(None) + 1} on"
     distance = max(abs(a - b) for a, b in zip(wrong["losses"], right["losses"], strict=True))
     return (
         f"held-out loss {wrong['val_loss']:.4f} beside {right['val_loss']:.4f}; the curves part by at most"
@@ -176,17 +143,12 @@ def draw(runs: dict[str, dict], path: Path) -> None:
 
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 5.6), sharex=True, layout="constrained")
     right = runs["right"]["losses"]
-    steps = range(1, len(right) + 1)
     for number, (name, run) in enumerate(runs.items()):
         losses = [math.nan if loss is None else loss for loss in run["losses"]]
-        upper.plot(steps, losses, color=f"C{number}", linewidth=2.5 if name == "right" else 1.2, label=name)
+        steps, style = range(1, len(losses) + 1), {"color": f"C{number}", "label": name}
+        upper.plot(steps, losses, linewidth=2.5 if name == "right" else 1.2, **style)
         if name != "right":
-            lower.plot(
-                steps,
-                [max(abs(a - b), 1e-8) for a, b in zip(losses, right, strict=True)],
-                color=f"C{number}",
-                label=name,
-            )
+            lower.plot(steps, [max(abs(a - b), 1e-8) for a, b in zip(losses, right, strict=True)], **style)
     upper.set_ylabel("training loss, nats a token")
     lower.set(yscale="log", ylabel="|loss - the right one's|", xlabel="step")
     for axes in (upper, lower):

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from data import document_starts
 from kernels import refusal
-from model import GPT, GPTConfig, resolve_attention
-from training.documents import packed_rows
+from model import GPT, GPTConfig, attend_with, resolve_model
 from training.hardware import Hardware
+from training.step import packed_rows
 
 SEQ_LEN = 24
 VOCAB = 32
@@ -42,8 +42,8 @@ def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
     """
     packing, features = config, config.attention_features(document_mask=True)
     if refusal(config.attention, features, hardware.dtype):
-        name, _ = resolve_attention("auto", hardware.device, hardware.dtype, config.head_dim, features)
-        packing = replace(config, attention=name)
+        automatic = replace(config, attention="auto")
+        packing, *_ = resolve_model(automatic, hardware.device, hardware.dtype, document_mask=True)
     parts = {
         "model": (_plain, config),
         "packing" if packing is config else f"packing ({packing.attention})": (_packing, packing),
@@ -51,7 +51,7 @@ def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
     }
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_float32_matmul_precision("highest")  # TF32 would need a tolerance of its own
-    torch.set_num_threads(1)  # the calls are minute: on a busy machine two threads take 100 times as long
+    torch.set_num_threads(1)  # the calls are tiny: on a busy machine two threads take 100 times as long
     try:
         with torch.no_grad(), hardware.autocast():
             return {name: next(part(_small_model(of, hardware), hardware), None) for name, (part, of) in parts.items()}
@@ -66,9 +66,9 @@ def _small_model(config: GPTConfig, hardware: Hardware) -> GPT:
     heads = 4 if grouped else 2
     sizes = {"num_layers": 2, "num_heads": heads, "num_kv_heads": 2, "n_embd": heads * config.head_dim}
     window = None if config.window is None else min(config.window, 5)  # short enough to end within SEQ_LEN
-    small = replace(config, **sizes, mlp_hidden=64, window=window, activation_checkpointing="none")
+    small = replace(config, **sizes, mlp_hidden=64, window=window, loss="plain", activation_checkpointing="none")
     generator = torch.Generator().manual_seed(0)
-    model = GPT(small, VOCAB, SEQ_LEN, device=hardware.device, dtype=hardware.dtype, generator=generator)
+    model = GPT(small, VOCAB, SEQ_LEN, device=hardware.device, generator=generator)
     for weight in model.parameters():
         weight.data *= 5  # fresh weights hardly attend: every token would see a mean
     return model.eval()
@@ -141,27 +141,21 @@ def _mask(model: GPT, document_of: Tensor) -> Tensor:
 def _wrong_attention(model: GPT, call: Call, *expected: Tensor) -> Iterator[str]:
     """Read attention's matrix in every call of every layer; `expected` has one mask for each call of a layer."""
     read: list[list[Tensor]] = [[] for _ in model.blocks]
-    real = [block.attention.attend for block in model.blocks]
 
-    def reader(layer: int) -> Callable[..., Tensor]:
+    def reader(layer: int, real: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
             columns = []
             for first in range(0, k.size(2), v.size(3)):  # as many keys at a time as V has channels
                 which = torch.arange(first, first + v.size(3), device=v.device)
                 one_hot = torch.arange(k.size(2), device=v.device)[:, None] == which
-                columns.append(real[layer](q, k, one_hot.to(v.dtype).expand_as(v).contiguous(), **options))
+                columns.append(real(q, k, one_hot.to(v.dtype).expand_as(v).contiguous(), **options))
             read[layer].append(torch.cat(columns, dim=3)[0, ..., : k.size(2)] > 0)  # (Hq, Nq, Nk)
-            return real[layer](q, k, v, **options)
+            return real(q, k, v, **options)
 
         return attend
 
-    for layer, block in enumerate(model.blocks):
-        block.attention.attend = reader(layer)
-    try:
+    with attend_with(model, reader):
         call()
-    finally:
-        for block, attend in zip(model.blocks, real, strict=True):
-            block.attention.attend = attend
     for layer, matrices in enumerate(read):
         for found, sees in zip(matrices, expected, strict=True):
             before = sees.size(1) - sees.size(0)  # keys that were in the cache

@@ -1,18 +1,19 @@
-"""Finished runs over each other: `python -m scripts.compare RUN [RUN ...] [--out FILE.png]`.
+"""Finished runs over each other: `python -m scripts.compare RUN [RUN ...] [out=FILE.png]`.
 
 Reads each run's `metrics.jsonl` and `summary.json`; wandb's files are not needed. The picture has the training and the
 held-out loss against steps, tokens and wall time; the table has the loss where all runs have come equally far by each
 of the three, and how each ended. The last line is one JSON object.
 """
 
-import argparse
 import json
-import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
 from rich.console import Console
 from rich.table import Table
+
+from conf.program import program
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # the backend is chosen first: there may be no screen
@@ -23,6 +24,16 @@ MEASURES = {
     "tokens": "tokens",
     "seconds": "seconds of wall time",
 }  # key of a record -> name of an axis
+
+
+@dataclass
+class CompareSettings:
+    runs: list[str] = field(default_factory=list)  # folders of finished runs; `runs=` may be left out
+    out: str = "runs/compare.png"  # picture to write
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError("runs=[] names none; give the folders of finished runs (runs/<experiment>/<time>)")
 
 
 def read_run(folder: Path) -> dict:
@@ -90,21 +101,13 @@ def draw(runs: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.compare", description=__doc__.split("\n")[0])
-    parser.error = lambda message: sys.exit(f"error: {message}; --help lists all")  # one line, without the usage
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare.png"), help="picture to write")
-    options = parser.parse_args(arguments)
+@program("tool", CompareSettings, positional="runs")
+def main(settings: CompareSettings, run_dir: Path) -> None:
+    runs = [read_run(Path(folder)) for folder in settings.runs]
     try:
-        runs = [read_run(folder) for folder in options.runs]
-        draw(runs, options.out)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        draw(runs, Path(settings.out))
     except OSError as error:
-        print(f"error: --out={options.out} cannot be written ({error.strerror}); name another", file=sys.stderr)
-        return 2
+        raise ValueError(f"out={settings.out} cannot be written ({error.strerror}); name another") from error
 
     places = common_places(runs)
     rows = []
@@ -144,9 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
     for key, (what, form) in lines.items():
         table.add_row(what, *("-" if row[key] is None else form.format(row[key]) for row in rows))
     Console(highlight=False).print(table)
-    print(json.dumps({"picture": str(options.out), "equal": places, "runs": rows}))
-    return 0
+    print(json.dumps({"picture": settings.out, "equal": places, "runs": rows}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,4 @@
-"""What `scripts.doctor` looks at: each function answers one question about a run that has not begun.
+"""What `scripts.doctor` looks at beside the run itself: the machine, the text and its tokenizer, what will be written.
 
 A check returns a Finding and raises nothing for what a user can mend; nothing is written but a file that is deleted at
 once, where a folder must be writable.
@@ -11,9 +11,8 @@ import shutil
 import subprocess
 import tempfile
 import tomllib
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
-from math import pi
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,6 @@ from conf.schema import Settings
 from data import build_tokenizer, open_dataset, tokenizer_from_state, tokenizer_state
 from data.dataset import Dataset, digest, locate
 from data.hub import within_reach
-from kernels import unsupported_reason
-from kernels.selftest import self_test
-from model import ATTENTION, GPTConfig, resolve_attention
-from model.config import FLASH_HEAD_DIMS, resolve_loss, round_up
-from model.gpt import VOCAB_MULTIPLE, Block
-from scripts.causality import probe
-from training import resume as resuming
-from training.checkpoint import open_checkpoint
-from training.fit import fit
 from training.hardware import Hardware, set_up
 from training.runlog import wandb_mode
 
@@ -143,99 +133,6 @@ def hardware(settings: Settings) -> tuple[Finding, Hardware | None]:
     return Finding("hardware", OK, chosen.description, facts={"description": chosen.description}), chosen
 
 
-# --- kernels and model
-
-
-def attention(settings: Settings, chosen: Hardware) -> tuple[Finding, str | None]:
-    """What the run's attention becomes, and what `auto` would; the name is None where it cannot run."""
-    config = settings.model
-    call = (chosen.device, chosen.dtype, config.head_dim, config.attention_features(settings.data.document_mask))
-    automatic = "{} ({})".format(*resolve_attention("auto", *call))
-    try:
-        name, reason = resolve_attention(config.attention, *call)
-    except ValueError as error:
-        found = refused("attention", error)
-        return Finding("attention", FIX, found.text, f"{found.fix}, or model.attention=auto: {automatic}"), None
-    shown = f"{name} ({reason})" + ("" if config.attention == "auto" else f"; auto would be {automatic}")
-    return Finding("attention", OK, shown, facts={"name": name, "reason": reason}), name
-
-
-def kernels(settings: Settings, chosen: Hardware, attention: str | None) -> Finding:
-    """A self-test of flash attention, whatever the run's `attention`."""
-    fix = "model.attention=sdpa until this is mended; `uv sync` brings the versions that were tested"
-    # on a GPU the rotary and the loss kernels need what this one needs
-    bad = FIX if attention == "flash" or chosen.device.type == "cuda" else NOTE
-    smallest, largest = FLASH_HEAD_DIMS
-    head_dim = min(max(settings.model.head_dim, smallest), largest)
-    if attention != "flash" and (obstacle := unsupported_reason(chosen.device, torch.float32, head_dim)):
-        return Finding("kernels", NOTE, f"flash attention is not for this machine: {obstacle}", "model.attention=sdpa")
-    try:
-        results = self_test(chosen.device, head_dim)
-    except Exception as error:  # a compiler, a driver, a GPU: they fail in any way they like, and the page goes on
-        first_line = (str(error).strip() or "no message").splitlines()[0]
-        return Finding("kernels", bad, f"the self-test stopped ({type(error).__name__}: {first_line})", fix)
-    seconds = sum(result.seconds for result in results)
-    facts = {"seconds": seconds, "results": [asdict(result) for result in results]}
-    faults = [result.fault for result in results if result.fault]
-    if faults:
-        return Finding("kernels", bad, "; ".join(faults), fix, facts)
-    where = "" if chosen.device.type == "cuda" else " in Triton's interpreter"
-    errors = ", ".join(f"{result.dtype} {result.ratio:.2f}" for result in results)
-    text = f"forward and backward are right{where}, {seconds:.1f} s; error over the plain formula's: {errors}"
-    return Finding("kernels", OK, text, facts=facts)
-
-
-def causality(settings: Settings, chosen: Hardware, name: str) -> Finding:
-    faults = probe(settings.model, chosen)
-    found = {part: fault for part, fault in faults.items() if fault}
-    if found:
-        text = "; ".join(f"{part}: {fault}" for part, fault in found.items())
-        return Finding("causality", FIX, text, f"do not train with model.attention={name}: its mask is wrong", faults)
-    text = f"no token sees what it must not: {', '.join(faults)}"
-    return Finding("causality", OK, text, facts=faults)
-
-
-def model(settings: Settings, vocab_size: int | None) -> tuple[Finding, int | None]:
-    """Size, and switches that would do nothing or too little; the number of parameters."""
-    config, seq_len = settings.model, settings.data.seq_len
-    parameters, shown = None, f"{config.num_layers} layers of {config.n_embd}"
-    if vocab_size is not None:
-        parameters = num_parameters(config, vocab_size)
-        shown = f"{parameters:,} parameters, {shown}, vocabulary {vocab_size:,}"
-    facts = {"parameters": parameters}
-    period = 2 * pi * config.rope_base ** ((config.head_dim - 2) / config.head_dim)
-    if config.window is not None and config.window >= seq_len:
-        text = f"model.window={config.window} hides nothing at data.seq_len={seq_len}"
-        return Finding("model", NOTE, f"{shown}; {text}", "leave model.window out", facts), parameters
-    if config.head_dim > 2 and period < seq_len:
-        least = (seq_len / (2 * pi)) ** (config.head_dim / (config.head_dim - 2))
-        text = f"the slowest rotary pair turns once in {period:,.0f} tokens, fewer than data.seq_len={seq_len}"
-        return Finding("model", NOTE, f"{shown}; {text}", f"model.rope_base={least:.0f} or more", facts), parameters
-    return Finding("model", OK, shown, facts=facts), parameters
-
-
-def num_parameters(config: GPTConfig, vocab_size: int) -> int:
-    """What GPT(config, vocab_size, ...).num_parameters() would say, without its memory."""
-    with torch.device("meta"):  # shapes only
-        block = Block(config, 0, ATTENTION["naive"])
-    table = round_up(vocab_size, VOCAB_MULTIPLE) * config.n_embd
-    in_a_layer = sum(weight.numel() for weight in block.parameters())
-    return config.num_layers * in_a_layer + (1 if config.tie_embeddings else 2) * table
-
-
-def memory(settings: Settings, vocab_size: int, chosen: Hardware) -> Finding:
-    """A training step's forecast beside what is free; attention must be resolved."""
-    features = settings.model.attention_features(settings.data.document_mask)
-    settings.model.loss, _ = resolve_loss(settings.model.loss, chosen.device.type)
-    try:
-        auto = settings.train.micro_batch == "auto"
-        plan = fit(settings.work(vocab_size, chosen), chosen.device, auto=auto, features=features)
-    except ValueError as error:
-        return refused("memory", error)
-    text = f"micro-batches of {plan.work.micro_batch}; {plan}"
-    return Finding("memory", OK, text, facts={"forecast_bytes": plan.forecast.peak, "free_bytes": plan.free})
-
-
 # --- data
 
 
@@ -288,7 +185,7 @@ def _tokens(settings: Settings, dataset: Dataset) -> tuple[Finding, Dataset]:
 
 def tokenizer(settings: Settings, dataset: Dataset | None) -> tuple[Finding, int | None]:
     """Its vocabulary and a fingerprint of it; the number of its tokens."""
-    name = settings.tokenizer.name
+    name = settings.tokenizer
     if dataset is None and name == "characters":
         return Finding("tokenizer", OK, "characters; those of the training split, not tokenized yet"), None
     try:
@@ -345,20 +242,6 @@ def wandb(settings: Settings) -> Finding:
     except ValueError as error:
         return refused("wandb", error)
     return Finding("wandb", OK, f"{mode} ({why})", facts={"mode": mode, "why": why})
-
-
-def resume(settings: Settings, dataset: Dataset | None) -> Finding | None:
-    """Whether the checkpoint that is named is whole and fits; None where none is named."""
-    if settings.resume in (None, "auto"):
-        return None
-    try:
-        checkpoint = open_checkpoint(settings.resume)
-        if dataset is not None:
-            state = tokenizer_state(dataset.tokenizer)
-            resuming.refuse_unless_same(checkpoint, asdict(settings), state, dataset.vocab_size)
-    except ValueError as error:
-        return refused("resume", error)
-    return Finding("resume", OK, f"{checkpoint.path} after {checkpoint.step} steps", facts={"step": checkpoint.step})
 
 
 def not_writable(folder: Path) -> str | None:

@@ -30,22 +30,22 @@ from training.provenance import ROOT
 FAILED = 1  # exit code
 BOOKS = ("data=text", "data.files={books}", "tokenizer=gpt2")
 WIKITEXT = ("data=wikitext2", "data.local_dir={wikitext}", "tokenizer=gpt2")
-FEW = ("parity.nulls=5", "parity.seeds=2", "parity.backends=[flash]")  # where each run takes long
+FEW = ("parity.nulls=5", "parity.seeds=2", "parity.attention=[flash]")  # where each run takes long
 TINY_PARITY = (
-    "train.steps=6", "train.batch_tokens=32", "model.num_layers=1", "parity.backends=[tiled]", "parity.nulls=4",
-    "parity.seeds=2", "hardware=cpu",
+    "train.steps=6", "train.batch_tokens=32", "model.num_layers=1", "parity.attention=[tiled]", "parity.nulls=4",
+    "parity.seeds=2", "hardware.device=cpu",
 )  # fmt: skip
 TINY_TRAINING = (
     "model=tiny", "model.num_layers=1", "train.batch_tokens=128", "bench.seq_len=[32,64]", "bench.vocab_size=50",
-    "bench.attention=[sdpa,naive]", "bench.steps=1", "bench.warmup_steps=1", "hardware=cpu",
+    "bench.attention=[sdpa,naive]", "bench.steps=1", "bench.warmup_steps=1", "hardware.device=cpu",
 )  # fmt: skip
 TINY_ATTENTION = (
     "bench.seq_len=[32]", "bench.implementations=[naive]", "bench.head_dim=[64,128]", "bench.mask=[causal]",
-    "bench.tokens=32", "bench.hidden=128", "bench.budget_ms=1", "hardware=cpu",
+    "bench.tokens=32", "bench.hidden=128", "bench.budget_ms=1", "hardware.device=cpu",
 )  # fmt: skip
 TINY_PROFILE = (
     "train.steps=8", "train.batch_tokens=256", "model.num_layers=1", "data.seq_len=64", "train.eval_windows=1",
-    "optim.warmup_steps=1", "train.sample_tokens=0", "profile=true", "model.attention=naive", "hardware=cpu",
+    "optim.warmup_steps=1", "train.sample_tokens=0", "profile=true", "model.attention=naive", "hardware.device=cpu",
 )  # fmt: skip
 STEPS_1000 = ("train.steps=1000", "train.batch_tokens=4096", *FEW)
 
@@ -107,11 +107,11 @@ EXPERIMENTS = {  # the longest first: they run beside each other
     "parity/wikitext_bf16_200": parity(*WIKITEXT),
     # the mask in plain PyTorch is slow
     "parity/books_bf16_60_dropout": parity(
-        *BOOKS, "model.attention_dropout=0.1", "parity.backends=[tiled,flash]", "train.steps=60",
+        *BOOKS, "model.attention_dropout=0.1", "parity.attention=[tiled,flash]", "train.steps=60",
         "train.batch_tokens=4096", "parity.nulls=5", "parity.seeds=2",
     ),
     "parity/mutants": parity(
-        *BOOKS, "train.steps=60", "parity.seeds=2", "parity.backends=[flash]",
+        *BOOKS, "train.steps=60", "parity.seeds=2", "parity.attention=[flash]",
         f"parity.mutants=[{','.join(MUTANTS)}]", exit_code=1,
     ),
     "parity/repeats": Experiment(
@@ -120,30 +120,32 @@ EXPERIMENTS = {  # the longest first: they run beside each other
         (*TINY_PARITY, "parity.repeats=2"),
         ("repeats.json",),
     ),
-    "break_it": Experiment("scripts.break_it", (), ("train.steps=6", "hardware=cpu"), ("break_it.png", "console.txt")),
+    "break_it": Experiment(
+        "scripts.break_it", (), ("train.steps=6", "hardware.device=cpu"), ("break_it.png", "console.txt")
+    ),
     "attention/error_budget": Experiment(
         "scripts.error_budget",
         (),
         (
             "budget.cases=[causal]", "budget.dtypes=[float32]", "budget.fp8=[normal]", "budget.seq_len=32",
-            "budget.draws=2", "hardware=cpu",
+            "budget.draws=2", "hardware.device=cpu",
         ),
         ("error_budget.md", "error_budget.json"),
     ),
     "invariance": Experiment(
-        "scripts.invariance",
+        "tests.promises.invariance",
         (),
-        ("hardware=cpu", "train.steps=7", "train.eval_windows=1", "invariance.only=[logging]"),
+        ("hardware.device=cpu", "train.steps=7", "train.eval_windows=1", "invariance.only=[logging]"),
         ("invariance.md",),
     ),
     "soak": Experiment(
-        "scripts.soak",
+        "tests.promises.soak",
         (),
-        ("hardware=cpu", "train.steps=60", "soak.samples=9", "soak.max_slowdown=null"),
+        ("hardware.device=cpu", "train.steps=60", "soak.samples=9", "soak.max_slowdown=null"),
         ("soak.json",),
         timed=True,
     ),
-    "explain": Experiment("scripts.explain", (), ("hardware=cpu",), ("console.txt",), timed=True),
+    "explain": Experiment("scripts.explain", (), ("hardware.device=cpu",), ("console.txt",), timed=True),
     "attention/speed": attention(
         "bench.seq_len=[1024,4096,16384]", "bench.budget_ms=60", "bench.goals=true",
         pictures=("causal_64",),
@@ -161,7 +163,7 @@ EXPERIMENTS = {  # the longest first: they run beside each other
     "training/loss": Experiment(
         "scripts.bench_loss",
         (),
-        ("tokens=16", "n_embd=8", "vocab_size=50", "padded_vocab=64", "chunk_tokens=[4]", "hardware=cpu"),
+        ("tokens=16", "n_embd=8", "vocab_size=50", "padded_vocab=64", "chunk_tokens=[4]", "hardware.device=cpu"),
         ("bench_loss.json",),
         timed=True,
     ),
@@ -170,7 +172,7 @@ EXPERIMENTS = {  # the longest first: they run beside each other
         "bench.warmup_steps=3",
     ),
     "training/checkpointing": training(
-        "bench.checkpointing=[none,pointwise,every_n,selective,full]", "bench.seq_len=[1024]", "bench.steps=10",
+        "bench.checkpointing=[none,pointwise,selective,full]", "bench.seq_len=[1024]", "bench.steps=10",
         "bench.warmup_steps=3", picture=False,
     ),
     "training/grid": training(
@@ -198,7 +200,7 @@ class EvidenceSettings:
             raise ValueError(f"jobs={self.jobs} must be at least 1")
 
 
-@program("evidence", EvidenceSettings)
+@program("tool", EvidenceSettings, run_dir="runs/evidence")
 def main(settings: EvidenceSettings, run_dir: Path) -> None:
     console = Console(highlight=False)
     chosen = {

@@ -20,10 +20,10 @@ from rich.table import Table
 from conf.program import program
 from conf.schema import Settings
 from kernels import flash_attention, naive_attention, refusal, tiled_attention
-from kernels.measure import measure
 from kernels.options import Options
 from kernels.tiled import tile_order
 from model.config import resolve_loss
+from scripts.bench.clock import measure
 from training import arithmetic
 from training.arithmetic import GPUS, Shape
 from training.fit import Plan, fit, free_bytes
@@ -61,7 +61,7 @@ class ExplainSettings(Settings):
             raise ValueError(f"gpu={self.gpu} is not in the table; use one of {', '.join(GPUS)}")
 
 
-@program("explain", ExplainSettings)
+@program("config", ExplainSettings, experiment="quickstart", run_dir=".")
 def main(settings: ExplainSettings, run_dir: Path) -> None:
     console = Console(highlight=False, width=110)
     if settings.what == "memory":
@@ -107,7 +107,7 @@ def show_step_memory(console: Console, settings: ExplainSettings) -> dict:
     if model.attention == "auto":
         model.attention = "flash" if refusal("flash", features, dtype) is None else "naive"
     auto = settings.train.micro_batch == "auto"
-    vocab_size = settings.vocab_size or VOCABULARY[settings.tokenizer.name]
+    vocab_size = settings.vocab_size or VOCABULARY[settings.tokenizer]
     work = replace(settings, model=model).work(vocab_size, hardware)
     free = free_bytes(device) if torch.cuda.is_available() else None
     made = fit(work, device, auto=auto, features=features, free=free) if free else Plan(work, None, device, features)

@@ -12,50 +12,46 @@ The run's folder gets parity.json, parity.png and parity.md, and a folder for ea
 `parity.repeats=20` does all of it for twenty seeds and counts.
 The exit code is the verdict: 0 when all pass, 1 otherwise. The last line is one JSON object.
 
-Without a GPU, flash runs in Triton's interpreter, on a minute model.
+Without a GPU, flash runs in Triton's interpreter, on a tiny model.
 """
 
-import contextlib
 import copy
 import json
-import math
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from conf.program import program
 from conf.schema import Settings
-from data import TokenBatches, open_dataset
+from data import TokenBatches
 from kernels import naive_attention
-from model import ATTENTION, GPT
+from model import ATTENTION, GPT, attend_with
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, judge, limits_of, noise, stress
-from scripts.variants import MUTANTS, nulls, replaced
-from train import train
+from scripts.variants import MUTANTS, nulls, train_once
 from training.checkpoint import open_checkpoint
 from training.hardware import set_up
 from training.provenance import provenance
+from training.run import resolve
 
 FAILED = 1  # exit code
 
 
 @dataclass
 class ParityConfig:
-    backends: list[str] = field(default_factory=lambda: ["tiled", "sdpa", "flash"])  # compared with naive
+    attention: list[str] = field(default_factory=lambda: ["tiled", "sdpa", "flash"])  # compared with naive
     mutants: list[str] = field(default_factory=list)  # wrong on purpose: names in scripts/variants.py
     nulls: int = 8  # runs of the baseline that differ by rounding alone
     seeds: int = 4  # runs of the baseline with the batches in another order
     repeats: int = 1  # of all of it, with seeds train.seed, train.seed + 1, ...: how often does a true backend pass?
 
     def __post_init__(self) -> None:
-        for kind, names, known in (("backends", self.backends, ATTENTION), ("mutants", self.mutants, MUTANTS)):
+        for kind, names, known in (("attention", self.attention, ATTENTION), ("mutants", self.mutants, MUTANTS)):
             for name in names:
                 if name not in known:
                     raise ValueError(f"parity.{kind}={name} is not one of {', '.join(known)}")
@@ -72,7 +68,7 @@ class ParitySettings(Settings):
     parity: ParityConfig = field(default_factory=ParityConfig)
 
 
-@program("parity", ParitySettings)
+@program("config", ParitySettings, experiment="parity", run_dir="runs/parity")
 def main(settings: ParitySettings, run_dir: Path) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later
@@ -83,10 +79,9 @@ def main(settings: ParitySettings, run_dir: Path) -> None:
 
 def repeat(settings: ParitySettings, run_dir: Path, repeats: int) -> bool:
     """Whether each backend passes in at least 95 % of the repeats, and no mutant in any; the counts are written."""
-    passed = dict.fromkeys((*settings.parity.backends, *settings.parity.mutants), 0)
+    passed = dict.fromkeys((*settings.parity.attention, *settings.parity.mutants), 0)
     for number in range(repeats):
-        one = copy.deepcopy(settings)
-        one.train.seed += number
+        one = replace(settings, train=replace(settings.train, seed=settings.train.seed + number))
         for name, verdict in run_parity(one, run_dir / f"seed_{one.train.seed}")["verdicts"].items():
             passed[name] += verdict["passes"]
     report = {
@@ -99,22 +94,21 @@ def repeat(settings: ParitySettings, run_dir: Path, repeats: int) -> bool:
     lines = [f"{name} passed {count} of {repeats} repeats" for name, count in passed.items()]
     print("\n".join(lines))
     print(json.dumps({"repeats": repeats, "passed": passed, "folder": str(run_dir)}))
-    backends = [passed[name] for name in settings.parity.backends]
-    return min(backends) >= 0.95 * repeats and not any(passed[name] for name in settings.parity.mutants)
+    true = [passed[name] for name in settings.parity.attention]
+    return min(true) >= 0.95 * repeats and not any(passed[name] for name in settings.parity.mutants)
 
 
 def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     """Train, judge, write the report into `run_dir`, and return it."""
     console = Console(highlight=False)
-    if settings.train.log_every != 1:
-        raise ValueError(f"train.log_every={settings.train.log_every} must be 1 here: curves are compared step by step")
     if settings.model.attention_dropout and settings.parity.mutants:
         raise ValueError("parity.mutants know no dropout; use model.attention_dropout=0 with them")
-    plan = plan_runs(settings.parity, settings.data.seq_len)
+    settings = with_one_micro_batch(settings, run_dir)
+    plan = plan_runs(settings, run_dir)
     runs = {}
-    for number, (name, run) in enumerate(plan.items(), 1):
+    for number, (name, (changed, variant)) in enumerate(plan.items(), 1):
         console.print(f"[{number}/{len(plan)}] {name}", end=" ", markup=False)
-        runs[name] = train_once(settings, run_dir, name, **run)
+        runs[name] = told(train_once(changed, run_dir / folder_of(name), **variant)) | {"folder": folder_of(name)}
         console.print(f"held-out loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s")
 
     baseline = runs["naive"]["losses"]
@@ -129,7 +123,7 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
         rows = [compare(f, recorded, options) for f in disguised]
         limits[place] = limits_of(rows, [stress(f, recorded, options) for f in disguised])
     verdicts = {}
-    for name in (*settings.parity.backends, *settings.parity.mutants):
+    for name in (*settings.parity.attention, *settings.parity.mutants):
         attend = MUTANTS[name][0] if name in MUTANTS else ATTENTION[name]
         verdict = judge(runs[name]["losses"], baseline, allowed)
         verdict["val_loss"] = runs[name]["val_loss"]
@@ -159,59 +153,57 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     return report
 
 
-def plan_runs(config: ParityConfig, seq_len: int) -> dict[str, dict]:
-    """name -> how its run differs from the baseline."""
-    plan: dict[str, dict] = {"naive": {}}
-    plan |= {name: {"function": function} for name, function in nulls(config.nulls, seq_len).items()}
-    plan |= {f"seed {number}": {"data_seed": number} for number in range(1, config.seeds + 1)}
-    plan |= {name: {"attention": name} for name in config.backends}
-    return plan | {name: {"function": MUTANTS[name][0]} for name in config.mutants}
+def with_one_micro_batch(settings: ParitySettings, run_dir: Path) -> ParitySettings:
+    """`settings` with the most sequences at a time that fit with every attention; all runs take as many.
+
+    Raises:
+        ValueError: one of them cannot run, before anything is trained.
+    """
+    found = []
+    for name in ("naive", *settings.parity.attention):
+        one = replace(settings, model=replace(settings.model, attention=name))
+        found.append(resolve(one, run_dir / folder_of(name)).micro_batch)
+    return replace(settings, train=replace(settings.train, micro_batch=min(found)))
 
 
-def train_once(
-    settings: ParitySettings,
-    run_dir: Path,
-    name: str,
-    *,
-    attention: str = "naive",
-    function: Callable[..., Tensor] | None = None,
-    data_seed: int | None = None,
-) -> dict:
-    """One training run in a folder of its own; what it printed is in console.txt there."""
-    settings = copy.deepcopy(settings)
-    settings.model.attention = attention
-    settings.train.data_seed = settings.train.seed if data_seed is None else settings.train.seed + data_seed
-    settings.logger.group = settings.logger.group or f"parity {run_dir.name}"
-    settings.logger.tags = [*settings.logger.tags, "parity", name]
-    folder = run_dir / name.partition(":")[0].replace(" ", "_")
-    folder.mkdir(parents=True, exist_ok=True)
-    stand_in = replaced("naive", function) if function else contextlib.nullcontext()
-    torch.compiler.reset()  # a compiled model would keep the function that it was traced with
-    with stand_in, (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
-        summary = train(settings, folder)
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def plan_runs(settings: ParitySettings, run_dir: Path) -> dict[str, tuple[ParitySettings, dict]]:
+    """name -> the run's settings, and how its attention differs from the baseline's."""
+    config, seed = settings.parity, settings.train.seed
+    variants: dict[str, dict] = {"naive": {}}
+    variants |= {name: {"attend": function} for name, function in nulls(config.nulls, settings.data.seq_len).items()}
+    orders = {f"seed {number}": seed + number for number in range(1, config.seeds + 1)}
+    variants |= {name: {} for name in orders}
+    variants |= {name: {"attention": name} for name in config.attention}
+    variants |= {name: {"attend": MUTANTS[name][0]} for name in config.mutants}
+    group = settings.logger.group or f"parity {run_dir.name}"
+    plan = {}
+    for name, variant in variants.items():
+        train = replace(settings.train, data_seed=orders.get(name, seed))
+        logger = replace(settings.logger, group=group, tags=[*settings.logger.tags, "parity", name])
+        plan[name] = replace(settings, train=train, logger=logger), variant
+    return plan
+
+
+def folder_of(name: str) -> str:
+    return name.partition(":")[0].replace(" ", "_")
+
+
+def told(run: dict) -> dict:
+    """What the report says of a run, in place of its records."""
+    records = run.pop("records")
     rates = sorted(r["tokens_per_second"] for r in records if r.get("tokens_per_second"))
     memory = [r["peak_memory_gib"] for r in records if r.get("peak_memory_gib")]
-    losses = [record["loss"] for record in records if "loss" in record]
-    losses += [math.nan] * (settings.train.steps - len(losses))  # a run stops before a step that is not finite
-    return {
-        "losses": losses,
-        "val_loss": summary.get("val_loss", math.nan),
-        "seconds": summary["seconds"],
-        "tokens_per_second": rates[len(rates) // 2] if rates else None,
-        "peak_memory_gib": max(memory, default=None),
-        "folder": folder.name,
-    }
+    rate = rates[len(rates) // 2] if rates else None
+    return run | {"tokens_per_second": rate, "peak_memory_gib": max(memory, default=None)}
 
 
 def record_both(settings: ParitySettings, run_dir: Path) -> dict[str, Recorded]:
     """Each layer's q, k, v and dO on the first batch: with the initial weights, and with the baseline's last."""
-    hardware = set_up(settings.hardware)
-    config = copy.deepcopy(settings.model)
-    config.attention, config.activation_checkpointing = "naive", "none"  # each layer is called once
-    dataset = open_dataset(settings.data, settings.tokenizer)
-    rows = settings.micro_batch
-    batches = TokenBatches(dataset.train, settings.data.seq_len, rows, settings.train.seed)
+    # each layer is called once
+    model = replace(settings.model, attention="naive", activation_checkpointing="none")
+    run = resolve(replace(settings, model=model), run_dir / "naive")
+    hardware = run.hardware
+    batches = TokenBatches(run.dataset.train, run.seq_len, run.micro_batch, settings.train.seed)
     inputs, targets = (x.to(hardware.device) for x in batches.batch(0))
     kept: Recorded = []
 
@@ -225,11 +217,10 @@ def record_both(settings: ParitySettings, run_dir: Path) -> dict[str, Recorded]:
     places = {}
     for place in ("before training", "after training"):
         torch.manual_seed(settings.train.seed)
-        with replaced("naive", recorder):
-            model = GPT(config, dataset.vocab_size, settings.data.seq_len, device=hardware.device)
+        model = GPT(run.model, run.vocab_size, run.seq_len, device=hardware.device)
         if place == "after training":
             open_checkpoint(str(run_dir / "naive" / "checkpoints" / "last")).load_weights(model)
-        with hardware.autocast():
+        with attend_with(model, lambda layer, named: recorder), hardware.autocast():
             loss = model(inputs, targets) / targets.numel()
         loss.backward()
         places[place] = list(kept)

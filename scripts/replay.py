@@ -15,7 +15,6 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -23,14 +22,14 @@ from rich.console import Console
 from torch import Tensor
 
 from conf.program import fail
-from model import ATTENTION, GPT, GPTConfig, resolve_attention
+from model import ATTENTION, GPT, GPTConfig, attend_with, resolve_model
 from scripts.parity_verdict import ROOM
-from scripts.variants import nulls, replaced
-from train import training_step
+from scripts.variants import nulls
 from training.capsule import Capsule, open_capsule
 from training.hardware import Hardware, HardwareConfig, set_up
 from training.optimizer import OptimConfig, Optimizer
 from training.random_states import restore_random_states
+from training.step import training_step
 from training.tape import FirstBad, Place, watched
 
 NULL = "naive, disguised"  # the yardstick's name
@@ -116,13 +115,11 @@ def run_step(
         ValueError: that attention cannot run this model here.
     """
     settings = capsule.meta["settings"]
-    config = GPTConfig(**settings["model"])
     # recomputing gives the same bits, and shows each tensor twice
-    config.attention, config.activation_checkpointing = attention, "none"
-    seq_len, features = settings["data"]["seq_len"], config.attention_features(settings["data"]["document_mask"])
-    resolve_attention(attention, hardware.device, hardware.dtype, config.head_dim, features)
-    with replaced(attention, function) if function else nullcontext():
-        model = GPT(config, capsule.meta["vocab_size"], seq_len, device=hardware.device, dtype=hardware.dtype)
+    config = GPTConfig(**settings["model"] | {"attention": attention, "activation_checkpointing": "none"})
+    document_mask = settings["data"]["document_mask"]
+    config, *_ = resolve_model(config, hardware.device, hardware.dtype, document_mask=document_mask)
+    model = GPT(config, capsule.meta["vocab_size"], settings["data"]["seq_len"], device=hardware.device)
     capsule.load_weights(model)
     optimizer = Optimizer(model, OptimConfig(**settings["optim"]), hardware.dtype)
     capsule.load_optimizer(optimizer)
@@ -134,7 +131,7 @@ def run_step(
     inputs, targets = inputs.to(hardware.device), targets.to(hardware.device)
     micro_batch = settings["train"]["micro_batch"] or len(inputs)
     restore_random_states(capsule.random, hardware.device)
-    with watched(model, tape):
+    with attend_with(model, lambda layer, named: function or named), watched(model, tape):
         loss, norm = training_step(model, optimizer, inputs, targets, micro_batch, hardware, starts)
     return Ran(attention, str(hardware.dtype).removeprefix("torch."), loss.item(), norm.item(), tape)
 

@@ -15,13 +15,18 @@ import torch
 
 from conf.program import program
 from data import tokenizer_from_state
-from model import GPT, GPTConfig, generate
+from model import GPT, GPTConfig, generate, resolve_model
 from model.sampling import check_sampling
 from training.checkpoint import META, newest_checkpoint, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 
 # of a checkpoint's description
 NEEDED = {"settings": {"model": {}, "data": {"seq_len": int}}, "tokenizer": {"name": str}, "vocab_size": int}
+
+
+@dataclass
+class SampleModelConfig:
+    attention: str = "auto"  # auto | flash | naive | tiled | sdpa; all else is the checkpoint's
 
 
 @dataclass
@@ -34,7 +39,7 @@ class SampleSettings:
     top_k: int | None = 200  # only the k likeliest tokens; null: all
     top_p: float | None = None  # only the likeliest tokens that make up this probability; null: all
     seed: int = 0
-    attention: str = "auto"  # auto | flash | naive | tiled | sdpa
+    model: SampleModelConfig = field(default_factory=SampleModelConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
@@ -47,7 +52,7 @@ class SampleSettings:
             raise ValueError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
 
 
-@program("sample", SampleSettings)
+@program("tool", SampleSettings)
 def main(settings: SampleSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     checkpoint = open_checkpoint(settings.checkpoint or newest_checkpoint(Path("runs")))
@@ -60,10 +65,9 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
             f"checkpoint {checkpoint.path} has model.{min(unknown)}, which this version does not know; "
             f"use the commit that wrote it ({(checkpoint.meta.get('provenance') or {}).get('commit')})"
         )
-    config = GPTConfig(**trained["model"])
-    config.attention = settings.attention
-    sizes = checkpoint.meta["vocab_size"], trained["data"]["seq_len"]
-    model = GPT(config, *sizes, device=hardware.device, dtype=hardware.dtype)
+    config = GPTConfig(**trained["model"] | {"attention": settings.model.attention})
+    config, *_ = resolve_model(config, hardware.device, hardware.dtype)
+    model = GPT(config, checkpoint.meta["vocab_size"], trained["data"]["seq_len"], device=hardware.device)
     checkpoint.load_weights(model)
 
     prompt = tokenizer.encode_ordinary(settings.prompt) or [tokenizer.eot_token]

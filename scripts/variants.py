@@ -1,33 +1,49 @@
-"""Attention functions that are the naive one in disguise (nulls), or wrong on purpose (mutants).
+"""Attention functions that are the naive one in disguise (nulls), or wrong on purpose (mutants); a run with one.
 
 Nulls are equal to naive attention in exact arithmetic and round differently: the noise that a correct implementation is
-allowed. Mutants have the mistakes that people make in flash attention. Neither is in the model's registry: `replaced`
-puts one there for a while.
+allowed. Mutants have the mistakes that people make in flash attention. Neither is in the model's registry: `train_once`
+hands one to the run.
 """
 
+import contextlib
+import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from conf.schema import Settings
 from kernels import naive_attention
-from model.attention import ATTENTION, tiled
+from model.attention import tiled
+from train import train
 
 Attention = Callable[..., Tensor]
 
 
-@contextmanager
-def replaced(name: str, function: Attention) -> Iterator[None]:
-    """For the duration, models that are built with attention=name call `function`."""
-    before = ATTENTION[name]
-    ATTENTION[name] = function
-    try:
-        yield
-    finally:
-        ATTENTION[name] = before
+def train_once(
+    settings: Settings, folder: Path, *, attention: str = "naive", attend: Attention | None = None
+) -> dict[str, Any]:
+    """One training run in a folder of its own, logged at every step; what it printed is in console.txt there.
+
+    attend: called in place of `attention`.
+
+    Returns the losses (NaN from the step on before which the run stopped), the held-out loss and the log's records.
+    """
+    model, config = replace(settings.model, attention=attention), replace(settings.train, log_every=1)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.compiler.reset()  # a compiled model would keep the function that it was traced with
+    with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
+        summary = train(replace(settings, model=model, train=config), folder, attend=attend)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    losses += [math.nan] * (config.steps - len(losses))
+    val_loss, seconds = summary.get("val_loss", math.nan), summary["seconds"]
+    return {"losses": losses, "val_loss": val_loss, "seconds": seconds, "records": records}
 
 
 # ---- nulls

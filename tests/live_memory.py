@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, resolve_model
 from model.attention import ATTENTION
 from training.optimizer import OptimConfig, Optimizer
 
@@ -54,7 +54,8 @@ def measured(
     config: GPTConfig, vocab_size: int, seq_len: int, rows: int, dtype: torch.dtype, optim: OptimConfig, device: str
 ):
     """Bytes of a second step's moments: what is `held` between steps, after `forward`, and at the `peak`."""
-    model = GPT(replace(config, attention="naive"), vocab_size, seq_len, dtype=dtype)
+    on_cpu, *_ = resolve_model(replace(config, attention="naive"), "cpu", dtype)
+    model = GPT(on_cpu, vocab_size, seq_len)
     with ExitStack() as stack:
         # whether a step is taken depends on numbers, which fake tensors do not have
         stack.enter_context(patch("training.optimizer.step_unless", lambda part, skip: part.step()))

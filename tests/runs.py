@@ -1,8 +1,13 @@
 """Small runs for tests: settings composed as the command line composes them, and what a run left, by its bits."""
 
 import hashlib
+import importlib
 import json
 import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +15,12 @@ import pytest
 import tiktoken.registry
 import torch
 from hydra import compose, initialize_config_module
+from hydra._internal.hydra import Hydra
 from omegaconf import OmegaConf
 
 from conf.program import register, settings_from
 from conf.schema import Settings
+from model import ATTENTION
 from training.checkpoint import Checkpoint
 
 CORPUS = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs.\n" * 60
@@ -30,17 +37,27 @@ SMALL = (
     "train.eval_windows=4",
     "train.sample_tokens=0",
     "logger.wandb=disabled",
-    "hardware=cpu",
+    "hardware.device=cpu",
 )
 
 
-def settings(*overrides: str, schema: type = Settings, config: str = "config"):
-    """The settings that `python train.py <overrides>` would run."""
+def settings(*overrides: str, schema: type = Settings, config: str = "config", experiment: str | None = "quickstart"):
+    """The settings that a program of this schema and experiment would run; by default `python train.py <overrides>`."""
     register(schema)
+    if config == "config" and experiment and not any(override.startswith("experiment=") for override in overrides):
+        overrides = (*overrides, f"experiment={experiment}")
     with initialize_config_module("conf", version_base="1.3"):
         cfg = compose(config, overrides=list(overrides))
     OmegaConf.set_struct(cfg, False)
     return settings_from(cfg, schema)
+
+
+def settings_of(main, *overrides: str):
+    """The settings with which the command line `overrides` would call the `main` of a program."""
+    config, schema, defaults = main.front
+    keys = {override.partition("=")[0] for override in overrides}
+    own = [default for default in defaults if default.partition("=")[0] not in keys and "hydra." not in default]
+    return settings(*own, *overrides, schema=schema, config=config, experiment=None)
 
 
 def small_run(tmp_path: Path, *overrides: str) -> Settings:
@@ -74,6 +91,31 @@ def contents(checkpoint: Checkpoint) -> str:
     return weights + digest(checkpoint.load_state())
 
 
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    error: str
+
+
+def told(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys) -> Outcome:
+    """Run a program's `main` as its command line would: without the seconds that a new interpreter takes."""
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    # Hydra composes everything twice, first for `hydra.mode`, which is not set here: half the time of these tests
+    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
+    capsys.readouterr()
+    code: object = 0
+    try:
+        code = importlib.import_module(program).main()
+    except SystemExit as stopped:
+        code = stopped.code
+    captured = capsys.readouterr()
+    if isinstance(code, str):  # what the interpreter does with it
+        return Outcome(1, captured.out, captured.err + code)
+    return Outcome(int(code or 0), captured.out, captured.err)  # type: ignore[call-overload]
+
+
 CLOCK = ("seconds", "tokens_per_second", "mfu", "mfu_full", "peak_memory_gib")
 
 
@@ -92,3 +134,11 @@ def without_network(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(socket, "getaddrinfo", fail)
     patch.setattr(tiktoken.registry, "ENCODINGS", {})
     patch.setenv("TIKTOKEN_CACHE_DIR", str(folder / "vocabulary"))
+
+
+@contextmanager
+def replaced(name: str, function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """For the duration, models that are built with attention=name call `function`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ATTENTION, name, function)
+        yield

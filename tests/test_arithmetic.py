@@ -90,7 +90,7 @@ def test_the_program_prints_all_of_it(tmp_path, capsys):
 def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, capsys):
     chosen = settings(
         "what=memory", "model=gpt2_124m", "tokenizer=gpt2", "data.seq_len=1024", "train.batch_tokens=65536",
-        "optim=adamw", "model.loss=plain", "model.activation_checkpointing=every_n", schema=ExplainSettings,
+        "optim=adamw", "model.loss=plain", "model.activation_checkpointing=full", schema=ExplainSettings,
         config="explain",
     )  # fmt: skip
     explain.main.__wrapped__(chosen, tmp_path)
@@ -99,7 +99,7 @@ def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, 
         assert words in text
     report = json.loads(text.splitlines()[-1])
     assert report["peak_bytes"] == max(sum(terms.values()) for terms in report["moments"].values())
-    assert [len(terms) for terms in report["layers"]] == 6 * [1, 5]
+    assert [len(terms) for terms in report["layers"]] == 12 * [1]
     with pytest.raises(ValueError, match="what=time is unknown; use attention or memory"):
         ExplainSettings(what="time")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from conf.schema import HardwareConfig
-from kernels.measure import measure
-from scripts import bench_attention, bench_fp8, error_budget
-from scripts.bench_attention import BenchConfig, Cell, charts, check_goals, run_cell, write_csv
+from scripts.bench import attention, error_budget
+from scripts.bench.attention import BenchConfig, BenchSettings, Cell, check_goals, relative_error, run_cell
+from scripts.bench.clock import measure
 
 CPU = torch.device("cpu")
 CELL = Cell("float32", 1, 2, 1, 32, 16, "causal")
@@ -30,26 +30,31 @@ def test_what_a_kernel_refuses_is_a_row_not_an_end():
     assert "error" in row
 
 
-def test_out_of_memory_is_a_row_and_is_marked_in_the_charts(monkeypatch, tmp_path):
-    def full(*args):
-        raise torch.OutOfMemoryError("no")
+def test_out_of_memory_is_a_row_and_is_marked_in_the_charts(monkeypatch, tmp_path, capsys):
+    real = attention.time_cell
 
-    rows = run_cell("naive", CELL, BENCH, CPU)
-    for row in rows:
-        row["peak_extra_mib"] = 1.5
-    monkeypatch.setattr(bench_attention, "time_cell", full)
-    rows += run_cell("naive", Cell("float32", 1, 2, 1, 64, 16, "causal"), BENCH, CPU)
-    assert [row.get("error") for row in rows] == [None, None, "out of memory", "out of memory"]
-    write_csv(tmp_path / "attention.csv", rows, {"machine": "none", "driver": "none"})
+    def full(name, cell, *rest):
+        if cell.seq_len == 64:
+            raise torch.OutOfMemoryError("no")
+        return real(name, cell, *rest) | {"peak_extra_mib": 1.5}
+
+    monkeypatch.setattr(attention, "time_cell", full)
+    bench = BenchConfig(["naive"], seq_len=[32, 64], head_dim=[16], mask=["causal"], hidden=32, budget_ms=1.0)
+    attention.main.__wrapped__(BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row.get("error") for row in found["rows"]] == [None, None, "out of memory", "out of memory"]
+    assert found["provenance"].keys() >= {"commit", "command", "versions", "driver"}
     with (tmp_path / "attention.csv").open() as file:
-        assert [row["error"] for row in csv.DictReader(file)] == ["", "", "out of memory", "out of memory"]
-    charts(tmp_path / "attention.csv", tmp_path)
-    assert (tmp_path / "attention_causal_16_float32.png").is_file()
+        lines = list(csv.DictReader(file))
+    assert [line["error"] for line in lines] == ["", "", "out of memory", "out of memory"]
+    assert {line["commit"] for line in lines} == {found["provenance"]["commit"] or ""}
+    assert json.loads((tmp_path / "attention.json").read_text())["rows"] == found["rows"]
+    assert (tmp_path / "attention_causal_16_bfloat16.png").stat().st_size > 10_000
 
 
 def test_goals_compare_like_with_like():
     def row(name, which, ms, seq_len=1024, peak=1.0):
-        return {"implementation": name, "pass": which, "ms": ms, "seq_len": seq_len, "head_dim": 64, "mask": "causal",
+        return {"attention": name, "pass": which, "ms": ms, "seq_len": seq_len, "head_dim": 64, "mask": "causal",
                 "peak_extra_mib": peak}  # fmt: skip
 
     rows = [row("flash", "forward", 1.0), row("flex", "forward", 1.2), row("sdpa_flash", "forward", 1.25)]
@@ -64,7 +69,7 @@ def test_goals_compare_like_with_like():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"implementations": ["flsh"]}, "bench.implementations=flsh is not one of flash, naive"),
+        ({"attention": ["flsh"]}, "bench.attention=flsh is not one of flash, naive"),
         ({"head_dim": [96]}, "bench.hidden=2048 is no multiple of head_dim 96 x group 1"),
     ],
 )
@@ -80,8 +85,8 @@ def test_the_error_budget_writes_its_table(tmp_path, capsys):
     settings = error_budget.BudgetSettings(budget, HardwareConfig(device="cpu"))
     error_budget.main.__wrapped__(settings, tmp_path)
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert summary["rows"] == 2
-    assert summary["over_twice"] == []
+    assert len(summary["rows"]) == 2
+    assert summary["summary"]["over_twice"] == []
     assert len((tmp_path / "error_budget.md").read_text().splitlines()) == 4
 
 
@@ -93,7 +98,7 @@ def test_the_error_budget_of_8_bits(tmp_path):
     for row in rows.values():
         assert row["by"] == "reference"
         assert 2 * row["bfloat16"] < row["scale a head"] < 0.1
-    assert "| sink | 64 |" in (tmp_path / "error_budget.md").read_text()
+    assert "| sink | 64 | reference |" in (tmp_path / "error_budget.md").read_text()
 
 
 def test_turning_leaves_products_alone():
@@ -101,15 +106,18 @@ def test_turning_leaves_products_alone():
     torch.testing.assert_close(turn @ turn.T, torch.eye(64))
 
 
-def test_the_fp8_benchmark_needs_its_gpu_and_shows_a_row(tmp_path):
-    chosen = bench_fp8.Fp8BenchSettings(hardware=HardwareConfig(device="cpu"))
-    with pytest.raises(ValueError, match="hopper needs a CUDA device; q is on cpu"):
-        bench_fp8.main.__wrapped__(chosen, tmp_path)
-    row = {"head_dim": 128, "seq_len": 8192, "mask": "full", "values_ms": 0.1, "ms": {"fp8": 2.0}}
-    row |= {"tflops": dict.fromkeys(("fp8", "bf16", "cudnn_bf16"), 1.0)}
-    row |= {"relative_error": {"fp8": 0.05, "bf16": 0.004}}
-    cells = [list(column.cells) for column in bench_fp8.table([row]).columns]
-    assert cells == [["128, 8,192 full"], ["1"], ["1"], ["1"], ["5.0 %"], ["5.00 %"], ["0.40 %"]]
+def test_where_the_8_bit_kernel_does_not_run_its_row_says_why():
+    (row,) = run_cell("fp8", Cell("bfloat16", 1, 2, 2, 32, 64, "causal"), BENCH, CPU)
+    assert row["pass"] == "forward"
+    assert "hopper needs a CUDA device; q is on cpu" in row["error"]
+
+
+def test_beside_8_bits_every_forward_row_has_its_error():
+    rows = run_cell("naive", CELL, BenchConfig(["naive", "fp8"], head_dim=[16], hidden=32, budget_ms=1.0), CPU)
+    assert rows[0]["relative_error"] < 1e-6
+    assert "relative_error" not in rows[1]
+    q, k, v, _ = attention.tensors(CELL, CPU)
+    assert relative_error(attention.implementation("naive", CELL, CPU)(q, k, v), q, k, v, causal=False) > 0.1
 
 
 def test_measuring_takes_the_median():

@@ -19,11 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hydra._internal.hydra import Hydra
 from safetensors.torch import load_file
 
 from conf.program import ConfigError
-from tests.runs import CORPUS, SMALL, without_network
+from tests.runs import CORPUS, SMALL, told, without_network
 from training import checkpoint as checkpoints
 from training.runlog import LoggerConfig, wandb_mode
 
@@ -213,7 +212,7 @@ def links(name: str, target: str) -> Setup:
 X, PARQUET, JSONL = (["data.files={p}/x." + kind] for kind in ("txt", "parquet", "jsonl"))
 MINE = ["--config-dir={p}", "experiment=mine"]
 RESUME = ["resume={p}/" + LAST, "train.steps=9"]
-SAMPLE = ["checkpoint={p}/" + LAST, "hardware=cpu", "max_new_tokens=2"]
+SAMPLE = ["checkpoint={p}/" + LAST, "hardware.device=cpu", "max_new_tokens=2"]
 WIKITEXT = ["data=wikitext2", "~data.files", "data.seq_len=32"]
 ROWS = ["hello world " * 10] * 200
 
@@ -329,10 +328,12 @@ DATA = [
         lambda folder: (folder / "manifest.json").unlink())),
     Case("file in place of tokens", [], ["manifest.json cannot be read", "delete {p}/cache/"], in_cache(
         lambda folder: (shutil.rmtree(folder), folder.write_text("")))),
-    Case("prepare: missing", ["text", "--files", "x.txt"], ["data.files=x.txt does not exist"], program="data.prepare"),
-    Case("prepare: unknown text", ["book"], ["'book'", "'embedded'"], program="data.prepare"),
-    Case("prepare: nothing to verify", ["text", "--files", "{p}/corpus.txt", "--cache-dir", "{p}/x", "--verify"],
-         ["does not exist; leave --verify out"], program="data.prepare"),
+    Case("prepare: missing", ["data=text", "data.files=x.txt"], ["data.files=x.txt does not exist"],
+         program="scripts.prepare"),
+    Case("prepare: unknown text", ["data=book"], ["data=book", "embedded"], program="scripts.prepare"),
+    Case("prepare: unknown tokenizer", ["tokenizer=gpt5"], ["tokenizer=gpt5", "gpt2"], program="scripts.prepare"),
+    Case("prepare: nothing to verify", ["data=text", "data.files={p}/corpus.txt", "data.cache_dir={p}/x",
+         "verify=true"], ["does not exist; leave verify=true out"], program="scripts.prepare"),
 ]  # fmt: skip
 
 CHECKPOINTS = [
@@ -404,21 +405,24 @@ CHECKPOINTS = [
              tokenizer={"name": "characters", "alphabet": "\nxyz"}, vocab_size=5))(place))),
     Case("metrics damaged", RESUME, ["first/metrics.jsonl is damaged", "move it away"],
          lambda place: (place.path / "first" / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n')),
-    Case("sample: no run", ["hardware=cpu"], ["no checkpoint under runs/", "checkpoint=PATH"],
+    Case("sample: no run", ["hardware.device=cpu"], ["no checkpoint under runs/", "checkpoint=PATH"],
          program="scripts.sample"),
-    Case("sample: empty folder", ["hardware=cpu"], ["no checkpoint under runs/"], empty_folder, "scripts.sample"),
+    Case("sample: empty folder", ["hardware.device=cpu"], ["no checkpoint under runs/"], empty_folder,
+         "scripts.sample"),
     Case("sample: damaged", SAMPLE, ["model.safetensors is damaged"], in_checkpoint(
         "model.safetensors", lambda content: content[:99]), "scripts.sample"),
     Case("sample: model of another version", SAMPLE, ["model.shape, which this version does not know"], rewritten(
         meta=lambda meta: meta["settings"]["model"].update(shape=3)), "scripts.sample"),
-    Case("sample: unknown tokenizer", SAMPLE, ["tokenizer.name=gpt9", "bytes"], rewritten(
+    Case("sample: unknown tokenizer", SAMPLE, ["tokenizer=gpt9", "bytes"], rewritten(
         meta=lambda meta: meta["tokenizer"].update(name="gpt9")), "scripts.sample"),
     Case("sample: temperature", [*SAMPLE, "temperature=-1"], ["temperature=-1.0", "must be 0"],
          program="scripts.sample"),
     Case("compare: no run", ["{p}/cache"], ["{p}/cache has no metrics.jsonl"], program="scripts.compare"),
+    Case("compare: nothing", [], ["runs=[]", "give the folders"], program="scripts.compare"),
+    Case("compare: unknown flag", ["{p}/first", "--out", "x.png"], ["--out", "key=value"], program="scripts.compare"),
     Case("compare: damaged", ["{p}/first"], ["{p}/first/metrics.jsonl", "damaged"],
          lambda place: (place.path / "first" / "metrics.jsonl").write_text("{"), "scripts.compare"),
-    Case("compare: picture below a file", ["{p}/first", "--out", "{p}/corpus.txt/x.png"], ["--out={p}/corpus.txt/x"],
+    Case("compare: picture below a file", ["{p}/first", "out={p}/corpus.txt/x.png"], ["out={p}/corpus.txt/x"],
          program="scripts.compare"),
 ]  # fmt: skip
 
@@ -453,31 +457,6 @@ CASES = COMMAND_LINES + CONFIGURATIONS + DATA + CHECKPOINTS + ENVIRONMENTS
 
 
 # --- running them
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    error: str
-
-
-def told(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys) -> Outcome:
-    """Run a program's `main` as its command line would: without the seconds that a new interpreter takes."""
-    monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    # Hydra composes everything twice, first for `hydra.mode`, which is not set here: half the time of these tests
-    monkeypatch.setattr(Hydra, "get_mode", lambda *_, **__: None)
-    capsys.readouterr()
-    code: object = 0
-    try:
-        code = importlib.import_module(program).main()
-    except SystemExit as stopped:
-        code = stopped.code
-    captured = capsys.readouterr()
-    if isinstance(code, str):  # what the interpreter does with it
-        return Outcome(1, captured.out, captured.err + code)
-    return Outcome(int(code or 0), captured.out, captured.err)  # type: ignore[call-overload]
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ import train as program
 from kernels import naive_attention
 from model import GPT, GPTConfig
 from scripts import replay
-from scripts.variants import replaced
-from tests.runs import contents, digest, metrics, small_run
+from tests.runs import contents, digest, metrics, replaced, small_run
 from train import train
 from training import guard, loss_scale, nonfinite
 from training.capsule import open_capsule
@@ -222,7 +221,7 @@ def test_a_compiled_run_that_cannot_be_watched_is_diagnosed_by_module_and_that_i
 def check_watched_compiled(device):
     """The compiled model's own dropout masks: the same loss, bit by bit, which the model as it is does not give."""
     torch.manual_seed(0)
-    config = GPTConfig(num_layers=2, num_heads=2, n_embd=32, dropout=0.3, attention="naive")
+    config = GPTConfig(num_layers=2, num_heads=2, n_embd=32, dropout=0.3, attention="naive", loss="plain")
     model = GPT(config, 64, 16, device=device)
     tokens = torch.randint(64, (4, 16), device=device)
     before, counted, named = random_states(device), [], []
@@ -455,7 +454,7 @@ def test_on_the_gpu_compiled_float16_lowers_its_scale_and_is_resumed_with_it(tmp
     """Flash attention and inductor's kernels; the gradient of step 7 overflows by itself, its loss is finite."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    half = (*STORY, "hardware=auto", "hardware.dtype=float16", "hardware.compile=true", "model.attention=flash")
+    half = (*STORY, "hardware.device=auto", "hardware.dtype=float16", "hardware.compile=true", "model.attention=flash")
     half = (*half, "train.steps=24", "train.log_every=1", "optim.lr=5e-3", "train.save_every=10")
     real, steps = program.training_step, iter(range(1, 1000))
 
@@ -512,7 +511,7 @@ def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
         small_run(
             tmp_path,
             *STORY,
-            "hardware=auto",
+            "hardware.device=auto",
             f"hardware.dtype={dtype}",
             f"optim={optim}",
             "model.attention=flash",
@@ -531,7 +530,7 @@ def test_on_the_gpu_a_skipped_step_changes_nothing(tmp_path, monkeypatch, capsys
     """The verdict stays on the device: the end is that of a run whose bad step was left out by hand."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    story = (*STORY, "hardware=auto", f"optim={optim}", "model.attention=flash", f"hardware.compile={compiled}")
+    story = (*STORY, "hardware.device=auto", f"optim={optim}", "model.attention=flash", f"hardware.compile={compiled}")
     story = (*story, "train.on_nonfinite=skip", "train.save_every=100")
     real, seen = program.training_step, []
 

@@ -1,15 +1,19 @@
 """Every configuration composes; mistakes are in tests/test_bad_input.py."""
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
 
-from scripts.bench_training import BenchSettings
+from conf.keys import known_keys
+from conf.program import ConfigError
+from scripts.parity import ParitySettings
 from scripts.sample import SampleSettings
-from tests.runs import settings
+from tests.runs import settings, told
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -29,7 +33,7 @@ def test_experiment_composes(experiment):
 
 @pytest.mark.parametrize(
     ("group", "choice"),
-    [(group, choice) for group in ("model", "tokenizer", "optim", "hardware", "logger") for choice in choices(group)],
+    [(group, choice) for group in ("model", "optim") for choice in choices(group)],
 )
 def test_group_choice_composes(group, choice):
     settings(f"{group}={choice}")
@@ -48,14 +52,23 @@ def test_command_line_wins_over_experiment():
 
 
 def test_other_programs_compose():
-    assert settings(schema=BenchSettings, config="bench_training").model.n_embd == 768
-    assert settings("num_samples=3", schema=SampleSettings, config="sample").num_samples == 3
+    chosen = settings("num_samples=3", "hardware.device=cpu", schema=SampleSettings, config="tool")
+    assert (chosen.num_samples, chosen.hardware.device) == (3, "cpu")
 
 
-def run(*arguments: str, cwd: Path = ROOT, module: str | None = None) -> subprocess.CompletedProcess:
-    program = ["-m", module] if module else [str(ROOT / "train.py")]
+def test_a_tokenizer_is_a_plain_key():
+    assert settings("tokenizer=gpt2").tokenizer == "gpt2"
+    with pytest.raises(ConfigError, match="tokenizer=gpt5 is not known; use one of bytes, characters, gpt2"):
+        settings("tokenizer=gpt5")
+
+
+def test_there_are_few_yaml_files():
+    assert len(list((ROOT / "conf").rglob("*.yaml"))) < 20
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *program, *arguments],
+        [sys.executable, str(ROOT / "train.py"), *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -70,5 +83,23 @@ def test_cfg_and_help_from_another_folder(tmp_path):
     assert "num_layers: 7" in shown.stdout
     help_text = run("--help", cwd=tmp_path)
     assert help_text.returncode == 0
+    assert help_text.stdout.startswith("Train a GPT")
     assert "long_context, parity, parity_gpu, quickstart" in help_text.stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_help_begins_with_the_programs_own_keys_as_they_stand(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shown = told("scripts.parity", ["parity.nulls=5", "--help", "train.steps=7"], monkeypatch, capsys)
+    assert shown.code == 0
+    lines = shown.out.splitlines()
+    keys = [
+        line.split("=")[0].strip()
+        for line in lines[lines.index("== The configuration as it stands (key=value changes it) ==") + 1 :]
+    ]
+    assert [key.partition(".")[0] for key in keys[:5]] == ["parity"] * 5
+    assert sorted(keys) == sorted(key for key, kind in known_keys(ParitySettings).items() if not is_dataclass(kind))
+    assert re.search(r"^  parity\.nulls=5 +runs of the baseline that differ by rounding alone$", shown.out, flags=re.M)
+    assert re.search(r"^  train\.steps=7 +optimizer steps$", shown.out, flags=re.M)
+    assert "hardware.compile=false" in shown.out  # of experiment=parity
+    assert not list(tmp_path.iterdir())

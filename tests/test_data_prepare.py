@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
-from data import DataConfig, TokenizerConfig, hub, open_dataset, prepare
+from data import DataConfig, build_tokenizer, hub, open_dataset
 from data.dataset import digest
 from data.sources import embedded_topics
 from data.textfiles import TextFile, inspect, lines
 from data.wikitext import articles
+from tests.runs import Outcome, told
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 TEXT = "".join(f"line {i} of a text\n" for i in range(200))
@@ -44,7 +45,7 @@ def cache(tmp_path):
 
 def opened(cache, files, tokenizer="bytes", **options):
     data = DataConfig(source="text", files=files, cache_dir=str(cache), **{"seq_len": 8} | options)
-    return open_dataset(data, TokenizerConfig(tokenizer))
+    return open_dataset(data, tokenizer)
 
 
 def write_lines(path, texts):
@@ -112,9 +113,9 @@ def test_characters_come_from_the_training_split(tmp_path, cache):
 
 
 def test_embedded(cache):
-    dataset = open_dataset(DataConfig(cache_dir=str(cache), seq_len=8), TokenizerConfig())
+    dataset = open_dataset(DataConfig(cache_dir=str(cache), seq_len=8), "bytes")
     topics = embedded_topics()
-    other = open_dataset(DataConfig(cache_dir=str(cache), seq_len=8, validation_fraction=0.2), TokenizerConfig())
+    other = open_dataset(DataConfig(cache_dir=str(cache), seq_len=8, validation_fraction=0.2), "bytes")
     assert other.fingerprint != dataset.fingerprint
     held_out = bytes(i for i in dataset.validation[:].tolist() if i < 256).decode()
     assert "".join(topics).endswith(held_out)
@@ -157,12 +158,12 @@ def test_wikitext_from_its_own_files(names, tmp_path, cache):
     data = DataConfig(
         source="wikitext", name="wikitext-2-raw-v1", local_dir=str(tmp_path), cache_dir=str(cache), seq_len=8
     )
-    dataset = open_dataset(data, TokenizerConfig())
+    dataset = open_dataset(data, "bytes")
     assert dataset.manifest["splits"]["train"]["documents"] == 2
     assert list(dataset.tokens) == ["train", "validation"]
     (tmp_path / names[1]).unlink()
     with pytest.raises(ValueError, match=r"no validation split; add one of valid\.txt"):
-        open_dataset(data, TokenizerConfig())
+        open_dataset(data, "bytes")
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not on this machine")
@@ -185,12 +186,12 @@ def test_wikitext_from_the_hub(cache, monkeypatch):
     monkeypatch.setattr(hub, "within_reach", lambda: True)
     data = DataConfig(source="wikitext", name="wikitext-2-raw-v1", cache_dir=str(cache), seq_len=8)
     with pytest.raises(ValueError, match="rows in place of"):
-        open_dataset(data, TokenizerConfig())
+        open_dataset(data, "bytes")
     monkeypatch.setitem(hub._ROWS, "wikitext-2", (len(WIKI_LINES),) * 3)
-    dataset = open_dataset(data, TokenizerConfig())
+    dataset = open_dataset(data, "bytes")
     text = bytes(i for i in dataset.train[:].tolist() if i < 256).decode()
     assert text == "".join(WIKI_LINES)
-    open_dataset(data, TokenizerConfig())
+    open_dataset(data, "bytes")
     assert len(asked) == 2, "a tokenized copy needs no hub"
     assert asked[0] == (("Salesforce/wikitext", "wikitext-2-raw-v1"), {"revision": hub.REVISION})
 
@@ -208,7 +209,7 @@ def test_hub_out_of_reach_is_one_line(failure, cache, monkeypatch):
     monkeypatch.setattr(hub, "within_reach", lambda: False)
     data = DataConfig(source="wikitext", name="wikitext-103-raw-v1", cache_dir=str(cache))
     with pytest.raises(ValueError, match=r"wikitext-103-raw-v1.*data.local_dir=.*data=text data.files=") as refused:
-        open_dataset(data, TokenizerConfig())
+        open_dataset(data, "bytes")
     assert "\n" not in str(refused.value)
     assert not datasets.config.HF_HUB_OFFLINE
     assert not list(cache.iterdir())
@@ -438,21 +439,24 @@ def test_impossible_configuration(values, says):
 
 
 def test_unknown_tokenizer():
-    with pytest.raises(ValueError, match=r"tokenizer\.name=gpt5"):
-        TokenizerConfig("gpt5")
+    with pytest.raises(ValueError, match="tokenizer=gpt5 is not known; use one of bytes"):
+        build_tokenizer("gpt5")
 
 
 # --- the program
 
 
-def test_prepare_and_verify(corpus, cache, capsys):
-    arguments = ["text", "--files", str(corpus), "--cache-dir", str(cache)]
-    with pytest.raises(SystemExit, match="leave --verify out"):
-        prepare.main([*arguments, "--verify"])
-    prepare.main(arguments)
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_prepare_and_verify(corpus, cache, capsys, monkeypatch):
+    def prepare(*more: str) -> Outcome:
+        arguments = ["data=text", f"data.files={corpus}", f"data.cache_dir={cache}", *more]
+        return told("scripts.prepare", arguments, monkeypatch, capsys)
+
+    monkeypatch.chdir(cache.parent)
+    assert "leave verify=true out" in prepare("verify=true").error
+    last = json.loads(prepare().out.splitlines()[-1])
     assert last["splits"]["train"]["tokens"] == int(len(TEXT) * 0.9)
-    prepare.main([*arguments, "--verify"])
+    assert prepare("verify=true").code == 0
     flip_a_byte(Path(last["path"]))
-    with pytest.raises(SystemExit, match="was altered"):
-        prepare.main([*arguments, "--verify"])
+    refused = prepare("verify=true")
+    assert refused.code == 2
+    assert "was altered" in refused.error

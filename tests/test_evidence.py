@@ -1,47 +1,23 @@
 """The program that makes every figure again: its commands are commands, and it says which of them failed."""
 
+import importlib
 import json
 import sys
 from dataclasses import replace
 
 import pytest
 
-from conf.schema import Settings
-from scripts import (
-    bench_attention,
-    bench_loss,
-    bench_training,
-    break_it,
-    error_budget,
-    evidence,
-    explain,
-    invariance,
-    parity,
-    soak,
-)
-from tests.runs import settings
-
-SCHEMAS = {
-    "train": (Settings, "config"),
-    "scripts.parity": (parity.ParitySettings, "parity"),
-    "scripts.bench_attention": (bench_attention.BenchSettings, "bench_attention"),
-    "scripts.bench_loss": (bench_loss.LossBenchSettings, "bench_loss"),
-    "scripts.bench_training": (bench_training.BenchSettings, "bench_training"),
-    "scripts.break_it": (break_it.BreakSettings, "break_it"),
-    "scripts.error_budget": (error_budget.BudgetSettings, "error_budget"),
-    "scripts.invariance": (invariance.InvarianceSettings, "invariance"),
-    "scripts.soak": (soak.SoakSettings, "soak"),
-    "scripts.explain": (explain.ExplainSettings, "explain"),
-}
+from scripts import evidence
+from tests.runs import settings_of
 
 
 @pytest.mark.parametrize("name", evidence.EXPERIMENTS)
 def test_both_forms_are_configurations_of_their_program(name):
     experiment = evidence.EXPERIMENTS[name]
-    schema, config = SCHEMAS[experiment.program]
+    main = importlib.import_module(experiment.program).main
     for overrides in (experiment.overrides, experiment.small):
         filled = [override.format(books="books.txt", wikitext="null") for override in overrides]
-        settings(*filled, schema=schema, config=config)
+        settings_of(main, *filled)
 
 
 def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, monkeypatch):
@@ -57,7 +33,7 @@ def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, 
 
 
 def test_what_is_kept_lies_in_the_experiments_folder(tmp_path):
-    script = replace(evidence.EXPERIMENTS["explain"], overrides=("hardware=cpu", "seq_len=128"))
+    script = replace(evidence.EXPERIMENTS["explain"], overrides=("hardware.device=cpu", "seq_len=128"))
     row = evidence.run("explain", script, evidence.EvidenceSettings(folder=str(tmp_path / "kept")), tmp_path, None)
     assert row["verdict"] == "as expected"
     assert "4BHND" in (tmp_path / "kept" / "explain" / "console.txt").read_text()
@@ -73,5 +49,7 @@ def test_the_command_of_a_figure_can_be_typed(monkeypatch):
 
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "parity.py"), "train.steps=2", "hydra.run.dir=/tmp/x"])
     assert command() == "python -m scripts.parity train.steps=2"
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "bench" / "loss.py"), "tokens=8"])
+    assert command() == "python -m scripts.bench.loss tokens=8"
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), "profile=true"])
     assert command() == "python train.py profile=true"

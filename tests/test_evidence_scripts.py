@@ -5,18 +5,22 @@ import json
 import pytest
 import torch
 
-from scripts import bench_loss, bench_saving, bench_training, break_it
-from scripts.bench_loss import LossBenchSettings
-from scripts.bench_training import BenchSettings
-from scripts.break_it import MISTAKES, BreakSettings
-from tests.runs import settings
+from conf.schema import Settings
+from scripts import break_it
+from scripts.bench import clock, saving
+from scripts.bench import loss as bench_loss
+from scripts.bench import training as bench_training
+from scripts.bench.loss import LossBenchSettings
+from scripts.bench.training import BenchSettings
+from scripts.break_it import MISTAKES
+from tests.runs import settings, settings_of, told
 from training.hardware import HardwareConfig, set_up
 
 
 def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
     chosen = settings(
-        "hardware=cpu", "logger.wandb=disabled", "train.steps=6", f"data.cache_dir={tmp_path}",
-        schema=BreakSettings, config="break_it",
+        "hardware.device=cpu", "logger.wandb=disabled", "train.steps=6", f"data.cache_dir={tmp_path}",
+        schema=Settings, experiment="parity",
     )  # fmt: skip
     break_it.main.__wrapped__(chosen, tmp_path / "run")
     calls = {(c["mistake"], c["dtype"]): c for c in json.loads(capsys.readouterr().out.splitlines()[-1])["calls"]}
@@ -32,19 +36,19 @@ def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
 
 def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch):
     chosen = settings(
-        "hardware=cpu", "model=tiny", "model.num_layers=1", "data.seq_len=16", "train.batch_tokens=64", "bench.steps=1",
-        "bench.warmup_steps=1", "bench.vocab_size=50", "bench.attention=[sdpa,naive]", "bench.seq_len=[16,32]",
-        "bench.checkpointing=[none,selective]", "bench.loss=[chunked]", "bench.micro_batch_tokens=32",
-        schema=BenchSettings, config="bench_training",
+        "hardware.device=cpu", "model=tiny", "model.num_layers=1", "data.seq_len=16", "train.batch_tokens=64",
+        "bench.steps=1", "bench.warmup_steps=1", "bench.vocab_size=50", "bench.attention=[sdpa,naive]",
+        "bench.seq_len=[16,32]", "bench.checkpointing=[none,selective]", "bench.loss=[chunked]",
+        "bench.micro_batch_tokens=32", schema=BenchSettings, experiment=None,
     )  # fmt: skip
-    real = bench_training.timed_steps
+    real = bench_training.figures
 
-    def full(settings, config, seq_len, *rest):
-        if config.attention == "naive" and seq_len == 32:
+    def full(settings, *rest):
+        if settings.model.attention == "naive" and settings.data.seq_len == 32:
             raise torch.OutOfMemoryError
-        return real(settings, config, seq_len, *rest)
+        return real(settings, *rest)
 
-    monkeypatch.setattr(bench_training, "timed_steps", full)
+    monkeypatch.setattr(bench_training, "figures", full)
     bench_training.main.__wrapped__(chosen, tmp_path)
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert len(rows) == 8
@@ -73,26 +77,64 @@ def test_the_losses_are_compared(tmp_path, capsys):
         LossBenchSettings(vocab_size=65, padded_vocab=64)
 
 
+TINY = (
+    "hardware.device=cpu", "model=tiny", "model.num_layers=1", "bench.seq_len=[16]", "data.seq_len=16",
+    "train.batch_tokens=64", "bench.vocab_size=50", "bench.steps=1", "bench.warmup_steps=1",
+)  # fmt: skip
+
+
 def test_a_save_is_paid_for_by_the_loop_once_a_cadence(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_saving, "VOCAB_SIZE", 50)
-    monkeypatch.setattr(bench_saving, "BLOCK_SECONDS", 0.01)
-    calls = []
-    monkeypatch.setattr(bench_saving, "training_step", lambda *_: calls.append(1))
-    monkeypatch.setattr(bench_saving.time, "perf_counter", iter(range(10**6)).__next__)  # every look takes a second
-    chosen = settings("hardware=cpu", "model=tiny", "model.num_layers=1", "data.seq_len=16", "train.batch_tokens=64",
-                      "train.save_every=20")  # fmt: skip
-    bench_saving.main.__wrapped__(chosen, tmp_path)
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert len(calls) == 3 + 10 + 2 * bench_saving.PAIRS * found["block_steps"]
-    assert found["costs_ms"] == [1000.0] * bench_saving.PAIRS  # the look after the call
-    assert found["cost"] == pytest.approx(1000 / (20 * found["step_ms"]))
-    assert found["save_every_at_promise"] == pytest.approx(50_000 / found["step_ms"], abs=1)
+    monkeypatch.setattr(saving, "BLOCK_SECONDS", 0.01)
+    calls, real = [], bench_training.save_cost
+
+    def counted(step, *rest):
+        monkeypatch.setattr(saving.time, "perf_counter", iter(range(10**6)).__next__)  # every look takes a second
+        return real(lambda: calls.append(1), *rest)
+
+    monkeypatch.setattr(bench_training, "save_cost", counted)
+    bench_training.main.__wrapped__(settings_of(bench_training.main, *TINY, "bench.saving=true"), tmp_path)
+    out = capsys.readouterr().out
+    (row,) = json.loads(out.splitlines()[-1])["rows"]
+    assert "what a save costs the loop" in out
+    assert len(calls) == 10 + 2 * saving.PAIRS * row["save_block_steps"]
+    assert row["save_ms"] == row["save_ms_least"] == row["save_ms_most"] == 0.0  # a look at the clock each
+    assert row["checkpoint_mb"] > 0.1
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000005"]
 
 
+@pytest.mark.parametrize("number", ["auto", "2", "null"])
+def test_the_micro_batch_of_a_run_is_that_of_its_benchmark(tmp_path, capsys, number):
+    chosen = settings_of(bench_training.main, *TINY, f"train.micro_batch={number}")
+    bench_training.main.__wrapped__(chosen, tmp_path)
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert row["micro_batch"] == {"auto": 4, "2": 2, "null": 4}[number]
+    assert row["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("bench.attention=[sdpa,fast]", "bench.attention=fast is unknown; use one of auto, flash"),
+        ("bench.seq_len=[16,48]", "bench.seq_len=48 does not divide train.batch_tokens=64; use another"),
+        ("train.micro_batch=3", "train.micro_batch=3 does not divide the 4 sequences"),
+        ("train.micro_batch=some", "train.micro_batch=some must be at least 1 sequence, auto or null"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_trained(tmp_path, monkeypatch, capsys, override, says):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_training, "measure", lambda *_: pytest.fail("trained"))
+    key = override.partition("=")[0]
+    arguments = [*(argument for argument in TINY if argument.partition("=")[0] != key), override]
+    refused = told("scripts.bench.training", arguments, monkeypatch, capsys)
+    assert refused.code == 2
+    assert len(refused.error.splitlines()) == 1
+    assert says in refused.error
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
 def test_parts_of_a_step_are_summed_over_its_micro_batches(monkeypatch):
-    monkeypatch.setattr(bench_training.Mark, "seconds_to", lambda self, later: 1.0)
-    parts = bench_training.Parts(set_up(HardwareConfig(device="cpu")))
+    monkeypatch.setattr(clock.Mark, "seconds_to", lambda self, later: 1.0)
+    parts = clock.Parts(set_up(HardwareConfig(device="cpu")))
     for name in ("forward", "backward", "forward", "backward", "optimizer"):
         with parts(name):
             pass

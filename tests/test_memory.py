@@ -12,10 +12,10 @@ from kernels import unsupported_reason
 from kernels.fused.rotary import rotary_fwd
 from model import GPT, GPTConfig
 from tests.live_memory import measured
-from train import training_step
 from training.hardware import HardwareConfig, set_up
 from training.memory import CUBLAS_BYTES, GIB, Work, block_activations, forecast, weight_copies
 from training.optimizer import OptimConfig, Optimizer
+from training.step import training_step
 
 EVIDENCE = Path(__file__).resolve().parent.parent / ".github" / "evidence" / "training"
 VOCAB = 1000
@@ -29,7 +29,6 @@ SHAPES = {
     "pointwise swiglu": {"activation_checkpointing": "pointwise", "mlp": "swiglu"},
     "full": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
-    "every second": {"activation_checkpointing": "every_n"},
     "naive": {"attention": "naive"},
     "naive, shared heads": {"attention": "naive", "num_kv_heads": 2},
     "naive with dropout": {"attention": "naive", "attention_dropout": 0.1},
@@ -219,7 +218,6 @@ ON_GPU = {  # model, seq_len, micro_batch, micro_batches; hardware, optimizer an
     "124M, 4 micro-batches": (GPT2, 1024, 8, 4, {}),
     "124M, full": (GPT2 | {"activation_checkpointing": "full"}, 4096, 16, 1, {}),
     "124M, selective": (GPT2 | {"activation_checkpointing": "selective"}, 16384, 4, 1, {}),
-    "124M, every third": (GPT2 | {"activation_checkpointing": "every_n", "checkpoint_every": 3}, 16384, 2, 1, {}),
     "124M, naive": (GPT2 | {"attention": "naive"}, 1024, 16, 1, {}),
     "124M, naive, full": (GPT2 | {"attention": "naive", "activation_checkpointing": "full"}, 2048, 16, 1, {}),
     "124M, sdpa": (GPT2 | {"attention": "sdpa"}, 1024, 32, 1, {}),
@@ -265,7 +263,7 @@ def test_measured_peaks_on_this_gpu_are_within_ten_percent(name):
     vocab_size = other.get("vocab_size", 50257)
     shape = (vocab_size, seq_len, micro_batch, micro_batches)
     work = Work(config, *shape, optimizer_name, hardware.dtype, compiled=hardware.compile)
-    model = GPT(config, vocab_size, seq_len, device=hardware.device, dtype=hardware.dtype)
+    model = GPT(config, vocab_size, seq_len, device=hardware.device)
     optimizer = Optimizer(model, OptimConfig(name=optimizer_name))
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
     tokens = torch.randint(vocab_size, (2, micro_batch * micro_batches, seq_len), device=hardware.device)

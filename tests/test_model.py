@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import ATTENTION, GPT, GPTConfig, resolve_attention
+from model import ATTENTION, GPT, GPTConfig, resolve_attention, resolve_model
 from model.embedding import embed, embedding_bwd
 
 VOCAB = 65  # padded to 128
@@ -16,7 +16,7 @@ SEQ_LEN = 32
 
 
 def small_config(**changes) -> GPTConfig:
-    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "n_embd": 64, "attention": "sdpa"}
+    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "n_embd": 64, "attention": "sdpa", "loss": "plain"}
     return GPTConfig(**(sizes | changes))
 
 
@@ -89,8 +89,6 @@ def test_auto_takes_sdpa_off_cuda_and_says_why():
     name, reason = resolve_attention("auto", "cpu", torch.float32, 64)
     assert name == "sdpa"
     assert "cpu" in reason
-    model = small_gpt(attention="auto")
-    assert (model.attention, model.attention_reason) == (name, reason)
 
 
 @pytest.mark.parametrize("name", ["naive", "tiled", "sdpa"])
@@ -107,15 +105,19 @@ def test_an_explicit_name_that_cannot_run_raises_with_the_reason(monkeypatch):
     assert "flash needs a better machine" in reason
 
 
-def test_a_moved_model_does_not_keep_the_choice_of_auto_in_silence():
-    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    with pytest.raises(ValueError, match=r"auto chose sdpa for cpu .* GPT\(\.\.\., device='meta'\)"):
-        small_gpt(attention="auto").to("meta")(tokens)
-    assert small_gpt(attention="sdpa").to("meta")(tokens).shape == (
-        1,
-        4,
-        VOCAB,
-    )  # a name goes where it is told
+@pytest.mark.parametrize("key", ["attention", "loss"])
+def test_a_model_takes_resolved_names_only(key):
+    with pytest.raises(ValueError, match=rf"model\.{key}=auto is not yet a choice; give GPT what resolve_model makes"):
+        small_gpt(**{key: "auto"})
+
+
+def test_resolving_leaves_the_configuration_as_it_is():
+    config = small_config(attention="auto", loss="auto")
+    found, why_attention, why_loss = resolve_model(config, "cpu", torch.float32)
+    assert (config.attention, config.loss) == ("auto", "auto")
+    assert (found.attention, found.loss) == ("sdpa", "plain")
+    assert why_attention == "auto: the device is cpu, flash is for CUDA"
+    assert why_loss == "auto: the device is cpu"
 
 
 def test_auto_takes_flash_on_cuda(monkeypatch):
@@ -257,7 +259,6 @@ def test_parameters_are_counted():
     model = small_gpt(tie_embeddings=False)
     attention = 64 * (64 + 2 * 32) + 64 * 64
     hidden = 2 * (attention + 2 * 64 * 256)
-    assert model.num_parameters(non_embedding=True) == hidden
     assert model.num_parameters() == hidden + 2 * 128 * 64
     assert small_gpt().num_parameters() == hidden + 128 * 64
 
@@ -271,10 +272,8 @@ def test_swiglu_has_as_many_weights_as_gelu():
 # ---- recomputation and compilation
 
 
-@pytest.mark.parametrize(
-    ("mode", "every"), [("pointwise", 2), ("full", 2), ("every_n", 2), ("every_n", 3), ("selective", 2)]
-)
-def test_recomputation_changes_no_bit_of_the_gradients(mode, every):
+@pytest.mark.parametrize("mode", ["pointwise", "full", "selective"])
+def test_recomputation_changes_no_bit_of_the_gradients(mode):
     tokens, targets = batch()
 
     def run(**changes) -> dict[str, torch.Tensor]:
@@ -282,12 +281,12 @@ def test_recomputation_changes_no_bit_of_the_gradients(mode, every):
         torch.manual_seed(7)  # the dropout masks
         return loss_and_gradients(model, tokens, targets)
 
-    expected, actual = run(), run(activation_checkpointing=mode, checkpoint_every=every)
+    expected, actual = run(), run(activation_checkpointing=mode)
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
-    ("mode", "forwards"), [("none", [1, 1, 1]), ("full", [2, 2, 2]), ("every_n", [2, 1, 2]), ("selective", [2, 2, 2])]
+    ("mode", "forwards"), [("none", [1, 1, 1]), ("pointwise", [1, 1, 1]), ("full", [2, 2, 2]), ("selective", [2, 2, 2])]
 )
 def test_only_the_chosen_blocks_run_twice(mode, forwards):
     model = small_gpt(num_layers=3, activation_checkpointing=mode)
@@ -300,7 +299,7 @@ def test_only_the_chosen_blocks_run_twice(mode, forwards):
 
 @pytest.mark.parametrize(
     ("backend", "mode"),
-    [("sdpa", "every_n"), ("sdpa", "pointwise"), ("flash", "none"), ("flash", "full"), ("flash", "selective")],
+    [("sdpa", "full"), ("sdpa", "pointwise"), ("flash", "none"), ("flash", "full"), ("flash", "selective")],
 )
 def test_compiles_into_one_graph(backend, mode):
     needs(backend)
@@ -339,7 +338,7 @@ def test_flash_trains_like_sdpa_on_the_gpu(mode):
     def losses(attention: str) -> list[float]:
         config = small_config(n_embd=256, attention=attention, activation_checkpointing=mode)
         generator = torch.Generator().manual_seed(0)
-        model = GPT(config, VOCAB, 256, device="cuda", dtype=torch.bfloat16, generator=generator)
+        model = GPT(config, VOCAB, 256, device="cuda", generator=generator)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         compiled = torch.compile(model, fullgraph=True)
         tokens, targets = (t.cuda() for t in batch(rows=4, length=255))
@@ -367,7 +366,6 @@ def test_flash_trains_like_sdpa_on_the_gpu(mode):
         ({"num_layers": 0}, "model.num_layers=0 must be at least 1"),
         ({"num_kv_heads": 0}, "model.num_kv_heads=0 must be at least 1"),
         ({"mlp_hidden": -3}, "model.mlp_hidden=-3 must be at least 1"),
-        ({"checkpoint_every": 0}, "model.checkpoint_every=0 must be at least 1"),
         ({"n_embd": 66}, "model.n_embd=66 is not a multiple of model.num_heads=4; use n_embd=68"),
         ({"num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=4; use one of 1, 2, 4"),
         ({"n_embd": 60}, "odd head_dim 15, and RoPE turns pairs; use n_embd=64"),
@@ -378,12 +376,7 @@ def test_flash_trains_like_sdpa_on_the_gpu(mode):
         ({"rope_base": 0.0}, "model.rope_base=0.0 must be a number above 1"),
         ({"mlp": "silu"}, "model.mlp=silu is unknown; use one of gelu, swiglu, relu2"),
         ({"attention": "fa2"}, "model.attention=fa2 is unknown; use one of auto, flash, naive, tiled, sdpa"),
-        ({"activation_checkpointing": "all"}, "is unknown; use one of none, pointwise, full, every_n, selective"),
-        ({"attention": "flash", "n_embd": 32}, "attention=flash does not support head_dim 8 (16 to 256)"),
-        (
-            {"attention": "flash", "n_embd": 4 * 320},
-            "attention=flash does not support head_dim 320 (16 to 256)",
-        ),
+        ({"activation_checkpointing": "all"}, "is unknown; use one of none, pointwise, full, selective"),
     ],
 )
 def test_an_impossible_configuration_is_refused_in_one_line(changes, message):
@@ -392,15 +385,10 @@ def test_an_impossible_configuration_is_refused_in_one_line(changes, message):
     assert "\n" not in str(error.value)
 
 
-def test_the_head_dims_of_the_configuration_are_the_kernels_own():
-    from kernels import unsupported_reason
-    from model.config import FLASH_HEAD_DIMS
-
-    smallest, largest = FLASH_HEAD_DIMS
-    for head_dim in (smallest - 1, largest + 1):
-        assert f"head_dim {head_dim}" in unsupported_reason("cpu", torch.float32, head_dim)
-    for head_dim in (smallest, largest):
-        assert "head_dim" not in (unsupported_reason("cpu", torch.float32, head_dim) or "")
+@pytest.mark.parametrize("n_embd", [32, 4 * 320])
+def test_a_head_dim_that_flash_cannot_take_is_refused_before_the_model_is_built(n_embd):
+    with pytest.raises(ValueError, match=rf"attention=flash cannot run: head_dim {n_embd // 4} .*\(16 to 256\)"):
+        resolve_model(small_config(attention="flash", n_embd=n_embd), "cuda", torch.bfloat16)
 
 
 def test_a_changed_configuration_is_checked_again():

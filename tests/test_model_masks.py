@@ -7,16 +7,17 @@ import torch
 
 from data import document_starts
 from kernels import place_documents
-from model import GPT, GPTConfig, resolve_attention
+from model import GPT, GPTConfig, resolve_attention, resolve_model
 from model.gpt import positions_in
-from training.documents import packed_rows
+from training.step import packed_rows
 
 VOCAB, SEQ_LEN, END = 20, 24, 0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def gpt(attention: str, **changes) -> GPT:
-    config = GPTConfig(num_layers=2, num_heads=2, num_kv_heads=1, n_embd=32, attention=attention, **changes)
+    sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "n_embd": 32}
+    config = GPTConfig(**sizes, attention=attention, loss="plain", **changes)
     return GPT(config, VOCAB, SEQ_LEN, device=DEVICE, generator=torch.Generator().manual_seed(0))
 
 
@@ -123,7 +124,9 @@ def test_attention_dropout_is_one_mask_for_all_backends(mode):
     model = gpt("naive", attention_dropout=0.3).eval()
     assert torch.equal(model(tokens), gpt("naive").eval()(tokens))
     with pytest.raises(ValueError, match="attention=sdpa cannot run: dropout in float32 is not supported"):
-        gpt("sdpa", attention_dropout=0.3)
+        resolve_model(GPTConfig(attention="sdpa", attention_dropout=0.3), "cpu", torch.float32)
+    with pytest.raises(ValueError, match="dropout in float32 is not supported by sdpa"):
+        gpt("sdpa", attention_dropout=0.3)(tokens)
 
 
 def test_refusals_come_from_the_support_matrix():

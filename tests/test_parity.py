@@ -5,23 +5,26 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.parity import ParitySettings, run_parity
+from scripts import variants
+from scripts.parity import ParitySettings, run_parity, with_one_micro_batch
 from scripts.parity_verdict import judge, noise
 from scripts.variants import MUTANTS
 from tests.runs import settings
+from training import run
 
 
 def test_every_mutant_is_caught_and_true_attention_passes(tmp_path):
     overrides = [
-        "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.backends=[tiled,sdpa]", "logger.wandb=disabled",
-        "hardware=cpu", f"data.cache_dir={tmp_path}", f"parity.mutants={json.dumps(list(MUTANTS))}",
+        "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.attention=[tiled,sdpa]", "logger.wandb=disabled",
+        "hardware.device=cpu", f"data.cache_dir={tmp_path}", f"parity.mutants={json.dumps(list(MUTANTS))}",
     ]  # fmt: skip
-    report = run_parity(settings(*overrides, schema=ParitySettings, config="parity"), tmp_path / "parity")
+    report = run_parity(settings(*overrides, schema=ParitySettings, experiment="parity"), tmp_path / "parity")
     verdicts = report["verdicts"]
     for name in ("tiled", "sdpa"):
         assert verdicts[name]["passes"], verdicts[name]
@@ -34,12 +37,42 @@ def test_every_mutant_is_caught_and_true_attention_passes(tmp_path):
         assert (tmp_path / "parity" / file).stat().st_size > 0
 
 
+def test_one_micro_batch_is_chosen_for_all_runs_before_anything_is_trained(tmp_path, monkeypatch):
+    """train.micro_batch=auto: the most that fits with every attention; and a refusal costs no training."""
+    overrides = [
+        "train.steps=8", "parity.attention=[tiled,sdpa]", "train.micro_batch=auto", "hardware.device=cpu",
+        f"data.cache_dir={tmp_path}", "logger.wandb=disabled",
+    ]  # fmt: skip
+    chosen = settings(*overrides, schema=ParitySettings, experiment="parity")
+    fits, real = {"naive": 2, "tiled": 4, "sdpa": 4}, run.plan_memory
+
+    def plan_memory(settings, model, hardware, vocab_size):
+        return real(settings, model, hardware, vocab_size).with_micro_batch(fits[model.attention])
+
+    monkeypatch.setattr(run, "plan_memory", plan_memory)
+    assert with_one_micro_batch(chosen, tmp_path / "parity").train.micro_batch == 2
+    assert chosen.train.micro_batch == "auto"
+    monkeypatch.undo()
+    monkeypatch.setattr(variants, "train", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(ValueError, match="window in float32 is not supported by sdpa"):
+        run_parity(replace(chosen, model=replace(chosen.model, window=5)), tmp_path / "parity")
+
+
+def test_parity_with_a_micro_batch_that_is_chosen(tmp_path):
+    overrides = [
+        "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.attention=[sdpa]", "train.micro_batch=auto",
+        "hardware.device=cpu", f"data.cache_dir={tmp_path}", "logger.wandb=disabled",
+    ]  # fmt: skip
+    chosen = settings(*overrides, schema=ParitySettings, experiment="parity")
+    assert run_parity(chosen, tmp_path / "parity")["verdicts"]["sdpa"]["passes"]
+
+
 def test_dropout_is_compared_with_one_mask(tmp_path):
     overrides = [
-        "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.backends=[tiled]", "logger.wandb=disabled",
-        "hardware=cpu", f"data.cache_dir={tmp_path}", "model.attention_dropout=0.2",
+        "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.attention=[tiled]", "logger.wandb=disabled",
+        "hardware.device=cpu", f"data.cache_dir={tmp_path}", "model.attention_dropout=0.2",
     ]  # fmt: skip
-    chosen = settings(*overrides, schema=ParitySettings, config="parity")
+    chosen = settings(*overrides, schema=ParitySettings, experiment="parity")
     verdict = run_parity(chosen, tmp_path / "parity")["verdicts"]["tiled"]
     assert verdict["passes"], verdict
     assert verdict["distances"]["whole"] < 1e-5
@@ -93,7 +126,7 @@ def test_as_typed_without_a_gpu(tmp_path):
     done = subprocess.run(
         [
             sys.executable, "-m", "scripts.parity", "train.steps=6", "train.batch_tokens=32", "model.num_layers=1",
-            "parity.nulls=4", "parity.seeds=2", "parity.backends=[flash]", "logger.wandb=disabled",
+            "parity.nulls=4", "parity.seeds=2", "parity.attention=[flash]", "logger.wandb=disabled",
             f"data.cache_dir={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}",
         ],
         cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True, check=False,

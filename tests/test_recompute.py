@@ -38,7 +38,7 @@ def step(
     sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "n_embd": 32, "mlp": "swiglu", "qk_norm": True}
     # sdpa has no attention dropout
     rates = {"dropout": 0.2, "attention_dropout": 0.0 if attention == "sdpa" else 0.3}
-    config = GPTConfig(**(sizes | rates | changes), attention=attention, activation_checkpointing=mode)
+    config = GPTConfig(**(sizes | rates | changes), attention=attention, loss="plain", activation_checkpointing=mode)
     model = GPT(config, VOCAB, SEQ_LEN, generator=torch.Generator().manual_seed(0)).train()
     forward = model if backend is None else torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     tokens = torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
@@ -79,7 +79,8 @@ def test_each_dropout_alone_draws_its_masks_again(dropout):
 def test_without_gradients_nothing_is_checkpointed(monkeypatch, mode):
     """It would read the random state for every block and token that is sampled."""
     monkeypatch.setattr("model.recompute.checkpoint", lambda *_, **__: pytest.fail("checkpointed"))
-    model = GPT(GPTConfig(2, 2, n_embd=32, attention="sdpa", activation_checkpointing=mode), VOCAB, SEQ_LEN)
+    config = GPTConfig(2, 2, n_embd=32, attention="sdpa", loss="plain", activation_checkpointing=mode)
+    model = GPT(config, VOCAB, SEQ_LEN)
     tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
     with torch.no_grad():
         model(tokens, tokens)
@@ -141,7 +142,7 @@ def test_only_products_that_are_not_kept_are_done_again(backend):
     last = [((32, 128), (128, 32))] if backend else []
     again = {mode: count - done["none"] for mode, count in done.items()}
     for mode, count in again.items():
-        expected = {"full": [qkv, out, up, *last], "every_n": [qkv, out, up], "selective": [up, *last]}.get(mode, [])
+        expected = {"full": [qkv, out, up, *last], "selective": [up, *last]}.get(mode, [])
         assert count == Counter(expected), mode
 
 

@@ -17,8 +17,8 @@ from model.attention import naive
 from scripts.parity_verdict import ROOM
 from scripts.replay import Ran, Tape, first_parting
 from scripts.replay import main as replay
-from scripts.variants import MUTANTS, replaced
-from tests.runs import digest, small_run
+from scripts.variants import MUTANTS
+from tests.runs import digest, replaced, small_run
 from tests.test_bad_steps import BAD, STORY, Faulty
 from train import train
 from training import loss_scale
@@ -129,7 +129,7 @@ def test_on_the_gpu_every_attention_in_both_formats(tmp_path, capsys):
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     attention = Faulty(function=flash_attention)
-    story = (*STORY, "hardware=auto", "hardware.compile=false", "model.attention=flash", "train.steps=6")
+    story = (*STORY, "hardware.device=auto", "hardware.compile=false", "model.attention=flash", "train.steps=6")
     with replaced("flash", attention):
         train(small_run(tmp_path, *story), tmp_path / "run")
         hits = attention.hits

@@ -14,7 +14,7 @@ SEQ_LEN = 32
 
 def small_gpt(**changes) -> GPT:
     """A model whose logits are far enough apart that its greedy text does not hang on rounding."""
-    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "n_embd": 64, "attention": "sdpa"}
+    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "n_embd": 64, "attention": "sdpa", "loss": "plain"}
     sizes["tie_embeddings"] = False  # an untrained tied head repeats its input
     generator = torch.Generator().manual_seed(0)
     model = GPT(GPTConfig(**(sizes | changes)), VOCAB, SEQ_LEN, generator=generator)

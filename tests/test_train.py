@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.compare import main as compare
-from tests.runs import SMALL, settings, small_run
+from tests.runs import SMALL, settings, small_run, told
 from train import train
 from training.checkpoint import open_checkpoint
 
@@ -50,16 +49,18 @@ def test_a_run_learns_and_leaves_its_story(tmp_path):
     assert meta["settings"]["model"]["attention"] == "sdpa"  # the resolved name, never "auto"
 
 
-def test_compare_draws_finished_runs_and_refuses_others(tmp_path, capsys):
+def test_compare_draws_finished_runs_and_refuses_others(tmp_path, capsys, monkeypatch):
     runs = [tmp_path / name for name in ("one", "two")]
     for run_dir in runs:
         train(small_run(tmp_path, "train.steps=3", "train.log_every=1"), run_dir)
-    assert compare([*map(str, runs), "--out", str(tmp_path / "curves.png")]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    monkeypatch.chdir(tmp_path)
+    done = told("scripts.compare", ["one", str(tmp_path / "two"), "out=curves.png"], monkeypatch, capsys)
+    rows = json.loads(done.out.splitlines()[-1])["runs"]
     assert [row["tokens"] for row in rows] == [3 * 256] * 2
     assert (tmp_path / "curves.png").stat().st_size > 10_000
-    assert compare([str(tmp_path / "three")]) == 2
-    assert "has no metrics.jsonl" in capsys.readouterr().err
+    refused = told("scripts.compare", ["three"], monkeypatch, capsys)
+    assert refused.code == 2
+    assert "three has no metrics.jsonl" in refused.error
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
@@ -169,7 +170,15 @@ def test_the_command_line_end_to_end(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "corpus.txt", "runs"]  # nothing strays
 
     sampled = subprocess.run(
-        [sys.executable, "-m", "scripts.sample", "prompt=the", "max_new_tokens=9", "num_samples=2", "hardware=cpu"],
+        [
+            sys.executable,
+            "-m",
+            "scripts.sample",
+            "prompt=the",
+            "max_new_tokens=9",
+            "num_samples=2",
+            "hardware.device=cpu",
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -1,8 +1,8 @@
 """Evaluation on fixed windows, the unigram model that a trained GPT has to beat, and samples of what it would write.
 
 Protocol: `windows` non-overlapping windows of seq_len tokens, evenly spaced over the validation split; each target is
-predicted from the tokens before it in its window (a context of 1 to seq_len tokens, stride seq_len). Words are runs of
-characters between white space in the decoded targets, bytes are the decoded targets' UTF-8.
+predicted from the tokens before it in its window (a context of 1 to seq_len tokens, stride seq_len). Bytes are the
+decoded targets' UTF-8.
 """
 
 import math
@@ -15,8 +15,8 @@ from torch import nn
 
 from data import Dataset, document_starts
 from model import GPT, generate
-from training.documents import packed_rows
 from training.hardware import Hardware
+from training.step import packed_rows
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,12 @@ class EvaluationSet:
 
     inputs: torch.Tensor
     targets: torch.Tensor
-    words: int
     bytes: int
 
     @classmethod
     def of(cls, windows: tuple[torch.Tensor, torch.Tensor], tokenizer: tiktoken.Encoding) -> "EvaluationSet":
         inputs, targets = windows
-        text = [tokenizer.decode_bytes(row) for row in targets.tolist()]
-        words = sum(len(t.decode("utf-8", errors="replace").split()) for t in text)
-        return cls(inputs, targets, words, sum(map(len, text)))
+        return cls(inputs, targets, sum(len(tokenizer.decode_bytes(row)) for row in targets.tolist()))
 
     @property
     def protocol(self) -> dict[str, int]:
@@ -46,17 +43,15 @@ class EvaluationSet:
             "context_tokens": seq_len,
             "stride_tokens": seq_len,
             "tokens": self.targets.numel(),
-            "words": self.words,
             "bytes": self.bytes,
         }
 
     def metrics(self, mean_loss: float) -> dict[str, float]:
-        """Loss (nats a token) and its three translations; exp overflows to inf, never raises."""
+        """Loss (nats a token) and its two translations; exp overflows to inf, never raises."""
         nats = mean_loss * self.targets.numel()
         return {
             "val_loss": mean_loss,
             "val_perplexity": _exp(mean_loss),
-            "val_word_perplexity": _exp(nats / max(1, self.words)),
             "val_bits_per_byte": nats / math.log(2) / max(1, self.bytes),
         }
 

@@ -16,7 +16,7 @@ from kernels.fused.linear_cross_entropy import CHUNK_TOKENS
 from model import GPTConfig
 from model.config import round_up
 from model.gpt import VOCAB_MULTIPLE
-from model.recompute import is_recomputed
+from model.recompute import recomputes_blocks
 
 STREAM = 4  # bytes of a number of weights, gradients, statistics and the residual stream: float32
 TOKEN_ID = 8  # int64
@@ -145,7 +145,7 @@ def kept_activations(work: Work, layer: int) -> Terms:
     mode = model.activation_checkpointing
     if mode == "pointwise":
         terms["MLP"] = work.tokens * work.dtype.itemsize * work.up
-    if not is_recomputed(mode, model.checkpoint_every, layer):
+    if not recomputes_blocks(mode):
         return terms
     kept = {"residual stream": work.tokens * STREAM * model.n_embd}
     if mode == "selective":
@@ -162,7 +162,7 @@ def forecast(work: Work) -> Forecast:
     block, last = block_activations(work), layers[-1]
     kept = sum(sum(terms.values()) for terms in layers) + (tokens * width if model.dropout else 0)  # the embedding's
     with_last = at_mlp = kept + max(0, sum(block.values()) - sum(last.values()))  # backward brings back what it dropped
-    is_whole = not is_recomputed(model.activation_checkpointing, model.checkpoint_every, model.num_layers - 1)
+    is_whole = not recomputes_blocks(model.activation_checkpointing)
 
     gradients = STREAM * work.weights
     accumulated = gradients if work.micro_batches > 1 else 0
@@ -223,7 +223,7 @@ def weight_copies(work: Work, *, in_forward: bool = False) -> int:
         return 0
     layers = range(model.num_layers)
     mode = model.activation_checkpointing
-    kept = [layer for layer in layers if in_forward or not is_recomputed(mode, model.checkpoint_every, layer)]
+    kept = [layer for layer in layers if in_forward or not recomputes_blocks(mode)]
     recast = work.matrices["down"] if mode == "pointwise" and not in_forward else 0
     return size * len(kept) * (sum(work.matrices.values()) - recast)
 

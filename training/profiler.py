@@ -38,22 +38,23 @@ def region(name: str) -> Iterator[None]:
             torch.cuda.nvtx.range_pop()
 
 
+def refuse_too_few(steps: int) -> None:
+    """ValueError where `steps`, those that are left to run, are too few to record any."""
+    if steps < STEPS_NEEDED:
+        raise ValueError(
+            f"profile=true needs {STEPS_NEEDED} steps ({SKIPPED_STEPS + WARMUP_STEPS} to settle, {RECORDED_STEPS} "
+            f"to record) and there are {steps}; raise train.steps"
+        )
+
+
 class StepProfiler:
     """Open with `with` and call `step()` after each training step; the steps after the first four are recorded.
 
     `folder` gets `trace.json.gz`, for https://ui.perfetto.dev or chrome://tracing, and `profile.json`, the time by
     group and by kernel, which is printed too. Recording changes no number of the run.
-
-    Raises:
-        ValueError: fewer than STEPS_NEEDED steps are left to run.
     """
 
-    def __init__(self, folder: Path, hardware: Hardware, steps: int, console: Console):
-        if steps < STEPS_NEEDED:
-            raise ValueError(
-                f"profile=true needs {STEPS_NEEDED} steps ({SKIPPED_STEPS + WARMUP_STEPS} to settle, {RECORDED_STEPS} "
-                f"to record) and there are {steps}; raise train.steps"
-            )
+    def __init__(self, folder: Path, hardware: Hardware, console: Console):
         self.folder, self._hardware, self._console = folder, hardware, console
         self._steps_done, self._written = 0, False
         on_cuda = hardware.device.type == "cuda"

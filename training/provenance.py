@@ -38,8 +38,9 @@ def write_description(run_dir: Path, settings: dict, manifest: dict, protocol: d
 def command() -> str:
     """What was typed, without where its output went."""
     program = Path(sys.argv[0]).resolve()
-    is_module = program.parent.parent == ROOT
-    typed = f"python -m {program.parent.name}.{program.stem}" if is_module else f"python {program.name}"
+    typed = f"python {program.name}"
+    if ROOT in program.parent.parents:
+        typed = "python -m " + ".".join(program.relative_to(ROOT).with_suffix("").parts)
     return " ".join([typed, *(a for a in sys.argv[1:] if not a.startswith("hydra.run.dir="))])
 
 

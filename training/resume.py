@@ -13,7 +13,7 @@ from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
 # keys of the model group that say how the network is computed or regularised, not what its weights mean
-MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "checkpoint_every", "dropout", "attention_dropout")
+MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "dropout", "attention_dropout")
 
 # what a run cannot go on without. The place in the data and in the schedule is the step: both are functions of it
 NEEDED_META = {

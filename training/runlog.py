@@ -74,8 +74,9 @@ class RunLog:
         first_step: int,
         steps: int,
         resumes: bool = False,
+        wandb: tuple[str, str] | None = None,  # mode and why, where `wandb_mode` was asked before
     ):
-        mode = wandb_mode(config)  # refuses before anything is written
+        mode = wandb or wandb_mode(config)  # refuses before anything is written
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False)

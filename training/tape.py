@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from model import GPT
+from model import GPT, attend_with
 
 See = Callable[[str, str, Tensor], None]  # module, tensor, value
 Place = tuple[str, str]  # module, tensor
@@ -69,9 +69,10 @@ def watched_compiled(model: GPT, see: Callable[[str, str, int, int], None]) -> I
 def forward_watched(model: GPT, show: See) -> Iterator[None]:
     """As `watched`, for the forward pass; `show` gets the tensors as they are, part of autograd's graph."""
     handles: list[torch.utils.hooks.RemovableHandle] = []
-    attends = {block.attention: block.attention.attend for block in model.blocks}
 
-    def showing(module: str, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def showing(layer: int, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        module = f"blocks.{layer}.attention"
+
         def call(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
             for tensor, value in (("q", q), ("k", k), ("v", v)):
                 show(module, tensor, value)
@@ -83,19 +84,16 @@ def forward_watched(model: GPT, show: See) -> Iterator[None]:
 
     first, blocks = model.blocks[0], set(model.blocks)
     for name, module in model.named_modules():
-        if module in attends:
-            module.attend = showing(name, module.attend)
-        elif module in blocks or isinstance(module, nn.Linear):
+        if module in blocks or isinstance(module, nn.Linear):
             handles.append(module.register_forward_hook(lambda _m, _i, out, name=name: show(name, "output", out)))
     handles.append(first.register_forward_pre_hook(lambda _m, inputs: show("embedding", "x", inputs[0])))
     handles.append(model.register_forward_hook(lambda _m, _i, out: show("head", "loss", out)))
     try:
-        yield
+        with attend_with(model, showing):
+            yield
     finally:
         for handle in handles:
             handle.remove()
-        for module, attend in attends.items():
-            module.attend = attend
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How wrong attention is: `python -m scripts.error_budget` holds ours, PyTorch's formula and SDPA to float64.
+"""How wrong attention is: `python -m scripts.bench.error_budget` holds ours, PyTorch's formula and SDPA to float64.
 
 For each feature, dtype and head dimension: the largest error of O, dQ, dK and dV, ours beside the plain PyTorch
 formula in the same precision and beside scaled_dot_product_attention, and the bias of O: its mean signed error over
@@ -10,16 +10,14 @@ one a head, and with q and k turned before rounding; by the kernel where it runs
 to the terminal and, as Markdown and JSON, to the run's folder. The last line is one JSON object.
 """
 
-import json
 import math
 import statistics
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.markdown import Markdown
 from torch import Tensor
 
 from conf.program import program
@@ -33,10 +31,9 @@ from kernels import (
     quantize_per_head,
 )
 from kernels.hopper.when import hopper_fp8_unsupported_reason
-from training.hardware import HardwareConfig, set_up
-from training.provenance import provenance
+from scripts.bench.report import Columns, Report, Row, markdown, table
+from training.hardware import DTYPES, HardwareConfig, set_up
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TENSORS = ("o", "dq", "dk", "dv")
 CASES = {
     "full": {},
@@ -59,7 +56,7 @@ FP8_METHODS = ("bfloat16", "one scale", "scale a head", "scale a head, turned")
 @dataclass
 class BudgetConfig:
     cases: list[str] = field(default_factory=lambda: list(CASES))
-    dtypes: list[str] = field(default_factory=lambda: list(DTYPES))  # bfloat16 | float16 | float32
+    dtypes: list[str] = field(default_factory=lambda: ["bfloat16", "float16", "float32"])
     head_dim: list[int] = field(default_factory=lambda: [64, 128])
     seq_len: int = 1024  # tokens of queries and of keys
     num_heads: int = 4
@@ -81,7 +78,7 @@ class BudgetSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 
-@program("error_budget", BudgetSettings)
+@program("tool", BudgetSettings, run_dir="runs/error_budget")
 def main(settings: BudgetSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     torch.set_float32_matmul_precision("highest")  # the float32 baseline must not be TF32
@@ -92,33 +89,42 @@ def main(settings: BudgetSettings, run_dir: Path) -> None:
         for dtype in budget.dtypes
         for head_dim in budget.head_dim
     ]
-    fp8_rows = [measure_fp8(data, d, budget, device) for data in budget.fp8 for d in budget.head_dim]
-    text = table(rows) + ("\n\n" + fp8_table(fp8_rows) if fp8_rows else "")
-    Console(width=160).print(Markdown(text))
+    fp8 = [measure_fp8(data, d, budget, device) for data in budget.fp8 for d in budget.head_dim]
     summary = {
         "worst_ratio_to_plain": {x: max((row["ratio"][x] for row in rows), default=None) for x in TENSORS},
         "over_twice": [[row["case"], row["dtype"], row["head_dim"], x] for row in rows for x in over_budget(row)],
         "more_biased_than_plain": [[r["case"], r["dtype"], r["head_dim"]] for r in rows if not r["bias_no_larger"]],
     }
-    report = {
-        "hardware": hardware.description,
-        "provenance": provenance(),
-        "summary": summary,
-        "rows": rows,
-        "fp8": fp8_rows,
-    }
+    shown = [(rows, NAMES, FIGURES)] * bool(rows) + [(fp8, FP8_NAMES, FP8_FIGURES)] * bool(fp8)
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "error_budget.md").write_text(text + "\n")
-    (run_dir / "error_budget.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps({"hardware": hardware.description, "rows": len(rows), **summary}))
+    (run_dir / "error_budget.md").write_text("\n\n".join(markdown(*one) for one in shown) + "\n")
+    report = Report("error_budget", run_dir, hardware.description, rows, {"summary": summary, "fp8": fp8})
+    report.finish(*(table(*one) for one in shown))
 
 
-def over_budget(row: dict) -> list[str]:
+def errors(row: Row, x: str) -> str:
+    """Largest error of ours / plain / SDPA, and our ratio to the plain formula."""
+    found = " / ".join(f"{row[name][x]:.1e}" if name in row else "-" for name in ("ours", "plain", "sdpa"))
+    return f"{found} ({row['ratio'][x]:.2f})"
+
+
+def bias(row: Row) -> str:
+    return " / ".join("{:+.1e} ± {:.0e}".format(*row["bias"][name]) for name in ("ours", "plain"))
+
+
+NAMES: Columns = {"case": lambda r: r["case"], "dtype": lambda r: r["dtype"], "D": lambda r: str(r["head_dim"])}
+FIGURES: Columns = {f"{x}: ours / plain / SDPA (ratio)": partial(errors, x=x) for x in TENSORS}
+FIGURES["bias of O: ours / plain (95 %)"] = bias
+FP8_NAMES: Columns = {"data": lambda r: r["data"], "D": lambda r: str(r["head_dim"]), "8 bits by": lambda r: r["by"]}
+FP8_FIGURES: Columns = {f"{name}, %": lambda r, name=name: f"{100 * r[name]:.2g}" for name in FP8_METHODS}
+
+
+def over_budget(row: Row) -> list[str]:
     """The tensors whose error is more than twice the plain formula's and more than float32's own rounding."""
     return [x for x in TENSORS if row["ratio"][x] > 2.0 and row["ours"][x] > 1e-5]
 
 
-def measure(case: str, dtype: str, head_dim: int, budget: BudgetConfig, device: torch.device) -> dict:
+def measure(case: str, dtype: str, head_dim: int, budget: BudgetConfig, device: torch.device) -> Row:
     """Errors of every implementation over the draws."""
     names = ["ours", "plain"] + (["sdpa"] if case in BY_SDPA else [])
     worst = {name: dict.fromkeys(TENSORS, 0.0) for name in names}
@@ -137,15 +143,15 @@ def measure(case: str, dtype: str, head_dim: int, budget: BudgetConfig, device: 
                 worst[name][x] = max(worst[name][x], float(error.abs().max()))
                 if x == "o":
                     means[name].append(float(error.mean()))
-    bias = {name: (statistics.fmean(means[name]), confidence(means[name])) for name in names}
-    (ours, ours_interval), (plain, plain_interval) = bias["ours"], bias["plain"]
+    biases = {name: (statistics.fmean(means[name]), confidence(means[name])) for name in names}
+    (ours, ours_interval), (plain, plain_interval) = biases["ours"], biases["plain"]
     return {
         "case": case,
         "dtype": dtype,
         "head_dim": head_dim,
         **worst,
         "ratio": {x: worst["ours"][x] / max(worst["plain"][x], 1e-30) for x in TENSORS},
-        "bias": bias,
+        "bias": biases,
         # both are estimates: ours is called larger only where the intervals say so
         "bias_no_larger": abs(ours) - ours_interval <= abs(plain) + plain_interval,
     }
@@ -193,24 +199,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def table(rows: list[dict]) -> str:
-    """Markdown: largest error of ours / plain / SDPA, our ratio to the plain formula, and O's bias."""
-    lines = [
-        "| case | dtype | D | " + " | ".join(f"{x}: ours / plain / SDPA (ratio)" for x in TENSORS)
-        + " | bias of O: ours / plain (95 %) |",
-        "|---|---|---" + "|---" * len(TENSORS) + "|---|",
-    ]  # fmt: skip
-    for row in rows:
-        cells = []
-        for x in TENSORS:
-            errors = [f"{row[name][x]:.1e}" if name in row else "-" for name in ("ours", "plain", "sdpa")]
-            cells.append(f"{' / '.join(errors)} ({row['ratio'][x]:.2f})")
-        bias = " / ".join(f"{row['bias'][name][0]:+.1e} ± {row['bias'][name][1]:.0e}" for name in ("ours", "plain"))
-        lines.append(f"| {row['case']} | {row['dtype']} | {row['head_dim']} | {' | '.join(cells)} | {bias} |")
-    return "\n".join(lines)
-
-
-def measure_fp8(data: str, head_dim: int, budget: BudgetConfig, device: torch.device) -> dict:
+def measure_fp8(data: str, head_dim: int, budget: BudgetConfig, device: torch.device) -> Row:
     """Each method's relative error of O."""
     squares = dict.fromkeys(FP8_METHODS, 0.0)
     for draw in range(budget.draws):
@@ -270,18 +259,6 @@ def turn(head_dim: int, device: torch.device) -> Tensor:
         hadamard = torch.kron(hadamard, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
     signs = torch.randint(0, 2, (head_dim, 1), generator=torch.Generator().manual_seed(0)) * 2 - 1
     return (signs * hadamard / math.sqrt(head_dim)).to(device)
-
-
-def fp8_table(rows: list[dict]) -> str:
-    """Markdown: relative error of O in percent for each kind of data."""
-    lines = [
-        "| data | D | " + " | ".join(f"{name}, %" for name in FP8_METHODS) + " | 8 bits by |",
-        "|---|---" + "|---" * len(FP8_METHODS) + "|---|",
-    ]
-    for row in rows:
-        cells = " | ".join(f"{100 * row[name]:.2g}" for name in FP8_METHODS)
-        lines.append(f"| {row['data']} | {row['head_dim']} | {cells} | {row['by']} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from kernels import naive_attention
 from model import GPTConfig, KVCache, attention
 from scripts import causality
 from scripts.causality import probe
-from scripts.variants import replaced
+from tests.runs import replaced
 from training.hardware import HardwareConfig, set_up
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

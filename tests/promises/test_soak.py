@@ -1,4 +1,4 @@
-"""Long runs, short: nothing grows, and what grows is seen. `pytest -m slow tests/test_soak.py`: the 20,000 steps."""
+"""Long runs, short: nothing grows, and what grows is seen. `pytest -m slow tests/promises`: the 20,000 steps."""
 
 import itertools
 import json
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import train as trainer
-from scripts import soak
-from scripts.soak import SoakSettings, Watched, judge, theil_sen
+from tests.promises import soak
+from tests.promises.soak import TINY, SoakSettings, Watched, judge, theil_sen
 from tests.runs import settings
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -23,7 +23,7 @@ SHORT = (
 
 
 def soaked(tmp_path, capsys, *overrides: str) -> dict[str, dict]:
-    chosen = settings(*overrides, f"data.cache_dir={tmp_path}", schema=SoakSettings, config="soak")
+    chosen = settings(*TINY, *overrides, f"data.cache_dir={tmp_path}", schema=SoakSettings, experiment=None)
     try:
         soak.main.__wrapped__(chosen, tmp_path)
         failed = False
@@ -64,12 +64,12 @@ def test_what_a_step_leaves_behind_is_seen(tmp_path, capsys, monkeypatch):
 
 def test_step_time_is_judged_by_the_medians_of_thirds():
     chosen = settings(
-        "train.steps=1000", "soak.samples=9", "soak.max_slowdown=1.25", schema=SoakSettings, config="soak"
+        *TINY, "train.steps=1000", "soak.samples=9", "soak.max_slowdown=1.25", schema=SoakSettings, experiment=None
     )
 
     def verdict(seconds) -> bool:
         samples = [{"host memory": 0} for _ in range(9)]
-        return judge(Watched(list(range(9)), samples, array("d", seconds)), chosen)[-1]["passes"]
+        return judge(Watched(steps=list(range(9)), samples=samples, seconds=array("d", seconds)), chosen)[-1]["passes"]
 
     rng = random.Random(0)
     steady = [0.01 + rng.random() * 0.001 + (1.0 if i % 50 == 0 else 0.0) for i in range(1000)]  # evaluations
@@ -86,7 +86,7 @@ def test_the_slope_is_not_moved_by_a_few_odd_samples():
 
 def test_impossible_soaks_are_refused():
     with pytest.raises(ValueError, match=r"soak\.samples=200 is more than the 160 steps after the warm-up; raise"):
-        settings("train.steps=200", schema=SoakSettings, config="soak")
+        settings(*TINY, "train.steps=200", schema=SoakSettings, experiment=None)
     for wrong in ("samples=3", "warm_up=1", "max_growth_mib=0", "max_slowdown=0.5"):
         with pytest.raises(ValueError, match=rf"soak\.{wrong.replace('.', '[.]')}"):
             soak.SoakConfig(**{key: float(value) for key, value in [wrong.split("=")]})
@@ -94,6 +94,6 @@ def test_impossible_soaks_are_refused():
 
 @pytest.mark.slow
 def test_twenty_thousand_steps_grow_in_nothing(tmp_path, capsys):
-    """`pytest -m slow tests/test_soak.py`; step time with room for whatever else the machine does."""
+    """`pytest -m slow tests/promises`; step time with room for whatever else the machine does."""
     rows = soaked(tmp_path, capsys, "soak.max_slowdown=2")
     assert all(row["passes"] for row in rows.values()), rows

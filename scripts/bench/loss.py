@@ -1,4 +1,4 @@
-"""The output head and its loss, three ways: `python -m scripts.bench_loss` times forward and backward of each.
+"""The output head and its loss, three ways: `python -m scripts.bench.loss` times forward and backward of each.
 
 `plain` has the logits of all tokens at once, `chunked N` those of N tokens (`kernels.linear_cross_entropy`), `liger`
 is Liger Kernel's fused linear cross-entropy where it is installed (`uv pip install liger-kernel`). Beside time and
@@ -6,23 +6,19 @@ memory: the error of the loss and of both gradients against float64, on the firs
 is one JSON object.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from conf.program import program
 from kernels import cross_entropy, linear_cross_entropy
-from kernels.measure import measure
+from scripts.bench.clock import measure
+from scripts.bench.report import Columns, Report, Row, table
 from training.hardware import Hardware, HardwareConfig, set_up
-from training.provenance import provenance
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -50,26 +46,31 @@ class LossBenchSettings:
             raise ValueError(f"padded_vocab={self.padded_vocab} must be at least vocab_size={self.vocab_size}")
 
 
-@program("bench_loss", LossBenchSettings)
+@program("tool", LossBenchSettings, run_dir="runs/bench_loss")
 def main(settings: LossBenchSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
-    console = Console(highlight=False)
-    console.print(f"{hardware.description}; {settings.tokens:,} tokens", markup=False)
+    report = Report("bench_loss", run_dir, hardware.description, more={"tokens": settings.tokens})
     inputs = make(settings, hardware.device)
     exact = exact_results(settings, *inputs)
-    rows = []
     for name, loss in implementations(settings):
         try:
-            rows.append({"name": name} | measured(settings, loss, hardware, exact, *inputs))
+            report.rows.append({"name": name} | measured(settings, loss, hardware, exact, *inputs))
         except torch.OutOfMemoryError:
-            rows.append({"name": name, "error": "out of memory"})
+            report.rows.append({"name": name, "error": "out of memory"})
     if find_spec("liger_kernel") is None:
-        rows.append({"name": "liger", "error": "not installed"})
-    console.print(table(rows))
-    report = {"hardware": hardware.description, "provenance": provenance(), "rows": rows}
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "bench_loss.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report))
+        report.rows.append({"name": "liger", "error": "not installed"})
+    title = f"head and loss of {settings.tokens:,} tokens, forward and backward"
+    report.finish(table(report.rows, NAMES, FIGURES, title, "errors relative to float64, by norm"))
+
+
+NAMES: Columns = {"": lambda r: r["name"]}
+FIGURES: Columns = {
+    "ms": "{ms:.2f}".format_map,
+    "GiB beyond inputs": lambda r: "-" if r["extra_gib"] is None else f"{r['extra_gib']:.2f}",
+    "loss error": "{loss_error:.1e}".format_map,
+    "dh": "{dh_error:.1e}".format_map,
+    "dweight": "{dweight_error:.1e}".format_map,
+}
 
 
 def make(settings: LossBenchSettings, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +126,7 @@ def exact_results(settings: LossBenchSettings, h: Tensor, weight: Tensor, target
 
 def measured(
     settings: LossBenchSettings, loss: Loss, hardware: Hardware, exact: tuple[Tensor, ...], h, weight, targets
-) -> dict:
+) -> Row:
     few = settings.exact_tokens
     found = gradients(loss, hardware, h[:few], weight, targets[:few])
     errors = [((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(found, exact, strict=True)]
@@ -143,21 +144,6 @@ def measured(
     return {"ms": times.p50, "extra_gib": peak} | dict(
         zip(("loss_error", "dh_error", "dweight_error"), errors, strict=True)
     )
-
-
-def table(rows: list[dict]) -> Table:
-    result = Table(title="head and loss, forward and backward", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("", "ms", "GiB beyond inputs", "loss error", "dh", "dweight"):
-        result.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for row in rows:
-        if "error" in row:
-            result.add_row(row["name"], row["error"])
-            continue
-        gib = f"{row['extra_gib']:.2f}" if row["extra_gib"] is not None else "-"
-        errors = [f"{row[key]:.1e}" for key in ("loss_error", "dh_error", "dweight_error")]
-        result.add_row(row["name"], f"{row['ms']:.2f}", gib, *errors)
-    result.caption = "errors relative to float64, by norm"
-    return result
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""How long a GPU takes for a call: many runs, each with a cold L2 cache."""
+"""How long a device takes: for a call, over many runs with a cold L2 cache; and for the parts of a training step."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from .device import l2_bytes
+from kernels.device import l2_bytes
+from training.hardware import Hardware
 
 _WARMUP = 3  # the first call may compile, the second may still allocate
 
@@ -73,3 +75,37 @@ def _span(call: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Even
 def _quantiles(spans: list[float]) -> Milliseconds:
     spans = sorted(spans)
     return Milliseconds(spans[len(spans) // 2], spans[min(len(spans) - 1, int(0.99 * len(spans)))], len(spans))
+
+
+class Parts:
+    """How long the named parts of one step take: what `training_step` calls as `region`."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._marks: list[tuple[str, Mark, Mark]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = Mark(self._hardware)
+        yield
+        self._marks.append((name, begin, Mark(self._hardware)))
+
+    def seconds(self) -> dict[str, float]:
+        """By name, over all micro-batches; call it when the device is done."""
+        total: dict[str, float] = {}
+        for name, begin, end in self._marks:
+            total[name] = total.get(name, 0.0) + begin.seconds_to(end)
+        return total
+
+
+class Mark:
+    """A moment in the device's stream of work. As in a run, the host does not wait between steps."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if hardware.device.type == "cuda" else None
+        self.time = time.perf_counter()
+        if self.event:
+            self.event.record()
+
+    def seconds_to(self, later: "Mark") -> float:
+        return self.event.elapsed_time(later.event) / 1e3 if self.event else later.time - self.time

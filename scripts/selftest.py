@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .api import flash_attention, unsupported_reason
-from .device import interpreting
-from .reference import naive_attention
+from kernels import flash_attention, naive_attention, unsupported_reason
+from kernels.device import interpreting
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTITIES = ("O", "dQ", "dK", "dV")

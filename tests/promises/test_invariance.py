@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 import train as trainer
-from scripts import invariance
-from scripts.invariance import BASELINE, PLANTED, TOGGLES, InvarianceSettings
+from tests.promises import invariance
+from tests.promises.invariance import BASELINE, PLANTED, TINY, TOGGLES, InvarianceSettings
 from tests.runs import settings
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 
 def matrix(tmp_path, *overrides: str) -> dict:
-    chosen = settings("hardware.device=cpu", *overrides, schema=InvarianceSettings, config="invariance")
+    chosen = settings(*TINY, "hardware.device=cpu", *overrides, schema=InvarianceSettings, experiment=None)
     return invariance.compare(chosen, tmp_path)
 
 
@@ -26,7 +26,7 @@ def test_fifty_steps_have_the_same_bits_whatever_watches_them(tmp_path, capsys, 
         for name, toggle in TOGGLES.items():
             left_out = {"logger.wandb"} | ({"profile"} if name == "everything" else set())
             monkeypatch.setitem(TOGGLES, name, {key: value for key, value in toggle.items() if key not in left_out})
-    chosen = settings("hardware.device=cpu", *overrides, schema=InvarianceSettings, config="invariance")
+    chosen = settings(*TINY, "hardware.device=cpu", *overrides, schema=InvarianceSettings, experiment=None)
     invariance.main.__wrapped__(chosen, tmp_path)
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["passes"]
@@ -67,4 +67,4 @@ def test_impossible_matrices_are_refused():
     with pytest.raises(ValueError, match=r"invariance\.only=weather is unknown; use some of evaluation, samples"):
         invariance.InvarianceConfig(only=["weather"])
     with pytest.raises(ValueError, match=r"train\.steps=6 must be at least 7, as one run is profiled"):
-        settings("train.steps=6", schema=InvarianceSettings, config="invariance")
+        settings(*TINY, "train.steps=6", schema=InvarianceSettings, experiment=None)

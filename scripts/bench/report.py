@@ -1,0 +1,161 @@
+"""The frame of every benchmark: rows of figures as a table, a file with where they come from, a picture, a last line.
+
+A benchmark makes `Report(name, folder, hardware)`, appends to `rows`, and calls `finish`. A row is a dictionary; one
+with a key `error` says in a few words why it has no figures.
+"""
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from training.provenance import provenance
+
+Row = dict[str, Any]
+Columns = dict[str, Callable[[Row], str]]  # heading -> what a row has there
+
+
+@dataclass
+class Report:
+    """What a benchmark found.
+
+    Attributes:
+        name: of its files in `folder`: <name>.json, and what `csv_too` and pictures add.
+        hardware: where it ran, in words.
+        more: facts beside the rows, which go into the JSON.
+    """
+
+    name: str
+    folder: Path
+    hardware: str
+    rows: list[Row] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        origin = {"hardware": self.hardware, "provenance": provenance() | {"driver": driver()}}
+        return origin | self.more | {"rows": self.rows}
+
+    def finish(self, *tables: Table, csv_too: bool = False) -> None:
+        """Print the tables, write the files, print one JSON object as the last line."""
+        found = self.as_dict()
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+        console.print(self.hardware, markup=False)
+        for shown in tables:
+            console.print(shown)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{self.name}.json").write_text(json.dumps(found, indent=2) + "\n")
+        if csv_too:
+            write_csv(self.folder / f"{self.name}.csv", self.rows, {"machine": self.hardware, **found["provenance"]})
+        print(json.dumps(found | {"folder": str(self.folder)}))
+
+
+def table(rows: Iterable[Row], names: Columns, figures: Columns, title: str = "", caption: str = "") -> Table:
+    """For the console: `names` to the left, `figures` to the right."""
+    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in (*names, *figures):
+        result.add_column(heading, justify="left" if heading in names else "right", no_wrap=True)
+    for cells in _cells(rows, names, figures):
+        result.add_row(*cells)
+    return result
+
+
+def markdown(rows: Iterable[Row], names: Columns, figures: Columns) -> str:
+    """The same table for a page."""
+    lines = [[*names, *figures], ["---"] * len(names) + ["---:"] * len(figures), *_cells(rows, names, figures)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _cells(rows: Iterable[Row], names: Columns, figures: Columns) -> Iterator[list[str]]:
+    for row in rows:
+        if row.get("error"):
+            shown = [row["error"][:40], *[""] * (len(figures) - 1)]
+        else:
+            shown = [figure(row) for figure in figures.values()]
+        yield [name(row) for name in names.values()] + shown
+
+
+def write_csv(path: Path, rows: list[Row], origin: dict[str, Any]) -> None:
+    """One line a row, each with where it comes from."""
+    keys = dict.fromkeys(key for row in rows for key in row) | dict.fromkeys(origin)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(keys), restval="")
+        writer.writeheader()
+        writer.writerows(row | origin for row in rows)
+
+
+def driver() -> str | None:
+    """NVIDIA's driver version; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.check_output(query, text=True).split("\n")[0]
+
+
+@contextmanager
+def picture(
+    path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float], title: str = "", **shared: bool
+) -> Iterator[list[Any]]:
+    """Yields rows x columns axes of matplotlib; then adds grid and one legend for all, and writes `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # there may be no screen
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **shared)
+    yield list(panels.flat)
+    labelled: dict[str, Any] = {}  # label -> handle, once for all panels
+    for axes in panels.flat:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        handles, labels = axes.get_legend_handles_labels()
+        labelled = dict(zip(labels, handles, strict=True)) | labelled
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One part of a picture over `seq_len`: which figure of which rows."""
+
+    title: str
+    key: str
+    of: Callable[[Row], bool] = lambda row: True
+
+
+def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callable[[Row], str], title: str) -> None:
+    """Figures against the length of a sequence, a curve a label; a cross where memory ran out."""
+    from matplotlib.ticker import NullLocator
+
+    panels = [panel for panel in panels if any(row.get(panel.key) for row in rows)]  # a CPU has no memory to show
+    lengths, labels = sorted({row["seq_len"] for row in rows}), list(dict.fromkeys(map(label, rows)))
+    with picture(path, 1, len(panels), size=(4.8 * len(panels), 4.2), title=title) as all_axes:
+        for axes, panel in zip(all_axes, panels, strict=True):
+            for number, name in enumerate(labels):
+                part = [row for row in rows if label(row) == name and panel.of(row)]
+                done = [(row["seq_len"], row[panel.key]) for row in part if row.get(panel.key)]
+                if not done:
+                    continue
+                axes.plot(*zip(*done, strict=True), marker="o", markersize=4, color=f"C{number}", label=name)
+                if full := [row["seq_len"] for row in part if row.get("error") == "out of memory"]:
+                    axes.scatter(full, [done[-1][1]] * len(full), marker="x", color=f"C{number}", s=40)
+                    place = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+                    axes.annotate("out of memory", (full[len(full) // 2], done[-1][1]), **place)
+            is_wide = axes.dataLim.y1 > 10 * axes.dataLim.y0
+            axes.set(xscale="log", xlabel="N, tokens", **({"yscale": "log"} if is_wide else {"ylim": (0, None)}))
+            axes.set_title(panel.title, fontsize=10)
+            axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else n for n in lengths], fontsize=8)
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.margins(x=0.1, y=0.12)

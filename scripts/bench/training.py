@@ -1,0 +1,211 @@
+"""Training speed of a GPT: `python -m scripts.bench.training` times whole optimizer steps and prints a table.
+
+One row for each context length, attention, activation checkpointing and loss, at a constant number of tokens a step:
+the step of `train.py` itself (forward, backward, clipping and optimizer, timed apart too; compiled where the run would
+be), on random tokens. Out of memory is a row. `bench.saving=true` adds what a save in the background costs the loop
+(scripts/bench/saving.py). The run's folder gets bench_training.json and, where there is more than one context length, a
+chart of tokens a second and of peak memory. The last line is one JSON object.
+
+`sdpa_flash` and `sdpa_cudnn` are PyTorch's scaled_dot_product_attention held to one of its kernels.
+"""
+
+import gc
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from conf.program import program
+from conf.schema import Settings
+from model import ATTENTION, GPT, resolve_model
+from model.config import LOSSES
+from model.recompute import MODES
+from scripts.bench.clock import Mark, Parts
+from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, table
+from scripts.bench.saving import save_cost
+from training.flops import mfu, model_flops, peak_flops
+from training.hardware import Hardware, set_up
+from training.optimizer import Optimizer
+from training.run import resolve
+from training.step import training_step
+
+SDPA_KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+@dataclass
+class BenchConfig:
+    attention: list[str] = field(default_factory=lambda: ["auto"])  # model.attention's names | sdpa_flash | sdpa_cudnn
+    seq_len: list[int] = field(default_factory=lambda: [1024])  # context lengths, in tokens
+    checkpointing: list[str] = field(default_factory=list)  # of activations: modes to compare; empty: the model's own
+    loss: list[str] = field(default_factory=list)  # plain | chunked, to compare; empty: the model's own
+    micro_batch_tokens: int | None = None  # of one forward and backward, at least a sequence; null: train.micro_batch
+    vocab_size: int = 50257  # GPT-2's
+    warmup_steps: int = 5  # not timed; the first compiles
+    steps: int = 20  # timed one by one; the median is reported
+    saving: bool = False  # measure what a save costs the loop, too
+
+    def __post_init__(self) -> None:
+        known = {"attention": ("auto", *ATTENTION, *SDPA_KERNELS), "checkpointing": MODES, "loss": LOSSES}
+        for key, allowed in known.items():
+            for name in getattr(self, key):
+                if name not in allowed:
+                    raise ValueError(f"bench.{key}={name} is unknown; use one of {', '.join(allowed)}")
+        for key in ("steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens"):
+            value = getattr(self, key)
+            if value is not None and any(number < 1 for number in (value if isinstance(value, list) else [value])):
+                raise ValueError(f"bench.{key}={value} must be at least 1")
+
+
+@dataclass
+class BenchSettings(Settings):
+    bench: BenchConfig = field(default_factory=BenchConfig)
+
+
+@program(
+    "config", BenchSettings, run_dir="runs/bench_training", overrides=("model=gpt2_124m", "train.batch_tokens=65536")
+)
+def main(settings: BenchSettings, run_dir: Path) -> None:
+    hardware, bench = set_up(settings.hardware), settings.bench
+    report = Report("bench_training", run_dir, hardware.description)
+    rows = [  # what cannot be is refused here, before anything is trained
+        (attention, one_row(settings, *chosen, attention, hardware))
+        for *chosen, attention in product(
+            bench.seq_len,
+            bench.checkpointing or [settings.model.activation_checkpointing],
+            bench.loss or [settings.model.loss],
+            bench.attention,
+        )
+    ]
+    for attention, chosen in rows:
+        report.rows.append(measure(attention, chosen, hardware, run_dir))
+    if len(bench.seq_len) > 1:
+        panels = [Panel("tokens a second", "tokens_per_second"), Panel("peak memory, GiB", "peak_memory_gib")]
+        title = f"training step, {hardware.description}"
+        draw_lengths(run_dir / "bench_training.png", report.rows, panels, "{attention}, {activation_checkpointing}, "
+                     "{loss} loss".format_map, title)  # fmt: skip
+    report.finish(
+        table(report.rows, NAMES, FIGURES, "training step, median (ms: forward + backward + optimizer)"),
+        *([table(report.rows, NAMES, SAVING, "what a save costs the loop")] if bench.saving else []),
+    )
+
+
+NAMES: Columns = {
+    "attention": lambda r: r["attention"],
+    "recompute": lambda r: r["activation_checkpointing"],
+    "loss": lambda r: r["loss"],
+    "context": lambda r: f"{r['seq_len']:,}",
+}
+FIGURES: Columns = {
+    "tokens/s": lambda r: f"{r['tokens_per_second']:,}",
+    "ms": "{step_ms:.0f} ({forward_ms:.0f}+{backward_ms:.0f}+{optimizer_ms:.0f})".format_map,
+    "MFU": lambda r: "-" if r["mfu"] is None else f"{r['mfu']:.1%}",
+    "GiB": lambda r: "-" if r["peak_memory_gib"] is None else f"{r['peak_memory_gib']:.1f}",
+}
+SAVING: Columns = {
+    "MB": "{checkpoint_mb:,.0f}".format_map,
+    "ms a save": "{save_ms:.0f} ({save_ms_least:.0f} to {save_ms_most:.0f})".format_map,
+    "2 % of the time: every": "{save_every_at_promise} steps".format_map,
+}
+
+
+def one_row(
+    settings: BenchSettings, seq_len: int, checkpointing: str, loss: str, attention: str, hardware: Hardware
+) -> BenchSettings:
+    """`settings` for one row; the model's attention and loss are names of what will run."""
+    sequences, rest = divmod(settings.train.batch_tokens, seq_len)
+    if rest:
+        raise ValueError(
+            f"bench.seq_len={seq_len} does not divide train.batch_tokens={settings.train.batch_tokens}; use another"
+        )
+    name = "sdpa" if attention in SDPA_KERNELS else attention
+    model = replace(settings.model, attention=name, activation_checkpointing=checkpointing, loss=loss)
+    model, *_ = resolve_model(model, hardware.device, hardware.dtype)
+    number = settings.train.micro_batch
+    if settings.bench.micro_batch_tokens:
+        number = max(1, settings.bench.micro_batch_tokens // seq_len)
+    if isinstance(number, int):
+        number = min(number, sequences)
+    data, train = replace(settings.data, seq_len=seq_len), replace(settings.train, micro_batch=number)
+    return replace(settings, model=model, data=data, train=train)
+
+
+def measure(attention: str, settings: BenchSettings, hardware: Hardware, run_dir: Path) -> Row:
+    """Time the training step of one configuration; `error` in place of figures where it ran out of memory."""
+    config, micro_batch = settings.model, settings.train.micro_batch
+    row = {
+        "attention": attention if attention in SDPA_KERNELS else config.attention,
+        "seq_len": settings.data.seq_len,
+        "activation_checkpointing": config.activation_checkpointing,
+        "loss": config.loss,
+        "batch_tokens": settings.train.batch_tokens,
+        "micro_batch": micro_batch or settings.sequences_per_step,
+    }
+    if micro_batch == "auto":
+        try:
+            row["micro_batch"] = resolve(settings, vocab_size=settings.bench.vocab_size).micro_batch
+        except ValueError as error:  # all else was resolved before
+            return row | {"micro_batch": None, "error": "out of memory", "why": str(error)}
+    try:
+        with held_to(attention):
+            row |= figures(settings, row["micro_batch"], hardware, run_dir)
+    except torch.OutOfMemoryError:
+        row["error"] = "out of memory"
+    # what the next row needs must not be held by this one
+    torch.compiler.reset()
+    gc.collect()
+    if hardware.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(hardware.device)
+    return row
+
+
+def figures(settings: BenchSettings, micro_batch: int, hardware: Hardware, run_dir: Path) -> Row:
+    """Speed and memory of the step; times in ms, memory in GiB."""
+    bench, seq_len = settings.bench, settings.data.seq_len
+    torch.manual_seed(settings.train.seed)
+    model = GPT(settings.model, bench.vocab_size, seq_len, device=hardware.device)
+    optimizer = Optimizer(model, settings.optim, hardware.dtype)
+    forward = torch.compile(model, dynamic=False) if hardware.compile else model
+    shape = settings.sequences_per_step, seq_len + 1
+    tokens = torch.randint(bench.vocab_size, shape, device=hardware.device)
+
+    def step(region: Callable[[str], AbstractContextManager]) -> None:
+        training_step(forward, optimizer, tokens[:, :-1], tokens[:, 1:], micro_batch, hardware, region=region)
+
+    marks, parts = [Mark(hardware)], []
+    for _ in range(bench.warmup_steps + bench.steps):
+        parts.append(Parts(hardware))
+        step(parts[-1])
+        marks.append(Mark(hardware))
+    hardware.synchronize()
+    seconds = [begin.seconds_to(end) for begin, end in pairwise(marks)][bench.warmup_steps :]
+    by_step = [part.seconds() for part in parts[bench.warmup_steps :]]
+    rate = settings.train.batch_tokens / statistics.median(seconds)
+    flops, chip_peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
+    row = {
+        "tokens_per_second": round(rate),
+        "step_ms": round(1e3 * statistics.median(seconds), 2),
+        "step_ms_fastest": round(1e3 * min(seconds), 2),
+        "step_ms_slowest": round(1e3 * max(seconds), 2),
+        **{f"{name}_ms": round(1e3 * statistics.median(s[name] for s in by_step), 2) for name in by_step[0]},
+        "mfu": mfu(flops["causal"], rate, chip_peak),
+        "mfu_full": mfu(flops["full"], rate, chip_peak),
+        "peak_memory_gib": hardware.peak_memory_gib(),
+    }
+    if bench.saving:
+        row |= save_cost(lambda: step(lambda part: nullcontext()), model, optimizer, hardware, run_dir / "checkpoints")
+    return row
+
+
+def held_to(attention: str) -> AbstractContextManager:
+    """Hold PyTorch's attention to one kernel, where the row's name asks for it."""
+    return sdpa_kernel(SDPA_KERNELS[attention]) if attention in SDPA_KERNELS else nullcontext()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What a run will be: `resolve` turns settings into a `Run`, with every choice made, or refuses the start.
+
+It allocates nothing on the device and writes nothing but the text's tokens into their cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from data import Dataset, open_dataset, tokenizer_state
+from model import GPT, GPTConfig, resolve_model
+from training import resume
+from training.checkpoint import Checkpoint
+from training.evaluate import prompt_of
+from training.fit import Plan, fit
+from training.hardware import Hardware, set_up
+from training.nonfinite import POLICIES
+from training.profiler import refuse_too_few
+from training.runlog import wandb_mode
+
+
+@dataclass
+class TrainConfig:
+    """What the loop itself reads."""
+
+    steps: int = 300  # optimizer steps
+    seed: int = 0  # of the initial weights, the order of the windows, dropout
+    data_seed: int | None = None  # of the order of the windows alone; null: seed
+    batch_tokens: int = 4096  # tokens of one optimizer step, over all micro-batches
+    micro_batch: int | str | None = None  # sequences of one forward and backward; null: the whole step; auto: what fits
+    log_every: int = 10  # steps between two lines of metrics
+    eval_every: int = 100  # steps between two evaluations; 0: only at the end
+    eval_windows: int = 64  # validation windows of seq_len tokens, always the same ones
+    sample_every: int = 0  # steps between two printed samples; 0: only at the end
+    sample_tokens: int = 200  # length of a printed sample; 0: none
+    sample_prompt: str = ""  # what the samples continue; empty: the beginning of the validation text
+    save_every: int = 0  # steps between two checkpoints; 0: only the best and the last
+    keep_last: int = 3  # how many of the newest checkpoints are kept; the best is kept in any case
+    keep_every: int = 0  # checkpoints of steps that are multiples of this are kept for good; 0: none
+    on_nonfinite: str = "stop"  # stop | skip | rollback: what follows a step whose loss or gradient is not finite
+    max_hours: float | None = None  # stop, save and leave after so long, start-up included; null: no limit
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "batch_tokens", "log_every", "eval_windows", "keep_last"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"train.{key}={getattr(self, key)} must be at least 1")
+        for key in ("eval_every", "sample_every", "sample_tokens", "save_every", "keep_every", "seed", "data_seed"):
+            if (getattr(self, key) or 0) < 0:
+                raise ValueError(f"train.{key}={getattr(self, key)} must be at least 0")
+        for key in ("seed", "data_seed"):
+            if (getattr(self, key) or 0) >= 1 << 64:
+                raise ValueError(f"train.{key}={getattr(self, key)} must be below 2^64, as generators take no more")
+        number = 1 if self.micro_batch in (None, "auto") else self.micro_batch
+        if isinstance(number, bool | str) or number < 1:
+            raise ValueError(f"train.micro_batch={self.micro_batch} must be at least 1 sequence, auto or null")
+        if self.on_nonfinite not in POLICIES:
+            raise ValueError(f"train.on_nonfinite={self.on_nonfinite} is not one of {', '.join(POLICIES)}")
+        if self.on_nonfinite == "rollback" and not (self.save_every or self.eval_every):
+            raise ValueError("train.on_nonfinite=rollback has nothing to go back to with train.save_every=0; raise it")
+        if self.max_hours is not None and not self.max_hours > 0:
+            raise ValueError(f"train.max_hours={self.max_hours} must be more than 0, or null")
+
+    @property
+    def window_seed(self) -> int:
+        """Of the order of the windows."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    def is_due(self, every: int, step: int) -> bool:
+        """Whether what happens `every` so many steps (0: only at the end) happens after `step`, the last one included.
+
+        Steps are counted from 1.
+        """
+        return step == self.steps or bool(every and step % every == 0)
+
+    def is_logged(self, step: int) -> bool:
+        return step == 1 or self.is_due(self.log_every, step)
+
+    def is_watched(self, step: int) -> bool:
+        """Whether `step`'s numbers or the weights after it are used for anything beside training."""
+        cadences = (self.eval_every, self.save_every, self.sample_every)
+        return self.is_logged(step) or any(self.is_due(every, step) for every in cadences)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run with every choice made. A program that trains on random tokens has no dataset and what belongs to it."""
+
+    hardware: Hardware
+    model: GPTConfig  # its attention and loss are names of what will run
+    attention_reason: str  # why this attention, in a sentence
+    loss_reason: str
+    vocab_size: int
+    seq_len: int  # tokens
+    micro_batch: int  # sequences of one forward and backward
+    sequences_per_step: int
+    plan: Plan  # of memory
+    settings: dict[str, Any] = field(repr=False)  # all of the configuration as plain values, with the choices filled in
+    dataset: Dataset | None = None
+    tokenizer: dict[str, str] | None = None  # what rebuilds it
+    prompt: list[int] = field(default_factory=list)  # tokens that a printed sample continues
+    resumed: Checkpoint | None = None  # where the run goes on
+    wandb: tuple[str, str] = ("disabled", "nothing is logged")  # mode, and why
+
+    @property
+    def first_step(self) -> int:
+        """Steps that were taken before."""
+        return self.resumed.step if self.resumed else 0
+
+    def first_lines(self, model: GPT, run_dir: Path) -> list[str]:
+        """What a run prints before its first step: what will run, and why."""
+        dataset, steps, tokens = self.dataset, *(self.settings["train"][key] for key in ("steps", "batch_tokens"))
+        return [
+            f"run        {run_dir}",
+            f"hardware   {self.hardware.description}",
+            f"attention  {self.model.attention} ({self.attention_reason})",
+            f"loss       {self.model.loss} ({self.loss_reason})",
+            f"model      {model.num_parameters():,} parameters, {self.model.num_layers} layers",
+            f"data       {len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; "
+            f"{steps:,} steps of {tokens:,} tokens are {steps * tokens / len(dataset.train):.1f} epochs",
+        ]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint says of the run."""
+        return {
+            "settings": self.settings,
+            "tokenizer": self.tokenizer,
+            "vocab_size": self.vocab_size,
+            "data_fingerprint": self.dataset.fingerprint,
+        }
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a document where documents must not see each other, else None."""
+        return self.dataset.end_of_text if self.settings["data"]["document_mask"] else None
+
+
+def resolve(
+    settings: Any,
+    run_dir: Path | None = None,
+    *,
+    vocab_size: int | None = None,
+    report: Callable[[str], None] = print,
+) -> Run:
+    """Make every choice that `settings` leaves open; `settings` itself stays as it is.
+
+    Args:
+        settings: of conf/schema.py, or of a program that adds groups of its own to them.
+        run_dir: the run's folder, where resume=auto looks.
+        vocab_size: for a program that trains on random tokens: no text is opened and no checkpoint looked for.
+        report: told of text that is being prepared and of checkpoints that are passed over.
+
+    Raises:
+        ValueError: whatever cannot be: hardware, attention, text, prompt, checkpoint, profile, wandb, memory; the
+            value, the limit and a remedy in one line.
+    """
+    hardware = set_up(settings.hardware)
+    document_mask = settings.data.document_mask
+    model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
+    text: dict[str, Any] = {}
+    if vocab_size is None:
+        dataset = open_dataset(settings.data, settings.tokenizer, report=report)
+        vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)
+        prompt = prompt_of(settings.train.sample_prompt, dataset, settings.data.seq_len)
+        resumed = resume.find(settings.resume, run_dir, report)
+        if resumed:
+            resume.refuse_unless_same(resumed, asdict(settings), tokenizer, vocab_size)
+        if settings.profile:
+            refuse_too_few(settings.train.steps - (resumed.step if resumed else 0))
+        wandb = wandb_mode(settings.logger)
+        text = {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "resumed": resumed, "wandb": wandb}
+    plan = plan_memory(settings, model, hardware, vocab_size)
+    micro_batch = plan.work.micro_batch
+    train = replace(settings.train, micro_batch=micro_batch)
+    return Run(
+        hardware=hardware,
+        model=model,
+        attention_reason=reasons[0],
+        loss_reason=reasons[1],
+        vocab_size=vocab_size,
+        seq_len=settings.data.seq_len,
+        micro_batch=micro_batch,
+        sequences_per_step=settings.sequences_per_step,
+        plan=plan,
+        settings=asdict(replace(settings, model=model, train=train)),
+        **text,
+    )
+
+
+def plan_memory(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int) -> Plan:
+    """Whether a step fits, and with train.micro_batch=auto how much of it at a time; ValueError where nothing does.
+
+    model: resolved.
+    """
+    work = replace(settings, model=model).work(vocab_size, hardware)
+    features = model.attention_features(settings.data.document_mask)
+    return fit(work, hardware.device, auto=settings.train.micro_batch == "auto", features=features)
