@@ -137,13 +137,13 @@ EXPERIMENTS = {  # the longest first: they run beside each other
         ("error_budget.md", "error_budget.json"),
     ),
     "invariance": Experiment(
-        "scripts.invariance",
+        "tests.promises.invariance",
         (),
         ("hardware.device=cpu", "train.steps=7", "train.eval_windows=1", "invariance.only=[logging]"),
         ("invariance.md",),
     ),
     "soak": Experiment(
-        "scripts.soak",
+        "tests.promises.soak",
         (),
         ("hardware.device=cpu", "train.steps=60", "soak.samples=9", "soak.max_slowdown=null"),
         ("soak.json",),

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import naive_attention, selftest
+from kernels import naive_attention
 from model import ATTENTION, GPT, GPTConfig
-from scripts import doctor, doctor_checks
+from scripts import doctor, doctor_checks, selftest
 from scripts.doctor import examine
-from scripts.doctor_checks import FIX, NOTE, Finding, num_parameters
+from scripts.doctor_checks import FIX, NOTE, Finding
 from tests.runs import small_run, without_network
 from train import train
 
@@ -103,14 +103,14 @@ def broken_kernel(place: Place) -> None:
         return naive_attention(q, k, v, causal=causal) * (1.001 if q.dtype == torch.float32 else 1.0)
 
     place.patch.setattr(selftest, "flash_attention", wrong)
-    place.patch.setattr(doctor_checks, "self_test", selftest.self_test)
+    place.patch.setattr(doctor, "self_test", selftest.self_test)
 
 
 def no_compiler(place: Place) -> None:
     def stop(*_):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC.")
 
-    place.patch.setattr(doctor_checks, "self_test", stop)
+    place.patch.setattr(doctor, "self_test", stop)
 
 
 def future_mask(place: Place) -> None:
@@ -220,13 +220,15 @@ CASES = [
          ["resume={p}/first/checkpoints/last"], damaged_checkpoint),
     Case("a checkpoint of another model", "resume", "model.num_layers=2, this run has 3", "use 2",
          ["resume={p}/first/checkpoints/last", "train.steps=9", "model.num_layers=3"], finished),
+    Case("too few steps to profile", "start", "profile=true needs 7 steps", "raise train.steps",
+         ["profile=true", "train.steps=4"], finished),
 ]  # fmt: skip
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """The kernels' own self-test is replaced: it takes a second, and has tests of its own below."""
-    monkeypatch.setattr(doctor_checks, "self_test", lambda *_: RIGHT)
+    monkeypatch.setattr(doctor, "self_test", lambda *_: RIGHT)
     return Place(tmp_path, monkeypatch, tmp_path / "runs")
 
 
@@ -279,7 +281,7 @@ def test_a_run_that_is_fine(place):
 
 def test_the_page_and_its_json(place, capsys, monkeypatch):
     """The program itself, with the real self-test."""
-    monkeypatch.setattr(doctor_checks, "self_test", selftest.self_test)
+    monkeypatch.setattr(doctor, "self_test", selftest.self_test)
     monkeypatch.chdir(place.path)
     small_run(place.path)
     arguments = [
@@ -302,7 +304,7 @@ def test_the_page_and_its_json(place, capsys, monkeypatch):
     assert page[-1] == "ready to run"
     assert all(any(line.split()[1] == name for line in page[:-1]) for name in report["checks"])
     monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments, "tokenizer=characters", "data.files=missing.txt"])
-    monkeypatch.setattr(doctor_checks, "self_test", lambda *_: RIGHT)
+    monkeypatch.setattr(doctor, "self_test", lambda *_: RIGHT)
     with pytest.raises(SystemExit) as stopped:
         doctor.main()
     assert stopped.value.code == doctor.FAILED
@@ -316,8 +318,10 @@ def test_the_page_and_its_json(place, capsys, monkeypatch):
      GPTConfig(num_layers=3, n_embd=32, num_heads=4, num_kv_heads=1, tie_embeddings=False)],
 )  # fmt: skip
 def test_parameters_are_counted_without_memory(config):
-    model = GPT(replace(config, attention="naive"), 100, 8)
-    assert num_parameters(config, 100) == model.num_parameters()
+    config = replace(config, attention="naive", loss="plain")
+    counted = GPT(config, 100, 8, device="meta")
+    assert counted.num_parameters() == GPT(config, 100, 8).num_parameters()
+    assert all(weight.is_meta for weight in counted.parameters())
 
 
 def test_the_fingerprint_of_a_tokenizer_is_of_its_tokens():

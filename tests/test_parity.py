@@ -5,15 +5,18 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from scripts.parity import ParitySettings, run_parity
+from scripts import variants
+from scripts.parity import ParitySettings, run_parity, with_one_micro_batch
 from scripts.parity_verdict import judge, noise
 from scripts.variants import MUTANTS
 from tests.runs import settings
+from training import run
 
 
 def test_every_mutant_is_caught_and_true_attention_passes(tmp_path):
@@ -32,6 +35,36 @@ def test_every_mutant_is_caught_and_true_attention_passes(tmp_path):
     assert not report["passes"]
     for file in ("parity.json", "parity.png", "parity.md", "tiled/metrics.jsonl"):
         assert (tmp_path / "parity" / file).stat().st_size > 0
+
+
+def test_one_micro_batch_is_chosen_for_all_runs_before_anything_is_trained(tmp_path, monkeypatch):
+    """train.micro_batch=auto: the most that fits with every attention; and a refusal costs no training."""
+    overrides = [
+        "train.steps=8", "parity.attention=[tiled,sdpa]", "train.micro_batch=auto", "hardware.device=cpu",
+        f"data.cache_dir={tmp_path}", "logger.wandb=disabled",
+    ]  # fmt: skip
+    chosen = settings(*overrides, schema=ParitySettings, experiment="parity")
+    fits, real = {"naive": 2, "tiled": 4, "sdpa": 4}, run.plan_memory
+
+    def plan_memory(settings, model, hardware, vocab_size):
+        return real(settings, model, hardware, vocab_size).with_micro_batch(fits[model.attention])
+
+    monkeypatch.setattr(run, "plan_memory", plan_memory)
+    assert with_one_micro_batch(chosen, tmp_path / "parity").train.micro_batch == 2
+    assert chosen.train.micro_batch == "auto"
+    monkeypatch.undo()
+    monkeypatch.setattr(variants, "train", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(ValueError, match="window in float32 is not supported by sdpa"):
+        run_parity(replace(chosen, model=replace(chosen.model, window=5)), tmp_path / "parity")
+
+
+def test_parity_with_a_micro_batch_that_is_chosen(tmp_path):
+    overrides = [
+        "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.attention=[sdpa]", "train.micro_batch=auto",
+        "hardware.device=cpu", f"data.cache_dir={tmp_path}", "logger.wandb=disabled",
+    ]  # fmt: skip
+    chosen = settings(*overrides, schema=ParitySettings, experiment="parity")
+    assert run_parity(chosen, tmp_path / "parity")["verdicts"]["sdpa"]["passes"]
 
 
 def test_dropout_is_compared_with_one_mask(tmp_path):

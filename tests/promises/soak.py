@@ -1,4 +1,4 @@
-"""Nothing grows in a long run: `python -m scripts.soak`, 20,000 tiny steps that are logged, evaluated and saved often.
+"""Nothing grows in a long run: `python -m tests.promises.soak` takes 20,000 tiny steps and often does all else.
 
 Looks at the process between two steps, `soak.samples` times: resident memory, open files, threads, on CUDA the memory
 of tensors and of PyTorch's allocator; and times every step with all that follows it. What is seen before
@@ -19,12 +19,9 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -32,11 +29,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import train as trainer
 from conf.program import program
 from conf.schema import Settings
+from train import train
 from training.hardware import set_up
 from training.provenance import provenance
+from training.step import Step
 
 FAILED = 1  # exit code
 # twenty thousand steps of almost no work, with everything that a loop does beside them done often
@@ -84,18 +82,35 @@ class SoakSettings(Settings):
 
 @dataclass
 class Watched:
-    """What was seen between steps: the samples after the warm-up, and how long each step took, in seconds."""
+    """Called after each step; what was seen: samples after the warm-up, and how long each turn of the loop took."""
 
+    warm_up: int = 0  # steps that are not judged
+    every: int = 1  # steps between two samples
     steps: list[int] = field(default_factory=list)
     samples: list[dict[str, int]] = field(default_factory=list)
     seconds: array = field(default_factory=lambda: array("d"))  # 8 bytes a step: a list of floats would itself grow
+    before: float | None = None  # the clock after the step before
+
+    @classmethod
+    def of(cls, settings: SoakSettings) -> "Watched":
+        warm_up = round(settings.soak.warm_up * settings.train.steps)
+        return cls(warm_up, (settings.train.steps - warm_up) // settings.soak.samples)
+
+    def __call__(self, step: Step) -> None:
+        now = time.perf_counter()
+        if self.before is not None and step.number > self.warm_up:
+            self.seconds.append(now - self.before)
+        self.before = now
+        if step.number > self.warm_up and (step.number - self.warm_up) % self.every == 0:
+            self.steps.append(step.number)
+            self.samples.append(look(step.loss.device))
 
 
 @program("config", SoakSettings, run_dir="runs/soak", overrides=TINY)
 def main(settings: SoakSettings, run_dir: Path) -> None:
     console = Console(highlight=False)
-    with watched_steps(settings) as seen:
-        trainer.train(settings, run_dir / "run")
+    seen = Watched.of(settings)
+    train(settings, run_dir / "run", on_step=seen)
     rows = judge(seen, settings)
     report = {
         "passes": all(row["passes"] for row in rows),
@@ -110,30 +125,6 @@ def main(settings: SoakSettings, run_dir: Path) -> None:
     print(json.dumps({"passes": report["passes"], "rows": rows, "folder": str(run_dir)}))
     if not report["passes"]:
         sys.exit(FAILED)
-
-
-@contextmanager
-def watched_steps(settings: SoakSettings) -> Iterator[Watched]:
-    """Within it, train.py's steps are timed and the process is looked at before some of them."""
-    seen, real = Watched(), trainer.training_step
-    first = round(settings.soak.warm_up * settings.train.steps)
-    every = (settings.train.steps - first) // settings.soak.samples
-    count, began = 0, None
-
-    def step(*args):
-        nonlocal count, began
-        now = time.perf_counter()
-        if began is not None and count > first:
-            seen.seconds.append(now - began)
-        began = now
-        if count >= first and (count - first) % every == 0:
-            seen.steps.append(count)
-            seen.samples.append(look(args[5].device))
-        count += 1
-        return real(*args)
-
-    with mock.patch.object(trainer, "training_step", step):
-        yield seen
 
 
 def look(device: torch.device) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Long runs, short: nothing grows, and what grows is seen. `pytest -m slow tests/test_soak.py`: the 20,000 steps."""
+"""Long runs, short: nothing grows, and what grows is seen. `pytest -m slow tests/promises`: the 20,000 steps."""
 
 import itertools
 import json
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import train as trainer
-from scripts import soak
-from scripts.soak import TINY, SoakSettings, Watched, judge, theil_sen
+from tests.promises import soak
+from tests.promises.soak import TINY, SoakSettings, Watched, judge, theil_sen
 from tests.runs import settings
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -69,7 +69,7 @@ def test_step_time_is_judged_by_the_medians_of_thirds():
 
     def verdict(seconds) -> bool:
         samples = [{"host memory": 0} for _ in range(9)]
-        return judge(Watched(list(range(9)), samples, array("d", seconds)), chosen)[-1]["passes"]
+        return judge(Watched(steps=list(range(9)), samples=samples, seconds=array("d", seconds)), chosen)[-1]["passes"]
 
     rng = random.Random(0)
     steady = [0.01 + rng.random() * 0.001 + (1.0 if i % 50 == 0 else 0.0) for i in range(1000)]  # evaluations
@@ -94,6 +94,6 @@ def test_impossible_soaks_are_refused():
 
 @pytest.mark.slow
 def test_twenty_thousand_steps_grow_in_nothing(tmp_path, capsys):
-    """`pytest -m slow tests/test_soak.py`; step time with room for whatever else the machine does."""
+    """`pytest -m slow tests/promises`; step time with room for whatever else the machine does."""
     rows = soaked(tmp_path, capsys, "soak.max_slowdown=2")
     assert all(row["passes"] for row in rows.values()), rows

@@ -1,9 +1,9 @@
-"""What watches a run does not change it: `python -m scripts.invariance`, a matrix of digests.
+"""What watches a run does not change it: `python -m tests.promises.invariance`, a matrix of digests.
 
 One run with everything that can be off switched off, then one run for each thing that can be on: evaluation, samples,
-logging, profiling, saving, recomputed activations, another number of loader threads. Before each step the batch and
-every random stream are hashed, after it the loss, the weights and the optimizer's state; all must have the bits of the
-first run at every step. Two last runs show that the comparison sees: their evaluation draws a random number.
+logging, profiling, saving, recomputed activations, another number of loader threads. After each step its batch, every
+random stream, the loss, the weights and the optimizer's state are hashed; all must have the bits of the first run at
+every step. Two last runs show that the comparison sees: their evaluation draws a random number.
 
 Writes invariance.md (the table), invariance.json (every digest) and each run's folder. Exit code 1 where a run
 differs, or where a planted draw is not seen. Takes the configuration of train.py, but for what it switches itself.
@@ -15,7 +15,7 @@ import hashlib
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from training.hardware import set_up
 from training.profiler import STEPS_NEEDED
 from training.provenance import provenance
 from training.random_states import random_states
+from training.step import Step
 
 FAILED = 1  # exit code
 BASELINE = "nothing"
@@ -141,29 +142,20 @@ def run(settings: InvarianceSettings, folder: Path, changes: dict[str, Any]) -> 
         setattr(getattr(settings, group[0]) if group else settings, name, value)
     folder.mkdir(parents=True)
     torch.compiler.reset()  # what an earlier run compiled is not this run's
-    with digested_steps() as digests, (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
-        trainer.train(settings, folder)
+    digests: Digests = []
+    with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
+        trainer.train(settings, folder, on_step=lambda step: digests.append(digests_of(step)))
     return digests
 
 
-@contextlib.contextmanager
-def digested_steps() -> Iterator[Digests]:
-    """Within it, every step that train.py takes adds its digests to the list that is given."""
-    digests: Digests = []
-    real = trainer.training_step
-
-    def step(forward, optimizer, inputs, targets, micro_batch, hardware, starts=None):
-        before = {"batch": digest([inputs, targets, starts])}
-        for name, state in random_states(hardware.device).items():  # repr: exact for numbers, and fast
-            before[f"random stream {name}"] = digest(state if isinstance(state, torch.Tensor) else repr(state))
-        loss, grad_norm = real(forward, optimizer, inputs, targets, micro_batch, hardware, starts)
-        after = {"loss": loss, "gradient norm": grad_norm, "weights": optimizer.parameters}
-        after["optimizer"] = optimizer.state_dict()
-        digests.append(before | {part: digest(value) for part, value in after.items()})
-        return loss, grad_norm
-
-    with mock.patch.object(trainer, "training_step", step):
-        yield digests
+def digests_of(step: Step) -> dict[str, str]:
+    """Of what the step began with, of the random streams as it left them, and of what it made."""
+    found = {"batch": digest(step.batch)}
+    for name, state in random_states(step.loss.device).items():  # repr: exact for numbers, and fast
+        found[f"random stream {name}"] = digest(state if isinstance(state, torch.Tensor) else repr(state))
+    made = {"loss": step.loss, "gradient norm": step.grad_norm, "weights": step.optimizer.parameters}
+    made["optimizer"] = step.optimizer.state_dict()
+    return found | {part: digest(value) for part, value in made.items()}
 
 
 def digest(value: Any) -> str:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import train as trainer
-from scripts import invariance
-from scripts.invariance import BASELINE, PLANTED, TINY, TOGGLES, InvarianceSettings
+from tests.promises import invariance
+from tests.promises.invariance import BASELINE, PLANTED, TINY, TOGGLES, InvarianceSettings
 from tests.runs import settings
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")

@@ -1,0 +1,137 @@
+"""What a run will be is decided once, before anything is written; who watches or replaces a part changes no bit."""
+
+import dataclasses
+import hashlib
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+import train as program
+from kernels import naive_attention
+from model import ATTENTION, GPT, GPTConfig, attend_with
+from tests.runs import metrics, small_run
+from train import train
+from training import run as resolving
+from training.run import TrainConfig, resolve
+from training.step import Step
+
+SHORT = ("train.steps=6", "train.log_every=1", "train.eval_every=2", "model.dropout=0.1", "optim.warmup_steps=1")
+
+
+def weights_of(run_dir) -> str:
+    return hashlib.sha256((run_dir / "checkpoints" / "last" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_run_is_resolved_once_and_its_settings_stay_as_they_were(tmp_path, monkeypatch):
+    chosen, found = small_run(tmp_path, *SHORT, "model.attention=auto", "train.micro_batch=auto"), []
+    before = asdict(chosen)
+    monkeypatch.setattr(
+        program, "resolve", lambda *args, **options: found.append(resolve(*args, **options)) or found[-1]
+    )
+    train(chosen, tmp_path / "run")
+    (run,) = found
+    assert asdict(chosen) == before
+    assert (run.model.attention, run.model.loss, run.micro_batch) == ("sdpa", "plain", 8)
+    assert run.settings["model"]["attention"] == "sdpa"
+    assert run.settings["train"]["micro_batch"] == 8
+    assert run.attention_reason == "auto: the device is cpu, flash is for CUDA"
+    for field in dataclasses.fields(run):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(run, field.name, None)
+
+
+def test_random_tokens_need_no_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(resolving, "open_dataset", lambda *_, **__: pytest.fail("opened"))
+    run = resolve(small_run(tmp_path, "resume=nowhere", "train.micro_batch=2"), vocab_size=50)
+    assert (run.vocab_size, run.micro_batch, run.sequences_per_step, run.seq_len) == (50, 2, 8, 32)
+    assert (run.dataset, run.resumed) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.attention=sdpa", "data.document_mask=true"], "varlen in float32 is not supported by sdpa"),
+        (["data.files=missing.txt"], "missing.txt does not exist"),
+        (["resume=nowhere"], "nowhere"),
+        (["profile=true", "train.steps=6"], "profile=true needs 7 steps"),
+        (["logger.wandb=online"], "logger.wandb=online but"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written_or_allocated(tmp_path, monkeypatch, overrides, message):
+    for name in ("WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(program, "GPT", lambda *_, **__: pytest.fail("allocated"))
+    with pytest.raises(ValueError, match=message):
+        train(small_run(tmp_path, *overrides), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_memory_that_is_short_is_said_before_the_model_is_built(tmp_path, monkeypatch):
+    def short(*_):
+        raise ValueError("train.micro_batch=8 needs 3.00 GiB and 1.00 GiB are free; use 2")
+
+    monkeypatch.setattr(resolving, "plan_memory", short)
+    monkeypatch.setattr(program, "GPT", lambda *_, **__: pytest.fail("allocated"))
+    with pytest.raises(ValueError, match=r"needs 3\.00 GiB"):
+        train(small_run(tmp_path), tmp_path / "run")
+
+
+# ---- the seams
+
+
+def test_the_seams_change_no_bit(tmp_path):
+    """The named attention itself in place of the named attention, and a callback that reads everything."""
+    seen: list[Step] = []
+    plain, seamed = (small_run(tmp_path, *SHORT, "model.attention=naive") for _ in range(2))
+    train(plain, tmp_path / "plain")
+    train(seamed, tmp_path / "seamed", attend=ATTENTION["naive"], on_step=seen.append)
+    assert weights_of(tmp_path / "seamed") == weights_of(tmp_path / "plain")
+    assert metrics(tmp_path / "seamed") == metrics(tmp_path / "plain")
+    assert [step.number for step in seen] == [1, 2, 3, 4, 5, 6]
+    assert [step.loss.item() for step in seen] == [row["loss"] for row in metrics(tmp_path / "plain")]
+    assert all(step.batch[0].shape == (8, 32) for step in seen)
+
+
+def test_a_function_takes_the_place_of_the_named_attention(tmp_path):
+    calls = []
+
+    def first_token_only(q, k, v, **options):
+        calls.append(options["causal"])
+        return naive_attention(q, k[:, :, :1], v[:, :, :1])
+
+    common = (*SHORT, "model.attention=naive", "train.eval_every=0")
+    train(small_run(tmp_path, *common), tmp_path / "named")
+    train(small_run(tmp_path, *common), tmp_path / "replaced", attend=first_token_only)
+    assert len(calls) == 2 * (6 + 1)  # of two layers, in six steps and one evaluation
+    assert weights_of(tmp_path / "replaced") != weights_of(tmp_path / "named")
+
+
+def test_attend_with_wraps_each_layer_and_puts_it_back():
+    model = GPT(GPTConfig(2, 2, n_embd=32, attention="naive", loss="plain"), 20, 8)
+    tokens, order = torch.zeros(1, 8, dtype=torch.int64), []
+    expected = model(tokens)
+
+    def wrap(layer, attend):
+        return lambda *qkv, **options: order.append(layer) or attend(*qkv, **options)
+
+    with attend_with(model, wrap):
+        assert torch.equal(model(tokens), expected)
+        with attend_with(model, lambda layer, attend: lambda q, k, v, **_: torch.zeros_like(q)):
+            assert not torch.equal(model(tokens), expected)
+        model(tokens)
+    assert order == [0, 1, 0, 1]
+    with pytest.raises(RuntimeError), attend_with(model, wrap):
+        raise RuntimeError
+    assert torch.equal(model(tokens), expected)
+    assert order == [0, 1, 0, 1]
+
+
+def test_what_is_due_after_a_step():
+    config = TrainConfig(steps=25, log_every=10, eval_every=0, save_every=7)
+    assert [step for step in range(1, 26) if config.is_logged(step)] == [1, 10, 20, 25]
+    assert [step for step in range(1, 26) if config.is_due(config.eval_every, step)] == [25]
+    assert [step for step in range(1, 26) if config.is_watched(step)] == [1, 7, 10, 14, 20, 21, 25]
+    assert replace(config, seed=3).window_seed == 3
+    assert replace(config, seed=3, data_seed=5).window_seed == 5
