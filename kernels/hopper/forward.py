@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..device import num_sms
 from ..launch import addresses_of, grid_tiles, heads_per_section, launch, on_device, window_bounds
 from ..options import Options
-from ..portable.tiles import ORIGIN, document_rows, longest_first, program_tile
+from ..portable.tiles import ORIGIN, document_rows, owned_tile
 from ..replay import description, known, remember, replay
 from . import tma
 from .tma import slot
@@ -59,13 +59,14 @@ def _document_tile(cu_seqlens_q, cu_seqlens_k, q_tokens, num_docs, num_heads, he
 
     Found as in the portable kernel, once a program, by the four warps that all have before they specialise.
     """
-    ordinal, batch_head = program_tile(q_tokens // BLOCK + num_docs, num_heads, heads_per_section, False)
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    document, tile = longest_first(ordinal, cu_seqlens_q, num_docs, BLOCK, lanes)
+    document, tile, batch_head = owned_tile(
+        q_tokens, cu_seqlens_q, num_docs, num_heads, heads_per_section, BLOCK, False, lanes
+    )
     turns = gl.where(document < 0, 0, 1)
     document = gl.maximum(document, 0)
-    q_row0, num_q = document_rows(document, cu_seqlens_q)
-    k_row0, num_k = document_rows(document, cu_seqlens_k)
+    q_row0, num_q = document_rows(document, cu_seqlens_q, q_tokens)
+    k_row0, num_k = document_rows(document, cu_seqlens_k, 0)
     return turns, tile, batch_head, q_row0, k_row0, num_q, num_k
 
 
