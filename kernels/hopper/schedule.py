@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..portable.record import record
-from ..portable.tiles import document_rows, keys_of_query, owned_tile, section_tile
+from ..portable.tiles import document_rows, end_key, first_key, owned_tile, section_tile
 
 
 @record
@@ -134,8 +134,9 @@ def key_tiles(row, end_row, mask, BLOCK_K: gl.constexpr):
 
     At least one is visited: its mask then gives the rows that see nothing their zeros. 0 <= row < num_q.
     """
-    first_key, end_of_first = keys_of_query(row, mask)
-    first_key_of_last, end_key = keys_of_query(gl.minimum(end_row, mask.num_q) - 1, mask)
-    first = first_key // BLOCK_K
-    end = gl.maximum((end_key + BLOCK_K - 1) // BLOCK_K, first + 1)
-    return first, end, (first_key_of_last + BLOCK_K - 1) // BLOCK_K, end_of_first // BLOCK_K
+    offset = mask.num_k - mask.num_q
+    last = gl.minimum(end_row, mask.num_q) - 1 + offset
+    first = first_key(row + offset, mask) // BLOCK_K
+    full_first = (first_key(last, mask) + BLOCK_K - 1) // BLOCK_K
+    full_end = end_key(row + offset, mask) // BLOCK_K
+    return first, gl.maximum((end_key(last, mask) + BLOCK_K - 1) // BLOCK_K, first + 1), full_first, full_end

@@ -143,15 +143,15 @@ def flash_dkdv_kernel(
     full_start, full_end, masked_start, masked_end = seeing_queries(k_start, mask, BLOCK_Q, BLOCK_K)
     for member in range(group_size):
         head = kv_head * group_size + member
-        q_head = batch * num_heads + head
         slope_log2 = slope_of(batch if switches.cu_seqlens_q is None else document, head, num_heads, switches)
-        scoring = Scoring(mask, scale_log2, slope_log2, switches, q_head, q_row0, k_row0, PRECISION)
         q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
         do_base = head_base(do, do_strides, batch, head, q_row0, TMA)
         q_rows = Rows(q_base, q_strides, batch, head, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, TMA)
         do_rows = Rows(do_base, do_strides, batch, head, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, TMA)
+        q_head = batch * num_heads + head
         row_offset = q_head.to(tl.int64) * q_tokens_padded + padded_row0
         lse_base, delta_base = lse_log2_ptr + row_offset, delta_ptr + row_offset
+        scoring = Scoring(mask, scale_log2, slope_log2, switches, q_head, q_row0, k_row0, PRECISION)
         if CAUSAL or LOCAL:
             for position in range(masked_start, masked_end, BLOCK_Q):
                 q_start = masked_tile(position, full_start, full_end, LOCAL)

@@ -247,29 +247,43 @@ def mask_scores(scores, rows, cols, mask):
 
 
 @triton.jit
-def keys_of_query(query, mask):
-    """The keys that a query sees, as (first, end)."""
+def first_key(position, mask):
+    """The first key that the query at key `position` sees."""
     if mask.LOCAL:
-        diagonal = query + mask.num_k - mask.num_q  # in keys: where the query stands
-        left, right = mask.window
-        return tl.maximum(diagonal - left, 0), tl.minimum(tl.maximum(diagonal + right + 1, 0), mask.num_k)
-    elif mask.CAUSAL:
-        return 0, tl.minimum(tl.maximum(query + 1 + mask.num_k - mask.num_q, 0), mask.num_k)
+        return tl.maximum(position - mask.window[0], 0)
     else:
-        return 0, mask.num_k
+        return 0
 
 
 @triton.jit
-def queries_of_key(key, mask):
-    """The queries that see a key, as (first, end)."""
-    diagonal = key - (mask.num_k - mask.num_q)  # in queries: the one that stands at the key
+def end_key(position, mask):
+    """The end of the keys that the query at key `position` sees."""
     if mask.LOCAL:
-        left, right = mask.window
-        return tl.maximum(diagonal - right, 0), tl.minimum(tl.maximum(diagonal + left + 1, 0), mask.num_q)
+        return tl.minimum(tl.maximum(position + mask.window[1] + 1, 0), mask.num_k)
     elif mask.CAUSAL:
-        return tl.maximum(diagonal, 0), mask.num_q
+        return tl.minimum(tl.maximum(position + 1, 0), mask.num_k)
     else:
-        return 0, mask.num_q
+        return mask.num_k
+
+
+@triton.jit
+def first_query(position, mask):
+    """The first query that sees the key at query `position`."""
+    if mask.LOCAL:
+        return tl.maximum(position - mask.window[1], 0)
+    elif mask.CAUSAL:
+        return tl.maximum(position, 0)
+    else:
+        return 0
+
+
+@triton.jit
+def end_query(position, mask):
+    """The end of the queries that see the key at query `position`."""
+    if mask.LOCAL:
+        return tl.minimum(tl.maximum(position + mask.window[0] + 1, 0), mask.num_q)
+    else:
+        return mask.num_q
 
 
 @triton.jit
@@ -279,15 +293,18 @@ def visible_keys(q_start, mask, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     Every row sees the keys from full_start to full_end, which need no mask. Only tiles that some row sees are
     visited, so that a window costs N * window.
     """
-    first, end_of_first = keys_of_query(q_start, mask)
-    first_of_last, end = keys_of_query(q_start + BLOCK_Q - 1, mask)
-    full_end = end_of_first // BLOCK_K * BLOCK_K
+    position = q_start + mask.num_k - mask.num_q  # in keys: where the tile's first query stands
+    last = position + BLOCK_Q - 1
     if mask.LOCAL:
-        full_start = tl.cdiv(first_of_last, BLOCK_K) * BLOCK_K
+        start = first_key(position, mask) // BLOCK_K * BLOCK_K
+        end = end_key(last, mask)
+        full_start = tl.cdiv(first_key(last, mask), BLOCK_K) * BLOCK_K
+        full_end = end_key(position, mask) // BLOCK_K * BLOCK_K
         full_end = tl.maximum(full_start, full_end)
-        return full_start, full_end, first // BLOCK_K * BLOCK_K, end - (full_end - full_start)
+        return full_start, full_end, start, end - (full_end - full_start)
     else:
-        return 0, full_end, full_end, end
+        full_end = end_key(position, mask) // BLOCK_K * BLOCK_K
+        return 0, full_end, full_end, end_key(last, mask)
 
 
 @triton.jit
@@ -296,18 +313,20 @@ def seeing_queries(k_start, mask, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
 
     Starts are multiples of BLOCK_Q. Rows past num_q need no mask: their LSE is +inf.
     """
-    first, end_of_first = queries_of_key(k_start, mask)
-    first_of_last, end = queries_of_key(k_start + BLOCK_K - 1, mask)
+    position = k_start - (mask.num_k - mask.num_q)  # in queries: the one that stands at the tile's first key
+    last = position + BLOCK_K - 1
+    start = first_query(position, mask) // BLOCK_Q * BLOCK_Q
     if mask.LOCAL:
-        full_start = tl.cdiv(first_of_last, BLOCK_Q) * BLOCK_Q
-        full_end = tl.maximum(full_start, end_of_first // BLOCK_Q * BLOCK_Q)
-        return full_start, full_end, first // BLOCK_Q * BLOCK_Q, end - (full_end - full_start)
+        end = end_query(last, mask)
+        full_start = tl.cdiv(first_query(last, mask), BLOCK_Q) * BLOCK_Q
+        full_end = end_query(position, mask) // BLOCK_Q * BLOCK_Q
+        full_end = tl.maximum(full_start, full_end)
+        return full_start, full_end, start, end - (full_end - full_start)
     elif mask.CAUSAL:
-        start = first // BLOCK_Q * BLOCK_Q
-        full_start = tl.maximum(start, tl.cdiv(first_of_last, BLOCK_Q) * BLOCK_Q)
-        return full_start, end, start, tl.minimum(full_start, end)
+        full_start = tl.maximum(start, tl.cdiv(first_query(last, mask), BLOCK_Q) * BLOCK_Q)
+        return full_start, mask.num_q, start, tl.minimum(full_start, mask.num_q)
     else:
-        return 0, end, 0, 0
+        return 0, mask.num_q, 0, 0
 
 
 @triton.jit
