@@ -39,6 +39,20 @@ class Tiles:
     o: gl.shared_memory_descriptor  # (CONSUMERS, 64, HEAD_DIM)
 
 
+@record
+class Build:
+    """A kernel's constants, as its parameters name them."""
+
+    HEAD_DIM: gl.constexpr
+    BLOCK_K: gl.constexpr
+    CONSUMERS: gl.constexpr
+    STAGES: gl.constexpr
+    CAUSAL: gl.constexpr
+    LOCAL: gl.constexpr
+    PING_PONG: gl.constexpr
+    PAIRED: gl.constexpr
+
+
 @gluon.jit
 def ready_barriers(CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
     """`Barriers`, ready for every role."""
@@ -82,30 +96,27 @@ def store_rows(descriptor, batch, head, start, row0, num_tokens, tile):
 
 
 @gluon.jit
-def take_baton(CONSUMER: gl.constexpr, PING_PONG: gl.constexpr):
+def take_baton(build, CONSUMER: gl.constexpr):
     """Wait until this consumer may issue its products."""
-    if PING_PONG:
+    if build.PING_PONG:
         tma.named_barrier("bar.sync", 9 + CONSUMER, 256)
 
 
 @gluon.jit
-def pass_baton(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr):
+def pass_baton(build, CONSUMER: gl.constexpr):
     """Let the next consumer issue its products."""
-    if PING_PONG:
-        tma.named_barrier("bar.arrive", 9 + (CONSUMER + 1) % CONSUMERS, 256)
+    if build.PING_PONG:
+        tma.named_barrier("bar.arrive", 9 + (CONSUMER + 1) % build.CONSUMERS, 256)
 
 
 @gluon.jit
-def hand_back(
-    step, num_tiles, barriers, STAGES: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
-    PING_PONG: gl.constexpr,
-):  # fmt: skip
+def hand_back(step, num_tiles, barriers, build, CONSUMER: gl.constexpr):
     """Let go of the next key tiles, which only other rows of the program see. Returns the step after them."""
     for _ in range(num_tiles):
-        stage, phase = slot(step, STAGES)
+        stage, phase = slot(step, build.STAGES)
         mbarrier.wait(barriers.k_full.index(stage), phase)
-        take_baton(CONSUMER, PING_PONG)
-        pass_baton(CONSUMER, CONSUMERS, PING_PONG)
+        take_baton(build, CONSUMER)
+        pass_baton(build, CONSUMER)
         mbarrier.arrive(barriers.k_empty.index(stage), count=1)
         mbarrier.wait(barriers.v_full.index(stage), phase)
         mbarrier.arrive(barriers.v_empty.index(stage), count=1)

@@ -53,16 +53,16 @@ def document_tile(cu_seqlens_q, cu_seqlens_k, q_tokens, num_docs, num_heads, hea
 
 
 @gluon.jit
-def turn_tile(turn, num_tiles, sizes, document, CAUSAL: gl.constexpr, PAIRED: gl.constexpr):
+def turn_tile(turn, num_tiles, sizes, document, build):
     """The (query tile, batch * head) of this program's turn. Packed documents have one turn, whose tile
     `document_tile` has found."""
     if document is not None:
         return document.tile, document.batch_head
-    elif PAIRED:
+    elif build.PAIRED:
         return _paired_tile(turn, num_tiles)
     else:
         ordinal = turn * gl.num_programs(0) + gl.program_id(0)
-        return section_tile(ordinal, num_tiles, sizes.num_batch_heads, sizes.heads_per_section, CAUSAL)
+        return section_tile(ordinal, num_tiles, sizes.num_batch_heads, sizes.heads_per_section, build.CAUSAL)
 
 
 @gluon.jit
@@ -78,13 +78,13 @@ def _paired_tile(turn, num_tiles):
 
 
 @gluon.jit
-def num_turns(num_tiles, num_heads, document, PAIRED: gl.constexpr):
-    """How many tiles this program takes, of num_tiles for each of num_heads."""
+def num_turns(num_tiles, sizes, document, build):
+    """How many tiles this program takes, of num_tiles for each head."""
     if document is not None:
         return document.turns
     else:
-        at_a_time: gl.constexpr = 2 if PAIRED else 1
-        total = num_tiles * num_heads
+        at_a_time: gl.constexpr = 2 if build.PAIRED else 1
+        total = num_tiles * sizes.num_batch_heads
         shares = (total + at_a_time - 1) // at_a_time
         own = (shares - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
         last = gl.program_id(0) + (own - 1) * gl.num_programs(0)  # the last share may be half a pair

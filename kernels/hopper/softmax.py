@@ -1,9 +1,12 @@
-"""The arithmetic between the two products of the Hopper forward, for the 64 rows of one consumer."""
+"""One step of the Hopper forward: a consumer's 64 rows meet a key tile. Masking, online softmax, packing of P."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..portable.tiles import LOG2_E
+from .pipeline import pass_baton, take_baton
+from .tma import slot
 
 
 @gluon.jit
@@ -105,3 +108,70 @@ def unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.cons
     )
     probs = gl.reshape(gl.join(even, odd), [64, BLOCK_K]).to(dtype, bitcast=True)
     return gl.convert_layout(probs, p_layout)
+
+
+@gluon.jit
+def add_p_v(probs, v_tile, acc, BLOCK_K: gl.constexpr):
+    """acc + P V: started, to be waited for."""
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return warpgroup_mma(unpack(probs, v_tile.dtype, BLOCK_K, p_layout), v_tile, acc, is_async=True)
+
+
+@gluon.jit
+def softmax_step(
+    call, mask, build, CONSUMER: gl.constexpr, scale_log2, softcap, row, from_step_0, end,
+    step, acc, probs, running_max, running_sum, FIRST: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of key tile `step` while the tensor cores add the previous tile's P V to acc.
+
+    At a query tile's FIRST key tile nothing is added, and maximum and sum begin. Step s has the keys from
+    from_step_0 - s * BLOCK_K on; the query tile ends with step end - 1.
+    """
+    barriers = call.barriers
+    tiles = call.tiles
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.BLOCK_K, 16])
+    stage, _ = slot(step, build.STAGES)
+    take_baton(build, CONSUMER)
+    scores = warpgroup_mma(
+        tiles.q.index(CONSUMER), tiles.k.index(stage).permute((1, 0)),
+        gl.zeros([64, build.BLOCK_K], gl.float32, s_layout), use_acc=False, is_async=True,
+    )  # fmt: skip
+    if not FIRST:
+        last_stage, last_phase = slot(step - 1, build.STAGES)
+        mbarrier.wait(barriers.v_full.index(last_stage), last_phase)
+        acc = add_p_v(probs, tiles.v.index(last_stage), acc, build.BLOCK_K)
+    pass_baton(build, CONSUMER)
+    scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
+    mbarrier.arrive(barriers.k_empty.index(stage), count=1)
+    scores = logits(scores, scale_log2, softcap)
+    factor = log2_factor(scale_log2, softcap)
+    if MASKED:
+        key = from_step_0 - step * build.BLOCK_K
+        scores = hide(scores, row, key, mask, build.BLOCK_K)
+    new_max = row_max(scores, build.CONSUMERS, build.BLOCK_K, s_layout)
+    if not FIRST:
+        new_max = gl.maximum(running_max, new_max)
+    if MASKED:
+        # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
+        base_log2 = gl.where(new_max == -float("inf"), 0.0, new_max) * factor
+    else:
+        base_log2 = new_max * factor
+    p = gl.exp2(scores * factor - base_log2[:, None])
+    if FIRST:
+        running_sum = thread_sums(p, build.BLOCK_K)
+    else:
+        rescale = gl.exp2(running_max * factor - base_log2)
+        sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
+        running_sum = running_sum * gl.convert_layout(rescale, sum_layout)[:, None] + thread_sums(p, build.BLOCK_K)
+    # waiting here for the next keys (they have long arrived) also ends a basic block: without it ptxas moves
+    # the wait for P V in front of the exponentials, and they no longer overlap
+    next_stage, next_phase = slot(step + 1, build.STAGES)
+    mbarrier.wait(barriers.k_full.index(next_stage), next_phase, pred=step + 1 < end)
+    if not FIRST:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
+    probs = pack(p, tiles.v.dtype, build.BLOCK_K)  # not earlier: the old P's registers are free only now
+    if not FIRST:
+        acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
+    return acc, probs, new_max, running_sum
