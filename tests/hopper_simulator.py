@@ -179,7 +179,7 @@ class _InFlight(threading.local):
 
 
 class _Machine:
-    """One program: its threads, barriers, what is in flight. It stands for the module hopper_tma too."""
+    """One program: its threads, barriers, what is in flight. It stands for the module hopper/tma.py too."""
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ def _python(function, machine, made: dict):
             "gl": language, "tl": language, "fence_async_shared": lambda: None,
             "tma": machine, "mbarrier": _MBARRIER,
             "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.wait_products,
-            "_pack": lambda probs, *_: probs, "_unpack": lambda probs, *_: probs, **machine.replaced,
+            **dict.fromkeys(("pack", "unpack", "_pack", "_unpack"), lambda probs, *_: probs), **machine.replaced,
         }  # fmt: skip
         for name, value in names.items():
             if name in ours:

@@ -134,9 +134,10 @@ def key_tiles(row, end_row, mask, BLOCK_K: gl.constexpr):
 
     At least one is visited: its mask then gives the rows that see nothing their zeros. 0 <= row < num_q.
     """
-    offset = mask.num_k - mask.num_q
-    last = gl.minimum(end_row, mask.num_q) - 1 + offset
-    first = first_key(row + offset, mask) // BLOCK_K
-    full_first = (first_key(last, mask) + BLOCK_K - 1) // BLOCK_K
-    full_end = end_key(row + offset, mask) // BLOCK_K
-    return first, gl.maximum((end_key(last, mask) + BLOCK_K - 1) // BLOCK_K, first + 1), full_first, full_end
+    last_row = gl.minimum(end_row, mask.num_q) - 1
+    first = first_key(row, mask) // BLOCK_K
+    full_first = (first_key(last_row, mask) + BLOCK_K - 1) // BLOCK_K
+    seen_by_first = end_key(row, mask)
+    seen_by_last = end_key(last_row, mask)
+    end = gl.maximum((seen_by_last + BLOCK_K - 1) // BLOCK_K, first + 1)
+    return first, end, full_first, seen_by_first // BLOCK_K

@@ -247,28 +247,28 @@ def mask_scores(scores, rows, cols, mask):
 
 
 @triton.jit
-def first_key(position, mask):
-    """The first key that the query at key `position` sees."""
+def first_key(query, mask):
+    """The first key that a query sees."""
     if mask.LOCAL:
-        return tl.maximum(position - mask.window[0], 0)
+        return tl.maximum(query + mask.num_k - mask.num_q - mask.window[0], 0)
     else:
         return 0
 
 
 @triton.jit
-def end_key(position, mask):
-    """The end of the keys that the query at key `position` sees."""
+def end_key(query, mask):
+    """The end of the keys that a query sees."""
     if mask.LOCAL:
-        return tl.minimum(tl.maximum(position + mask.window[1] + 1, 0), mask.num_k)
+        return tl.minimum(tl.maximum(query + mask.num_k - mask.num_q + mask.window[1] + 1, 0), mask.num_k)
     elif mask.CAUSAL:
-        return tl.minimum(tl.maximum(position + 1, 0), mask.num_k)
+        return tl.minimum(tl.maximum(query + 1 + mask.num_k - mask.num_q, 0), mask.num_k)
     else:
         return mask.num_k
 
 
 @triton.jit
 def first_query(position, mask):
-    """The first query that sees the key at query `position`."""
+    """The first query that sees the key at query `position`, which is key - (num_k - num_q)."""
     if mask.LOCAL:
         return tl.maximum(position - mask.window[1], 0)
     elif mask.CAUSAL:
@@ -293,17 +293,16 @@ def visible_keys(q_start, mask, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     Every row sees the keys from full_start to full_end, which need no mask. Only tiles that some row sees are
     visited, so that a window costs N * window.
     """
-    position = q_start + mask.num_k - mask.num_q  # in keys: where the tile's first query stands
-    last = position + BLOCK_Q - 1
+    last = q_start + BLOCK_Q - 1
     if mask.LOCAL:
-        start = first_key(position, mask) // BLOCK_K * BLOCK_K
+        start = first_key(q_start, mask) // BLOCK_K * BLOCK_K
         end = end_key(last, mask)
         full_start = tl.cdiv(first_key(last, mask), BLOCK_K) * BLOCK_K
-        full_end = end_key(position, mask) // BLOCK_K * BLOCK_K
+        full_end = end_key(q_start, mask) // BLOCK_K * BLOCK_K
         full_end = tl.maximum(full_start, full_end)
         return full_start, full_end, start, end - (full_end - full_start)
     else:
-        full_end = end_key(position, mask) // BLOCK_K * BLOCK_K
+        full_end = end_key(q_start, mask) // BLOCK_K * BLOCK_K
         return 0, full_end, full_end, end_key(last, mask)
 
 
@@ -313,13 +312,13 @@ def seeing_queries(k_start, mask, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
 
     Starts are multiples of BLOCK_Q. Rows past num_q need no mask: their LSE is +inf.
     """
-    position = k_start - (mask.num_k - mask.num_q)  # in queries: the one that stands at the tile's first key
-    last = position + BLOCK_K - 1
-    start = first_query(position, mask) // BLOCK_Q * BLOCK_Q
+    first = k_start - (mask.num_k - mask.num_q)
+    last = first + BLOCK_K - 1
+    start = first_query(first, mask) // BLOCK_Q * BLOCK_Q
     if mask.LOCAL:
         end = end_query(last, mask)
         full_start = tl.cdiv(first_query(last, mask), BLOCK_Q) * BLOCK_Q
-        full_end = end_query(position, mask) // BLOCK_Q * BLOCK_Q
+        full_end = end_query(first, mask) // BLOCK_Q * BLOCK_Q
         full_end = tl.maximum(full_start, full_end)
         return full_start, full_end, start, end - (full_end - full_start)
     elif mask.CAUSAL:
