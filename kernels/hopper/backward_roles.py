@@ -56,8 +56,10 @@ def owned(done, sizes, CAUSAL: gl.constexpr):
     in each, tile by tile."""
     item = gl.program_id(0) + done * gl.num_programs(0)
     num_tiles = (sizes.num_k + BLOCK_K - 1) // BLOCK_K
-    tile, batch_kv_head = section_tile(item, num_tiles, sizes.num_batch_kv_heads, sizes.heads_per_section, CAUSAL)
+    tile, batch_kv_head = section_tile(item, num_tiles, sizes.num_batch_kv_heads, sizes.heads_per_section, False)
     batch = batch_kv_head // sizes.num_kv_heads
+    if CAUSAL:
+        tile = num_tiles - 1 - tile
     return tile, batch, batch_kv_head - batch * sizes.num_kv_heads
 
 

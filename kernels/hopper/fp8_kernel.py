@@ -1,7 +1,7 @@
 """FP8 forward pass for Hopper (sm_90a), in Gluon: e4m3 operands, fp32 softmax. Inference only.
 
-Roles and barriers are forward.py's, and so is the pipeline but for O, which is brought up to date a tile later,
-while the tensor cores are at the next S:
+Roles are forward.py's, barriers pipeline.py's. So is the order of work but for O, which is brought up to date a tile
+later, while the tensor cores are at the next S. Where 64 * CONSUMERS does not divide Nq the last tile is the smaller.
 
     tensor cores   S(1) P(0)V(0)            S(2) P(1)V(1)                 S(3) P(2)V(2)
     other units                max, P(1)    O = P(0)V(0)   max, P(2)      O = r O + P(1)V(1)   max, P(3) ...
@@ -9,7 +9,7 @@ while the tensor cores are at the next S:
 What 8 bits change:
 
 V. An 8-bit wgmma reads both shared operands along the summed dimension only, and for P V that is the keys. A kernel of
-its own therefore writes V^T (B, Hkv, D, Nk) first: 2 bytes moved per element of V.
+its own (fp8_values.py) therefore writes V^T (B, Hkv, D, Nk) first: 2 bytes moved per element of V.
 
 P. Of 16 scores of a row a thread (the t-th of four) holds, in the accumulator, keys 2t, 2t + 1, 2t + 8 and 2t + 9, and
 as the left operand of 8 bits columns 4t to 4t + 3. So column 16b + 4t + 2h + i of P is key 16b + 8h + 2t + i: no
