@@ -33,8 +33,9 @@ from ..portable.tiles import LN_2, Mask
 from ..portable.tiles import LOG2_E as LOG2_E_CONSTANT
 from ..replay import description, known, remember, replay
 from . import tma
-from .pipeline import Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows
+from .pipeline import Barriers, Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows
 from .schedule import (
+    Document,
     Sizes,
     batch_and_head,
     document_tile,
@@ -58,10 +59,10 @@ class Call:
     """What all roles share."""
 
     tiles: Tiles
-    barriers: tuple  # Barriers
+    barriers: Barriers
     sizes: Sizes
     window: tuple  # (left, right), read only where LOCAL
-    document: tuple  # Document, or None
+    document: Document  # or None
 
 
 @gluon.jit
