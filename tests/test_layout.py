@@ -85,7 +85,7 @@ def test_readme_names_only_what_exists():
     text = (ROOT / "README.md").read_text()
     for name in re.findall(r"`((?:conf|data|kernels|model|scripts|tests|training)/[\w./]+)`", text):
         assert (ROOT / name).exists(), name
-    for module in re.findall(r"python -m ((?:scripts|data)\.\w+)", text):
+    for module in re.findall(r"python -m ((?:scripts|data)(?:\.\w+)+)", text):
         assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
     for experiment in re.findall(r"experiment=(\w+)", text):
         assert (ROOT / "conf" / "experiment" / f"{experiment}.yaml").is_file(), experiment

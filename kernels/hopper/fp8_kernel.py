@@ -162,7 +162,7 @@ def _softmax_step(
     p = gl.exp2(scores * scale_log2 - (base_log2 - LOG2_P_SCALE)[:, None])
     sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
     running_sum = running_sum * gl.convert_layout(new_rescale, sum_layout)[:, None] + thread_sums(p, build.BLOCK_K)
-    # this wait ends a basic block, which keeps the wait for P V behind the exponentials (forward.py)
+    # this wait ends a basic block, which keeps the wait for P V behind the exponentials (softmax.py)
     next_stage, next_phase = slot(step + 1, build.STAGES)
     mbarrier.wait(barriers.k_full.index(next_stage), next_phase, pred=more)
     product = warpgroup_mma_wait(0, deps=(product,))
