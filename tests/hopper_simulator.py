@@ -19,123 +19,9 @@ import numpy as np
 from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
 
+from tests.hopper_memory import Descriptor, Int, Pointer, Shared, Tile, as_value, flat, load_by_pointer, write_rows
+
 _PATIENCE_S = 20.0  # a barrier is passed within milliseconds or never
-
-
-class _Int(int):
-    """An integer of a kernel. It divides only where hardware and Python round alike."""
-
-    def to(self, _dtype):
-        return self
-
-
-def _arithmetic(name: str):
-    def operate(self, other):
-        result = getattr(int, name)(self, other)
-        assert name not in ("__floordiv__", "__mod__") or self >= 0, "hardware rounds towards zero, Python down"
-        return result if result is NotImplemented else _Int(result)
-
-    return operate
-
-
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and", "xor", "rshift", "lshift"):
-    setattr(_Int, f"__{_name}__", _arithmetic(f"__{_name}__"))
-
-
-class _Tile(np.ndarray):
-    """numpy's array with what kernels ask of a tensor."""
-
-    type = SimpleNamespace(layout=None)
-
-    def to(self, _dtype):
-        return self.astype(np.int64) if self.dtype == bool else self
-
-
-def _value(x):
-    x = np.asarray(x)
-    if x.ndim:
-        return x.view(_Tile)
-    return float(x) if x.dtype.kind == "f" else _Int(x)
-
-
-def _flat(x: Tensor) -> np.ndarray:
-    """All of the memory that x is a view of."""
-    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0).numpy()
-
-
-class _Pointer:
-    def __init__(self, memory: np.ndarray, offset):
-        self.memory, self.offset = memory, offset
-
-    def __add__(self, offset):
-        return _Pointer(self.memory, self.offset + offset)
-
-
-def _load(pointer, mask=True, other=0):
-    inside = np.where(mask, pointer.offset, 0)
-    assert (inside >= 0).all()
-    return _value(np.where(mask, pointer.memory[inside], other))
-
-
-def _write_rows(tile, rows):
-    for source, target in zip(tile, rows, strict=True):
-        if target is not None:
-            target[:] = source[: len(target)]
-
-
-class _Shared:
-    """A piece of shared memory, NaN at first."""
-
-    dtype = None
-
-    def __init__(self, array: np.ndarray, element_bytes: int, in_pieces: bool = False):
-        self.array, self.element_bytes, self.in_pieces = array, element_bytes, in_pieces
-
-    def index(self, i):
-        return _Shared(self.array[i], self.element_bytes)
-
-    def slice(self, start, length, dim):
-        part = self.array[(slice(None),) * dim + (slice(start, start + length),)]
-        # swizzled rows are 128 bytes long: a wider tile is stored in columns of such rows, one behind the other
-        return _Shared(part, self.element_bytes, dim == 0 and part.shape[-1] * self.element_bytes > 128)
-
-    def permute(self, order):
-        return _Shared(self.array.transpose(order), self.element_bytes)
-
-    def _reinterpret(self, _dtype, shape, _layout):
-        assert not self.in_pieces, "some rows of a wide tile are no tile of their own"
-        same = self.array.view()
-        same.shape = shape  # never a copy
-        return _Shared(same, self.element_bytes)
-
-    def load(self, _layout):
-        return self.array.copy().view(_Tile)
-
-    def store(self, value):
-        self.array[...] = value
-
-
-class _Descriptor:
-    """A TMA descriptor as the device sees it."""
-
-    dtype = layout = None
-
-    def __init__(self, host):
-        self.block_type = SimpleNamespace(shape=host.block_shape)
-        self._memory, self._start = _flat(host.base), host.base.storage_offset()
-        self._shape, self._strides = host.shape, host.strides
-
-    def rows(self, coordinates):
-        """The piece of memory of each row of the box, as far as it reaches; None where the hardware clips."""
-        *outer, first_row, first_column = coordinates
-        last_column = min(first_column + self.block_type.shape[-1], self._shape[-1])
-        for row in range(first_row, first_row + self.block_type.shape[-2]):
-            place = [*outer, row]
-            inside = all(0 <= c < n for c, n in zip(place, self._shape[:-1], strict=True))
-            size = self._memory.itemsize
-            address = sum(c * stride * size for c, stride in zip(place, self._strides[:-1], strict=True)) % 2**64
-            start = self._start + address // size
-            yield self._memory[start + first_column : start + last_column] if inside else None
 
 
 class _Barrier:
@@ -179,7 +65,7 @@ class _InFlight(threading.local):
 
 
 class _Machine:
-    """One program: its threads, barriers, what is in flight. It stands for the module hopper_tma too."""
+    """One program: its threads, barriers, what is in flight. It stands for the module hopper/tma.py too."""
 
     def __init__(
         self,
@@ -251,9 +137,9 @@ class _Machine:
             barriers = [_Barrier(self) for _ in range(shape[0])]
             return SimpleNamespace(index=barriers.__getitem__) if len(shape) == 2 else barriers[0]
         if dtype == "int32":
-            return _Shared(np.full(shape, -1), 4)
+            return Shared(np.full(shape, -1), 4)
         element_bytes = 4 if dtype == "float32" else self._element_bytes
-        return _Shared(np.full(shape, np.nan, np.float32), element_bytes)
+        return Shared(np.full(shape, np.nan, np.float32), element_bytes)
 
     def load(self, descriptor, coordinates, barrier, shared):
         tile = shared.array.reshape(-1, shared.array.shape[-1])
@@ -270,7 +156,7 @@ class _Machine:
         while len(self._own.unread) > pending:
             descriptor, coordinates, shared = self._own.unread.pop(0)
             tile = shared.array.reshape(-1, shared.array.shape[-1]).copy()
-            self._own.unwritten.append(partial(_write_rows, tile, list(descriptor.rows(coordinates))))
+            self._own.unwritten.append(partial(write_rows, tile, list(descriptor.rows(coordinates))))
 
     def store_by_pointer(self, pointer, value, mask=True):
         inside = np.broadcast_to(mask, pointer.offset.shape)
@@ -301,10 +187,10 @@ class _Machine:
                 unwritten.clear()
 
     def multiply(self, left, right, acc, use_acc=True, is_async=False):
-        result = np.full(acc.shape, np.nan, np.float32).view(_Tile)
+        result = np.full(acc.shape, np.nan, np.float32).view(Tile)
 
         def finish():
-            a = left.array if isinstance(left, _Shared) else left
+            a = left.array if isinstance(left, Shared) else left
             # no BLAS: its own threads would wait for ours
             result[:] = np.einsum("ij,jk->ik", a, right.array) + (acc if use_acc else 0.0)
 
@@ -321,7 +207,7 @@ def _language(machine) -> SimpleNamespace:
     """`gl` and `tl`."""
     passed = lambda x, *_: x  # noqa: E731
     own = {
-        name: (lambda *a, _f=function: _value(_f(*a)))
+        name: (lambda *a, _f=function: as_value(_f(*a)))
         for name, function in {
             "minimum": np.minimum, "maximum": np.maximum, "where": np.where, "exp2": np.exp2, "log2": np.log2,
             "sum": np.sum, "max": np.max, "cumsum": np.cumsum, "reshape": np.reshape,
@@ -331,12 +217,12 @@ def _language(machine) -> SimpleNamespace:
     return SimpleNamespace(
         **own,
         program_id=lambda _: machine.program, num_programs=lambda _: machine.programs,
-        arange=lambda start, end, layout=None: _value(np.arange(start, end)),
-        zeros=lambda shape, *_: np.zeros(shape, np.float32).view(_Tile),
-        full=lambda shape, value, dtype, *_: np.full(shape, value, dtype).view(_Tile),
-        load=_load, store=machine.store_by_pointer, atomic_add=machine.atomic_add, convert_layout=passed,
+        arange=lambda start, end, layout=None: as_value(np.arange(start, end)),
+        zeros=lambda shape, *_: np.zeros(shape, np.float32).view(Tile),
+        full=lambda shape, value, dtype, *_: np.full(shape, value, dtype).view(Tile),
+        load=load_by_pointer, store=machine.store_by_pointer, atomic_add=machine.atomic_add, convert_layout=passed,
         static_range=range, constexpr=passed,
-        inline_asm_elementwise=lambda asm, *a, **_: _value(1.0 / _only_reciprocal(asm, *a)),
+        inline_asm_elementwise=lambda asm, *a, **_: as_value(1.0 / _only_reciprocal(asm, *a)),
         allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: "tile"),
         **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), passed),
@@ -360,7 +246,7 @@ def _python(function, machine, made: dict):
             "gl": language, "tl": language, "fence_async_shared": lambda: None,
             "tma": machine, "mbarrier": _MBARRIER,
             "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.wait_products,
-            "_pack": lambda probs, *_: probs, "_unpack": lambda probs, *_: probs, **machine.replaced,
+            **dict.fromkeys(("pack", "unpack", "_pack", "_unpack"), lambda probs, *_: probs), **machine.replaced,
         }  # fmt: skip
         for name, value in names.items():
             if name in ours:
@@ -374,10 +260,10 @@ def _python(function, machine, made: dict):
 
 def _on_device(argument):
     if hasattr(argument, "block_shape"):
-        return _Descriptor(argument)
+        return Descriptor(argument)
     if isinstance(argument, Tensor):
-        return _Pointer(_flat(argument), argument.storage_offset())
-    return _Int(argument) if isinstance(argument, int) else argument
+        return Pointer(flat(argument), argument.storage_offset())
+    return Int(argument) if isinstance(argument, int) else argument
 
 
 def launch(
@@ -405,7 +291,7 @@ def launch(
         for program in programs:
             try:
                 with np.errstate(all="ignore"):
-                    machine = _Machine(_Int(program), _Int(grid), element_bytes, replaced or {}, memory, pauses)
+                    machine = _Machine(Int(program), Int(grid), element_bytes, replaced or {}, memory, pauses)
                     _python(kernel, machine, {})(*arguments, **constants)
             except Exception as problem:  # carried over to the thread that launched
                 problems.append(problem)

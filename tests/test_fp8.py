@@ -2,11 +2,7 @@
 it is right (GPU)."""
 
 import importlib.util
-import json
 import math
-import os
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
@@ -17,6 +13,7 @@ from kernels import flash_attention_fp8, naive_attention, naive_attention_fp8, q
 from kernels.hopper.fp8 import flash_fwd_fp8
 from kernels.inputs import check_fp8_call
 from kernels.options import Options
+from tests.compiled import compiled
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -224,7 +221,7 @@ def _simulated(monkeypatch, tensors, scales, options, **replaced):
     from kernels.hopper import fp8_kernel as hopper_fp8
     from tests import hopper_simulator
 
-    transpose, real = hopper_fp8.launch_values, hopper_fp8.launch
+    transpose = hopper_fp8.launch_values  # Triton's interpreter runs its kernel
     simulated = partial(hopper_simulator.launch, element_bytes=1, replaced={"_pack": _pack_in_numpy} | replaced)
 
     def launch_values(v, out):
@@ -232,16 +229,11 @@ def _simulated(monkeypatch, tensors, scales, options, **replaced):
         transpose(v.to(torch.float8_e4m3fn), out8)
         out.copy_(out8)
 
-    def launch(kernel, *arguments, **how):
-        # Triton's interpreter runs the other kernel
-        run = real if kernel is hopper_fp8.hopper_fp8_values_kernel else simulated
-        return run(kernel, *arguments, **how)
-
     monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
     monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
     monkeypatch.setattr(hopper_fp8, "O_DTYPE", torch.float32)
     monkeypatch.setattr(hopper_fp8, "launch_values", launch_values)
-    monkeypatch.setattr(hopper_fp8, "launch", launch)
+    monkeypatch.setattr(hopper_fp8, "launch", simulated)
     plan = hopper_fwd.ForwardPlan(consumers=2, stages=3, ping_pong=True)
     return hopper_fp8.launch_hopper_fp8(*(x.float() for x in tensors), *scales.values(), options, plan)
 
@@ -267,39 +259,27 @@ def test_sums_of_14_bits_are_kept_short(monkeypatch):
     assert _rms(o - exact) < 0.003 * _rms(exact)
 
 
-# (head_dim, causal, most bytes of stack: 8 are one value of Triton's own, stored and read once a program)
+# (plan, as scripts.bench.compile_kernels names it, most bytes of stack: 8 are one value of Triton's own, stored and
+# read once a program)
 COMPILED = [
-    (128, True, 8),
-    pytest.param(128, False, 0, marks=pytest.mark.slow),
-    pytest.param(64, True, 0, marks=pytest.mark.slow),
-    pytest.param(64, False, 0, marks=pytest.mark.slow),
+    ("128 fp8e4nv causal 2x64x128 s3 ping_pong", 8),
+    pytest.param("128 fp8e4nv full 2x64x128 s4", 0, marks=pytest.mark.slow),
+    pytest.param("64 fp8e4nv causal 2x64x128 s3", 0, marks=pytest.mark.slow),
+    pytest.param("64 fp8e4nv full 2x64x128 s3", 0, marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, whose wheel carries ptxas")
-@pytest.mark.parametrize(("head_dim", "causal", "most_stack"), COMPILED)
-def test_compiles_to_asynchronous_8_bit_wgmma(head_dim, causal, most_stack):
-    from kernels.hopper.fp8_kernel import plan_for
-
-    plan = plan_for(head_dim, causal)
-    constants = {
-        "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
-        "CAUSAL": causal, "PING_PONG": plan.ping_pong,
-    }  # fmt: skip
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.hopper_compile", "fp8", json.dumps(constants)],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["complaints"] == [], "ptxas serialized the wgmma instructions"
-    assert report["QGMMA"] > 0
-    assert report["HGMMA"] == report["HMMA"] == 0
-    assert report["WARPGROUP.DEPBAR"] <= report["QGMMA"] / 3
-    assert report["PRMT"] == 0, "P must reach the tensor cores without moving bytes"
-    assert report["stack"] <= most_stack
-    assert report["shared"] <= 232_448
+@pytest.mark.parametrize(("plan", "most_stack"), COMPILED)
+def test_compiles_to_asynchronous_8_bit_wgmma(plan, most_stack):
+    (row,) = compiled(f"only='^hopper_fp8 90 {plan}$'")["rows"]
+    assert row["complaints"] == [], "ptxas serialized the wgmma instructions"
+    assert row["QGMMA"] > 0
+    assert row["HGMMA"] == row["HMMA"] == 0
+    assert row["WARPGROUP.DEPBAR"] <= row["QGMMA"] / 3
+    assert row["PRMT"] == 0, "P must reach the tensor cores without moving bytes"
+    assert row["spill_bytes"] <= most_stack
+    assert row["shared_bytes"] <= 232_448
 
 
 def _made(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, device="cuda"):

@@ -1,10 +1,6 @@
 """The Hopper kernels: what they compile to (no GPU needed), and that they are right (GPU)."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from functools import partial
 from random import Random
 
@@ -17,8 +13,8 @@ from kernels.options import Options, canonical_window
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
 from tests.attention_checks import assert_within_budget, compare_with_oracle, make_packed, make_qkv, naive_for
+from tests.compiled import compiled
 
-COMPILE_PROGRAM = "tests.hopper_compile"  # a process of its own: this one may interpret kernels
 SHARED_LIMIT = 232_448  # bytes that one program may use on sm_90
 
 needs_hopper = pytest.mark.skipif(
@@ -27,59 +23,39 @@ needs_hopper = pytest.mark.skipif(
 )
 
 
-def _forward(head_dim: int, consumers: int, causal: bool = False, *options: str, stages: int = 2) -> dict:
-    constants = {
-        "HEAD_DIM": head_dim, "BLOCK_K": 64 if head_dim == 256 else 128, "CONSUMERS": consumers, "STAGES": stages,
-        "CAUSAL": causal, "LOCAL": "window" in options, "PING_PONG": False,
-        "PAIRED": causal and "varlen" not in options,
-    }  # fmt: skip
-    off = {"softcap": ["softcap"], "varlen": ["cu_seqlens_q", "cu_seqlens_k"]}
-    return constants | {name: None for option in off if option not in options for name in off[option]}
-
-
-def _backward(head_dim: int, causal: bool) -> dict:
-    return {"HEAD_DIM": head_dim, "STAGES": 3, "CAUSAL": causal}
-
-
-# (kernel, constants, most bytes of stack: more means new spills)
+# (plan, as scripts.bench.compile_kernels names it, most bytes of stack: more means new spills)
 COMPILED = [
-    ("fwd", _forward(128, 2, True), 0),
-    ("fwd", _forward(128, 2, False), 0),
-    ("fwd", _forward(64, 3, True), 88),
-    ("fwd", _forward(64, 3, False), 32),
-    ("fwd", _forward(128, 2, True, "softcap"), 0),
-    ("fwd", _forward(128, 2, False, "window"), 0),
-    ("fwd", _forward(64, 2, True, "varlen", stages=3), 0),
-    ("fwd", _forward(128, 2, False, "window", "softcap", "varlen"), 32),  # of a tile, not of its steps
-    ("fwd", _forward(256, 2, True), 8),  # of a program
-    ("fwd", _forward(256, 2, False), 0),
-    ("fwd", _forward(256, 2, False, "window", "softcap", "varlen"), 56),  # as above
-    ("bwd", _backward(128, True), 48),  # of an item; of a step 4 bytes
-    ("bwd", _backward(128, False), 16),  # of an item, not of its steps
-    ("bwd", _backward(64, True), 72),  # of an item, not of its steps
-    ("bwd", _backward(64, False), 40),  # as above
+    ("hopper_fwd 90 128 bf16 causal 2x64x128 s2 ping_pong paired", 0),
+    ("hopper_fwd 90 128 bf16 full 2x64x128 s2", 0),
+    ("hopper_fwd 90 64 bf16 causal 3x64x128 s2 ping_pong paired", 88),
+    ("hopper_fwd 90 64 bf16 full 3x64x128 s2", 32),
+    ("hopper_fwd 90 128 bf16 causal softcap 2x64x128 s2 paired", 0),
+    ("hopper_fwd 90 128 bf16 window 2x64x128 s2", 0),
+    ("hopper_fwd 90 64 bf16 causal varlen 2x64x128 s3", 0),
+    ("hopper_fwd 90 128 bf16 window softcap varlen 2x64x128 s2", 32),  # of a tile, not of its steps
+    ("hopper_fwd 90 256 bf16 causal 2x64x64 s2 paired", 8),  # of a program
+    ("hopper_fwd 90 256 bf16 full 2x64x64 s2", 0),
+    ("hopper_fwd 90 256 bf16 window softcap varlen 2x64x64 s2", 56),  # as above
+    ("hopper_bwd 90 128 bf16 causal", 48),  # of an item; of a step 4 bytes
+    ("hopper_bwd 90 128 bf16 full", 16),  # of an item, not of its steps
+    ("hopper_bwd 90 64 bf16 causal", 72),  # of an item, not of its steps
+    ("hopper_bwd 90 64 bf16 full", 40),  # as above
 ]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, whose wheel carries ptxas")
-@pytest.mark.parametrize(("which", "constants", "most_stack"), COMPILED)
-def test_compiles_to_asynchronous_wgmma(which, constants, most_stack):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", COMPILE_PROGRAM, which, json.dumps(constants)],
-        env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["complaints"] == [], "ptxas serialized the wgmma instructions"
-    assert report["HGMMA"] > 0
-    assert report["HMMA"] == 0
-    assert report["WARPGROUP.DEPBAR"] <= report["HGMMA"] / 3
-    assert report["stack"] <= most_stack
-    assert report["shared"] <= SHARED_LIMIT
-    assert report["UTMALDG"] > 0
-    assert report["UTMASTG"] > 0
-    assert (report["REDG.E.ADD.F32x4"] > 0) == (which == "bwd"), "dQ is added 16 bytes at a time"
+@pytest.mark.parametrize(("plan", "most_stack"), COMPILED)
+def test_compiles_to_asynchronous_wgmma(plan, most_stack):
+    (row,) = compiled(f"only='^{plan}$'")["rows"]
+    assert row["complaints"] == [], "ptxas serialized the wgmma instructions"
+    assert row["HGMMA"] > 0
+    assert row["HMMA"] == 0
+    assert row["WARPGROUP.DEPBAR"] <= row["HGMMA"] / 3
+    assert row["spill_bytes"] <= most_stack
+    assert row["shared_bytes"] <= SHARED_LIMIT
+    assert row["UTMALDG"] > 0
+    assert row["UTMASTG"] > 0
+    assert (row["REDG.E.ADD.F32x4"] > 0) == plan.startswith("hopper_bwd"), "dQ is added 16 bytes at a time"
 
 
 def _reference(q, k, v, do, dlse, causal, scale, dtype):

@@ -41,10 +41,14 @@ from .backward_roles import (
     CONSUMERS,
     KEEPERS,
     KEYS,
+    S_LAYOUT,
+    Sizes,
     add_in_turn,
     num_own_items,
     owned,
     producer,
+    product,
+    query_gradient,
     query_tiles,
     turn_keeper,
     unmasked_from,
@@ -52,28 +56,19 @@ from .backward_roles import (
 )
 from .tma import slot
 
-S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
-
-
-@gluon.jit
-def _product(left, right):
-    """left @ right, (64, 64) in fp32: started, to be waited for."""
-    return warpgroup_mma(left, right, gl.zeros([64, 64], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
-
 
 @gluon.jit
 def _probabilities(scores, lse, key, row, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
     """P^T (KEYS, BLOCK_Q) of the keys from `key` and the queries from `row` on."""
-    _num_heads, _num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
     p = gl.exp2(scores * scale_log2 - lse[None, :])
     if MASKED:
         keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
         if CAUSAL:
             columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-            last_seen = row + (num_k - num_q) + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
+            last_seen = row + (sizes.num_k - sizes.num_q) + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
             p = gl.where(keys <= last_seen, p, 0.0)
         else:
-            p = gl.where(keys < num_k, p, 0.0)
+            p = gl.where(keys < sizes.num_k, p, 0.0)
     return p
 
 
@@ -90,8 +85,8 @@ def _gradient_step_64(
     stage, phase = slot(step, STAGES)
     place, use = slot(step, 2)
     mbarrier.wait(full.index(stage), phase)
-    scores = _product(k, q_smem.index(stage).permute((1, 0)))
-    dp = _product(v, do_smem.index(stage).permute((1, 0)))
+    scores = product(k, q_smem.index(stage).permute((1, 0)))
+    dp = product(v, do_smem.index(stage).permute((1, 0)))
     lse = lse_smem.index(stage).load(columns)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p = _probabilities(scores, lse, key, row, sizes, scale_log2, MASKED, CAUSAL)
@@ -120,7 +115,7 @@ def _late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, STAGES: gl.conste
     stage, _phase = slot(step, STAGES)
     ds = ds_smem.index(place)
     mbarrier.wait(ds_full.index(place), use)
-    dq = _product(ds.permute((1, 0)), k_tile.slice(64 * CONSUMER, 64, 1))
+    dq = product(ds.permute((1, 0)), k_tile.slice(64 * CONSUMER, 64, 1))
     dk = warpgroup_mma(ds.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage), dk, is_async=True)
     return dq, dk
 
@@ -144,7 +139,7 @@ def _gradient_step_128(
     k_tile = k_smem.index(nought)
     v = v_smem.index(nought).slice(KEYS * CONSUMER, KEYS, 0)
     lse = lse_smem.index(stage).load(columns)
-    scores = _product(k_tile.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage).permute((1, 0)))
+    scores = product(k_tile.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage).permute((1, 0)))
     if FIRST:
         scores = warpgroup_mma_wait(0, deps=(scores,))
     else:
@@ -183,7 +178,6 @@ def _consumer(
     dk_desc, dv_desc = outputs
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem = tiles
     k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty = barriers
-    num_heads, num_kv_heads, _num_batch_kv_heads, _num_q, _num_k, _heads_per_section = sizes
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     dtype: gl.constexpr = k_smem.dtype
     streamed = (q_smem, do_smem, lse_smem, delta_smem)
@@ -206,7 +200,7 @@ def _consumer(
         dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         if HEAD_DIM == 64:
-            for _ in range(num_heads // num_kv_heads):
+            for _ in range(sizes.num_heads // sizes.num_kv_heads):
                 for query_tile in range(first, unmasked):
                     dk, dv = _gradient_step_64(
                         k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile * BLOCK_Q, sizes,
@@ -224,7 +218,7 @@ def _consumer(
                 scale_log2, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
             )  # fmt: skip
             begun = first + 1
-            for _ in range(num_heads // num_kv_heads):
+            for _ in range(sizes.num_heads // sizes.num_kv_heads):
                 for query_tile in range(begun, unmasked):
                     dk, dv = _gradient_step_128(
                         k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
@@ -272,32 +266,6 @@ def _consumer(
                 mbarrier.arrive(k_empty.index(k_stage), count=1)
                 mbarrier.arrive(v_empty, count=1)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _query_gradient(
-    dq_ptr, turns, tiles, barriers, sizes,
-    HEAD_DIM: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """dQ = dS K of every step, for head_dim 64."""
-    k_smem, ds_smem = tiles
-    k_full, k_empty, ds_full, ds_empty = barriers
-    num_heads, num_kv_heads, _num_batch_kv_heads, _num_q, _num_k, _heads_per_section = sizes
-    step = 0
-    for done in range(num_own_items(sizes)):
-        tile, _batch, _kv_head = owned(done, sizes, CAUSAL)
-        first, end = query_tiles(tile, sizes, CAUSAL)
-        k_stage, k_phase = slot(done, K_STAGES)
-        mbarrier.wait(k_full.index(k_stage), k_phase)
-        for _ in range(num_heads // num_kv_heads * (end - first)):
-            place, use = slot(step, 2)
-            mbarrier.wait(ds_full.index(place), use)
-            dq = _product(ds_smem.index(place).permute((1, 0)), k_smem.index(k_stage))
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            mbarrier.arrive(ds_empty.index(place), count=1)
-            add_in_turn(dq, dq_ptr, wait_for_turn(turns, step), step, 0, HEAD_DIM)
-            step += 1
-        mbarrier.arrive(k_empty.index(k_stage), count=1)
 
 
 @gluon.jit(
@@ -375,7 +343,7 @@ def hopper_bwd_kernel(
     tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem)
     loads = (k_full, k_empty, v_full, v_empty, full, empty)
     barriers = (k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty)
-    sizes = (num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section)
+    sizes = Sizes(num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section)
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     turns = (announced, turn_ready)
     outputs = (dk_desc, dv_desc)
@@ -386,7 +354,7 @@ def hopper_bwd_kernel(
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
                 (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
-                (_query_gradient, (dq_ptr, turns, (k_smem, ds_smem), (k_full, k_empty, ds_full, ds_empty), sizes,
+                (query_gradient, (dq_ptr, turns, (k_smem, ds_smem), (k_full, k_empty, ds_full, ds_empty), sizes,
                                    HEAD_DIM, K_STAGES, CAUSAL)),
                 (producer, (inputs, loaded, loads, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
                 (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),

@@ -1,4 +1,5 @@
-"""What the Hopper backward's roles share: who owns which keys, in which order queries pass, loads, and dQ's sum.
+"""The Hopper backward's roles beside its consumers, and what all share: who owns which keys, in which order queries
+pass, loads, and dQ's sum.
 
 An item is BLOCK_K keys of one KV head with all query tiles that see them. Programs take the items in turn.
 
@@ -13,8 +14,10 @@ launched as a cooperative one, all of it resident or none.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..portable.record import record
+from ..portable.tiles import Mask, first_query, section_tile
 from . import tma
 from .tma import slot
 
@@ -25,13 +28,25 @@ CONSUMERS = gl.constexpr(2)
 KEYS = gl.constexpr(64)  # of a consumer
 KEEPERS = gl.constexpr(2)  # of turns
 ADDED = gl.constexpr(11)  # the first keeper's named barrier; the second one's is the next
+S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
+
+
+@record
+class Sizes:
+    """What every role must know of a call."""
+
+    num_heads: gl.tensor  # Hq
+    num_kv_heads: gl.tensor  # Hkv
+    num_batch_kv_heads: gl.tensor  # B * Hkv
+    num_q: gl.tensor
+    num_k: gl.tensor
+    heads_per_section: gl.tensor  # KV heads
 
 
 @gluon.jit
 def num_own_items(sizes):
     """How many items this program takes."""
-    _num_heads, _num_kv_heads, num_batch_kv_heads, _num_q, num_k, _heads_per_section = sizes
-    items = (num_k + BLOCK_K - 1) // BLOCK_K * num_batch_kv_heads
+    items = (sizes.num_k + BLOCK_K - 1) // BLOCK_K * sizes.num_batch_kv_heads
     return (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
 
 
@@ -40,27 +55,22 @@ def owned(done, sizes, CAUSAL: gl.constexpr):
     """(key tile, batch, KV head) of this program's next item, after `done` of them. Sections of heads that share L2;
     in each, tile by tile."""
     item = gl.program_id(0) + done * gl.num_programs(0)
-    _num_heads, num_kv_heads, num_batch_kv_heads, _num_q, num_k, heads_per_section = sizes
-    num_tiles = (num_k + BLOCK_K - 1) // BLOCK_K
-    section = item // (num_tiles * heads_per_section)
-    first_head = section * heads_per_section
-    rest = item - first_head * num_tiles
-    heads_here = gl.minimum(heads_per_section, num_batch_kv_heads - first_head)
-    tile = rest // heads_here
-    batch_kv_head = first_head + rest - tile * heads_here
-    batch = batch_kv_head // num_kv_heads
+    num_tiles = (sizes.num_k + BLOCK_K - 1) // BLOCK_K
+    tile, batch_kv_head = section_tile(item, num_tiles, sizes.num_batch_kv_heads, sizes.heads_per_section, False)
+    batch = batch_kv_head // sizes.num_kv_heads
     if CAUSAL:
         tile = num_tiles - 1 - tile
-    return tile, batch, batch_kv_head - batch * num_kv_heads
+    return tile, batch, batch_kv_head - batch * sizes.num_kv_heads
 
 
 @gluon.jit
 def query_tiles(tile, sizes, CAUSAL: gl.constexpr):
     """Query tiles that see a key of this tile, as (first, end)."""
-    _num_heads, _num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
-    end = (num_q + BLOCK_Q - 1) // BLOCK_Q
+    end = (sizes.num_q + BLOCK_Q - 1) // BLOCK_Q
     if CAUSAL:
-        return gl.minimum(gl.maximum(tile * BLOCK_K - (num_k - num_q), 0) // BLOCK_Q, end), end
+        mask = Mask(sizes.num_q, sizes.num_k, None, CAUSAL, False)
+        position = tile * BLOCK_K - (sizes.num_k - sizes.num_q)
+        return gl.minimum(first_query(position, mask) // BLOCK_Q, end), end
     else:
         return 0, end
 
@@ -68,12 +78,13 @@ def query_tiles(tile, sizes, CAUSAL: gl.constexpr):
 @gluon.jit
 def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
     """The first of the query tiles first .. end that a consumer with keys key .. key + KEYS needs no mask for."""
-    _num_heads, _num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
     if CAUSAL:
-        all_seen = (gl.maximum(key + KEYS - 1 - (num_k - num_q), 0) + BLOCK_Q - 1) // BLOCK_Q
+        mask = Mask(sizes.num_q, sizes.num_k, None, CAUSAL, False)
+        position = key + KEYS - 1 - (sizes.num_k - sizes.num_q)
+        all_seen = (first_query(position, mask) + BLOCK_Q - 1) // BLOCK_Q
         return gl.minimum(gl.maximum(all_seen, first), end)
     else:
-        return gl.where(key + KEYS > num_k, end, first)
+        return gl.where(key + KEYS > sizes.num_k, end, first)
 
 
 @gluon.jit
@@ -85,8 +96,7 @@ def producer(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descriptors
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = tiles
     k_full, k_empty, v_full, v_empty, full, empty = barriers
-    num_heads, num_kv_heads, _num_batch_kv_heads, _num_q, _num_k, _heads_per_section = sizes
-    group_size = num_heads // num_kv_heads
+    group_size = sizes.num_heads // sizes.num_kv_heads
     k_tile4: gl.constexpr = [1, 1, BLOCK_K, HEAD_DIM]
     q_tile4: gl.constexpr = [1, 1, BLOCK_Q, HEAD_DIM]
     k_bytes: gl.constexpr = BLOCK_K * HEAD_DIM * 2
@@ -125,14 +135,20 @@ def producer(
                     do_smem.index(stage)._reinterpret(do_desc.dtype, q_tile4, do_desc.layout),
                 )  # fmt: skip
                 tma.load(
-                    lse_desc, [batch * num_heads + head, row], ready,
+                    lse_desc, [batch * sizes.num_heads + head, row], ready,
                     lse_smem.index(stage)._reinterpret(gl.float32, [1, BLOCK_Q], lse_desc.layout),
                 )  # fmt: skip
                 tma.load(
-                    delta_desc, [batch * num_heads + head, row], ready,
+                    delta_desc, [batch * sizes.num_heads + head, row], ready,
                     delta_smem.index(stage)._reinterpret(gl.float32, [1, BLOCK_Q], delta_desc.layout),
                 )  # fmt: skip
                 step += 1
+
+
+@gluon.jit
+def product(left, right):
+    """left @ right, (64, 64) in fp32: started, to be waited for."""
+    return warpgroup_mma(left, right, gl.zeros([64, 64], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -177,8 +193,7 @@ def turn_keeper(
     An add is complete, and the turn passed on, only a few thousand cycles after its step: hence two of these.
     """
     announced, turn_ready = turns
-    num_heads, num_kv_heads, _num_batch_kv_heads, num_q, num_k, _heads_per_section = sizes
-    group_size = num_heads // num_kv_heads
+    group_size = sizes.num_heads // sizes.num_kv_heads
     before = 0
     for done in range(num_own_items(sizes)):
         tile, batch, kv_head = owned(done, sizes, CAUSAL)
@@ -188,11 +203,11 @@ def turn_keeper(
             member = step // steps
             query_tile = first + step - member * steps
             if CAUSAL:
-                last_tile = (query_tile * BLOCK_Q + BLOCK_Q - 1 + num_k - num_q) // BLOCK_K
-                turn = gl.minimum(last_tile, (num_k + BLOCK_K - 1) // BLOCK_K - 1) - tile
+                last_tile = (query_tile * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q) // BLOCK_K
+                turn = gl.minimum(last_tile, (sizes.num_k + BLOCK_K - 1) // BLOCK_K - 1) - tile
             else:
                 turn = tile
-            place = (batch * num_heads + kv_head * group_size + member) * (num_q_padded // BLOCK_Q) + query_tile
+            place = (batch * sizes.num_heads + kv_head * group_size + member) * (num_q_padded // BLOCK_Q) + query_tile
             if turn > 0:
                 tma.wait_turn(turns_ptr + place, turn)
             one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -201,3 +216,28 @@ def turn_keeper(
             tma.named_barrier("bar.sync", ADDED + WHICH, 32 + 2 * HEAD_DIM, 1)
             tma.pass_turn(turns_ptr + place)
         before += group_size * steps
+
+
+@gluon.jit
+def query_gradient(
+    dq_ptr, turns, tiles, barriers, sizes,
+    HEAD_DIM: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """dQ = dS K of every step, for head_dim 64."""
+    k_smem, ds_smem = tiles
+    k_full, k_empty, ds_full, ds_empty = barriers
+    step = 0
+    for done in range(num_own_items(sizes)):
+        tile, _batch, _kv_head = owned(done, sizes, CAUSAL)
+        first, end = query_tiles(tile, sizes, CAUSAL)
+        k_stage, k_phase = slot(done, K_STAGES)
+        mbarrier.wait(k_full.index(k_stage), k_phase)
+        for _ in range(sizes.num_heads // sizes.num_kv_heads * (end - first)):
+            place, use = slot(step, 2)
+            mbarrier.wait(ds_full.index(place), use)
+            dq = product(ds_smem.index(place).permute((1, 0)), k_smem.index(k_stage))
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            mbarrier.arrive(ds_empty.index(place), count=1)
+            add_in_turn(dq, dq_ptr, wait_for_turn(turns, step), step, 0, HEAD_DIM)
+            step += 1
+        mbarrier.arrive(k_empty.index(k_stage), count=1)

@@ -1,8 +1,8 @@
 """Forward pass for Hopper (sm_90a), in Gluon: TMA, asynchronous wgmma, specialised warps.
 
-Roles. Two (head_dim 128 and 256) or three (64) consumer warpgroups own 64 queries each; one producer warp issues all
-loads. A program takes one query tile after another (persistent grid), and the producer runs ahead into the next. The
-order keeps few heads' keys and values in L2 at a time; causal tiles are taken in pairs of equal work.
+Roles. Two or three consumer warpgroups own 64 queries each; one producer warp issues all loads. A program takes one
+query tile (a plain grid) or one after another (a persistent grid, whose producer runs ahead into the next tile);
+`plan_for` says which. Order of the tiles and key ranges: schedule.py; barriers: pipeline.py; arithmetic: softmax.py.
 
 Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from right to left:
 
@@ -15,576 +15,196 @@ Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from ri
 A window's left edge is masked too, in the last tiles. Tiles that only other rows of the program see are handed back.
 Packed documents: one tile a program, found before the roles part; descriptors clip at the document's end, as well
 for the store of O.
-
-Barriers (mbarriers; a stage s of a ring of STAGES):
-    q_full[c]   consumer c's 64 queries have arrived        q_empty[c]  c's last S with them is done (256: O is out)
-    k_full[s]   a key tile has arrived                      k_empty[s]  every consumer's S with it is done
-    v_full[s]   a value tile has arrived                    v_empty[s]  every consumer's P V with it is done
-    9 + c       hardware barrier, with PING_PONG: consumer c may issue its products; the others do softmax
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from ..device import num_sms
 from ..launch import addresses_of, grid_tiles, heads_per_section, launch, on_device, window_bounds
 from ..options import Options
-from ..portable.tiles import ORIGIN, document_rows, longest_first, program_tile
+from ..portable.record import record
+from ..portable.tiles import LN_2, Mask
+from ..portable.tiles import LOG2_E as LOG2_E_CONSTANT
 from ..replay import description, known, remember, replay
 from . import tma
+from .pipeline import Barriers, Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows
+from .schedule import (
+    Document,
+    Sizes,
+    batch_and_head,
+    document_tile,
+    first_rows,
+    key_tiles,
+    lse_row,
+    num_turns,
+    tile_rows,
+    turn_tile,
+)
+from .softmax import add_p_v, log2_factor, softmax_step
 from .tma import slot
 from .when import tile_width
 
-LN_2 = gl.constexpr(math.log(2.0))
-LOG2_E = 1.0 / math.log(2.0)
-LOG2_E_CONSTANT = gl.constexpr(LOG2_E)
+LOG2_E = LOG2_E_CONSTANT.value
 L2_SHARE = 1 / 6  # of the keys and values of the heads that are worked on together
 
 
-@gluon.jit
-def _document_tile(cu_seqlens_q, cu_seqlens_k, q_tokens, num_docs, num_heads, heads_per_section, BLOCK: gl.constexpr):
-    """What a program owns of packed documents: (1, or 0 where no tile is left, query tile inside its document,
-    batch * head, the document's first packed query and key, its number of queries and of keys).
+@record
+class Call:
+    """What all roles share."""
 
-    Found as in the portable kernel, once a program, by the four warps that all have before they specialise.
-    """
-    ordinal, batch_head = program_tile(q_tokens // BLOCK + num_docs, num_heads, heads_per_section, False)
-    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    document, tile = longest_first(ordinal, cu_seqlens_q, num_docs, BLOCK, lanes)
-    turns = gl.where(document < 0, 0, 1)
-    document = gl.maximum(document, 0)
-    q_row0, num_q = document_rows(document, cu_seqlens_q)
-    k_row0, num_k = document_rows(document, cu_seqlens_k)
-    return turns, tile, batch_head, q_row0, k_row0, num_q, num_k
+    tiles: Tiles
+    barriers: Barriers
+    sizes: Sizes
+    window: tuple  # (left, right), read only where LOCAL
+    document: Document  # or None
 
 
 @gluon.jit
-def _load(descriptor, batch, head, start, row0, num_tokens, barrier, tile):
-    """Copy a tile from row `start` on; rows past num_tokens read as 0, also where the next document is (row0 is the
-    document's first packed row: see `packed_descriptor` in kernels/launch.py)."""
-    shared = tile._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
-    if len(descriptor.block_type.shape) == 5:
-        tma.load(descriptor, [ORIGIN, row0 + num_tokens, head, ORIGIN - num_tokens + start, 0], barrier, shared)
-    else:
-        tma.load(descriptor, [batch, head, start, 0], barrier, shared)
-
-
-@gluon.jit
-def _store(descriptor, batch, head, start, row0, num_tokens, tile):
-    """`_load`'s reverse: the same clipping keeps a ragged last tile out of the next document's rows."""
-    shared = tile._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
-    if len(descriptor.block_type.shape) == 5:
-        tma.store(descriptor, [ORIGIN, row0 + num_tokens, head, ORIGIN - num_tokens + start, 0], shared)
-    else:
-        tma.store(descriptor, [batch, head, start, 0], shared)
-
-
-@gluon.jit
-def _owned_tile(turn, num_tiles, num_heads, heads_per_section, packed, CAUSAL: gl.constexpr, PAIRED: gl.constexpr):
-    """The (query tile, batch * head) of this program's turn. Packed documents have one turn, whose tile
-    `_document_tile` has found."""
-    if packed is not None:
-        _turns, tile, batch_head, _q_row0, _k_row0, _q_tokens = packed
-        return tile, batch_head
-    elif PAIRED:
-        return _paired_tile(turn, num_tiles)
-    else:
-        return _section_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL)
-
-
-@gluon.jit
-def _paired_tile(turn, num_tiles):
-    """Head after head; a program takes two tiles of one at a time, the longest that is left and the shortest, so that
-    all pairs are equally long. Of an odd number of tiles the middle one makes a pair with that of the next head."""
-    index = ((turn // 2) * gl.num_programs(0) + gl.program_id(0)) * 2 + turn % 2
-    head = index // num_tiles
-    rank = index - head * num_tiles
-    if num_tiles % 2 == 1 and head % 2 == 1:
-        rank = gl.where(rank == 0, num_tiles - 1, rank - 1)
-    return gl.where(rank % 2 == 0, num_tiles - 1 - rank // 2, rank // 2), head
-
-
-@gluon.jit
-def _section_tile(turn, num_tiles, num_heads, heads_per_section, CAUSAL: gl.constexpr):
-    """Section after section of heads whose K and V stay in L2 together; in one, the longest tiles first."""
-    index = turn * gl.num_programs(0) + gl.program_id(0)
-    section = index // (num_tiles * heads_per_section)
-    first_head = section * heads_per_section
-    rest = index - first_head * num_tiles
-    heads_here = gl.minimum(heads_per_section, num_heads - first_head)
-    tile = rest // heads_here
-    head = first_head + rest - tile * heads_here
-    if CAUSAL:
-        tile = num_tiles - 1 - tile
-    return tile, head
-
-
-@gluon.jit
-def _num_turns(num_tiles, num_heads, packed, PAIRED: gl.constexpr):
-    if packed is not None:
-        turns, _tile, _batch_head, _q_row0, _k_row0, _q_tokens = packed
-        return turns
-    else:
-        at_a_time: gl.constexpr = 2 if PAIRED else 1
-        total = num_tiles * num_heads
-        shares = (total + at_a_time - 1) // at_a_time
-        own = (shares - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
-        last = gl.program_id(0) + (own - 1) * gl.num_programs(0)  # the last share may be half a pair
-        return own * at_a_time - gl.where(last * at_a_time + at_a_time > total, 1, 0)
-
-
-@gluon.jit
-def _batch_and_head(batch_head, num_heads, packed):
-    if packed is not None:
-        return 0, batch_head
-    else:
-        batch = batch_head // num_heads
-        return batch, batch_head - batch * num_heads
-
-
-@gluon.jit
-def _first_rows(packed):
-    """The first packed row of the program's document, as (query, key); (0, 0) where nothing is packed."""
-    if packed is not None:
-        _turns, _tile, _batch_head, q_row0, k_row0, _q_tokens = packed
-        return q_row0, k_row0
-    else:
-        return 0, 0
-
-
-@gluon.jit
-def _key_tiles(
-    row, end_row, num_q, num_k, window, CAUSAL: gl.constexpr, LOCAL: gl.constexpr, BLOCK_K: gl.constexpr
-):  # fmt: skip
-    """Key tiles of rows row .. end_row: (first, end) of those visited, (full_first, full_end) of those among them that
-    need no mask; full_end <= full_first where none is.
-
-    At least one is visited: its mask then gives the rows that see nothing their zeros. 0 <= row < num_q.
-    """
-    if LOCAL:
-        first_row = row + num_k - num_q  # in keys: where the query stands
-        last_row = gl.minimum(end_row, num_q) - 1 + num_k - num_q
-        left, right = window
-        first = gl.maximum(first_row - left, 0) // BLOCK_K
-        full_first = (gl.maximum(last_row - left, 0) + BLOCK_K - 1) // BLOCK_K
-        seen_by_first = gl.minimum(gl.maximum(first_row + right + 1, 0), num_k)
-        seen_by_last = gl.minimum(gl.maximum(last_row + right + 1, 0), num_k)
-    elif CAUSAL:
-        first = 0
-        full_first = 0
-        seen_by_first = gl.minimum(gl.maximum(row + 1 + num_k - num_q, 0), num_k)
-        seen_by_last = gl.minimum(gl.maximum(gl.minimum(end_row, num_q) + num_k - num_q, 0), num_k)
-    else:
-        first = 0
-        full_first = 0
-        seen_by_first = num_k
-        seen_by_last = num_k
-    end = gl.maximum((seen_by_last + BLOCK_K - 1) // BLOCK_K, first + 1)
-    return first, end, full_first, seen_by_first // BLOCK_K
-
-
-@gluon.jit
-def _rows(tile, num_tiles, num_q, CONSUMERS: gl.constexpr):
-    """Rows (first, end) of a query tile. Where 64 * CONSUMERS does not divide Nq it is the first tile that is smaller,
-    its row negative: under the causal mask the first sees the fewest keys."""
-    end = (tile - num_tiles) * (64 * CONSUMERS) + (num_q + 63) // 64 * 64 + 64 * CONSUMERS
-    return end - 64 * CONSUMERS, end
-
-
-@gluon.jit
-def _barriers(CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
-    """(q_full, q_empty, k_full, k_empty, v_full, v_empty), ready for every role."""
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
-    fence_async_shared()
-    return q_full, q_empty, k_full, k_empty, v_full, v_empty
-
-
-@gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, tiles, barriers, sizes, window, packed,
-    HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, LOCAL: gl.constexpr, PAIRED: gl.constexpr,
-):  # fmt: skip
-    q_smem, k_smem, v_smem, _o_smem = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section = sizes
-    q_bytes: gl.constexpr = 64 * HEAD_DIM * 2
-    k_bytes: gl.constexpr = BLOCK_K * HEAD_DIM * 2
-    q_row0, k_row0 = _first_rows(packed)
-    num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
+def _producer(q_desc, k_desc, v_desc, call, build):
+    barriers = call.barriers
+    tiles = call.tiles
+    sizes = call.sizes
+    mask = Mask(sizes.num_q, sizes.num_k, call.window, build.CAUSAL, build.LOCAL)
+    q_bytes: gl.constexpr = 64 * build.HEAD_DIM * 2
+    k_bytes: gl.constexpr = build.BLOCK_K * build.HEAD_DIM * 2
+    q_row0, k_row0 = first_rows(call.document)
+    num_tiles = (sizes.num_q + 64 * build.CONSUMERS - 1) // (64 * build.CONSUMERS)
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads, packed, PAIRED)):
-        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, packed, CAUSAL, PAIRED)
-        batch, head = _batch_and_head(batch_head, num_heads, packed)
-        kv_head = head // group_size
-        row, end_row = _rows(tile, num_tiles, num_q, CONSUMERS)
-        first, end, _, _ = _key_tiles(gl.maximum(row, 0), end_row, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+    for turn in range(num_turns(num_tiles, sizes, call.document, build)):
+        tile, batch_head = turn_tile(turn, num_tiles, sizes, call.document, build)
+        batch, head = batch_and_head(batch_head, sizes.num_heads, call.document)
+        kv_head = head // sizes.group_size
+        row, end_row = tile_rows(tile, num_tiles, sizes.num_q, build.CONSUMERS)
+        first, end, _, _ = key_tiles(gl.maximum(row, 0), end_row, mask, build.BLOCK_K)
+        for c in gl.static_range(build.CONSUMERS):
+            mbarrier.wait(barriers.q_empty.index(c), (turn & 1) ^ 1)
+            full = barriers.q_full.index(c)
             if row + 64 * c >= 0:
-                mbarrier.expect(q_full.index(c), q_bytes)
-                _load(q_desc, batch, head, row + 64 * c, q_row0, num_q, q_full.index(c), q_smem.index(c))
+                mbarrier.expect(full, q_bytes)
+                load_rows(q_desc, batch, head, row + 64 * c, q_row0, sizes.num_q, full, tiles.q.index(c))
             else:
-                mbarrier.arrive(q_full.index(c), count=1)
+                mbarrier.arrive(full, count=1)
         for i in range(end - first):
-            key = (end - 1 - i) * BLOCK_K
-            stage, phase = slot(step, STAGES)
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), k_bytes)
-            _load(k_desc, batch, kv_head, key, k_row0, num_k, k_full.index(stage), k_smem.index(stage))
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), k_bytes)
-            _load(v_desc, batch, kv_head, key, k_row0, num_k, v_full.index(stage), v_smem.index(stage))
+            key = (end - 1 - i) * build.BLOCK_K
+            stage, phase = slot(step, build.STAGES)
+            mbarrier.wait(barriers.k_empty.index(stage), phase ^ 1)
+            full = barriers.k_full.index(stage)
+            mbarrier.expect(full, k_bytes)
+            load_rows(k_desc, batch, kv_head, key, k_row0, sizes.num_k, full, tiles.k.index(stage))
+            mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)
+            full = barriers.v_full.index(stage)
+            mbarrier.expect(full, k_bytes)
+            load_rows(v_desc, batch, kv_head, key, k_row0, sizes.num_k, full, tiles.v.index(stage))
             step += 1
 
 
 @gluon.jit
-def _take_baton(CONSUMER: gl.constexpr, PING_PONG: gl.constexpr):
-    if PING_PONG:
-        tma.named_barrier("bar.sync", 9 + CONSUMER, 256)
-
-
-@gluon.jit
-def _pass_baton(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr):
-    if PING_PONG:
-        tma.named_barrier("bar.arrive", 9 + (CONSUMER + 1) % CONSUMERS, 256)
-
-
-@gluon.jit
-def _hand_back(
-    step, tiles, barriers, STAGES: gl.constexpr, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
-    PING_PONG: gl.constexpr,
-):  # fmt: skip
-    """Let go of the next key tiles, which only other rows of the program see. Returns the step after them."""
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
-    for _ in range(tiles):
-        stage, phase = slot(step, STAGES)
-        mbarrier.wait(k_full.index(stage), phase)
-        _take_baton(CONSUMER, PING_PONG)
-        _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        mbarrier.wait(v_full.index(stage), phase)
-        mbarrier.arrive(v_empty.index(stage), count=1)
-        step += 1
-    return step
-
-
-@gluon.jit
-def _hide(
-    scores, row, key, num_q, num_k, window, CAUSAL: gl.constexpr, LOCAL: gl.constexpr, BLOCK_K: gl.constexpr
-):  # fmt: skip
-    """-inf where the key lies past the end or, causal, to the right of the diagonal or, LOCAL, outside the window.
-
-    Seen as (64, BLOCK_K / 8, 8), a column is 8 * a register's number + a thread's own offset: comparing the first
-    with (limit - offset) leaves one comparison with a constant for each score and no index in a register.
-    """
-    blocks = gl.reshape(scores, [64, BLOCK_K // 8, 8])
-    layout: gl.constexpr = blocks.type.layout
-    block = 8 * gl.arange(0, BLOCK_K // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    if CAUSAL or LOCAL:
-        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    if LOCAL:
-        left, right = window
-        limit = gl.minimum(rows + (num_k - num_q + 1 + right), num_k) - key
-        start = rows + (num_k - num_q - left) - key
-        hidden = gl.where((block < limit - offset) & (block >= start - offset), blocks, -float("inf"))
-    elif CAUSAL:
-        limit = gl.minimum(rows + (num_k - num_q + 1), num_k) - key
-        hidden = gl.where(block < limit - offset, blocks, -float("inf"))
-    else:
-        limit = num_k - key
-        hidden = gl.where(block < limit - offset, blocks, -float("inf"))
-    return gl.convert_layout(gl.reshape(hidden, [64, BLOCK_K]), scores.type.layout)
-
-
-@gluon.jit
-def _logits(scores, scale_log2, softcap):
-    """Times `_log2_factor` these are the scaled scores in base 2, with a soft-cap less softcap * log2(e).
-
-    softcap * tanh(x / softcap) = softcap - 2 softcap / (1 + exp(2 x / softcap)). The first term is the same for all
-    keys, so softmax does not see it and LSE adds it at the end; the factor 2 softcap goes into the multiply-add with
-    the row maximum. That leaves an exp2 and a reciprocal for a score. tanh.approx would be one instruction, but its
-    error of 2^-11 is softcap * 2^-11 in a score and in LSE; this has the portable kernel's, softcap * 2^-23.
-    """
-    if softcap is not None:
-        exponentials = gl.exp2(scores * (2.0 * scale_log2 / softcap))
-        return gl.inline_asm_elementwise(  # -1 / (1 + e); a quotient would cost the scaling of its operands
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [-1.0 - exponentials], dtype=gl.float32, is_pure=True, pack=1
-        )
-    else:
-        return scores
-
-
-@gluon.jit
-def _log2_factor(scale_log2, softcap):
-    """What makes `_logits`, and their maximum, exponents of 2."""
-    if softcap is not None:
-        return softcap * (2.0 * LOG2_E_CONSTANT)
-    else:
-        return scale_log2
-
-
-@gluon.jit
-def _thread_sums(probs, BLOCK_K: gl.constexpr):
-    """Sum probs (64, BLOCK_K) over the columns that one thread holds: (64, 4), no shuffle."""
-    return gl.sum(gl.sum(gl.reshape(probs, [64, BLOCK_K // 8, 4, 2]), 1), 2)
-
-
-@gluon.jit
-def _row_max(scores, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, s_layout: gl.constexpr):
-    """The maximum of each row of scores (64, BLOCK_K).
-
-    A thread has 32 values of a row. One after the other, each maximum waits for the one before: 400 cycles in which
-    the warp does nothing else. Three consumers gain 4 % when eight sequences overlap; two lose, up to 6 % (measured).
-    """
-    if CONSUMERS == 3:
-        parts = gl.max(gl.reshape(scores, [64, 4, BLOCK_K // 32, 8]), 2)
-        return gl.convert_layout(gl.max(gl.max(parts, 1), 1), gl.SliceLayout(1, s_layout))
-    else:
-        return gl.max(scores, 1)
-
-
-@gluon.jit
-def _pack(probs, dtype: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Round pairs of neighbouring columns into one int32: (64, BLOCK_K) fp32 -> (64, BLOCK_K / 2).
-
-    Carried around the loop as 16-bit values, P costs a move for every register twice an iteration.
-    """
-    even, odd = gl.split(gl.reshape(probs, [64, BLOCK_K // 2, 2]))
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
-
-
-@gluon.jit
-def _unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.constexpr):
-    """The (64, BLOCK_K) left operand of P V from `_pack`'s integers: no instruction, only names."""
-    even, odd = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    probs = gl.reshape(gl.join(even, odd), [64, BLOCK_K]).to(dtype, bitcast=True)
-    return gl.convert_layout(probs, p_layout)
-
-
-@gluon.jit
-def _add_p_v(probs, v_tile, acc, BLOCK_K: gl.constexpr):
-    """acc + P V: started, to be waited for."""
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    return warpgroup_mma(_unpack(probs, v_tile.dtype, BLOCK_K, p_layout), v_tile, acc, is_async=True)
-
-
-@gluon.jit
-def _softmax_step(
-    q_tile, k_smem, v_smem, barriers, step, end, acc, probs, running_max, running_sum,
-    row, from_step_0, num_q, num_k, window, scale_log2, softcap,
-    FIRST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LOCAL: gl.constexpr,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr, s_layout: gl.constexpr,
-):  # fmt: skip
-    """Scores and softmax of key tile `step` while the tensor cores add the previous tile's P V to acc.
-
-    At a query tile's FIRST key tile nothing is added, and maximum and sum begin.
-    """
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
-    stage, _ = slot(step, STAGES)
-    _take_baton(CONSUMER, PING_PONG)
-    scores = warpgroup_mma(
-        q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_K], gl.float32, s_layout),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    if not FIRST:
-        last_stage, last_phase = slot(step - 1, STAGES)
-        mbarrier.wait(v_full.index(last_stage), last_phase)
-        acc = _add_p_v(probs, v_smem.index(last_stage), acc, BLOCK_K)
-    _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
-    scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    scores = _logits(scores, scale_log2, softcap)
-    factor = _log2_factor(scale_log2, softcap)
-    if MASKED:
-        key = from_step_0 - step * BLOCK_K
-        scores = _hide(scores, row, key, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
-    new_max = _row_max(scores, CONSUMERS, BLOCK_K, s_layout)
-    if not FIRST:
-        new_max = gl.maximum(running_max, new_max)
-    if MASKED:
-        # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
-        base_log2 = gl.where(new_max == -float("inf"), 0.0, new_max) * factor
-    else:
-        base_log2 = new_max * factor
-    p = gl.exp2(scores * factor - base_log2[:, None])
-    if FIRST:
-        running_sum = _thread_sums(p, BLOCK_K)
-    else:
-        rescale = gl.exp2(running_max * factor - base_log2)
-        sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
-        running_sum = running_sum * gl.convert_layout(rescale, sum_layout)[:, None] + _thread_sums(p, BLOCK_K)
-    # waiting here for the next keys (they have long arrived) also ends a basic block: without it ptxas moves
-    # the wait for P V in front of the exponentials, and they no longer overlap
-    next_stage, next_phase = slot(step + 1, STAGES)
-    mbarrier.wait(k_full.index(next_stage), next_phase, pred=step + 1 < end)
-    if not FIRST:
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(v_empty.index(last_stage), count=1)
-    probs = _pack(p, v_smem.dtype, BLOCK_K)  # not earlier: the old P's registers are free only now
-    if not FIRST:
-        acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
-    return acc, probs, new_max, running_sum
-
-
-@gluon.jit
-def _lse_row(lse_ptr, batch_head, num_q, packed):
-    """Where the LSE of row 0 is."""
-    if packed is not None:
-        _turns, _tile, _batch_head, q_row0, _k_row0, q_tokens = packed
-        return lse_ptr + batch_head.to(gl.int64) * q_tokens + q_row0
-    else:
-        return lse_ptr + batch_head.to(gl.int64) * num_q
-
-
-@gluon.jit
 def _query_tile(
-    o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap, step, rows, loaded, batch_head,
-    HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, LOCAL: gl.constexpr, PING_PONG: gl.constexpr, CONSUMER: gl.constexpr,
+    o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER: gl.constexpr, step, rows, loaded, batch_head
 ):  # fmt: skip
     """O and LSE of a consumer's 64 queries, from row `rows` on; the program loads the key tiles `loaded` (first, end).
 
     Returns the step after them.
     """
-    q_smem, k_smem, v_smem, o_smem = tiles
-    _q_full, q_empty, k_full, _k_empty, v_full, v_empty = barriers
-    num_heads, _group_size, _num_batch_heads, num_q, num_k, _heads_per_section = sizes
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    q_tile = q_smem.index(CONSUMER)
-    o_tile = o_smem.index(CONSUMER)
+    barriers = call.barriers
+    sizes = call.sizes
+    mask = Mask(sizes.num_q, sizes.num_k, call.window, build.CAUSAL, build.LOCAL)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.BLOCK_K, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.HEAD_DIM, 16])
+    o_tile = call.tiles.o.index(CONSUMER)
     loaded_first, loaded_end = loaded
-    key_first, key_end, full_first, full_end = _key_tiles(rows, rows + 64, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
-    step = _hand_back(step, loaded_end - key_end, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
+    key_first, key_end, full_first, full_end = key_tiles(rows, rows + 64, mask, build.BLOCK_K)
+    step = hand_back(step, loaded_end - key_end, barriers, build, CONSUMER)
 
     end = step + key_end - key_first
-    from_step_0 = (key_end - 1 + step) * BLOCK_K  # step s has the keys from here - s * BLOCK_K on
-    stage, phase = slot(step, STAGES)
-    mbarrier.wait(k_full.index(stage), phase)
-    acc, probs, running_max, running_sum = _softmax_step(
-        q_tile, k_smem, v_smem, barriers, step, end, gl.zeros([64, HEAD_DIM], gl.float32, o_layout), 0, 0, 0,
-        rows, from_step_0, num_q, num_k, window, scale_log2, softcap,
-        True, True, CAUSAL, LOCAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout,
+    from_step_0 = (key_end - 1 + step) * build.BLOCK_K
+    stage, phase = slot(step, build.STAGES)
+    mbarrier.wait(barriers.k_full.index(stage), phase)
+    acc, probs, running_max, running_sum = softmax_step(
+        call, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+        step, gl.zeros([64, build.HEAD_DIM], gl.float32, o_layout), 0, 0, 0, True, True,
     )  # fmt: skip
     first = step + 1
     full_from = end - gl.minimum(full_end - key_first, key_end - key_first - 1)
-    if CAUSAL or LOCAL:
+    if build.CAUSAL or build.LOCAL:
         for step in range(first, full_from):
-            acc, probs, running_max, running_sum = _softmax_step(
-                q_tile, k_smem, v_smem, barriers, step, end, acc, probs, running_max, running_sum,
-                rows, from_step_0, num_q, num_k, window, scale_log2, softcap,
-                False, True, CAUSAL, LOCAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout,
+            acc, probs, running_max, running_sum = softmax_step(
+                call, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+                step, acc, probs, running_max, running_sum, False, True,
             )  # fmt: skip
-    if LOCAL:
+    if build.LOCAL:
         full_until = gl.maximum(end - (full_first - key_first), full_from)
     else:
         full_until = end
     for step in range(full_from, full_until):
-        acc, probs, running_max, running_sum = _softmax_step(
-            q_tile, k_smem, v_smem, barriers, step, end, acc, probs, running_max, running_sum,
-            rows, from_step_0, num_q, num_k, window, scale_log2, softcap,
-            False, False, CAUSAL, LOCAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout,
+        acc, probs, running_max, running_sum = softmax_step(
+            call, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+            step, acc, probs, running_max, running_sum, False, False,
         )  # fmt: skip
-    if LOCAL:
+    if build.LOCAL:
         for step in range(full_until, end):
-            acc, probs, running_max, running_sum = _softmax_step(
-                q_tile, k_smem, v_smem, barriers, step, end, acc, probs, running_max, running_sum,
-                rows, from_step_0, num_q, num_k, window, scale_log2, softcap,
-                False, True, CAUSAL, LOCAL, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG, s_layout,
+            acc, probs, running_max, running_sum = softmax_step(
+                call, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+                step, acc, probs, running_max, running_sum, False, True,
             )  # fmt: skip
-    if HEAD_DIM != 256:
-        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+    if build.HEAD_DIM != 256:
+        mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
 
-    last_stage, last_phase = slot(end - 1, STAGES)
-    mbarrier.wait(v_full.index(last_stage), last_phase)
-    acc = _add_p_v(probs, v_smem.index(last_stage), acc, BLOCK_K)
+    last_stage, last_phase = slot(end - 1, build.STAGES)
+    mbarrier.wait(barriers.v_full.index(last_stage), last_phase)
+    acc = add_p_v(probs, call.tiles.v.index(last_stage), acc, build.BLOCK_K)
     # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
     row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
     row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
-    lse_log2 = running_max * _log2_factor(scale_log2, softcap) + gl.log2(row_sum)
+    lse_log2 = running_max * log2_factor(scale_log2, softcap) + gl.log2(row_sum)
     if softcap is not None:
         lse_log2 += softcap * LOG2_E_CONSTANT
     inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
     row = rows + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
-    gl.store(_lse_row(lse_ptr, batch_head, num_q, packed) + row, lse_log2 * LN_2, mask=row < num_q)
+    lse_at = lse_row(lse_ptr, batch_head, sizes.num_q, call.document) + row
+    gl.store(lse_at, lse_log2 * LN_2, mask=row < sizes.num_q)
     tma.store_wait(0)  # the previous tile's O has left its buffer
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_empty.index(last_stage), count=1)
-    end = _hand_back(end, key_first - loaded_first, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
+    mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
+    end = hand_back(end, key_first - loaded_first, barriers, build, CONSUMER)
     o_tile.store((acc * inverse[:, None]).to(o_desc.dtype))
     fence_async_shared()
-    batch, head = _batch_and_head(batch_head, num_heads, packed)
-    _store(o_desc, batch, head, rows, _first_rows(packed)[0], num_q, o_tile)
-    if HEAD_DIM == 256:
+    batch, head = batch_and_head(batch_head, sizes.num_heads, call.document)
+    store_rows(o_desc, batch, head, rows, first_rows(call.document)[0], sizes.num_q, o_tile)
+    if build.HEAD_DIM == 256:
         tma.store_wait(0)  # O stands where the next tile's Q is loaded
-        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
     return end
 
 
 @gluon.jit
-def _consumer(
-    o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
-    HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, LOCAL: gl.constexpr, PING_PONG: gl.constexpr, PAIRED: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    q_full, q_empty, _k_full, _k_empty, _v_full, _v_empty = barriers
-    _num_heads, _group_size, num_batch_heads, num_q, num_k, heads_per_section = sizes
-    num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
-    if PING_PONG and CONSUMER == CONSUMERS - 1:
-        _pass_baton(CONSUMER, CONSUMERS, True)  # the first consumer begins
+def _consumer(o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER: gl.constexpr):
+    barriers = call.barriers
+    sizes = call.sizes
+    mask = Mask(sizes.num_q, sizes.num_k, call.window, build.CAUSAL, build.LOCAL)
+    num_tiles = (sizes.num_q + 64 * build.CONSUMERS - 1) // (64 * build.CONSUMERS)
+    if build.PING_PONG and CONSUMER == build.CONSUMERS - 1:
+        pass_baton(build, CONSUMER)  # the first consumer begins
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads, packed, PAIRED)):
-        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_per_section, packed, CAUSAL, PAIRED)
-        row, end_row = _rows(tile, num_tiles, num_q, CONSUMERS)
-        first, end, _, _ = _key_tiles(gl.maximum(row, 0), end_row, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_K)
+    for turn in range(num_turns(num_tiles, sizes, call.document, build)):
+        tile, batch_head = turn_tile(turn, num_tiles, sizes, call.document, build)
+        row, end_row = tile_rows(tile, num_tiles, sizes.num_q, build.CONSUMERS)
+        first, end, _, _ = key_tiles(gl.maximum(row, 0), end_row, mask, build.BLOCK_K)
         rows = row + 64 * CONSUMER
-        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+        mbarrier.wait(barriers.q_full.index(CONSUMER), turn & 1)
         if rows >= 0:
             step = _query_tile(
-                o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
-                step, rows, (first, end), batch_head,
-                HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, CONSUMER,
-            )  # fmt: skip
+                o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER, step, rows, (first, end), batch_head
+            )
         else:  # none of its rows exist
-            step = _hand_back(step, end - first, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
-            mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+            step = hand_back(step, end - first, barriers, build, CONSUMER)
+            mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
     tma.store_wait(0)
 
 
@@ -621,18 +241,16 @@ def hopper_fwd_kernel(
     CAUSAL: gl.constexpr,
     LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
     PING_PONG: gl.constexpr,
-    PAIRED: gl.constexpr,  # `_paired_tile` in place of `_section_tile`
+    PAIRED: gl.constexpr,  # causal tiles two at a time, in pairs of equal work
 ):
     if cu_seqlens_q is not None:
-        turns, tile, batch_head, q_row0, k_row0, its_num_q, its_num_k = _document_tile(
+        document, its_num_q, its_num_k = document_tile(
             cu_seqlens_q, cu_seqlens_k, num_q, num_docs, num_batch_heads, heads_per_section, 64 * CONSUMERS
         )
-        # of documents: what the partitions need beyond a dense call's sizes
-        packed = (turns, tile, batch_head, q_row0, k_row0, num_q)
-        sizes = (num_heads, group_size, num_batch_heads, its_num_q, its_num_k, heads_per_section)
+        sizes = Sizes(num_heads, group_size, num_batch_heads, its_num_q, its_num_k, heads_per_section)
     else:
-        packed: gl.constexpr = None
-        sizes = (num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section)
+        document: gl.constexpr = None
+        sizes = Sizes(num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section)
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
@@ -643,33 +261,27 @@ def hopper_fwd_kernel(
         o_smem = q_smem  # Q, K and V leave no room: a tile's O goes out through its Q
     else:
         o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 64, HEAD_DIM], q_layout)
-    barriers = _barriers(CONSUMERS, STAGES)
+    tiles = Tiles(q_smem, k_smem, v_smem, o_smem)
+    barriers = ready_barriers(CONSUMERS, STAGES)
 
-    tiles = (q_smem, k_smem, v_smem, o_smem)
-    window = (window_left, window_right)
+    call = Call(tiles, barriers, sizes, (window_left, window_right), document)
+    build = Build(HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED, 0)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED, 1)),
-                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, window, packed,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PAIRED)),
+                (_consumer, (o_desc, lse_ptr, call, scale_log2, softcap, build, 0)),
+                (_consumer, (o_desc, lse_ptr, call, scale_log2, softcap, build, 1)),
+                (_producer, (q_desc, k_desc, v_desc, call, build)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED, 0)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED, 1)),
-                (_consumer, (o_desc, lse_ptr, tiles, barriers, sizes, window, packed, scale_log2, softcap,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED, 2)),
-                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, window, packed,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PAIRED)),
+                (_consumer, (o_desc, lse_ptr, call, scale_log2, softcap, build, 0)),
+                (_consumer, (o_desc, lse_ptr, call, scale_log2, softcap, build, 1)),
+                (_consumer, (o_desc, lse_ptr, call, scale_log2, softcap, build, 2)),
+                (_producer, (q_desc, k_desc, v_desc, call, build)),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

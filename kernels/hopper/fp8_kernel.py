@@ -1,7 +1,7 @@
 """FP8 forward pass for Hopper (sm_90a), in Gluon: e4m3 operands, fp32 softmax. Inference only.
 
-Roles and barriers are forward.py's, and so is the pipeline but for O, which is brought up to date a tile later,
-while the tensor cores are at the next S:
+Roles are forward.py's, barriers pipeline.py's. So is the order of work but for O, which is brought up to date a tile
+later, while the tensor cores are at the next S. Where 64 * CONSUMERS does not divide Nq the last tile is the smaller.
 
     tensor cores   S(1) P(0)V(0)            S(2) P(1)V(1)                 S(3) P(2)V(2)
     other units                max, P(1)    O = P(0)V(0)   max, P(2)      O = r O + P(1)V(1)   max, P(3) ...
@@ -9,7 +9,7 @@ while the tensor cores are at the next S:
 What 8 bits change:
 
 V. An 8-bit wgmma reads both shared operands along the summed dimension only, and for P V that is the keys. A kernel of
-its own therefore writes V^T (B, Hkv, D, Nk) first: 2 bytes moved per element of V.
+its own (fp8_values.py) therefore writes V^T (B, Hkv, D, Nk) first: 2 bytes moved per element of V.
 
 P. Of 16 scores of a row a thread (the t-th of four) holds, in the accumulator, keys 2t, 2t + 1, 2t + 8 and 2t + 9, and
 as the left operand of 8 bits columns 4t to 4t + 3. So column 16b + 4t + 2h + i of P is key 16b + 8h + 2t + i: no
@@ -24,8 +24,6 @@ multiplication that rescales O anyway.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,100 +36,49 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..launch import addresses_of, heads_per_section, launch, on_device
 from ..options import Options
-from ..replay import Replay, description, known, remember, replay
+from ..portable.tiles import LN_2, Mask
+from ..replay import description, known, remember, replay
 from . import tma
-from .forward import (
-    L2_SHARE,
-    LN_2,
-    LOG2_E,
-    ForwardPlan,
-    _barriers,
-    _hand_back,
-    _hide,
-    _key_tiles,
-    _num_turns,
-    _owned_tile,
-    _pass_baton,
-    _take_baton,
-    _thread_sums,
-    grid_of,
-)
+from .forward import L2_SHARE, LOG2_E, ForwardPlan, grid_of
+from .fp8_values import launch_values
+from .pipeline import Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows, take_baton
+from .schedule import Sizes, key_tiles, num_turns, turn_tile
+from .softmax import hide, thread_sums
 from .tma import slot
 
 LOG2_P_SCALE = gl.constexpr(8.0)  # 256, below e4m3's 448, and a power of two: the largest P is exact
 
-VALUES_BLOCK = 128  # keys that a program transposes
 O_DTYPE = torch.bfloat16
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_k"])
-def hopper_fp8_values_kernel(
-    v_ptr,  # (B, Hkv, Nk, D), e4m3 seen as int8
-    out_ptr,  # (B, Hkv, D, num_columns), contiguous
-    batch_stride,
-    head_stride,
-    token_stride,
-    num_heads,
-    num_k,
-    num_columns,  # num_k rounded up to a multiple of 16
-    HEAD_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Transpose a tile of keys, in the order that P has them; columns past the last key become 0."""
-    tiles = (num_columns + BLOCK_K - 1) // BLOCK_K
-    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    batch = batch_head // num_heads
-    head = batch_head - batch * num_heads
-    column = (tl.program_id(0) % tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
-    # bits of the column 4t + 2h + i: t t h i; of the key 8h + 2t + i: h t t i
-    key = (column & ~15) | ((column & 2) << 2) | ((column & 12) >> 1) | (column & 1)
-    dims = tl.arange(0, HEAD_DIM)
-    start = v_ptr + batch * batch_stride + head * head_stride
-    tile = tl.load(start + key[:, None].to(tl.int64) * token_stride + dims[None, :], mask=key[:, None] < num_k, other=0)
-    out = out_ptr + batch_head * HEAD_DIM * num_columns + dims[:, None] * num_columns + column[None, :]
-    tl.store(out, tl.trans(tile), mask=column[None, :] < num_columns)
-
-
 @gluon.jit
-def _producer(
-    q_desc, k_desc, v_desc, tiles, barriers, sizes,
-    HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, PAIRED: gl.constexpr,
-):  # fmt: skip
-    q_smem, k_smem, v_smem, _o_smem = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, group_size, num_batch_heads, num_q, num_k, heads_in_section = sizes
-    num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
+def _producer(q_desc, k_desc, v_desc, tiles, barriers, sizes, build):
+    mask = Mask(sizes.num_q, sizes.num_k, None, build.CAUSAL, build.LOCAL)
+    num_tiles = (sizes.num_q + 64 * build.CONSUMERS - 1) // (64 * build.CONSUMERS)
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads, None, PAIRED)):
-        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_in_section, None, CAUSAL, PAIRED)
-        batch = batch_head // num_heads
-        head = batch_head - batch * num_heads
-        kv_head = head // group_size
-        row = tile * 64 * CONSUMERS
-        _, visited, _, _ = _key_tiles(row, row + 64 * CONSUMERS, num_q, num_k, None, CAUSAL, False, BLOCK_K)
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), 64 * HEAD_DIM)
-            tma.load(
-                q_desc, [batch, head, row + 64 * c, 0], q_full.index(c),
-                q_smem.index(c)._reinterpret(q_desc.dtype, [1, 1, 64, HEAD_DIM], q_desc.layout),
-            )  # fmt: skip
+    for turn in range(num_turns(num_tiles, sizes, None, build)):
+        tile, batch_head = turn_tile(turn, num_tiles, sizes, None, build)
+        batch = batch_head // sizes.num_heads
+        head = batch_head - batch * sizes.num_heads
+        kv_head = head // sizes.group_size
+        row = tile * 64 * build.CONSUMERS
+        _, visited, _, _ = key_tiles(row, row + 64 * build.CONSUMERS, mask, build.BLOCK_K)
+        for c in gl.static_range(build.CONSUMERS):
+            mbarrier.wait(barriers.q_empty.index(c), (turn & 1) ^ 1)
+            mbarrier.expect(barriers.q_full.index(c), 64 * build.HEAD_DIM)
+            load_rows(q_desc, batch, head, row + 64 * c, 0, sizes.num_q, barriers.q_full.index(c), tiles.q.index(c))
         for i in range(visited):
-            key = (visited - 1 - i) * BLOCK_K
-            stage, phase = slot(step, STAGES)
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), BLOCK_K * HEAD_DIM)
-            tma.load(
-                k_desc, [batch, kv_head, key, 0], k_full.index(stage),
-                k_smem.index(stage)._reinterpret(k_desc.dtype, [1, 1, BLOCK_K, HEAD_DIM], k_desc.layout),
-            )  # fmt: skip
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), BLOCK_K * HEAD_DIM)
-            tma.load(
-                v_desc, [batch, kv_head, 0, key], v_full.index(stage),
-                v_smem.index(stage)._reinterpret(v_desc.dtype, [1, 1, HEAD_DIM, BLOCK_K], v_desc.layout),
-            )  # fmt: skip
+            key = (visited - 1 - i) * build.BLOCK_K
+            stage, phase = slot(step, build.STAGES)
+            mbarrier.wait(barriers.k_empty.index(stage), phase ^ 1)
+            full = barriers.k_full.index(stage)
+            mbarrier.expect(full, build.BLOCK_K * build.HEAD_DIM)
+            load_rows(k_desc, batch, kv_head, key, 0, sizes.num_k, full, tiles.k.index(stage))
+            mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)
+            full = barriers.v_full.index(stage)
+            mbarrier.expect(full, build.BLOCK_K * build.HEAD_DIM)
+            v_tile = tiles.v.index(stage)._reinterpret(v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
+            tma.load(v_desc, [batch, kv_head, 0, key], full, v_tile)
             step += 1
 
 
@@ -165,36 +112,45 @@ def _unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.con
 
 
 @gluon.jit
+def _scores(q_tile, k_tile, BLOCK_K: gl.constexpr):
+    """Q K^T: started, to be waited for."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 32])
+    zeros = gl.zeros([64, BLOCK_K], gl.float32, layout)
+    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _p_v(probs, v_tile, build):
+    """P V from zero: started, to be waited for."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.HEAD_DIM, 32])
+    left = _unpack(probs, v_tile.dtype, build.BLOCK_K, gl.DotOperandLayout(0, layout, 4))
+    zeros = gl.zeros([64, build.HEAD_DIM], gl.float32, layout)
+    return warpgroup_mma(left, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _softmax_step(
-    q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    step, more, acc, product, rescale, next_rescale, probs, running_max, running_sum,
-    row, key, num_q, num_k, scale_log2,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, PING_PONG: gl.constexpr,
-    s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
+    tiles, barriers, mask, build, CONSUMER: gl.constexpr, scale_log2, row, key, more,
+    step, acc, product, rescale, next_rescale, probs, running_max, running_sum,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of key tile `step` while the tensor cores multiply the previous tile's P V.
 
     `product` is the P V of the tile before that one, `rescale` brings acc to its scale, `next_rescale` both to the
     previous tile's.
     """
-    stage, _ = slot(step, STAGES)
-    last_stage, last_phase = slot(step - 1, STAGES)
-    _take_baton(CONSUMER, PING_PONG)
-    scores = warpgroup_mma(
-        q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_K], gl.float32, s_layout),
-        use_acc=False, is_async=True,
-    )  # fmt: skip
+    stage, _ = slot(step, build.STAGES)
+    last_stage, last_phase = slot(step - 1, build.STAGES)
+    take_baton(build, CONSUMER)
+    scores = _scores(tiles.q.index(CONSUMER), tiles.k.index(stage), build.BLOCK_K)
     acc = acc * rescale[:, None] + product  # while the tensor cores are at S
-    mbarrier.wait(v_full.index(last_stage), last_phase)
-    left = _unpack(probs, v_smem.dtype, BLOCK_K, p_layout)
-    right = v_smem.index(last_stage).permute((1, 0))
-    product = warpgroup_mma(left, right, gl.zeros([64, HEAD_DIM], gl.float32, o_layout), use_acc=False, is_async=True)
-    _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
+    mbarrier.wait(barriers.v_full.index(last_stage), last_phase)
+    product = _p_v(probs, tiles.v.index(last_stage), build)
+    pass_baton(build, CONSUMER)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.arrive(barriers.k_empty.index(stage), count=1)
     if MASKED:
-        scores = _hide(scores, row, key, num_q, num_k, None, CAUSAL, False, BLOCK_K)
+        scores = hide(scores, row, key, mask, build.BLOCK_K)
     new_max = gl.maximum(running_max, gl.max(scores, 1))
     if MASKED:
         # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
@@ -205,116 +161,100 @@ def _softmax_step(
     new_rescale = gl.exp2(running_max * scale_log2 - base_log2)
     p = gl.exp2(scores * scale_log2 - (base_log2 - LOG2_P_SCALE)[:, None])
     sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
-    running_sum = running_sum * gl.convert_layout(new_rescale, sum_layout)[:, None] + _thread_sums(p, BLOCK_K)
-    # this wait ends a basic block, which keeps the wait for P V behind the exponentials (forward.py)
-    next_stage, next_phase = slot(step + 1, STAGES)
-    mbarrier.wait(k_full.index(next_stage), next_phase, pred=more)
+    running_sum = running_sum * gl.convert_layout(new_rescale, sum_layout)[:, None] + thread_sums(p, build.BLOCK_K)
+    # this wait ends a basic block, which keeps the wait for P V behind the exponentials (softmax.py)
+    next_stage, next_phase = slot(step + 1, build.STAGES)
+    mbarrier.wait(barriers.k_full.index(next_stage), next_phase, pred=more)
     product = warpgroup_mma_wait(0, deps=(product,))
-    mbarrier.arrive(v_empty.index(last_stage), count=1)
-    new_probs = _pack(p, BLOCK_K)
-    new_rescale = gl.convert_layout(new_rescale, gl.SliceLayout(1, o_layout))
+    mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
+    new_probs = _pack(p, build.BLOCK_K)
+    new_rescale = gl.convert_layout(new_rescale, gl.SliceLayout(1, acc.type.layout))
     return acc, product, next_rescale, new_rescale, new_probs, new_max, running_sum
 
 
 @gluon.jit
 def _consumer(
-    o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-    HEAD_DIM: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, PAIRED: gl.constexpr, CONSUMER: gl.constexpr,
+    o_desc, lse_ptr, scales, tiles, barriers, sizes, scale_log2, build, CONSUMER: gl.constexpr
 ):  # fmt: skip
-    q_smem, k_smem, v_smem, o_smem = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, group_size, num_batch_heads, num_q, num_k, heads_in_section = sizes
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 32])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 32])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
-    q_tile = q_smem.index(CONSUMER)
-    o_tile = o_smem.index(CONSUMER)
-    num_tiles = (num_q + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
-    if PING_PONG and CONSUMER == CONSUMERS - 1:
-        _pass_baton(CONSUMER, CONSUMERS, True)  # the first consumer begins
+    q_scale_ptr, k_scale_ptr, v_scale_ptr = scales
+    mask = Mask(sizes.num_q, sizes.num_k, None, build.CAUSAL, build.LOCAL)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.BLOCK_K, 32])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.HEAD_DIM, 32])
+    o_tile = tiles.o.index(CONSUMER)
+    num_tiles = (sizes.num_q + 64 * build.CONSUMERS - 1) // (64 * build.CONSUMERS)
+    if build.PING_PONG and CONSUMER == build.CONSUMERS - 1:
+        pass_baton(build, CONSUMER)  # the first consumer begins
     step = 0
-    for turn in range(_num_turns(num_tiles, num_batch_heads, None, PAIRED)):
-        tile, batch_head = _owned_tile(turn, num_tiles, num_batch_heads, heads_in_section, None, CAUSAL, PAIRED)
-        batch = batch_head // num_heads
-        head = batch_head - batch * num_heads
-        kv_batch_head = batch * (num_heads // group_size) + head // group_size
+    for turn in range(num_turns(num_tiles, sizes, None, build)):
+        tile, batch_head = turn_tile(turn, num_tiles, sizes, None, build)
+        batch = batch_head // sizes.num_heads
+        head = batch_head - batch * sizes.num_heads
+        kv_batch_head = batch * (sizes.num_heads // sizes.group_size) + head // sizes.group_size
         scores_log2 = scale_log2 * gl.load(q_scale_ptr + batch_head) * gl.load(k_scale_ptr + kv_batch_head)
-        first_row = tile * 64 * CONSUMERS
+        first_row = tile * 64 * build.CONSUMERS
         row = first_row + 64 * CONSUMER
-        _, loaded, _, _ = _key_tiles(first_row, first_row + 64 * CONSUMERS, num_q, num_k, None, CAUSAL, False, BLOCK_K)
-        _, visited, _, unmasked = _key_tiles(row, row + 64, num_q, num_k, None, CAUSAL, False, BLOCK_K)
-        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+        _, loaded, _, _ = key_tiles(first_row, first_row + 64 * build.CONSUMERS, mask, build.BLOCK_K)
+        _, visited, _, unmasked = key_tiles(row, row + 64, mask, build.BLOCK_K)
+        mbarrier.wait(barriers.q_full.index(CONSUMER), turn & 1)
 
-        step = _hand_back(step, loaded - visited, barriers, STAGES, CONSUMER, CONSUMERS, PING_PONG)
+        step = hand_back(step, loaded - visited, barriers, build, CONSUMER)
 
         # the rightmost tile: masked, nothing to rescale
-        stage, phase = slot(step, STAGES)
-        mbarrier.wait(k_full.index(stage), phase)
-        _take_baton(CONSUMER, PING_PONG)
-        scores = warpgroup_mma(
-            q_tile, k_smem.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_K], gl.float32, s_layout),
-            use_acc=False, is_async=True,
-        )  # fmt: skip
-        _pass_baton(CONSUMER, CONSUMERS, PING_PONG)
+        stage, phase = slot(step, build.STAGES)
+        mbarrier.wait(barriers.k_full.index(stage), phase)
+        take_baton(build, CONSUMER)
+        scores = _scores(tiles.q.index(CONSUMER), tiles.k.index(stage), build.BLOCK_K)
+        pass_baton(build, CONSUMER)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        scores = _hide(scores, row, (visited - 1) * BLOCK_K, num_q, num_k, None, CAUSAL, False, BLOCK_K)
+        mbarrier.arrive(barriers.k_empty.index(stage), count=1)
+        scores = hide(scores, row, (visited - 1) * build.BLOCK_K, mask, build.BLOCK_K)
         running_max = gl.max(scores, 1)
         base = gl.where(running_max == -float("inf"), 0.0, running_max)
         p = gl.exp2(scores * scores_log2 - (base * scores_log2 - LOG2_P_SCALE)[:, None])
-        running_sum = _thread_sums(p, BLOCK_K)
-        probs = _pack(p, BLOCK_K)
-        acc = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
+        running_sum = thread_sums(p, build.BLOCK_K)
+        probs = _pack(p, build.BLOCK_K)
+        acc = gl.zeros([64, build.HEAD_DIM], gl.float32, o_layout)
         product = acc
         rescale = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, o_layout))
         next_rescale = rescale
         first = step + 1
         end = step + visited
-        stage, phase = slot(first, STAGES)
-        mbarrier.wait(k_full.index(stage), phase, pred=first < end)
+        stage, phase = slot(first, build.STAGES)
+        mbarrier.wait(barriers.k_full.index(stage), phase, pred=first < end)
         full_from = end - gl.minimum(unmasked, visited - 1)
-        if CAUSAL:
+        if build.CAUSAL:
             for step in range(first, full_from):
+                key = (end - 1 - step) * build.BLOCK_K
                 acc, product, rescale, next_rescale, probs, running_max, running_sum = _softmax_step(
-                    q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                    step, step + 1 < end, acc, product, rescale, next_rescale, probs, running_max, running_sum,
-                    row, (end - 1 - step) * BLOCK_K, num_q, num_k, scores_log2,
-                    True, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG,
-                    s_layout, o_layout, p_layout,
+                    tiles, barriers, mask, build, CONSUMER, scores_log2, row, key, step + 1 < end,
+                    step, acc, product, rescale, next_rescale, probs, running_max, running_sum, True,
                 )  # fmt: skip
         for step in range(full_from, end):
             acc, product, rescale, next_rescale, probs, running_max, running_sum = _softmax_step(
-                q_tile, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                step, step + 1 < end, acc, product, rescale, next_rescale, probs, running_max, running_sum,
-                row, 0, num_q, num_k, scores_log2,
-                False, CAUSAL, HEAD_DIM, BLOCK_K, STAGES, CONSUMER, CONSUMERS, PING_PONG,
-                s_layout, o_layout, p_layout,
+                tiles, barriers, mask, build, CONSUMER, scores_log2, row, 0, step + 1 < end,
+                step, acc, product, rescale, next_rescale, probs, running_max, running_sum, False,
             )  # fmt: skip
         step = end
-        mbarrier.arrive(q_empty.index(CONSUMER), count=1)
+        mbarrier.arrive(barriers.q_empty.index(CONSUMER), count=1)
 
         v_scale = gl.load(v_scale_ptr + kv_batch_head)
-        last_stage, last_phase = slot(step - 1, STAGES)
-        mbarrier.wait(v_full.index(last_stage), last_phase)
+        last_stage, last_phase = slot(step - 1, build.STAGES)
+        mbarrier.wait(barriers.v_full.index(last_stage), last_phase)
         acc = (acc * rescale[:, None] + product) * next_rescale[:, None]
-        left = _unpack(probs, v_smem.dtype, BLOCK_K, p_layout)
-        right = v_smem.index(last_stage).permute((1, 0))
-        zeros = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
-        product = warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+        product = _p_v(probs, tiles.v.index(last_stage), build)
         # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
         row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
         lse = (running_max * scores_log2 + gl.log2(row_sum) - LOG2_P_SCALE) * LN_2
         inverse = gl.convert_layout(v_scale / row_sum, gl.SliceLayout(1, o_layout))
         rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
-        gl.store(lse_ptr + batch_head.to(gl.int64) * num_q + rows, lse, mask=rows < num_q)
+        gl.store(lse_ptr + batch_head.to(gl.int64) * sizes.num_q + rows, lse, mask=rows < sizes.num_q)
         tma.store_wait(0)  # the previous tile's O has left its buffer
         product = warpgroup_mma_wait(0, deps=(product,))
-        mbarrier.arrive(v_empty.index(last_stage), count=1)
+        mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
         o_tile.store(((acc + product) * inverse[:, None]).to(o_desc.dtype))
         fence_async_shared()
-        tma.store(o_desc, [batch, head, row, 0], o_tile._reinterpret(o_desc.dtype, [1, 1, 64, HEAD_DIM], o_desc.layout))
+        store_rows(o_desc, batch, head, row, 0, sizes.num_q, o_tile)
     tma.store_wait(0)
 
 
@@ -353,33 +293,28 @@ def hopper_fp8_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, HEAD_DIM], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, HEAD_DIM, BLOCK_K], v_layout)
     o_smem = gl.allocate_shared_memory(o_dtype, [CONSUMERS, 64, HEAD_DIM], o_layout)
-    barriers = _barriers(CONSUMERS, STAGES)
+    tiles = Tiles(q_smem, k_smem, v_smem, o_smem)
+    barriers = ready_barriers(CONSUMERS, STAGES)
 
-    tiles = (q_smem, k_smem, v_smem, o_smem)
-    sizes = (num_heads, group_size, num_batch_heads, num_q, num_k, heads_in_section)
+    sizes = Sizes(num_heads, group_size, num_batch_heads, num_q, num_k, heads_in_section)
+    build = Build(HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, False, PING_PONG, PAIRED)
+    scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PAIRED, 0)),
-                (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PAIRED, 1)),
-                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PAIRED)),
+                (_consumer, (o_desc, lse_ptr, scales, tiles, barriers, sizes, scale_log2, build, 0)),
+                (_consumer, (o_desc, lse_ptr, scales, tiles, barriers, sizes, scale_log2, build, 1)),
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, build)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PAIRED, 0)),
-                (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PAIRED, 1)),
-                (_consumer, (o_desc, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, tiles, barriers, sizes, scale_log2,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PING_PONG, PAIRED, 2)),
-                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes,
-                             HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, PAIRED)),
+                (_consumer, (o_desc, lse_ptr, scales, tiles, barriers, sizes, scale_log2, build, 0)),
+                (_consumer, (o_desc, lse_ptr, scales, tiles, barriers, sizes, scale_log2, build, 1)),
+                (_consumer, (o_desc, lse_ptr, scales, tiles, barriers, sizes, scale_log2, build, 2)),
+                (_producer, (q_desc, k_desc, v_desc, tiles, barriers, sizes, build)),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip
@@ -444,12 +379,3 @@ def launch_hopper_fp8(
         )  # fmt: skip
     remember(described, transposed, attended)
     return o, lse
-
-
-def launch_values(v: Tensor, out: Tensor) -> Replay | None:
-    """Write e4m3 v (B, Hkv, Nk, D) to out (B, Hkv, D, Nk rounded up to 16) as `hopper_fp8_kernel` reads it."""
-    batch, num_heads, num_k, head_dim = v.shape
-    programs = -(-out.shape[3] // VALUES_BLOCK) * batch * num_heads
-    arguments = (v.view(torch.int8), out.view(torch.int8), *v.stride()[:3], num_heads, num_k, out.shape[3])
-    constants = {"HEAD_DIM": head_dim, "BLOCK_K": VALUES_BLOCK}
-    return launch(hopper_fp8_values_kernel, programs, arguments, constants, num_warps=4)

@@ -26,7 +26,7 @@ from ..options import Options
 from ..replay import Replay, description, known, remember, replay
 from .dkdv import flash_dkdv_kernel
 from .dq import flash_dq_kernel
-from .tiles import LOG2_E, ROW_PADDING, document_of, document_rows, head_base, load_tile
+from .tiles import LOG2_E, ROW_PADDING, Rows, document_of, document_rows, head_base, load_tile
 from .tuning import Tile, launch_fitting, tile_for
 
 _DELTA_ROWS = 64  # memory-bound: any tile that fills the loads' vectors will do
@@ -70,7 +70,7 @@ def _delta_kernel(
     if cu_seqlens_ptr is not None:
         parts: tl.constexpr = ROW_PADDING // BLOCK_Q
         document, padded_tile = document_of(tile // parts, cu_seqlens_ptr, num_docs, ROW_PADDING)
-        row0, num_q = document_rows(document, cu_seqlens_ptr)
+        row0, num_q = document_rows(document, cu_seqlens_ptr, q_tokens)
         q_start = padded_tile * ROW_PADDING + tile % parts * BLOCK_Q
     else:
         row0 = 0
@@ -79,8 +79,10 @@ def _delta_kernel(
 
     o_base = head_base(o_ptr, o_strides, batch, head, row0, False)
     do_base = head_base(do_ptr, do_strides, batch, head, row0, False)
-    o = load_tile(o_base, o_strides, batch, head, q_start, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, True, False)
-    do = load_tile(do_base, do_strides, batch, head, q_start, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, True, False)
+    o_rows = Rows(o_base, o_strides, batch, head, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, False)
+    do_rows = Rows(do_base, do_strides, batch, head, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, False)
+    o = load_tile(o_rows, q_start, True)
+    do = load_tile(do_rows, q_start, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     rows = q_start + tl.arange(0, BLOCK_Q)
     unpadded = batch_head.to(tl.int64) * q_tokens + row0 + rows

@@ -3,16 +3,17 @@
 import triton
 import triton.language as tl
 
-from .scores import kept, logits_of, slope_of
+from .scores import Scoring, kept, logits_of, slope_of
 from .tiles import (
     ROW_PADDING,
+    Mask,
+    Rows,
     document_rows,
     head_base,
     load_tile,
-    longest_first,
     mask_scores,
     masked_tile,
-    program_tile,
+    owned_tile,
     store_tile,
     visible_keys,
 )
@@ -20,61 +21,27 @@ from .tiles import (
 
 @triton.jit
 def _dq_step(
-    q_tile,
-    do_tile,
-    lse_log2,
-    delta,
-    dq,
-    k,
-    v,
-    k_strides,
-    v_strides,
-    batch,
-    kv_head,
-    batch_head,
-    q_row0,
-    k_row0,
-    q_start,
-    k_start,
-    num_q,
-    num_k,
-    window,
-    scale_log2,
-    slope_log2,
-    switches,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-    RAGGED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    q_tile, do_tile, lse_log2, delta, q_start, k_rows, v_rows, k_start, scoring, dq,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
     """Add one tile of keys to dQ."""
-    k_tile = load_tile(k, k_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, RAGGED, TMA)
-    scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # (BLOCK_Q, BLOCK_K), unscaled
-    rows = q_start + tl.arange(0, BLOCK_Q)[:, None]
-    cols = k_start + tl.arange(0, BLOCK_K)[None, :]
-    logits, factor, cap_gradient = logits_of(
-        scores, rows, cols, num_k - num_q, scale_log2, slope_log2, switches, PRECISION == "ieee"
-    )
+    switches = scoring.switches
+    k_tile = load_tile(k_rows, k_start, RAGGED)
+    scores = tl.dot(q_tile, k_tile.T, input_precision=scoring.PRECISION)  # (BLOCK_Q, BLOCK_K), unscaled
+    rows = q_start + tl.arange(0, q_tile.shape[0])[:, None]
+    cols = k_start + tl.arange(0, k_tile.shape[0])[None, :]
+    logits, factor, cap_gradient = logits_of(scores, rows, cols, scoring)
     if MASKED:
-        logits = mask_scores(logits, rows, cols, num_q, num_k, window, CAUSAL, LOCAL)
+        logits = mask_scores(logits, rows, cols, scoring.mask)
     probs = tl.exp2(logits * factor - lse_log2[:, None])
-    v_tile = load_tile(v, v_strides, batch, kv_head, k_start, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, RAGGED, TMA)
-    dprobs = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
+    v_tile = load_tile(v_rows, k_start, RAGGED)
+    dprobs = tl.dot(do_tile, v_tile.T, input_precision=scoring.PRECISION)
     if switches.dropout_seed is not None:
-        keep = kept(q_row0 + rows, k_row0 + cols, batch_head, switches)
-        dprobs = tl.where(keep, dprobs * (1.0 / (1.0 - switches.dropout_p)), 0.0)
+        dprobs = tl.where(kept(rows, cols, scoring), dprobs * (1.0 / (1.0 - switches.dropout_p)), 0.0)
     dscores = probs * (dprobs - delta[:, None])
     if switches.softcap is not None:
         dscores = dscores * cap_gradient
-    return tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision=scoring.PRECISION)
 
 
 @triton.jit(
@@ -133,60 +100,44 @@ def flash_dq_kernel(
               perhaps inf.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
-    if switches.cu_seqlens_q is not None:
-        num_tiles = q_tokens // BLOCK_Q + num_docs
-        ordinal, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, False)
-        document, tile = longest_first(ordinal, switches.cu_seqlens_q, num_docs, BLOCK_Q)
-        if document < 0:
-            return
-        q_row0, num_q = document_rows(document, switches.cu_seqlens_q)
-        k_row0, num_k = document_rows(document, switches.cu_seqlens_k)
-        padded_row0 = (q_row0 // ROW_PADDING + document) * ROW_PADDING
-    else:
-        num_tiles = tl.cdiv(q_tokens, BLOCK_Q)
-        tile, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, CAUSAL)
-        q_row0 = 0
-        k_row0 = 0
-        padded_row0 = 0
-        num_q = q_tokens
-        num_k = k_tokens
+    document, tile, batch_head = owned_tile(
+        q_tokens, switches.cu_seqlens_q, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL
+    )
+    if document < 0:
+        return
+    q_row0, num_q = document_rows(document, switches.cu_seqlens_q, q_tokens)
+    k_row0, num_k = document_rows(document, switches.cu_seqlens_k, k_tokens)
+    padded_row0 = (q_row0 // ROW_PADDING + document) * ROW_PADDING
     batch = batch_head // num_heads
     head = batch_head - batch * num_heads
     kv_head = head // group_size
     q_start = tile * BLOCK_Q
-    window = (window_left, window_right)
-    if switches.cu_seqlens_q is not None:
-        slope_log2 = slope_of(document, head, num_heads, switches)
-    else:
-        slope_log2 = slope_of(batch, head, num_heads, switches)
+    mask = Mask(num_q, num_k, (window_left, window_right), CAUSAL, LOCAL)
+    slope_log2 = slope_of(batch if switches.cu_seqlens_q is None else document, head, num_heads, switches)
+    scoring = Scoring(mask, scale_log2, slope_log2, switches, batch_head, q_row0, k_row0, PRECISION)
 
     q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
     do_base = head_base(do, do_strides, batch, head, q_row0, TMA)
     k_base = head_base(k, k_strides, batch, kv_head, k_row0, TMA)
     v_base = head_base(v, v_strides, batch, kv_head, k_row0, TMA)
-    q_tile = load_tile(q_base, q_strides, batch, head, q_start, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
-    do_tile = load_tile(do_base, do_strides, batch, head, q_start, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, True, TMA)
+    q_rows = Rows(q_base, q_strides, batch, head, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, TMA)
+    do_rows = Rows(do_base, do_strides, batch, head, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, TMA)
+    k_rows = Rows(k_base, k_strides, batch, kv_head, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, TMA)
+    v_rows = Rows(v_base, v_strides, batch, kv_head, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, TMA)
+    q_tile = load_tile(q_rows, q_start, True)
+    do_tile = load_tile(do_rows, q_start, True)
     padded = batch_head.to(tl.int64) * q_tokens_padded + padded_row0 + q_start + tl.arange(0, BLOCK_Q)
     lse_log2 = tl.load(lse_log2_ptr + padded)
     delta = tl.load(delta_ptr + padded)
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    full_start, full_end, masked_start, masked_end = visible_keys(
-        q_start, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_Q, BLOCK_K
-    )
+    full_start, full_end, masked_start, masked_end = visible_keys(q_start, mask, BLOCK_Q, BLOCK_K)
     for k_start in range(full_start, full_end, BLOCK_K):
-        dq = _dq_step(
-            q_tile, do_tile, lse_log2, delta, dq, k_base, v_base, k_strides, v_strides, batch, kv_head, batch_head,
-            q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, switches,
-            False, CAUSAL, LOCAL, False, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, PRECISION, TMA,
-        )  # fmt: skip
+        dq = _dq_step(q_tile, do_tile, lse_log2, delta, q_start, k_rows, v_rows, k_start, scoring, dq, False, False)
     if CAUSAL or LOCAL or not EVEN_K:
         for position in range(masked_start, masked_end, BLOCK_K):
             k_start = masked_tile(position, full_start, full_end, LOCAL)
             dq = _dq_step(
-                q_tile, do_tile, lse_log2, delta, dq, k_base, v_base, k_strides, v_strides, batch, kv_head,
-                batch_head, q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, switches,
-                True, CAUSAL, LOCAL, not EVEN_K, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K,
-                PRECISION, TMA,
-            )  # fmt: skip
+                q_tile, do_tile, lse_log2, delta, q_start, k_rows, v_rows, k_start, scoring, dq, True, not EVEN_K
+            )
     store_tile(dq_ptr, dq_strides, batch, head, q_row0, q_start, num_q, dq * scale, HEAD_DIM, BLOCK_D, BLOCK_Q)

@@ -22,17 +22,18 @@ from ..launch import (
 )
 from ..options import Options
 from ..replay import Replay, description, known, remember, replay
-from .scores import kept, logits_of, slope_of
+from .scores import Scoring, kept, logits_of, slope_of
 from .tiles import (
     LN_2,
     LOG2_E,
+    Mask,
+    Rows,
     document_rows,
     head_base,
     load_tile,
-    longest_first,
     mask_scores,
     masked_tile,
-    program_tile,
+    owned_tile,
     store_tile,
     visible_keys,
 )
@@ -41,50 +42,17 @@ from .tuning import Tile, launch_fitting, tile_for
 
 @triton.jit
 def _softmax_step(
-    q_tile,
-    acc,
-    running_max,
-    running_sum,
-    k,
-    v,
-    k_strides,
-    v_strides,
-    batch,
-    kv_head,
-    batch_head,
-    q_row0,
-    k_row0,
-    q_start,
-    k_start,
-    num_q,
-    num_k,
-    window,
-    scale_log2,
-    slope_log2,
-    switches,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-    RAGGED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    q_tile, q_start, k_rows, v_rows, k_start, scoring, acc, running_max, running_sum,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
     """Take in one tile of keys: online softmax in base 2, everything but the dots' operands in fp32."""
-    k_tile = load_tile(k, k_strides, batch, kv_head, k_start, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, RAGGED, TMA)
-    scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # (BLOCK_Q, BLOCK_K), unscaled
-    rows = q_start + tl.arange(0, BLOCK_Q)[:, None]
-    cols = k_start + tl.arange(0, BLOCK_K)[None, :]
-    logits, factor, _ = logits_of(
-        scores, rows, cols, num_k - num_q, scale_log2, slope_log2, switches, PRECISION == "ieee"
-    )
+    k_tile = load_tile(k_rows, k_start, RAGGED)
+    scores = tl.dot(q_tile, k_tile.T, input_precision=scoring.PRECISION)  # (BLOCK_Q, BLOCK_K), unscaled
+    rows = q_start + tl.arange(0, q_tile.shape[0])[:, None]
+    cols = k_start + tl.arange(0, k_tile.shape[0])[None, :]
+    logits, factor, _ = logits_of(scores, rows, cols, scoring)
     if MASKED:
-        logits = mask_scores(logits, rows, cols, num_q, num_k, window, CAUSAL, LOCAL)
+        logits = mask_scores(logits, rows, cols, scoring.mask)
     # the maximum of raw scores, scaled once a row, leaves one fused multiply-add and one exp2 for each score
     new_max = tl.maximum(running_max, tl.max(logits, 1) * factor)
     if MASKED:
@@ -95,10 +63,10 @@ def _softmax_step(
     probs = tl.exp2(logits * factor - base[:, None])
     rescale = tl.exp2(running_max - base)
     running_sum = running_sum * rescale + tl.sum(probs, 1)
-    if switches.dropout_seed is not None:  # after the sum: dropout acts on normalised probabilities
-        probs = tl.where(kept(q_row0 + rows, k_row0 + cols, batch_head, switches), probs, 0.0)
-    v_tile = load_tile(v, v_strides, batch, kv_head, k_start, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, RAGGED, TMA)
-    acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+    if scoring.switches.dropout_seed is not None:  # after the sum: dropout acts on normalised probabilities
+        probs = tl.where(kept(rows, cols, scoring), probs, 0.0)
+    v_tile = load_tile(v_rows, k_start, RAGGED)
+    acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=scoring.PRECISION)
     return acc, new_max, running_sum
 
 
@@ -145,42 +113,35 @@ def flash_fwd_kernel(
 ):
     """One program writes one (BLOCK_Q, HEAD_DIM_V) tile of O and its LSE; no tile holds two documents.
 
-    Grid:     tiles of queries * B * Hq programs, heaviest causal tiles first (`program_tile`).
+    Grid:     tiles of queries * B * Hq programs, heaviest causal tiles first (`owned_tile`).
     Math:     O = softmax(scale * Q K^T + mask) V; keys left to right: tiles that need no mask, then those
               that do (the diagonal, a window's edges, the ragged tail).
     Numerics: scores, running max, running sum and accumulator fp32; P rounded to V's dtype before P V.
     Needs:    head dimensions 16 to 256, scale > 0, Nk > 0; the launcher sees to it.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 1.
     """
-    if switches.cu_seqlens_q is not None:
-        num_tiles = q_tokens // BLOCK_Q + num_docs
-        ordinal, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, False)
-        document, tile = longest_first(ordinal, switches.cu_seqlens_q, num_docs, BLOCK_Q)
-        if document < 0:
-            return
-        q_row0, num_q = document_rows(document, switches.cu_seqlens_q)
-        k_row0, num_k = document_rows(document, switches.cu_seqlens_k)
-    else:
-        num_tiles = tl.cdiv(q_tokens, BLOCK_Q)
-        tile, batch_head = program_tile(num_tiles, num_batch_heads, heads_per_section, CAUSAL)
-        q_row0 = 0
-        k_row0 = 0
-        num_q = q_tokens
-        num_k = k_tokens
+    document, tile, batch_head = owned_tile(
+        q_tokens, switches.cu_seqlens_q, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL
+    )
+    if document < 0:
+        return
+    q_row0, num_q = document_rows(document, switches.cu_seqlens_q, q_tokens)
+    k_row0, num_k = document_rows(document, switches.cu_seqlens_k, k_tokens)
     batch = batch_head // num_heads
     head = batch_head - batch * num_heads
     kv_head = head // group_size
     q_start = tile * BLOCK_Q
-    window = (window_left, window_right)
-    if switches.cu_seqlens_q is not None:
-        slope_log2 = slope_of(document, head, num_heads, switches)
-    else:
-        slope_log2 = slope_of(batch, head, num_heads, switches)
+    mask = Mask(num_q, num_k, (window_left, window_right), CAUSAL, LOCAL)
+    slope_log2 = slope_of(batch if switches.cu_seqlens_q is None else document, head, num_heads, switches)
+    scoring = Scoring(mask, scale_log2, slope_log2, switches, batch_head, q_row0, k_row0, PRECISION)
 
     q_base = head_base(q, q_strides, batch, head, q_row0, TMA)
     k_base = head_base(k, k_strides, batch, kv_head, k_row0, TMA)
     v_base = head_base(v, v_strides, batch, kv_head, k_row0, TMA)
-    q_tile = load_tile(q_base, q_strides, batch, head, q_start, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
+    q_rows = Rows(q_base, q_strides, batch, head, num_q, HEAD_DIM, BLOCK_D, BLOCK_Q, TMA)
+    k_rows = Rows(k_base, k_strides, batch, kv_head, num_k, HEAD_DIM, BLOCK_D, BLOCK_K, TMA)
+    v_rows = Rows(v_base, v_strides, batch, kv_head, num_k, HEAD_DIM_V, BLOCK_DV, BLOCK_K, TMA)
+    q_tile = load_tile(q_rows, q_start, True)
 
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     if switches.sinks is not None:  # a key without a value: it is in the maximum and in the sum from the start
@@ -190,24 +151,17 @@ def flash_fwd_kernel(
     else:
         running_max = tl.full([BLOCK_Q], -float("inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_Q], tl.float32)
-    full_start, full_end, masked_start, masked_end = visible_keys(
-        q_start, num_q, num_k, window, CAUSAL, LOCAL, BLOCK_Q, BLOCK_K
-    )
+    full_start, full_end, masked_start, masked_end = visible_keys(q_start, mask, BLOCK_Q, BLOCK_K)
     for k_start in range(full_start, full_end, BLOCK_K):
         acc, running_max, running_sum = _softmax_step(
-            q_tile, acc, running_max, running_sum, k_base, v_base, k_strides, v_strides, batch, kv_head, batch_head,
-            q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, switches,
-            False, CAUSAL, LOCAL, False, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K, PRECISION, TMA,
-        )  # fmt: skip
+            q_tile, q_start, k_rows, v_rows, k_start, scoring, acc, running_max, running_sum, False, False
+        )
     if CAUSAL or LOCAL or not EVEN_K:
         for position in range(masked_start, masked_end, BLOCK_K):
             k_start = masked_tile(position, full_start, full_end, LOCAL)
             acc, running_max, running_sum = _softmax_step(
-                q_tile, acc, running_max, running_sum, k_base, v_base, k_strides, v_strides, batch, kv_head,
-                batch_head, q_row0, k_row0, q_start, k_start, num_q, num_k, window, scale_log2, slope_log2, switches,
-                True, CAUSAL, LOCAL, not EVEN_K, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_K,
-                PRECISION, TMA,
-            )  # fmt: skip
+                q_tile, q_start, k_rows, v_rows, k_start, scoring, acc, running_max, running_sum, True, not EVEN_K
+            )
 
     # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
     denominator = tl.where(running_sum == 0.0, 1.0, running_sum)

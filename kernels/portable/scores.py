@@ -7,9 +7,24 @@ import triton
 import triton.language as tl
 
 from ..philox import ROUNDS
-from .tiles import LOG2_E
+from .record import record
+from .tiles import LOG2_E, Mask
 
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
+
+
+@record
+class Scoring:
+    """What makes probabilities of the raw scores of one query head."""
+
+    mask: Mask
+    scale_log2: tl.tensor  # scale * log2(e), positive
+    slope_log2: tl.tensor  # from `slope_of`
+    switches: tuple  # Switches: what is None is compiled away
+    batch_head: tl.tensor  # the query head, counted through the batch
+    q_row0: tl.tensor  # the first packed rows of the document; 0 without documents
+    k_row0: tl.tensor
+    PRECISION: tl.constexpr  # of the products
 
 
 @triton.jit
@@ -26,15 +41,17 @@ def _tanh(x, ACCURATE: tl.constexpr):
 
 
 @triton.jit
-def logits_of(scores, rows, cols, diagonal, scale_log2, slope_log2, switches, ACCURATE: tl.constexpr):
+def logits_of(scores, rows, cols, scoring):
     """Soft-cap, then ALiBi: returns (logits, factor, cap_gradient).
 
     logits * factor are the scaled scores in base 2. With neither option they are the raw scores and
-    scale_log2, so that scaling stays inside one fused multiply-add with the row maximum. `diagonal` is
-    num_k - num_q; cap_gradient is d(capped)/d(uncapped), to be used only with softcap.
+    scale_log2, so that scaling stays inside one fused multiply-add with the row maximum. rows and cols are query
+    and key indices that broadcast against scores; cap_gradient is d(capped)/d(uncapped), to be used only with softcap.
     """
+    switches = scoring.switches
+    scale_log2 = scoring.scale_log2
     if switches.softcap is not None:
-        tanh = _tanh(scores * (scale_log2 / (LOG2_E * switches.softcap)), ACCURATE)
+        tanh = _tanh(scores * (scale_log2 / (LOG2_E * switches.softcap)), scoring.PRECISION == "ieee")
         logits = tanh * (switches.softcap * LOG2_E)
         cap_gradient = 1.0 - tanh * tanh
         factor = 1.0
@@ -48,8 +65,8 @@ def logits_of(scores, rows, cols, diagonal, scale_log2, slope_log2, switches, AC
         factor = scale_log2
     if switches.alibi_slopes is not None:
         # float32 holds token positions exactly up to 2^24
-        distance = tl.abs((rows + diagonal).to(tl.float32) - cols.to(tl.float32))
-        logits = logits - slope_log2 * distance
+        diagonal = rows + (scoring.mask.num_k - scoring.mask.num_q)
+        logits = logits - scoring.slope_log2 * tl.abs(diagonal.to(tl.float32) - cols.to(tl.float32))
     return logits, factor, cap_gradient
 
 
@@ -63,11 +80,13 @@ def slope_of(row, head, num_heads, switches):
 
 
 @triton.jit
-def kept(rows, cols, batch_head, switches):
+def kept(rows, cols, scoring):
     """Which probabilities dropout keeps: a function of seed, head, query and key alone, so that the backward
-    and other implementations find the same. rows and cols count in the whole tensor, not in the document."""
-    seed = tl.load(switches.dropout_seed)
+    and other implementations find the same. Philox counts rows and cols in the whole tensor, not in the document."""
+    seed = tl.load(scoring.switches.dropout_seed)
     # the four counters must have one type; 32-bit ones choose the 32-bit generator
-    head = tl.cast(batch_head, tl.int32)
+    head = tl.cast(scoring.batch_head, tl.int32)
+    rows = scoring.q_row0 + rows
+    cols = scoring.k_row0 + cols
     bits, _, _, _ = tl.philox(seed, cols, rows, head, tl.cast(0, tl.int32), PHILOX_ROUNDS)
-    return (bits >> 8).to(tl.float32) * (1.0 / 16777216) >= switches.dropout_p
+    return (bits >> 8).to(tl.float32) * (1.0 / 16777216) >= scoring.switches.dropout_p

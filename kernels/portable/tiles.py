@@ -10,6 +10,7 @@ import math
 import triton
 import triton.language as tl
 
+from .record import record
 from .tuning import PACKED_ORIGIN
 
 LN_2 = tl.constexpr(math.log(2.0))
@@ -22,24 +23,69 @@ ORIGIN = tl.constexpr(PACKED_ORIGIN)
 ROW_PADDING = tl.constexpr(128)
 
 
-@triton.jit
-def program_tile(num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST: tl.constexpr):
-    """Which tile of which (batch * head) this program owns, as (tile, head).
+@record
+class Mask:
+    """Which keys a query sees. The diagonal is aligned bottom-right: query i stands at key i + num_k - num_q."""
 
-    The grid is one-dimensional: its y and z axes end at 65,535. Heads come in sections whose K and V stay in
-    L2 together; inside a section the tile is the slow axis, so that all heads' longest tiles start first and
-    the tail is short.
+    num_q: tl.tensor  # of the document, where documents are packed
+    num_k: tl.tensor
+    window: tuple  # (left, right), no bound being larger than any distance; read only where LOCAL
+    CAUSAL: tl.constexpr
+    LOCAL: tl.constexpr  # the window in place of CAUSAL
+
+
+@record
+class Rows:
+    """The rows of one head, or of one document of it, that are read in tiles of (BLOCK, BLOCK_D)."""
+
+    base: tl.tensor  # from `head_base`
+    strides: tuple
+    batch: tl.tensor
+    head: tl.tensor
+    num_tokens: tl.tensor
+    HEAD_DIM: tl.constexpr
+    BLOCK_D: tl.constexpr
+    BLOCK: tl.constexpr
+    TMA: tl.constexpr
+
+
+@triton.jit
+def section_tile(ordinal, num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST: tl.constexpr):
+    """The `ordinal`-th tile to be worked on, as (tile, batch * head).
+
+    Heads come in sections whose K and V stay in L2 together; inside a section the tile is the slow axis, so that all
+    heads' longest tiles start first and the tail is short.
     """
-    program = tl.program_id(0)
-    section = program // (num_tiles * heads_per_section)
+    section = ordinal // (num_tiles * heads_per_section)
     first_head = section * heads_per_section
-    rest = program - first_head * num_tiles
+    rest = ordinal - first_head * num_tiles
     heads_here = tl.minimum(heads_per_section, num_heads - first_head)
     tile = rest // heads_here
     head = first_head + rest - tile * heads_here
     if LAST_TILE_FIRST:
         tile = num_tiles - 1 - tile
     return tile, head
+
+
+@triton.jit
+def owned_tile(
+    num_tokens, cu_seqlens, num_docs, num_heads, heads_per_section, BLOCK: tl.constexpr, LAST_TILE_FIRST: tl.constexpr,
+    lanes=None,
+):  # fmt: skip
+    """What this program owns, as (document, tile inside it, batch * head).
+
+    Without documents, cu_seqlens being None, the document is 0. With them it is -1 where no tile is left, and a
+    document's last tile comes first. The grid is one-dimensional: its y and z axes end at 65,535.
+    """
+    if cu_seqlens is not None:
+        num_tiles = num_tokens // BLOCK + num_docs
+        ordinal, batch_head = section_tile(tl.program_id(0), num_tiles, num_heads, heads_per_section, False)
+        document, tile = longest_first(ordinal, cu_seqlens, num_docs, BLOCK, lanes)
+        return document, tile, batch_head
+    else:
+        num_tiles = tl.cdiv(num_tokens, BLOCK)
+        tile, batch_head = section_tile(tl.program_id(0), num_tiles, num_heads, heads_per_section, LAST_TILE_FIRST)
+        return 0, tile, batch_head
 
 
 @triton.jit
@@ -104,10 +150,13 @@ def longest_first(ordinal, cu_seqlens, num_docs, BLOCK: tl.constexpr, lanes=None
 
 
 @triton.jit
-def document_rows(document, cu_seqlens):
-    """(first packed row, length) of a document."""
-    start = tl.load(cu_seqlens + document)
-    return start, tl.load(cu_seqlens + document + 1) - start
+def document_rows(document, cu_seqlens, num_tokens):
+    """(first packed row, length) of a document; without documents (0, num_tokens)."""
+    if cu_seqlens is not None:
+        start = tl.load(cu_seqlens + document)
+        return start, tl.load(cu_seqlens + document + 1) - start
+    else:
+        return 0, num_tokens
 
 
 @triton.jit
@@ -125,45 +174,34 @@ def head_base(tensor, strides, batch, head, first_row, TMA: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    base,
-    strides,
-    batch,
-    head,
-    start,
-    num_tokens,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RAGGED: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Load rows start .. start + BLOCK of one head as (BLOCK, BLOCK_D); what lies outside the tensor reads as
-    0.
+def load_tile(tensor, start, RAGGED: tl.constexpr):
+    """Load the `Rows` start .. start + BLOCK as (BLOCK, BLOCK_D); what lies outside the tensor reads as 0.
 
     RAGGED says that rows may lie past num_tokens. A 0 matters even where the score is masked: 0 * NaN is NaN.
     """
-    if TMA:
-        descriptor, first_row = base
+    if tensor.TMA:
+        descriptor, first_row = tensor.base
         if len(descriptor.shape) == 5:
             # see `packed_descriptor` in kernels/launch.py: rows past the document's last are out of bounds
-            last = first_row + num_tokens
-            return descriptor.load([ORIGIN, last, head, ORIGIN - num_tokens + start, 0]).reshape([BLOCK, BLOCK_D])
+            last = first_row + tensor.num_tokens
+            tile = descriptor.load([ORIGIN, last, tensor.head, ORIGIN - tensor.num_tokens + start, 0])
         else:
-            return descriptor.load([batch, head, start, 0]).reshape([BLOCK, BLOCK_D])
+            tile = descriptor.load([tensor.batch, tensor.head, start, 0])
+        return tile.reshape([tensor.BLOCK, tensor.BLOCK_D])
     else:
-        rows = tl.arange(0, BLOCK)
-        cols = tl.arange(0, BLOCK_D)
+        rows = tl.arange(0, tensor.BLOCK)
+        cols = tl.arange(0, tensor.BLOCK_D)
+        stride = tensor.strides[2]
         # the tile's first row in 64 bits, what is inside the tile in 32: cheap, and right beyond 2^31
         # elements
-        pointers = base + tl.cast(start, tl.int64) * strides[2] + (rows[:, None] * strides[2] + cols[None, :])
-        if RAGGED and HEAD_DIM != BLOCK_D:
-            keep = (start + rows < num_tokens)[:, None] & (cols < HEAD_DIM)[None, :]
+        pointers = tensor.base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + cols[None, :])
+        if RAGGED and tensor.HEAD_DIM != tensor.BLOCK_D:
+            keep = (start + rows < tensor.num_tokens)[:, None] & (cols < tensor.HEAD_DIM)[None, :]
             return tl.load(pointers, mask=keep, other=0.0)
         elif RAGGED:
-            return tl.load(pointers, mask=(start + rows < num_tokens)[:, None], other=0.0)
-        elif HEAD_DIM != BLOCK_D:
-            return tl.load(pointers, mask=(cols < HEAD_DIM)[None, :], other=0.0)
+            return tl.load(pointers, mask=(start + rows < tensor.num_tokens)[:, None], other=0.0)
+        elif tensor.HEAD_DIM != tensor.BLOCK_D:
+            return tl.load(pointers, mask=(cols < tensor.HEAD_DIM)[None, :], other=0.0)
         else:
             return tl.load(pointers)
 
@@ -192,76 +230,102 @@ def store_tile(
 
 
 @triton.jit
-def mask_scores(scores, rows, cols, num_q, num_k, window, CAUSAL: tl.constexpr, LOCAL: tl.constexpr):
+def mask_scores(scores, rows, cols, mask):
     """Hide keys with -inf. rows and cols are query and key indices that broadcast against scores.
 
-    The diagonal is aligned bottom-right: query i stands at key i + num_k - num_q. CAUSAL also hides keys past
-    num_k from every real row. LOCAL: window = (left, right), no bound being larger than any distance.
+    CAUSAL also hides keys past num_k from every real row.
     """
-    if LOCAL:
-        diagonal = rows + (num_k - num_q)
-        visible = (cols >= diagonal - window[0]) & (cols <= diagonal + window[1]) & (cols < num_k)
+    if mask.LOCAL:
+        diagonal = rows + (mask.num_k - mask.num_q)
+        left, right = mask.window
+        visible = (cols >= diagonal - left) & (cols <= diagonal + right) & (cols < mask.num_k)
         return tl.where(visible, scores, -float("inf"))
-    elif CAUSAL:
-        return tl.where(cols <= rows + (num_k - num_q), scores, -float("inf"))
+    elif mask.CAUSAL:
+        return tl.where(cols <= rows + (mask.num_k - mask.num_q), scores, -float("inf"))
     else:
-        return tl.where(cols < num_k, scores, -float("inf"))
+        return tl.where(cols < mask.num_k, scores, -float("inf"))
 
 
 @triton.jit
-def visible_keys(
-    q_start, num_q, num_k, window, CAUSAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def first_key(query, mask):
+    """The first key that a query sees."""
+    if mask.LOCAL:
+        return tl.maximum(query + mask.num_k - mask.num_q - mask.window[0], 0)
+    else:
+        return 0
+
+
+@triton.jit
+def end_key(query, mask):
+    """The end of the keys that a query sees."""
+    if mask.LOCAL:
+        return tl.minimum(tl.maximum(query + mask.num_k - mask.num_q + mask.window[1] + 1, 0), mask.num_k)
+    elif mask.CAUSAL:
+        return tl.minimum(tl.maximum(query + 1 + mask.num_k - mask.num_q, 0), mask.num_k)
+    else:
+        return mask.num_k
+
+
+@triton.jit
+def first_query(position, mask):
+    """The first query that sees the key at query `position`, which is key - (num_k - num_q)."""
+    if mask.LOCAL:
+        return tl.maximum(position - mask.window[1], 0)
+    elif mask.CAUSAL:
+        return tl.maximum(position, 0)
+    else:
+        return 0
+
+
+@triton.jit
+def end_query(position, mask):
+    """The end of the queries that see the key at query `position`."""
+    if mask.LOCAL:
+        return tl.minimum(tl.maximum(position + mask.window[0] + 1, 0), mask.num_q)
+    else:
+        return mask.num_q
+
+
+@triton.jit
+def visible_keys(q_start, mask, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """Bounds of a query tile's key loops: (full_start, full_end, masked_start, masked_end), see `masked_tile`.
 
     Every row sees the keys from full_start to full_end, which need no mask. Only tiles that some row sees are
     visited, so that a window costs N * window.
     """
-    if LOCAL:
-        first = q_start + num_k - num_q  # where the tile's first query stands
-        last = first + BLOCK_Q - 1
-        start = tl.maximum(first - window[0], 0) // BLOCK_K * BLOCK_K
-        end = tl.minimum(tl.maximum(last + window[1] + 1, 0), num_k)
-        full_start = tl.cdiv(tl.maximum(last - window[0], 0), BLOCK_K) * BLOCK_K
-        full_end = tl.minimum(tl.maximum(first + window[1] + 1, 0), num_k) // BLOCK_K * BLOCK_K
+    last = q_start + BLOCK_Q - 1
+    if mask.LOCAL:
+        start = first_key(q_start, mask) // BLOCK_K * BLOCK_K
+        end = end_key(last, mask)
+        full_start = tl.cdiv(first_key(last, mask), BLOCK_K) * BLOCK_K
+        full_end = end_key(q_start, mask) // BLOCK_K * BLOCK_K
         full_end = tl.maximum(full_start, full_end)
         return full_start, full_end, start, end - (full_end - full_start)
-    elif CAUSAL:
-        seen_by_first = tl.minimum(tl.maximum(q_start + 1 + num_k - num_q, 0), num_k)
-        end = tl.minimum(tl.maximum(q_start + BLOCK_Q + num_k - num_q, 0), num_k)
-        full_end = seen_by_first // BLOCK_K * BLOCK_K
-        return 0, full_end, full_end, end
     else:
-        full_end = num_k // BLOCK_K * BLOCK_K
-        return 0, full_end, full_end, num_k
+        full_end = end_key(q_start, mask) // BLOCK_K * BLOCK_K
+        return 0, full_end, full_end, end_key(last, mask)
 
 
 @triton.jit
-def seeing_queries(
-    k_start, num_q, num_k, window, CAUSAL: tl.constexpr, LOCAL: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def seeing_queries(k_start, mask, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """Bounds of a key tile's query loops: (full_start, full_end, masked_start, masked_end), see `masked_tile`.
 
     Starts are multiples of BLOCK_Q. Rows past num_q need no mask: their LSE is +inf.
     """
-    if LOCAL:
-        first = k_start - (num_k - num_q)  # the query that stands at the tile's first key
-        last = first + BLOCK_K - 1
-        start = tl.maximum(first - window[1], 0) // BLOCK_Q * BLOCK_Q
-        end = tl.minimum(tl.maximum(last + window[0] + 1, 0), num_q)
-        full_start = tl.cdiv(tl.maximum(last - window[1], 0), BLOCK_Q) * BLOCK_Q
-        full_end = tl.minimum(tl.maximum(first + window[0] + 1, 0), num_q) // BLOCK_Q * BLOCK_Q
+    first = k_start - (mask.num_k - mask.num_q)
+    last = first + BLOCK_K - 1
+    start = first_query(first, mask) // BLOCK_Q * BLOCK_Q
+    if mask.LOCAL:
+        end = end_query(last, mask)
+        full_start = tl.cdiv(first_query(last, mask), BLOCK_Q) * BLOCK_Q
+        full_end = end_query(first, mask) // BLOCK_Q * BLOCK_Q
         full_end = tl.maximum(full_start, full_end)
         return full_start, full_end, start, end - (full_end - full_start)
-    elif CAUSAL:
-        start = tl.maximum(k_start - (num_k - num_q), 0) // BLOCK_Q * BLOCK_Q
-        full = tl.cdiv(tl.maximum(k_start + BLOCK_K - 1 - (num_k - num_q), 0), BLOCK_Q) * BLOCK_Q
-        full = tl.maximum(start, full)
-        return full, num_q, start, tl.minimum(full, num_q)
+    elif mask.CAUSAL:
+        full_start = tl.maximum(start, tl.cdiv(first_query(last, mask), BLOCK_Q) * BLOCK_Q)
+        return full_start, mask.num_q, start, tl.minimum(full_start, mask.num_q)
     else:
-        return 0, num_q, 0, 0
+        return 0, mask.num_q, 0, 0
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """The only table of tile sizes: which tile each kernel uses on which GPU, head dimension and dtype, and why.
 
-Registers, spills and shared memory in the reasons come from `python -m scripts.compile_kernels`.
+Registers, spills and shared memory in the reasons come from `python -m scripts.bench.compile_kernels`.
 """
 
 import logging

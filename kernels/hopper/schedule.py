@@ -1,0 +1,143 @@
+"""What a program of the Hopper kernels owns, and which key tiles its rows see.
+
+Dense calls: tiles of 64 * CONSUMERS queries, section after section of heads whose K and V stay in L2 together, or, with
+PAIRED, two tiles at a time that make causal pairs of equal work. Packed documents: one tile a program.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..portable.record import record
+from ..portable.tiles import document_rows, end_key, first_key, owned_tile, section_tile
+
+
+@record
+class Sizes:
+    """What every role must know of a call."""
+
+    num_heads: gl.tensor  # Hq
+    group_size: gl.tensor  # Hq // Hkv
+    num_batch_heads: gl.tensor  # B * Hq
+    num_q: gl.tensor  # of the program's document, where documents are packed
+    num_k: gl.tensor
+    heads_per_section: gl.tensor
+
+
+@record
+class Document:
+    """What a program owns of packed documents, beyond `Sizes`; None in its place where nothing is packed."""
+
+    turns: gl.tensor  # 1, or 0 where no tile is left
+    tile: gl.tensor  # of queries, inside the document
+    batch_head: gl.tensor
+    q_row0: gl.tensor  # the document's first packed query
+    k_row0: gl.tensor
+    q_tokens: gl.tensor  # of all documents
+
+
+@gluon.jit
+def document_tile(cu_seqlens_q, cu_seqlens_k, q_tokens, num_docs, num_heads, heads_per_section, BLOCK: gl.constexpr):
+    """(what a program owns of packed documents, that document's number of queries, of keys).
+
+    Found as in the portable kernel, once a program, by the four warps that all have before they specialise.
+    """
+    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    document, tile, batch_head = owned_tile(
+        q_tokens, cu_seqlens_q, num_docs, num_heads, heads_per_section, BLOCK, False, lanes
+    )
+    turns = gl.where(document < 0, 0, 1)
+    document = gl.maximum(document, 0)
+    q_row0, num_q = document_rows(document, cu_seqlens_q, q_tokens)
+    k_row0, num_k = document_rows(document, cu_seqlens_k, q_tokens)
+    return Document(turns, tile, batch_head, q_row0, k_row0, q_tokens), num_q, num_k
+
+
+@gluon.jit
+def turn_tile(turn, num_tiles, sizes, document, build):
+    """The (query tile, batch * head) of this program's turn. Packed documents have one turn, whose tile
+    `document_tile` has found."""
+    if document is not None:
+        return document.tile, document.batch_head
+    elif build.PAIRED:
+        return _paired_tile(turn, num_tiles)
+    else:
+        ordinal = turn * gl.num_programs(0) + gl.program_id(0)
+        return section_tile(ordinal, num_tiles, sizes.num_batch_heads, sizes.heads_per_section, build.CAUSAL)
+
+
+@gluon.jit
+def _paired_tile(turn, num_tiles):
+    """Head after head; a program takes two tiles of one at a time, the longest that is left and the shortest, so that
+    all pairs are equally long. Of an odd number of tiles the middle one makes a pair with that of the next head."""
+    index = ((turn // 2) * gl.num_programs(0) + gl.program_id(0)) * 2 + turn % 2
+    head = index // num_tiles
+    rank = index - head * num_tiles
+    if num_tiles % 2 == 1 and head % 2 == 1:
+        rank = gl.where(rank == 0, num_tiles - 1, rank - 1)
+    return gl.where(rank % 2 == 0, num_tiles - 1 - rank // 2, rank // 2), head
+
+
+@gluon.jit
+def num_turns(num_tiles, sizes, document, build):
+    """How many tiles this program takes, of num_tiles for each head."""
+    if document is not None:
+        return document.turns
+    else:
+        at_a_time: gl.constexpr = 2 if build.PAIRED else 1
+        total = num_tiles * sizes.num_batch_heads
+        shares = (total + at_a_time - 1) // at_a_time
+        own = (shares - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+        last = gl.program_id(0) + (own - 1) * gl.num_programs(0)  # the last share may be half a pair
+        return own * at_a_time - gl.where(last * at_a_time + at_a_time > total, 1, 0)
+
+
+@gluon.jit
+def batch_and_head(batch_head, num_heads, document):
+    """The coordinates of a head; packed documents have B = 1."""
+    if document is not None:
+        return 0, batch_head
+    else:
+        batch = batch_head // num_heads
+        return batch, batch_head - batch * num_heads
+
+
+@gluon.jit
+def first_rows(document):
+    """The first packed row of the program's document, as (query, key); (0, 0) where nothing is packed."""
+    if document is not None:
+        return document.q_row0, document.k_row0
+    else:
+        return 0, 0
+
+
+@gluon.jit
+def lse_row(lse_ptr, batch_head, num_q, document):
+    """Where the LSE of row 0 is."""
+    if document is not None:
+        return lse_ptr + batch_head.to(gl.int64) * document.q_tokens + document.q_row0
+    else:
+        return lse_ptr + batch_head.to(gl.int64) * num_q
+
+
+@gluon.jit
+def tile_rows(tile, num_tiles, num_q, CONSUMERS: gl.constexpr):
+    """Rows (first, end) of a query tile. Where 64 * CONSUMERS does not divide Nq it is the first tile that is smaller,
+    its row negative: under the causal mask the first sees the fewest keys."""
+    end = (tile - num_tiles) * (64 * CONSUMERS) + (num_q + 63) // 64 * 64 + 64 * CONSUMERS
+    return end - 64 * CONSUMERS, end
+
+
+@gluon.jit
+def key_tiles(row, end_row, mask, BLOCK_K: gl.constexpr):
+    """Key tiles of rows row .. end_row: (first, end) of those visited, (full_first, full_end) of those among them that
+    need no mask; full_end <= full_first where none is.
+
+    At least one is visited: its mask then gives the rows that see nothing their zeros. 0 <= row < num_q.
+    """
+    last_row = gl.minimum(end_row, mask.num_q) - 1
+    first = first_key(row, mask) // BLOCK_K
+    full_first = (first_key(last_row, mask) + BLOCK_K - 1) // BLOCK_K
+    seen_by_first = end_key(row, mask)
+    seen_by_last = end_key(last_row, mask)
+    end = gl.maximum((seen_by_last + BLOCK_K - 1) // BLOCK_K, first + 1)
+    return first, end, full_first, seen_by_first // BLOCK_K

@@ -1,0 +1,177 @@
+"""One step of the Hopper forward: a consumer's 64 rows meet a key tile. Masking, online softmax, packing of P."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from ..portable.tiles import LOG2_E
+from .pipeline import pass_baton, take_baton
+from .tma import slot
+
+
+@gluon.jit
+def hide(scores, row, key, mask, BLOCK_K: gl.constexpr):
+    """-inf where the key lies past the end or, causal, to the right of the diagonal or, LOCAL, outside the window.
+
+    Seen as (64, BLOCK_K / 8, 8), a column is 8 * a register's number + a thread's own offset: comparing the first
+    with (limit - offset) leaves one comparison with a constant for each score and no index in a register.
+    """
+    blocks = gl.reshape(scores, [64, BLOCK_K // 8, 8])
+    layout: gl.constexpr = blocks.type.layout
+    block = 8 * gl.arange(0, BLOCK_K // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    if mask.CAUSAL or mask.LOCAL:
+        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    if mask.LOCAL:
+        left, right = mask.window
+        limit = gl.minimum(rows + (mask.num_k - mask.num_q + 1 + right), mask.num_k) - key
+        start = rows + (mask.num_k - mask.num_q - left) - key
+        hidden = gl.where((block < limit - offset) & (block >= start - offset), blocks, -float("inf"))
+    elif mask.CAUSAL:
+        limit = gl.minimum(rows + (mask.num_k - mask.num_q + 1), mask.num_k) - key
+        hidden = gl.where(block < limit - offset, blocks, -float("inf"))
+    else:
+        limit = mask.num_k - key
+        hidden = gl.where(block < limit - offset, blocks, -float("inf"))
+    return gl.convert_layout(gl.reshape(hidden, [64, BLOCK_K]), scores.type.layout)
+
+
+@gluon.jit
+def logits(scores, scale_log2, softcap):
+    """Times `log2_factor` these are the scaled scores in base 2, with a soft-cap less softcap * log2(e).
+
+    softcap * tanh(x / softcap) = softcap - 2 softcap / (1 + exp(2 x / softcap)). The first term is the same for all
+    keys, so softmax does not see it and LSE adds it at the end; the factor 2 softcap goes into the multiply-add with
+    the row maximum. That leaves an exp2 and a reciprocal for a score. tanh.approx would be one instruction, but its
+    error of 2^-11 is softcap * 2^-11 in a score and in LSE; this has the portable kernel's, softcap * 2^-23.
+    """
+    if softcap is not None:
+        exponentials = gl.exp2(scores * (2.0 * scale_log2 / softcap))
+        return gl.inline_asm_elementwise(  # -1 / (1 + e); a quotient would cost the scaling of its operands
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [-1.0 - exponentials], dtype=gl.float32, is_pure=True, pack=1
+        )
+    else:
+        return scores
+
+
+@gluon.jit
+def log2_factor(scale_log2, softcap):
+    """What makes `logits`, and their maximum, exponents of 2."""
+    if softcap is not None:
+        return softcap * (2.0 * LOG2_E)
+    else:
+        return scale_log2
+
+
+@gluon.jit
+def thread_sums(probs, BLOCK_K: gl.constexpr):
+    """Sum probs (64, BLOCK_K) over the columns that one thread holds: (64, 4), no shuffle."""
+    return gl.sum(gl.sum(gl.reshape(probs, [64, BLOCK_K // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit
+def row_max(scores, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, s_layout: gl.constexpr):
+    """The maximum of each row of scores (64, BLOCK_K).
+
+    A thread has 32 values of a row. One after the other, each maximum waits for the one before: 400 cycles in which
+    the warp does nothing else. Three consumers gain 4 % when eight sequences overlap; two lose, up to 6 % (measured).
+    """
+    if CONSUMERS == 3:
+        parts = gl.max(gl.reshape(scores, [64, 4, BLOCK_K // 32, 8]), 2)
+        return gl.convert_layout(gl.max(gl.max(parts, 1), 1), gl.SliceLayout(1, s_layout))
+    else:
+        return gl.max(scores, 1)
+
+
+@gluon.jit
+def pack(probs, dtype: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Round pairs of neighbouring columns into one int32: (64, BLOCK_K) fp32 -> (64, BLOCK_K / 2).
+
+    Carried around the loop as 16-bit values, P costs a move for every register twice an iteration.
+    """
+    even, odd = gl.split(gl.reshape(probs, [64, BLOCK_K // 2, 2]))
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def unpack(packed, dtype: gl.constexpr, BLOCK_K: gl.constexpr, p_layout: gl.constexpr):
+    """The (64, BLOCK_K) left operand of P V from `pack`'s integers: no instruction, only names."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    probs = gl.reshape(gl.join(even, odd), [64, BLOCK_K]).to(dtype, bitcast=True)
+    return gl.convert_layout(probs, p_layout)
+
+
+@gluon.jit
+def add_p_v(probs, v_tile, acc, BLOCK_K: gl.constexpr):
+    """acc + P V: started, to be waited for."""
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return warpgroup_mma(unpack(probs, v_tile.dtype, BLOCK_K, p_layout), v_tile, acc, is_async=True)
+
+
+@gluon.jit
+def softmax_step(
+    call, mask, build, CONSUMER: gl.constexpr, scale_log2, softcap, row, from_step_0, end,
+    step, acc, probs, running_max, running_sum, FIRST: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of key tile `step` while the tensor cores add the previous tile's P V to acc.
+
+    At a query tile's FIRST key tile nothing is added, and maximum and sum begin. Step s has the keys from
+    from_step_0 - s * BLOCK_K on; the query tile ends with step end - 1.
+    """
+    barriers = call.barriers
+    tiles = call.tiles
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.BLOCK_K, 16])
+    stage, _ = slot(step, build.STAGES)
+    take_baton(build, CONSUMER)
+    scores = warpgroup_mma(
+        tiles.q.index(CONSUMER), tiles.k.index(stage).permute((1, 0)),
+        gl.zeros([64, build.BLOCK_K], gl.float32, s_layout), use_acc=False, is_async=True,
+    )  # fmt: skip
+    if not FIRST:
+        last_stage, last_phase = slot(step - 1, build.STAGES)
+        mbarrier.wait(barriers.v_full.index(last_stage), last_phase)
+        acc = add_p_v(probs, tiles.v.index(last_stage), acc, build.BLOCK_K)
+    pass_baton(build, CONSUMER)
+    scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
+    mbarrier.arrive(barriers.k_empty.index(stage), count=1)
+    scores = logits(scores, scale_log2, softcap)
+    factor = log2_factor(scale_log2, softcap)
+    if MASKED:
+        key = from_step_0 - step * build.BLOCK_K
+        scores = hide(scores, row, key, mask, build.BLOCK_K)
+    new_max = row_max(scores, build.CONSUMERS, build.BLOCK_K, s_layout)
+    if not FIRST:
+        new_max = gl.maximum(running_max, new_max)
+    if MASKED:
+        # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
+        base_log2 = gl.where(new_max == -float("inf"), 0.0, new_max) * factor
+    else:
+        base_log2 = new_max * factor
+    p = gl.exp2(scores * factor - base_log2[:, None])
+    if FIRST:
+        running_sum = thread_sums(p, build.BLOCK_K)
+    else:
+        rescale = gl.exp2(running_max * factor - base_log2)
+        sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
+        running_sum = running_sum * gl.convert_layout(rescale, sum_layout)[:, None] + thread_sums(p, build.BLOCK_K)
+    # waiting here for the next keys (they have long arrived) also ends a basic block: without it ptxas moves
+    # the wait for P V in front of the exponentials, and they no longer overlap
+    next_stage, next_phase = slot(step + 1, build.STAGES)
+    mbarrier.wait(barriers.k_full.index(next_stage), next_phase, pred=step + 1 < end)
+    if not FIRST:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
+    probs = pack(p, tiles.v.dtype, build.BLOCK_K)  # not earlier: the old P's registers are free only now
+    if not FIRST:
+        acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+        acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
+    return acc, probs, new_max, running_sum

@@ -1,0 +1,161 @@
+"""Compile the attention kernels for a GPU that need not be here, and print what the hardware would say.
+
+    python -m scripts.bench.compile_kernels                                all plans of compute capability 9.0
+    python -m scripts.bench.compile_kernels arch=80 only='fwd.*causal'     those whose names match
+    python -m scripts.bench.compile_kernels only=hopper > before.txt       ... and, when the kernels have changed,
+    python -m scripts.bench.compile_kernels only=hopper against=before.txt
+
+A row holds registers for each thread, bytes spilled, shared memory in KB, and counts of SASS instructions: GMMA and
+HMMA (tensor cores with and without wgmma), DEPBAR (waits for wgmma), all. `sass` is the beginning of the SHA-256 of the
+instructions, without addresses, labels and names: two builds with the same one run the same. Noted are spills beyond 32
+bytes, wgmma that ptxas serialized and a missing wgmma; a tile that spills may still be the fastest. The exit code is 1
+where a kernel needs more shared memory than a block may use. Takes seconds a kernel and no GPU. The last line is one
+JSON object.
+"""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from conf.program import program
+from scripts.bench.kernel_plans import ARCHS, Plan, selected, source_of
+
+# CUDA guide, table 30
+SHARED_LIMIT_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+SPILL_LIMIT_BYTES = 32  # a few bytes outside the loop cost nothing that can be measured
+DOES_NOT_FIT = "TOO MUCH SHARED MEMORY"
+OPCODES = (
+    "HGMMA", "QGMMA", "HMMA", "PRMT", "R2UR", "WARPGROUP.DEPBAR", "UTMALDG", "UTMASTG", "REDG.E.ADD.F32x4", "LDL",
+    "STL",
+)  # fmt: skip
+FAILED = 1
+
+
+@dataclass
+class CompileSettings:
+    arch: int = 90  # compute capability x 10: 80, 86, 89, 90, 100 or 120
+    only: str = ""  # a regular expression: the plans whose names match; empty: all
+    override: dict[str, Any] = field(default_factory=dict)  # constants, num_warps, num_stages in place of the plans'
+    against: str | None = None  # the output of an earlier run: says which plans' instructions differ
+    list: bool = False  # print the plans' names and compile nothing
+    workers: int = 2  # processes
+
+    def __post_init__(self) -> None:
+        if self.arch not in ARCHS:
+            raise ValueError(f"arch={self.arch} is none of {', '.join(map(str, ARCHS))}")
+
+
+@program("compile_kernels", CompileSettings)
+def main(settings: CompileSettings, run_dir: Path) -> None:
+    plans = [overridden(plan, settings.override) for plan in selected(settings.arch, settings.only)]
+    if settings.list:
+        print("\n".join(plan.name for plan in plans))
+        return
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ValueError("TRITON_INTERPRET=1: a process that interprets kernels cannot compile them; unset it")
+    before = sass_of(settings.against) if settings.against else {}
+    print(f"{'plan':76} regs spill  KB GMMA HMMA DEPBAR   all  sass")
+    rows = []
+    with ProcessPoolExecutor(settings.workers) as pool:
+        for row in pool.map(compile_plan, plans):
+            if settings.against and row["sass"] != before.get(row["plan"]):
+                row["notes"].append("DIFFERS" if row["plan"] in before else "new")
+            rows.append(row)
+            print(line(row), flush=True)
+    report = {"arch": settings.arch, "compiled": len(rows)}
+    report["failed"] = sum(DOES_NOT_FIT in row["notes"] for row in rows)
+    if settings.against:
+        report["differ"] = [row["plan"] for row in rows if "DIFFERS" in row["notes"]]
+    print(json.dumps(report | {"rows": rows}))
+    if report["failed"]:
+        sys.exit(FAILED)
+
+
+def overridden(plan: Plan, values: dict[str, Any]) -> Plan:
+    """The plan with other constants, or another number of warps or stages."""
+    for name in values:
+        if name not in plan.constants and name not in ("num_warps", "num_stages"):
+            raise ValueError(f"override={name} is no constant of {plan.kernel}: {', '.join(plan.constants)}")
+    launch = {name: values[name] for name in values if name not in plan.constants}
+    constants = {name: values.get(name, value) for name, value in plan.constants.items()}
+    return replace(plan, constants=constants, launch=plan.launch | launch)
+
+
+def compile_plan(plan: Plan) -> dict:
+    """Compile one plan and read its resources and its instructions. Runs in a worker process."""
+    compiled = triton.compile(source_of(plan), target=GPUTarget("cuda", plan.arch, 32), options=plan.launch)
+    tools = triton.knobs.nvidia
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = output(tools.cuobjdump.path, "--dump-resource-usage", cubin)
+        sass = output(tools.nvdisasm.path, "-c", cubin)
+        complaints = []
+        if plan.kernel.startswith("hopper"):  # only ptxas says why it serialized wgmma, and Triton does not pass it on
+            ptx.write_text(compiled.asm["ptx"])
+            opinion = output(tools.ptxas.path, "-v", "--gpu-name=sm_90a", ptx, "-o", Path(folder, "again.cubin"))
+            complaints = sorted(set(re.findall(r"C75\d\d", opinion)))
+    resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    code = instructions(sass, compiled.metadata.name)
+    row = {
+        "plan": plan.name,
+        "registers": int(resources["REG"]),
+        "spill_bytes": max(int(resources["STACK"]), int(resources["LOCAL"])),
+        "shared_bytes": compiled.metadata.shared,
+        **{opcode: sum(bool(re.search(rf"\b{re.escape(opcode)}", line)) for line in code) for opcode in OPCODES},
+        "instructions": len(code),
+        "sass": hashlib.sha256("\n".join(code).encode()).hexdigest(),
+        "complaints": complaints,
+    }
+    wgmma = row["HGMMA"] + row["QGMMA"]
+    verdicts = {
+        DOES_NOT_FIT: row["shared_bytes"] > SHARED_LIMIT_BYTES[plan.arch],
+        "spills": row["spill_bytes"] > SPILL_LIMIT_BYTES,
+        "wgmma serialized": bool(complaints) or row["WARPGROUP.DEPBAR"] * 2 > wgmma > 0,
+        "no wgmma": plan.arch == 90 and plan.dtype != "fp32" and row["HMMA"] > 0,
+    }
+    return row | {"notes": [note for note, true in verdicts.items() if true]}
+
+
+def instructions(sass: str, name: str) -> list[str]:
+    """The instructions that nvdisasm printed, without addresses; labels are numbered as they are met."""
+    labels: dict[str, str] = {}
+    number = lambda match: labels.setdefault(match[0], f"label {len(labels)}")  # noqa: E731
+    found = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", sass, re.MULTILINE)
+    return [re.sub(r"\.L_\w+", number, line.replace(name, "kernel")) for line in found]
+
+
+def output(*command: str | Path) -> str:
+    """What a command prints on stdout and stderr."""
+    done = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def sass_of(path: str) -> dict[str, str]:
+    """Plan -> hash of its instructions, from the last line of an earlier run's output."""
+    try:
+        rows = json.loads(Path(path).read_text().splitlines()[-1])["rows"]
+    except (IndexError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"against={path} is no output of scripts.bench.compile_kernels") from error
+    return {row["plan"]: row["sass"] for row in rows}
+
+
+def line(row: dict) -> str:
+    resources = f"{row['registers']:4} {row['spill_bytes']:5} {row['shared_bytes'] // 1024:3}"
+    counts = f"{row['HGMMA'] + row['QGMMA']:4} {row['HMMA']:4} {row['WARPGROUP.DEPBAR']:6} {row['instructions']:5}"
+    return f"{row['plan']:76} {resources} {counts}  {row['sass'][:8]}  {', '.join(row['notes']) or 'ok'}"
+
+
+if __name__ == "__main__":
+    main()
