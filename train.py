@@ -24,19 +24,16 @@ from training import resume
 from training.documents import packed_rows
 from training.evaluate import EvaluationSet, evaluate, prompt_of, sample, unigram_loss
 from training.fit import explained, fit
-from training.flops import mfu, model_flops, peak_flops
-from training.guard import NumberGuard
 from training.hardware import Hardware, set_up
 from training.lock import locked
-from training.nonfinite import NonFinite
+from training.log import RunLog, provenance, step_record, write_description
+from training.numbers import BadSteps, NumberCheck
 from training.optimizer import Optimizer, lr_factor
-from training.profiler import StepProfiler, region
-from training.provenance import provenance, write_description
+from training.profile import StepProfiler, refuse_too_few, region
 from training.random_states import seed_everything
-from training.runlog import RunLog
 from training.saver import Saver
+from training.speed import Speed
 from training.stop import StopRequest
-from training.stopwatch import Stopwatch
 
 
 def train(settings: Settings, run_dir: Path) -> dict[str, Any]:
@@ -88,14 +85,14 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
     # where documents end, if they must not see each other
     boundary = dataset.end_of_text if settings.data.document_mask else None
 
-    # --- what is written down: the log, the description, checkpoints, and what a step costs, for the MFU
-    flops, peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
+    # --- what is written down: the log, the description, checkpoints
     resumes = settings.resume is not None
     log = RunLog(run_dir, settings.logger, resolved, first_step=first_step, steps=config.steps, resumes=resumes)
     write_description(run_dir, resolved, dataset.manifest, evaluation.protocol)
     profiler = None
     if settings.profile:
-        profiler = StepProfiler(run_dir / "profile", hardware, config.steps - first_step, log.console)
+        refuse_too_few(config.steps - first_step)
+        profiler = StepProfiler(run_dir / "profile", hardware, log.console)
     saver = Saver(run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every, say=log.say)
     description = {
         "settings": resolved,
@@ -105,14 +102,14 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
         "provenance": provenance(),
     }
 
-    guard = NumberGuard(optimizer, hardware, log.say)
-    if resumed and "guard" in state:
-        guard.load_state_dict(state["guard"])
-    nonfinite = NonFinite(
-        config.on_nonfinite, run_dir, model, forward, optimizer, hardware, guard, saver, description, log.say
+    check = NumberCheck(optimizer, hardware, log.say)
+    if resumed:
+        check.load_state_dict(state["number_check"])
+    bad_steps = BadSteps(
+        config.on_nonfinite, run_dir, model, forward, optimizer, hardware, check, saver, description, log.say
     )
 
-    def take(forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_step(forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
         return training_step(forward, optimizer, inputs, targets, settings.micro_batch, hardware, starts)
 
@@ -121,7 +118,7 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
         return seconds_before + time.perf_counter() - began
 
     def save(step: int, *, best: bool) -> None:
-        state = resume.state_of(optimizer, guard, best_loss, hardware.device)
+        state = resume.state_of(optimizer, check, best_loss, hardware.device)
         epoch, window = batches.position(step)
         progress = {"step": step, "seconds": seconds(), "data_position": {"epoch": epoch, "window": window}}
         saver.save(model, state, progress | description, best=best)
@@ -146,24 +143,24 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
         )
         log.say(f"logging    {run_dir / 'metrics.jsonl'}, {log.wandb_note}")
         if resumed:
-            resume.tell(resumed, resolved, dataset.fingerprint, log.say)
+            resume.print_changes(resumed, resolved, dataset.fingerprint, log.say)
 
         # --- the loop
         step, finished, stopped, results = first_step, False, False, {}
-        watch = Stopwatch(hardware.synchronize, step)
+        speed = Speed(model, hardware, config.batch_tokens, first_step)
         cadences = (config.log_every, config.eval_every, config.save_every, config.sample_every)
         while not (finished or stopped):
             optimizer.set_lr_factor(lr_factor(step, config.steps, settings.optim))
-            step_loss, grad_norm = take(forward, next(prefetcher))
+            step_loss, grad_norm = run_step(forward, next(prefetcher))
             step += 1
 
             # --- after a loss or gradient that is not finite the optimizer does nothing, so it is soon enough to look a
             # step late; but at once where numbers or weights are used for anything
             asked = stop.requested
             due = asked or step in (1, config.steps) or any(every and step % every == 0 for every in cadences)
-            if bad := guard.look(step, step_loss, grad_norm, wait=due):
+            if bad := check.look(step, step_loss, grad_norm, wait=due):
                 step, step_loss, grad_norm = bad.step, torch.tensor(bad.loss), torch.tensor(bad.grad_norm)
-                if not nonfinite.handle(bad, prefetcher, take, stop):
+                if not bad_steps.handle(bad, prefetcher, run_step, stop):
                     step, stopped = step - 1, True
                     save(step, best=False)
                     break
@@ -178,21 +175,11 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
             stopped = asked and not finished
             record: dict[str, float | None] = {}
             if finished or step == 1 or step % config.log_every == 0:
-                # the first step of a process compiles, so it is no measure of speed
-                step_seconds = watch.lap(step) if step > first_step + 1 else None
-                rate = config.batch_tokens / step_seconds if step_seconds else None
                 record = {
-                    "loss": step_loss.item(),
-                    "lr": optimizer.lr,
-                    "grad_norm": grad_norm.item(),
-                    "loss_scale": optimizer.loss_scale.scale.item() if optimizer.loss_scale else None,
-                    "loss_spikes": guard.spikes or None,
-                    "bad_steps": guard.bad_steps or None,
+                    **step_record(step_loss, grad_norm, optimizer, check),
+                    **speed.lap(step),
                     "tokens": step * config.batch_tokens,
                     "seconds": seconds(),
-                    "tokens_per_second": rate,
-                    "mfu": mfu(flops["causal"], rate, peak),
-                    "mfu_full": mfu(flops["full"], rate, peak),
                     "peak_memory_gib": hardware.peak_memory_gib(),
                 }
             is_best = False
@@ -209,32 +196,18 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
                 text = sample(model, prompt, config.sample_tokens, config.seed, dataset.tokenizer, hardware)
                 log.say(f"--- a sample after {step} steps\n{text}\n---")
             if record or is_best or profile_written or bad:
-                watch.restart(step)
+                speed.restart(step)
 
-        saved = saver.wait()
-        summary = {
+        results = {
             "steps": step,
             "tokens": step * config.batch_tokens,
             "seconds": seconds(),
             **results,
-            "best_val_loss": best_loss if math.isfinite(best_loss) else None,
+            "best_val_loss": best_loss,
             "unigram_val_loss": unigram_loss(dataset.train, evaluation.targets, dataset.vocab_size),
             "attention": settings.model.attention,
-            "bad_steps": guard.bad_steps,
-            "loss_spikes": guard.spikes,
-            "stopped": stop.reason if stopped else None,
-            "exit_code": stop.exit_code if stopped else 0,
-            "checkpoint": str(saved) if saved else None,
         }
-        log.summary(summary)
-        if finished:
-            log.say(
-                f"held-out loss {summary['val_loss']:.4f} nats a token ({summary['val_bits_per_byte']:.3f} bits a "
-                f"byte); a unigram model of the same text: {summary['unigram_val_loss']:.4f}"
-            )
-        else:
-            log.say(f"stopped by {stop.reason}; resume={run_dir} goes on")
-        log.say(f"{step} steps in {summary['seconds']:.0f} s; everything is in {run_dir}")
+        summary = log.finish(results, check, stop if stopped else None, saver.wait())
         saver.check()
     return summary
 

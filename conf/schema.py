@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from data import DataConfig, TokenizerConfig
 from model import GPTConfig
 from training.hardware import Hardware, HardwareConfig
+from training.log import LoggerConfig
 from training.memory import Work
-from training.nonfinite import POLICIES
+from training.numbers import POLICIES
 from training.optimizer import OptimConfig
-from training.runlog import LoggerConfig
 
 
 @dataclass

@@ -9,12 +9,13 @@ j <= i + Nk - Nq, so the last query always sees every key. `scale` defaults to 1
 of a seed drawn from torch's generator, the same for every backend. Who can do what is said in kernels/support.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import kernels
 
@@ -87,6 +88,24 @@ def sdpa(
 
 
 ATTENTION: dict[str, AttentionFunction] = {"flash": flash, "naive": naive, "tiled": tiled, "sdpa": sdpa}
+
+
+@contextmanager
+def attend_with(model: nn.Module, wrap: Callable[[int, AttentionFunction], AttentionFunction]) -> Iterator[None]:
+    """Within it, each layer of `model` calls `wrap(layer, attend)` in place of its own `attend`.
+
+    The one way to watch or to replace a GPT's attention. Enter it before the model is compiled: a compiled model keeps
+    the function that it was traced with.
+    """
+    modules = [block.attention for block in model.blocks]
+    named = [module.attend for module in modules]
+    try:
+        for layer, module in enumerate(modules):
+            module.attend = wrap(layer, named[layer])
+        yield
+    finally:
+        for module, attend in zip(modules, named, strict=True):
+            module.attend = attend
 
 
 def resolve_attention(

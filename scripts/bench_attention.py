@@ -31,7 +31,7 @@ from conf.program import program
 from kernels import flash_attention, flash_attention_varlen, naive_attention
 from kernels.measure import measure, python_us
 from training.hardware import HardwareConfig, set_up
-from training.provenance import provenance
+from training.log import provenance
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SDPA = {

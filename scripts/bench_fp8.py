@@ -24,7 +24,7 @@ from kernels import flash_attention, flash_attention_fp8, naive_attention, quant
 from kernels.hopper.when import hopper_fp8_unsupported_reason
 from kernels.measure import measure
 from training.hardware import HardwareConfig, set_up
-from training.provenance import provenance
+from training.log import provenance
 
 
 @dataclass

@@ -22,7 +22,7 @@ from conf.program import program
 from kernels import cross_entropy, linear_cross_entropy
 from kernels.measure import measure
 from training.hardware import Hardware, HardwareConfig, set_up
-from training.provenance import provenance
+from training.log import provenance
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

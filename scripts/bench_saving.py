@@ -24,8 +24,8 @@ from conf.schema import Settings
 from model import GPT, resolve_attention
 from train import training_step
 from training.hardware import set_up
+from training.log import provenance
 from training.optimizer import Optimizer
-from training.provenance import provenance
 from training.random_states import random_states
 from training.saver import Saver
 

@@ -30,10 +30,10 @@ from model import GPT, GPTConfig, resolve_attention
 from model.config import LOSSES, resolve_loss
 from model.recompute import MODES
 from train import training_step
-from training.flops import mfu, model_flops, peak_flops
 from training.hardware import Hardware, set_up
+from training.log import provenance
 from training.optimizer import Optimizer
-from training.provenance import provenance
+from training.speed import mfu, model_flops, peak_flops
 
 SDPA_KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 

@@ -35,7 +35,7 @@ from training import resume as resuming
 from training.checkpoint import open_checkpoint
 from training.fit import fit
 from training.hardware import Hardware, set_up
-from training.runlog import wandb_mode
+from training.log import wandb_mode
 
 ROOT = Path(__file__).resolve().parent.parent
 OK, NOTE, FIX = "ok", "note", "FIX"  # fine; worth knowing; the run would not start, or would be wrong

@@ -34,7 +34,7 @@ from kernels import (
 )
 from kernels.hopper.when import hopper_fp8_unsupported_reason
 from training.hardware import HardwareConfig, set_up
-from training.provenance import provenance
+from training.log import provenance
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TENSORS = ("o", "dq", "dk", "dv")

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from conf.program import program
 from scripts.variants import MUTANTS
-from training.provenance import ROOT
+from training.log import ROOT
 
 FAILED = 1  # exit code
 BOOKS = ("data=text", "data.files={books}", "tokenizer=gpt2")

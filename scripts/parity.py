@@ -41,7 +41,7 @@ from scripts.variants import MUTANTS, nulls, replaced
 from train import train
 from training.checkpoint import open_checkpoint
 from training.hardware import set_up
-from training.provenance import provenance
+from training.log import provenance
 
 FAILED = 1  # exit code
 

@@ -36,7 +36,7 @@ import train as trainer
 from conf.program import program
 from conf.schema import Settings
 from training.hardware import set_up
-from training.provenance import provenance
+from training.log import provenance
 
 FAILED = 1  # exit code
 FEWEST_SAMPLES = 9  # three in each third

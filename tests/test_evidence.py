@@ -69,7 +69,7 @@ def test_an_unknown_beginning_is_refused():
 
 
 def test_the_command_of_a_figure_can_be_typed(monkeypatch):
-    from training.provenance import ROOT, command
+    from training.log import ROOT, command
 
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "parity.py"), "train.steps=2", "hydra.run.dir=/tmp/x"])
     assert command() == "python -m scripts.parity train.steps=2"
