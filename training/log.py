@@ -53,6 +53,7 @@ class RunLog:
         first_step: steps already done.
         steps: steps of the whole run.
         resumes: whether the run goes on; only then may the folder hold a run.
+        wandb: mode and why, where `wandb_mode` was asked before.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class RunLog:
         first_step: int,
         steps: int,
         resumes: bool = False,
+        wandb: tuple[str, str] | None = None,
     ):
-        mode = wandb_mode(config)  # refuses before anything is written
+        mode = wandb or wandb_mode(config)  # refuses before anything is written
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False)
