@@ -29,17 +29,15 @@ from model.attention import AttentionFunction
 from training import resume
 from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
 from training.fit import explained
-from training.guard import NumberGuard
 from training.lock import locked
-from training.nonfinite import NonFinite
+from training.log import RunLog, provenance, step_record, write_description
+from training.numbers import BadSteps, NumberCheck
 from training.optimizer import Optimizer, lr_factor
-from training.profiler import StepProfiler
-from training.provenance import provenance, write_description
+from training.profile import StepProfiler
 from training.random_states import seed_everything
-from training.report import Speed, finish, step_record
 from training.run import resolve
-from training.runlog import RunLog
 from training.saver import Saver
+from training.speed import Speed
 from training.step import Step, training_step
 from training.stop import StopRequest
 
@@ -99,11 +97,11 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
     description = chosen.description | {"provenance": provenance()}
 
     # --- what is done about a loss or gradient that is not finite
-    guard = NumberGuard(optimizer, hardware, log.say)
-    if "guard" in state:
-        guard.load_state_dict(state["guard"])
-    nonfinite = NonFinite(
-        config.on_nonfinite, run_dir, model, forward, optimizer, hardware, guard, saver, description, log.say
+    check = NumberCheck(optimizer, hardware, log.say)
+    if "number_check" in state:
+        check.load_state_dict(state["number_check"])
+    bad_steps = BadSteps(
+        config.on_nonfinite, run_dir, model, forward, optimizer, hardware, check, saver, description, log.say
     )
 
     def run_step(forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +113,7 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
         return seconds_before + time.perf_counter() - began
 
     def save(step: int, *, best: bool) -> None:
-        state = resume.state_of(optimizer, guard, best_loss, hardware.device)
+        state = resume.state_of(optimizer, check, best_loss, hardware.device)
         epoch, window = batches.position(step)
         progress = {"step": step, "seconds": seconds(), "data_position": {"epoch": epoch, "window": window}}
         saver.save(model, state, progress | description, best=best)
@@ -133,7 +131,7 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
             log.say(line)
         log.say(f"logging    {run_dir / 'metrics.jsonl'}, {log.wandb_note}")
         if resumed:
-            resume.tell(resumed, chosen.settings, dataset.fingerprint, log.say)
+            resume.print_changes(resumed, chosen.settings, dataset.fingerprint, log.say)
 
         # --- the loop
         step, results = first_step, {}
@@ -148,8 +146,8 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
             # --- after a loss or gradient that is not finite the optimizer does nothing, so it is soon enough to look a
             # step late; but at once where numbers or weights are used for anything
             asked = stop.requested
-            if bad := guard.look(step, loss, grad_norm, wait=asked or config.is_watched(step)):
-                if not nonfinite.handle(bad, prefetcher, run_step, stop):
+            if bad := check.look(step, loss, grad_norm, wait=asked or config.is_watched(step)):
+                if not bad_steps.handle(bad, prefetcher, run_step, stop):
                     step = bad.step - 1
                     save(step, best=False)
                     break
@@ -165,7 +163,7 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
 
             record, is_best = {}, False
             if config.is_logged(step):
-                record = step_record(loss, grad_norm, optimizer, guard) | speed.lap(step)
+                record = step_record(loss, grad_norm, optimizer, check) | speed.lap(step)
                 record |= {"tokens": step * config.batch_tokens, "seconds": seconds()}
                 record["peak_memory_gib"] = hardware.peak_memory_gib()
             if config.is_due(config.eval_every, step):
@@ -192,7 +190,7 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
         results |= {"steps": step, "tokens": step * config.batch_tokens, "seconds": seconds()}
         results |= {"best_val_loss": best_loss, "attention": chosen.model.attention}
         results["unigram_val_loss"] = unigram_loss(dataset.train, evaluation.targets, chosen.vocab_size)
-        summary = finish(log, results, guard, stop if step < config.steps else None, saver.wait())
+        summary = log.finish(results, check, stop if step < config.steps else None, saver.wait())
         saver.check()
     return summary
 

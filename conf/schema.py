@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from data import DataConfig, check_tokenizer
 from model import GPTConfig
 from training.hardware import Hardware, HardwareConfig
+from training.log import LoggerConfig
 from training.memory import Work
 from training.optimizer import OptimConfig
 from training.run import TrainConfig
-from training.runlog import LoggerConfig
 
 
 @dataclass

@@ -25,7 +25,7 @@ from data import build_tokenizer, open_dataset, tokenizer_from_state, tokenizer_
 from data.dataset import Dataset, digest, locate
 from data.wikitext import within_reach
 from training.hardware import Hardware, set_up
-from training.runlog import wandb_mode
+from training.log import wandb_mode
 
 ROOT = Path(__file__).resolve().parent.parent
 OK, NOTE, FIX = "ok", "note", "FIX"  # fine; worth knowing; the run would not start, or would be wrong

@@ -28,7 +28,7 @@ from conf.program import program
 from scripts.bench.report import table
 from scripts.evidence_tables import headline, inserted, page
 from scripts.variants import MUTANTS
-from training.provenance import ROOT
+from training.log import ROOT
 
 FAILED = 1  # exit code
 TABLES = "tables"  # a name that is no experiment

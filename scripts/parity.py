@@ -37,7 +37,7 @@ from scripts.parity_verdict import EARLY, Recorded, compare, fault, judge, limit
 from scripts.variants import MUTANTS, nulls, train_once
 from training.checkpoint import open_checkpoint
 from training.hardware import set_up
-from training.provenance import provenance
+from training.log import provenance
 from training.run import resolve
 
 FAILED = 1  # exit code

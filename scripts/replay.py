@@ -1,4 +1,4 @@
-"""Run a step that went wrong again: `python -m scripts.replay runs/.../capsules/step_000123`.
+"""Run a step that went wrong again: `python -m scripts.replay dump=runs/.../bad_steps/step_000123`.
 
 The step's forward and backward pass on its own weights, batch and random state, with each attention, in the run's
 dtype and in float32. Naive attention in float32 is the reference; for each other run it prints the first layer and
@@ -6,51 +6,74 @@ tensor that are not finite, and the first at which it parts from the reference: 
 the error of a disguised naive attention in the same dtype (scripts/variants.py: noise that a correct kernel makes).
 Nothing is updated and nothing written. The last line is one JSON object.
 
-Without a GPU, flash runs in Triton's interpreter: slow, so `--attention naive,tiled,sdpa` leaves it out.
+Without a GPU, flash runs in Triton's interpreter: slow, so `attention='[naive,tiled,sdpa]'` leaves it out.
 """
 
-import argparse
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from conf.program import fail
+from conf.program import program
 from model import ATTENTION, GPT, GPTConfig, attend_with, resolve_model
 from scripts.parity_verdict import ROOM
 from scripts.variants import nulls
-from training.capsule import Capsule, open_capsule
+from training.checkpoint import META, STATE, Checkpoint, open_checkpoint
 from training.hardware import Hardware, HardwareConfig, set_up
+from training.hooks import Place, watched
+from training.numbers import FirstBad, in_words
 from training.optimizer import OptimConfig, Optimizer
 from training.random_states import restore_random_states
 from training.step import training_step
-from training.tape import FirstBad, Place, watched
 
-NULL = "naive, disguised"  # the yardstick's name
+EXAMPLE = "give a folder such as runs/.../bad_steps/step_000123"
+# of a dump's description; what else it needs, every checkpoint has
+NEEDED = {"first": {"how": str}, "what": str, "dtype": str, "device": str, "vocab_size": int}
 
 
 @dataclass
-class Tape:
-    """A `See` of one micro-batch of the step: its tensors, or their errors beside those of `reference`.
+class ReplaySettings:
+    dump: str = ""  # the folder of a bad step, runs/.../bad_steps/step_000123
+    attention: list[str] = field(default_factory=lambda: list(ATTENTION))  # which: flash, naive, tiled, sdpa
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)  # the device; the dtypes are the step's
+
+    def __post_init__(self) -> None:
+        for name in self.attention:
+            if name not in ATTENTION:
+                raise ValueError(f"attention={name} is not one of {', '.join(ATTENTION)}")
+        if self.hardware.dtype != "auto" or self.hardware.compile:
+            raise ValueError(
+                f"hardware.dtype={self.hardware.dtype} hardware.compile={self.hardware.compile}: a step is run again "
+                "in float32 and in its own dtype, not compiled; leave both keys out"
+            )
+
+
+@dataclass
+class Rerun:
+    """The step once more; a `See` (training/hooks.py) of its tensors in one micro-batch, the one that was bad.
 
     Attributes:
         values: place -> tensor on the CPU; kept only without a reference.
-        errors: place -> relative error; inf where other values are finite than in the reference's tensor.
+        errors: place -> error beside the reference; inf where other values are finite than in its tensor.
     """
 
-    micro_batch: int
+    dtype: str
+    micro_batch: int = 0
     scale: float = 1.0  # of the loss, in float16
-    reference: "Tape | None" = None
+    reference: "Rerun | None" = None
     values: dict[Place, Tensor] = field(default_factory=dict)
     errors: dict[Place, float] = field(default_factory=dict)
     first_bad: FirstBad = field(default_factory=FirstBad)
     losses: int = 0
+    loss: float = math.nan
+    grad_norm: float = math.nan
 
     def __call__(self, module: str, tensor: str, value: Tensor) -> None:
         self.first_bad(module, tensor, value)
@@ -77,28 +100,16 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     return difference / size if size else (math.inf if difference else 0.0)
 
 
-@dataclass
-class Ran:
-    """A run of the step."""
-
-    attention: str
-    dtype: str
-    loss: float
-    grad_norm: float
-    tape: Tape
-
-
-def first_parting(ran: Ran, null: Ran, reference: Ran) -> dict | None:
-    """The first place where `ran` is further from the reference than noise, which grows along the way; or None.
+def first_parting(rerun: Rerun, null: Rerun, reference: Rerun) -> dict | None:
+    """The first place where `rerun` is further from the reference than noise, which grows along the way; or None.
 
     Nothing is compared after the reference's own first tensor that is not finite: from there on all are lost.
     """
-    epsilon = torch.finfo(getattr(torch, ran.dtype)).eps
-    noise = epsilon
-    for place, value in reference.tape.values.items():
-        here = null.tape.errors.get(place, 0.0)
+    noise = torch.finfo(getattr(torch, rerun.dtype)).eps
+    for place, value in reference.values.items():
+        here = null.errors.get(place, 0.0)
         noise = max(noise, here if math.isfinite(here) else 0.0)
-        error = ran.tape.errors.get(place, math.inf)
+        error = rerun.errors.get(place, math.inf)
         if error > ROOM * noise:
             return {"module": place[0], "tensor": place[1], "relative_error": repr(error), "noise": noise}
         if not value.isfinite().all():
@@ -106,63 +117,82 @@ def first_parting(ran: Ran, null: Ran, reference: Ran) -> dict | None:
     return None
 
 
-def run_step(
-    capsule: Capsule, attention: str, hardware: Hardware, function: Callable[..., Tensor] | None, reference: Ran | None
-) -> Ran:
-    """The step with one attention; `function` stands in for it where given.
+def open_dump(path: str) -> Checkpoint:
+    """A bad step's folder; ValueError where it is none."""
+    if not path:
+        raise ValueError(f"dump= is not given; {EXAMPLE}")
+    dump = open_checkpoint(path)
+    if "first" not in dump.meta:
+        raise ValueError(f"checkpoint {path} is no bad step's; {EXAMPLE}")
+    dump.refuse_without(NEEDED, dump.meta, META)
+    return dump
+
+
+def run_again(
+    dump: Checkpoint,
+    state: dict[str, Any],
+    attention: str,
+    hardware: Hardware,
+    reference: Rerun | None = None,
+    disguise: Callable[..., Tensor] | None = None,
+) -> Rerun:
+    """The step with one attention, or with `disguise` in its place. state: the dump's.
 
     Raises:
         ValueError: that attention cannot run this model here.
     """
-    settings = capsule.meta["settings"]
+    settings = dump.meta["settings"]
     # recomputing gives the same bits, and shows each tensor twice
     config = GPTConfig(**settings["model"] | {"attention": attention, "activation_checkpointing": "none"})
     document_mask = settings["data"]["document_mask"]
     config, *_ = resolve_model(config, hardware.device, hardware.dtype, document_mask=document_mask)
-    model = GPT(config, capsule.meta["vocab_size"], settings["data"]["seq_len"], device=hardware.device)
-    capsule.load_weights(model)
+    model = GPT(config, dump.meta["vocab_size"], settings["data"]["seq_len"], device=hardware.device)
+    dump.load_weights(model)
     optimizer = Optimizer(model, OptimConfig(**settings["optim"]), hardware.dtype)
-    capsule.load_optimizer(optimizer)
+    optimizer.load_state_dict(state)
     optimizer.held.fill_(True)  # the step is computed and not taken
     scale = optimizer.loss_scale.scale.item() if optimizer.loss_scale else 1.0
-    tape = Tape(capsule.meta["first"].get("micro_batch", 0), scale, reference and reference.tape)
-    tape.first_bad.weights(model)
-    inputs, targets, starts = capsule.batch
+    dtype = str(hardware.dtype).removeprefix("torch.")
+    rerun = Rerun(dtype, dump.meta["first"].get("micro_batch", 0), scale, reference)
+    rerun.first_bad.weights(model)
+    inputs, targets, starts = state["batch"]
     inputs, targets = inputs.to(hardware.device), targets.to(hardware.device)
     micro_batch = settings["train"]["micro_batch"] or len(inputs)
-    restore_random_states(capsule.random, hardware.device)
-    with attend_with(model, lambda layer, named: function or named), watched(model, tape):
+    restore_random_states(state["random"], hardware.device)
+    with attend_with(model, lambda _, attend: disguise or attend), watched(model, rerun):
         loss, norm = training_step(model, optimizer, inputs, targets, micro_batch, hardware, starts)
-    return Ran(attention, str(hardware.dtype).removeprefix("torch."), loss.item(), norm.item(), tape)
+    rerun.loss, rerun.grad_norm = loss.item(), norm.item()
+    return rerun
 
 
-def replay(capsule: Capsule, device: str, attentions: list[str]) -> list[dict]:
+def compare(dump: Checkpoint, settings: ReplaySettings) -> list[dict]:
     """Run the step with each attention in each dtype; a row of the table for each."""
-    disguise = next(iter(nulls(1, capsule.meta["settings"]["data"]["seq_len"]).values()))
+    disguise = next(iter(nulls(1, dump.meta["settings"]["data"]["seq_len"]).values()))
+    state = dump.load_state()
+    dump.refuse_without({"batch": tuple, "random": {}, "optimizer": list}, state, STATE)
     reference, rows = None, []
-    for dtype in dict.fromkeys(("float32", capsule.meta["dtype"])):
-        hardware = set_up(HardwareConfig(device=device, dtype=dtype, tf32=False, compile=False))
-        reference = reference or run_step(capsule, "naive", hardware, None, None)
-        null = run_step(capsule, "naive", hardware, disguise, reference)
-        for attention in attentions:
+    for dtype in dict.fromkeys(("float32", dump.meta["dtype"])):
+        hardware = set_up(replace(settings.hardware, dtype=dtype, tf32=False, compile=False))
+        reference = reference or run_again(dump, state, "naive", hardware)
+        null = run_again(dump, state, "naive", hardware, reference, disguise)
+        for attention in settings.attention:
             row: dict = {"attention": attention, "dtype": dtype}
             rows.append(row)
             try:
-                ran = run_step(capsule, attention, hardware, None, reference)
+                rerun = run_again(dump, state, attention, hardware, reference)
             except ValueError as error:
                 row["refused"] = str(error)
                 continue
-            row |= {"loss": repr(ran.loss), "grad_norm": repr(ran.grad_norm)}
-            row |= {"first_bad": ran.tape.first_bad.found, "parts": first_parting(ran, null, reference)}
+            row |= {"loss": repr(rerun.loss), "grad_norm": repr(rerun.grad_norm)}
+            row |= {"first_bad": rerun.first_bad.found, "parts": first_parting(rerun, null, reference)}
     return rows
 
 
-def show(capsule: Capsule, rows: list[dict], device: str) -> None:
-    meta, console = capsule.meta, Console(highlight=False)
+def show(dump: Checkpoint, rows: list[dict], device: str) -> None:
+    meta, console = dump.meta, Console(highlight=False)
     say = lambda text: console.print(text, markup=False, soft_wrap=True)  # noqa: E731
-    first = meta["first"]
-    where = f"{first['module']}: {first['tensor']}, {first['how']}" if "module" in first else first["how"]
     run = f"attention={meta['settings']['model']['attention']} in {meta['dtype']} on {meta['device']}"
+    where = in_words(meta["first"])
     say(f"step {meta['step']} of a run with {run}: its {meta['what']} was not finite; first in {where}")
     if meta["settings"]["model"]["dropout"] or meta["settings"]["model"]["attention_dropout"]:
         if meta["device"] != device:
@@ -184,28 +214,21 @@ def show(capsule: Capsule, rows: list[dict], device: str) -> None:
         say(head + f"{numbers}: {state}; {far}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.replay", description=__doc__.split("\n\n")[0])
-    parser.add_argument("capsule", help="a folder that a run wrote, runs/.../capsules/step_000123")
-    parser.add_argument("--attention", default=",".join(ATTENTION), help="which, with commas between; default: all")
-    parser.add_argument("--device", default="auto", help="auto | cpu | cuda | cuda:N")
-    options = parser.parse_args(argv)
+def replay(settings: ReplaySettings) -> list[dict]:
+    """Print what `compare` finds; its rows."""
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later
-    attentions = options.attention.split(",")
-    try:
-        for name in attentions:
-            if name not in ATTENTION:
-                raise ValueError(f"--attention={name} is not one of {', '.join(ATTENTION)}")
-        capsule = open_capsule(options.capsule)
-        device = set_up(HardwareConfig(device=options.device)).device.type
-        rows = replay(capsule, options.device, attentions)
-    except ValueError as error:
-        return fail(str(error))
-    show(capsule, rows, device)
-    print(json.dumps({"capsule": str(capsule.path), "step": capsule.meta["step"], "runs": rows}, allow_nan=False))
-    return 0
+    dump = open_dump(settings.dump)
+    rows = compare(dump, settings)
+    show(dump, rows, set_up(settings.hardware).device.type)
+    print(json.dumps({"dump": str(dump.path), "step": dump.step, "runs": rows}, allow_nan=False))
+    return rows
+
+
+@program("tool", ReplaySettings)
+def main(settings: ReplaySettings, run_dir: Path) -> None:
+    replay(settings)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

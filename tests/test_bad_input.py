@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from conf.program import ConfigError
 from tests.runs import CORPUS, SMALL, told, without_network
 from training import checkpoint as checkpoints
-from training.runlog import LoggerConfig, wandb_mode
+from training.log import LoggerConfig, wandb_mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

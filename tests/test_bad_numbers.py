@@ -8,8 +8,15 @@ from torch import nn
 
 from tests.test_training import Net
 from training.hardware import HardwareConfig, set_up
-from training.loss_scale import FIRST_SCALE, GROWTH_INTERVAL, LossScale
-from training.optimizer import OptimConfig, Optimizer, step_and_restore_if, step_fused_unless
+from training.optimizer import (
+    FIRST_SCALE,
+    GROWTH_INTERVAL,
+    LossScale,
+    OptimConfig,
+    Optimizer,
+    step_and_restore_if,
+    step_fused_unless,
+)
 
 INF = float("inf")
 

@@ -1,6 +1,8 @@
 """Runs in which numbers go bad: the step, module and tensor are named, the step is kept, and the policy followed."""
 
+import errno
 import math
+import os
 import shutil
 from types import SimpleNamespace
 from unittest import mock
@@ -12,14 +14,15 @@ import train as program
 from kernels import naive_attention
 from model import GPT, GPTConfig
 from scripts import replay
-from tests.runs import contents, digest, metrics, replaced, small_run
+from tests.runs import contents, digest, metrics, small_run
 from train import train
-from training import guard, loss_scale, nonfinite
-from training.capsule import open_capsule
+from training import checkpoint as checkpoints
+from training import numbers
+from training import optimizer as optimizers
 from training.checkpoint import open_checkpoint
+from training.hooks import watched, watched_compiled
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
-from training.tape import watched, watched_compiled
 
 # dropout on: only a step that begins with the same random state has the same bits
 STORY = (
@@ -92,25 +95,25 @@ def at_step(number, action, monkeypatch):
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_stop_names_the_place_and_saves_the_state_before(tmp_path, monkeypatch, capsys, late):
     """However late it is found out. `late` 1 is what a GPU has."""
-    monkeypatch.setattr(guard, "steps_late", lambda device: late)
+    monkeypatch.setattr(numbers, "steps_late", lambda device: late)
     summary, run_dir, attention = faulty_run(tmp_path, "bad", "train.save_every=100")
     said = capsys.readouterr().out
     assert f"bad step   {BAD}: its loss is not finite; first in blocks.1.attention: o, " in said
-    assert (summary["steps"], summary["exit_code"]) == (BAD - 1, nonfinite.EXIT_BAD_NUMBERS)
+    assert (summary["steps"], summary["exit_code"]) == (BAD - 1, numbers.EXIT_BAD_NUMBERS)
     assert "step 5" in summary["stopped"]
     assert attention.hits == 2  # in the run, and when it was run again: with the same bits, so from the same state
     train(small_run(tmp_path, *STORY, "train.save_every=1"), tmp_path / "sound")
     sound = open_checkpoint(tmp_path / "sound" / "checkpoints" / f"step_{BAD - 1:06d}")
     assert learnt(run_dir) == learnt(sound.path)
     states = [checkpoint.load_state() for checkpoint in (open_checkpoint(run_dir), sound)]
-    for key in ("random", "guard", "best_loss"):
+    for key in ("random", "number_check", "best_loss"):
         assert digest(states[0][key]) == digest(states[1][key])
 
 
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_skip_is_the_run_without_that_update(tmp_path, monkeypatch, late, optim):
-    monkeypatch.setattr(guard, "steps_late", lambda device: late)
+    monkeypatch.setattr(numbers, "steps_late", lambda device: late)
     policy = ("train.on_nonfinite=skip", f"optim={optim}", "train.save_every=100")
     summary, run_dir, _ = faulty_run(tmp_path, "bad", *policy)
     assert (summary["steps"], summary["bad_steps"], summary["exit_code"]) == (8, 1, 0)
@@ -129,7 +132,7 @@ def test_rollback_takes_the_weights_of_the_checkpoint_and_new_batches(tmp_path, 
     def load(optimizer):
         checkpoint = open_checkpoint(run_dir / "checkpoints" / "step_000003")  # two steps before
         checkpoint.load_weights(models[-1])
-        optimizer.restore(checkpoint.load_state())
+        optimizer.load_state_dict(checkpoint.load_state())
 
     models, real = [], program.GPT
     monkeypatch.setattr(program, "GPT", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
@@ -150,7 +153,7 @@ def test_a_skipped_step_is_resumed_bit_by_bit(tmp_path):
     """Stopped after each step, among them the bad one: the same end."""
     story = ("train.on_nonfinite=skip", "train.log_every=1")
     _, whole, _ = faulty_run(tmp_path, "whole", *story)
-    with replaced("naive", attention := Faulty()):
+    with replaced("naive", (attention := Faulty())):
         for _ in range(8):
             train(small_run(tmp_path, *STORY, *story, "train.max_hours=1e-9", "resume=auto"), tmp_path / "parts")
     assert attention.hits == 2
@@ -193,9 +196,9 @@ def test_a_compiled_run_is_diagnosed_as_it_ran(tmp_path, monkeypatch, capsys, te
     said = capsys.readouterr().out
     assert f"not finite; first in {place}, " in said
     assert OTHER_MASKS not in said
-    capsule = open_capsule(run_dir / "capsules" / f"step_{BAD:06d}")
-    assert capsule.meta["first"]["micro_batch"] == micro_batch
-    replay.show(capsule, [], "cpu")
+    dump = open_checkpoint(run_dir / "bad_steps" / f"step_{BAD:06d}")
+    assert dump.meta["first"]["micro_batch"] == micro_batch
+    replay.show(dump, [], "cpu")
     assert "dropout's masks are not the run's: compiled, it drew other numbers" in capsys.readouterr().out
 
 
@@ -295,10 +298,10 @@ def test_rollback_passes_over_a_checkpoint_with_damaged_weights(tmp_path, monkey
 
 
 def test_no_policy_goes_on_for_ever(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(nonfinite, "MOST_IN_A_ROW", 2)
+    monkeypatch.setattr(numbers, "MOST_IN_A_ROW", 2)
     flip(monkeypatch, "embedding.weight", 2)
     summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / "run")
-    assert summary["exit_code"] == nonfinite.EXIT_BAD_NUMBERS
+    assert summary["exit_code"] == numbers.EXIT_BAD_NUMBERS
     assert (summary["steps"], summary["bad_steps"]) == (3, 2)
     assert "more than 2 bad steps in a row" in capsys.readouterr().out
 
@@ -306,7 +309,7 @@ def test_no_policy_goes_on_for_ever(tmp_path, monkeypatch, capsys):
 def test_rollback_without_a_checkpoint_stops(tmp_path, monkeypatch, capsys):
     flip(monkeypatch, "embedding.weight", 2)
     summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=rollback"), tmp_path / "run")
-    assert (summary["steps"], summary["exit_code"]) == (1, nonfinite.EXIT_BAD_NUMBERS)
+    assert (summary["steps"], summary["exit_code"]) == (1, numbers.EXIT_BAD_NUMBERS)
     assert "has no good checkpoint yet" in capsys.readouterr().out
 
 
@@ -328,34 +331,30 @@ def test_what_only_the_run_saw_is_said_so(tmp_path, monkeypatch, capsys):
 # --- what is kept
 
 
-def test_the_capsule_holds_the_step(tmp_path):
+def test_the_dump_holds_the_step(tmp_path):
     _, run_dir, _ = faulty_run(tmp_path, "bad")
-    assert sorted(p.name for p in (run_dir / "capsules").iterdir()) == ["step_000005"]
-    path = run_dir / "capsules" / "step_000005"
-    assert sorted(p.name for p in path.iterdir()) == ["capsule.json", "model.safetensors", "state.safetensors"]
-    capsule, saved = open_capsule(path), open_checkpoint(run_dir)
-    assert capsule.meta["step"] == BAD
-    assert capsule.meta["first"] == {
+    assert sorted(p.name for p in (run_dir / "bad_steps").iterdir()) == ["step_000005"]
+    dump, saved = open_checkpoint(run_dir / "bad_steps" / "step_000005"), open_checkpoint(run_dir)
+    assert dump.step == BAD
+    assert dump.meta["first"] == {
         "module": "blocks.1.attention",
         "tensor": "o",
-        "how": capsule.meta["first"]["how"],
+        "how": dump.meta["first"]["how"],
         "micro_batch": 1,
     }
-    assert (path / "model.safetensors").read_bytes() == (saved.path / "model.safetensors").read_bytes()
-    state = saved.load_state()
-    assert digest(capsule.random) == digest(state["random"])
-    for index, values in state["optimizer"][0]["state"].items():
-        for key, value in values.items():
-            assert torch.equal(capsule._optimizer[f"0.{index}.{key}"], value)
-    inputs, targets, starts = capsule.batch
+    assert (dump.path / "model.safetensors").read_bytes() == (saved.path / "model.safetensors").read_bytes()
+    kept, state = dump.load_state(), saved.load_state()
+    assert digest(kept["random"]) == digest(state["random"])
+    assert digest(kept["optimizer"][0]["state"]) == digest(state["optimizer"][0]["state"])
+    inputs, targets, starts = kept["batch"]
     assert inputs.shape == targets.shape == (8, 32)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert starts is None
 
 
-def test_a_capsule_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
+def test_a_dump_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
     (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "capsules").write_text("in the way")
+    (tmp_path / "bad" / "bad_steps").write_text("in the way")
     summary, _, _ = faulty_run(tmp_path, "bad", "train.on_nonfinite=skip")
     assert summary["steps"] == 8
     assert "not saved: what reproduces step 5" in capsys.readouterr().out
@@ -363,31 +362,48 @@ def test_a_capsule_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys)
 
 def test_bad_steps_in_a_row_are_kept_alike_however_late_they_are_found(tmp_path, monkeypatch, capsys):
     """Each with its own random state; and no more than a few, as the disk is not endless."""
-    monkeypatch.setattr(nonfinite, "MOST_CAPSULES", 3)
+    monkeypatch.setattr(numbers, "MOST_DUMPS", 3)
     found = []
     for late in (0, 2):
-        monkeypatch.setattr(guard, "steps_late", lambda device, late=late: late)
+        monkeypatch.setattr(numbers, "steps_late", lambda device, late=late: late)
         with monkeypatch.context() as patch:
             flip(patch, "embedding.weight", 2)
             train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / str(late))
-        paths = sorted((tmp_path / str(late) / "capsules").iterdir())
+        paths = sorted((tmp_path / str(late) / "bad_steps").iterdir())
         assert [path.name for path in paths] == ["step_000002", "step_000003", "step_000004"]
         assert "not saved: what reproduces step 5" in capsys.readouterr().out
-        found.append([digest([capsule.random, list(capsule.batch)]) for capsule in map(open_capsule, paths)])
+        states = [open_checkpoint(path).load_state() for path in paths]
+        found.append([digest([state["random"], list(state["batch"])]) for state in states])
     assert found[0] == found[1]
     assert len(set(found[0])) == 3
 
 
-@pytest.mark.parametrize(("file", "content"), [("capsule.json", b"{}"), ("state.safetensors", b"\x00" * 9)])
-def test_a_damaged_capsule_is_refused_in_one_line(tmp_path, file, content):
+@pytest.mark.parametrize("file", ["checkpoint.json", "state.pt", "model.safetensors"])
+def test_a_damaged_dump_is_refused_in_one_line(tmp_path, file):
     _, run_dir, _ = faulty_run(tmp_path, "bad", "train.steps=5")
-    path = run_dir / "capsules" / "step_000005"
-    (path / file).write_bytes(content)
-    with pytest.raises(ValueError, match="step_000005 cannot be read"):
-        open_capsule(path)
+    path = run_dir / "bad_steps" / "step_000005"
+    content = (path / file).read_bytes()
+    (path / file).write_bytes(content[:-4] + bytes([content[-4] ^ 1]) + content[-3:])
+    with pytest.raises(ValueError, match=f"step_000005: {file} is damaged"):
+        replay.open_dump(str(path))
     (path / file).unlink()
-    with pytest.raises(ValueError, match=f"has no {file}; give a folder"):
-        open_capsule(path)
+    with pytest.raises(ValueError, match=f"step_000005 has no {file}; give a folder"):
+        replay.open_dump(str(path))
+
+
+def test_a_full_disk_leaves_no_half_dump(tmp_path, monkeypatch, capsys):
+    real = checkpoints._flush
+
+    def full(path):
+        if path.parent.parent.name == "bad_steps":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        real(path)
+
+    monkeypatch.setattr(checkpoints, "_flush", full)
+    summary, run_dir, _ = faulty_run(tmp_path, "bad", "train.on_nonfinite=skip")
+    assert summary["steps"] == 8
+    assert "not saved: what reproduces step 5: [Errno 28] No space left on device" in capsys.readouterr().out
+    assert list((run_dir / "bad_steps").iterdir()) == []
 
 
 # --- spikes
@@ -407,14 +423,14 @@ def test_a_spike_is_logged_and_counted(tmp_path, monkeypatch, capsys):
     assert said[0].startswith("spike      step 20: loss 1")
     assert summary["loss_spikes"] == 1
     assert [r.get("loss_spikes") for r in metrics(tmp_path / "run")] == [None] * 4 + [1] * 3
-    assert open_checkpoint(tmp_path / "run").load_state()["guard"]["spikes"] == 1
+    assert open_checkpoint(tmp_path / "run").load_state()["number_check"]["spikes"] == 1
 
 
 def test_noise_is_no_spike_and_a_jump_is_one_or_two():
     torch.manual_seed(0)
     said = []
     optimizer, cpu = SimpleNamespace(held=torch.tensor(False)), SimpleNamespace(device=torch.device("cpu"))
-    watching = guard.NumberGuard(optimizer, cpu, said.append)
+    watching = numbers.NumberCheck(optimizer, cpu, said.append)
     for step, noise in enumerate(torch.randn(500), 1):
         loss = 3 + 0.1 * noise + (2 if step > 400 else 0)  # a new level
         watching.look(step, loss, loss, wait=False)
@@ -427,7 +443,7 @@ def test_noise_is_no_spike_and_a_jump_is_one_or_two():
 
 def test_float16_trains_and_its_scale_is_resumed(tmp_path, monkeypatch):
     """From a scale that overflows: it falls until gradients fit, and a resumed run has it where it was."""
-    monkeypatch.setattr(loss_scale, "FIRST_SCALE", 2.0**28)
+    monkeypatch.setattr(optimizers, "FIRST_SCALE", 2.0**28)
     half = (*STORY, "hardware.dtype=float16", "train.steps=24", "train.log_every=1", "optim.lr=5e-3")
     train(small_run(tmp_path, *half), tmp_path / "whole")
     records = metrics(tmp_path / "whole")
@@ -470,7 +486,7 @@ def test_on_the_gpu_compiled_float16_lowers_its_scale_and_is_resumed_with_it(tmp
     records = metrics(tmp_path / "whole")
     assert [r["step"] for r in records if r["grad_norm"] is None] == [7]
     assert all(r["loss"] is not None for r in records)
-    first = loss_scale.FIRST_SCALE
+    first = optimizers.FIRST_SCALE
     assert [r["loss_scale"] for r in records] == [first] * 6 + [first / 2] * 18
     assert records[-1]["loss"] < records[0]["loss"] - 0.5
     shutil.copytree(tmp_path / "whole", tmp_path / "parts", symlinks=True)
@@ -487,7 +503,7 @@ def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
     """No call of a step or of its guard waits for the device, but where metrics are read."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    real = guard.NumberGuard.look
+    real = numbers.NumberCheck.look
 
     def look(self, step, *numbers, wait):
         torch.cuda.set_sync_debug_mode("default" if wait else "error")
@@ -505,7 +521,7 @@ def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(guard.NumberGuard, "look", look)
+    monkeypatch.setattr(numbers.NumberCheck, "look", look)
     monkeypatch.setattr(program, "training_step", strict)
     summary = train(
         small_run(

@@ -16,7 +16,7 @@ from torch import nn
 from tests.runs import small_run
 from train import train
 from training import checkpoint as checkpoints
-from training.metrics import MetricsFile
+from training.log import MetricsFile
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
 

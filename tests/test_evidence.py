@@ -11,7 +11,7 @@ from scripts import evidence
 from scripts.bench.report import write_csv
 from scripts.evidence_tables import SECTIONS, headline, inserted, page
 from tests.runs import settings_of
-from training.provenance import ROOT
+from training.log import ROOT
 
 
 @pytest.mark.parametrize("name", evidence.EXPERIMENTS)
@@ -48,7 +48,7 @@ def test_an_unknown_beginning_is_refused():
 
 
 def test_the_command_of_a_figure_can_be_typed(monkeypatch):
-    from training.provenance import command
+    from training.log import command
 
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "parity.py"), "train.steps=2", "hydra.run.dir=/tmp/x"])
     assert command() == "python -m scripts.parity train.steps=2"

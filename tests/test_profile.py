@@ -1,14 +1,18 @@
 """`profile=true`: the recording changes nothing, and a trace's kernels are grouped as they should be."""
 
+import ast
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
+from kernels.parts import PART_OF_KERNEL
 from tests.runs import small_run
 from train import train
-from training.profiler import STEPS_NEEDED
-from training.trace import GROUPS, IDLE, OTHER, group_of, read_trace, short
+from training.profile import GROUPS, IDLE, OTHER, STEPS_NEEDED, group_of, read_trace, short
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # operator | kernel: names as PyTorch, cuDNN, cuBLAS, Inductor and our kernels give them, cut short
 NAMES = {
@@ -37,6 +41,20 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_is_put_into_its_group(name):
     assert group_of(name) == NAMES[name]
+
+
+def test_every_kernel_of_ours_has_its_part():
+    """By the sources: a kernel that is renamed here would otherwise be counted as something else, in silence."""
+    jitted = {"triton.jit", "gluon.jit"}
+    kernels = {
+        node.name
+        for path in (ROOT / "kernels").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+        and any(ast.unparse(d).partition("(")[0] in jitted for d in node.decorator_list)
+    }  # fmt: skip
+    assert kernels == set(PART_OF_KERNEL)
+    assert len(kernels) > 8
 
 
 def event(category, name, start, duration, **arguments):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +15,16 @@ import train as program
 from kernels import flash_attention, naive_attention
 from model import ATTENTION
 from model.attention import naive
+from scripts import replay as replaying
 from scripts.parity_verdict import ROOM
-from scripts.replay import Ran, Tape, first_parting
-from scripts.replay import main as replay
+from scripts.replay import ReplaySettings, Rerun, first_parting, replay
 from scripts.variants import MUTANTS
 from tests.runs import digest, replaced, small_run
+from tests.test_bad_input import told
 from tests.test_bad_steps import BAD, STORY, Faulty
 from train import train
-from training import loss_scale
+from training import optimizer as optimizers
+from training.hardware import HardwareConfig
 from training.random_states import random_states
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,18 +35,18 @@ PLACE = {"module": "blocks.1.attention", "tensor": "o", "micro_batch": 1}
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """(folder of the capsule, the attention that failed there)."""
+    """(folder of the dump, the attention that failed there)."""
     folder = tmp_path_factory.mktemp("bad")
     attention = Faulty()
     with replaced("sdpa", attention):
         train(small_run(folder, *STORY, "model.attention=sdpa", "train.steps=6", *TINY), folder / "run")
-    return folder / "run" / "capsules" / f"step_{BAD:06d}", attention
+    return folder / "run" / "bad_steps" / f"step_{BAD:06d}", attention
 
 
-def replayed(capsys, *arguments, device="cpu"):
+def replayed(capsys, dump, attention=tuple(ATTENTION), device="cpu"):
     """The rows, by (attention, dtype)."""
     capsys.readouterr()
-    assert replay([*map(str, arguments), f"--device={device}"]) == 0
+    replay(ReplaySettings(str(dump), list(attention), HardwareConfig(device=device)))
     lines = capsys.readouterr().out.splitlines()
     return {(row["attention"], row["dtype"]): row for row in json.loads(lines[-1])["runs"]}, "\n".join(lines[:-1])
 
@@ -52,7 +55,7 @@ def test_the_attention_that_failed_is_told_from_those_that_did_not(kept, capsys)
     path, attention = kept
     hits = attention.hits
     with replaced("sdpa", attention):
-        rows, said = replayed(capsys, path, "--attention=naive,tiled,sdpa")
+        rows, said = replayed(capsys, path, ["naive", "tiled", "sdpa"])
     assert attention.hits == hits + 1  # the same bits: the same weights, batch and dropout masks
     for name in ("naive", "tiled"):
         assert rows[name, "float32"]["first_bad"] is None
@@ -73,8 +76,8 @@ def what_it_was_given(patch, module, call):
     def step(forward, optimizer, inputs, targets, micro_batch, hardware, starts=None):
         if next(calls) == call:
             given["weights"] = digest([weight.detach() for weight in optimizer.parameters])
-            given["moments"] = digest([part["state"] for part in optimizer.state_dict()])
-            given["scale"] = optimizer.loss_scale and digest(optimizer.loss_scale.state_dict())
+            given["moments"] = digest([part["state"] for part in optimizer.state_dict()["optimizer"]])
+            given["scale"] = digest(optimizer.state_dict()["loss_scale"])
             given.update(batch=digest([inputs, targets, starts]), micro_batch=micro_batch)
             given["random"] = digest(random_states())
             if module is program:  # what makes it a bad one
@@ -94,18 +97,18 @@ def test_the_step_is_the_runs(tmp_path, monkeypatch, capsys, optim, dtype, call)
     """
     story = (*STORY, *TINY, f"optim={optim}", f"hardware.dtype={dtype}", "data.document_mask=true")
     with monkeypatch.context() as patch:
-        patch.setattr(loss_scale, "FIRST_SCALE", 2.0**28)
+        patch.setattr(optimizers, "FIRST_SCALE", 2.0**28)
         run = what_it_was_given(patch, program, BAD)
         train(small_run(tmp_path, *story), tmp_path / "run")
-    again = what_it_was_given(monkeypatch, sys.modules[replay.__module__], call)
-    rows, _ = replayed(capsys, tmp_path / "run" / "capsules" / f"step_{BAD:06d}", "--attention=naive")
+    again = what_it_was_given(monkeypatch, replaying, call)
+    rows, _ = replayed(capsys, tmp_path / "run" / "bad_steps" / f"step_{BAD:06d}", ["naive"])
     assert ("naive", dtype) in rows
     assert again == run
 
 
 def test_parting_is_further_than_the_largest_noise_so_far():
     def ran(*errors, values=()):
-        return Ran("", "float32", 0.0, 0.0, Tape(0, errors=dict(zip(PLACES, errors, strict=False)), values=values))
+        return Rerun("float32", errors=dict(zip(PLACES, errors, strict=False)), values=values)
 
     reference = ran(values={place: torch.ones(1) for place in PLACES})
 
@@ -119,7 +122,7 @@ def test_parting_is_further_than_the_largest_noise_so_far():
     assert parting((0.0, near, near), (1e-6, 1e-4, 1e-3)) == ("b", 1e-4)
     assert parting((0.0, near), (1e-3, 1e-3)) == ("c", 1e-3)  # a tensor that never came
     assert parting((0.0, 0.0, 1e-3), (math.inf, 0.0, 0.0)) == ("c", torch.finfo(torch.float32).eps)
-    reference.tape.values["b", "x"] = torch.tensor([math.nan])
+    reference.values["b", "x"] = torch.tensor([math.nan])
     assert parting((0.0, 0.0, far), (1e-3, 1e-3, 1e-3)) is None  # from there on there is nothing to compare with
 
 
@@ -133,7 +136,7 @@ def test_on_the_gpu_every_attention_in_both_formats(tmp_path, capsys):
     with replaced("flash", attention):
         train(small_run(tmp_path, *story), tmp_path / "run")
         hits = attention.hits
-        rows, said = replayed(capsys, tmp_path / "run" / "capsules" / f"step_{BAD:06d}", device="cuda")
+        rows, said = replayed(capsys, tmp_path / "run" / "bad_steps" / f"step_{BAD:06d}", device="cuda")
     assert attention.hits == hits + 1
     assert set(rows) == {(name, dtype) for name in ATTENTION for dtype in ("float32", "bfloat16")}
     failed = rows.pop(("flash", "bfloat16"))
@@ -164,7 +167,7 @@ def test_every_attention_as_it_is_agrees(kept, capsys):
 )
 def test_a_wrong_attention_parts_where_it_is_wrong(kept, capsys, mutant, place):
     with replaced("tiled", MUTANTS[mutant][0]):
-        rows, _ = replayed(capsys, kept[0], "--attention=tiled")
+        rows, _ = replayed(capsys, kept[0], ["tiled"])
     parts = rows["tiled", "float32"]["parts"]
     assert (parts["module"], parts["tensor"]) == place
 
@@ -176,13 +179,13 @@ def test_sixteen_bits_beside_float32(tmp_path, capsys, dtype):
     def huge(q, k, v, *, documents=None, **options):  # finite in float32 and bfloat16, beyond float16's 65,504
         return naive_attention(q, k, v, **options) * 1e9
 
-    with replaced("naive", huge), replaced("tiled", huge):
+    with replaced("naive", huge, tiled=huge):
         train(small_run(tmp_path, *STORY, f"hardware.dtype={dtype}", "train.on_nonfinite=skip"), tmp_path / "run")
-        capsules = list((tmp_path / "run").glob("capsules/*"))
+        dumps = list((tmp_path / "run").glob("bad_steps/*"))
         if dtype == "bfloat16":
-            assert capsules == []
+            assert dumps == []
             return
-        rows, said = replayed(capsys, min(capsules), "--attention=naive,tiled")
+        rows, said = replayed(capsys, min(dumps), ["naive", "tiled"])
     for name in ("naive", "tiled"):
         assert rows[name, "float32"]["first_bad"] is None
         found = rows[name, "float16"]
@@ -202,22 +205,40 @@ def test_documents_and_what_cannot_run(tmp_path, capsys):
 
     with replaced("tiled", faulty):
         train(small_run(tmp_path, *story, "model.attention=tiled", "train.on_nonfinite=skip"), tmp_path / "run")
-    rows, _ = replayed(capsys, *(tmp_path / "run").glob("capsules/*"), "--attention=naive,tiled,sdpa")
+    rows, _ = replayed(capsys, *(tmp_path / "run").glob("bad_steps/*"), ["naive", "tiled", "sdpa"])
     assert "varlen" in rows["sdpa", "float32"]["refused"]
     assert rows["tiled", "float32"]["parts"] is None
 
 
 def test_the_command_line(kept, tmp_path):
     def run(*arguments):
-        command = [sys.executable, "-m", "scripts.replay", *map(str, arguments)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        command = [sys.executable, "-m", "scripts.replay", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+                              text=True, timeout=300)  # fmt: skip
 
-    wrong = run(tmp_path)
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith(f"error: capsule {tmp_path} has no capsule.json; give a folder such as")
-    assert len(wrong.stderr.splitlines()) == 1
+    done = run(f"dump={kept[0]}", "attention=[sdpa]", "hardware.device=cpu")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["step"], [row["parts"] for row in result["runs"]]) == (BAD, [None])
+    assert list(tmp_path.iterdir()) == []  # nothing is written
 
 
-def test_an_unknown_attention_is_refused(kept, capsys):
-    assert replay([str(kept[0]), "--attention=fast"]) == 2
-    assert "--attention=fast is not one of flash, naive, tiled, sdpa" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "dump= is not given; give a folder such as runs/"),
+        (["dump=nowhere"], "checkpoint nowhere does not exist; give a folder such as"),
+        (["dump=HERE"], "checkpoint HERE has no checkpoint.json; give a folder"),
+        (["dump=LAST"], "checkpoint LAST is no bad step's; give a folder such as runs/.../bad_steps/step_000123"),
+        (["attention=[fast]"], "attention=fast is not one of flash, naive, tiled, sdpa"),
+        (["hardware.dtype=float16"], "hardware.dtype=float16 hardware.compile=None: a step is run again in float32"),
+    ],
+)
+def test_a_mistake_is_one_line(kept, tmp_path, monkeypatch, capsys, arguments, error):
+    places = {"HERE": str(tmp_path), "LAST": str(kept[0].parent.parent / "checkpoints" / "last")}
+    for name, place in places.items():
+        arguments, error = [a.replace(name, place) for a in arguments], error.replace(name, place)
+    outcome = told("scripts.replay", arguments, monkeypatch, capsys)
+    assert outcome.code == 2
+    assert outcome.error.startswith(f"error: {error}")
+    assert len(outcome.error.splitlines()) == 1

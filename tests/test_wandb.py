@@ -23,7 +23,7 @@ from pathlib import Path
 import wandb
 import train as program
 from tests.runs import small_run
-from training.runlog import RunLog
+from training.log import RunLog
 
 folder = Path(sys.argv[1])
 names = "train.steps=12", "train.save_every=3", "train.log_every=1", "train.eval_every=0", "model.num_layers=1"

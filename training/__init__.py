@@ -1,1 +1,1 @@
-"""What the training loop calls: optimizers, schedules, checkpoints, the run log, FLOPs accounting."""
+"""What the training loop calls: one file for each question that it asks."""

@@ -31,6 +31,7 @@ from torch import nn
 
 FORMAT = 2  # 2: the manifest
 WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.json", "manifest.json"
+FILES = (META, WEIGHTS, STATE)  # what the manifest vouches for
 Form = Mapping[str, Any]  # keys that a mapping must have; each names a type, or the form of what it holds
 
 
@@ -115,9 +116,20 @@ def prepare(folder: Path) -> None:
 
 
 def write(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any], *, best: bool) -> Path:
-    """Write `folder/step_NNNNNN`, point `last` (and `best`) at it, return its path.
+    """As `write_step`; then point `last` (and `best`) at it."""
+    written = write_step(folder, weights, state, meta)
+    for link in ("last", "best") if best else ("last",):
+        temporary = _hidden(folder / link)
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(written.name)
+        os.replace(temporary, folder / link)
+    return written
 
-    weights: contiguous tensors that share no memory, on any device.
+
+def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any]) -> Path:
+    """Write `folder/step_NNNNNN` and return its path.
+
+    weights: tensors that share no memory, on any device.
     state: what torch.save takes without pickling code: tensors, numbers, strings, lists, tuples, dicts.
     meta: JSON; must hold "step".
 
@@ -133,19 +145,15 @@ def write(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta: dict
         _write_state(state, temporary / STATE)
         meta = {"format": FORMAT, "written": datetime.now(UTC).isoformat(timespec="microseconds"), **meta}
         _write_json(meta, temporary / META)
-        _write_json({name: _fingerprint(temporary / name) for name in (WEIGHTS, STATE, META)}, temporary / MANIFEST)
-        for name in (WEIGHTS, STATE, META, MANIFEST):
-            _flush(temporary / name)
-        _flush(temporary)
+        _write_json({name: _fingerprint(temporary / name) for name in FILES}, temporary / MANIFEST)
+        for path in (*(temporary / name for name in (*FILES, MANIFEST)), temporary):
+            _flush(path)
         if final.exists():  # the same step again, after a resume from an earlier one, which is still there
             _remove(final)
         temporary.rename(final)
         _flush(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _point(folder / "last", final)
-    if best:
-        _point(folder / "best", final)
     return final
 
 
@@ -171,14 +179,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if newest is None:
             raise ValueError(f"run {path} has no whole checkpoint; give another run or checkpoint")
         return newest
-    for file in (META, WEIGHTS, STATE):
+    for file in (*FILES, MANIFEST):
         if not (path / file).is_file():
-            raise ValueError(f"checkpoint {path} has no {file}; give a folder that holds {META}, {WEIGHTS}, {STATE}")
+            raise ValueError(
+                f"checkpoint {path} has no {file}; give a folder that holds {', '.join(FILES)}, {MANIFEST}"
+            )
     meta = _read_json(path, META)
     if meta.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} has format {meta.get('format')}, this version reads {FORMAT}")
     manifest = _read_json(path, MANIFEST)
-    for file in (META, WEIGHTS, STATE):
+    for file in FILES:
         expected, found = manifest.get(file), _fingerprint(path / file)
         if found != expected:
             raise ValueError(
@@ -286,10 +296,8 @@ def _write_json(value: Any, path: Path) -> None:
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         value = json.loads((folder / name).read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"checkpoint {folder} has no {name}; use another checkpoint") from error
-    except ValueError as error:  # not JSON, or not even text
-        raise ValueError(f"checkpoint {folder}: {name} is damaged; use another checkpoint") from error
+    except ValueError:  # not JSON, or not even text
+        value = None
     if not isinstance(value, dict):
         raise ValueError(f"checkpoint {folder}: {name} is damaged; use another checkpoint")
     return value
@@ -310,14 +318,6 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def _point(link: Path, target: Path) -> None:
-    """Make `link` point at `target` in one step."""
-    temporary = _hidden(link)
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target.name)
-    os.replace(temporary, link)
 
 
 def _flush(path: Path) -> None:

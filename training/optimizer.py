@@ -1,19 +1,21 @@
-"""Optimizers and the learning-rate schedule.
+"""Optimizers, the learning-rate schedule, and the loss scale of float16.
 
 AdamW (Loshchilov and Hutter 2019), or Muon (Jordan 2024; `torch.optim.Muon`) for the hidden matrices with AdamW for
-everything else. Weight decay acts on matrices only. The schedule is a pure function of the step.
+the embedding and the output head. The schedule is a pure function of the step.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from training.loss_scale import LossScale
-
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd", "constant")
+FIRST_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000  # good steps until the loss scale is doubled
+LEAST_SCALE = 1.0  # an overflow without any scaling is no matter of scale
 
 
 @dataclass
@@ -24,7 +26,7 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     momentum: float = 0.95  # Muon's
-    weight_decay: float = 0.1  # decoupled, on matrices only
+    weight_decay: float = 0.1  # decoupled
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, linear decay) | constant
     warmup_steps: int = 50  # linear, from lr / warmup_steps
@@ -62,6 +64,42 @@ def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
         return 1.0 - (1.0 - config.min_lr_ratio) * progress
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class LossScale:
+    """Dynamic loss scaling for float16, all of it on the device.
+
+    Half precision loses gradients below 6e-8, so the loss is multiplied by a scale before the backward pass and
+    gradients are divided by it before the step (Micikevicius et al. 2017, section 3.2). The scale is halved after a
+    step whose gradient overflowed and doubled after GROWTH_INTERVAL steps without one, by torch.amp.GradScaler's rule.
+    That class itself asks the host about each step of an optimizer that is not fused (Muon), and its scale would move
+    in steps that are held (see `Optimizer.step`); ours does neither.
+
+    Attributes:
+        scale: 0-d float32 on the device, a power of two: multiplying and dividing by it rounds nothing.
+        good_steps: 0-d int32 on the device: steps since the scale last changed.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.scale = torch.full((), FIRST_SCALE, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """Divide them by the scale, in place."""
+        torch._foreach_mul_(gradients, self.scale.reciprocal())
+
+    def exhausted(self) -> Tensor:
+        """Whether the scale cannot fall any further: 0-d bool, on the device."""
+        return self.scale <= LEAST_SCALE
+
+    def update(self, overflow: Tensor, held: Tensor) -> None:
+        """After a step: `overflow` says whether its gradient was not finite, `held` that nothing may change."""
+        grown = self.good_steps + 1 >= GROWTH_INTERVAL
+        scale = torch.where(grown, self.scale * 2, self.scale)
+        scale = torch.where(overflow, (self.scale / 2).clamp(min=LEAST_SCALE), scale)
+        good_steps = torch.where(overflow | grown, 0, self.good_steps + 1)
+        self.scale.copy_(torch.where(held, self.scale, scale))
+        self.good_steps.copy_(torch.where(held, self.good_steps, good_steps))
 
 
 class Optimizer:
@@ -121,25 +159,21 @@ class Optimizer:
         """Take steps again."""
         self.held.zero_()
 
-    def state_dict(self) -> list[dict]:
-        return [part.state_dict() for part in self.parts]
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it; the tensors are not copies."""
+        scale = self.loss_scale and {"scale": self.loss_scale.scale, "good_steps": self.loss_scale.good_steps}
+        return {"optimizer": [part.state_dict() for part in self.parts], "loss_scale": scale}
 
-    def restore(self, state: dict) -> None:
-        """Take what a checkpoint's state holds: "optimizer", and for float16 "loss_scale"."""
-        self.load_state_dict(state["optimizer"])
-        if self.loss_scale is not None and state.get("loss_scale"):  # else the run before had another dtype
-            self.loss_scale.load_state_dict(state["loss_scale"])
-
-    def load_state_dict(self, states: list[dict]) -> None:
-        """Take the moments of `states`; learning rates, decay and betas stay the configuration's, which may differ.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take moments and loss scale of `state`; rates, decay and betas stay the configuration's, which may differ.
 
         ValueError where they are not this model's. Before its first step, an optimizer may have none.
         """
-        if len(states) != len(self.parts):
-            raise ValueError(f"the state of {len(states)} optimizers, expected {len(self.parts)}")
-        for part, state in zip(self.parts, states, strict=True):
+        if len(state["optimizer"]) != len(self.parts):
+            raise ValueError(f"the state of {len(state['optimizer'])} optimizers, expected {len(self.parts)}")
+        for part, saved in zip(self.parts, state["optimizer"], strict=True):
             parameters = [p for group in part.param_groups for p in group["params"]]
-            moments = state["state"]
+            moments = saved["state"]
             if moments and moments.keys() != set(range(len(parameters))):
                 raise ValueError(f"moments of {len(moments)} parameters, expected {len(parameters)}")
             for index, values in moments.items():
@@ -147,7 +181,10 @@ class Optimizer:
                     if value.shape not in ((), parameters[index].shape):
                         expected = tuple(parameters[index].shape)
                         raise ValueError(f"{key} of parameter {index} is {tuple(value.shape)}, expected {expected}")
-            part.load_state_dict(state | {"param_groups": part.state_dict()["param_groups"]})
+            part.load_state_dict(saved | {"param_groups": part.state_dict()["param_groups"]})
+        if self.loss_scale is not None and state.get("loss_scale"):  # else the run before had another dtype
+            self.loss_scale.scale.copy_(state["loss_scale"]["scale"])
+            self.loss_scale.good_steps.copy_(state["loss_scale"]["good_steps"])
 
 
 def step_unless(part: torch.optim.Optimizer, skip: Tensor) -> None:
@@ -184,20 +221,19 @@ def step_and_restore_if(part: torch.optim.Optimizer, skip: Tensor) -> None:
 def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """AdamW first; then, for muon, Muon on the matrices inside the blocks."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    hidden = [p for name, p in named if p.ndim == 2 and name.startswith("blocks.")]
-    muon = hidden if config.name == "muon" else []
+    # weights of norms and biases are not to decay and are not for Muon: a model that has some needs a group for them
+    assert all(p.ndim == 2 for _, p in named), "a weight that is no matrix"
+    muon = [p for name, p in named if config.name == "muon" and name.startswith("blocks.")]
     in_muon = {id(p) for p in muon}
-    matrices = [p for _, p in named if p.ndim >= 2 and id(p) not in in_muon]
-    vectors = [p for _, p in named if p.ndim < 2]
-    groups = [
-        {"params": params, "weight_decay": decay, "peak_lr": config.lr}
-        for params, decay in ((matrices, config.weight_decay), (vectors, 0.0))
-        if params
-    ]
-    on_cuda = named[0][1].is_cuda
-    # fused: one kernel for all tensors in place of a loop over them
+    adamw = [p for _, p in named if id(p) not in in_muon]
     parts: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=on_cuda)
+        torch.optim.AdamW(
+            [{"params": adamw, "peak_lr": config.lr}],
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=adamw[0].is_cuda,  # one kernel for all tensors in place of a loop over them
+        )
     ]
     if muon:
         parts.append(

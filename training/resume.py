@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: what it must hold, which one, whether this run can take it, what has changed since."""
+"""Going on from a checkpoint: which one, what it must hold, whether this run can take it, what has changed since."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 from model import GPT
 from training.checkpoint import META, STATE, Checkpoint, newest_complete, open_checkpoint
-from training.guard import NumberGuard
+from training.numbers import NumberCheck
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
@@ -27,6 +27,7 @@ NEEDED_META = {
 NEEDED_STATE = {
     "optimizer": list,
     "random": {"python": tuple, "numpy": tuple, "cpu": torch.Tensor},
+    "number_check": {"spikes": int, "bad_steps": int, "in_a_row": int, "losses": list},
     "best_loss": (int, float),
 }
 
@@ -71,15 +72,10 @@ def refuse_unless_same(
             raise ValueError(f"{here} was trained with {group}.{key}={old}, this run has {new}; use {old}")
 
 
-def state_of(optimizer: Optimizer, guard: NumberGuard, best_loss: float, device: torch.device) -> dict[str, Any]:
+def state_of(optimizer: Optimizer, check: NumberCheck, best_loss: float, device: torch.device) -> dict[str, Any]:
     """What a checkpoint holds beside weights and description, and `restore` reads; its tensors are not copies."""
-    return {
-        "optimizer": optimizer.state_dict(),
-        "loss_scale": optimizer.loss_scale and optimizer.loss_scale.state_dict(),
-        "guard": guard.state_dict(),
-        "random": random_states(device),
-        "best_loss": best_loss,
-    }
+    rest = {"number_check": check.state_dict(), "random": random_states(device), "best_loss": best_loss}
+    return optimizer.state_dict() | rest
 
 
 def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
@@ -91,7 +87,7 @@ def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: to
     state = checkpoint.load_state()
     checkpoint.refuse_without(NEEDED_STATE, state, STATE)
     try:
-        optimizer.restore(state)
+        optimizer.load_state_dict(state)
         restore_random_states(state["random"], device)
     except torch.OutOfMemoryError:
         raise
@@ -100,26 +96,18 @@ def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: to
     return state
 
 
-def changes(checkpoint: Checkpoint, settings: Mapping[str, Any], data_fingerprint: str) -> list[str]:
-    """What is not as it was when `checkpoint` was written: 'optim.lr 0.0006 -> 0.0003', one line a key."""
-    before, now = _flat(checkpoint.meta["settings"]), _flat(settings)
-    lines = [
-        f"{key} {before.get(key)} -> {now.get(key)}"
-        for key in sorted(before | now)
-        if before.get(key) != now.get(key) and key != "resume"
-    ]
-    if checkpoint.meta["data_fingerprint"] != data_fingerprint:
-        lines.append(f"the text itself {checkpoint.meta['data_fingerprint'][:12]} -> {data_fingerprint[:12]}")
-    return lines
-
-
-def tell(
+def print_changes(
     checkpoint: Checkpoint, settings: Mapping[str, Any], data_fingerprint: str, say: Callable[[str], None]
 ) -> None:
-    """The lines with which a run says that it goes on, and with what changed."""
+    """Say where the run goes on and what is not as it was then: 'optim.lr 0.0006 -> 0.0003', one line a key."""
     say(f"resumed    from {checkpoint.path} after {checkpoint.step} steps")
-    for change in changes(checkpoint, settings, data_fingerprint):
-        say(f"changed    {change}")
+    before, now = _flat(checkpoint.meta["settings"]), _flat(settings)
+    for key in sorted(before | now):
+        if before.get(key) != now.get(key) and key != "resume":
+            say(f"changed    {key} {before.get(key)} -> {now.get(key)}")
+    then = checkpoint.meta["data_fingerprint"]
+    if then != data_fingerprint:
+        say(f"changed    the text itself {then[:12]} -> {data_fingerprint[:12]}")
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,9 +15,9 @@ from training.checkpoint import Checkpoint
 from training.evaluate import prompt_of
 from training.fit import Plan, fit
 from training.hardware import Hardware, set_up
-from training.nonfinite import POLICIES
-from training.profiler import refuse_too_few
-from training.runlog import wandb_mode
+from training.numbers import POLICIES
+from training.profile import refuse_too_few
+from training.wandb_run import wandb_mode
 
 
 @dataclass

@@ -11,7 +11,7 @@ from data import Batch
 from kernels import place_documents
 from training.hardware import Hardware
 from training.optimizer import Optimizer
-from training.profiler import region
+from training.profile import region
 
 
 class Step(NamedTuple):

@@ -37,8 +37,8 @@ from kernels import (
 from kernels.hopper.when import hopper_fp8_unsupported_reason
 from scripts.bench.clock import measure, python_us
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, table
-from training.flops import attention_flops
 from training.hardware import DTYPES, HardwareConfig, set_up
+from training.speed import attention_flops
 
 SDPA = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,

@@ -56,7 +56,7 @@ class CompileSettings:
             raise ValueError(f"arch={self.arch} is none of {', '.join(map(str, ARCHS))}")
 
 
-@program("compile_kernels", CompileSettings)
+@program("tool", CompileSettings)
 def main(settings: CompileSettings, run_dir: Path) -> None:
     plans = [overridden(plan, settings.override) for plan in selected(settings.arch, settings.only)]
     if settings.list:

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from training.provenance import provenance
+from training.log import provenance
 
 Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]  # heading -> what a row has there

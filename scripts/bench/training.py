@@ -28,10 +28,10 @@ from model.recompute import MODES
 from scripts.bench.clock import Mark, Parts
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, table
 from scripts.bench.saving import save_cost
-from training.flops import mfu, model_flops, peak_flops
 from training.hardware import Hardware, set_up
 from training.optimizer import Optimizer
 from training.run import resolve
+from training.speed import mfu, model_flops, peak_flops
 from training.step import training_step
 
 SDPA_KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}

@@ -31,8 +31,8 @@ from conf.program import program
 from conf.schema import Settings
 from model.recompute import MODES
 from training.hardware import set_up
-from training.profiler import STEPS_NEEDED
-from training.provenance import provenance
+from training.log import provenance
+from training.profile import STEPS_NEEDED
 from training.random_states import random_states
 from training.step import Step
 

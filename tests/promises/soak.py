@@ -33,7 +33,7 @@ from conf.program import program
 from conf.schema import Settings
 from train import train
 from training.hardware import set_up
-from training.provenance import provenance
+from training.log import provenance
 from training.step import Step
 
 FAILED = 1  # exit code

@@ -1,9 +1,12 @@
-"""Read a trace of torch.profiler: how long each kernel took, and which part of a transformer it belongs to.
+"""Where a step's time goes: record a few steps with torch.profiler, and read the trace back by part and by kernel.
+
+`region("forward")` is a range in the recorded trace and, on CUDA, an NVTX range, so Nsight Systems shows the same
+names without this recorder: `nsys profile -t cuda,nvtx python train.py ...`.
 
 On a GPU the unit is a kernel, a copy or a fill, and idle is the time in which none ran. Without a GPU it is a PyTorch
 operator's own time (without the operators that it called), and idle is Python between operators. A kernel belongs to
-the optimizer if it was launched in the region of that name; else its name, or that of the operator that launched it,
-decides.
+the optimizer if it was launched in the region of that name, and where kernels/parts.py says if it is ours; else its
+name, or that of the operator that launched it, decides.
 """
 
 import gzip
@@ -11,10 +14,23 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+from rich.console import Console
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from kernels.parts import PART_OF_KERNEL
+from training.hardware import Hardware
+from training.log import provenance
+
+SKIPPED_STEPS = 3  # compilation and the first allocations
+WARMUP_STEPS = 1  # with the profiler on, not kept: its own start is slow
+RECORDED_STEPS = 3  # enough for a mean; a trace of GPT-2 124M grows by about 1 MB a step
+STEPS_NEEDED = SKIPPED_STEPS + WARMUP_STEPS + RECORDED_STEPS
 
 # The first that fits decides. A name is "operator | kernel" in lower case; compiled kernels are named after what was
 # fused into them, for example triton_red_fused__softmax_mul. Batched products (bmm) are naive attention's: every
@@ -22,8 +38,8 @@ from rich.table import Table
 GROUPS = {
     "optimizer": r"multi_tensor_apply|_foreach|adam|optimizer\.step|clip_grad",
     "cross-entropy": r"cross_entropy|nll_?loss|log_?softmax",
-    "attention": r"flash_(fwd|bwd|dq|dkdv)|hopper_|_(delta|before|after)_kernel|flash_attn|fmha|sdpa|"
-    r"scaleddotproduct|scaled_dot_product|tiledattention|pytorch_flash|\bbmm\b|baddbmm|bmmbackward",
+    "attention": r"flashgpt::flash_|flash_attn|pytorch_flash|fmha|sdpa|scaleddotproduct|scaled_dot_product|"
+    r"tiledattention|\bbmm\b|baddbmm|bmmbackward",
     "matmul": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|aten::(mm|addmm|matmul|linear)\b|\b(add)?mmbackward",
     "softmax and normalisation": r"softmax|norm|rsqrt|logsumexp|amax|masked_fill|triton_(per|red)_",
     "memory copies": r"memcpy|memset|copy|aten::(cat|fill_|zero_|clone|contiguous|empty\w*)\b|fillfunctor|catarray",
@@ -32,6 +48,78 @@ OTHER, IDLE = "other", "idle"
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 TOP = 12  # rows of the kernel table
 TEXT = ("group", "longest", "name")  # columns of words
+
+
+@contextmanager
+def region(name: str) -> Iterator[None]:
+    """A named part of a step: a few microseconds, whether or not anybody is recording."""
+    nvtx = torch.cuda.is_initialized()
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with record_function(name):
+            yield
+    finally:
+        if nvtx:
+            torch.cuda.nvtx.range_pop()
+
+
+def refuse_too_few(steps: int) -> None:
+    """ValueError where `steps`, those that are left to run, are too few to record any."""
+    if steps < STEPS_NEEDED:
+        raise ValueError(
+            f"profile=true needs {STEPS_NEEDED} steps ({SKIPPED_STEPS + WARMUP_STEPS} to settle, {RECORDED_STEPS} "
+            f"to record) and there are {steps}; raise train.steps"
+        )
+
+
+class StepProfiler:
+    """Open with `with` and call `step()` after each training step; the steps after the first four are recorded.
+
+    `folder` gets `trace.json.gz`, for https://ui.perfetto.dev or chrome://tracing, and `profile.json`, the time by
+    group and by kernel, which is printed too. Recording changes no number of the run."""
+
+    def __init__(self, folder: Path, hardware: Hardware, console: Console):
+        self.folder, self._hardware, self._console = folder, hardware, console
+        self._steps_done, self._written = 0, False
+        on_cuda = hardware.device.type == "cuda"
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])],
+            schedule=schedule(wait=SKIPPED_STEPS, warmup=WARMUP_STEPS, active=RECORDED_STEPS, repeat=1),
+            on_trace_ready=self._write,
+            acc_events=True,  # else it warns, each time, that events of earlier cycles are dropped: there is one cycle
+        )
+
+    def __enter__(self) -> "StepProfiler":
+        self._profile.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._profile.stop()
+
+    def step(self) -> bool:
+        """Mark the end of a training step; whether its recording was the last and has just been written."""
+        self._steps_done += 1
+        if self._steps_done == SKIPPED_STEPS + WARMUP_STEPS:
+            self._hardware.synchronize()  # or kernels of earlier steps would still be running when recording begins
+        already = self._written
+        self._profile.step()
+        return self._written and not already
+
+    def _write(self, recorded: profile) -> None:
+        self._written = True
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "trace.json.gz"
+        recorded.export_chrome_trace(str(path))
+        found = read_trace(path)
+        report = {"provenance": provenance(), "hardware": self._hardware.description, **found.as_dict()}
+        (self.folder / "profile.json").write_text(json.dumps(report, indent=2) + "\n")
+        for part in found.tables():
+            self._console.print(part)
+        self._console.print(f"the whole trace: {path} (open it at https://ui.perfetto.dev)", markup=False)
+
+
+# --- reading the trace
 
 
 @dataclass(frozen=True)
@@ -113,7 +201,10 @@ def read_trace(path: Path) -> Profile:
 
 
 def group_of(name: str) -> str:
-    """The group of "operator | kernel"."""
+    """The group of "operator | kernel": one of GROUPS, or OTHER."""
+    part = PART_OF_KERNEL.get(name.rpartition(" | ")[2])
+    if part is not None:
+        return part if part in GROUPS else OTHER
     return next((group for group, pattern in GROUPS.items() if re.search(pattern, name.lower())), OTHER)
 
 

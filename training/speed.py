@@ -1,4 +1,4 @@
-"""FLOPs of a GPT, and what share of the chip's peak a run reaches (MFU).
+"""How fast a run is: tokens a second, FLOPs of a GPT, and what share of the chip's peak that is (MFU).
 
 A matrix product with a weight of P entries costs 2P FLOPs a token forward and 4P backward. Attention's two products
 cost 4 * num_heads * head_dim FLOPs for each (query, key) pair forward and 2.5x that backward in FlashAttention's own
@@ -7,10 +7,48 @@ alike. Two conventions for the pairs of a causal mask are in use and differ by 2
 `causal` counts the pairs that are visible, (N + 1) / 2 a token; `full` counts all N (PaLM, appendix B; nanoGPT).
 """
 
+import time
+
 import torch
 
 from kernels.device import dense_bf16_peak_flops
 from model import GPT
+from training.hardware import Hardware
+
+
+class Speed:
+    """Measures a run's steps, without what is between them: evaluation, samples, saving, compilation.
+
+    Args:
+        batch_tokens: tokens of a step.
+        first_step: steps done before this process.
+    """
+
+    def __init__(self, model: GPT, hardware: Hardware, batch_tokens: int, first_step: int) -> None:
+        self._hardware, self._batch_tokens, self._first_step = hardware, batch_tokens, first_step
+        self._flops, self._peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
+        self.restart(first_step)
+
+    def restart(self, step: int) -> None:
+        """Begin to measure after `step` steps."""
+        self._hardware.synchronize()
+        self._since, self._from_step = time.perf_counter(), step
+
+    def lap(self, step: int) -> dict[str, float]:
+        """What `RunLog.metrics` records of the steps since `restart` or the last lap; empty where none was measured.
+
+        The first step of a process compiles, so it is no measure.
+        """
+        steps, since = step - self._from_step, self._since
+        self.restart(step)
+        if not steps or step <= self._first_step + 1:
+            return {}
+        rate = self._batch_tokens * steps / (self._since - since)
+        shares = {
+            "mfu": mfu(self._flops["causal"], rate, self._peak),
+            "mfu_full": mfu(self._flops["full"], rate, self._peak),
+        }
+        return {"tokens_per_second": rate, **shares}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

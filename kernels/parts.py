@@ -1,0 +1,12 @@
+"""Which part of a transformer each kernel of this package computes, by its name in a profiler's trace."""
+
+_KERNELS = {
+    "attention": (
+        *("flash_fwd_kernel", "flash_dkdv_kernel", "flash_dq_kernel", "_delta_kernel"),
+        *("hopper_fwd_kernel", "hopper_bwd_kernel", "_before_kernel", "_after_kernel"),
+        *("hopper_fp8_kernel", "hopper_fp8_values_kernel"),
+    ),
+    "cross-entropy": ("cross_entropy_fwd_kernel", "cross_entropy_bwd_kernel"),
+    "rotary": ("rotary_kernel",),
+}
+PART_OF_KERNEL = {kernel: part for part, kernels in _KERNELS.items() for kernel in kernels}

@@ -1,0 +1,300 @@
+"""What a run writes down: `metrics.jsonl` always, a console line or progress bar, Weights & Biases where it is wanted.
+
+Logging watches the run and never changes it: it draws no random number, and a failing wandb is reported once and
+switched off. Every figure of this project carries its `provenance`: commit, versions, machine, command.
+"""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from training.numbers import NumberCheck
+from training.optimizer import Optimizer
+from training.stop import StopRequest
+from training.wandb_run import LoggerConfig, brief, send, start_wandb, wandb_mode
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "safetensors", "wandb")
+
+# what a console line shows of a record, in this order
+TRAINING_FORMS = {
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.2e}",
+    "grad_norm": "norm {:.2f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "mfu": "mfu {:.1%}",
+    "mfu_full": "({:.1%} full)",
+    "peak_memory_gib": "{:.1f} GiB",
+}
+EVALUATION_FORMS = {
+    "val_loss": "held-out loss {:.4f}",
+    "val_perplexity": "perplexity {:.2f}",
+    "val_bits_per_byte": "{:.3f} bits a byte",
+}
+
+
+class RunLog:
+    """Open with `with`; `metrics` records a step, `say` prints a line above the progress bar.
+
+    Args:
+        first_step: steps already done.
+        steps: steps of the whole run.
+        resumes: whether the run goes on; only then may the folder hold a run.
+        wandb: mode and why, where `wandb_mode` was asked before.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LoggerConfig,
+        settings: Mapping[str, Any],
+        *,
+        first_step: int,
+        steps: int,
+        resumes: bool = False,
+        wandb: tuple[str, str] | None = None,
+    ):
+        mode = wandb or wandb_mode(config)  # refuses before anything is written
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        self.console = Console(highlight=False)
+        self._file = MetricsFile(run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say)
+        self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resumed=resumes)
+        # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
+        self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.read()])
+        # a bar that nobody sees would still lock, copy and time itself at every step
+        self._bar = _progress_bar(self.console, first_step, steps) if self.console.is_terminal else None
+
+    def __enter__(self) -> "RunLog":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._file.close()
+        self._with_wandb(lambda run: run.finish(exit_code=0 if exc_info[0] is None else 1))
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def advance(self, step: int) -> None:
+        """Move the bar to `step` steps done; nothing where there is no terminal to show one."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
+
+    def metrics(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Record `values` at `step` steps done; None means not known here and is left out."""
+        known = {key: value for key, value in values.items() if value is not None}
+        self._file.append(step, known)
+        self._with_wandb(lambda run: send(run, step, known))
+        for forms in (TRAINING_FORMS, EVALUATION_FORMS):
+            if line := "  ".join(form.format(known[key]) for key, form in forms.items() if key in known):
+                self.say(f"step {step:>6}  {line}")
+
+    def finish(
+        self, results: Mapping[str, Any], check: NumberCheck, stop: StopRequest | None, checkpoint: Path | None
+    ) -> dict[str, Any]:
+        """Write `summary.json`, hand it to wandb, print the run's last lines, return the summary.
+
+        results: "steps", "seconds" and what else is known; where the run was not stopped, its evaluation too.
+        stop: why it was stopped. checkpoint: the last one that was saved.
+        """
+        summary = {
+            **_finite(results),
+            "bad_steps": check.bad_steps,
+            "loss_spikes": check.spikes,
+            "stopped": stop.reason if stop else None,
+            "exit_code": stop.exit_code if stop else 0,
+            "checkpoint": str(checkpoint) if checkpoint else None,
+        }
+        try:
+            (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        except OSError as error:
+            self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
+        self._with_wandb(lambda run: run.summary.update(summary))
+        if stop:
+            self.say(f"stopped by {stop.reason}; resume={self.run_dir} goes on")
+        else:
+            self.say(
+                f"held-out loss {results['val_loss']:.4f} nats a token ({results['val_bits_per_byte']:.3f} bits a "
+                f"byte); a unigram model of the same text: {results['unigram_val_loss']:.4f}"
+            )
+        self.say(f"{results['steps']} steps in {results['seconds']:.0f} s; everything is in {self.run_dir}")
+        return summary
+
+    def _with_wandb(self, call: Callable[[Any], Any]) -> None:
+        if self._wandb is None:
+            return
+        try:
+            call(self._wandb)
+        except Exception as error:  # wandb may fail in any way it likes; the run goes on without it
+            self._wandb = None
+            self.say(f"wandb failed ({brief(error)}); the run goes on without it")
+
+
+class MetricsFile:
+    """One JSON object a line, each step once, whole lines only, whatever happens to disk or run.
+
+    Lines that a full disk refuses are kept in memory and written when there is room again; `say` is told once when
+    writing fails and once when it works again. Lines past `first_step` were written after the checkpoint that is
+    resumed: they are dropped.
+
+    Raises:
+        ValueError: the file exists and the run is a new one, or it is damaged.
+    """
+
+    def __init__(self, path: Path, first_step: int, *, resumes: bool, say: Callable[[str], None]) -> None:
+        if path.exists() and not resumes:
+            raise ValueError(
+                f"run folder {path.parent} already holds a run; give another hydra.run.dir, or resume=auto"
+            )
+        self.path, self._say = path, say
+        self._waiting: list[str] = []
+        self._failed = False
+        if path.exists():
+            lines = _lines_until(path, first_step)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(line + "\n" for line in lines))
+            temporary.replace(path)
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
+        self._waiting.append(json.dumps({"step": step, **_finite(values)}) + "\n")
+        self._write()
+
+    def read(self) -> list[dict[str, Any]]:
+        """The records in the file: each has "step"; None stands for what was not finite."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def close(self) -> None:
+        if self._failed:
+            self._write()
+        if self._waiting:
+            self._say(f"not written: the last {len(self._waiting)} lines of {self.path}")
+        self._file.close()
+
+    def _write(self) -> None:
+        end = os.fstat(self._file.fileno()).st_size
+        content = memoryview("".join(self._waiting).encode())
+        try:
+            while content:
+                content = content[self._file.write(content) :]
+        except OSError as error:
+            self._file.truncate(end)  # no half lines
+            if not self._failed:
+                self._say(f"not written: {self.path}: {error}; its lines wait in memory, the run goes on; free space")
+            self._failed = True
+            return
+        self._waiting.clear()
+        if self._failed:
+            self._say(f"written again: {self.path}")
+        self._failed = False
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with None for inf and NaN, which JSON has not: a reader sees that there was no number."""
+    return {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in values.items()}
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """Its lines up to `step`. A last line without an end was being written when the machine stopped: it is dropped."""
+    *lines, _ = path.read_bytes().split(b"\n")
+    try:
+        return [line.decode() for line in lines if json.loads(line)["step"] <= step]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); move it away to resume without the earlier metrics") from error
+
+
+def step_record(loss: Tensor, grad_norm: Tensor, optimizer: Optimizer, check: NumberCheck) -> dict[str, float | None]:
+    """What `RunLog.metrics` records of a step by itself; reading it waits for the device."""
+    return {
+        "loss": loss.item(),
+        "lr": optimizer.lr,
+        "grad_norm": grad_norm.item(),
+        "loss_scale": optimizer.loss_scale.scale.item() if optimizer.loss_scale else None,
+        "loss_spikes": check.spikes or None,
+        "bad_steps": check.bad_steps or None,
+    }
+
+
+def _progress_bar(console: Console, first_step: int, steps: int) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(), TextColumn("gone,"))
+    bar = Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=console, transient=True)
+    bar.add_task("", total=steps, completed=first_step)
+    return bar
+
+
+# --- where a run came from
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, command, versions and machine of this process."""
+    return {
+        "commit": git_commit(),
+        "command": command(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda,
+        "cpu_threads": torch.get_num_threads(),
+    }
+
+
+def write_description(run_dir: Path, settings: dict, manifest: dict, protocol: dict) -> None:
+    """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data, evaluation)."""
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    description = {"provenance": provenance(), "data": manifest, "evaluation": protocol}
+    (run_dir / "run.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+def command() -> str:
+    """What was typed, without where its output went."""
+    program = Path(sys.argv[0]).resolve()
+    if program.is_relative_to(ROOT) and program.parent != ROOT:
+        typed = f"python -m {'.'.join(program.relative_to(ROOT).with_suffix('').parts)}"
+    else:
+        typed = f"python {program.name}"
+    return " ".join([typed, *(a for a in sys.argv[1:] if not a.startswith("hydra.run.dir="))])
+
+
+def git_commit() -> str | None:
+    """The commit of this checkout, '+changes' appended where tracked files differ; None outside a checkout.
+
+    The environment variable GIT_COMMIT stands in for it where the code was copied without its history.
+    """
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
+    try:
+        commit = git("rev-parse", "HEAD")
+        return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

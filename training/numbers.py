@@ -1,0 +1,299 @@
+"""Losses and gradients that are not finite: notice the step, name the place, keep the step, follow the policy.
+
+stop      the run ends with the state before the step saved; exit code EXIT_BAD_NUMBERS
+skip      the step is not taken and the run goes on with the next batch
+rollback  weights and moments go back to the newest good checkpoint; steps, schedule and data go on. So the batches
+          since that checkpoint are not learnt from and not seen again, as Chowdhery et al. 2022 (PaLM, section 5.1)
+          got past their spikes: the same state with other batches.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from data import Batch, Prefetcher
+from model import GPT
+from training import checkpoint as checkpoints
+from training.hardware import Hardware
+from training.hooks import watched, watched_compiled
+from training.optimizer import Optimizer
+from training.random_states import random_states, restore_random_states
+from training.saver import Saver
+from training.stop import StopRequest
+
+POLICIES = ("stop", "skip", "rollback")
+EXIT_BAD_NUMBERS = 65  # sysexits.h: the data are not what they should be
+MOST_IN_A_ROW = 10  # bad steps that a policy goes on after; with one more it is not the batch
+MOST_DUMPS = 5  # of one run: each is as large as a checkpoint, and the first ones tell what there is to tell
+DUMPS = "bad_steps"  # their folder in that of the run
+SPIKE_WINDOW = 64  # losses that the next one is compared with
+SPIKE_LEAST = 16  # fewer say little about their spread
+SPIKE_DEVIATIONS = 6.0  # of normal noise one in 1e9 is further out; a diverging run is within a few steps
+
+RunStep = Callable[[Callable[..., Tensor], Batch], Any]  # computes a step with the given network
+OTHER_MASKS = " (run module by module, with other dropout masks than compiled)"
+
+
+def steps_late(device: torch.device) -> int:
+    """One on a GPU: while the host waits for step n's numbers, step n + 1 is queued. A CPU has them at once."""
+    return 1 if device.type == "cuda" else 0
+
+
+@dataclass
+class BadStep:
+    """A step as it was: its number from 1, its loss and gradient norm, and the random states around it."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+class NumberCheck:
+    """Looks at every step's loss and gradient norm a step late, so that a GPU never waits for the host to have looked.
+
+    The optimizer takes no step once one was not finite (`Optimizer.step`), so looking late costs time and no number:
+    the loop goes back to the bad step, and what it does then depends on that step alone. A loss that is more than
+    SPIKE_DEVIATIONS standard deviations above the mean of the SPIKE_WINDOW steps before it (a spike) is said.
+
+    Attributes:
+        spikes: how many there were, over all lives of the run.
+        bad_steps: how many the run went on after, likewise.
+        in_a_row: those since the last good step.
+    """
+
+    def __init__(self, optimizer: Optimizer, hardware: Hardware, say: Callable[[str], None]) -> None:
+        self.spikes = self.bad_steps = self.in_a_row = 0
+        self._optimizer, self._device, self._say = optimizer, hardware.device, say
+        self._late = steps_late(hardware.device)
+        # a step, what it says of (held, loss, norm) in host memory, and when that is there
+        self._pending: deque[tuple[BadStep, Tensor, torch.cuda.Event | None]] = deque()
+        self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self._before = random_states(self._device)
+
+    def look(self, step: int, loss: Tensor, grad_norm: Tensor, *, wait: bool) -> BadStep | None:
+        """Take note of `step` (from 1), and look at those whose numbers are due; with `wait` at all of them.
+
+        Wherever the state of the run is used (saved, evaluated, reported), ask with `wait`. A returned step is the
+        first that was not finite: model and optimizer are as they were before it, and stay so until `go_on`.
+        """
+        numbers = torch.stack([self._optimizer.held.float(), loss.float(), grad_norm.float()])
+        copied = None
+        if numbers.is_cuda:
+            numbers = torch.empty(3, pin_memory=True).copy_(numbers, non_blocking=True)
+            copied = torch.cuda.current_stream(self._device).record_event()
+        after = random_states(self._device)
+        self._pending.append((BadStep(step, math.nan, math.nan, self._before, after), numbers, copied))
+        self._before = after
+        while len(self._pending) > (0 if wait else self._late):
+            oldest, numbers, copied = self._pending.popleft()
+            if copied is not None:
+                copied.synchronize()
+            held, oldest.loss, oldest.grad_norm = numbers.tolist()
+            if held:
+                self._pending.clear()
+                return oldest
+            self.in_a_row = 0
+            self._compare(oldest.step, oldest.loss)
+        return None
+
+    def go_on(self) -> None:
+        """Let the optimizer step again; the random states are by now those that the next step begins with."""
+        self.bad_steps += 1
+        self.in_a_row += 1
+        self._optimizer.release()
+        self._before = random_states(self._device)
+
+    def _compare(self, step: int, loss: float) -> None:
+        """Say so if `loss` is a spike. It then counts as any other: a jump to a new level is two spikes, not fifty."""
+        if len(self._losses) >= SPIKE_LEAST:
+            count = len(self._losses)
+            mean = math.fsum(self._losses) / count
+            # not statistics.stdev: its fractions would take longer than all else that the host does for a step
+            deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in self._losses) / (count - 1))
+            if loss > mean + SPIKE_DEVIATIONS * deviation:
+                self.spikes += 1
+                far = (loss - mean) / deviation if deviation else math.inf
+                self._say(
+                    f"spike      step {step}: loss {loss:.4f} is {far:.1f} standard deviations above {mean:.4f}, the "
+                    f"mean of the {count} steps before"
+                )
+        self._losses.append(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {"spikes": self.spikes, "bad_steps": self.bad_steps, "in_a_row": self.in_a_row}
+        return counts | {"losses": list(self._losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.spikes, self.bad_steps, self.in_a_row = (state[key] for key in ("spikes", "bad_steps", "in_a_row"))
+        self._losses.extend(state["losses"])
+
+
+class FirstBad:
+    """A `See` (training/hooks.py) that keeps the first tensor which is not finite.
+
+    Attributes:
+        found: {"module", "tensor", "how", "micro_batch"}, None as long as all were finite.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] | None = None
+        self._losses = 0
+
+    def __call__(self, module: str, tensor: str, value: Tensor) -> None:
+        bad = torch.zeros(0) if self.found else (~value.isfinite()).nonzero()
+        first = ""
+        if len(bad):
+            place = tuple(bad[0].tolist())
+            first = f", the first {value[place].item()} at {place}"
+        self.counted(module, tensor, len(bad), value.numel(), first)
+
+    def counted(self, module: str, tensor: str, bad: int, size: int, first: str = "") -> None:
+        """As a call, of a tensor of which only this is known: `bad` of `size` values are not finite."""
+        if self.found is None and bad:
+            # a micro-batch's gradients come after its loss
+            micro_batch = self._losses - (1 if tensor.startswith("d") else 0)
+            how = f"{bad:,} of {size:,} values are not finite{first}"
+            self.found = {"module": module, "tensor": tensor, "how": how, "micro_batch": micro_batch}
+        self._losses += tensor == "loss"
+
+    def weights(self, model: nn.Module) -> None:
+        """Look at what the step begins with."""
+        for name, parameter in model.named_parameters():
+            module, _, tensor = name.rpartition(".")
+            self(module, tensor, parameter.detach())
+
+
+@dataclass
+class BadSteps:
+    """The policy and what it works on. `description` goes into each dump: settings, tokenizer, versions."""
+
+    policy: str
+    run_dir: Path
+    model: GPT
+    forward: Callable[..., Tensor]  # the model, or what was compiled from it
+    optimizer: Optimizer
+    hardware: Hardware
+    check: NumberCheck
+    saver: Saver
+    description: dict[str, Any]
+    say: Callable[[str], None]
+
+    def handle(self, bad: BadStep, batches: Prefetcher, run_step: RunStep, stop: StopRequest) -> bool:
+        """Whether the run goes on, after the step `bad`, with the next of `batches`.
+
+        If not, everything is as it was before that step, and `stop` has the reason.
+        """
+        batches.seek(bad.step - 1)
+        batch = next(batches)
+        what = "gradient" if math.isfinite(bad.loss) else "loss"
+        first = self._diagnose(bad, lambda forward: run_step(forward, batch))
+        self.say(f"bad step   {bad.step}: its {what} is not finite; first in {in_words(first)}")
+        self._dump(bad, batch, {"what": what, "first": first})
+        goes_on, action = self._follow(bad.step)
+        self.say(f"on_nonfinite={self.policy}: {action}")
+        restore_random_states(bad.after if goes_on else bad.before, self.hardware.device)
+        if goes_on:
+            self.check.go_on()
+        else:
+            stop.because(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS)
+        return goes_on
+
+    def _follow(self, step: int) -> tuple[bool, str]:
+        """Whether the run goes on, and what is done, in words."""
+        if self.policy == "stop":
+            return False, "the run stops before it; train.on_nonfinite=skip resume=auto goes on with the next batch"
+        if self.check.in_a_row >= MOST_IN_A_ROW:
+            return False, f"the run stops; more than {MOST_IN_A_ROW} bad steps in a row are not the batch's doing"
+        if self.policy == "skip":
+            return True, "the step is not taken; the run goes on with the next batch"
+        self.saver.wait()
+        last = step - 1
+        while found := checkpoints.newest_complete(self.saver.folder, self.say, last):
+            if all(value.isfinite().all() for value in load_file(found.path / checkpoints.WEIGHTS).values()):
+                found.load_weights(self.model)
+                self.optimizer.load_state_dict(found.load_state())
+                return True, f"back to the weights of {found.path}; the run goes on with the next batch"
+            self.say(f"passed over: checkpoint {found.path}: its weights are not finite")
+            last = found.step - 1
+        return False, f"the run stops; {self.saver.folder} has no good checkpoint yet: lower train.save_every"
+
+    def _diagnose(self, bad: BadStep, again: Callable[[Callable[..., Tensor]], Any]) -> dict[str, Any]:
+        """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where that is not known.
+
+        The step is run again module by module. A compiled model draws other dropout masks than that: then it is first
+        run compiled, in a way that tells of its tensors (`watched_compiled`), though of gradients only the weights'.
+        """
+        seen = FirstBad()
+        seen.weights(self.model)
+        compiled = self.forward is not self.model
+        masks_differ = compiled and self.model.config.dropout + self.model.config.attention_dropout > 0
+        ways = [False]  # whether to watch it compiled
+        if compiled and self.check.bad_steps < MOST_DUMPS:  # it compiles for up to a minute
+            ways = [True, False] if masks_differ else [False, True]
+        try:
+            for way in ways:
+                if seen.found is None:
+                    restore_random_states(bad.before, self.hardware.device)
+                    seen = self._run_again(again, compiled=way)
+                    if seen.found and masks_differ and not way:
+                        seen.found["how"] += OTHER_MASKS
+        except torch.OutOfMemoryError:  # eager takes more than compiled; the run is not to die of a diagnosis
+            return {"how": "a place unknown: memory did not suffice to run the step again module by module"}
+        finally:
+            for part in self.optimizer.parts:
+                part.zero_grad(set_to_none=True)
+        return seen.found or {"how": "a place unknown: the step was finite when run again; is the hardware sound?"}
+
+    def _run_again(self, again: Callable[[Callable[..., Tensor]], Any], *, compiled: bool) -> FirstBad:
+        """The bad step once more; nothing is updated."""
+        seen = FirstBad()
+        if not compiled:
+            with watched(self.model, seen):
+                again(self.model)
+            return seen
+        from torch._dynamo.exc import TorchDynamoException  # seconds to import, so only where something was compiled
+
+        try:
+            with watched_compiled(self.model, seen.counted) as forward:
+                again(forward)
+        except TorchDynamoException:  # with activation checkpointing; module by module it is, and that is said
+            return FirstBad()
+        return seen
+
+    def _dump(self, bad: BadStep, batch: Batch, found: dict[str, Any]) -> None:
+        """Write what runs the step again, as a checkpoint; where that cannot be, say so and go on without."""
+        folder = self.run_dir / DUMPS
+        if len(list(folder.glob("step_*"))) >= MOST_DUMPS:
+            self.say(f"not saved: what reproduces step {bad.step}: {folder} holds {MOST_DUMPS} already; move them away")
+            return
+        meta = {
+            "step": bad.step,
+            "loss": repr(bad.loss),  # as text: JSON knows no NaN
+            "grad_norm": repr(bad.grad_norm),
+            **found,
+            "device": self.hardware.device.type,
+            "dtype": str(self.hardware.dtype).removeprefix("torch."),
+            "compiled": self.hardware.compile,
+        }
+        state = self.optimizer.state_dict() | {"random": bad.before, "batch": batch}
+        try:
+            checkpoints.prepare(folder)
+            path = checkpoints.write_step(folder, checkpoints.weights_of(self.model), state, meta | self.description)
+        except OSError as error:
+            self.say(f"not saved: what reproduces step {bad.step}: {error}; free space or make the folder writable")
+        else:
+            self.say(f"saved      {path}; python -m scripts.replay dump={path} runs the step again with each attention")
+
+
+def in_words(first: dict[str, Any]) -> str:
+    """'module: tensor, how' of what `FirstBad` found, as far as it is known."""
+    return f"{first['module']}: {first['tensor']}, {first['how']}" if "module" in first else first["how"]

@@ -1,0 +1,129 @@
+"""Weights & Biases where it is wanted: online where a login is found and the server answers, else offline."""
+
+import http.client
+import math
+import netrc
+import os
+import secrets
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+WANDB_MODES = ("auto", "online", "offline", "disabled")
+WANDB_URL = "https://api.wandb.ai"
+_PATIENCE_SECONDS = 5.0  # for the one question that decides whether wandb's server is within reach
+
+
+@dataclass
+class LoggerConfig:
+    wandb: str = "auto"  # auto (online where a login is found, else offline) | online | offline | disabled
+    project: str = "flashgpt"
+    group: str | None = None  # runs to be compared
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.wandb not in WANDB_MODES:
+            raise ValueError(f"logger.wandb={self.wandb} is not one of {', '.join(WANDB_MODES)}")
+
+
+def wandb_mode(config: LoggerConfig) -> tuple[str, str]:
+    """(online | offline | disabled, why). Online is only said of a server that has just answered.
+
+    Raises ValueError, one line, where online was asked for by name and cannot be had.
+    """
+    mode, asked_by = config.wandb, "logger.wandb"
+    if mode == "auto":
+        mode, asked_by = os.environ.get("WANDB_MODE"), "WANDB_MODE"
+        if mode and mode not in WANDB_MODES[1:]:
+            raise ValueError(f"WANDB_MODE={mode} is not one of {', '.join(WANDB_MODES[1:])}; unset it")
+        if not mode:
+            obstacle = _silence_of_server() if _has_wandb_login() else "no login was found"
+            return ("offline", f"auto: {obstacle}") if obstacle else ("online", "auto: a login was found")
+    if mode == "online":
+        obstacle = _silence_of_server() if _has_wandb_login() else "no login was found (`wandb login`)"
+        if obstacle:
+            raise ValueError(f"{asked_by}=online but {obstacle}; use logger.wandb=offline and `wandb sync` later")
+    return mode, f"{asked_by}={mode}"
+
+
+def _has_wandb_login() -> bool:
+    """Whether a key is at hand, found without the network: the environment, or the netrc file `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", WANDB_URL).split("//")[-1].split("/")[0].split(":")[0]
+    for file in filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")):
+        try:
+            if netrc.netrc(Path(file).expanduser()).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def _silence_of_server() -> str | None:
+    """Why wandb's server cannot be used, or None. wandb itself would ask for half a minute."""
+    url = os.environ.get("WANDB_BASE_URL", WANDB_URL)
+    try:
+        urllib.request.urlopen(url, timeout=_PATIENCE_SECONDS).close()
+    except urllib.error.HTTPError:
+        return None  # an answer, whatever it is
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return f"{url} does not answer ({getattr(error, 'reason', None) or error or type(error).__name__})"
+    return None
+
+
+def start_wandb(
+    run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any], mode: str, why: str, *, resumed: bool
+) -> tuple[Any, str]:
+    """Start a wandb run that never asks and never waits long; (the run or None, a sentence).
+
+    ValueError where it was asked for by name and does not start.
+    """
+    if mode == "disabled":
+        return None, "wandb off"
+    import wandb  # half a second, so only where it is used
+
+    # one id a run folder, so that a resumed run goes on in the same wandb run
+    id_file = run_dir / "wandb_id"
+    run_id = (id_file.read_text().strip() if id_file.exists() else "") or secrets.token_hex(4)
+    id_file.write_text(run_id + "\n")
+    try:
+        if resumed and mode == "offline":  # the new folder will hold the whole run: the old ones are not to be synced
+            for earlier in run_dir.glob(f"wandb/offline-run-*-{run_id}"):
+                earlier.rename(earlier.with_name(f"superseded-{earlier.name}"))
+        run = wandb.init(
+            project=config.project,
+            group=config.group,
+            tags=config.tags or None,
+            name="/".join(run_dir.resolve().parts[-2:]),
+            id=run_id,
+            resume="allow" if resumed and mode == "online" else None,
+            dir=run_dir,
+            mode=mode,
+            config=dict(settings),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=30, x_disable_stats=True),
+        )
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+    except Exception as error:  # it may fail in any way it likes
+        reason = f"wandb failed to start ({brief(error)})"
+        if config.wandb == "online":
+            raise ValueError(f"logger.wandb=online but {reason}; use logger.wandb=offline") from error
+        return None, f"{reason}; going on without it"  # a logger does not stop a run
+    note = f"wandb {mode} ({why})"
+    if mode == "offline":
+        note += f"; later: wandb sync {Path(run.dir).parent}"
+    return run, note
+
+
+def send(run: Any, step: int, values: Mapping[str, Any]) -> None:
+    """Hand a step to wandb, on its own step axis; one that it already has from before a crash it drops."""
+    numbers = {key: math.nan if value is None else value for key, value in values.items()}
+    run.log({"step": step, **numbers}, step=step)
+
+
+def brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
