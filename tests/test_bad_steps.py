@@ -14,7 +14,7 @@ import train as program
 from kernels import naive_attention
 from model import GPT, GPTConfig
 from scripts import replay
-from tests.runs import contents, digest, metrics, small_run
+from tests.runs import contents, digest, metrics, replaced, small_run
 from train import train
 from training import checkpoint as checkpoints
 from training import numbers

@@ -179,7 +179,7 @@ def test_sixteen_bits_beside_float32(tmp_path, capsys, dtype):
     def huge(q, k, v, *, documents=None, **options):  # finite in float32 and bfloat16, beyond float16's 65,504
         return naive_attention(q, k, v, **options) * 1e9
 
-    with replaced("naive", huge, tiled=huge):
+    with replaced("naive", huge), replaced("tiled", huge):
         train(small_run(tmp_path, *STORY, f"hardware.dtype={dtype}", "train.on_nonfinite=skip"), tmp_path / "run")
         dumps = list((tmp_path / "run").glob("bad_steps/*"))
         if dtype == "bfloat16":
