@@ -162,7 +162,7 @@ def draw(report: Report) -> None:
         passes = list(dict.fromkeys(row["pass"] for row in rows))
         panels = [Panel(f"{p}, TFLOP/s", "tflops", lambda row, p=p: row["pass"] == p) for p in passes]
         memory = f"memory beyond the inputs, {passes[-1]}, MiB"
-        panels.append(Panel(memory, "peak_extra_mib", lambda row, p=passes[-1]: row["pass"] == p))
+        panels.append(Panel(memory, "peak_extra_mib", lambda row, p=passes[-1]: row["pass"] == p, may_be_log=True))
         title = f"attention, {mask}, D = {head_dim}, {dtype}, {report.hardware.split(',')[0]}"
         path = report.folder / f"attention_{mask}_{head_dim}_{dtype}.png"
         draw_lengths(path, rows, panels, lambda row: LABELS.get(row["attention"], row["attention"]), title)

@@ -133,6 +133,7 @@ class Panel:
     title: str
     key: str
     of: Callable[[Row], bool] = lambda row: True
+    may_be_log: bool = False  # of the y axis, where figures differ by more than ten times
 
 
 def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callable[[Row], str], title: str) -> None:
@@ -153,7 +154,7 @@ def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callab
                     axes.scatter(full, [done[-1][1]] * len(full), marker="x", color=f"C{number}", s=40)
                     place = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
                     axes.annotate("out of memory", (full[len(full) // 2], done[-1][1]), **place)
-            is_wide = axes.dataLim.y1 > 10 * axes.dataLim.y0
+            is_wide = panel.may_be_log and axes.dataLim.y1 > 10 * axes.dataLim.y0
             axes.set(xscale="log", xlabel="N, tokens", **({"yscale": "log"} if is_wide else {"ylim": (0, None)}))
             axes.set_title(panel.title, fontsize=10)
             axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else n for n in lengths], fontsize=8)

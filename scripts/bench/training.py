@@ -84,7 +84,8 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     for attention, chosen in rows:
         report.rows.append(measure(attention, chosen, hardware, run_dir))
     if len(bench.seq_len) > 1:
-        panels = [Panel("tokens a second", "tokens_per_second"), Panel("peak memory, GiB", "peak_memory_gib")]
+        memory = Panel("peak memory, GiB", "peak_memory_gib", may_be_log=True)
+        panels = [Panel("tokens a second", "tokens_per_second"), memory]
         title = f"training step, {hardware.description}"
         draw_lengths(run_dir / "bench_training.png", report.rows, panels, "{attention}, {activation_checkpointing}, "
                      "{loss} loss".format_map, title)  # fmt: skip
