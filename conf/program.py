@@ -75,6 +75,7 @@ def program(
             sys.argv = list(typed)  # for the provenance of what the program writes
             try:
                 main(settings_from(cfg, schema), folder)
+                _remove_if_empty(folder)
             except (ValueError, OSError) as error:
                 message = of_the_system(error) if isinstance(error, OSError) else str(error)
                 # the run had begun; in a folder that is another process's, it had not

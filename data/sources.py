@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from data import hub, textfiles, wikitext
+from data import textfiles, wikitext
 from data.config import DataConfig
 from data.tokenize import Fragment, head, tail
 
@@ -77,9 +77,11 @@ def open_source(data: DataConfig) -> Source:
         )
     return Source(
         data.name,
-        {"source": "wikitext", "hub": hub.REPOSITORY, "name": data.name, "revision": hub.REVISION},
+        {"source": "wikitext", "hub": wikitext.REPOSITORY, "name": data.name, "revision": wikitext.REVISION},
         {},
-        lambda: {split: lambda rows=rows: wikitext.articles(rows()) for split, rows in hub.load(data.name).items()},
+        lambda: {
+            split: lambda rows=rows: wikitext.articles(rows()) for split, rows in wikitext.from_hub(data.name).items()
+        },
     )
 
 

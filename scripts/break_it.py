@@ -18,6 +18,7 @@ from torch import Tensor
 from conf.program import program
 from conf.schema import Settings
 from kernels import naive_attention
+from scripts.bench.report import picture
 from scripts.variants import online_softmax, train_once
 
 BLOCK = 16  # keys and queries of a tile
@@ -136,28 +137,16 @@ def story(wrong: dict, right: dict) -> str:
 
 
 def draw(runs: dict[str, dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 5.6), sharex=True, layout="constrained")
     right = runs["right"]["losses"]
-    for number, (name, run) in enumerate(runs.items()):
-        losses = [math.nan if loss is None else loss for loss in run["losses"]]
-        steps, style = range(1, len(losses) + 1), {"color": f"C{number}", "label": name}
-        upper.plot(steps, losses, linewidth=2.5 if name == "right" else 1.2, **style)
-        if name != "right":
-            lower.plot(steps, [max(abs(a - b), 1e-8) for a, b in zip(losses, right, strict=True)], **style)
-    upper.set_ylabel("training loss, nats a token")
-    lower.set(yscale="log", ylabel="|loss - the right one's|", xlabel="step")
-    for axes in (upper, lower):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = upper.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with picture(path, 2, 1, size=(8, 5.6), sharex=True) as (upper, lower):
+        for number, (name, run) in enumerate(runs.items()):
+            losses = [math.nan if loss is None else loss for loss in run["losses"]]
+            steps, style = range(1, len(losses) + 1), {"color": f"C{number}", "label": name}
+            upper.plot(steps, losses, linewidth=2.5 if name == "right" else 1.2, **style)
+            if name != "right":
+                lower.plot(steps, [max(abs(a - b), 1e-8) for a, b in zip(losses, right, strict=True)], **style)
+        upper.set_ylabel("training loss, nats a token")
+        lower.set(yscale="log", ylabel="|loss - the right one's|", xlabel="step")
 
 
 if __name__ == "__main__":

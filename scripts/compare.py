@@ -9,15 +9,10 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
 from rich.console import Console
-from rich.table import Table
 
 from conf.program import program
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # the backend is chosen first: there may be no screen
-from matplotlib.ticker import EngFormatter
+from scripts.bench.report import Columns, picture, table
 
 MEASURES = {
     "step": "steps",
@@ -65,6 +60,10 @@ def curve(run: dict, key: str, measure: str = "tokens") -> tuple[list[float], li
     return [p[0] for p in points], [p[1] for p in points]
 
 
+def shown(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
 def loss_at(run: dict, measure: str, place: float) -> float | None:
     """The training loss of the last record that is no further than `place`; None where the first is further."""
     far, losses = curve(run, "loss", measure)
@@ -77,28 +76,22 @@ def common_places(runs: list[dict]) -> dict[str, float]:
 
 
 def draw(runs: list[dict], path: Path) -> None:
-    figure, panels = plt.subplots(1, len(MEASURES), figsize=(13, 4.2), sharey=True, layout="constrained")
-    for axes, (measure, name) in zip(panels, MEASURES.items(), strict=True):
-        for number, run in enumerate(runs):
-            colour = f"C{number}"
-            label = "" if len(runs) == 1 else f"{run['name']}: "
-            axes.plot(*curve(run, "loss", measure), color=colour, alpha=0.45, linewidth=1, label=f"{label}training")
-            axes.plot(
-                *curve(run, "val_loss", measure), color=colour, marker="o", markersize=4, label=f"{label}held out"
-            )
-        if len(runs) == 1:
-            unigram = runs[0]["summary"]["unigram_val_loss"]
-            axes.axhline(unigram, color="grey", linestyle=":", label=f"unigram model of the same text ({unigram:.2f})")
-        axes.set_xlabel(name)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("loss, nats a token")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    from matplotlib.ticker import EngFormatter
+
+    with picture(path, 1, len(MEASURES), size=(13, 4.2), sharey=True) as panels:
+        for axes, (measure, name) in zip(panels, MEASURES.items(), strict=True):
+            for number, run in enumerate(runs):
+                colour, label = f"C{number}", "" if len(runs) == 1 else f"{run['name']}: "
+                axes.plot(*curve(run, "loss", measure), color=colour, alpha=0.45, linewidth=1, label=f"{label}training")
+                held_out = {"marker": "o", "markersize": 4, "label": f"{label}held out"}
+                axes.plot(*curve(run, "val_loss", measure), color=colour, **held_out)
+            if len(runs) == 1:
+                unigram = runs[0]["summary"]["unigram_val_loss"]
+                line = {"linestyle": ":", "label": f"unigram model of the same text ({unigram:.2f})"}
+                axes.axhline(unigram, color="grey", **line)
+            axes.set_xlabel(name)
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        panels[0].set_ylabel("loss, nats a token")
 
 
 @program("tool", CompareSettings, positional="runs")
@@ -140,13 +133,10 @@ def main(settings: CompareSettings, run_dir: Path) -> None:
         "loss_at_equal_tokens": (f"training loss after {places['tokens']:,.0f} tokens", "{:.4f}"),
         "loss_at_equal_seconds": (f"training loss after {places['seconds']:,.1f} s", "{:.4f}"),
     }
-    table = Table()
-    table.add_column("")
-    for row in rows:
-        table.add_column(row["run"], overflow="fold", justify="right")
-    for key, (what, form) in lines.items():
-        table.add_row(what, *("-" if row[key] is None else form.format(row[key]) for row in rows))
-    Console(highlight=False).print(table)
+    names: Columns = {"": lambda line: line["what"]}
+    cells: Columns = {row["run"]: lambda line, row=row: shown(row[line["key"]], line["form"]) for row in rows}
+    table_rows = [{"key": key, "what": what, "form": form} for key, (what, form) in lines.items()]
+    Console(highlight=False).print(table(table_rows, names, cells))
     print(json.dumps({"picture": settings.out, "equal": places, "runs": rows}))
 
 

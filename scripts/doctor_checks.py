@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from conf.schema import Settings
 from data import build_tokenizer, open_dataset, tokenizer_from_state, tokenizer_state
 from data.dataset import Dataset, digest, locate
-from data.hub import within_reach
+from data.wikitext import within_reach
 from training.hardware import Hardware, set_up
 from training.runlog import wandb_mode
 

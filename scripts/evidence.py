@@ -1,10 +1,15 @@
-"""Every measured figure and picture of the README again: `python -m scripts.evidence books='books/*.txt'`.
+"""Every measured figure and picture of the project again: `python -m scripts.evidence books='books/*.txt'`.
 
-Runs the experiments below, each as a command of its own, and keeps their tables and pictures in
-`.github/evidence/<name>/`; logs stay in the run's folder. `only=[parity]` takes those whose name begins so. With
-several GPUs one is left to the experiments that are timed, which run one after the other; with one they come last.
-`small=true` is the form for a CPU, a few minutes in all: it shows that every command works, and keeps nothing. The exit
-code is 1 where an experiment did not end as it should.
+Runs the experiments below, each as a command of its own, and keeps their files in `.github/evidence/<name>/`; logs stay
+in the run's folder. Those that measure speed run last, one after the other. What was kept becomes the tables of
+`.github/evidence/README.md` and the figures of the README's first screen; a part that was not run leaves its old files,
+and each table says its own commit.
+
+    python -m scripts.evidence attention/peers training    those whose names begin so
+    python -m scripts.evidence tables                      the tables alone, from the files as they are
+    python -m scripts.evidence small=true                  every command in its smallest form, on a CPU; keeps nothing
+
+The exit code is 1 where an experiment did not end as it should. The last line is one JSON object.
 """
 
 import json
@@ -16,18 +21,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Queue
 
-import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from conf.program import program
+from scripts.bench.report import table
+from scripts.evidence_tables import headline, inserted, page
 from scripts.variants import MUTANTS
 from training.provenance import ROOT
 
 FAILED = 1  # exit code
+TABLES = "tables"  # a name that is no experiment
 BOOKS = ("data=text", "data.files={books}", "tokenizer=gpt2")
 WIKITEXT = ("data=wikitext2", "data.local_dir={wikitext}", "tokenizer=gpt2")
 FEW = ("parity.nulls=5", "parity.seeds=2", "parity.attention=[flash]")  # where each run takes long
@@ -40,7 +44,7 @@ TINY_TRAINING = (
     "bench.attention=[sdpa,naive]", "bench.steps=1", "bench.warmup_steps=1", "hardware.device=cpu",
 )  # fmt: skip
 TINY_ATTENTION = (
-    "bench.seq_len=[32]", "bench.implementations=[naive]", "bench.head_dim=[64,128]", "bench.mask=[causal]",
+    "bench.seq_len=[32]", "bench.attention=[naive]", "bench.head_dim=[64,128]", "bench.mask=[causal]",
     "bench.tokens=32", "bench.hidden=128", "bench.budget_ms=1", "hardware.device=cpu",
 )  # fmt: skip
 TINY_PROFILE = (
@@ -72,12 +76,12 @@ def parity(*overrides: str, exit_code: int = 0) -> Experiment:
 
 def training(*overrides: str, picture: bool = True) -> Experiment:
     files = ("bench_training.json", *(["bench_training.png"] if picture else []))
-    return Experiment("scripts.bench_training", overrides, TINY_TRAINING, files, timed=True)
+    return Experiment("scripts.bench.training", overrides, TINY_TRAINING, files, timed=True)
 
 
 def attention(*overrides: str, pictures: tuple[str, ...]) -> Experiment:
     kept = ("attention.csv", *(f"attention_{name}_bfloat16.png" for name in pictures))
-    return Experiment("scripts.bench_attention", overrides, TINY_ATTENTION, kept, timed=True)
+    return Experiment("scripts.bench.attention", overrides, TINY_ATTENTION, kept, timed=True)
 
 
 def profile(backend: str) -> Experiment:
@@ -124,7 +128,7 @@ EXPERIMENTS = {  # the longest first: they run beside each other
         "scripts.break_it", (), ("train.steps=6", "hardware.device=cpu"), ("break_it.png", "console.txt")
     ),
     "attention/error_budget": Experiment(
-        "scripts.error_budget",
+        "scripts.bench.error_budget",
         (),
         (
             "budget.cases=[causal]", "budget.dtypes=[float32]", "budget.fp8=[normal]", "budget.seq_len=32",
@@ -151,17 +155,21 @@ EXPERIMENTS = {  # the longest first: they run beside each other
         pictures=("causal_64",),
     ),
     "attention/peers": attention(
-        "bench.seq_len=[1024,2048,4096,8192,16384,32768]", "bench.implementations=[flash,sdpa_flash,sdpa_cudnn]",
+        "bench.seq_len=[1024,2048,4096,8192,16384,32768]", "bench.attention=[flash,sdpa_flash,sdpa_cudnn]",
         pictures=("causal_64", "causal_128"),
     ),
     "attention/long": attention(
         "bench.head_dim=[128]", "bench.mask=[causal]", "bench.budget_ms=30",
-        "bench.implementations=[flash,naive,sdpa_flash,sdpa_cudnn]", pictures=("causal_128",),
+        "bench.attention=[flash,naive,sdpa_flash,sdpa_cudnn]", pictures=("causal_128",),
+    ),
+    "attention/fp8": attention(
+        "bench.seq_len=[1024,4096,16384]", "bench.attention=[flash,fp8,sdpa_cudnn]", "bench.passes=[forward]",
+        "bench.budget_ms=60", pictures=("causal_128",),
     ),
     "profile/naive": profile("naive"),
     "profile/flash": profile("flash"),
     "training/loss": Experiment(
-        "scripts.bench_loss",
+        "scripts.bench.loss",
         (),
         ("tokens=16", "n_embd=8", "vocab_size=50", "padded_vocab=64", "chunk_tokens=[4]", "hardware.device=cpu"),
         ("bench_loss.json",),
@@ -175,6 +183,7 @@ EXPERIMENTS = {  # the longest first: they run beside each other
         "bench.checkpointing=[none,pointwise,selective,full]", "bench.seq_len=[1024]", "bench.steps=10",
         "bench.warmup_steps=3", picture=False,
     ),
+    "training/saving": training("bench.saving=true", "bench.steps=10", "bench.warmup_steps=3", picture=False),
     "training/grid": training(
         "hardware.compile=false", "bench.attention=[flash,naive]", "bench.checkpointing=[none,full,selective]",
         "bench.seq_len=[512,1024,2048,4096,8192,16384,32768,65536,131072]", "train.batch_tokens=131072",
@@ -185,22 +194,23 @@ EXPERIMENTS = {  # the longest first: they run beside each other
 
 @dataclass
 class EvidenceSettings:
-    only: list[str] = field(default_factory=list)  # beginnings of names; empty: all
+    only: list[str] = field(default_factory=list)  # beginnings of names, or tables; empty: all; `only=` may be left out
     small: bool = False  # the form for a CPU; keeps nothing
     books: str = "books/*.txt"  # long texts
     wikitext: str | None = None  # a folder with WikiText-2's own files; null: from the hub
     jobs: int = 4  # experiments that run beside each other on one GPU, where none is timed
-    folder: str = ".github/evidence"
+    folder: str = ".github/evidence"  # where files and tables are kept
+    readme: str = "README.md"  # gets the first screen's figures, between its comments `figures`
 
     def __post_init__(self) -> None:
         for beginning in self.only:
-            if not any(name.startswith(beginning) for name in EXPERIMENTS):
-                raise ValueError(f"only={beginning} begins no name; the names are {', '.join(EXPERIMENTS)}")
+            if not any(name.startswith(beginning) for name in (*EXPERIMENTS, TABLES)):
+                raise ValueError(f"only={beginning} begins no name; the names are {', '.join((*EXPERIMENTS, TABLES))}")
         if self.jobs < 1:
             raise ValueError(f"jobs={self.jobs} must be at least 1")
 
 
-@program("tool", EvidenceSettings, run_dir="runs/evidence")
+@program("tool", EvidenceSettings, run_dir="runs/evidence", positional="only")
 def main(settings: EvidenceSettings, run_dir: Path) -> None:
     console = Console(highlight=False)
     chosen = {
@@ -208,58 +218,40 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
         for name, experiment in EXPERIMENTS.items()
         if not settings.only or name.startswith(tuple(settings.only))
     }
-    gpus: list[str | None] = [] if settings.small else visible_gpus()
-    jobs = 1 if settings.small else settings.jobs
 
-    def one(name: str, gpu: str | None) -> dict:
-        row = run(name, chosen[name], settings, run_dir, gpu)
+    def one(name: str) -> dict:
+        row = run(name, chosen[name], settings, run_dir)
         console.print(f"{name}: {row['verdict']}, {row['seconds']:.0f} s", markup=False)
         return row
 
-    def several(names: list[str], slots: list[str | None]) -> list[dict]:
-        free: Queue[str | None] = Queue()
-        for slot in slots:
-            free.put(slot)
-
-        def with_slot(name: str) -> dict:
-            slot = free.get()
-            try:
-                return one(name, slot)
-            finally:
-                free.put(slot)
-
-        with ThreadPoolExecutor(len(slots)) as pool:
-            return list(pool.map(with_slot, names))
-
-    beside = [name for name, experiment in chosen.items() if not experiment.timed]
-    alone = [name for name, experiment in chosen.items() if experiment.timed]
-    gpus = gpus or [None]
-    if alone and len(gpus) > 1:  # the last GPU is for what is timed
-        with ThreadPoolExecutor(2) as pool:
-            parts = [pool.submit(several, beside, gpus[:-1] * jobs), pool.submit(several, alone, gpus[-1:])]
-        rows = [row for part in parts for row in part.result()]
-    else:
-        rows = several(beside, gpus * jobs) + several(alone, gpus)
-    console.print(table(rows))
+    with ThreadPoolExecutor(1 if settings.small else settings.jobs) as pool:
+        rows = list(pool.map(one, [name for name, experiment in chosen.items() if not experiment.timed]))
+    rows += [one(name) for name, experiment in chosen.items() if experiment.timed]
+    columns = {"seconds": lambda row: f"{row['seconds']:.0f}", "verdict": lambda row: row["verdict"]}
+    console.print(table(rows, {"experiment": lambda row: row["name"]}, columns))
+    if not settings.small:
+        write_tables(ROOT / settings.folder, ROOT / settings.readme)
     print(json.dumps({"folder": str(run_dir), "experiments": rows}))
     if any(row["verdict"] != "as expected" for row in rows):
         sys.exit(FAILED)
 
 
-def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls the GPUs that this process sees."""
-    masked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return masked.split(",") if masked else [str(number) for number in range(torch.cuda.device_count())]
+def write_tables(folder: Path, readme: Path) -> None:
+    """The page of `folder`, and the figures of the README's first screen, from the files that are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(page(folder))
+    if readme.is_file():
+        readme.write_text(inserted(readme.read_text(), "figures", headline(folder)))
 
 
-def run(name: str, experiment: Experiment, settings: EvidenceSettings, run_dir: Path, gpu: str | None) -> dict:
+def run(name: str, experiment: Experiment, settings: EvidenceSettings, run_dir: Path) -> dict:
     """Run one experiment in a process of its own and keep its files; what it printed is in console.txt."""
     folder = run_dir / name
     folder.mkdir(parents=True, exist_ok=True)
     overrides = experiment.small if settings.small else experiment.overrides
     filled = [o.format(books=settings.books, wikitext=settings.wikitext or "null") for o in overrides]
     accepted = {experiment.exit_code, FAILED} if settings.small else {experiment.exit_code}  # few steps prove nothing
-    environment = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
+    environment = dict(os.environ)
     environment.pop("HYDRA_FULL_ERROR", None)  # conf/program.py sets it for itself
     if settings.small:
         environment["TRITON_INTERPRET"] = "1"
@@ -284,15 +276,6 @@ def keep(folder: Path, kept: Path, files: tuple[str, ...]) -> None:
     kept.mkdir(parents=True, exist_ok=True)
     for file in files:
         shutil.copy(folder / file, kept / Path(file).name)
-
-
-def table(rows: list[dict]) -> Table:
-    result = Table(box=box.SIMPLE_HEAD)
-    for column in ("experiment", "seconds", "verdict"):
-        result.add_column(column, justify="right" if column == "seconds" else "left")
-    for row in rows:
-        result.add_row(row["name"], f"{row['seconds']:.0f}", row["verdict"])
-    return result
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from conf.schema import Settings
 from data import TokenBatches
 from kernels import naive_attention
 from model import ATTENTION, GPT, attend_with
+from scripts.bench.report import picture
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, judge, limits_of, noise, stress
 from scripts.variants import MUTANTS, nulls, train_once
 from training.checkpoint import open_checkpoint
@@ -302,43 +303,28 @@ def write_report(report: dict, run_dir: Path) -> None:
 
 def draw(report: dict, path: Path) -> None:
     """Loss curves over each other; below, their distance to the baseline in the band of noise."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     runs, baseline = report["runs"], report["runs"]["naive"]["losses"]
     steps = range(1, len(baseline) + 1)
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 6.5), sharex=True, layout="constrained")
-    for name in runs:
-        if name.startswith("seed"):
-            upper.plot(steps, runs[name]["losses"], color="0.8", linewidth=1)
-        if name.startswith("null"):
+    title = f"loss parity: {'pass' if report['passes'] else 'FAIL'} ({report['hardware']})"
+    with picture(path, 2, 1, size=(8, 6.5), title=title, sharex=True) as (upper, lower):
+        for name in runs:
+            if name.startswith("seed"):
+                upper.plot(steps, runs[name]["losses"], color="0.8", linewidth=1)
+            if name.startswith("null"):
+                distances = [max(abs(a - b), 1e-8) for a, b in zip(runs[name]["losses"], baseline, strict=True)]
+                lower.plot(steps, distances, color="0.75", linewidth=0.7)
+        upper.plot([], [], color="0.8", label="naive, other order of the batches")
+        lower.plot([], [], color="0.75", label="naive, other rounding (nulls)")
+        upper.plot(steps, baseline, color="black", linewidth=2.5, label="naive")
+        lower.fill_between(steps, 1e-8, report["noise"]["band"], color="0.93", label="band of noise")
+        for number, name in enumerate(report["verdicts"]):
+            style = {"color": f"C{number}", "linewidth": 1.2, "label": name}
+            upper.plot(steps, runs[name]["losses"], linestyle=(2 * number, (4, 4)), **style)
             distances = [max(abs(a - b), 1e-8) for a, b in zip(runs[name]["losses"], baseline, strict=True)]
-            lower.plot(steps, distances, color="0.75", linewidth=0.7)
-    upper.plot([], [], color="0.8", label="naive, other order of the batches")
-    lower.plot([], [], color="0.75", label="naive, other rounding (nulls)")
-    upper.plot(steps, baseline, color="black", linewidth=2.5, label="naive")
-    lower.fill_between(steps, 1e-8, report["noise"]["band"], color="0.93", label="band of noise")
-    for number, name in enumerate(report["verdicts"]):
-        style = {"color": f"C{number}", "linewidth": 1.2, "label": name}
-        upper.plot(steps, runs[name]["losses"], linestyle=(2 * number, (4, 4)), **style)
-        distances = [max(abs(a - b), 1e-8) for a, b in zip(runs[name]["losses"], baseline, strict=True)]
-        lower.plot(steps, distances, **style)
-    lower.set(yscale="log", xlabel="step", ylabel="|loss - naive's|, nats")
-    lower.set_ylim(1e-8, 10)  # the band may be wider than any loss
-    upper.set_ylabel("training loss, nats a token")
-    for axes in (upper, lower):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    entries = {}  # label -> handle, once for both halves
-    for axes in (lower, upper):
-        handles, labels = axes.get_legend_handles_labels()
-        entries = dict(zip(labels, handles, strict=True)) | entries
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    upper.set_title(f"loss parity: {'pass' if report['passes'] else 'FAIL'} ({report['hardware']})", fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+            lower.plot(steps, distances, **style)
+        lower.set(yscale="log", xlabel="step", ylabel="|loss - naive's|, nats")
+        lower.set_ylim(1e-8, 10)  # the band may be wider than any loss
+        upper.set_ylabel("training loss, nats a token")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from conf.keys import known_keys
 from conf.program import ConfigError
+from data import DataConfig
 from scripts.parity import ParitySettings
 from scripts.sample import SampleSettings
 from tests.runs import settings, told
@@ -60,6 +62,13 @@ def test_a_tokenizer_is_a_plain_key():
     assert settings("tokenizer=gpt2").tokenizer == "gpt2"
     with pytest.raises(ConfigError, match="tokenizer=gpt5 is not known; use one of bytes, characters, gpt2"):
         settings("tokenizer=gpt5")
+
+
+@pytest.mark.parametrize("choice", choices("data"))
+def test_no_default_of_the_text_is_said_twice(choice):
+    said = yaml.safe_load((ROOT / "conf" / "data" / f"{choice}.yaml").read_text())
+    defaults = {field.name: field.default for field in fields(DataConfig)}
+    assert not {key: value for key, value in said.items() if defaults[key] == value}
 
 
 def test_there_are_few_yaml_files():

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
-from data import DataConfig, build_tokenizer, hub, open_dataset
+from data import DataConfig, build_tokenizer, open_dataset, wikitext
 from data.dataset import digest
 from data.sources import embedded_topics
 from data.textfiles import TextFile, inspect, lines
@@ -183,17 +183,17 @@ def test_wikitext_from_the_hub(cache, monkeypatch):
         return {"train": rows, "validation": rows, "test": rows}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(hub, "within_reach", lambda: True)
+    monkeypatch.setattr(wikitext, "within_reach", lambda: True)
     data = DataConfig(source="wikitext", name="wikitext-2-raw-v1", cache_dir=str(cache), seq_len=8)
     with pytest.raises(ValueError, match="rows in place of"):
         open_dataset(data, "bytes")
-    monkeypatch.setitem(hub._ROWS, "wikitext-2", (len(WIKI_LINES),) * 3)
+    monkeypatch.setitem(wikitext._ROWS, "wikitext-2", (len(WIKI_LINES),) * 3)
     dataset = open_dataset(data, "bytes")
     text = bytes(i for i in dataset.train[:].tolist() if i < 256).decode()
     assert text == "".join(WIKI_LINES)
     open_dataset(data, "bytes")
     assert len(asked) == 2, "a tokenized copy needs no hub"
-    assert asked[0] == (("Salesforce/wikitext", "wikitext-2-raw-v1"), {"revision": hub.REVISION})
+    assert asked[0] == (("Salesforce/wikitext", "wikitext-2-raw-v1"), {"revision": wikitext.REVISION})
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_hub_out_of_reach_is_one_line(failure, cache, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "within_reach", lambda: False)
+    monkeypatch.setattr(wikitext, "within_reach", lambda: False)
     data = DataConfig(source="wikitext", name="wikitext-103-raw-v1", cache_dir=str(cache))
     with pytest.raises(ValueError, match=r"wikitext-103-raw-v1.*data.local_dir=.*data=text data.files=") as refused:
         open_dataset(data, "bytes")

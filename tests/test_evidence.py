@@ -8,7 +8,10 @@ from dataclasses import replace
 import pytest
 
 from scripts import evidence
+from scripts.bench.report import write_csv
+from scripts.evidence_tables import SECTIONS, headline, inserted, page
 from tests.runs import settings_of
+from training.provenance import ROOT
 
 
 @pytest.mark.parametrize("name", evidence.EXPERIMENTS)
@@ -34,7 +37,7 @@ def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, 
 
 def test_what_is_kept_lies_in_the_experiments_folder(tmp_path):
     script = replace(evidence.EXPERIMENTS["explain"], overrides=("hardware.device=cpu", "seq_len=128"))
-    row = evidence.run("explain", script, evidence.EvidenceSettings(folder=str(tmp_path / "kept")), tmp_path, None)
+    row = evidence.run("explain", script, evidence.EvidenceSettings(folder=str(tmp_path / "kept")), tmp_path)
     assert row["verdict"] == "as expected"
     assert "4BHND" in (tmp_path / "kept" / "explain" / "console.txt").read_text()
 
@@ -45,7 +48,7 @@ def test_an_unknown_beginning_is_refused():
 
 
 def test_the_command_of_a_figure_can_be_typed(monkeypatch):
-    from training.provenance import ROOT, command
+    from training.provenance import command
 
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "parity.py"), "train.steps=2", "hydra.run.dir=/tmp/x"])
     assert command() == "python -m scripts.parity train.steps=2"
@@ -53,3 +56,81 @@ def test_the_command_of_a_figure_can_be_typed(monkeypatch):
     assert command() == "python -m scripts.bench.loss tokens=8"
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), "profile=true"])
     assert command() == "python train.py profile=true"
+
+
+# --- the tables
+
+ORIGIN = {"commit": "c0ffee", "command": "python -m scripts.x", "versions": {"torch": "2.11.0", "triton": "3.6.0"}}
+STEP = {"activation_checkpointing": "none", "loss": "chunked", "tokens_per_second": 590395, "step_ms": 111.0,
+        "mfu": 0.476, "peak_memory_gib": 18.4}  # fmt: skip
+
+
+def small_evidence(folder):
+    """Files as the programs write them, with few figures."""
+
+    def cell(name, which, seq_len, ms):
+        shape = {"seq_len": seq_len, "head_dim": 64, "mask": "causal"}
+        return {"attention": name, "pass": which, **shape, "ms": ms, "tflops": 400 / ms, "peak_extra_mib": 8.0 * ms}
+
+    rows = [cell("flash", which, n, 1.0) for which in ("forward", "backward") for n in (1024, 4096)]
+    rows += [cell("sdpa_cudnn", "forward", 1024, 2.0), cell("sdpa_cudnn", "forward", 4096, 8.0)]
+    rows.append({"attention": "sdpa_cudnn", "pass": "backward", "seq_len": 4096, "head_dim": 64, "mask": "causal",
+                 "error": "out of memory"})  # fmt: skip
+    for name in ("peers", "long"):
+        (folder / "attention" / name).mkdir(parents=True)
+        write_csv(
+            folder / "attention" / name / "attention.csv", rows, {"machine": "NVIDIA X, bfloat16", "gpu": "X"} | ORIGIN
+        )
+    report = {"hardware": "NVIDIA X, bfloat16", "provenance": ORIGIN}
+    steps = [{"attention": "flash", "seq_len": 1024} | STEP, {"attention": "naive", "seq_len": 65536} | STEP]
+    steps[1]["error"] = "out of memory"
+    saved = [{"attention": "flash", "seq_len": 1024, "save_ms": 24.0, "save_every_at_promise": 11} | STEP]
+    for name, its_rows in (("compiled", steps), ("saving", saved)):
+        write(folder / "training" / name / "bench_training.json", report | {"rows": its_rows})
+    noise = {span: {"typical": 1e-5, "limit": 1e-3} for span in ("early", "whole")}
+    verdict = {"passes": True, "distances": {"early": 2e-5, "whole": 3e-4}, "val_loss": 5.07163}
+    write(folder / "parity" / "books" / "parity.json", report | {"noise": noise, "verdicts": {"flash": verdict}})
+    wrong = {"passes": False, "verdicts": {"no rescaling": verdict | {"passes": False}}, "noise": noise}
+    write(folder / "parity" / "mutants" / "parity.json", report | wrong)
+
+
+def write(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys):
+    small_evidence(tmp_path)
+    readme = tmp_path / "front.md"
+    readme.write_text("before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n")
+    chosen = evidence.EvidenceSettings(only=["tables"], folder=str(tmp_path), readme=str(readme))
+    evidence.main.__wrapped__(chosen, tmp_path / "run")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["experiments"] == []
+    text = (tmp_path / "README.md").read_text()
+    assert "| 64, causal, 1,024 | 400 | 200 (2.00x) | 400 | - |" in text
+    assert "| 64, causal, 4,096 | 400 | 50 (8.00x) | 400 | - |" in text
+    assert "forward 4.000x cuDNN" in text
+    assert "backward 0" not in text
+    assert "| backward | 4,096 | 8 | out of memory |" in text
+    assert "| flash | none | chunked | 1,024 | 590,395 | 111.0 | 47.6% | 18.4 |" in text
+    assert "| naive | none | chunked | 65,536: out of memory |" in text
+    assert "| 24 | 11 steps |" in text
+    assert "| books | flash | pass | 2.0e-05 (1.0e-03) | 3.0e-04 (1.0e-03) | 5.0716 |" in text
+    assert "| mutants | no rescaling | FAIL |" in text
+    assert text.count("torch 2.11.0, triton 3.6.0; commit c0ffee; `python -m scripts.x`") == 6
+    for title in ("Attention in 8 bits", "Attention's error", "Output head and loss"):  # not measured
+        assert title not in text
+    assert readme.read_text() == f"before\n<!-- figures -->\n{headline(tmp_path)}\n<!-- /figures -->\nafter\n"
+    assert "590,395 tokens/s, 47.6% MFU, in 18.4 GiB" in readme.read_text()
+    assert "flash passes 1 of 1 parity runs" in readme.read_text()
+
+
+def test_a_page_without_the_comments_stays_as_it_is():
+    assert inserted("nothing <!-- figures --> open", "figures", "x") == "nothing <!-- figures --> open"
+
+
+def test_the_page_of_the_repository_is_that_of_its_files():
+    folder = ROOT / ".github" / "evidence"
+    text = page(folder)
+    assert (folder / "README.md").read_text() == text, "python -m scripts.evidence tables"
+    assert [title for title in SECTIONS if f"## {title}" not in text] in ([], ["Attention in 8 bits"])

@@ -83,6 +83,16 @@ TINY = (
 )  # fmt: skip
 
 
+def test_the_command_in_a_file_is_what_was_typed(tmp_path, monkeypatch, capsys):
+    """Without the arguments that the program adds of its own."""
+    monkeypatch.chdir(tmp_path)
+    typed = ["tokens=16", "n_embd=8", "vocab_size=50", "padded_vocab=64", "chunk_tokens=[4]", "hardware.device=cpu"]
+    assert told("scripts.bench.loss", typed, monkeypatch, capsys).code == 0
+    (path,) = tmp_path.glob("runs/bench_loss/*/bench_loss.json")
+    command = json.loads(path.read_text())["provenance"]["command"]
+    assert command.partition(" tokens")[1:] == (" tokens", " ".join(typed).removeprefix("tokens"))
+
+
 def test_a_save_is_paid_for_by_the_loop_once_a_cadence(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(saving, "BLOCK_SECONDS", 0.01)
     calls, real = [], bench_training.save_cost

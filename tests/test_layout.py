@@ -29,6 +29,8 @@ ONLY_IN = {
     "triton": {"kernels", "scripts", "tests"},
     "datasets": {"data", "tests"},
 }
+# what people read: everything these name exists
+PAGES = [page for name in ("README.md", "CONTRIBUTING.md", "*/README.md") for page in sorted(ROOT.glob(name))]
 CEILING = 400  # lines; past about 300 a file is probably two ideas
 
 
@@ -82,10 +84,10 @@ def test_every_room_is_a_regular_package():
 
 
 def test_readme_names_only_what_exists():
-    text = (ROOT / "README.md").read_text()
+    text = "\n".join(page.read_text() for page in PAGES)
     for name in re.findall(r"`((?:conf|data|kernels|model|scripts|tests|training)/[\w./]+)`", text):
         assert (ROOT / name).exists(), name
-    for module in re.findall(r"python -m ((?:scripts|data)\.\w+)", text):
+    for module in re.findall(r"python -m ((?:scripts|data|tests)(?:\.\w+)+)", text):
         assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
     for experiment in re.findall(r"experiment=(\w+)", text):
         assert (ROOT / "conf" / "experiment" / f"{experiment}.yaml").is_file(), experiment
