@@ -190,7 +190,7 @@ def implementation(name: str, cell: Cell, device: torch.device):
     if name == "flash":
         return lambda q, k, v: flash_attention(q, k, v, causal=causal)
     if name.startswith("flash "):
-        from kernels.options import Options
+        from kernels.call import Options
         from kernels.portable.forward import launch_flash_fwd
         from kernels.portable.tuning import Tile
 
@@ -282,7 +282,7 @@ def varlen_share(device: torch.device) -> dict[str, float]:
 
     By the same kernels: on Hopper its own in the forward, and in the backward the portable ones.
     """
-    from kernels.options import Options
+    from kernels.call import Options
     from kernels.portable.backward import launch_flash_bwd
     from kernels.portable.forward import launch_flash_fwd
 

@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conf.program import program
 from kernels import flash_attention, flash_attention_fp8, naive_attention, quantize_per_head
-from kernels.hopper.when import hopper_fp8_unsupported_reason
 from kernels.measure import measure
+from kernels.support import why_not_fp8
 from training.hardware import HardwareConfig, set_up
 from training.provenance import provenance
 
@@ -46,7 +46,7 @@ class Fp8BenchSettings:
 def main(settings: Fp8BenchSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     probe = torch.empty(1, 1, 1, settings.head_dim[0], dtype=torch.float8_e4m3fn, device=hardware.device)
-    reason = hopper_fp8_unsupported_reason(probe, probe, probe)
+    reason = why_not_fp8(probe, probe, probe)
     if reason is not None:
         raise ValueError(reason)
     rows = [

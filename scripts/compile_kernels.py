@@ -22,14 +22,9 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
-SHARED_LIMIT_BYTES = {
-    80: 166912,
-    86: 101376,
-    89: 101376,
-    90: 232448,
-    100: 232448,
-    120: 101376,
-}  # CUDA guide, table 30
+from kernels.device import SHARED_LIMIT_BYTES
+
+ARCHITECTURES = [arch for arch in SHARED_LIMIT_BYTES if arch >= 80]
 SPILL_LIMIT_BYTES = 32  # a few bytes outside the loop cost nothing that can be measured
 DOES_NOT_FIT = "TOO MUCH SHARED MEMORY"
 DTYPES = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
@@ -226,9 +221,7 @@ def _line(row: dict) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--arch", type=int, default=90, choices=sorted(SHARED_LIMIT_BYTES), help="compute capability x 10"
-    )
+    parser.add_argument("--arch", type=int, default=90, choices=ARCHITECTURES, help="compute capability x 10")
     parser.add_argument("--kernel", nargs="+", default=["fwd", "dkdv", "dq"], choices=["fwd", "dkdv", "dq"])
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=sorted(DTYPES))

@@ -25,7 +25,7 @@ from conf.schema import Settings
 from data import build_tokenizer, open_dataset, tokenizer_from_state, tokenizer_state
 from data.dataset import Dataset, digest, locate
 from data.hub import within_reach
-from kernels import unsupported_reason
+from kernels import why_not
 from kernels.selftest import self_test
 from model import ATTENTION, GPTConfig, resolve_attention
 from model.config import FLASH_HEAD_DIMS, resolve_loss, round_up
@@ -167,7 +167,7 @@ def kernels(settings: Settings, chosen: Hardware, attention: str | None) -> Find
     bad = FIX if attention == "flash" or chosen.device.type == "cuda" else NOTE
     smallest, largest = FLASH_HEAD_DIMS
     head_dim = min(max(settings.model.head_dim, smallest), largest)
-    if attention != "flash" and (obstacle := unsupported_reason(chosen.device, torch.float32, head_dim)):
+    if attention != "flash" and (obstacle := why_not("flash", torch.float32, device=chosen.device, head_dim=head_dim)):
         return Finding("kernels", NOTE, f"flash attention is not for this machine: {obstacle}", "model.attention=sdpa")
     try:
         results = self_test(chosen.device, head_dim)

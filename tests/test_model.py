@@ -38,9 +38,9 @@ def loss_and_gradients(model: GPT, tokens, targets) -> dict[str, torch.Tensor]:
 
 def needs(backend: str, head_dim: int = 16) -> None:
     if backend == "flash":
-        from kernels import unsupported_reason
+        from kernels import why_not
 
-        reason = unsupported_reason("cpu", torch.float32, head_dim)
+        reason = why_not("flash", torch.float32, device="cpu", head_dim=head_dim)
         if reason is not None:
             pytest.skip(reason)
 
@@ -99,7 +99,8 @@ def test_an_explicit_name_stays_itself(name):
 
 
 def test_an_explicit_name_that_cannot_run_raises_with_the_reason(monkeypatch):
-    monkeypatch.setattr("kernels.unsupported_reason", lambda *_: "flash needs a better machine")
+    answers = {"flash": "flash needs a better machine"}
+    monkeypatch.setattr("kernels.why_not", lambda name, *_, **__: answers.get(name))
     with pytest.raises(ValueError, match="attention=flash cannot run: flash needs a better machine"):
         resolve_attention("flash", "cuda", torch.bfloat16, 64)
     name, reason = resolve_attention("auto", "cuda", torch.bfloat16, 64)
@@ -119,7 +120,7 @@ def test_a_moved_model_does_not_keep_the_choice_of_auto_in_silence():
 
 
 def test_auto_takes_flash_on_cuda(monkeypatch):
-    monkeypatch.setattr("kernels.unsupported_reason", lambda *_: None)
+    monkeypatch.setattr("kernels.why_not", lambda *_, **__: None)
     assert resolve_attention("auto", "cuda", torch.bfloat16, 64)[0] == "flash"
 
 
@@ -393,14 +394,14 @@ def test_an_impossible_configuration_is_refused_in_one_line(changes, message):
 
 
 def test_the_head_dims_of_the_configuration_are_the_kernels_own():
-    from kernels import unsupported_reason
+    from kernels import why_not
     from model.config import FLASH_HEAD_DIMS
 
     smallest, largest = FLASH_HEAD_DIMS
     for head_dim in (smallest - 1, largest + 1):
-        assert f"head_dim {head_dim}" in unsupported_reason("cpu", torch.float32, head_dim)
+        assert f"head_dim {head_dim}" in why_not("flash", torch.float32, device="cpu", head_dim=head_dim)
     for head_dim in (smallest, largest):
-        assert "head_dim" not in (unsupported_reason("cpu", torch.float32, head_dim) or "")
+        assert "head_dim" not in (why_not("flash", torch.float32, device="cpu", head_dim=head_dim) or "")
 
 
 def test_a_changed_configuration_is_checked_again():

@@ -13,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import kernel_inputs, on_device
+from ..portable.tiles import LN_2, LOG2_E
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.0e38)  # a maximum over nothing that stays finite: LOWEST - LOWEST is 0, not NaN
 
 

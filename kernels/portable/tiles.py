@@ -10,7 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-from .tuning import PACKED_ORIGIN
+from ..launch import PACKED_ORIGIN
 
 LN_2 = tl.constexpr(math.log(2.0))
 LOG2_E = tl.constexpr(1.0 / math.log(2.0))
