@@ -72,8 +72,9 @@ def flash_attention(
     Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
     """
     q, k, v = autocast_inputs(q, k, v)
-    plan = options = None
-    if not (seen := ops.watched(q, k, v)):
+    plan = options = given = None
+    seen = ops.watched(q, k, v)
+    if not seen:
         plain = alibi_slopes is sinks is cu_seqlens is max_seqlen is None and deterministic is True
         given = plain_options(causal, scale, window, softcap, dropout_p) if plain else None
         if given is not None:
@@ -85,15 +86,16 @@ def flash_attention(
             dropout_p=dropout_p, dropout_seed=dropout_seed, sinks=sinks, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
             deterministic=deterministic,
         )  # fmt: skip
-        if reason := why_not_flash(q, k, v, options):
-            raise ValueError(reason)
         if options.scale <= 0.0:  # the kernels scale the row maximum instead of every score, which needs scale > 0
             q, scale = (-q, -options.scale) if options.scale < 0.0 else (q * 0.0, 1.0)
             options = options._replace(scale=scale)
-        if plan is not None:
-            plan.options = options
-        elif not seen:
+        if plan is None and not seen:
             plan = plan_of(key_of("forward", options, q, k, v))
+        # a plan with an engine has run
+        if (plan is None or plan.on_hopper is None) and (reason := why_not_flash(q, k, v, options)):
+            raise ValueError(reason)
+        if given is not None:
+            plan.options = options
     o, lse = ops.attend(q, k, v, options, plan)
     return (o, lse) if return_lse else o
 

@@ -41,6 +41,10 @@ class Options(NamedTuple):
         return self.window_left >= 0 or self.window_right >= 0
 
     @property
+    def without_tensors(self) -> bool:
+        return self.alibi_slopes is self.sinks is self.dropout_seed is self.cu_seqlens_q is None
+
+    @property
     def packed(self) -> bool:
         """Documents end to end in one row of tokens."""
         return self.cu_seqlens_q is not None
@@ -57,7 +61,7 @@ def key_of(kind: object, options: Options, *tensors: Tensor) -> tuple:
     for x in tensors:
         addresses |= x.data_ptr()
         described += (x.shape, x.stride(), x.dtype, x.device)
-    if not options.alibi_slopes is options.sinks is options.dropout_seed is options.cu_seqlens_q is None:
+    if not options.without_tensors:
         options = tuple([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in options])
     return kind, options, addresses % 16 == 0, *described
 

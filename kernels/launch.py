@@ -259,13 +259,12 @@ class Switches(NamedTuple):
     cu_seqlens_k: Tensor | None = None
 
 
-_PLAIN = Options(causal=True, scale=1.0)[4:]  # softcap and all after it
 _TENSORS = ("alibi_slopes", "sinks", "dropout_seed", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def option_tensors(options: Options) -> dict[str, Tensor]:
     """The options' tensors by name, for `run`; with documents also memory for their `starts_q` and `starts_k`."""
-    if options[4:] == _PLAIN:
+    if options.without_tensors:
         return {}
     given = {name: x.contiguous() for name in _TENSORS if (x := getattr(options, name)) is not None}
     if options.packed:

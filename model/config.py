@@ -3,12 +3,12 @@
 import math
 from dataclasses import dataclass
 
+from kernels.support import FLASH_HEAD_DIMS
 from model.attention import ATTENTION
 from model.recompute import MODES
 
 MLPS = ("gelu", "swiglu", "relu2")
 LOSSES = ("auto", "chunked", "plain")
-FLASH_HEAD_DIMS = (16, 256)  # smallest and largest D of our kernels
 
 
 @dataclass
