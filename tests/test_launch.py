@@ -133,7 +133,7 @@ def test_keys_tell_apart_what_compiles_or_runs_differently():
     def tensor(*shape):
         return torch.zeros(*shape, dtype=torch.bfloat16)
 
-    x = tensor(1, 2, 8, 16)
+    x, odd = tensor(1, 2, 8, 16), tensor(257)[1:].view(1, 2, 8, 16)
     keys = [
         key_of("forward", PLAIN, x, x),
         key_of("forward", PLAIN._replace(causal=False), x, x),
@@ -146,7 +146,9 @@ def test_keys_tell_apart_what_compiles_or_runs_differently():
         key_of("forward", PLAIN, x, x.half()),
         key_of("forward", PLAIN, x.to("meta"), x),
         key_of("forward", PLAIN, tensor(1, 2, 16, 8).transpose(2, 3), x),
-        key_of("forward", PLAIN, tensor(257)[1:].view(1, 2, 8, 16), x),
+        key_of("forward", PLAIN, odd, x),
+        key_of("forward", PLAIN, x, odd),
+        key_of("forward", PLAIN, odd, odd),
     ]
     assert len(set(keys)) == len(keys)
     assert key_of("forward", PLAIN, x.clone(), x) == keys[0]
