@@ -16,8 +16,10 @@ from kernels import (
     tiled_attention,
 )
 from kernels.call import Options
+from kernels.launch import start
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
+from kernels.portable.prepare import documents_launches
 from kernels.portable.tiles import longest_first
 from kernels.portable.tuning import Tile
 from tests.attention_checks import compare_with_oracle, make_packed
@@ -143,8 +145,28 @@ WRONG = {  # what is written behind the checks' back, of 40 tokens -> what the k
     "falling": ([0, 30, 20, 40], [0, 30, 30, 40]),
     "begins late": ([25, 30, 35, 40], [0, 30, 35, 40]),
     "ends early": ([0, 3, 5, 7], [0, 3, 5, 40]),
-    "more than are looked at together": ([0, *[50, -1] * 600, 40], [0, *[40] * 1201]),
 }
+
+
+@pytest.mark.parametrize("documents", [3, 1023, 1024, 3000])
+def test_the_nearest_right_packing_of_any_numbers(documents):
+    """However many are looked at together."""
+    numbers = random.Random(documents)
+    written = [numbers.randrange(-1000, 2 * 10**6) if numbers.random() < 0.1 else 300 * i for i in range(documents + 1)]
+    tokens = 300 * documents
+    meant, highest = [0], 0
+    for x in written[1:]:
+        highest = min(max(x, highest), tokens)
+        meant.append(highest)
+    meant[-1] = tokens
+    given = torch.tensor(written, dtype=torch.int32, device=DEVICE)
+    tensors = {"cu_seqlens_q": given, "cu_seqlens_k": given.clone()}
+    tensors |= {"starts_q": torch.full_like(given, -7), "starts_k": torch.full_like(given, -7)}
+    q = torch.empty(1, 1, tokens, 1, device="meta")
+    (launch,) = documents_launches(q, q[:, :, :-1], **tensors)
+    start(launch)
+    assert tensors["starts_q"].tolist() == meant
+    assert tensors["starts_k"].tolist() == [min(x, tokens - 1) for x in meant]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
