@@ -3,14 +3,14 @@
 The package imports torch only. Triton is loaded when a kernel is launched for the first time.
 """
 
-from .api import flash_attention, flash_attention_varlen, unsupported_reason
+from .api import flash_attention, flash_attention_varlen
+from .documents import place_documents
 from .fused.cross_entropy import cross_entropy
 from .fused.linear_cross_entropy import linear_cross_entropy
 from .fused.rotary import rotate_and_split
-from .hopper.fp8 import flash_attention_fp8, quantize_per_head
-from .inputs import place_documents
-from .reference import naive_attention, naive_attention_fp8, naive_attention_varlen
-from .support import refusal
+from .hopper.fp8 import flash_attention_fp8, naive_attention_fp8, quantize_per_head
+from .reference import naive_attention, naive_attention_varlen
+from .support import why_not
 from .tiled import tiled_attention, tiled_attention_varlen
 
 __all__ = [
@@ -24,9 +24,8 @@ __all__ = [
     "naive_attention_varlen",
     "place_documents",
     "quantize_per_head",
-    "refusal",
     "rotate_and_split",
     "tiled_attention",
     "tiled_attention_varlen",
-    "unsupported_reason",
+    "why_not",
 ]

@@ -1,44 +1,13 @@
-"""The public functions: check meaning, cast under autocast, then call the operator; import no Triton."""
+"""The public functions: check the call, or find it among those known to be right, then call the operator; import no
+Triton."""
 
-import torch
 from torch import Tensor
 
 from . import ops
-from .device import capability, interpreting
-from .inputs import check_call, check_varlen_call
-from .options import Options
-from .support import IMPLEMENTATIONS, features_of, refusal
-
-_MIN_HEAD_DIM = 16  # the smallest inner dimension of a tensor-core product
-_MAX_HEAD_DIM = 256  # beyond it the accumulators of one tile no longer fit the register file
-
-
-def unsupported_reason(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why `flash_attention` cannot run here, in one sentence with the remedy; None when it can."""
-    device = device if isinstance(device, torch.device) else torch.device(device)
-    if head_dim < _MIN_HEAD_DIM or head_dim > _MAX_HEAD_DIM:
-        return (
-            f"head_dim {head_dim} is not supported by flash attention "
-            f"({_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}); use attention=sdpa"
-        )
-    if dtype not in IMPLEMENTATIONS["flash"].dtypes:
-        return f"dtype {dtype} is not supported by flash attention (float32, bfloat16, float16); use attention=naive"
-    if device.type == "cuda":
-        major, minor = capability(torch.cuda.current_device() if device.index is None else device.index)
-        if major < 8:
-            return (
-                f"compute capability {major}.{minor} is not supported by flash attention (8.0 or newer); "
-                "use attention=sdpa"
-            )
-        return None
-    if device.type != "cpu":
-        return f"device type {device.type} is not supported by flash attention (cuda); use attention=sdpa"
-    if not interpreting():
-        return (
-            "flash attention needs an NVIDIA GPU; use attention=sdpa, "
-            "or set TRITON_INTERPRET=1 before the start to test it on a CPU"
-        )
-    return None
+from .call import autocast_inputs, check_call, key_of, plain_options
+from .documents import call_packed
+from .launch import plan_of
+from .support import why_not_flash
 
 
 def flash_attention(
@@ -54,6 +23,8 @@ def flash_attention(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     sinks: Tensor | None = None,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
+    max_seqlen: int | tuple[int, int] | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -79,8 +50,16 @@ def flash_attention(
             and of the two token numbers alone. Without it, one is drawn from PyTorch's generator.
         sinks: (Hq,) a score per head, of a key without a value, that joins the softmax's denominator and LSE;
             differentiable. Source: Xiao et al., arXiv:2309.17453, in gpt-oss's learned form.
+        cu_seqlens: (documents + 1,) int32 on q's device, for packed documents: B is 1, document d holds the rows from
+            cu_seqlens[d] to cu_seqlens[d + 1], tokens see only their own document, and no work is done for other
+            pairs. A pair (of queries, of keys) where they differ. Empty documents are allowed; alibi_slopes may be
+            (documents, Hq). On a GPU its values are read once a tensor and version, which waits for the GPU, and not
+            inside a CUDA graph. What changes them unseen (`.data`) makes the results wrong, but no kernel ever
+            addresses memory outside the call's tensors.
+        max_seqlen: an upper bound on a document's length, or a pair; checked with cu_seqlens, N by default. No launch
+            depends on it, so a constant bound serves every packing.
         return_lse: also return the log of the softmax denominator.
-        deterministic: stated for the reader; the backward has no other mode.
+        deterministic: stated for the reader; there is no other mode.
 
     Returns:
         O (B, Hq, Nq, Dv) in q's dtype, stored as (B, Nq, Hq, Dv), so that merging the heads costs no copy.
@@ -92,17 +71,32 @@ def flash_attention(
 
     Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
     """
-    plain = softcap == dropout_p == 0.0 and alibi_slopes is sinks is None
-    call = _description(q, k, v, causal, scale, window) if plain else None
-    options = None if call is None else _FOUND_RIGHT.get(call)
+    q, k, v = autocast_inputs(q, k, v)
+    plan = options = given = None
+    seen = ops.watched(q, k, v)
+    if not seen:
+        plain = alibi_slopes is sinks is cu_seqlens is max_seqlen is None and deterministic is True
+        given = plain_options(causal, scale, window, softcap, dropout_p) if plain else None
+        if given is not None:
+            plan = plan_of(key_of("forward", given, q, k, v))
+            options = plan.options
     if options is None:
         q, k, v, options = check_call(
-            q, k, v, causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks
-        )
-        q, options = _supported(q, k, v, options)
-        if call is not None:
-            _FOUND_RIGHT[call] = options
-    o, lse = ops.attend(q, k, v, options)
+            q, k, v, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
+            dropout_p=dropout_p, dropout_seed=dropout_seed, sinks=sinks, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+            deterministic=deterministic,
+        )  # fmt: skip
+        if options.scale <= 0.0:  # the kernels scale the row maximum instead of every score, which needs scale > 0
+            q, scale = (-q, -options.scale) if options.scale < 0.0 else (q * 0.0, 1.0)
+            options = options._replace(scale=scale)
+        if plan is None and not seen:
+            plan = plan_of(key_of("forward", options, q, k, v))
+        # a plan with an engine has run
+        if (plan is None or plan.on_hopper is None) and (reason := why_not_flash(q, k, v, options)):
+            raise ValueError(reason)
+        if given is not None:
+            plan.options = options
+    o, lse = ops.attend(q, k, v, options, plan)
     return (o, lse) if return_lse else o
 
 
@@ -114,30 +108,14 @@ def flash_attention_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool = True,
+    **options,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_attention` over packed documents: tokens see only their own document, and no work is done for
-    other pairs.
+    """`flash_attention` of packed documents whose tokens lie end to end in three dimensions.
 
     Args:
-        q, k, v: (total_q, Hq, D), (total_k, Hkv, D), (total_k, Hkv, Dv): the documents' tokens end to end.
-        cu_seqlens_q, cu_seqlens_k: (documents + 1,) int32 on q's device: document d holds the rows from
-            cu_seqlens[d] to cu_seqlens[d + 1]. Empty documents are allowed. Their values are read once a
-            tensor, which waits for the GPU, and not inside a CUDA graph.
-        max_seqlen_q, max_seqlen_k: upper bounds on a document's length, checked with cu_seqlens. No launch
-            depends on them, so a constant bound serves every packing.
-        alibi_slopes: (Hq,) or (documents, Hq).
-        others: as in `flash_attention`, inside each document.
+        q, k, v: (total_q, Hq, D), (total_k, Hkv, D), (total_k, Hkv, Dv).
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: the pairs cu_seqlens and max_seqlen.
+        options: as in `flash_attention`.
 
     Returns:
         O (total_q, Hq, Dv); with `return_lse`, also LSE (Hq, total_q), float32.
@@ -145,54 +123,5 @@ def flash_attention_varlen(
     Raises:
         ValueError: before any launch, naming the argument, its value and what is allowed.
     """
-    q, k, v, options = check_varlen_call(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks,
-    )  # fmt: skip
-    # one batch entry that holds all documents: the operator's layout, by views
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    q, options = _supported(q, k, v, options)
-    o, lse = ops.attend(q, k, v, options)
-    # not o[0]: the gradient of an index is a tensor of zeros with a part filled in
-    o = o.squeeze(0).transpose(0, 1)
-    return (o, lse.squeeze(0)) if return_lse else o
-
-
-def _supported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Options]:
-    """Refuse what cannot run on these (B, H, N, D) tensors. Returns q and options with a positive scale."""
-    for head_dim in {q.shape[3], v.shape[3]}:
-        reason = unsupported_reason(q.device, q.dtype, head_dim)
-        if reason is not None:
-            raise ValueError(reason)
-    features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
-    reason = refusal("flash", features, q.dtype)
-    if reason is not None:
-        raise ValueError(reason)
-    if options.scale <= 0.0:  # the kernels scale the row maximum instead of every score, which needs scale > 0
-        q, scale = (-q, -options.scale) if options.scale < 0.0 else (q * 0.0, 1.0)
-        options = options._replace(scale=scale)
-    return q, options
-
-
-class _FoundRight(dict):
-    """Descriptions of calls that passed all checks -> their options: a model repeats a few calls for ever."""
-
-    def __setitem__(self, call: tuple, options: Options) -> None:
-        if len(self) >= 512:
-            self.clear()
-        super().__setitem__(call, options)
-
-
-_FOUND_RIGHT = _FoundRight()
-
-
-def _description(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: tuple) -> tuple | None:
-    """All that the checks of a call without other options look at; None where a call is not worth remembering."""
-    if torch.compiler.is_compiling() or type(window) is not tuple:
-        return None
-    if scale is not None and not (type(scale) is float and scale > 0.0):
-        return None
-    if torch.is_autocast_enabled(q.device.type) and torch.get_autocast_dtype(q.device.type) != q.dtype:
-        return None
-    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    return *tensors, bool(causal), scale, window
+    cu_seqlens, max_seqlen = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return call_packed(flash_attention, (q, k, v), cu_seqlens, max_seqlen, **options)

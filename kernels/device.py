@@ -1,39 +1,74 @@
-"""What the machine can do: capability, shared memory, SM count, dense peak (None when unknown)."""
+"""What GPUs can do: the one table of boards, and this machine's capability, SM count and L2 cache."""
 
 import os
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-# Dense bf16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets (the figures without sparsity), matched
-# against the device name in this order: the longer name stands before the shorter one it contains.
-_DENSE_BF16_PEAK = (
-    ("GH200", 989.4e12),
-    ("H200", 989.4e12),
-    ("H100 PCIe", 756.0e12),
-    ("H100 NVL", 835.5e12),
-    ("H100 80GB HBM3", 989.4e12),  # the SXM5 board's own name
-    ("A100", 312.0e12),
-    ("A10G", 70.0e12),
-    ("A10", 125.0e12),
-    ("L40S", 362.05e12),
-    ("L40", 181.05e12),
-    ("L4", 121.0e12),
-    ("RTX 3090", 71.0e12),
-    ("RTX 4090", 165.2e12),
+# Shared memory that one block may use, in bytes, by compute capability x 10: CUDA guide, table 30.
+SHARED_LIMIT_BYTES = {
+    75: 64 * 1024,
+    80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A board, from NVIDIA's data sheets."""
+
+    name: str  # words of the device's name
+    arch: int  # compute capability x 10
+    dense_flops: float  # 16-bit tensor-core FLOP/s without sparsity, fp32 accumulation; fp16 alone before arch 80
+    memory_bytes_per_second: float
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that one block may use."""
+        return SHARED_LIMIT_BYTES[self.arch]
+
+
+# A device's name is matched in this order: the longer name stands before the shorter one that it contains.
+GPUS = (
+    GPU("B200", 100, 2250e12, 8.0e12),
+    GPU("GH200", 90, 989.4e12, 4.0e12),
+    GPU("H200", 90, 989.4e12, 4.8e12),
+    GPU("H100 PCIe", 90, 756.0e12, 2.0e12),
+    GPU("H100 NVL", 90, 835.5e12, 3.9e12),
+    GPU("H100 80GB HBM3", 90, 989.4e12, 3.35e12),  # the SXM5 board's own name
+    GPU("A100", 80, 312.0e12, 2.039e12),
+    GPU("A10G", 86, 70.0e12, 0.6e12),
+    GPU("A10", 86, 125.0e12, 0.6e12),
+    GPU("L40S", 89, 362.05e12, 0.864e12),
+    GPU("L40", 89, 181.05e12, 0.864e12),
+    GPU("L4", 89, 121.0e12, 0.3e12),
+    GPU("RTX 3090", 86, 71.0e12, 0.936e12),
+    GPU("RTX 4090", 89, 165.2e12, 1.008e12),
+    GPU("T4", 75, 65.0e12, 0.32e12),
 )
 
 
-def dense_bf16_peak_flops(device_name: str) -> float | None:
-    """Dense bf16 peak of the GPU with this name in FLOP/s (fp32 accumulation); None when unknown."""
+def gpu_named(device_name: str) -> GPU | None:
+    """The board with this device name; None when unknown."""
     words = device_name.split()
-    for name, peak in _DENSE_BF16_PEAK:
-        wanted = name.split()
+    for gpu in GPUS:
+        wanted = gpu.name.split()
         if any(words[i : i + len(wanted)] == wanted for i in range(len(words))):
-            return peak
-        if len(wanted) == 1 and any(word.split("-")[0] == name for word in words):  # "A100-SXM4-80GB"
-            return peak
+            return gpu
+        if len(wanted) == 1 and any(word.split("-")[0] == gpu.name for word in words):  # "A100-SXM4-80GB"
+            return gpu
     return None
+
+
+def dense_bf16_peak_flops(device_name: str) -> float | None:
+    """Dense bf16 peak of the GPU with this name in FLOP/s; None when unknown, and before Ampere, which has no bf16."""
+    gpu = gpu_named(device_name)
+    return None if gpu is None or gpu.arch < 80 else gpu.dense_flops
 
 
 def interpreting() -> bool:
@@ -44,12 +79,6 @@ def interpreting() -> bool:
 def capability(device_index: int) -> tuple[int, int]:
     """Compute capability of a CUDA device, for example (9, 0). PyTorch caches it; Dynamo warns of caches of ours."""
     return torch.cuda.get_device_capability(device_index)
-
-
-@lru_cache(maxsize=64)
-def shared_memory_bytes(device_index: int) -> int:
-    """Shared memory that one thread block may use, in bytes (232,448 on an H100 or H200)."""
-    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin
 
 
 @lru_cache(maxsize=64)

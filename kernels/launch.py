@@ -1,17 +1,224 @@
-"""What the launchers share: tensors and options fit for a kernel, TMA descriptors, L2 sections, precision."""
+"""From a call to its kernels: launches as data, how they are run and run again, and what every launcher needs.
 
+Triton looks at every argument and encodes every TMA descriptor at each launch: 30 microseconds here, and our own
+arithmetic on shapes costs as much. Calls of one key (kernels/call.py) differ in nothing but addresses. So the first
+goes through Triton and leaves `Replay`s in its `Plan`; the next ones hand their addresses to Triton's C entry point.
+Written for and checked with triton 3.6: `_c_entry` reads a private name of it.
+"""
+
+from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .call import Options
 from .device import interpreting, l2_bytes
-from .options import Options
-from .portable.tuning import PACKED_ORIGIN, Tile
-from .replay import Replay
 
+_KEPT = 512  # keys, and addresses of one descriptor: beyond it a cache starts anew
 _LARGEST = 0x7FFF0000  # a tensor dimension that no coordinate here reaches
+# Where every document ends in the coordinates of a packed TMA descriptor: a power of two beyond any number of tokens.
+PACKED_ORIGIN = 2**30
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel, as data.
+
+    arguments: the kernel's parameters in order, but for its constexprs, which `constants` names in their order. Tensors
+        stand among them as they are, inside descriptors, or inside tuples.
+    how: num_warps, num_stages, launch_cooperative_grid.
+    smaller: what to launch instead where the GPU's shared memory is too small, asked with Triton's error; None where
+        nothing else is left.
+    """
+
+    kernel: object
+    grid: int
+    arguments: tuple
+    constants: dict
+    how: dict
+    smaller: Callable[[Exception], "Launch | None"] = lambda error: None
+
+
+class Plan:
+    """What is known of calls of one key."""
+
+    __slots__ = ("on_hopper", "options", "replays")
+
+    def __init__(self):
+        self.options: Options | None = None  # of a call found right, in canonical form
+        self.on_hopper: bool | None = None  # the engine, once chosen
+        self.replays: list[Replay] | None = None  # its kernels, once launched
+
+
+PLANS: dict[tuple, Plan] = {}
+
+
+def plan_of(key: tuple) -> Plan:
+    """The plan of a key, empty where it is new."""
+    plan = PLANS.get(key)
+    if plan is None:
+        if len(PLANS) >= _KEPT:
+            PLANS.clear()
+        plan = PLANS[key] = Plan()
+    return plan
+
+
+def run(plan: Plan, tensors: dict[str, Tensor | None], launches: Callable[..., list[Launch]]) -> None:
+    """Run a call's kernels, on the current stream of its tensors' GPU.
+
+    The first time, `launches(**tensors)` says what to launch, and Triton compiles it. From then on the plan's kernels
+    are launched on the tensors of the same names. `launches` may use no other tensor, views included.
+
+    Replayed are only addresses that are multiples of 16: Triton has compiled for that.
+    """
+    device = next(iter(tensors.values())).get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return run(plan, tensors, launches)
+    together, addresses = 0, {}
+    for name, x in tensors.items():
+        if x is not None:
+            addresses[name] = address = x.data_ptr()
+            together |= address
+    if plan.replays is not None and not together % 16:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        for replay in plan.replays:
+            replay(stream, addresses)
+        return None
+    # other objects, so that a tensor that was given twice still has two names
+    distinct = {name: None if x is None else x.detach() for name, x in tensors.items()}
+    names = {id(x): name for name, x in distinct.items()}
+    replays = []
+    for launch in launches(**distinct):
+        launched, compiled = start(launch)
+        named = [names.get(id(x)) for x in _tensors_in(launched.arguments)]
+        assert None not in named, f"{launch.kernel} takes a tensor that the call does not name"
+        if compiled is not None:  # None in the interpreter
+            replays.append(Replay(compiled, launched, named))
+    if replays and not together % 16:
+        plan.replays = replays
+    return None
+
+
+def start(launch: Launch) -> tuple[Launch, object]:
+    """Launch through Triton, which compiles where it must. Returns what was launched and Triton's compiled kernel."""
+    from triton.runtime.errors import OutOfResources
+
+    while True:
+        try:
+            return launch, launch.kernel[(launch.grid,)](*launch.arguments, **launch.constants, **launch.how)
+        except OutOfResources as error:
+            launch = launch.smaller(error)
+            if launch is None:
+                raise
+
+
+def _tensors_in(arguments: tuple):
+    """The tensors of a launch in the order of the kernel's parameters."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif hasattr(argument, "block_shape"):
+            yield argument.base
+        elif isinstance(argument, tuple):
+            yield from (x for x in argument if isinstance(x, Tensor))
+
+
+class Replay:
+    """One compiled kernel with the arguments of one launch. Calling it launches it on other addresses.
+
+    named: the names of the launch's tensors in the order of the kernel's parameters.
+    """
+
+    def __init__(self, compiled, launch: Launch, named: list[str]):
+        runner = compiled.run
+        assert runner.global_scratch_size == 0
+        assert runner.profile_scratch_size == 0
+        self._entry = _c_entry(runner)
+        self._slots = []  # (name, position, place in a tuple or None, descriptor's maps or None) of each address
+        self._arguments = [
+            launch.grid, 1, 1, 0, compiled.function, runner.launch_cooperative_grid, runner.launch_pdl, None, None,
+            compiled.packed_metadata, None, None, None,
+        ]  # fmt: skip
+        names = iter(named)
+        descriptions = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        for argument in (*launch.arguments, *launch.constants.values()):
+            position = len(self._arguments)
+            if isinstance(argument, Tensor):
+                self._slots.append((next(names), position, None, None))
+                self._arguments.append(0)
+            elif hasattr(argument, "block_shape"):
+                maps = _TensorMaps(argument, next(descriptions))
+                self._slots.append((next(names), position, None, maps))
+                self._arguments += [None, *argument.shape, *argument.strides]
+            elif isinstance(argument, tuple):
+                inside = [place for place, x in enumerate(argument) if isinstance(x, Tensor)]
+                self._slots += [(next(names), position, place, None) for place in inside]
+                self._arguments.append(tuple(0 if isinstance(x, Tensor) else x for x in argument))
+            else:
+                self._arguments.append(argument)
+
+    def __call__(self, stream: int, addresses: dict[str, int]) -> None:
+        """Launch on a stream of the current device; addresses are multiples of 16 bytes."""
+        arguments = self._arguments.copy()
+        arguments[3] = stream
+        for name, position, place, maps in self._slots:
+            address = addresses[name]
+            if maps is not None:
+                arguments[position] = maps.get(address) or maps.encode(address)
+            elif place is None:
+                arguments[position] = address
+            else:
+                values = list(arguments[position])
+                values[place] = address
+                arguments[position] = tuple(values)
+        self._entry(*arguments)
+
+
+class _TensorMaps(dict):
+    """Address -> encoded TMA descriptor. An encoding depends on nothing else that changes between replays."""
+
+    def __init__(self, descriptor, description):
+        self._descriptor, self._description = copy(descriptor), description
+        self._descriptor.base = None  # the tensor is not ours to keep
+
+    def encode(self, address: int):
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        if len(self) >= _KEPT:
+            self.clear()
+        at = copy(self._descriptor)
+        at.base = _Address(address)
+        self[address] = make_tensordesc_arg(at, self._description)[0]
+        return self[address]
+
+
+class _Address:
+    """What Triton's encoder asks of a tensor."""
+
+    def __init__(self, address: int):
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _c_entry(runner):
+    """Triton's compiled launch function. For kernels with descriptors it stands behind a Python loop that encodes
+    them anew at each launch."""
+    launch = runner.launch
+    if not hasattr(launch, "__closure__"):
+        return launch
+    return dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
+
+
+def on_device(q: Tensor):
+    """Context that makes q's GPU current; entering one costs time, so only when another is."""
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        return torch.cuda.device(q.device)
+    return nullcontext()
 
 
 def kernel_inputs(*tensors: Tensor) -> list[Tensor]:
@@ -25,76 +232,15 @@ def kernel_inputs(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def padded(head_dim: int) -> int:
-    """The next power of two: tile sides are powers of two."""
-    return 1 << (head_dim - 1).bit_length()
-
-
 def dot_precision(q: Tensor) -> str:
     """float32 products are exact ("ieee"), as PyTorch's are by default; other dtypes ignore this."""
     return "ieee" if q.dtype == torch.float32 else "tf32"
 
 
-def on_device(q: Tensor):
-    """Context that makes q's GPU current; entering one costs time, so only when another is."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        return torch.cuda.device(q.device)
-    return nullcontext()
-
-
-def launch(kernel, grid: int, arguments: tuple, constants: dict, **how: int) -> Replay | None:
-    """Launch through Triton, which compiles where it must. Returns what launches it again.
-
-    None in the interpreter, and where an address is no multiple of 16: Triton has then compiled for that.
-
-    arguments: the kernel's parameters in order, but for its constexprs, which `constants` names in their order.
-    how: num_warps, num_stages, launch_cooperative_grid.
-    """
-    compiled = kernel[(grid,)](*arguments, **constants, **how)
-    tensors = [x.base if hasattr(x, "base") else x for x in _flat(arguments)]
-    if compiled is None or any(x.data_ptr() % 16 for x in tensors if isinstance(x, Tensor)):
-        return None
-    return Replay(compiled, grid, (*arguments, *constants.values()))
-
-
-def _flat(arguments: tuple):
-    for x in arguments:
-        if isinstance(x, tuple):
-            yield from x
-        else:
-            yield x
-
-
-def addresses_of(*tensors: Tensor | None) -> list[int]:
-    """Where the tensors begin; None has no address."""
-    return [x.data_ptr() for x in tensors if x is not None]
-
-
-def heads_per_section(q: Tensor, k: Tensor, l2_share: float = 1 / 3) -> int:
-    """How many query heads are worked on together: those whose K and V fill at most this share of the L2 cache, a power
-    of two of KV heads, times the group size.
-
-    flash-attention fills nearly all of it. But what a multiprocessor reads from the far half of the cache is kept in
-    both halves: with 5/6 an H200 read up to 11 times what a call's tensors have (kernels/hopper/NOTES.md).
-    """
-    group = q.shape[1] // k.shape[1]
-    bytes_per_head = 2 * k.shape[2] * k.shape[3] * k.element_size()
-    fitting = int(l2_bytes(q.device.index) * l2_share) // bytes_per_head
-    return min(group << max(fitting.bit_length() - 1, 0), q.shape[0] * q.shape[1])
-
-
-def tma_ready(x: Tensor) -> bool:
-    """Whether TMA can address x (B, H, N, D): 16-byte aligned start and strides, none of them 0."""
-    if x.data_ptr() % 16:
-        return False
-    unit = 16 // x.element_size()
-    batch, heads, tokens, _ = x.stride()
-    if batch > 0 and heads > 0 and tokens > 0 and not (batch | heads | tokens) & (unit - 1):
-        return True
-    # a dimension of size 1 may carry any stride
-    return all(
-        n == 1 or (stride > 0 and stride % unit == 0) for n, stride in zip(x.shape[:3], x.stride(), strict=False)
-    )
+def tokens_first(like: Tensor, head_dim: int) -> Tensor:
+    """An uninitialised (B, H, N, head_dim) tensor with `like`'s other sizes, stored as (B, N, H, head_dim)."""
+    batch, heads, tokens, _ = like.shape
+    return like.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
 
 
 class Switches(NamedTuple):
@@ -112,28 +258,30 @@ class Switches(NamedTuple):
     cu_seqlens_q: Tensor | None = None  # (documents + 1,) int32
     cu_seqlens_k: Tensor | None = None
 
-    def tensors(self) -> list[Tensor]:
-        """Those that are on, in order."""
-        return [x for x in self if isinstance(x, Tensor)]
+
+_TENSORS = ("alibi_slopes", "sinks", "dropout_seed", "cu_seqlens_q", "cu_seqlens_k")
 
 
-_PLAIN = Switches()
-_PLAIN_OPTIONS = Options(causal=True, scale=1.0)[4:]  # softcap and all after it
+def option_tensors(options: Options) -> dict[str, Tensor]:
+    """The options' tensors by name, for `run`; with documents also memory for their `starts_q` and `starts_k`."""
+    if options.without_tensors:
+        return {}
+    given = {name: x.contiguous() for name in _TENSORS if (x := getattr(options, name)) is not None}
+    if options.packed:
+        given |= {f"starts_{which}": torch.empty_like(given[f"cu_seqlens_{which}"]) for which in "qk"}
+    return given
 
 
-def switches_of(options: Options) -> Switches:
-    """Translate the options of a call; one shared constant where all are off."""
-    if options[4:] == _PLAIN_OPTIONS:
-        return _PLAIN
-    dropped = options.dropout_p > 0.0
+def switches_of(options: Options, given: dict[str, Tensor]) -> Switches:
+    """Translate the options of a call, with the tensors of `option_tensors`. Kernels read the checked `starts`."""
     return Switches(
         softcap=options.softcap or None,
-        alibi_slopes=None if options.alibi_slopes is None else options.alibi_slopes.contiguous(),
-        sinks=None if options.sinks is None else options.sinks.contiguous(),
-        dropout_seed=options.dropout_seed if dropped else None,
-        dropout_p=options.dropout_p if dropped else None,
-        cu_seqlens_q=options.cu_seqlens_q,
-        cu_seqlens_k=options.cu_seqlens_k,
+        alibi_slopes=given.get("alibi_slopes"),
+        sinks=given.get("sinks"),
+        dropout_seed=given.get("dropout_seed"),
+        dropout_p=options.dropout_p or None,
+        cu_seqlens_q=given.get("starts_q"),
+        cu_seqlens_k=given.get("starts_k"),
     )
 
 
@@ -154,27 +302,36 @@ def grid_tiles(num_tokens: int, block: int, cu_seqlens: Tensor | None) -> tuple[
     return num_docs, num_tokens // block + num_docs
 
 
-def kernel_operands(
-    tile: Tile, options: Options, *operands: tuple[Tensor, int, int]
-) -> tuple[list, list[tuple[int, int, int]], bool]:
-    """What a kernel takes for each (tensor, rows and columns of its tile), the strides, whether by descriptors.
+def heads_per_section(q: Tensor, k: Tensor, l2_share: float = 1 / 3, bytes_per_kv_head: int | None = None) -> int:
+    """How many query heads are worked on together: those whose K and V (or `bytes_per_kv_head`) fill at most this share
+    of the L2 cache, a power of two of KV heads, times the group size.
 
-    Descriptors where the tile wants TMA and every tensor allows it, plain tensors otherwise.
+    flash-attention fills nearly all of it. But what a multiprocessor reads from the far half of the cache is kept in
+    both halves: with 5/6 an H200 read up to 11 times what a call's tensors have (kernels/hopper/NOTES.md).
     """
-    strides = [x.stride()[:3] for x, _, _ in operands]
-    if not tile.tma or not all(tma_ready(x) for x, _, _ in operands):
-        return [x for x, _, _ in operands], strides, False
-    describe = packed_descriptor if options.packed else dense_descriptor
-    return [describe(*operand) for operand in operands], strides, True
+    group = q.shape[1] // k.shape[1]
+    bytes_per_kv_head = bytes_per_kv_head or 2 * k.shape[2] * k.shape[3] * k.element_size()
+    fitting = int(l2_bytes(q.device.index) * l2_share) // bytes_per_kv_head
+    return min(group << max(fitting.bit_length() - 1, 0), q.shape[0] * q.shape[1])
 
 
-def dense_descriptor(x: Tensor, rows: int, columns: int):
-    """A TMA descriptor of x (B, H, N, D) that loads tiles of (rows, columns); what is outside x reads as 0."""
-    shape, strides = list(x.shape), list(x.stride())
-    for i in range(3):
-        if shape[i] == 1:  # may carry any stride, and the hardware wants a multiple of 16 bytes
-            strides[i] = 16
-    return _descriptor(x, shape, strides, [1, 1, rows, columns])
+def tma_ready(x: Tensor) -> bool:
+    """Whether TMA can address x (B, H, N, D): 16-byte aligned start and strides, the last one 1, none 0."""
+    unit = 16 // x.element_size()
+    if x.data_ptr() % 16 or x.stride(-1) != 1:
+        return False
+    return all(
+        size == 1 or (stride > 0 and stride % unit == 0)  # a dimension of size 1 may carry any stride
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
+
+
+def descriptor(x: Tensor, rows: int, columns: int):
+    """A TMA descriptor of x (..., N, D) that loads tiles of (rows, columns); what is outside x reads as 0, and is not
+    written."""
+    # a dimension of size 1 may carry any stride; the hardware wants a multiple of 16 bytes
+    strides = [16 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return _descriptor(x, list(x.shape), [*strides, 1], [1] * (x.dim() - 2) + [rows, columns])
 
 
 def packed_descriptor(x: Tensor, rows: int, columns: int):
@@ -198,11 +355,16 @@ def packed_descriptor(x: Tensor, rows: int, columns: int):
     )
 
 
+def padded(head_dim: int) -> int:
+    """The next power of two: tile sides are powers of two."""
+    return 1 << (head_dim - 1).bit_length()
+
+
 def _descriptor(x: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
     """Triton's host descriptor. `tma_ready` has checked what its constructor would check again, for 4 us each."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides = x, shape, strides
-    descriptor.block_shape, descriptor.padding = block_shape, "zero"
-    return descriptor
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides = x, shape, strides
+    made.block_shape, made.padding = block_shape, "zero"
+    return made

@@ -2,7 +2,7 @@
 called.
 
 `flashgpt::flash_fwd(q, k, v, ...) -> (o, lse)` is opaque to torch.compile and to autocast, and its name is what
-a selective checkpointing policy compares with. The arguments after v are the fields of `kernels.options.Options`
+a selective checkpointing policy compares with. The arguments after v are the fields of `kernels.call.Options`
 in order. Outputs that hold tokens and heads are stored as (B, N, H, D). Packed documents are one batch entry.
 
 They are defined through `torch.library.Library`, not `custom_op`: with 16 arguments the latter's autograd spends 65
@@ -11,11 +11,12 @@ microseconds a call in filling in defaults, here all of it takes 10.
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
-from .hopper.when import hopper_unsupported_reason
-from .inputs import check_documents
-from .options import Options
-from .replay import description
+from .call import Options, key_of
+from .documents import check_documents
+from .launch import Plan, plan_of, tokens_first
+from .support import why_not_hopper
 
 _LIBRARY = torch.library.Library("flashgpt", "FRAGMENT")
 _OPTIONS = (
@@ -37,77 +38,60 @@ flash_fwd = torch.ops.flashgpt.flash_fwd.default
 flash_bwd = torch.ops.flashgpt.flash_bwd.default
 
 
-_HOPPER: dict[tuple, bool] = {}  # (description of a call, backward) -> whether the Hopper kernels take it
-
-
-def _on_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool) -> bool:
-    """The one place where an implementation is chosen for checked inputs.
-
-    Every implementation keeps one contract: the same inputs, the same (O, LSE), the same bits each time. The backward
-    takes O and LSE from either.
-    """
-    call = description(options, backward, q, k, v)
-    if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-        return False
-    chosen = _HOPPER.get(call)
-    if chosen is None:
-        if len(_HOPPER) >= 1024:
-            _HOPPER.clear()
-        chosen = _HOPPER[call] = hopper_unsupported_reason(q, k, v, options, backward=backward) is None
-    return chosen
-
-
-def _forward_launcher(q: Tensor, k: Tensor, v: Tensor, options: Options):
-    if _on_hopper(q, k, v, options, backward=False):
-        from .hopper import forward as hopper
-
-        return hopper.launch_hopper_fwd
-    from .portable import forward as portable
-
-    return portable.launch_flash_fwd
-
-
-def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
     options = Options(*options)
+    plan = plan or plan_of(key_of("forward", options, q, k, v))
     if options.packed:
         check_documents(options, q.shape[2], k.shape[2])
-    return _forward_launcher(q, k, v, options)(q, k, v, options)
+    if _on_hopper(plan, q, k, v, options, backward=False):
+        from .hopper import forward as hopper
+
+        return hopper.launch_hopper_fwd(q, k, v, options, None, plan)
+    from .portable import forward as portable
+
+    return portable.launch_flash_fwd(q, k, v, options, None, plan)
 
 
 def _run_backward(do, dlse, q, k, v, o, lse, *options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options = Options(*options)
-    if _on_hopper(q, k, v, options, backward=True):
-        from .hopper.backward import launch_hopper_bwd
+    plan = plan_of(key_of(("backward", dlse is None), options, q, k, v, o, do))
+    if _on_hopper(plan, q, k, v, options, backward=True):
+        from .hopper import backward as hopper
 
-        return launch_hopper_bwd(do, dlse, q, k, v, o, lse, options)
-    from .portable.backward import launch_flash_bwd
+        return hopper.launch_hopper_bwd(do, dlse, q, k, v, o, lse, options, None, plan)
+    from .portable import backward as portable
 
-    return launch_flash_bwd(do, dlse, q, k, v, o, lse, options)
+    return portable.launch_flash_bwd(do, dlse, q, k, v, o, lse, options, None, None, plan)
 
 
-def _tokens_first(like: Tensor, head_dim: int) -> Tensor:
-    """An uninitialised (B, H, N, head_dim) tensor with `like`'s other sizes, stored as (B, N, H, head_dim)."""
-    batch, heads, tokens, _ = like.shape
-    return like.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
+def _on_hopper(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool) -> bool:
+    """The one place where an engine is chosen for checked inputs.
+
+    Every engine keeps one contract: the same inputs, the same (O, LSE), the same bits each time. The backward takes O
+    and LSE from either.
+    """
+    if plan.on_hopper is None:
+        plan.on_hopper = why_not_hopper(q, k, v, options, backward=backward) is None
+    return plan.on_hopper
 
 
 @torch.library.register_fake("flashgpt::flash_fwd", lib=_LIBRARY)
 def _(q, k, v, *options):
-    return _tokens_first(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return tokens_first(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("flashgpt::flash_bwd", lib=_LIBRARY)
 def _(do, dlse, q, k, v, o, lse, *options):
     dsinks = q.new_empty(0 if Options(*options).sinks is None else q.shape[1], dtype=torch.float32)
-    return _tokens_first(q, q.shape[3]), _tokens_first(k, k.shape[3]), _tokens_first(v, v.shape[3]), dsinks
+    return tokens_first(q, q.shape[3]), tokens_first(k, k.shape[3]), tokens_first(v, v.shape[3]), dsinks
 
 
 class _Flash(torch.autograd.Function):
     """The operator's derivative. It stands below the dispatcher, so that every tracer sees the operator only."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        o, lse = _below_autograd(flash_fwd, _run_forward, inputs)
+    def forward(ctx, plan, *inputs):
+        o, lse = _forward(plan, inputs)
         # an unused LSE then arrives in backward as None and costs nothing
         ctx.set_materialize_grads(False)
         # the dispatcher leaves out trailing defaults, so options may be fewer than the fields
@@ -120,17 +104,18 @@ class _Flash(torch.autograd.Function):
     def backward(ctx, do, dlse):
         no_gradients = [None] * len(ctx.options)
         if do is None and dlse is None:
-            return None, None, None, *no_gradients
+            return None, None, None, None, *no_gradients
         q, k, v, o, lse, *tensors = ctx.saved_tensors
         options = list(ctx.options)
         for i, x in zip(ctx.tensor_options, tensors, strict=True):
             options[i] = x
         do = torch.zeros_like(o) if do is None else do
-        dq, dk, dv, dsinks = flash_bwd(do, dlse, q, k, v, o, lse, *options)
+        run = flash_bwd if watched(q, k, v) else _backward_with_autograd  # 10 us less, as in `attend`
+        dq, dk, dv, dsinks = run(do, dlse, q, k, v, o, lse, *options)
         sinks = Options._fields.index("sinks")
         if sinks in ctx.tensor_options:
             no_gradients[sinks] = dsinks
-        return dq, dk, dv, *no_gradients
+        return None, dq, dk, dv, *no_gradients
 
 
 class _FlashBackward(torch.autograd.Function):
@@ -138,23 +123,26 @@ class _FlashBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):
-        return _below_autograd(flash_bwd, _run_backward, inputs)
+        return _backward(inputs)
 
     @staticmethod
     def backward(ctx, *gradients):
         raise RuntimeError("flash_bwd has no derivative: use naive_attention where second derivatives are needed")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """`flash_fwd`, but with autograd entered at once where nobody watches: the dispatcher takes 10 us a call."""
-    if torch.compiler.is_compiling() or _watched(q, k, v):
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, plan: Plan | None) -> tuple[Tensor, Tensor]:
+    """`flash_fwd`, but with autograd entered at once where the call has a plan, that is where nobody watches: the
+    dispatcher takes 10 us a call."""
+    if plan is None:
         return flash_fwd(q, k, v, *options)
-    return _forward_with_autograd(q, k, v, *options)
+    return _forward_with_autograd(q, k, v, *options, plan=plan)
 
 
-def _watched(*tensors: Tensor) -> bool:
-    """Whether something waits for operators to pass by: a dispatch mode (tracing, selective checkpointing, counting
-    FLOPs), a functorch transform, a tensor subclass."""
+def watched(*tensors: Tensor) -> bool:
+    """Whether something waits for operators to pass by: a tracer, a dispatch mode (fake tensors, selective
+    checkpointing, counting FLOPs), a functorch transform, a tensor subclass."""
+    if torch.compiler.is_compiling():  # asked first: what follows cannot be traced
+        return True
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return True
     return any(type(x) not in _PLAIN for x in tensors)
@@ -163,26 +151,35 @@ def _watched(*tensors: Tensor) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _below_autograd(operator, run, inputs):
+def _forward(plan: Plan | None, inputs: tuple) -> tuple[Tensor, Tensor]:
     """The kernels, through the dispatcher where it has a watcher to tell."""
-    if not _watched(*inputs[:3]):
-        return run(*inputs)
+    if plan is not None or not watched(*inputs[:3]):
+        return _run_forward(*inputs, plan=plan)
     with torch._C._AutoDispatchBelowAutograd():
-        return operator(*inputs)
+        return flash_fwd(*inputs)
 
 
-def _wants_gradient(inputs) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+def _backward(inputs: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not watched(*inputs[2:5]):
+        return _run_backward(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return flash_bwd(*inputs)
 
 
-def _forward_with_autograd(*inputs):
-    return _Flash.apply(*inputs) if _wants_gradient(inputs) else _below_autograd(flash_fwd, _run_forward, inputs)
+def _wants_gradient(inputs: tuple) -> bool:
+    """Raises RuntimeError where forward-mode derivatives are asked for: they would be zeros in silence."""
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    if any(unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError("flash attention has no forward-mode derivative (jvp): use naive_attention for it")
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _forward_with_autograd(*inputs, plan: Plan | None = None):
+    return _Flash.apply(plan, *inputs) if _wants_gradient(inputs) else _forward(plan, inputs)
 
 
 def _backward_with_autograd(*inputs):
-    return (
-        _FlashBackward.apply(*inputs) if _wants_gradient(inputs) else _below_autograd(flash_bwd, _run_backward, inputs)
-    )
+    return _FlashBackward.apply(*inputs) if _wants_gradient(inputs) else _backward(inputs)
 
 
 _LIBRARY.impl("flash_fwd", _run_forward, "CompositeExplicitAutograd")

@@ -3,7 +3,7 @@
 _KERNELS = {
     "attention": (
         *("flash_fwd_kernel", "flash_dkdv_kernel", "flash_dq_kernel", "_delta_kernel"),
-        *("hopper_fwd_kernel", "hopper_bwd_kernel", "_before_kernel", "_after_kernel"),
+        *("hopper_fwd_kernel", "hopper_bwd_kernel", "_after_kernel", "_documents_kernel"),
         *("hopper_fp8_kernel", "hopper_fp8_values_kernel"),
     ),
     "cross-entropy": ("cross_entropy_fwd_kernel", "cross_entropy_bwd_kernel"),

@@ -9,35 +9,21 @@ import math
 import torch
 from torch import Tensor
 
-from .inputs import check_call, check_documents, check_fp8_call, check_varlen_call
-from .options import Options
+from .call import Options, check_call
+from .documents import call_packed, check_documents
 from .philox import keep_mask
 
 
 def naive_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with the (Nq, Nk) scores in memory: `O = softmax(scale * Q K^T) V`, `LSE = logsumexp(scale *
-    Q K^T)`.
+    Q K^T)`. Packed documents one after the other, in a Python loop.
 
-    Shapes, dtypes, options and errors as in `kernels.flash_attention`, but any device, float64, and any
-    head_dim. Products run in the input dtype, the softmax in float32 (float64 for float64 inputs).
+    Shapes, dtypes, options and errors as in `flash_attention`, but any device, float64, and any head_dim. Products run
+    in the input dtype, the softmax in float32 (float64 for float64 inputs).
     """
-    q, k, v, options = check_call(q, k, v, causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks)
-    o, lse = _naive(q, k, v, options)
+    o, lse = by_documents(_naive, *check_call(q, k, v, **options))
     return (o, lse) if return_lse else o
 
 
@@ -49,74 +35,18 @@ def naive_attention_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool = True,
+    **options,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`naive_attention` for each packed document apart, in a Python loop.
-
-    Shapes, options and errors as in `kernels.flash_attention_varlen`.
-    """
-    q, k, v, options = check_varlen_call(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks,
-    )  # fmt: skip
-    o, lse = by_documents(_naive, q, k, v, options)
-    return (o, lse) if return_lse else o
-
-
-FP8_P_SCALE = 256.0  # P is at most this before it is rounded: e4m3 ends at 448
-
-
-def naive_attention_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """What FP8 attention means: products of e4m3 numbers summed in fp32, and `256 exp(S - max S)` rounded to e4m3
-    before it meets V. The row sum, and so LSE, is that of the unrounded P.
-
-    Arguments, result and errors as in `kernels.flash_attention_fp8`, but any device and any head_dim. The kernel rounds
-    P against the largest score so far, not the row's: equal in distribution, not in bits.
-    """
-    q, k, v, scales, options = check_fp8_call(q, k, v, q_scale, k_scale, v_scale, causal, scale)
-    q_scale, k_scale, v_scale = (x[:, :, None, None] for x in scales)
-    group = q.shape[1] // k.shape[1]
-    q, k, v = q.float(), (k.float() * k_scale).repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
-    scores = (q * q_scale) @ k.transpose(-1, -2) * options.scale
-    rows = torch.arange(q.shape[2], device=q.device)[:, None]
-    visible = visible_pairs(rows, torch.arange(k.shape[2], device=q.device), q.shape[2], k.shape[2], options)
-    if visible is not None:
-        scores = scores.masked_fill(~visible, -math.inf)
-    largest = scores.amax(-1, keepdim=True)
-    probs = FP8_P_SCALE * torch.exp(scores - largest.masked_fill(largest == -math.inf, 0.0))
-    row_sum = probs.sum(-1, keepdim=True)
-    rounded = probs.to(torch.float8_e4m3fn).float()
-    o = rounded @ v / row_sum.masked_fill(row_sum == 0.0, 1.0) * v_scale.repeat_interleave(group, 1)
-    return (o.bfloat16(), torch.logsumexp(scores, -1)) if return_lse else o.bfloat16()
+    """`naive_attention` of packed documents: shapes, options and errors as in `flash_attention_varlen`."""
+    cu_seqlens, max_seqlen = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return call_packed(naive_attention, (q, k, v), cu_seqlens, max_seqlen, **options)
 
 
 def by_documents(attention, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Call attention(q, k, v, options, first_row, first_col) for each document and join the results.
-
-    Returns O (total_q, Hq, Dv) and LSE (Hq, total_q).
-    """
-    check_documents(options, q.shape[0], k.shape[0])
+    """O and LSE by attention(q, k, v, options, first_row, first_col), called once, or for each document."""
+    if not options.packed:
+        return attention(q, k, v, options)
+    check_documents(options, q.shape[2], k.shape[2])
     q_starts, k_starts = options.cu_seqlens_q.tolist(), options.cu_seqlens_k.tolist()
     outputs, lses = [], []
     for i in range(len(q_starts) - 1):
@@ -124,11 +54,10 @@ def by_documents(attention, q: Tensor, k: Tensor, v: Tensor, options: Options) -
         one = options
         if options.alibi_slopes is not None:
             one = options._replace(alibi_slopes=options.alibi_slopes[i : i + 1])
-        document = (x.transpose(0, 1)[None] for x in (q[rows], k[cols], v[cols]))
-        o, lse = attention(*document, one, rows.start, cols.start)
-        outputs.append(o[0].transpose(0, 1))
-        lses.append(lse[0])
-    return torch.cat(outputs), torch.cat(lses, dim=1)
+        o, lse = attention(q[:, :, rows], k[:, :, cols], v[:, :, cols], one, rows.start, cols.start)
+        outputs.append(o)
+        lses.append(lse)
+    return torch.cat(outputs, dim=2), torch.cat(lses, dim=2)
 
 
 def visible_pairs(rows: Tensor, cols: Tensor, num_q: int, num_k: int, options: Options) -> Tensor | None:

@@ -1,44 +1,39 @@
-"""The support matrix: which feature works in which implementation, pass and dtype.
+"""The support matrix, and `why_not`: the one place that says what cannot run here, and why.
 
-The one source of the refusals at run time, of the tests' parametrisation and of the README's table.
+It is the one source of the refusals at run time, of the choice between the engines, of the tests' parametrisation and
+of the README's table. Every answer is one sentence with the remedy, or None.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from .options import Options
+from .call import Options
+from .device import capability, interpreting
+from .launch import tma_ready
 
 Pass = Literal["forward", "backward"]
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-
-@dataclass(frozen=True)
-class Feature:
-    """One line of the matrix."""
-
-    name: str  # as in messages and in tests
-    meaning: str  # for the README
-
-
+# feature, as in messages and in tests -> its meaning, for the README
 FEATURES = {
-    f.name: f
-    for f in (
-        Feature("full", "every query sees every key, Nq and Nk of any length"),
-        Feature("causal", "aligned bottom-right where Nq and Nk differ"),
-        Feature("gqa", "grouped and multi-query heads: Hq a multiple of Hkv"),
-        Feature("head_dim_v", "V's head_dim differs from Q's"),
-        Feature("lse", "log-sum-exp output, differentiable"),
-        Feature("window", "sliding window (left, right), cost N x window"),
-        Feature("softcap", "scores capped by softcap * tanh(score / softcap)"),
-        Feature("alibi_slopes", "ALiBi bias, slopes (H,) or (B, H), constants"),
-        Feature("sinks", "attention sinks (H,) with their gradient"),
-        Feature("dropout", "counter-based: the seed alone decides the mask, in every implementation"),
-        Feature("varlen", "packed documents that do not see each other"),
-    )
+    "full": "every query sees every key, Nq and Nk of any length",
+    "causal": "aligned bottom-right where Nq and Nk differ",
+    "gqa": "grouped and multi-query heads: Hq a multiple of Hkv",
+    "head_dim_v": "V's head_dim differs from Q's",
+    "lse": "log-sum-exp output, differentiable",
+    "window": "sliding window (left, right), cost N x window",
+    "softcap": "scores capped by softcap * tanh(score / softcap)",
+    "alibi_slopes": "ALiBi bias, slopes (H,) or (B, H), constants",
+    "sinks": "attention sinks (H,) with their gradient",
+    "dropout": "counter-based: the seed alone decides the mask, in every implementation",
+    "varlen": "packed documents that do not see each other",
 }
 
 _ALL = frozenset(FEATURES)
@@ -64,25 +59,23 @@ class Implementation:
 IMPLEMENTATIONS = {
     i.name: i
     for i in (
-        Implementation("naive", _ALL, _ALL_DTYPES, instead="attention=tiled"),
-        Implementation("tiled", _ALL, _ALL_DTYPES, instead="attention=naive"),
-        Implementation("flash", _ALL, _ALL_DTYPES - {torch.float64}, instead="attention=naive"),
+        Implementation("naive", _ALL, _ALL_DTYPES, instead="model.attention=tiled"),
+        Implementation("tiled", _ALL, _ALL_DTYPES, instead="model.attention=naive"),
+        Implementation("flash", _ALL, _ALL_DTYPES - {torch.float64}, instead="model.attention=naive"),
         # PyTorch's own, as the model calls it; its dropout draws from a stream of its own
         Implementation(
             "sdpa",
             frozenset({"full", "causal", "gqa", "head_dim_v"}),
             _ALL_DTYPES,
-            instead="attention=flash or attention=naive",
+            instead="model.attention=flash or model.attention=naive",
         ),
     )
 }
-
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _FORWARD_ONLY = ("window", "softcap", "varlen")  # the portable backward takes their O and LSE
 
 # The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
-# For which head_dims: kernels/hopper/when.py.
 KERNELS = {
     "hopper": Implementation(
         "hopper",
@@ -92,6 +85,146 @@ KERNELS = {
         exceptions=frozenset((feature, "backward", dtype) for feature in _FORWARD_ONLY for dtype in _HALVES),
     )
 }
+
+# The smallest inner dimension of a tensor-core product; beyond 256 the accumulators of one tile no longer fit the
+# register file.
+FLASH_HEAD_DIMS = (16, 256)  # the smallest and the largest
+# TMA strides are multiples of 16 bytes. Tiles are 64, 128 or 256 columns wide, the rest is padding; with 32 this is
+# still faster than the portable kernels' narrower tiles, with less it was not measured.
+HOPPER_HEAD_DIMS = range(32, 257, 8)
+HOPPER_BACKWARD_HEAD_DIMS = range(32, 129, 8)  # dK and dV (64, 256) in fp32 would take 256 registers of each thread
+HOPPER_PACKED_HEAD_DIMS = range(72, 257, 8)  # below, the portable forward is faster for documents (hopper/NOTES.md)
+FP8_HEAD_DIMS = (64, 128)
+TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
+
+
+def why_not(
+    implementation: str,
+    dtype: torch.dtype,
+    features: Iterable[str] = (),
+    *,
+    device: torch.device | str | None = None,
+    head_dim: int | None = None,
+    backward: bool = True,
+) -> str | None:
+    """Why an implementation cannot run these features together in this dtype; where asked, on this device and with this
+    head_dim.
+
+    implementation: a name of IMPLEMENTATIONS or KERNELS; backward: whether a gradient will be asked for.
+
+    "window with dropout in float32 is not supported by NAME; use model.attention=OTHER"
+    """
+    if implementation == "flash":
+        reason = head_dim is not None and _flash_head_dim_reason(head_dim)
+        reason = reason or (device is not None and _flash_device_reason(torch.device(device), dtype))
+        if reason:
+            return reason
+    chosen = IMPLEMENTATIONS.get(implementation) or KERNELS[implementation]
+    passes = PASSES if backward else PASSES[:1]
+    missing = [f for f in features if not all(chosen.supports(f, which, dtype) for which in passes)]
+    if not missing:
+        return None
+    return f"{' with '.join(missing)} in {_short(dtype)} is not supported by {implementation}; use {chosen.instead}"
+
+
+def _flash_head_dim_reason(head_dim: int) -> str | None:
+    smallest, largest = FLASH_HEAD_DIMS
+    if smallest <= head_dim <= largest:
+        return None
+    return (
+        f"head_dim {head_dim} is not supported by flash attention ({smallest} to {largest}); use model.attention=sdpa"
+    )
+
+
+def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype not in IMPLEMENTATIONS["flash"].dtypes:
+        return (
+            f"dtype {dtype} is not supported by flash attention (float32, bfloat16, float16); use model.attention=naive"
+        )
+    if device.type == "cuda":
+        major, minor = capability(torch.cuda.current_device() if device.index is None else device.index)
+        if major >= 8:
+            return None
+        return (
+            f"compute capability {major}.{minor} is not supported by flash attention (8.0 or newer); "
+            "use model.attention=sdpa"
+        )
+    if device.type != "cpu":
+        return f"device type {device.type} is not supported by flash attention (cuda); use model.attention=sdpa"
+    if interpreting():
+        return None
+    return (
+        "flash attention needs an NVIDIA GPU; use model.attention=sdpa, "
+        "or set TRITON_INTERPRET=1 before the start to test it on a CPU"
+    )
+
+
+def why_not_flash(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why `flash_attention` cannot take this checked call."""
+    features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+    reason = why_not("flash", q.dtype, features, device=q.device, head_dim=q.shape[3])
+    return reason or _flash_head_dim_reason(v.shape[3])
+
+
+def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool = False) -> str | None:
+    """Why the Hopper forward (or backward) does not take this checked call."""
+    head_dim = q.shape[3]
+    features = features_of(options, q.shape[1], k.shape[1], head_dim, v.shape[3])
+    reason = why_not("hopper", q.dtype, features, backward=backward)
+    if reason is None and head_dim not in HOPPER_HEAD_DIMS:
+        reason = f"head_dim {head_dim} is not supported by hopper ({_listed(HOPPER_HEAD_DIMS)})"
+    if reason is None and backward and head_dim not in HOPPER_BACKWARD_HEAD_DIMS:
+        reason = (
+            f"head_dim {head_dim} is not supported by the hopper backward ({_listed(HOPPER_BACKWARD_HEAD_DIMS)}): "
+            "wider dK and dV do not fit in registers"
+        )
+    reason = reason or _no_hopper_reason(q, k)
+    if reason is None and options.packed and head_dim not in HOPPER_PACKED_HEAD_DIMS:
+        reason = f"the portable kernels are faster for packed documents with head_dim {head_dim}"
+    return reason or _unaddressable_reason(q, k, v)
+
+
+def why_not_fp8(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the FP8 forward does not take these checked e4m3 tensors."""
+    if q.shape[3] not in FP8_HEAD_DIMS:
+        reason = f"head_dim {q.shape[3]} is not supported in FP8 ({' or '.join(map(str, FP8_HEAD_DIMS))})"
+    else:
+        reason = _no_hopper_reason(q, k) or _unaddressable_reason(q, k, v)
+    return None if reason is None else f"{reason}; use flash_attention in bfloat16"
+
+
+def _listed(head_dims: range) -> str:
+    return f"multiples of {head_dims.step} from {head_dims[0]} to {head_dims[-1]}"
+
+
+def _no_hopper_reason(q: Tensor, k: Tensor) -> str | None:
+    """What keeps every Hopper kernel from running: the device, the Triton, nothing to do."""
+    if q.device.type != "cuda":
+        return f"hopper needs a CUDA device; q is on {q.device.type}"
+    major, minor = capability(q.device.index)
+    if (major, minor) != (9, 0):
+        return f"hopper needs compute capability 9.0; this device has {major}.{minor}"
+    installed = _triton_release()
+    if not installed.startswith(f"{TRITON_RELEASE}."):
+        return f"hopper is written for Triton {TRITON_RELEASE}; {installed} is installed"
+    if q.numel() == 0 or k.numel() == 0:
+        return "hopper takes no empty tensors"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _triton_release() -> str:
+    return version("triton")  # reads a file: 0.3 ms
+
+
+def _unaddressable_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not tma_ready(tensor):
+            return (
+                f"hopper needs {name} 16-byte aligned with strides that are multiples of 16 bytes; "
+                f"it has strides {tuple(tensor.stride())}"
+            )
+    return None
 
 
 def features_of(options: Options, num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int) -> list[str]:
@@ -112,31 +245,14 @@ def features_of(options: Options, num_heads: int, num_kv_heads: int, head_dim: i
     return [name for name in FEATURES if used[name]]
 
 
-def refusal(implementation: str, features: Iterable[str], dtype: torch.dtype, backward: bool = True) -> str | None:
-    """Why an implementation cannot run these features together in this dtype: one sentence with the remedy, or
-    None.
-
-    "window with dropout in float32 is not supported by NAME; use attention=OTHER"
-    """
-    chosen = IMPLEMENTATIONS.get(implementation) or KERNELS[implementation]
-    if not (chosen.exceptions and backward) and dtype in chosen.dtypes and chosen.features.issuperset(features):
-        return None  # what most calls hear
-    passes = PASSES if backward else PASSES[:1]
-    missing = [f for f in features if not all(chosen.supports(f, which, dtype) for which in passes)]
-    if not missing:
-        return None
-    short = str(dtype).removeprefix("torch.")
-    return f"{' with '.join(missing)} in {short} is not supported by {implementation}; use {chosen.instead}"
-
-
 def table() -> str:
     """The matrix as a Markdown table, for the README: a cell names the dtypes that work forward and backward, for
     the Hopper kernels those that work forward."""
     names = [*IMPLEMENTATIONS, *KERNELS]
     lines = ["| feature | " + " | ".join(names) + " | meaning |", "|---" * (len(names) + 2) + "|"]
-    for feature in FEATURES.values():
-        cells = [_cell(i, feature.name) for i in (*IMPLEMENTATIONS.values(), *KERNELS.values())]
-        lines.append(f"| {feature.name} | " + " | ".join(cells) + f" | {feature.meaning} |")
+    for feature, meaning in FEATURES.items():
+        cells = [_cell(i, feature) for i in (*IMPLEMENTATIONS.values(), *KERNELS.values())]
+        lines.append(f"| {feature} | " + " | ".join(cells) + f" | {meaning} |")
     return "\n".join(lines)
 
 
@@ -145,3 +261,7 @@ def _cell(implementation: Implementation, feature: str) -> str:
     passes = PASSES[:1] if implementation.name in KERNELS else PASSES
     working = [short[d] for d in DTYPES if all(implementation.supports(feature, which, d) for which in passes)]
     return " ".join(working) or "no"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

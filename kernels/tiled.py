@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from .inputs import check_call, check_varlen_call
-from .options import Options
+from .call import Options, check_call
+from .documents import call_packed
 from .reference import alibi_bias, by_documents, kept_pairs, visible_pairs
 
 
@@ -18,32 +18,24 @@ def tiled_attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    sinks: Tensor | None = None,
     return_lse: bool = False,
-    deterministic: bool = True,
     block_q: int = 128,
     block_k: int = 128,
     outer: str = "queries",
+    **options,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Flash attention in plain PyTorch: online softmax over tiles of block_q queries and block_k keys.
 
-    Shapes, dtypes, options and errors as in `kernels.flash_attention`, but any device, float64, and any
-    head_dim. Accumulates in float32 (float64 for float64 inputs); P and dS are rounded to the input dtype
-    before they are multiplied, as in the kernels. Saves Q, K, V, O and LSE for the backward, which recomputes
-    P. `outer` is the outer loop: "queries" as in FlashAttention-2, where a row's maximum, sum and output stay
-    on the chip until it is done, or "keys" as in FlashAttention-1, where each tile of keys takes them up anew.
+    Shapes, dtypes, options and errors as in `flash_attention`, but any device, float64, and any head_dim. Accumulates
+    in float32 (float64 for float64 inputs); P and dS are rounded to the input dtype before they are multiplied, as in
+    the kernels. Saves Q, K, V, O and LSE for the backward, which recomputes P. Packed documents come one after the
+    other, in a Python loop. `outer` is the outer loop: "queries" as in FlashAttention-2, where a row's maximum, sum and
+    output stay on the chip until it is done, or "keys" as in FlashAttention-1, where each tile of keys takes them up
+    anew.
 
     Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; FlashAttention, arXiv:2205.14135, algorithm 1.
     """
-    q, k, v, options = check_call(q, k, v, causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks)
-    o, lse = _tiled(block_q, block_k, outer)(q, k, v, options)
+    o, lse = by_documents(_tiled(block_q, block_k, outer), *check_call(q, k, v, **options))
     return (o, lse) if return_lse else o
 
 
@@ -55,30 +47,11 @@ def tiled_attention_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool = True,
-    block_q: int = 128,
-    block_k: int = 128,
+    **options,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tiled_attention` for each packed document apart, in a Python loop.
-
-    Shapes, options and errors as in `kernels.flash_attention_varlen`.
-    """
-    q, k, v, options = check_varlen_call(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        causal, scale, window, softcap, alibi_slopes, dropout_p, dropout_seed, sinks,
-    )  # fmt: skip
-    o, lse = by_documents(_tiled(block_q, block_k), q, k, v, options)
-    return (o, lse) if return_lse else o
+    """`tiled_attention` of packed documents: shapes, options and errors as in `flash_attention_varlen`."""
+    cu_seqlens, max_seqlen = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return call_packed(tiled_attention, (q, k, v), cu_seqlens, max_seqlen, **options)
 
 
 def _tiled(block_q: int, block_k: int, outer: str = "queries"):

@@ -30,32 +30,24 @@ class Documents(NamedTuple):
     max_seqlen: int  # an upper bound on a document's length
 
 
-def _packed(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, documents: Documents, **options):
-    """Call a `..._varlen` function on one row of packed documents, by views."""
-    bounds = 2 * (documents.cu_seqlens,), 2 * (documents.max_seqlen,)
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))  # (N, H, D)
-    return attention(q, k, v, *bounds[0], *bounds[1], **options).transpose(0, 1).unsqueeze(0)
+def _packing(documents: Documents | None) -> dict:
+    """What kernels/ calls the documents."""
+    return {} if documents is None else {"cu_seqlens": documents.cu_seqlens, "max_seqlen": documents.max_seqlen}
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents | None = None, **options) -> Tensor:
     """Our Triton kernels: nothing of size Nq x Nk in memory, forward or backward."""
-    if documents is not None:
-        return _packed(kernels.flash_attention_varlen, q, k, v, documents, **options)
-    return kernels.flash_attention(q, k, v, **options)
+    return kernels.flash_attention(q, k, v, **_packing(documents), **options)
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents | None = None, **options) -> Tensor:
     """The formula, with its Nq x Nk matrix in memory: the baseline."""
-    if documents is not None:
-        return _packed(kernels.naive_attention_varlen, q, k, v, documents, **options)
-    return kernels.naive_attention(q, k, v, **options)
+    return kernels.naive_attention(q, k, v, **_packing(documents), **options)
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, *, documents: Documents | None = None, **options) -> Tensor:
     """Online softmax in plain PyTorch; `block_q` and `block_k` set the tile, kernels/ its default."""
-    if documents is not None:
-        return _packed(kernels.tiled_attention_varlen, q, k, v, documents, **options)
-    return kernels.tiled_attention(q, k, v, **options)
+    return kernels.tiled_attention(q, k, v, **_packing(documents), **options)
 
 
 def sdpa(
@@ -72,7 +64,7 @@ def sdpa(
     """PyTorch's scaled_dot_product_attention, which picks its own kernel. Window, dropout, documents: ValueError."""
     asked = {"window": window != ALL, "dropout": dropout_p > 0, "varlen": documents is not None}
     beyond = [name for name, used in asked.items() if used]
-    if obstacle := kernels.refusal("sdpa", beyond, q.dtype):
+    if obstacle := kernels.why_not("sdpa", q.dtype, beyond):
         raise ValueError(obstacle)
     num_queries, num_keys = q.size(2), k.size(2)
     mask = None
@@ -130,20 +122,18 @@ def resolve_attention(
     if name not in ("auto", *ATTENTION):
         raise ValueError(f"model.attention={name} is unknown; use one of auto, {', '.join(ATTENTION)}")
     if name != "auto":
-        obstacle = kernels.refusal(name, features, dtype)
-        if name == "flash":
-            obstacle = kernels.unsupported_reason(device, dtype, head_dim) or obstacle
+        obstacle = kernels.why_not(name, dtype, features, device=device, head_dim=head_dim)
         if obstacle is not None:
             raise ValueError(f"model.attention={name} cannot run: {obstacle}")
         return name, "asked for by name"
 
     if device.type == "cuda":
-        obstacle = kernels.unsupported_reason(device, dtype, head_dim) or kernels.refusal("flash", features, dtype)
+        obstacle = kernels.why_not("flash", dtype, features, device=device, head_dim=head_dim)
         if obstacle is None:
             return "flash", "auto: the device is cuda"
         reason = f"auto: flash cannot run: {obstacle}"
     else:
         reason = f"auto: the device is {device.type}, flash is for CUDA"
-    if obstacle := kernels.refusal("sdpa", features, dtype):
+    if obstacle := kernels.why_not("sdpa", dtype, features):
         return "naive", f"{reason}; {obstacle.partition(';')[0]}"
     return "sdpa", reason

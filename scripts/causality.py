@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data import document_starts
-from kernels import refusal
+from kernels import why_not
 from model import GPT, GPTConfig, attend_with, resolve_model
 from training.hardware import Hardware
 from training.step import packed_rows
@@ -41,7 +41,7 @@ def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
     `auto` would take for them, which the part's name then says.
     """
     packing, features = config, config.attention_features(document_mask=True)
-    if refusal(config.attention, features, hardware.dtype):
+    if why_not(config.attention, hardware.dtype, features):
         automatic = replace(config, attention="auto")
         packing, *_ = resolve_model(automatic, hardware.device, hardware.dtype, document_mask=True)
     parts = {

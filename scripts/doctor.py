@@ -25,7 +25,7 @@ import scripts.doctor_checks as checks
 from conf.program import program
 from conf.schema import Settings
 from data import Dataset, tokenizer_state
-from kernels import unsupported_reason
+from kernels import why_not
 from model import GPT, GPTConfig, resolve_attention, resolve_model
 from scripts.causality import probe
 from scripts.doctor_checks import FIX, NOTE, OK, Finding, refused
@@ -104,7 +104,7 @@ def kernels(model: GPTConfig | None, hardware: Hardware) -> Finding:
     # on a GPU the rotary and the loss kernels need what this one needs
     bad = FIX if is_used or hardware.device.type == "cuda" else NOTE
     head_dim = model.head_dim if is_used else USUAL_HEAD_DIM
-    if not is_used and (obstacle := unsupported_reason(hardware.device, torch.float32, head_dim)):
+    if not is_used and (obstacle := why_not("flash", torch.float32, device=hardware.device, head_dim=head_dim)):
         return Finding("kernels", NOTE, f"flash attention is not for this machine: {obstacle}", "model.attention=sdpa")
     try:
         results = self_test(hardware.device, head_dim)

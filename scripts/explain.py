@@ -19,8 +19,8 @@ from rich.table import Table
 
 from conf.program import program
 from conf.schema import Settings
-from kernels import flash_attention, naive_attention, refusal, tiled_attention
-from kernels.options import Options
+from kernels import flash_attention, naive_attention, tiled_attention, why_not
+from kernels.call import Options
 from kernels.tiled import tile_order
 from model.config import resolve_loss
 from scripts.bench.clock import measure
@@ -105,7 +105,7 @@ def show_step_memory(console: Console, settings: ExplainSettings) -> dict:
     model = replace(settings.model, loss=resolve_loss(settings.model.loss, device.type)[0])
     hardware = Hardware(device, dtype, settings.hardware.compile is not False, "a GPU, here or elsewhere")
     if model.attention == "auto":
-        model.attention = "flash" if refusal("flash", features, dtype) is None else "naive"
+        model.attention = "flash" if why_not("flash", dtype, features) is None else "naive"
     auto = settings.train.micro_batch == "auto"
     vocab_size = settings.vocab_size or VOCABULARY[settings.tokenizer]
     work = replace(settings, model=model).work(vocab_size, hardware)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import flash_attention, naive_attention, unsupported_reason
+from kernels import flash_attention, naive_attention, why_not
 from kernels.device import interpreting
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,7 +42,7 @@ def self_test(device: torch.device, head_dim: int = 64) -> list[Result]:
 
 def _test(device: torch.device, dtype: torch.dtype, tokens: int, head_dim: int) -> Result:
     name, began = str(dtype).removeprefix("torch."), time.perf_counter()
-    if obstacle := unsupported_reason(device, dtype, head_dim):
+    if obstacle := why_not("flash", dtype, device=device, head_dim=head_dim):
         return Result(name, math.nan, 0.0, obstacle)
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, tokens, head_dim) for heads in (2, 1, 1, 2)]  # q, k, v, dO: two query heads share one of k, v

@@ -19,8 +19,8 @@ from collections import Counter
 
 import torch
 
-from kernels import flash_attention, flash_attention_varlen, ops
-from kernels.hopper import when as hopper
+from kernels import flash_attention, flash_attention_varlen, support
+from kernels.launch import PLANS
 from tests.attention_checks import (
     FLOAT32_FLOOR,
     assert_within_budget,
@@ -253,11 +253,11 @@ def run_share(job: tuple) -> list[tuple[dict, str]]:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then returns NaN
     torch.backends.cuda.matmul.allow_tf32 = False
-    failures, packed, head_dims = [], hopper.PACKED_HEAD_DIMS, hopper.HEAD_DIMS
+    failures, packed, head_dims = [], support.HOPPER_PACKED_HEAD_DIMS, support.HOPPER_HEAD_DIMS
     for case in cases:
-        hopper.PACKED_HEAD_DIMS = head_dims if case["kernels"] == "hopper" else packed
-        hopper.HEAD_DIMS = range(1) if case["kernels"] == "portable" else head_dims
-        ops._HOPPER.clear()
+        support.HOPPER_PACKED_HEAD_DIMS = head_dims if case["kernels"] == "hopper" else packed
+        support.HOPPER_HEAD_DIMS = range(1) if case["kernels"] == "portable" else head_dims
+        PLANS.clear()
         problem = run_case(case, device)
         if problem:
             failures.append((case, problem))

@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
 
+import kernels.launch
 from tests.hopper_memory import Descriptor, Int, Pointer, Shared, Tile, as_value, flat, load_by_pointer, write_rows
 
 _PATIENCE_S = 20.0  # a barrier is passed within milliseconds or never
@@ -298,6 +299,18 @@ def launch(
                 return
 
     _run_beside([threading.Thread(target=multiprocessor) for _ in range(residents)], problems)
+
+
+def simulate(monkeypatch, kernel, **how) -> None:
+    """From here on `launch` runs this kernel; Triton's interpreter runs the others."""
+    real = kernels.launch.start
+
+    def start(described):
+        if described.kernel is not kernel:
+            return real(described)
+        return described, launch(kernel, described.grid, described.arguments, described.constants, **how)
+
+    monkeypatch.setattr("kernels.launch.start", start)
 
 
 def _run_beside(threads: list[threading.Thread], problems: list[Exception]) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kernels.options import Options
+from kernels.call import Options
 from kernels.tiled import tile_order
 from scripts import explain
 from scripts.explain import ExplainSettings

@@ -26,7 +26,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def flash_can_run(monkeypatch):
-    monkeypatch.setattr("kernels.unsupported_reason", lambda *_: None)
+    monkeypatch.setattr("kernels.support._flash_device_reason", lambda *_: None)
 
 
 def plan(free_gib: float | None, **changes) -> Plan:

@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from kernels import flash_attention, unsupported_reason
+from kernels import flash_attention, why_not
+from kernels.call import Options
 from kernels.device import dense_bf16_peak_flops
-from kernels.options import Options
+from kernels.launch import Launch, start
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
 from kernels.portable.tuning import Tile
@@ -219,17 +220,22 @@ def test_a_tile_that_does_not_fit_is_replaced_and_reported_once(monkeypatch, cap
     monkeypatch.setattr(tuning, "_REPLACED", {})
     tried = []
 
-    def launch(tile):
-        tried.append((tile.block_q, tile.block_k, tile.num_stages))
-        if tile.block_k > 32 or tile.num_stages > 1:
-            raise OutOfResources(232_449, 232_448, "shared memory")
+    class Kernel:
+        def __getitem__(self, grid):
+            return self.launch
+
+        def launch(self, tile, **how):
+            tried.append((tile.block_q, tile.block_k, tile.num_stages))
+            if tile.block_k > 32 or tile.num_stages > 1:
+                raise OutOfResources(232_449, 232_448, "shared memory")
 
     for _ in range(2):
-        tuning.launch_fitting(Tile(64, 64, 4, 2), launch)
+        start(tuning.fitting(Tile(64, 64, 4, 2), lambda tile: Launch(Kernel(), 1, (tile,), {}, tile.how)))
     assert tried == [(64, 64, 2), (64, 64, 1), (64, 32, 1), (64, 32, 1)]
     assert len(caplog.records) == 2
+    never = Launch(Kernel(), 1, (Tile(64, 64, 4, 2),), {}, {})
     with pytest.raises(OutOfResources):
-        tuning.launch_fitting(Tile(16, 16, 4, 1), lambda tile: launch(Tile(64, 64, 4, 2)))
+        start(tuning.fitting(Tile(16, 16, 4, 1), lambda tile: never))
 
 
 def test_same_inputs_give_the_same_bits():
@@ -294,18 +300,20 @@ def test_scale_must_be_finite(scale):
         flash_attention(q, k, v, scale=scale)
 
 
-def test_unsupported_reason_names_the_remedy(monkeypatch):
-    assert unsupported_reason(DEVICE, torch.float32, 64) is None
-    assert "use attention=sdpa" in unsupported_reason(DEVICE, torch.float32, 320)
-    assert "use attention=naive" in unsupported_reason(DEVICE, torch.float64, 64)
+def test_why_not_names_the_remedy(monkeypatch):
+    assert why_not("flash", torch.float32, device=DEVICE, head_dim=64) is None
+    assert "use model.attention=sdpa" in why_not("flash", torch.float32, device=DEVICE, head_dim=320)
+    assert "use model.attention=naive" in why_not("flash", torch.float64, device=DEVICE, head_dim=64)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert "needs an NVIDIA GPU; use attention=sdpa" in unsupported_reason("cpu", torch.float32, 64)
+    reason = why_not("flash", torch.float32, device="cpu", head_dim=64)
+    assert "needs an NVIDIA GPU; use model.attention=sdpa" in reason
 
 
 def test_unknown_gpus_have_no_peak():
     assert dense_bf16_peak_flops("NVIDIA H200") == 989.4e12
     assert dense_bf16_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert dense_bf16_peak_flops("NVIDIA L40S") == 362.05e12
+    assert dense_bf16_peak_flops("Tesla T4") is None, "it has no bfloat16"
     assert dense_bf16_peak_flops("NVIDIA L4000") is None
     assert dense_bf16_peak_flops("Some future GPU") is None
 

@@ -3,16 +3,15 @@ it is right (GPU)."""
 
 import importlib.util
 import math
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from kernels import flash_attention_fp8, naive_attention, naive_attention_fp8, quantize_per_head, reference
-from kernels.hopper.fp8 import flash_fwd_fp8
-from kernels.inputs import check_fp8_call
-from kernels.options import Options
+from kernels import flash_attention_fp8, naive_attention, naive_attention_fp8, quantize_per_head
+from kernels.call import Options
+from kernels.hopper import fp8
+from kernels.hopper.fp8 import check_fp8_call, flash_fwd_fp8
 from tests.compiled import compiled
 
 needs_hopper = pytest.mark.skipif(
@@ -129,7 +128,7 @@ def test_small_weights_survive_beside_a_large_one(monkeypatch):
     tensors, scales = _quantized(*_with_sink(64, 2048, 64, gap=8.0))
     exact = naive_attention(*_dequantized(tensors, scales))
     assert _rms(naive_attention_fp8(*tensors, **scales) - exact) < 0.05 * _rms(exact)
-    monkeypatch.setattr(reference, "FP8_P_SCALE", 1.0)
+    monkeypatch.setattr(fp8, "FP8_P_SCALE", 1.0)
     assert _rms(naive_attention_fp8(*tensors, **scales) - exact) > 0.3 * _rms(exact)
 
 
@@ -221,8 +220,9 @@ def _simulated(monkeypatch, tensors, scales, options, **replaced):
     from kernels.hopper import fp8_kernel as hopper_fp8
     from tests import hopper_simulator
 
-    transpose = hopper_fp8.launch_values  # Triton's interpreter runs its kernel
-    simulated = partial(hopper_simulator.launch, element_bytes=1, replaced={"_pack": _pack_in_numpy} | replaced)
+    transpose = hopper_fp8.launch_values
+    replaced = {"_pack": _pack_in_numpy} | replaced
+    hopper_simulator.simulate(monkeypatch, hopper_fp8.hopper_fp8_kernel, element_bytes=1, replaced=replaced)
 
     def launch_values(v, out):
         out8 = torch.empty(out.shape, dtype=torch.float8_e4m3fn)
@@ -233,7 +233,6 @@ def _simulated(monkeypatch, tensors, scales, options, **replaced):
     monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
     monkeypatch.setattr(hopper_fp8, "O_DTYPE", torch.float32)
     monkeypatch.setattr(hopper_fp8, "launch_values", launch_values)
-    monkeypatch.setattr(hopper_fp8, "launch", simulated)
     plan = hopper_fwd.ForwardPlan(consumers=2, stages=3, ping_pong=True)
     return hopper_fp8.launch_hopper_fp8(*(x.float() for x in tensors), *scales.values(), options, plan)
 

@@ -1,15 +1,13 @@
 """The Hopper kernels: what they compile to (no GPU needed), and that they are right (GPU)."""
 
 import importlib.util
-from functools import partial
 from random import Random
 
 import pytest
 import torch
 
-from kernels import flash_attention, flash_attention_varlen, naive_attention, naive_attention_varlen, ops
-from kernels.hopper import when as hopper
-from kernels.options import Options, canonical_window
+from kernels import flash_attention, flash_attention_varlen, naive_attention, naive_attention_varlen, support
+from kernels.call import Options, canonical_window
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
 from tests.attention_checks import assert_within_budget, compare_with_oracle, make_packed, make_qkv, naive_for
@@ -117,7 +115,7 @@ def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_he
     dlse = torch.randn(batch, num_heads, num_q, device="cuda")
     scale = head_dim**-0.5
     options = Options(causal, scale)
-    assert hopper.hopper_unsupported_reason(q, k, v, options) is None
+    assert support.why_not_hopper(q, k, v, options) is None
     o, lse = launch_hopper_fwd(q, k, v, options)
     again = launch_hopper_fwd(q, k, v, options)
     assert torch.equal(o, again[0])
@@ -228,7 +226,7 @@ def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, c
     from kernels.hopper import forward as hopper_fwd
     from tests import hopper_simulator
 
-    monkeypatch.setattr(hopper_fwd, "launch", hopper_simulator.launch)
+    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel)
     monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
     monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)  # a section of one head or of two
     qkv, packed = make_packed(lengths_q, lengths_k, 2, 1, head_dim)
@@ -257,7 +255,7 @@ def test_simulated_plans(
     from kernels.hopper import forward as hopper_fwd
     from tests import hopper_simulator
 
-    monkeypatch.setattr(hopper_fwd, "launch", partial(hopper_simulator.launch, pauses=Random(num_q)))
+    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel, pauses=Random(num_q))
     monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
     monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
     sizes = (num_heads, num_q), (num_kv_heads, num_k), (num_kv_heads, num_k)
@@ -289,14 +287,11 @@ def simulated_backward(monkeypatch, poisoned_memory):
     from kernels.hopper import backward as hopper_bwd
     from tests import hopper_simulator
 
-    real = hopper_bwd.launch  # Triton's interpreter runs the kernels before and after
     monkeypatch.setattr(hopper_bwd, "num_sms", lambda _: 3)
-    monkeypatch.setattr(hopper_bwd, "l2_bytes", lambda _: 3 * 2**19)
+    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**19)
 
     def run(inputs, persistent, **how):
-        simulate = partial(hopper_simulator.launch, **how)
-        choose = lambda kernel: simulate if kernel is hopper_bwd.hopper_bwd_kernel else real  # noqa: E731
-        monkeypatch.setattr(hopper_bwd, "launch", lambda kernel, *a, **k: choose(kernel)(kernel, *a, **k))
+        hopper_simulator.simulate(monkeypatch, hopper_bwd.hopper_bwd_kernel, **how)
         return hopper_bwd.launch_hopper_bwd(*inputs, hopper_bwd.BackwardPlan(persistent, l2_share=1.0))[:3]
 
     return run
@@ -373,8 +368,8 @@ def forwards(monkeypatch) -> list:
     """The Hopper forward's calls, which take documents of any head_dim here."""
     from kernels.hopper import forward as hopper_fwd
 
-    monkeypatch.setattr(hopper, "PACKED_HEAD_DIMS", hopper.HEAD_DIMS)
-    monkeypatch.setattr(ops, "_HOPPER", {})  # what was chosen before
+    monkeypatch.setattr(support, "HOPPER_PACKED_HEAD_DIMS", support.HOPPER_HEAD_DIMS)
+    monkeypatch.setattr("kernels.launch.PLANS", {})  # what was chosen before
     calls, launch = [], hopper_fwd.launch_hopper_fwd
     monkeypatch.setattr(hopper_fwd, "launch_hopper_fwd", lambda *a: calls.append(a) or launch(*a))
     return calls
@@ -506,8 +501,8 @@ def test_the_matrix_says_which_kernel_runs(feature, dtype, monkeypatch):
         name = f"launch_hopper_{module.__name__[-3:]}"
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, which=which, launch=launch: launches.append(which) or launch(*a))
-    monkeypatch.setattr(ops, "_HOPPER", {})
-    monkeypatch.setattr(hopper, "PACKED_HEAD_DIMS", hopper.HEAD_DIMS)
+    monkeypatch.setattr("kernels.launch.PLANS", {})
+    monkeypatch.setattr(support, "HOPPER_PACKED_HEAD_DIMS", support.HOPPER_HEAD_DIMS)
     which, q, k, v, options = call_for([feature], dtype, "cuda")
     widen = [torch.randn((*x.shape[:-1], 64), device="cuda").to(dtype).requires_grad_() for x in (q, k, v)]
     if feature == "head_dim_v":
@@ -555,7 +550,7 @@ def test_documents_with_narrow_heads_take_the_portable_kernels():
         (64, "the portable kernels are faster for packed documents with head_dim 64"),
     ):
         q = torch.randn(1, 1, 512, head_dim, device="cuda", dtype=torch.bfloat16)
-        assert hopper.hopper_unsupported_reason(q, q, q, options) == reason
+        assert support.why_not_hopper(q, q, q, options) == reason
 
 
 @pytest.mark.parametrize(
@@ -576,7 +571,7 @@ def test_documents_with_narrow_heads_take_the_portable_kernels():
 )  # fmt: skip
 def test_other_head_dims_are_refused(head_dim, backward, reason):
     q = torch.empty(1, 1, 128, head_dim, dtype=torch.bfloat16, device="meta")
-    assert hopper.hopper_unsupported_reason(q, q, q, Options(True, 1.0), backward=backward) == reason
+    assert support.why_not_hopper(q, q, q, Options(True, 1.0), backward=backward) == reason
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import unsupported_reason
+from kernels import why_not
 from kernels.fused.rotary import rotary_fwd
 from model import GPT, GPTConfig
 from tests.live_memory import measured
@@ -41,7 +41,7 @@ def fake_cuda(monkeypatch):
     """Make PyTorch and our kernels believe that fake tensors of device cuda can be computed with."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
-    monkeypatch.setattr("kernels.api.unsupported_reason", lambda *_: None)
+    monkeypatch.setattr("kernels.support._flash_device_reason", lambda *_: None)
     monkeypatch.setattr("model.gpt.rotate_and_split", rotary_fwd)  # the operator on a CPU too
 
 
@@ -119,7 +119,7 @@ def test_a_compiled_model_keeps_what_the_formulas_say(mlp, mode):
 @pytest.mark.slow
 def test_compiled_selective_brings_back_q_k_and_v_after_the_mlps_backward(monkeypatch):
     """The forecast of its peak rests on this order."""
-    if reason := unsupported_reason("cpu", torch.float32, 16):
+    if reason := why_not("flash", torch.float32, device="cpu", head_dim=16):
         pytest.skip(reason)
     monkeypatch.setattr("model.gpt.rotate_and_split", rotary_fwd)
     torch.compiler.reset()

@@ -38,9 +38,9 @@ def loss_and_gradients(model: GPT, tokens, targets) -> dict[str, torch.Tensor]:
 
 def needs(backend: str, head_dim: int = 16) -> None:
     if backend == "flash":
-        from kernels import unsupported_reason
+        from kernels import why_not
 
-        reason = unsupported_reason("cpu", torch.float32, head_dim)
+        reason = why_not("flash", torch.float32, device="cpu", head_dim=head_dim)
         if reason is not None:
             pytest.skip(reason)
 
@@ -97,7 +97,8 @@ def test_an_explicit_name_stays_itself(name):
 
 
 def test_an_explicit_name_that_cannot_run_raises_with_the_reason(monkeypatch):
-    monkeypatch.setattr("kernels.unsupported_reason", lambda *_: "flash needs a better machine")
+    answers = {"flash": "flash needs a better machine"}
+    monkeypatch.setattr("kernels.why_not", lambda name, *_, **__: answers.get(name))
     with pytest.raises(ValueError, match="attention=flash cannot run: flash needs a better machine"):
         resolve_attention("flash", "cuda", torch.bfloat16, 64)
     name, reason = resolve_attention("auto", "cuda", torch.bfloat16, 64)
@@ -121,7 +122,7 @@ def test_resolving_leaves_the_configuration_as_it_is():
 
 
 def test_auto_takes_flash_on_cuda(monkeypatch):
-    monkeypatch.setattr("kernels.unsupported_reason", lambda *_: None)
+    monkeypatch.setattr("kernels.why_not", lambda *_, **__: None)
     assert resolve_attention("auto", "cuda", torch.bfloat16, 64)[0] == "flash"
 
 

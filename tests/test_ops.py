@@ -43,9 +43,9 @@ def _operator_inputs(packed: bool):
     options["sinks"] = torch.tensor([0.5, -0.5], device=DEVICE, requires_grad=True)
     seen = []
 
-    def record(q, k, v, options):
+    def record(q, k, v, options, plan):
         seen.append((q, k, v, *options))
-        return attend(q, k, v, options)
+        return attend(q, k, v, options, plan)
 
     attend = ops.attend
     if packed:
@@ -203,6 +203,32 @@ def test_autocast_casts_as_pytorch_does():
     assert grad.dtype == torch.float32
 
 
+def test_what_is_right_under_autocast_is_not_remembered_without_it():
+    q, k, v = make_qkv(1, 2, 2, 20, 20, 16, device=DEVICE)
+    q = q.bfloat16()
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        first, second = (flash_attention(q, k, v, causal=True) for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(first, flash_attention(q, k.bfloat16(), v.bfloat16(), causal=True))
+    with pytest.raises(ValueError, match=r"k has dtype torch.float32 but q has torch.bfloat16"):
+        flash_attention(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_forward_mode_derivatives_are_refused(which):
+    """They would be zero in silence."""
+    qkv = [x.detach() for x in make_qkv(1, 1, 1, 20, 20, 16, device=DEVICE)]
+    call = lambda x: flash_attention(*qkv[:which], x, *qkv[which + 1 :])  # noqa: E731
+    with pytest.raises(RuntimeError, match="flash attention has no forward-mode derivative"):
+        torch.func.jvp(call, (qkv[which],), (torch.ones_like(qkv[which]),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(qkv[which], torch.ones_like(qkv[which]))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="flash attention has no forward-mode derivative"):
+                call(dual)
+        assert torch.equal(call(qkv[which]), flash_attention(*qkv))
+
+
 def test_second_derivatives_are_refused():
     q, k, v = make_qkv(1, 1, 1, 20, 20, 16, device=DEVICE)
     (grad,) = torch.autograd.grad(flash_attention(q, k, v).square().sum(), q, create_graph=True)
@@ -228,11 +254,11 @@ class NoGPU:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
 
 driver.set_active(NoGPU())
-from kernels.portable.backward import _delta_kernel
 from kernels.portable.dkdv import flash_dkdv_kernel
 from kernels.portable.dq import flash_dq_kernel
 from kernels.portable.forward import flash_fwd_kernel
-for kernel in (flash_fwd_kernel, flash_dkdv_kernel, flash_dq_kernel, _delta_kernel):
+from kernels.portable.prepare import _delta_kernel, _documents_kernel
+for kernel in (flash_fwd_kernel, flash_dkdv_kernel, flash_dq_kernel, _delta_kernel, _documents_kernel):
     kernel.device_caches[0]
 print("bound")
 """

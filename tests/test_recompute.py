@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import unsupported_reason
+from kernels import why_not
 from model import GPT, GPTConfig
 from model.recompute import MODES
 
@@ -56,7 +56,7 @@ def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 @pytest.mark.parametrize("attention", ["naive", "tiled", "sdpa", "flash"])
 def test_no_bit_of_a_gradient_changes(attention):
-    if attention == "flash" and (reason := unsupported_reason("cpu", torch.float32, 16)):
+    if attention == "flash" and (reason := why_not("flash", torch.float32, device="cpu", head_dim=16)):
         pytest.skip(reason)
     layers = 1 if attention == "flash" else 2  # Triton's interpreter is slow
     expected = step("none", attention, num_layers=layers)
@@ -102,7 +102,7 @@ def test_without_gradients_nothing_is_checkpointed(monkeypatch, mode):
     ],
 )
 def test_compiled_no_bit_of_a_gradient_changes(backend, attention):
-    if attention == "flash" and (reason := unsupported_reason("cpu", torch.float32, 16)):
+    if attention == "flash" and (reason := why_not("flash", torch.float32, device="cpu", head_dim=16)):
         pytest.skip(reason)
     options = {"backend": backend, "num_layers": 1}  # one block takes half as long to trace
     expected = step("none", attention, **options)
@@ -150,7 +150,7 @@ def test_only_products_that_are_not_kept_are_done_again(backend):
 @pytest.mark.parametrize(("mode", "launches"), [("none", 1), ("pointwise", 1), ("full", 2), ("selective", 1)])
 def test_compiled_selective_keeps_what_our_operator_returned(monkeypatch, mode, launches):
     """The save list names our operator; the partitioner of a compiled graph has to follow it."""
-    if reason := unsupported_reason("cpu", torch.float32, 16):
+    if reason := why_not("flash", torch.float32, device="cpu", head_dim=16):
         pytest.skip(reason)
     from kernels.portable import forward as flash_fwd
 

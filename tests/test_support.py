@@ -3,12 +3,13 @@
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from kernels import flash_attention, flash_attention_varlen
-from kernels.options import Options
-from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, PASSES, features_of, refusal, table
+from kernels.call import Options
+from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, PASSES, features_of, table, why_not
 from model.attention import ATTENTION as MODEL_ATTENTION
 from tests.attention_cases import ATTENTION, OPTIONS, call_for
 from tests.attention_checks import compare_with_oracle, make_qkv
@@ -47,12 +48,12 @@ def test_what_the_matrix_promises_works(name, feature, dtype):
 
 @pytest.mark.parametrize(("name", "feature", "dtype"), NO)
 def test_what_the_matrix_denies_is_refused(name, feature, dtype):
-    reason = refusal(name, [feature], dtype)
+    reason = why_not(name, dtype, [feature])
     short = str(dtype).removeprefix("torch.")
     assert reason == f"{feature} in {short} is not supported by {name}; use {IMPLEMENTATIONS[name].instead}"
     if name == "flash":
         which, q, k, v, options = call_for([feature], dtype, DEVICE)
-        with pytest.raises(ValueError, match=r"is not supported by flash.*; use attention="):
+        with pytest.raises(ValueError, match=r"is not supported by flash.*; use model\.attention="):
             ATTENTION["flash"][which](q, k, v, **options)
 
 
@@ -106,16 +107,17 @@ def test_features_are_read_off_the_options():
 
 
 def test_a_refusal_names_all_features_and_the_remedy():
-    expected = "window with dropout in float32 is not supported by sdpa; use attention=flash or attention=naive"
-    assert refusal("sdpa", ["causal", "window", "dropout"], torch.float32) == expected
+    missing, instead = "window with dropout", "model.attention=flash or model.attention=naive"
+    expected = f"{missing} in float32 is not supported by sdpa; use {instead}"
+    assert why_not("sdpa", torch.float32, ["causal", "window", "dropout"]) == expected
 
 
 @pytest.mark.parametrize("feature", ["window", "softcap", "varlen"])
 def test_the_hopper_backward_leaves_the_options_to_the_portable_one(feature):
-    assert refusal("hopper", ["gqa", feature], torch.bfloat16, backward=False) is None
-    reason = refusal("hopper", ["gqa", feature], torch.bfloat16)
+    assert why_not("hopper", torch.bfloat16, ["gqa", feature], backward=False) is None
+    reason = why_not("hopper", torch.bfloat16, ["gqa", feature])
     assert reason == f"{feature} in bfloat16 is not supported by hopper; use the portable kernels"
-    assert refusal("hopper", ["causal"], torch.bfloat16) is None
+    assert why_not("hopper", torch.bfloat16, ["causal"]) is None
 
 
 def test_the_table_shows_the_matrix():
@@ -144,6 +146,23 @@ DENSE_MISTAKES = {
     "sinks is on meta but q is on": {"sinks": torch.ones(2, device="meta")},
     "dropout_p is 1.0; it must be at least 0 and less than 1": {"dropout_p": 1.0},
     "dropout_p is -0.5": {"dropout_p": -0.5},
+    "dropout_p is 0.9999999999; it must be at least 0 and less than 1": {"dropout_p": 1 - 1e-10},  # 1 in float32
+    "window's left bound is 1.5; it must be an integer": {"window": (1.5, 2)},
+    "window's right bound is None; it must be an integer": {"window": (1, None)},
+    "window's left bound is 'all'; it must be an integer": {"window": ("all", 0)},
+    "dropout_seed is 1.5; it must be an integer": {"dropout_p": 0.5, "dropout_seed": 1.5},
+    "dropout_seed is 9223372036854775808; it must be from -2^63 to 2^63 - 1": {"dropout_p": 0.5, "dropout_seed": 2**63},
+    "scale is 1e-320; it must be 0 or, without its sign, from 1e-30 to 1e+30": {"scale": 1e-320},
+    "scale is -1e+200; it must be 0 or, without its sign,": {"scale": -1e200},
+    "scale has type str; it must be a number": {"scale": "0.5"},
+    "softcap is 1e-320; it must be 0 or from 1e-30 to 1e+30": {"softcap": 1e-320},
+    "softcap has type NoneType; it must be a number": {"softcap": None},
+    "softcap has type ndarray; it must be a number": {"softcap": np.ones(2)},
+    "dropout_p has type ndarray; it must be a number": {"dropout_p": np.ones(2)},
+    "alibi_slopes has type ndarray; expected a torch.Tensor": {"alibi_slopes": np.ones(2)},
+    "sinks has type list; expected a torch.Tensor": {"sinks": [0.0, 0.0]},
+    "deterministic is False; every result here is deterministic: leave it True": {"deterministic": False},
+    "max_seqlen is 9, which needs cu_seqlens; pass both or neither": {"max_seqlen": 9},
     "dropout_seed has dtype torch.float32": {"dropout_p": 0.5, "dropout_seed": torch.ones(())},
 }
 
@@ -163,7 +182,31 @@ def test_bad_options_are_refused_by_name(message):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), (np.ones((1, 2, 4, 16)), "ndarray")])
+def test_what_is_no_tensor_is_refused_by_name(name, value, kind):
+    q, k, v = make_qkv(1, 2, 2, 4, 4, 16, device=DEVICE)
+    for attention, packed in ATTENTION.values():
+        with pytest.raises(ValueError, match=f"{name} has type {kind}; expected a torch.Tensor"):
+            attention(**{"q": q, "k": k, "v": v} | {name: value})
+        (pq, pk, pv), arguments = packed_call()
+        with pytest.raises(ValueError, match=f"{name} has type {kind}; expected a torch.Tensor"):
+            packed(**{"q": pq, "k": pk, "v": pv} | arguments | {name: value})
+
+
+def test_numbers_that_are_integers_may_be_of_any_type():
+    """Whatever was called before: what is remembered as right is looked up by value."""
+    q, k, v = make_qkv(1, 2, 2, 4, 4, 16, device=DEVICE)
+    expected = flash_attention(q, k, v, window=(2, 1), scale=0.5)
+    for window, scale in (((2.0, 1), 0.5), ((np.int64(2), 1), np.float32(0.5)), ([2, 1], torch.tensor(0.5))):
+        assert torch.equal(flash_attention(q, k, v, window=window, scale=scale), expected)
+
+
 PACKED_MISTAKES = {
+    "cu_seqlens_q has type NoneType; expected a torch.Tensor": lambda a: a | {"cu_seqlens_q": None},
+    "cu_seqlens_k has type list; expected a torch.Tensor": lambda a: a | {"cu_seqlens_k": [0, 4, 7, 12]},
+    "max_seqlen_q is 4.5; it must be an integer": lambda a: a | {"max_seqlen_q": 4.5},
+    "deterministic is False": lambda a: a | {"deterministic": False},
     "q has shape (1, 12, 2, 16); expected 3 dimensions (tokens, heads, head_dim)": lambda a: a | {"q": a["q"][None]},
     "cu_seqlens_q has dtype torch.int64": lambda a: a | {"cu_seqlens_q": a["cu_seqlens_q"].long()},
     "cu_seqlens_k has dtype torch.int32 and shape (1, 4)": lambda a: a | {"cu_seqlens_k": a["cu_seqlens_k"][None]},
@@ -201,6 +244,20 @@ def test_a_changed_packing_is_looked_at_again():
     flash_attention_varlen(q, k, v, **arguments)
     arguments["cu_seqlens_q"][-1] = 11
     with pytest.raises(ValueError, match="cu_seqlens_q ends at 11"):
+        flash_attention_varlen(q, k, v, **arguments)
+
+
+@pytest.mark.parametrize("how", ["data", "numpy"])
+def test_a_packing_changed_past_pytorchs_versions_is_looked_at_again_on_a_cpu(how):
+    (q, k, v), arguments = packed_call()
+    if q.is_cuda:
+        pytest.skip("on a GPU the kernels take it for the nearest packing: tests/test_varlen.py")
+    flash_attention_varlen(q, k, v, **arguments)
+    if how == "data":
+        arguments["cu_seqlens_q"].data[-1] = 2**30
+    else:
+        arguments["cu_seqlens_q"].numpy()[-1] = 2**30
+    with pytest.raises(ValueError, match="cu_seqlens_q ends at 1073741824"):
         flash_attention_varlen(q, k, v, **arguments)
 
 

@@ -8,10 +8,18 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import flash_attention, flash_attention_varlen, naive_attention_varlen
-from kernels.options import Options
+from kernels import (
+    flash_attention,
+    flash_attention_varlen,
+    naive_attention,
+    naive_attention_varlen,
+    tiled_attention,
+)
+from kernels.call import Options
+from kernels.launch import start
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
+from kernels.portable.prepare import documents_launches
 from kernels.portable.tiles import longest_first
 from kernels.portable.tuning import Tile
 from tests.attention_checks import compare_with_oracle, make_packed
@@ -105,6 +113,95 @@ def test_outputs_are_stored_as_the_inputs_are():
     assert lse.shape == (2, 13)
     for grad in torch.autograd.grad(o.square().sum(), (q, k, v)):
         assert grad.is_contiguous()
+
+
+def test_runs_in_inference_mode():
+    (q, k, v), arguments = make_packed([9, 4], [9, 4], 1, 1, 16, device=DEVICE)
+    expected = flash_attention_varlen(q, k, v, **arguments)
+    with torch.inference_mode():
+        made_inside = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        for given in (arguments, made_inside, made_inside):
+            assert torch.equal(flash_attention_varlen(q, k, v, **given), expected)
+
+
+def test_the_operators_layout_needs_no_other_function():
+    (q, k, v), arguments = make_packed([9, 4, 0], [9, 4, 0], 2, 1, 16, device=DEVICE)
+    expected, expected_lse = flash_attention_varlen(q, k, v, **arguments, causal=True, return_lse=True)
+    dense = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    starts = arguments["cu_seqlens_q"]
+    for cu_seqlens, max_seqlen in ((starts, None), (starts, 9), ((starts, starts.clone()), (9, 13))):
+        packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        for attention in (flash_attention, naive_attention, tiled_attention):
+            o, lse = attention(*dense, **packing, causal=True, return_lse=True)
+            torch.testing.assert_close(o[0].transpose(0, 1), expected)
+            torch.testing.assert_close(lse[0], expected_lse)
+    with pytest.raises(ValueError, match="q has batch size 2; documents lie end to end in a batch of 1"):
+        flash_attention(*(x.expand(2, -1, -1, -1) for x in dense), cu_seqlens=starts)
+
+
+WRONG = {  # what is written behind the checks' back, of 40 tokens -> what the kernels take it for
+    "beyond the tensor": ([0, 10, 2**30, 2**31 - 1], [0, 10, 40, 40]),
+    "before the tensor": ([-(2**31), -5, 12, 40], [0, 0, 12, 40]),
+    "falling": ([0, 30, 20, 40], [0, 30, 30, 40]),
+    "begins late": ([25, 30, 35, 40], [0, 30, 35, 40]),
+    "ends early": ([0, 3, 5, 7], [0, 3, 5, 40]),
+}
+
+
+@pytest.mark.parametrize("documents", [3, 1023, 1024, 3000])
+def test_the_nearest_right_packing_of_any_numbers(documents):
+    """However many are looked at together."""
+    numbers = random.Random(documents)
+    written = [numbers.randrange(-1000, 2 * 10**6) if numbers.random() < 0.1 else 300 * i for i in range(documents + 1)]
+    tokens = 300 * documents
+    meant, highest = [0], 0
+    for x in written[1:]:
+        highest = min(max(x, highest), tokens)
+        meant.append(highest)
+    meant[-1] = tokens
+    given = torch.tensor(written, dtype=torch.int32, device=DEVICE)
+    tensors = {"cu_seqlens_q": given, "cu_seqlens_k": given.clone()}
+    tensors |= {"starts_q": torch.full_like(given, -7), "starts_k": torch.full_like(given, -7)}
+    q = torch.empty(1, 1, tokens, 1, device="meta")
+    (launch,) = documents_launches(q, q[:, :, :-1], **tensors)
+    start(launch)
+    assert tensors["starts_q"].tolist() == meant
+    assert tensors["starts_k"].tolist() == [min(x, tokens - 1) for x in meant]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_packing_is_taken_for_the_nearest_right_one(wrong):
+    """Whatever cu_seqlens hold when the kernels run, these address no memory but their own."""
+    written, meant = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in WRONG[wrong])
+    (q, k, v), _ = make_packed([40], [40], 1, 1, 16, device=DEVICE)
+    q, k, v = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
+    do = torch.randn_like(q)
+
+    def run(starts):
+        options = Options(True, 0.25, cu_seqlens_q=starts, cu_seqlens_k=starts)
+        o, lse = launch_flash_fwd(q, k, v, options)
+        return o, lse, *launch_flash_bwd(do, None, q, k, v, o, lse, options)[:3]
+
+    for actual, expected in zip(run(written), run(meant), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_gpu_a_packing_changed_after_it_was_checked_crashes_nothing(wrong, head_dim):
+    written, meant = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in WRONG[wrong])
+    (q, k, v), _ = make_packed([40], [40], 2, 1, head_dim, device="cuda", dtype=torch.bfloat16)
+    starts = meant.clone()
+
+    def run():
+        o = flash_attention_varlen(q, k, v, starts, starts, 40, 40, causal=True)
+        return o, *torch.autograd.grad(o.float().square().sum(), (q, k, v))
+
+    expected = run()
+    starts.data.copy_(written)
+    for actual, right in zip(run(), expected, strict=True):
+        assert torch.equal(actual, right)
 
 
 def packings(count: int, total: int, documents: int, seed: int):

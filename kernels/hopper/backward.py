@@ -1,73 +1,22 @@
 """Backward pass for Hopper (sm_90a): one fused kernel (backward_kernel.py) between a pre- and a post-kernel."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import l2_bytes, num_sms
-from ..launch import addresses_of, launch, on_device
-from ..options import Options
-from ..replay import description, known, remember, replay
+from ..call import Options, key_of
+from ..device import num_sms
+from ..launch import Launch, Plan, heads_per_section, plan_of, run, tma_ready, tokens_first
+from ..portable.prepare import DELTA_ROWS, delta_launch, in_sixteen_bytes
+from ..portable.tiles import LOG2_E
 from . import tma
 from .backward_kernel import hopper_bwd_kernel
 from .backward_roles import BLOCK_K, ROWS
-from .forward import LOG2_E, LOG2_E_CONSTANT
-from .when import addressable, tile_width
-
-
-@triton.jit
-def _in_sixteen_bytes(strides):
-    """The same strides, visibly multiples of 16 bytes: without it a D of 40 or 72 is loaded element by element."""
-    return strides[0] // 8 * 8, strides[1] // 8 * 8, strides[2] // 8 * 8
-
-
-@triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded"])
-def _before_kernel(
-    o_ptr,  # (B, Hq, Nq, D)
-    do_ptr,  # (B, Hq, Nq, D)
-    lse_ptr,  # (B, Hq, Nq) fp32, natural logarithm
-    dlse_ptr,  # (B, Hq, Nq) fp32, or None
-    lse_log2_ptr,  # out, (B, Hq, num_q_padded) fp32
-    delta_ptr,  # out, (B, Hq, num_q_padded) fp32
-    turns_ptr,  # out, (B, Hq, num_q_padded / ROWS) int32: zeros
-    o_strides,  # (batch, head, token)
-    do_strides,
-    num_heads,
-    num_q,
-    num_q_padded,
-    HEAD_DIM: tl.constexpr,
-    TILE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """delta = rowsum(dO * O) - dLSE, LSE in base 2, and zeros where the turns are counted.
-
-    Rows without a visible key (LSE -inf) and rows past Nq get LSE +inf, so that exp2(s - inf) = 0 makes their P
-    and their gradients 0 with no mask in the main loop.
-    """
-    tiles = num_q_padded // ROWS
-    batch_head = tl.program_id(0) // tiles
-    rows = (tl.program_id(0) - batch_head * tiles) * ROWS + tl.arange(0, ROWS)
-    batch = (batch_head // num_heads).to(tl.int64)
-    head = (batch_head % num_heads).to(tl.int64)
-    cols = tl.arange(0, TILE_WIDTH)
-    inside = rows < num_q
-    loaded = inside[:, None] & (cols < HEAD_DIM)
-    o_strides, do_strides = _in_sixteen_bytes(o_strides), _in_sixteen_bytes(do_strides)
-    o_at = o_ptr + batch * o_strides[0] + head * o_strides[1] + rows.to(tl.int64)[:, None] * o_strides[2] + cols
-    do_at = do_ptr + batch * do_strides[0] + head * do_strides[1] + rows.to(tl.int64)[:, None] * do_strides[2] + cols
-    o = tl.load(o_at, mask=loaded, other=0.0).to(tl.float32)
-    do = tl.load(do_at, mask=loaded, other=0.0).to(tl.float32)
-    delta = tl.sum(o * do, 1)
-    lse = tl.load(lse_ptr + batch_head.to(tl.int64) * num_q + rows, mask=inside, other=-float("inf"))
-    if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + batch_head.to(tl.int64) * num_q + rows, mask=inside, other=0.0)
-    padded = batch_head.to(tl.int64) * num_q_padded + rows
-    tl.store(lse_log2_ptr + padded, tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E_CONSTANT))
-    tl.store(delta_ptr + padded, delta)
-    tl.store(turns_ptr + tl.program_id(0), 0)
+from .tma import tile_width
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded", "first_seeing"])
@@ -95,7 +44,7 @@ def _after_kernel(
     parts = tl.reshape(stored, [TILE_WIDTH // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
     dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
     dq = tl.where((rows >= first_seeing)[:, None], dq * scale, 0.0)
-    dq_strides = _in_sixteen_bytes(dq_strides)
+    dq_strides = in_sixteen_bytes(dq_strides)
     dq_at = dq_ptr + batch * dq_strides[0] + head * dq_strides[1] + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None] & (cols < HEAD_DIM))
 
@@ -119,14 +68,6 @@ def plan_for(head_dim: int, causal: bool, num_q: int) -> BackwardPlan:
     return BackwardPlan(persistent=True, l2_share=1 / 4)
 
 
-def _heads_per_section(q: Tensor, num_kv_heads: int, l2_share: float) -> int:
-    """KV heads whose query heads' Q, dO (16 bit) and dQ (32 bit) fill at most this share of L2: a power of two."""
-    batch, num_heads, num_q, head_dim = q.shape
-    bytes_per_kv_head = 8 * num_q * head_dim * (num_heads // num_kv_heads)
-    fitting = int(l2_bytes(q.device.index) * l2_share) // bytes_per_kv_head
-    return min(1 << max(fitting.bit_length() - 1, 0), batch * num_kv_heads)
-
-
 def launch_hopper_bwd(
     do: Tensor,
     dlse: Tensor | None,
@@ -136,69 +77,66 @@ def launch_hopper_bwd(
     o: Tensor,
     lse: Tensor,
     options: Options,
-    plan: BackwardPlan | None = None,
+    schedule: BackwardPlan | None = None,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward kernels on the forward's inputs and outputs, not refused by `hopper_unsupported_reason`.
+    """Run the backward kernels on the forward's inputs and outputs, not refused by `why_not_hopper`.
 
     Arguments and results as of the portable `launch_flash_bwd`: dQ, dK, dV in q's dtype, stored as (B, N, H, D), and
-    an empty tensor in the place of the sinks' gradient. The same inputs give the same bits. `plan` overrides the
-    choice.
+    an empty tensor in the place of the sinks' gradient. The same inputs give the same bits. `schedule` overrides the
+    choice; `plan` is the call's where it is known.
     """
     batch, num_heads, num_q, head_dim = q.shape
-    num_kv_heads, num_k = k.shape[1], k.shape[2]
     do = do.to(q.dtype)
-    do = do if addressable(do) else do.contiguous()
-    o = o if addressable(o) else o.contiguous()
-    lse, dlse = lse.contiguous(), None if dlse is None else dlse.to(torch.float32).contiguous()
-    dq = q.new_empty(batch, num_q, num_heads, head_dim).transpose(1, 2)
-    dk, dv = (q.new_empty(batch, num_k, num_kv_heads, head_dim).transpose(1, 2) for _ in range(2))
-    num_q_padded = -(-num_q // ROWS) * ROWS
-    rows = batch * num_heads * num_q_padded
-    lse_log2, delta = q.new_empty(2, batch * num_heads, num_q_padded, dtype=torch.float32)
-    turns = q.new_empty(rows // ROWS, dtype=torch.int32)
+    plan = plan or plan_of(key_of(("hopper backward", schedule, dlse is None), options, do, q, k, v, o))
+    do = do if tma_ready(do) else do.contiguous()
+    o = o if tma_ready(o) else o.contiguous()
+    dq, dk, dv = (tokens_first(x, head_dim) for x in (q, k, v))
+    padded_rows = -(-num_q // ROWS) * ROWS
+    rows = batch * num_heads * padded_rows
+    lse_log2, delta = q.new_empty(2, batch * num_heads, padded_rows, dtype=torch.float32)
+    tensors = {
+        "do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse.contiguous(),
+        "dlse": None if dlse is None else dlse.to(torch.float32).contiguous(),
+        "lse_log2": lse_log2, "delta": delta, "turns": q.new_empty(rows // ROWS, dtype=torch.int32),
+        "dq_sum": q.new_empty(rows * tile_width(head_dim), dtype=torch.float32), "dq": dq, "dk": dk, "dv": dv,
+    }  # fmt: skip
+    run(plan, tensors, partial(_launches, options, schedule))
+    return dq, dk, dv, q.new_empty(0, dtype=torch.float32)
+
+
+def _launches(
+    options: Options, schedule: BackwardPlan | None, do, q, k, v, o, lse, dlse, lse_log2, delta, turns, dq_sum,
+    dq, dk, dv,
+) -> list[Launch]:  # fmt: skip
+    assert DELTA_ROWS == ROWS, "a turn is of as many rows"
+    batch, num_heads, num_q, head_dim = q.shape
+    num_kv_heads, num_k, group_size = k.shape[1], k.shape[2], num_heads // k.shape[1]
     tile = tile_width(head_dim)
-    dq_sum = q.new_empty(rows * tile, dtype=torch.float32)
-    dsinks = q.new_empty(0, dtype=torch.float32)
-
-    described = description(options, ("hopper backward", dlse is None, plan), do, q, k, v, o)
-    if known(described) and replay(
-        described,
-        addresses_of(o, do, lse, dlse, lse_log2, delta, turns),
-        addresses_of(q, k, v, do, lse_log2, delta, dq_sum, dk, dv, turns),
-        addresses_of(dq_sum, dq),
-    ):
-        return dq, dk, dv, dsinks
-
-    plan = plan or plan_for(tile, options.causal, num_q)
+    schedule = schedule or plan_for(tile, options.causal, num_q)
     items = -(-num_k // BLOCK_K.value) * batch * num_kv_heads
-    programs = min(items, num_sms(q.device.index)) if plan.persistent else items
-    constants = {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal}
-    memory_bound = {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS}
-    with on_device(q):
-        before = launch(
-            _before_kernel, rows // ROWS,
-            (o, do, lse, dlse, lse_log2, delta, turns, o.stride()[:3], do.stride()[:3], num_heads, num_q, num_q_padded),
-            memory_bound, num_warps=4,
-        )  # fmt: skip
-        main = launch(
-            hopper_bwd_kernel, programs,
-            (
-                tma.descriptor(q, 64, tile), tma.descriptor(k, 128, tile), tma.descriptor(v, 128, tile),
-                tma.descriptor(do, 64, tile), tma.row_descriptor(lse_log2, 64), tma.row_descriptor(delta, 64), dq_sum,
-                tma.descriptor(dk, tile, tile), tma.descriptor(dv, tile, tile), turns,
-                num_heads, num_kv_heads, batch * num_kv_heads, num_q, num_q_padded, num_k,
-                _heads_per_section(q, num_kv_heads, plan.l2_share), options.scale, options.scale * LOG2_E,
-            ),
-            constants, num_warps=4, launch_cooperative_grid=plan.persistent,
-        )  # fmt: skip
-        first_seeing = max(num_q - num_k, 0) if options.causal else 0
-        after = launch(
-            _after_kernel, rows // ROWS,
-            (
-                dq_sum, dq, dq.stride()[:3], num_heads, num_q, num_q_padded, first_seeing // ROWS * ROWS,
-                options.scale,
-            ),
-            memory_bound, num_warps=4,
-        )  # fmt: skip
-    remember(described, before, main, after)
-    return dq, dk, dv, dsinks
+    programs = min(items, num_sms(q.device.index)) if schedule.persistent else items
+    # of a KV head: its query heads' Q and dO, 16 bits each, and dQ's sum, 32
+    section = heads_per_section(q, k, schedule.l2_share, bytes_per_kv_head=8 * num_q * head_dim * group_size)
+    main = (
+        tma.descriptor(q, 64, tile), tma.descriptor(k, 128, tile), tma.descriptor(v, 128, tile),
+        tma.descriptor(do, 64, tile), tma.descriptor(lse_log2, 1, 64), tma.descriptor(delta, 1, 64), dq_sum,
+        tma.descriptor(dk, tile, tile), tma.descriptor(dv, tile, tile), turns,
+        num_heads, num_kv_heads, batch * num_kv_heads, num_q, delta.shape[1], num_k, section // group_size,
+        options.scale, options.scale * LOG2_E.value,
+    )  # fmt: skip
+    first_seeing = max(num_q - num_k, 0) if options.causal else 0
+    after = (
+        dq_sum, dq, dq.stride()[:3], num_heads, num_q, delta.shape[1], first_seeing // ROWS * ROWS, options.scale,
+    )  # fmt: skip
+    return [
+        delta_launch(o, do, lse, dlse, lse_log2, delta, turns=turns, aligned=True),
+        Launch(
+            hopper_bwd_kernel, programs, main, {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal},
+            {"num_warps": 4, "launch_cooperative_grid": schedule.persistent},
+        ),
+        Launch(
+            _after_kernel, turns.shape[0], after, {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS},
+            {"num_warps": 4},
+        ),
+    ]  # fmt: skip

@@ -18,6 +18,7 @@ for the store of O.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,13 +26,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from ..call import Options, key_of
 from ..device import num_sms
-from ..launch import addresses_of, grid_tiles, heads_per_section, launch, on_device, window_bounds
-from ..options import Options
+from ..launch import (
+    Launch,
+    Plan,
+    grid_tiles,
+    heads_per_section,
+    option_tensors,
+    plan_of,
+    run,
+    tokens_first,
+    window_bounds,
+)
+from ..portable.prepare import documents_launches
 from ..portable.record import record
 from ..portable.tiles import LN_2, Mask
 from ..portable.tiles import LOG2_E as LOG2_E_CONSTANT
-from ..replay import description, known, remember, replay
 from . import tma
 from .pipeline import Barriers, Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows
 from .schedule import (
@@ -47,8 +58,7 @@ from .schedule import (
     turn_tile,
 )
 from .softmax import add_p_v, log2_factor, softmax_step
-from .tma import slot
-from .when import tile_width
+from .tma import slot, tile_width
 
 LOG2_E = LOG2_E_CONSTANT.value
 L2_SHARE = 1 / 6  # of the keys and values of the heads that are worked on together
@@ -329,45 +339,43 @@ def grid_of(plan: ForwardPlan, tiles: int, options: Options, device_index: int |
 
 
 def launch_hopper_fwd(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, plan: ForwardPlan | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, schedule: ForwardPlan | None = None, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), not refused by
-    `hopper_unsupported_reason`; options.scale > 0; packed documents have B = 1.
+    """Run the forward kernel. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), not refused by `why_not_hopper`;
+    options.scale > 0; packed documents have B = 1.
 
-    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32, natural logarithm. `plan`
-    overrides the choice.
+    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32, natural logarithm. `schedule`
+    overrides the choice; `plan` is the call's where it is known.
     """
-    batch, num_heads, num_q, head_dim = q.shape
-    o = torch.empty((batch, num_q, num_heads, head_dim), dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=q.device)
-    described = description(options, ("hopper", plan), q, k, v)
-    if known(described) and replay(
-        described, addresses_of(q, k, v, o, lse, options.cu_seqlens_q, options.cu_seqlens_k)
-    ):
-        return o, lse
-    num_kv_heads, num_k = k.shape[1], k.shape[2]
-    group_size = num_heads // num_kv_heads
-    tile = tile_width(head_dim)
-    plan = plan or plan_for(tile, options, num_q)
-    num_docs, num_tiles = grid_tiles(num_q, 64 * plan.consumers, options.cu_seqlens_q)
-    programs, paired = grid_of(plan, num_tiles * batch * num_heads, options, q.device.index)
-    constants = {
-        "HEAD_DIM": tile, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
-        "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": plan.ping_pong,
-        "PAIRED": paired,
-    }  # fmt: skip
-    describe = tma.packed_descriptor if options.packed else tma.descriptor
-    with on_device(q):
-        launched = launch(
-            hopper_fwd_kernel, programs,
-            (
-                describe(q, 64, tile), describe(k, plan.block_k, tile), describe(v, plan.block_k, tile),
-                describe(o, 64, tile), lse,
-                num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
-                options.scale * LOG2_E, options.softcap or None, *window_bounds(options, num_q, num_k),
-                options.cu_seqlens_q, options.cu_seqlens_k, num_docs,
-            ),
-            constants, num_warps=4,
-        )  # fmt: skip
-    remember(described, launched)
+    plan = plan or plan_of(key_of(("hopper forward", schedule), options, q, k, v))
+    o, lse = tokens_first(q, q.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **option_tensors(options)}
+    run(plan, tensors, partial(_launches, options, schedule))
     return o, lse
+
+
+def _launches(
+    options: Options, schedule: ForwardPlan | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    **given: Tensor,
+) -> list[Launch]:  # fmt: skip
+    batch, num_heads, num_q, head_dim = q.shape
+    num_kv_heads, num_k = k.shape[1], k.shape[2]
+    tile = tile_width(head_dim)
+    schedule = schedule or plan_for(tile, options, num_q)
+    num_docs, num_tiles = grid_tiles(num_q, 64 * schedule.consumers, options.cu_seqlens_q)
+    programs, paired = grid_of(schedule, num_tiles * batch * num_heads, options, q.device.index)
+    describe = tma.packed_descriptor if options.packed else tma.descriptor
+    arguments = (
+        describe(q, 64, tile), describe(k, schedule.block_k, tile), describe(v, schedule.block_k, tile),
+        describe(o, 64, tile), lse,
+        num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
+        options.scale * LOG2_E, options.softcap or None, *window_bounds(options, num_q, num_k),
+        given.get("starts_q"), given.get("starts_k"), num_docs,
+    )  # fmt: skip
+    constants = {
+        "HEAD_DIM": tile, "BLOCK_K": schedule.block_k, "CONSUMERS": schedule.consumers, "STAGES": schedule.stages,
+        "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": schedule.ping_pong, "PAIRED": paired,
+    }  # fmt: skip
+    return [
+        *documents_launches(q, k, **given), Launch(hopper_fwd_kernel, programs, arguments, constants, {"num_warps": 4})
+    ]  # fmt: skip

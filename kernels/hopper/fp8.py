@@ -1,17 +1,20 @@
-"""Attention on 8-bit inputs, for inference: the public functions and the operator. Imports no Triton.
+"""Attention on 8-bit inputs, for inference: the public functions, their definition and the operator. Imports no Triton.
 
 `quantize_per_head` brings a tensor to e4m3 with one scale a head; `flash_attention_fp8` takes three such tensors. It
 has no gradient and no fallback: where the kernel does not run it raises.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from ..inputs import check_fp8_call
-from ..options import Options
-from .when import hopper_fp8_unsupported_reason
+from ..call import Options, check_call, check_tensor
+from ..reference import visible_pairs
+from ..support import why_not_fp8
 
 E4M3_MAX = 448.0
+FP8_P_SCALE = 256.0  # P is at most this before it is rounded: e4m3 ends at 448
 _SMALLEST_SCALE = 2.0**-60  # so that the product of two scales, and its reciprocal, stay in fp32's range
 
 
@@ -67,11 +70,87 @@ def flash_attention_fp8(
     Source: FlashAttention-3, arXiv:2407.08608, section 3.3.
     """
     q, k, v, scales, options = check_fp8_call(q, k, v, q_scale, k_scale, v_scale, causal, scale)
-    reason = hopper_fp8_unsupported_reason(q, k, v)
+    reason = why_not_fp8(q, k, v)
     if reason is not None:
         raise ValueError(reason)
     o, lse = flash_fwd_fp8(q, k, v, *scales, options.causal, options.scale)
     return (o, lse) if return_lse else o
+
+
+def naive_attention_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What FP8 attention means: products of e4m3 numbers summed in fp32, and `256 exp(S - max S)` rounded to e4m3
+    before it meets V. The row sum, and so LSE, is that of the unrounded P.
+
+    Arguments, result and errors as of `flash_attention_fp8`, but any device and any head_dim. The kernel rounds
+    P against the largest score so far, not the row's: equal in distribution, not in bits.
+    """
+    q, k, v, scales, options = check_fp8_call(q, k, v, q_scale, k_scale, v_scale, causal, scale)
+    q_scale, k_scale, v_scale = (x[:, :, None, None] for x in scales)
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.float(), (k.float() * k_scale).repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    scores = (q * q_scale) @ k.transpose(-1, -2) * options.scale
+    rows = torch.arange(q.shape[2], device=q.device)[:, None]
+    visible = visible_pairs(rows, torch.arange(k.shape[2], device=q.device), q.shape[2], k.shape[2], options)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    largest = scores.amax(-1, keepdim=True)
+    probs = FP8_P_SCALE * torch.exp(scores - largest.masked_fill(largest == -math.inf, 0.0))
+    row_sum = probs.sum(-1, keepdim=True)
+    rounded = probs.to(torch.float8_e4m3fn).float()
+    o = rounded @ v / row_sum.masked_fill(row_sum == 0.0, 1.0) * v_scale.repeat_interleave(group, 1)
+    return (o.bfloat16(), torch.logsumexp(scores, -1)) if return_lse else o.bfloat16()
+
+
+def check_fp8_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Options]:
+    """Check a call on e4m3 tensors; return q, k, v, the scales as contiguous (B, Hq), (B, Hkv), (B, Hkv), options.
+
+    Raises ValueError, naming the argument, its value and what is allowed.
+    """
+    named = {"q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    for name, tensor in named.items():
+        check_tensor(name, tensor)
+        wanted = torch.float32 if name.endswith("scale") else torch.float8_e4m3fn
+        if tensor.dtype != wanted:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; expected {wanted}, as quantize_per_head returns it")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} asks for a gradient, and FP8 attention has none; use torch.no_grad()")
+    with torch.autocast(q.device.type, enabled=False):  # it would turn e4m3 into bfloat16
+        q, k, v, options = check_call(q, k, v, causal=causal, scale=scale)
+    if v.shape[3] != q.shape[3]:
+        raise ValueError(f"v has head_dim {v.shape[3]} but q has {q.shape[3]}; they must be equal in FP8 attention")
+    if options.scale <= 0.0:
+        raise ValueError(f"scale is {options.scale}; it must be positive in FP8 attention")
+    scales = []
+    for name, factor, tensor in (("q_scale", q_scale, q), ("k_scale", k_scale, k), ("v_scale", v_scale, v)):
+        heads = tensor.shape[:2]
+        if factor.dim() > 2 or any(
+            a not in (1, b) for a, b in zip(reversed(factor.shape), reversed(heads), strict=False)
+        ):
+            raise ValueError(f"{name} has shape {tuple(factor.shape)}; expected {tuple(heads)}, or one that broadcasts")
+        if factor.device != q.device:
+            raise ValueError(f"{name} is on {factor.device} but q is on {q.device}; move them to one device")
+        scales.append(factor.expand(heads).contiguous())
+    return q, k, v, tuple(scales), options
 
 
 _LIBRARY = torch.library.Library("flashgpt", "FRAGMENT")

@@ -23,6 +23,8 @@ a quarter over 16,384 keys (NOTES.md). So each tile's P V starts at zero, and jo
 multiplication that rescales O anyway.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -34,10 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..launch import addresses_of, heads_per_section, launch, on_device
-from ..options import Options
+from ..call import Options, key_of
+from ..launch import Launch, heads_per_section, plan_of, run
 from ..portable.tiles import LN_2, Mask
-from ..replay import description, known, remember, replay
 from . import tma
 from .forward import L2_SHARE, LOG2_E, ForwardPlan, grid_of
 from .fp8_values import launch_values
@@ -341,7 +342,7 @@ def launch_hopper_fp8(
     plan: ForwardPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run both kernels. q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D) e4m3, not refused by
-    `hopper_fp8_unsupported_reason`; scales float32, contiguous, (B, Hq) and twice (B, Hkv); options.scale > 0.
+    `why_not_fp8`; scales float32, contiguous, (B, Hq) and twice (B, Hkv); options.scale > 0.
 
     Returns O (B, Hq, Nq, D) bfloat16, stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32, natural logarithm. `plan`
     overrides the choice.
@@ -352,30 +353,28 @@ def launch_hopper_fp8(
     values = torch.empty((batch, num_kv_heads, head_dim, num_columns), dtype=v.dtype, device=v.device)
     o = torch.empty((batch, num_q, num_heads, head_dim), dtype=O_DTYPE, device=q.device).transpose(1, 2)
     lse = torch.empty((batch, num_heads, num_q), dtype=torch.float32, device=q.device)
-    described = description(options, ("hopper_fp8", plan), q, k, v)
-    addresses = addresses_of(q, k, values, o, lse, q_scale, k_scale, v_scale)
-    if known(described) and replay(described, addresses_of(v, values), addresses):
-        return o, lse
+    launch_values(v, values)
+    tensors = {
+        "q": q, "k": k, "values": values, "o": o, "lse": lse,
+        "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale,
+    }  # fmt: skip
+    run(plan_of(key_of(("fp8", plan), options, q, k, v)), tensors, partial(_launches, options, plan))
+    return o, lse
+
+
+def _launches(options: Options, plan: ForwardPlan | None, q, k, values, o, lse, q_scale, k_scale, v_scale):
+    batch, num_heads, num_q, head_dim = q.shape
     plan = plan or plan_for(head_dim, options.causal)
-    group_size = num_heads // num_kv_heads
     tiles = -(-num_q // (64 * plan.consumers)) * batch * num_heads
     programs, paired = grid_of(plan, tiles, options, q.device.index)
+    arguments = (
+        tma.descriptor(q, 64), tma.descriptor(k, plan.block_k), tma.descriptor(values, head_dim, plan.block_k),
+        tma.descriptor(o, 64), lse, q_scale, k_scale, v_scale,
+        num_heads, num_heads // k.shape[1], batch * num_heads, num_q, k.shape[2], heads_per_section(q, k, L2_SHARE),
+        options.scale * LOG2_E,
+    )  # fmt: skip
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
         "CAUSAL": options.causal, "PING_PONG": plan.ping_pong, "PAIRED": paired,
     }  # fmt: skip
-    with on_device(q):
-        transposed = launch_values(v, values)
-        attended = launch(
-            hopper_fp8_kernel, programs,
-            (
-                tma.descriptor(q, 64), tma.descriptor(k, plan.block_k),
-                tma.descriptor(values, head_dim, plan.block_k), tma.descriptor(o, 64),
-                lse, q_scale, k_scale, v_scale,
-                num_heads, group_size, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
-                options.scale * LOG2_E,
-            ),
-            constants, num_warps=4,
-        )  # fmt: skip
-    remember(described, transposed, attended)
-    return o, lse
+    return [Launch(hopper_fp8_kernel, programs, arguments, constants, {"num_warps": 4})]

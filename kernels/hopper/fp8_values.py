@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import launch
-from ..replay import Replay
+from ..call import Options, key_of
+from ..launch import Launch, plan_of, run
 
 VALUES_BLOCK = 128  # keys that a program transposes
 
@@ -39,10 +39,15 @@ def hopper_fp8_values_kernel(
     tl.store(out, tl.trans(tile), mask=column[None, :] < num_columns)
 
 
-def launch_values(v: Tensor, out: Tensor) -> Replay | None:
+def launch_values(v: Tensor, out: Tensor) -> None:
     """Write e4m3 v (B, Hkv, Nk, D) to out (B, Hkv, D, Nk rounded up to 16) as `hopper_fp8_kernel` reads it."""
-    batch, num_heads, num_k, head_dim = v.shape
-    programs = -(-out.shape[3] // VALUES_BLOCK) * batch * num_heads
-    arguments = (v.view(torch.int8), out.view(torch.int8), *v.stride()[:3], num_heads, num_k, out.shape[3])
-    constants = {"HEAD_DIM": head_dim, "BLOCK_K": VALUES_BLOCK}
-    return launch(hopper_fp8_values_kernel, programs, arguments, constants, num_warps=4)
+
+    def launches(v: Tensor, out: Tensor) -> list[Launch]:
+        batch, num_heads, num_k, head_dim = v.shape
+        programs = -(-out.shape[3] // VALUES_BLOCK) * batch * num_heads
+        arguments = (v, out, *v.stride()[:3], num_heads, num_k, out.shape[3])
+        constants = {"HEAD_DIM": head_dim, "BLOCK_K": VALUES_BLOCK}
+        return [Launch(hopper_fp8_values_kernel, programs, arguments, constants, {"num_warps": 4})]
+
+    plan = plan_of(key_of("fp8 values", Options(False, 1.0), v, out))
+    run(plan, {"v": v.view(torch.int8), "out": out.view(torch.int8)}, launches)

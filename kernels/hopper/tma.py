@@ -4,8 +4,6 @@ Gluon renames its TMA functions between Triton releases, and what it has no word
 in this file; it is written for and checked with triton 3.6.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -104,46 +102,28 @@ _GLUON_DTYPE = {
 }
 
 
-@lru_cache(maxsize=64)
-def _tile_layout(rows: int, cols: int, rank: int, dtype: torch.dtype):
-    return gl.NVMMASharedLayout.get_default_for([1] * (rank - 2) + [rows, cols], _GLUON_DTYPE[dtype])
+def tile_width(head_dim: int) -> int:
+    """Columns of the tiles that hold head_dim of them: those beyond read as 0 and are not written."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def descriptor(x: Tensor, rows: int, cols: int | None = None) -> TensorDescriptor:
     """Descriptor of x (..., N, D) for tiles of `rows` rows, and `cols` columns or all, of the last two dimensions.
 
-    Rows outside one head's N and columns outside D read as 0 and are not written. Made without the dataclass's own
-    checks, which cost as much as the launch; `kernels.hopper.when.addressable` has made them.
+    Rows outside one head's N and columns outside D read as 0 and are not written. `tma_ready` has checked x.
     """
-    rank = x.dim()
-    shape = list(x.shape)
-    made = object.__new__(TensorDescriptor)
-    made.base = x
-    made.shape = shape
-    # a dimension of size 1 may carry any stride; the hardware wants a multiple of 16 bytes
-    made.strides = [16 if n == 1 else stride for n, stride in zip(shape[:-1], x.stride()[:-1], strict=True)] + [1]
-    made.block_shape = [1] * (rank - 2) + [rows, cols or shape[-1]]
-    made.layout = _tile_layout(rows, cols or shape[-1], rank, x.dtype)
-    made.padding = "zero"
-    return made
+    return _with_layout(launch.descriptor(x, rows, cols or x.shape[-1]))
 
 
 def packed_descriptor(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """`descriptor` for packed documents x (1, H, N, D): rows past a document's end read as 0 and are not written; see
     the function of this name in kernels/launch.py."""
-    made = object.__new__(TensorDescriptor)
-    vars(made).update(vars(launch.packed_descriptor(x, rows, cols)))
-    made.layout = _tile_layout(rows, cols, 5, x.dtype)
-    return made
+    return _with_layout(launch.packed_descriptor(x, rows, cols))
 
 
-def row_descriptor(x: Tensor, cols: int) -> TensorDescriptor:
-    """Descriptor of a contiguous x (M, N) for pieces of `cols` values of one row."""
+def _with_layout(plain) -> TensorDescriptor:
+    """Gluon's descriptor, which also knows how a tile lies in shared memory."""
     made = object.__new__(TensorDescriptor)
-    made.base = x
-    made.shape = list(x.shape)
-    made.strides = [x.shape[1], 1]
-    made.block_shape = [1, cols]
-    made.layout = _tile_layout(1, cols, 2, x.dtype)
-    made.padding = "zero"
+    vars(made).update(vars(plain))
+    made.layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, _GLUON_DTYPE[plain.base.dtype])
     return made

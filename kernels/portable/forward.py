@@ -1,27 +1,30 @@
 """Forward pass: one Triton kernel and its launcher."""
 
 import math
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..call import Options, key_of
 from ..launch import (
-    addresses_of,
+    Launch,
+    Plan,
     dot_precision,
     grid_tiles,
     heads_per_section,
     kernel_inputs,
-    kernel_operands,
-    launch,
-    on_device,
+    option_tensors,
     padded,
+    plan_of,
+    run,
     switches_of,
+    tokens_first,
     window_bounds,
 )
-from ..options import Options
-from ..replay import Replay, description, known, remember, replay
+from .prepare import documents_launches
 from .scores import Scoring, kept, logits_of, slope_of
 from .tiles import (
     LN_2,
@@ -37,7 +40,7 @@ from .tiles import (
     store_tile,
     visible_keys,
 )
-from .tuning import Tile, launch_fitting, tile_for
+from .tuning import Tile, fitting, kernel_operands, tile_for
 
 
 @triton.jit
@@ -175,60 +178,50 @@ def flash_fwd_kernel(
     tl.store(lse_ptr + batch_head.to(tl.int64) * q_tokens + q_row0 + rows, lse, mask=rows < num_q)
 
 
-def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised O (B, Hq, Nq, Dv), stored as (B, Nq, Hq, Dv), and LSE (B, Hq, Nq) float32."""
-    batch, heads, tokens, _ = q.shape
-    o = q.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
-    return o, q.new_empty(batch, heads, tokens, dtype=torch.float32)
-
-
 def launch_flash_fwd(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, tile: Tile | None = None
+    q: Tensor, k: Tensor, v: Tensor, options: Options, tile: Tile | None = None, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel. q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), already checked;
     options.scale > 0; packed documents have B = 1.
 
-    Returns O (B, Hq, Nq, Dv), stored as (B, Nq, Hq, Dv), and LSE (B, Hq, Nq) float32. `tile` overrides the
-    table.
+    Returns O (B, Hq, Nq, Dv), stored as (B, Nq, Hq, Dv), and LSE (B, Hq, Nq) float32. `tile` overrides the table.
+    `plan` is the call's where it is known.
     """
-    switches = switches_of(options)
-    described = description(options, tile, q, k, v)
-    if known(described):
-        o, lse = _outputs(q, v)
-        if replay(described, addresses_of(q, k, v, o, lse, *switches.tensors())):
-            return o, lse
-    batch, num_heads, num_q, head_dim = q.shape
-    num_kv_heads, num_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
     dtype = q.dtype
+    plan = plan or plan_of(key_of(("flash forward", tile), options, q, k, v))
     q, k, v = kernel_inputs(q, k, v)
-    o, lse = _outputs(q, v)
-    if o.numel() == 0 or num_k == 0:
+    o, lse = tokens_first(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if o.numel() == 0 or k.numel() == 0:
         sinks = -math.inf if options.sinks is None else options.sinks[None, :, None]
         return o.zero_().to(dtype), lse.copy_(torch.as_tensor(sinks).expand_as(lse))
-    tile = tile or tile_for("fwd", q.device, q.dtype, max(head_dim, head_dim_v), options)
+    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **option_tensors(options)}
+    run(plan, tensors, partial(_launches, options, tile))
+    return o.to(dtype), lse
+
+
+def _launches(
+    options: Options, tile: Tile | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, **given: Tensor
+) -> list[Launch]:
+    batch, num_heads, num_q, head_dim = q.shape
+    num_kv_heads, num_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
     block_d, block_dv = padded(head_dim), padded(head_dim_v)
 
-    def launch_fwd(tile: Tile) -> Replay | None:
+    def launch(tile: Tile) -> Launch:
         operands, strides, tma = kernel_operands(
             tile, options, (q, tile.block_q, block_d), (k, tile.block_k, block_d), (v, tile.block_k, block_dv)
         )
         num_docs, num_tiles = grid_tiles(num_q, tile.block_q, options.cu_seqlens_q)
+        arguments = (
+            *operands, o, lse, *strides, o.stride()[:3],
+            num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, num_docs, heads_per_section(q, k),
+            *window_bounds(options, num_q, num_k), options.scale * LOG2_E.value, switches_of(options, given),
+        )  # fmt: skip
         constants = {
             "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
             "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "CAUSAL": options.causal, "LOCAL": options.local,
             "EVEN_K": not options.packed and num_k % tile.block_k == 0, "PRECISION": dot_precision(q), "TMA": tma,
         }  # fmt: skip
-        return launch(
-            flash_fwd_kernel, num_tiles * batch * num_heads,
-            (
-                *operands, o, lse, *strides, o.stride()[:3],
-                num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, num_docs,
-                heads_per_section(q, k), *window_bounds(options, num_q, num_k), options.scale * LOG2_E.value, switches,
-            ),
-            constants, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+        return Launch(flash_fwd_kernel, num_tiles * batch * num_heads, arguments, constants, tile.how)
 
-    with on_device(q):
-        launched = launch_fitting(tile, launch_fwd)
-    remember(described, launched)
-    return o.to(dtype), lse
+    tile = tile or tile_for("fwd", q.device, q.dtype, max(head_dim, head_dim_v), options)
+    return [*documents_launches(q, k, **given), fitting(tile, launch)]

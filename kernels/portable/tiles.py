@@ -10,8 +10,8 @@ import math
 import triton
 import triton.language as tl
 
+from ..launch import PACKED_ORIGIN
 from .record import record
-from .tuning import PACKED_ORIGIN
 
 LN_2 = tl.constexpr(math.log(2.0))
 LOG2_E = tl.constexpr(1.0 / math.log(2.0))

@@ -6,16 +6,13 @@ Registers, spills and shared memory in the reasons come from `python -m scripts.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
+from torch import Tensor
 
+from ..call import Options
 from ..device import capability, interpreting
-from ..options import Options
-
-# Where every document ends in the coordinates of a packed TMA descriptor (kernels/launch.py): a power of two
-# beyond any number of tokens.
-PACKED_ORIGIN = 2**30
+from ..launch import Launch, descriptor, packed_descriptor, tma_ready
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,11 @@ class Tile:
     num_warps: int
     num_stages: int
     tma: bool = False
+
+    @property
+    def how(self) -> dict[str, int]:
+        """As Triton's launch takes it."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def smaller(self) -> "Tile | None":
         """The next tile that needs less shared memory: fewer stages first, then fewer keys, then queries."""
@@ -181,26 +183,37 @@ def tile_for(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: in
     return table_tile(kernel, capability(device.index), dtype.itemsize, head_dim, variant_of(options))
 
 
+def kernel_operands(
+    tile: Tile, options: Options, *operands: tuple[Tensor, int, int]
+) -> tuple[list, list[tuple[int, int, int]], bool]:
+    """What a kernel takes for each (tensor, rows and columns of its tile), the strides, whether by descriptors.
+
+    Descriptors where the tile wants TMA and every tensor allows it, plain tensors otherwise.
+    """
+    strides = [x.stride()[:3] for x, _, _ in operands]
+    if not tile.tma or not all(tma_ready(x) for x, _, _ in operands):
+        return [x for x, _, _ in operands], strides, False
+    describe = packed_descriptor if options.packed else descriptor
+    return [describe(*operand) for operand in operands], strides, True
+
+
 # Tiles that did not fit this GPU's shared memory, and what took their place.
 _REPLACED: dict[Tile, Tile] = {}
-_Launched = TypeVar("_Launched")
 
 
-def launch_fitting(tile: Tile, launch: Callable[[Tile], _Launched]) -> _Launched:
-    """launch(tile); where the GPU has too little shared memory for it, that of the next smaller tile that fits.
+def fitting(tile: Tile, make: Callable[[Tile], Launch]) -> Launch:
+    """make(tile); where the GPU has too little shared memory for it, that of the next smaller tile that fits.
 
-    Says so once a tile. Raises what Triton raises when not even the smallest fits.
+    Says so once a tile.
     """
-    from triton.runtime.errors import OutOfResources
+    tried = _REPLACED.get(tile, tile)
 
-    wanted = tile
-    tile = _REPLACED.get(tile, tile)
-    while True:
-        try:
-            return launch(tile)
-        except OutOfResources as error:
-            smaller = tile.smaller()
-            if smaller is None:
-                raise
-            logging.getLogger(__name__).warning("%s does not fit (%s); trying %s", tile, error, smaller)
-            _REPLACED[wanted] = tile = smaller
+    def smaller(error: Exception) -> Launch | None:
+        less = tried.smaller()
+        if less is None:
+            return None
+        logging.getLogger(__name__).warning("%s does not fit (%s); trying %s", tried, error, less)
+        _REPLACED[tile] = less
+        return fitting(tile, make)
+
+    return make(tried)._replace(smaller=smaller)

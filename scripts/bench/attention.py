@@ -34,7 +34,7 @@ from kernels import (
     naive_attention,
     quantize_per_head,
 )
-from kernels.hopper.when import hopper_fp8_unsupported_reason
+from kernels.support import why_not_fp8
 from scripts.bench.clock import measure, python_us
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, table
 from training.hardware import DTYPES, HardwareConfig, set_up
@@ -262,9 +262,9 @@ def eight_bits(q: Tensor, k: Tensor, v: Tensor, causal: bool, budget_ms: float) 
     The function takes and ignores the tensors that it was made from. ValueError where the kernel cannot run.
     """
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantize_per_head(x) for x in (q, k, v))
-    if reason := hopper_fp8_unsupported_reason(q8, k8, v8):
+    if reason := why_not_fp8(q8, k8, v8):
         raise ValueError(reason)
-    from kernels.hopper.fp8_kernel import launch_values
+    from kernels.hopper.fp8_values import launch_values
 
     batch, heads, seq_len, head_dim = v.shape
     values = torch.empty((batch, heads, head_dim, -(-seq_len // 16) * 16), dtype=v8.dtype, device=v.device)
@@ -350,7 +350,7 @@ def varlen_share(device: torch.device) -> dict[str, float]:
 
     By the same kernels: on Hopper its own in the forward, and in the backward the portable ones.
     """
-    from kernels.options import Options
+    from kernels.call import Options
     from kernels.portable.backward import launch_flash_bwd
     from kernels.portable.forward import launch_flash_fwd
 

@@ -30,7 +30,7 @@ from kernels import (
     naive_attention_varlen,
     quantize_per_head,
 )
-from kernels.hopper.when import hopper_fp8_unsupported_reason
+from kernels.support import why_not_fp8
 from scripts.bench.report import Columns, Report, Row, markdown, table
 from training.hardware import DTYPES, HardwareConfig, set_up
 
@@ -215,7 +215,7 @@ def measure_fp8(data: str, head_dim: int, budget: BudgetConfig, device: torch.de
         for name, o in outputs.items():
             of_heads = (o.double() - exact).square().mean((0, 2, 3)) / exact.square().mean((0, 2, 3))
             squares[name] += float(of_heads.mean()) / budget.draws
-    by = "kernel" if hopper_fp8_unsupported_reason(q, k, v) is None else "reference"
+    by = "kernel" if why_not_fp8(q, k, v) is None else "reference"
     return {"data": data, "head_dim": head_dim, "by": by} | {name: math.sqrt(x) for name, x in squares.items()}
 
 
@@ -246,7 +246,7 @@ def quantize(x: Tensor, together: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def attend_fp8(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], v: tuple[Tensor, Tensor]) -> Tensor:
-    runs = hopper_fp8_unsupported_reason(q[0], k[0], v[0]) is None
+    runs = why_not_fp8(q[0], k[0], v[0]) is None
     attention = flash_attention_fp8 if runs else naive_attention_fp8
     return attention(q[0], k[0], v[0], q_scale=q[1], k_scale=k[1], v_scale=v[1])
 

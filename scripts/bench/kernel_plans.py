@@ -16,10 +16,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from kernels.call import Options
 from kernels.hopper import backward_kernel, fp8_kernel
 from kernels.hopper import forward as hopper_forward
 from kernels.launch import Switches
-from kernels.options import Options
 from kernels.portable import dkdv, dq, forward
 from kernels.portable.tuning import Tile, table_for, table_tile
 

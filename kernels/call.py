@@ -1,0 +1,322 @@
+"""What a call of attention is: its options, every check, and the one key under which a kind of call is known.
+
+All implementations share the checks, and so have the same words for a mistake.
+"""
+
+import math
+import operator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# A scale or a soft-cap is multiplied and divided in float32, which ends at 1e-38 and 3e38.
+_SMALLEST, _LARGEST = 1e-30, 1e30
+
+
+class Options(NamedTuple):
+    """The options of one call in canonical form; the operator's schema lists the same fields in this order.
+
+    `causal` and a window exclude each other: causal is the window (-1, 0), and a bounded window with causal
+    has 0 on its right.
+    """
+
+    causal: bool
+    scale: float
+    window_left: int = -1  # how far back a query sees from its diagonal key; -1: to the first key
+    window_right: int = -1  # how far ahead; -1: to the last key
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: off
+    alibi_slopes: Tensor | None = None  # (B or documents, Hq) float32
+    sinks: Tensor | None = None  # (Hq,) float32: a score per head that has no key
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None  # () int64
+    cu_seqlens_q: Tensor | None = None  # (documents + 1,) int32: where each document's queries start
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0  # an upper bound on a document's length; 0 without documents
+    max_seqlen_k: int = 0
+
+    @property
+    def local(self) -> bool:
+        """A window with bounds of its own, not the causal one."""
+        return self.window_left >= 0 or self.window_right >= 0
+
+    @property
+    def without_tensors(self) -> bool:
+        return self.alibi_slopes is self.sinks is self.dropout_seed is self.cu_seqlens_q is None
+
+    @property
+    def packed(self) -> bool:
+        """Documents end to end in one row of tokens."""
+        return self.cu_seqlens_q is not None
+
+
+def key_of(kind: object, options: Options, *tensors: Tensor) -> tuple:
+    """All that the checks, the choice of kernels and their launches depend on, but for addresses and stream.
+
+    Calls of equal keys may replay each other's launches. `kind` tells passes and overrides apart. Tensors count by
+    shape, strides, dtype, device and whether their address is a multiple of 16, which TMA needs.
+    """
+    described = []
+    for x in tensors:
+        described += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+    if not options.without_tensors:
+        options = tuple([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in options])
+    return kind, options, *described
+
+
+_PLAIN_TYPES = {bool, int, float, type(None)}
+
+
+def plain_options(causal, scale, window, softcap, dropout_p) -> Options | None:
+    """A call's options as given, where they can stand in a key; None otherwise.
+
+    They can as numbers (anything else may change its value), without dropout (whose seed is new at each call) and with
+    a positive scale (another one changes q).
+    """
+    if type(window) is not tuple or len(window) != 2:
+        return None
+    if not _PLAIN_TYPES.issuperset(map(type, (causal, scale, softcap, dropout_p, *window))):
+        return None
+    if dropout_p != 0.0 or (scale is not None and not scale > 0.0):
+        return None
+    return Options(causal, scale, *window, softcap)
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
+    max_seqlen: int | tuple[int, int] | None = None,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Options]:
+    """Check a call; return q, k, v, cast where autocast is on, and the options in canonical form.
+
+    q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv), options as in `flash_attention`. What cu_seqlens hold is
+    checked later, by `check_documents`. Raises ValueError, naming the argument, its value and what is allowed.
+    """
+    q, k, v = autocast_inputs(q, k, v)
+    _check_tensors(q, k, v)
+    if not deterministic:
+        raise ValueError(f"deterministic is {deterministic}; every result here is deterministic: leave it True")
+    batch, heads, device = q.shape[0], q.shape[1], q.device
+    causal, left, right = canonical_window(causal, window)
+    packing = _check_packing(q, k, cu_seqlens, max_seqlen)
+    rows = batch if packing[0] is None else packing[0].shape[0] - 1
+    options = Options(
+        causal,
+        _check_scale(scale, q.shape[3]),
+        left,
+        right,
+        _check_softcap(softcap),
+        _check_slopes(alibi_slopes, rows, heads, device),
+        _check_sinks(sinks, heads, device, q.dtype),
+        *_check_dropout(dropout_p, dropout_seed, device),
+        *packing,
+    )
+    return q, k, v, options
+
+
+def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast q, k, v to autocast's dtype where autocast is on, as PyTorch's own attention does.
+
+    Raises ValueError where one is no tensor.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    device_type = q.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    # float64 stays as it is: autocast leaves it alone everywhere in PyTorch
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+
+
+def canonical_window(causal: bool, window: tuple[int, int]) -> tuple[bool, int, int]:
+    """(causal, left, right) with causal folded into a bounded window. Raises ValueError on a bad window."""
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(f"window is {window!r}; expected two integers (left, right), -1 for no bound")
+    left, right = window
+    left, right = _integer("window's left bound", left), _integer("window's right bound", right)
+    for name, bound in (("left", left), ("right", right)):
+        if bound < -1:
+            raise ValueError(f"window has {name} bound {bound}; it must be at least 0, or -1 for no bound")
+    if causal:
+        right = 0
+    if left == -1 and right in (-1, 0):
+        return right == 0, -1, -1
+    return False, left, right
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, int | torch.SymInt):
+        return value
+    try:
+        return operator.index(int(value) if isinstance(value, float) and value.is_integer() else value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; it must be an integer") from None
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, int | float):
+        return value
+    if hasattr(value, "__float__"):  # NumPy's numbers, tensors of one element
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    raise ValueError(f"{name} has type {type(value).__name__}; it must be a number")
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Raises ValueError where x is no tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; expected 4 dimensions (batch, heads, tokens, head_dim)"
+            )
+        if not tensor.dtype.is_floating_point:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating point dtype")
+        if tensor.shape[-1] == 0:
+            raise ValueError(f"{name} has head_dim 0; it must be at least 1")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype} but q has {q.dtype}; cast them to one dtype")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device} but q is on {q.device}; move them to one device")
+        if tensor.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has batch size {tensor.shape[0]} but q has {q.shape[0]}; they must be equal")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has head_dim {k.shape[-1]} but q has {q.shape[-1]}; they must be equal")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; all but head_dim must be equal")
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    if num_kv_heads == 0 or num_heads % num_kv_heads != 0:
+        raise ValueError(f"q has {num_heads} heads; it must be a multiple of k's {num_kv_heads} heads")
+
+
+def _check_scale(scale: float | None, head_dim: int) -> float:
+    """The softmax scale, 1/sqrt(head_dim) by default."""
+    if scale is None:
+        return head_dim**-0.5
+    scale = _number("scale", scale)
+    if not -math.inf < scale < math.inf:  # comparisons: torch.compile cannot trace isfinite of a symbolic float
+        raise ValueError(f"scale is {scale}; it must be a finite number")
+    if scale != 0.0 and not _SMALLEST <= abs(scale) <= _LARGEST:
+        raise ValueError(f"scale is {scale}; it must be 0 or, without its sign, from {_SMALLEST} to {_LARGEST}")
+    return float(scale)
+
+
+def _check_softcap(softcap: float) -> float:
+    softcap = _number("softcap", softcap)
+    if softcap == 0.0:  # asked first: torch.compile then takes the default as a constant, and compiles once
+        return 0.0
+    if not 0.0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}; it must be a positive number, or 0 for none")
+    if not _SMALLEST <= softcap <= _LARGEST:
+        raise ValueError(f"softcap is {softcap}; it must be 0 or from {_SMALLEST} to {_LARGEST}")
+    return float(softcap)
+
+
+def _check_slopes(slopes: Tensor | None, rows: int, heads: int, device: torch.device) -> Tensor | None:
+    """ALiBi slopes as (rows, heads) float32, where a row is a batch entry or a document."""
+    if slopes is None:
+        return None
+    check_tensor("alibi_slopes", slopes)
+    if tuple(slopes.shape) not in ((heads,), (rows, heads)):
+        raise ValueError(f"alibi_slopes has shape {tuple(slopes.shape)}; expected ({heads},) or ({rows}, {heads})")
+    _check_per_head("alibi_slopes", slopes, device)
+    if slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes asks for a gradient; slopes are constants here, pass alibi_slopes.detach()")
+    return slopes.detach().to(torch.float32).expand(rows, heads)
+
+
+def _check_sinks(sinks: Tensor | None, heads: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """Sinks as (heads,) float32, or float64 beside float64 inputs."""
+    if sinks is None:
+        return None
+    check_tensor("sinks", sinks)
+    if tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; expected ({heads},), one for each head of q")
+    _check_per_head("sinks", sinks, device)
+    return sinks.to(torch.promote_types(dtype, torch.float32))
+
+
+def _check_per_head(name: str, tensor: Tensor, device: torch.device) -> None:
+    if not tensor.dtype.is_floating_point:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating point dtype")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} but q is on {device}; move them to one device")
+
+
+def _check_dropout(p: float, seed: int | Tensor | None, device: torch.device) -> tuple[float, Tensor | None]:
+    """(p, seed as a () int64 tensor on the device, None where p is 0).
+
+    Without a seed one is drawn from the device's default generator, so `torch.manual_seed` decides it.
+    """
+    p = _number("dropout_p", p)
+    if p == 0.0:
+        return 0.0, None
+    if not 0.0 < p <= 1.0 - 2.0**-24:  # float32 rounds what is between to 1
+        raise ValueError(f"dropout_p is {p}; it must be at least 0 and less than 1")
+    if seed is None:
+        return float(p), torch.randint(2**62, (), dtype=torch.int64, device=device)
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise ValueError(
+                f"dropout_seed has dtype {seed.dtype} and shape {tuple(seed.shape)}; expected an integer or one int64"
+            )
+        if seed.device != device:
+            raise ValueError(f"dropout_seed is on {seed.device} but q is on {device}; move them to one device")
+        return float(p), seed.reshape(())
+    seed = _integer("dropout_seed", seed)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"dropout_seed is {seed}; it must be from -2^63 to 2^63 - 1")
+    return float(p), torch.full((), seed, dtype=torch.int64, device=device)
+
+
+def _check_packing(q: Tensor, k: Tensor, cu_seqlens, max_seqlen) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k); without a bound it is the number of tokens."""
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"max_seqlen is {max_seqlen}, which needs cu_seqlens; pass both or neither")
+        return None, None, 0, 0
+    if q.shape[0] != 1:
+        raise ValueError(f"q has batch size {q.shape[0]}; documents lie end to end in a batch of 1")
+    tensors = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+    bounds = max_seqlen if isinstance(max_seqlen, tuple) else (max_seqlen, max_seqlen)
+    for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), tensors, strict=True):
+        check_tensor(name, x)
+        if x.dtype != torch.int32 or x.dim() != 1 or x.shape[0] < 2:
+            raise ValueError(
+                f"{name} has dtype {x.dtype} and shape {tuple(x.shape)}; "
+                "expected int32 and (documents + 1,) with at least one document"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} but q is on {q.device}; move them to one device")
+    cu_seqlens_q, cu_seqlens_k = tensors
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k has {cu_seqlens_k.shape[0] - 1} documents but cu_seqlens_q has "
+            f"{cu_seqlens_q.shape[0] - 1}; they must be equal"
+        )
+    lengths = []
+    for name, bound, tokens in zip(("max_seqlen_q", "max_seqlen_k"), bounds, (q.shape[2], k.shape[2]), strict=True):
+        lengths.append(tokens if bound is None else _integer(name, bound))
+        if lengths[-1] < 0:
+            raise ValueError(f"{name} is {bound}; it must be at least the longest document's length")
+    return cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *lengths

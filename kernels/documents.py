@@ -1,0 +1,89 @@
+"""Packed documents: what their cu_seqlens must hold, and the layout of the `..._varlen` functions."""
+
+import itertools
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .call import Options, check_tensor
+
+# Which GPU tensors were found right, for which version of their memory, total and bound: reading one waits for the
+# GPU, and a model's layers all pass the same one.
+_CHECKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def check_documents(options: Options, total_q: int, total_k: int) -> None:
+    """Check that cu_seqlens start at 0, never fall, end at the total, and hold no document beyond the bound.
+
+    A tensor on the CPU is read at every call, one on a GPU once for each version of its memory (an inference tensor,
+    which has no versions, once), and not at all while a CUDA graph is being captured, which must not wait for the GPU.
+    What is written past PyTorch's versions (`.data`) is therefore not seen; the kernels take it for the nearest packing
+    that is right, and never address memory outside the call's tensors. Raises ValueError.
+    """
+    for name, cu_seqlens, total, bound in (
+        ("q", options.cu_seqlens_q, total_q, options.max_seqlen_q),
+        ("k", options.cu_seqlens_k, total_k, options.max_seqlen_k),
+    ):
+        if not cu_seqlens.is_cuda:
+            _check_starts(name, cu_seqlens.tolist(), total, bound)
+            continue
+        described = (_version(cu_seqlens), total, bound)
+        if _CHECKED.get(cu_seqlens) == described or torch.cuda.is_current_stream_capturing():
+            continue
+        _check_starts(name, cu_seqlens.tolist(), total, bound)
+        _CHECKED[cu_seqlens] = described
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _check_starts(name: str, starts: list[int], total: int, bound: int) -> None:
+    if starts[0] != 0:
+        raise ValueError(f"cu_seqlens_{name} starts at {starts[0]}; it must start at 0")
+    if starts[-1] != total:
+        raise ValueError(f"cu_seqlens_{name} ends at {starts[-1]}; it must end at {name}'s {total} tokens")
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    if min(lengths) < 0:
+        raise ValueError(f"cu_seqlens_{name} falls at document {lengths.index(min(lengths))}; it must not fall")
+    if max(lengths) > bound:
+        raise ValueError(
+            f"max_seqlen_{name} is {bound} but document {lengths.index(max(lengths))} has {max(lengths)} tokens; "
+            "it must be at least the longest document's length"
+        )
+
+
+def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device) -> Tensor:
+    """cu_seqlens for self-attention, checked on the CPU and then copied to `device`.
+
+    The copy is known to be right, so that a call which takes it does not wait for the GPU to read it back.
+
+    Args:
+        cu_seqlens: (documents + 1,) int32 on the CPU; it ends at the number of tokens.
+        max_seqlen: the bound that the calls will name.
+
+    Raises ValueError as `flash_attention` does.
+    """
+    starts = cu_seqlens.tolist()
+    _check_starts("q", starts, starts[-1], max_seqlen)
+    if device.type == "cuda":
+        cu_seqlens = cu_seqlens.pin_memory().to(device, non_blocking=True)
+        _CHECKED[cu_seqlens] = (_version(cu_seqlens), starts[-1], max_seqlen)
+    return cu_seqlens
+
+
+def call_packed(attention, qkv: tuple, cu_seqlens: tuple, max_seqlen: tuple, return_lse: bool = False, **options):
+    """`attention` on (tokens, heads, head_dim) tensors, by views: the body of the `..._varlen` functions."""
+    for name, x in zip("qkv", qkv, strict=True):
+        check_tensor(name, x)
+        if x.dim() != 3:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 3 dimensions (tokens, heads, head_dim)")
+    _, k, v = qkv
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; all but head_dim must be equal")
+    qkv = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
+    o, lse = attention(*qkv, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, return_lse=True, **options)
+    # not o[0]: the gradient of an index is a tensor of zeros with a part filled in
+    o = o.squeeze(0).transpose(0, 1)
+    return (o, lse.squeeze(0)) if return_lse else o

@@ -1,0 +1,172 @@
+"""What both engines launch before their main kernels: a packing that is right, and the backward's rows."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Launch, grid_tiles, padded
+from .tiles import LOG2_E, ROW_PADDING, Rows, document_of, document_rows, head_base, load_tile
+
+DELTA_ROWS = 64  # memory-bound: any tile that fills the loads' vectors will do
+_DOCUMENTS = 1024  # looked at together
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["num_docs", "q_tokens", "k_tokens"])
+def _documents_kernel(
+    cu_seqlens_q,  # (documents + 1,) int32
+    cu_seqlens_k,
+    starts_q,  # out, (documents + 1,) int32
+    starts_k,
+    num_docs,
+    q_tokens,
+    k_tokens,
+    BLOCK: tl.constexpr,
+):
+    """Copy cu_seqlens as the nearest packing that is right: begin at 0, never fall, end at the number of tokens.
+
+    Grid:  2 programs, queries and keys.
+    Needs: nothing of the values. The kernels that read the copy can then address no memory outside their tensors,
+           whatever was written to cu_seqlens since the host read them.
+    """
+    if tl.program_id(0) == 0:
+        given = cu_seqlens_q
+        starts = starts_q
+        num_tokens = q_tokens
+    else:
+        given = cu_seqlens_k
+        starts = starts_k
+        num_tokens = k_tokens
+    highest = 0
+    for first in range(0, num_docs + 1, BLOCK):
+        documents = first + tl.arange(0, BLOCK)
+        inside = (documents > 0) & (documents <= num_docs)
+        values = tl.load(given + documents, mask=inside, other=0)
+        values = tl.minimum(tl.maximum(values, highest), num_tokens)
+        values = tl.associative_scan(values, 0, _larger)
+        values = tl.where(documents == 0, 0, values)
+        values = tl.where(documents == num_docs, num_tokens, values)
+        tl.store(starts + documents, values, mask=documents <= num_docs)
+        highest = tl.max(values, 0)
+
+
+def documents_launches(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    starts_q: Tensor | None = None,
+    starts_k: Tensor | None = None,
+    **others: Tensor,
+) -> list[Launch]:
+    """The launch that fills `starts_q` and `starts_k` (see `option_tensors`); none without documents."""
+    if cu_seqlens_q is None:
+        return []
+    arguments = (
+        cu_seqlens_q, cu_seqlens_k, starts_q, starts_k, cu_seqlens_q.shape[0] - 1, q.shape[2], k.shape[2],
+    )  # fmt: skip
+    return [Launch(_documents_kernel, 2, arguments, {"BLOCK": _DOCUMENTS}, {"num_warps": 4})]
+
+
+@triton.jit
+def in_sixteen_bytes(strides):
+    """The same strides, visibly multiples of 16 bytes: without it a D of 40 or 72 is loaded element by element."""
+    return strides[0] // 8 * 8, strides[1] // 8 * 8, strides[2] // 8 * 8
+
+
+@triton.jit(do_not_specialize=["num_heads", "q_tokens", "q_tokens_padded", "num_docs"])
+def _delta_kernel(
+    # inputs
+    o_ptr,  # (B, Hq, Nq, Dv)
+    do_ptr,  # (B, Hq, Nq, Dv)
+    lse_ptr,  # (B, Hq, Nq) fp32, natural logarithm
+    dlse_ptr,  # (B, Hq, Nq) fp32, or None
+    cu_seqlens_ptr,  # (documents + 1,) int32, or None
+    # outputs, (B, Hq, q_tokens_padded) fp32
+    lse_log2_ptr,
+    delta_ptr,
+    turns_ptr,  # (B, Hq, q_tokens_padded / BLOCK_Q) int32 that becomes 0, or None
+    # layout and sizes
+    o_strides,  # (batch, head, token), elements; the last stride is 1
+    do_strides,
+    num_heads,
+    q_tokens,
+    q_tokens_padded,
+    num_docs,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    ALIGNED: tl.constexpr,  # strides of o and do are multiples of 16 bytes in 16 bits
+):
+    """One program prepares BLOCK_Q rows of one head for the backward's main kernels.
+
+    Grid:     q_tokens_padded / BLOCK_Q * B * Hq programs: every row of the scratch is written.
+    Math:     delta = rowsum(dO * O) - dLSE (dLSE/dS = P, so LSE's gradient only shifts delta); LSE in base 2.
+    Numerics: fp32. Rows without a visible key (LSE -inf) and padding rows get LSE +inf: exp2(s - inf) = 0
+              then makes their P and their gradients 0 with no mask in the main loops.
+    """
+    program = tl.program_id(0)
+    tiles = q_tokens_padded // BLOCK_Q
+    batch_head = program // tiles
+    tile = program - batch_head * tiles
+    batch = batch_head // num_heads
+    head = batch_head - batch * num_heads
+    if cu_seqlens_ptr is not None:
+        parts: tl.constexpr = ROW_PADDING // BLOCK_Q
+        document, padded_tile = document_of(tile // parts, cu_seqlens_ptr, num_docs, ROW_PADDING)
+        row0, num_q = document_rows(document, cu_seqlens_ptr, q_tokens)
+        q_start = padded_tile * ROW_PADDING + tile % parts * BLOCK_Q
+    else:
+        row0 = 0
+        num_q = q_tokens
+        q_start = tile * BLOCK_Q
+    if ALIGNED:
+        o_strides, do_strides = in_sixteen_bytes(o_strides), in_sixteen_bytes(do_strides)
+
+    o_base = head_base(o_ptr, o_strides, batch, head, row0, False)
+    do_base = head_base(do_ptr, do_strides, batch, head, row0, False)
+    o_rows = Rows(o_base, o_strides, batch, head, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, False)
+    do_rows = Rows(do_base, do_strides, batch, head, num_q, HEAD_DIM_V, BLOCK_DV, BLOCK_Q, False)
+    o = load_tile(o_rows, q_start, True)
+    do = load_tile(do_rows, q_start, True)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    rows = q_start + tl.arange(0, BLOCK_Q)
+    unpadded = batch_head.to(tl.int64) * q_tokens + row0 + rows
+    lse = tl.load(lse_ptr + unpadded, mask=rows < num_q, other=-float("inf"))
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + unpadded, mask=rows < num_q, other=0.0)
+    padded = batch_head.to(tl.int64) * q_tokens_padded + tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    tl.store(lse_log2_ptr + padded, tl.where(lse == -float("inf"), float("inf"), lse * LOG2_E))
+    tl.store(delta_ptr + padded, delta)
+    if turns_ptr is not None:
+        tl.store(turns_ptr + program, 0)
+
+
+def delta_launch(
+    o: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    lse_log2: Tensor,
+    delta: Tensor,
+    *,
+    starts_q: Tensor | None = None,
+    turns: Tensor | None = None,
+    aligned: bool = False,
+    **others: Tensor,
+) -> Launch:
+    """The launch that fills lse_log2 and delta (B * Hq, padded rows), and sets turns to 0."""
+    batch, num_heads, num_q, head_dim_v = o.shape
+    padded_rows = lse_log2.shape[-1]
+    arguments = (
+        o, do, lse, dlse, starts_q, lse_log2, delta, turns, o.stride()[:3], do.stride()[:3],
+        num_heads, num_q, padded_rows, grid_tiles(num_q, DELTA_ROWS, starts_q)[0],
+    )  # fmt: skip
+    constants = {
+        "HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v), "BLOCK_Q": DELTA_ROWS, "ALIGNED": aligned,
+    }  # fmt: skip
+    return Launch(_delta_kernel, padded_rows // DELTA_ROWS * batch * num_heads, arguments, constants, {"num_warps": 4})

@@ -1,0 +1,194 @@
+"""Launches: run through Triton the first time, replayed afterwards, each address in its place; keys and plans."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernels import flash_attention, flash_attention_varlen, launch
+from kernels.call import Options, key_of
+from kernels.launch import Launch, Plan, plan_of, run
+from tests.attention_checks import make_packed, make_qkv
+
+PLAIN = Options(causal=True, scale=0.5)
+
+
+class Kernel:
+    """Stands for a Triton kernel; keeps what Triton and its C entry point were given."""
+
+    def __init__(self):
+        self.first, self.again = [], []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **named: self.first.append((grid, arguments, named)) or self.compiled()
+
+    def entry(self, *arguments):
+        self.again.append(arguments)
+
+    def compiled(self):
+        """What Triton's compiler returns, as far as a replay reads it."""
+        runner = SimpleNamespace(
+            launch=partial(self.entry),
+            global_scratch_size=0,
+            profile_scratch_size=0,
+            launch_cooperative_grid=0,
+            launch_pdl=0,
+        )
+        metadata = SimpleNamespace(tensordesc_meta=["how to encode"])
+        return SimpleNamespace(run=runner, function="kernel", packed_metadata="warps", metadata=metadata)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+    monkeypatch.setattr(launch, "PLANS", {})
+    return Kernel()
+
+
+def at(count: int, offset: int = 0) -> list[torch.Tensor]:
+    """Tensors whose addresses are multiples of 16, or so many bytes behind."""
+    return [torch.zeros(64, dtype=torch.int8)[offset : offset + 32] for _ in range(count)]
+
+
+def described_tensor(x):
+    return SimpleNamespace(base=x, shape=[4, 8], strides=[8, 1], block_shape=[2, 8], padding="zero")
+
+
+def test_each_address_goes_to_its_place(kernel, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(
+        "triton.backends.nvidia.driver.make_tensordesc_arg",
+        lambda at, how: encoded.append((at.base.data_ptr(), how)) or [f"map of {at.base.data_ptr()}"],
+    )
+
+    def launches(a, b, c, d):
+        return [Launch(kernel, 12, (described_tensor(a), b, (1, 2), 3, (None, c, 0.5, d)), {"X": "constexpr"}, {})]
+
+    plan, calls = Plan(), [at(4) for _ in range(2)]
+    calls.append([calls[0][0], *calls[1][1:]])
+    for a, b, c, d in calls:
+        run(plan, {"d": d, "b": b, "a": a, "c": c}, launches)
+    assert len(kernel.first) == 1
+    head = (12, 1, 1, 77, "kernel", 0, 0, None, None, "warps", None, None, None)
+    addresses = [[x.data_ptr() for x in tensors] for tensors in calls[1:]]
+    assert kernel.again == [
+        (*head, f"map of {a}", 4, 8, 8, 1, b, (1, 2), 3, (None, c, 0.5, d), "constexpr") for a, b, c, d in addresses
+    ]
+    assert encoded == [(address[0], "how to encode") for address in addresses], "each address once"
+
+
+def test_a_tensor_given_twice_has_two_places(kernel):
+    """Three names of one tensor at first must not become one for ever."""
+
+    def launches(q, k):
+        return [Launch(kernel, 1, (k, q, k), {}, {})]
+
+    plan, (x, y, z) = Plan(), at(3)
+    run(plan, {"q": x, "k": x}, launches)
+    run(plan, {"q": y, "k": z}, launches)
+    assert kernel.again[0][-3:] == (z.data_ptr(), y.data_ptr(), z.data_ptr())
+
+
+def test_a_launch_takes_no_tensor_but_the_calls_own(kernel):
+    x, y = at(2)
+    with pytest.raises(AssertionError, match="takes a tensor that the call does not name"):
+        run(Plan(), {"x": x}, lambda x: [Launch(kernel, 1, (x, y), {}, {})])
+    with pytest.raises(AssertionError, match="takes a tensor that the call does not name"):
+        run(Plan(), {"x": x}, lambda x: [Launch(kernel, 1, (x[1:],), {}, {})])
+
+
+def test_an_unaligned_address_is_neither_replayed_nor_remembered(kernel):
+    plan = Plan()
+
+    def call(offset):
+        run(plan, {"x": at(1, offset)[0]}, lambda x: [Launch(kernel, 1, (x,), {}, {})])
+        return len(kernel.first), len(kernel.again)
+
+    assert call(8) == (1, 0)
+    assert call(0) == (2, 0)
+    assert call(0) == (2, 1)
+    assert call(8) == (3, 1)
+    assert call(0) == (3, 2)
+
+
+def test_what_the_interpreter_ran_is_not_remembered(kernel, monkeypatch):
+    monkeypatch.setattr(kernel, "compiled", lambda: None)
+    plan = Plan()
+    for _ in range(2):
+        run(plan, {"x": at(1)[0]}, lambda x: [Launch(kernel, 1, (x,), {}, {})])
+    assert len(kernel.first) == 2
+    assert plan.replays is None
+
+
+def test_the_table_of_plans_does_not_grow_for_ever(kernel):
+    first = plan_of(("a", 0))
+    assert plan_of(("a", 0)) is first
+    for i in range(600):
+        plan_of(("b", i))
+    assert len(launch.PLANS) < 600
+
+
+def test_keys_tell_apart_what_compiles_or_runs_differently():
+    def tensor(*shape):
+        return torch.zeros(*shape, dtype=torch.bfloat16)
+
+    x, odd = tensor(1, 2, 8, 16), tensor(257)[1:].view(1, 2, 8, 16)
+    keys = [
+        key_of("forward", PLAIN, x, x),
+        key_of("forward", PLAIN._replace(causal=False), x, x),
+        key_of("forward", PLAIN._replace(scale=0.25), x, x),
+        key_of("forward", PLAIN._replace(sinks=torch.zeros(2)), x, x),
+        key_of(("forward", "tile"), PLAIN, x, x),
+        key_of("forward", PLAIN, x, tensor(1, 1, 8, 16)),
+        key_of("forward", PLAIN, x, tensor(1, 8, 2, 16).transpose(1, 2)),
+        key_of("forward", PLAIN, x.half(), x),
+        key_of("forward", PLAIN, x, x.half()),
+        key_of("forward", PLAIN, x.to("meta"), x),
+        key_of("forward", PLAIN, tensor(1, 2, 16, 8).transpose(2, 3), x),
+        key_of("forward", PLAIN, odd, x),
+        key_of("forward", PLAIN, x, odd),
+        key_of("forward", PLAIN, odd, odd),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key_of("forward", PLAIN, x.clone(), x) == keys[0]
+    slopes = [PLAIN._replace(alibi_slopes=torch.zeros(shape)) for shape in ((1, 2), (3, 2), (1, 2))]
+    first, other, again = (key_of("forward", options, x, x) for options in slopes)
+    assert first == again != other
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_gpu_a_replay_gives_what_the_first_launch_gives(packed):
+    """Other inputs of the same description, then the first ones again: the same bits as the first time."""
+    options = {"causal": True, "dropout_p": 0.1, "dropout_seed": 3, "sinks": torch.tensor([0.5, -0.5], device="cuda")}
+
+    def run(seed):
+        kind = {"dtype": torch.bfloat16, "device": "cuda", "seed": seed}
+        if packed:
+            qkv, arguments = make_packed([90, 0, 38], [90, 0, 38], 2, 1, 64, **kind)
+            o, lse = flash_attention_varlen(*qkv, **arguments, **options, return_lse=True)
+        else:
+            qkv = make_qkv(1, 2, 1, 100, 130, 64, **kind)
+            o, lse = flash_attention(*qkv, **options, return_lse=True)
+        return o, lse, *torch.autograd.grad(o.float().square().sum() + lse[lse > -1e9].sum(), qkv)
+
+    launch.PLANS.clear()
+    first = run(0)
+    assert [plan.replays is not None for plan in launch.PLANS.values()] == [True, True]
+    run(1)
+    assert len(launch.PLANS) == 2
+    for a, b in zip(first, run(0), strict=True):
+        assert torch.equal(a, b)
+    launch.PLANS.clear()
+    for a, b in zip(first, run(0), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_gpu_an_unaligned_view_after_an_aligned_one():
+    whole = torch.randn(1, 2, 65, 64, dtype=torch.bfloat16, device="cuda").flatten()
+    aligned, odd = (whole[i : i + 2 * 64 * 64].view(1, 2, 64, 64) for i in (0, 1))
+    flash_attention(aligned, aligned, aligned)
+    o = flash_attention(odd, odd, odd)
+    assert torch.equal(o, flash_attention(*[odd.clone()] * 3))
