@@ -23,11 +23,11 @@ from model.config import resolve_loss
 from training import resume
 from training.documents import packed_rows
 from training.evaluate import EvaluationSet, evaluate, prompt_of, sample, unigram_loss
-from training.fit import explained, fit
 from training.flops import mfu, model_flops, peak_flops
 from training.guard import NumberGuard
 from training.hardware import Hardware, set_up
 from training.lock import locked
+from training.memory import advice_when_out_of_memory, plan
 from training.nonfinite import NonFinite
 from training.optimizer import Optimizer, lr_factor
 from training.profiler import StepProfiler, region
@@ -63,11 +63,10 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
     if resumed:
         resume.refuse_unless_same(resumed, asdict(settings), tokenizer, dataset.vocab_size)
 
-    auto = config.micro_batch == "auto"
-    plan = fit(settings.work(dataset.vocab_size, hardware), hardware.device, auto=auto, features=features)
-    if auto:
-        config.micro_batch = plan.work.micro_batch
-    print(f"memory     {plan}")
+    planned = plan(settings, settings.model, hardware, dataset.vocab_size)
+    if config.micro_batch == "auto":
+        config.micro_batch = planned.micro_batch
+    print(f"memory     {planned}")
     resolved = asdict(settings)  # from here on nothing is chosen
 
     # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
@@ -132,7 +131,7 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
         StopRequest(config.max_hours, began) as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=boundary) as prefetcher,
         profiler or nullcontext(),
-        explained(plan),
+        advice_when_out_of_memory(planned),
     ):
         log.say(f"run        {run_dir}")
         log.say(f"hardware   {hardware.description}")
@@ -171,7 +170,7 @@ def run(settings: Settings, run_dir: Path) -> dict[str, Any]:
 
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
             if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimizer has its state
-                log.say(f"memory     {plan.beside(held)}")
+                log.say(f"memory     {planned.beside(held)}")
             profile_written = profiler is not None and profiler.step()
             # a run that is stopped saves and leaves: what it would log or evaluate beyond that, no other run has
             finished = step == config.steps

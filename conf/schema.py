@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from data import DataConfig, TokenizerConfig
 from model import GPTConfig
-from training.hardware import Hardware, HardwareConfig
-from training.memory import Work
+from training.hardware import HardwareConfig
 from training.nonfinite import POLICIES
 from training.optimizer import OptimConfig
 from training.runlog import LoggerConfig
@@ -96,21 +95,3 @@ class Settings:
         if self.train.micro_batch == "auto":
             raise ValueError("train.micro_batch=auto is for train.py, which fills in what fits; name a number here")
         return self.train.micro_batch or self.sequences_per_step
-
-    def work(self, vocab_size: int, hardware: Hardware) -> Work:
-        """One training step, for the forecast of its memory; with train.micro_batch=auto all of it at once.
-
-        model.attention and model.loss must be resolved.
-        """
-        sequences = self.sequences_per_step if self.train.micro_batch == "auto" else self.micro_batch
-        return Work(
-            self.model,
-            vocab_size,
-            self.data.seq_len,
-            micro_batch=sequences,
-            micro_batches=self.sequences_per_step // sequences,
-            optimizer=self.optim.name,
-            dtype=hardware.dtype,
-            device=hardware.device.type,
-            compiled=hardware.compile,
-        )

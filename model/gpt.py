@@ -187,8 +187,9 @@ class GPT(nn.Module):
                 Block(config, layer, ATTENTION[self.attention]) for layer in range(config.num_layers)
             )
             self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, padded_vocab, bias=False)
-        self.to_empty(device="cpu")
-        self.init_weights(generator)
+        if torch.device(device).type != "meta":  # where shapes are all there is
+            self.to_empty(device="cpu")
+            self.init_weights(generator)
         cos, sin = rope_tables(seq_len, config.head_dim, config.rope_base)
         self.register_buffer("cos", cos, persistent=False)  # recomputed, never part of a checkpoint
         self.register_buffer("sin", sin, persistent=False)

@@ -33,8 +33,8 @@ from model.gpt import VOCAB_MULTIPLE, Block
 from scripts.causality import probe
 from training import resume as resuming
 from training.checkpoint import open_checkpoint
-from training.fit import fit
 from training.hardware import Hardware, set_up
+from training.memory import plan
 from training.runlog import wandb_mode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -225,15 +225,13 @@ def num_parameters(config: GPTConfig, vocab_size: int) -> int:
 
 def memory(settings: Settings, vocab_size: int, chosen: Hardware) -> Finding:
     """A training step's forecast beside what is free; attention must be resolved."""
-    features = settings.model.attention_features(settings.data.document_mask)
     settings.model.loss, _ = resolve_loss(settings.model.loss, chosen.device.type)
     try:
-        auto = settings.train.micro_batch == "auto"
-        plan = fit(settings.work(vocab_size, chosen), chosen.device, auto=auto, features=features)
+        planned = plan(settings, settings.model, chosen, vocab_size)
     except ValueError as error:
         return refused("memory", error)
-    text = f"micro-batches of {plan.work.micro_batch}; {plan}"
-    return Finding("memory", OK, text, facts={"forecast_bytes": plan.forecast.peak, "free_bytes": plan.free})
+    text = f"micro-batches of {planned.micro_batch}; {planned}"
+    return Finding("memory", OK, text, facts={"forecast_bytes": planned.peak, "free_bytes": planned.free})
 
 
 # --- data

@@ -1,0 +1,72 @@
+"""One optimizer step: forward and backward over micro-batches, then the update."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data import Batch
+from kernels import place_documents
+from training.hardware import Hardware
+from training.optimizer import Optimizer
+from training.profiler import region
+
+
+class Step(NamedTuple):
+    """A step that was computed, as `train(on_step=...)` hands it to whoever watches."""
+
+    number: int  # from 1
+    batch: Batch
+    loss: Tensor  # nats a token, a mean over the step; on the device
+    grad_norm: Tensor  # on the device
+    optimizer: Optimizer
+
+
+def training_step(
+    forward: Callable[..., Tensor],
+    optimizer: Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    micro_batch: int,
+    hardware: Hardware,
+    starts: Tensor | None = None,
+    region: Callable[[str], AbstractContextManager] = region,
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step over (sequences, seq_len) tokens, `micro_batch` sequences at a time.
+
+    `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
+    the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
+    CPU. `region` names the parts of the step for whoever watches. Returns the mean loss (nats a token) and the
+    gradient norm, both still on the device.
+    """
+    step_loss = torch.zeros((), device=hardware.device)
+    for start in range(0, len(inputs), micro_batch):
+        part = slice(start, start + micro_batch)
+        documents = packed_rows(starts, start, *inputs[part].shape, hardware.device)
+        with region("forward"), hardware.autocast():
+            loss = forward(inputs[part], targets[part], **documents) / targets.numel()
+        with region("backward"):
+            optimizer.scaled(loss).backward()
+        step_loss += loss.detach()
+    with region("optimizer"):
+        grad_norm = optimizer.step(step_loss)
+    return step_loss, grad_norm
+
+
+def packed_rows(
+    starts: Tensor | None, first_row: int, num_rows: int, seq_len: int, device: torch.device
+) -> dict[str, Tensor]:
+    """The argument `cu_seqlens` of the model for rows first_row .. first_row + num_rows - 1; {} where starts is None.
+
+    starts: `data.document_starts` of a whole (rows, seq_len) batch. Every row begins a document, so rows can be taken
+    out.
+    """
+    if starts is None:
+        return {}
+    first, end = first_row * seq_len, (first_row + num_rows) * seq_len
+    inside = starts[(starts >= first) & (starts < end)] - first
+    cu_seqlens = place_documents(torch.cat([inside, inside.new_tensor([end - first])]), seq_len, device)
+    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # their number changes; a compiled model serves them all
+    return {"cu_seqlens": cu_seqlens}
