@@ -88,7 +88,7 @@ class Tracker(TorchDispatchMode):
 
     def _allocated_inside(self, function, args: tuple) -> int:
         """Bytes that an operator allocates and frees again, for those where they are many."""
-        if function is torch.ops.aten._softmax_backward_data.default and self.on_cuda:
+        if function is torch.ops.aten._softmax_backward_data.default:
             return args[0].nbytes  # gradient times output
         if function is not torch.ops.flashgpt.linear_cross_entropy_fwd.default:
             return 0
