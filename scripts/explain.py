@@ -5,8 +5,8 @@ on, shared memory of tiles, and the two loop orders; formulas and sources are in
 a GPU, the predicted time and memory stand beside measured ones. The last line is one JSON object.
 
 `what=memory` explains instead what a training step holds on a GPU, for the arguments that train.py would get:
-`python -m scripts.explain what=memory experiment=long_context model.attention=naive`. Every term at every moment that
-could be the fullest, and what each layer keeps; formulas are in training/memory.py.
+`python -m scripts.explain what=memory experiment=long_context model.attention=naive`. What is held at the fullest
+moment of forward, backward and optimizer, by kind, and by each layer's modules: what training/tracker.py sees.
 """
 
 import json

@@ -20,6 +20,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return dense_bf16_peak_flops(torch.cuda.get_device_name(device))
 
 
+def attention_flops(pairs: float, head_dim: int) -> float:
+    """Forward FLOPs of attention's two products over `pairs` of (query, key), all heads counted."""
+    return 4 * pairs * head_dim
+
+
 def flops_per_token(
     *,
     matmul_parameters: int,
@@ -37,7 +42,7 @@ def flops_per_token(
     the true figure is lower, and so is the MFU.
     """
     dense = 6 * matmul_parameters
-    pair = 3 * 4 * num_layers * num_heads * head_dim
+    pair = 3 * num_layers * attention_flops(num_heads, head_dim)
     seen = seq_len if window is None else min(window, seq_len)
     visible = seen - seen * (seen - 1) / (2 * seq_len)  # the mean of min(i, seen) over i = 1 .. seq_len
     return {"causal": dense + pair * visible, "full": dense + pair * seen}
