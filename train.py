@@ -28,9 +28,9 @@ from model import GPT, attend_with
 from model.attention import AttentionFunction
 from training import resume
 from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
-from training.fit import explained
 from training.lock import locked
 from training.log import RunLog, provenance, step_record, write_description
+from training.memory import advice_when_out_of_memory
 from training.numbers import BadSteps, NumberCheck
 from training.optimizer import Optimizer, lr_factor
 from training.profile import StepProfiler
@@ -124,7 +124,7 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
         StopRequest(config.max_hours, began) as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=chosen.end_of_text) as prefetcher,
         profiler or nullcontext(),
-        explained(chosen.plan),
+        advice_when_out_of_memory(chosen.plan),
         attend_with(model, lambda layer, named: attend or named),
     ):
         for line in chosen.first_lines(model, run_dir):

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from data import DataConfig, check_tokenizer
 from model import GPTConfig
-from training.hardware import Hardware, HardwareConfig
+from training.hardware import HardwareConfig
 from training.log import LoggerConfig
-from training.memory import Work
 from training.optimizer import OptimConfig
 from training.run import TrainConfig
 
@@ -48,22 +47,3 @@ class Settings:
     @property
     def sequences_per_step(self) -> int:
         return self.train.batch_tokens // self.data.seq_len
-
-    def work(self, vocab_size: int, hardware: Hardware) -> Work:
-        """One training step, for the forecast of its memory; with train.micro_batch=auto all of it at once.
-
-        model.attention and model.loss must be resolved.
-        """
-        number = self.train.micro_batch
-        sequences = number if isinstance(number, int) else self.sequences_per_step
-        return Work(
-            self.model,
-            vocab_size,
-            self.data.seq_len,
-            micro_batch=sequences,
-            micro_batches=self.sequences_per_step // sequences,
-            optimizer=self.optim.name,
-            dtype=hardware.dtype,
-            device=hardware.device.type,
-            compiled=hardware.compile,
-        )

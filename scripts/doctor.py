@@ -30,9 +30,10 @@ from model import GPT, GPTConfig, resolve_attention, resolve_model
 from scripts.causality import probe
 from scripts.doctor_checks import FIX, NOTE, OK, Finding, refused
 from scripts.selftest import self_test
+from training import memory as memories
 from training import resume
 from training.hardware import Hardware
-from training.run import plan_memory, resolve
+from training.run import resolve
 
 FAILED = 1  # exit code
 USUAL_HEAD_DIM = 64  # of the kernels' self-test where the run's attention is another
@@ -151,11 +152,11 @@ def network(config: GPTConfig, vocab_size: int | None, seq_len: int) -> tuple[Fi
 def memory(settings: Settings, model: GPTConfig, hardware: Hardware, vocab_size: int) -> Finding:
     """A training step's forecast beside what is free."""
     try:
-        plan = plan_memory(settings, model, hardware, vocab_size)
+        plan = memories.plan(settings, model, hardware, vocab_size)
     except ValueError as error:
         return refused("memory", error)
-    text = f"micro-batches of {plan.work.micro_batch}; {plan}"
-    return Finding("memory", OK, text, facts={"forecast_bytes": plan.forecast.peak, "free_bytes": plan.free})
+    text = f"micro-batches of {plan.micro_batch}; {plan}"
+    return Finding("memory", OK, text, facts={"forecast_bytes": plan.peak, "free_bytes": plan.free})
 
 
 def goes_on(settings: Settings, dataset: Dataset | None) -> Finding:

@@ -5,8 +5,8 @@ on, shared memory of tiles, and the two loop orders; formulas and sources are in
 a GPU, the predicted time and memory stand beside measured ones. The last line is one JSON object.
 
 `what=memory` explains instead what a training step holds on a GPU, for the arguments that train.py would get:
-`python -m scripts.explain what=memory experiment=long_context model.attention=naive`. Every term at every moment that
-could be the fullest, and what each layer keeps; formulas are in training/memory.py.
+`python -m scripts.explain what=memory experiment=long_context model.attention=naive`. What is held at the fullest
+moment of forward, backward and optimizer, by kind, and by each layer's modules: what training/tracker.py sees.
 """
 
 import json
@@ -26,9 +26,8 @@ from model.config import resolve_loss
 from scripts.bench.clock import measure
 from training import arithmetic
 from training.arithmetic import GPUS, Shape
-from training.fit import Plan, fit, free_bytes
 from training.hardware import DTYPES, Hardware, set_up
-from training.memory import GIB
+from training.memory import GIB, Plan, plan
 
 FULL = Options(causal=False, scale=1.0)
 VOCABULARY = {"bytes": 257, "characters": 100, "gpt2": 50257}  # token ids of each tokenizer
@@ -99,44 +98,50 @@ def show_memory(console: Console, shape: Shape, num_layers: int) -> dict:
 
 def show_step_memory(console: Console, settings: ExplainSettings) -> dict:
     """Terms by moment and activations by layer of one training step on CUDA; what is free where there is a GPU."""
-    device = torch.device("cuda")
     dtype = DTYPES.get(settings.hardware.dtype, torch.bfloat16)
     features = settings.model.attention_features(settings.data.document_mask)
-    model = replace(settings.model, loss=resolve_loss(settings.model.loss, device.type)[0])
-    hardware = Hardware(device, dtype, settings.hardware.compile is not False, "a GPU, here or elsewhere")
+    model = replace(settings.model, loss=resolve_loss(settings.model.loss, "cuda")[0])
     if model.attention == "auto":
         model.attention = "flash" if why_not("flash", dtype, features) is None else "naive"
-    auto = settings.train.micro_batch == "auto"
+    compiled = settings.hardware.compile is not False
+    hardware = Hardware(torch.device("cuda"), dtype, compiled, "a GPU, here or elsewhere")
     vocab_size = settings.vocab_size or VOCABULARY[settings.tokenizer]
-    work = replace(settings, model=model).work(vocab_size, hardware)
-    free = free_bytes(device) if torch.cuda.is_available() else None
-    made = fit(work, device, auto=auto, features=features, free=free) if free else Plan(work, None, device, features)
-    found = made.forecast
+    made = plan(settings, model, hardware, vocab_size)
     console.print(
-        f"{made.work.micro_batch} x {work.seq_len:,} tokens at a time, {made.work.micro_batches} times a step; "
-        f"{work.weights:,} parameters, {vocab_size:,} token ids; attention {model.attention}, loss {model.loss}, "
-        f"checkpointing {model.activation_checkpointing}, {dtype}, {settings.optim.name}; "
-        f"{'compiled' if work.compiled else 'eager'}",
+        f"{made.micro_batch} x {made.seq_len:,} tokens at a time, {made.sequences // made.micro_batch} times a step; "
+        f"{vocab_size:,} token ids; attention {model.attention}, loss {model.loss}, checkpointing "
+        f"{model.activation_checkpointing}, {dtype}, {settings.optim.name}; {'compiled' if compiled else 'eager'}",
         markup=False,
     )
-    names = list(dict.fromkeys(name for terms in found.moments.values() for name in terms))
-    table = Table(title="GiB at each moment that could be the fullest")
-    for column in ("", *found.moments):
+    kinds = {part: made.kinds(part) for part in made.moments}
+    table = Table(title="GiB at the fullest moment of each part of the step")
+    for column in ("", *kinds):
         table.add_column(column, justify="right" if column else "left")
-    for name in names:
-        table.add_row(name, *(f"{terms.get(name, 0) / GIB:.3f}" for terms in found.moments.values()))
-    table.add_row("in all", *(f"{sum(terms.values()) / GIB:.3f}" for terms in found.moments.values()), style="bold")
+    for kind in dict.fromkeys(kind for terms in kinds.values() for kind in terms):
+        table.add_row(kind, *(f"{terms.get(kind, 0) / GIB:.3f}" for terms in kinds.values()))
+    table.add_row("in all", *(f"{sum(terms.values()) / GIB:.3f}" for terms in kinds.values()), style="bold")
     console.print(table)
-    kinds = list(dict.fromkeys(kind for terms in found.layers for kind in terms))
-    table = Table(title="activations that each layer keeps for its backward, MiB")
-    for column in ("layer", *kinds, "in all"):
+    layers = activations_by_layer(made)
+    modules = list(dict.fromkeys(module for terms in layers for module in terms))
+    table = Table(title="activations of each layer at the forward's fullest moment, MiB, by the module that made them")
+    for column in ("layer", *modules, "in all"):
         table.add_column(column, justify="right")
-    for number, terms in enumerate(found.layers):
-        parts = (f"{terms.get(kind, 0) / 2**20:,.1f}" for kind in kinds)
+    for number, terms in enumerate(layers):
+        parts = (f"{terms.get(module, 0) / 2**20:,.1f}" for module in modules)
         table.add_row(str(number), *parts, f"{sum(terms.values()) / 2**20:,.1f}")
     console.print(table)
     console.print(str(made), markup=False, soft_wrap=True)
-    return {"peak_bytes": found.peak, "fullest": found.fullest, "moments": found.moments, "layers": found.layers}
+    return {"peak_bytes": made.peak, "fullest": made.fullest, "moments": kinds, "layers": layers}
+
+
+def activations_by_layer(made: Plan) -> list[dict[str, int]]:
+    """Bytes at the forward's fullest moment that each block holds, by its module; its own are the residual stream."""
+    layers: list[dict[str, int]] = [{} for _ in range(made.model.num_layers)]
+    for (kind, module), size in made.moments["forward"].items():
+        if kind == "activations" and module.startswith("blocks."):
+            _, number, *inside = module.split(".")
+            layers[int(number)][".".join(inside) or "block"] = size
+    return layers
 
 
 def show_flops(console: Console, shape: Shape) -> dict:

@@ -90,16 +90,19 @@ def test_the_program_prints_all_of_it(tmp_path, capsys):
 def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, capsys):
     chosen = settings(
         "what=memory", "model=gpt2_124m", "tokenizer=gpt2", "data.seq_len=1024", "train.batch_tokens=65536",
-        "optim=adamw", "model.loss=plain", "model.activation_checkpointing=full", schema=ExplainSettings,
-        config="explain",
+        "optim=adamw", "model.loss=plain", "model.activation_checkpointing=selective", schema=ExplainSettings,
     )  # fmt: skip
     explain.main.__wrapped__(chosen, tmp_path)
     text = capsys.readouterr().out
-    for words in ("optimizer state", "logits and loss", "workspace", "residual stream", "forecast "):
+    for words in ("optimizer state", "activations", "backward", "attention.qkv", "mlp.up", "forecast "):
         assert words in text
     report = json.loads(text.splitlines()[-1])
     assert report["peak_bytes"] == max(sum(terms.values()) for terms in report["moments"].values())
-    assert [len(terms) for terms in report["layers"]] == 12 * [1]
+    a_token = {"attention.qkv": 2 * 3 * 768, "attention.out": 2 * 768}  # the products that selective keeps, 16 bit
+    copies = {"attention.qkv": 2 * 3 * 768**2, "attention.out": 2 * 768**2}  # of their weights
+    assert len(report["layers"]) == 12
+    for terms in report["layers"]:
+        assert {key: terms[key] for key in a_token} == {key: 65536 * a_token[key] + copies[key] for key in a_token}
     with pytest.raises(ValueError, match="what=time is unknown; use attention or memory"):
         ExplainSettings(what="time")
 

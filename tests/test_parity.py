@@ -16,7 +16,7 @@ from scripts.parity import ParitySettings, run_parity, with_one_micro_batch
 from scripts.parity_verdict import judge, noise
 from scripts.variants import MUTANTS
 from tests.runs import settings
-from training import run
+from training import memory
 
 
 def test_every_mutant_is_caught_and_true_attention_passes(tmp_path):
@@ -44,12 +44,12 @@ def test_one_micro_batch_is_chosen_for_all_runs_before_anything_is_trained(tmp_p
         f"data.cache_dir={tmp_path}", "logger.wandb=disabled",
     ]  # fmt: skip
     chosen = settings(*overrides, schema=ParitySettings, experiment="parity")
-    fits, real = {"naive": 2, "tiled": 4, "sdpa": 4}, run.plan_memory
+    fits, real = {"naive": 2, "tiled": 4, "sdpa": 4}, memory.plan
 
-    def plan_memory(settings, model, hardware, vocab_size):
-        return real(settings, model, hardware, vocab_size).with_micro_batch(fits[model.attention])
+    def plan(settings, model, hardware, vocab_size):
+        return replace(real(settings, model, hardware, vocab_size), micro_batch=fits[model.attention])
 
-    monkeypatch.setattr(run, "plan_memory", plan_memory)
+    monkeypatch.setattr(memory, "plan", plan)
     assert with_one_micro_batch(chosen, tmp_path / "parity").train.micro_batch == 2
     assert chosen.train.micro_batch == "auto"
     monkeypatch.undo()

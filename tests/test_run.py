@@ -12,6 +12,7 @@ from kernels import naive_attention
 from model import ATTENTION, GPT, GPTConfig, attend_with
 from tests.runs import metrics, small_run
 from train import train
+from training import memory
 from training import run as resolving
 from training.run import TrainConfig, resolve
 from training.step import Step
@@ -72,7 +73,7 @@ def test_the_memory_that_is_short_is_said_before_the_model_is_built(tmp_path, mo
     def short(*_):
         raise ValueError("train.micro_batch=8 needs 3.00 GiB and 1.00 GiB are free; use 2")
 
-    monkeypatch.setattr(resolving, "plan_memory", short)
+    monkeypatch.setattr(memory, "plan", short)
     monkeypatch.setattr(program, "GPT", lambda *_, **__: pytest.fail("allocated"))
     with pytest.raises(ValueError, match=r"needs 3\.00 GiB"):
         train(small_run(tmp_path), tmp_path / "run")

@@ -9,6 +9,8 @@ arXiv:2307.08691, section 3; the roofline of Williams et al. 2009.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from training.speed import attention_flops
+
 STATISTIC = 4  # bytes of a row's log-sum-exp, maximum or sum: float32
 
 
@@ -55,7 +57,7 @@ def memory(shape: Shape) -> dict[str, dict[str, int]]:
 def flops(shape: Shape) -> dict[str, float]:
     """FLOPs by pass. A product over the pairs costs 2 D a pair: forward has 2 of them, standard backward 4 (dV, dP, dQ,
     dK), recomputing backward 5 (S again)."""
-    product = 2 * shape.pairs * shape.head_dim
+    product = attention_flops(shape.pairs, shape.head_dim) / 2
     return {"forward": 2 * product, "standard backward": 4 * product, "recomputing backward": 5 * product}
 
 

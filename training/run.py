@@ -10,11 +10,11 @@ from typing import Any
 
 from data import Dataset, open_dataset, tokenizer_state
 from model import GPT, GPTConfig, resolve_model
-from training import resume
+from training import memory, resume
 from training.checkpoint import Checkpoint
 from training.evaluate import prompt_of
-from training.fit import Plan, fit
 from training.hardware import Hardware, set_up
+from training.memory import Plan
 from training.numbers import POLICIES
 from training.profile import refuse_too_few
 from training.wandb_run import wandb_mode
@@ -170,9 +170,8 @@ def resolve(
             refuse_too_few(settings.train.steps - (resumed.step if resumed else 0))
         wandb = wandb_mode(settings.logger)
         text = {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "resumed": resumed, "wandb": wandb}
-    plan = plan_memory(settings, model, hardware, vocab_size)
-    micro_batch = plan.work.micro_batch
-    train = replace(settings.train, micro_batch=micro_batch)
+    plan = memory.plan(settings, model, hardware, vocab_size)
+    train = replace(settings.train, micro_batch=plan.micro_batch)
     return Run(
         hardware=hardware,
         model=model,
@@ -180,19 +179,9 @@ def resolve(
         loss_reason=reasons[1],
         vocab_size=vocab_size,
         seq_len=settings.data.seq_len,
-        micro_batch=micro_batch,
+        micro_batch=plan.micro_batch,
         sequences_per_step=settings.sequences_per_step,
         plan=plan,
         settings=asdict(replace(settings, model=model, train=train)),
         **text,
     )
-
-
-def plan_memory(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int) -> Plan:
-    """Whether a step fits, and with train.micro_batch=auto how much of it at a time; ValueError where nothing does.
-
-    model: resolved.
-    """
-    work = replace(settings, model=model).work(vocab_size, hardware)
-    features = model.attention_features(settings.data.document_mask)
-    return fit(work, hardware.device, auto=settings.train.micro_batch == "auto", features=features)

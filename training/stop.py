@@ -3,8 +3,8 @@
 Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (what `sbatch --signal=USR1@120` sends),
 as a shell counts them: 128 + the signal; 75 (sysexits.h: try again later) after `train.max_hours`; 65 after numbers
 that were not finite (training/numbers.py). In each case the same command with resume=auto goes on. (2 is a user's
-mistake, conf/program.py, and memory that ran out, training/fit.py: something has to be changed first.) A second signal
-takes its default action: the process is gone at once.
+mistake, conf/program.py, and memory that ran out, training/memory.py: something has to be changed first.) A second
+signal takes its default action: the process is gone at once.
 """
 
 import os

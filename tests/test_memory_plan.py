@@ -2,8 +2,10 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,37 +16,49 @@ import train as training
 from model import GPTConfig
 from tests.runs import SMALL, settings, small_run
 from tests.test_bad_input import told
-from training import fit as fitting
+from training import memory
 from training.checkpoint import open_checkpoint
-from training.fit import MARGIN, Plan, explained, fit
-from training.hardware import set_up
-from training.memory import GIB, Work
+from training.hardware import Hardware
+from training.memory import GIB, MARGIN, Plan, advice_when_out_of_memory
+from training.optimizer import OptimConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.device("cuda")
 
 
+HELD: dict[str, dict] = {}  # by arguments: the same steps are asked about again and again
+
+
 @pytest.fixture(autouse=True)
-def flash_can_run(monkeypatch):
-    monkeypatch.setattr("kernels.support._flash_device_reason", lambda *_: None)
+def remembered_and_flash_can_run(monkeypatch):
+    take = memory.held_by_step
+
+    def held_by_step(*arguments):
+        if repr(arguments) not in HELD:
+            HELD[repr(arguments)] = take(*arguments)
+        return HELD[repr(arguments)]
+
+    monkeypatch.setattr(memory, "held_by_step", held_by_step)
+    monkeypatch.setattr("kernels.unsupported_reason", lambda *_: None)
 
 
 def plan(free_gib: float | None, **changes) -> Plan:
     """The 124M model, 65,536 tokens at once, and so much free memory."""
     config = GPTConfig(**{"attention": "flash", "loss": "chunked"} | changes)
     free = None if free_gib is None else int(free_gib * GIB)
-    return Plan(Work(config, 50257, 1024, 64), free, CUDA, ("causal",))
+    hardware = Hardware(CUDA, torch.bfloat16, False, "")
+    return Plan(config, OptimConfig(), hardware, 50257, 1024, sequences=64, micro_batch=64, free=free)
 
 
 def refused(made: Plan, **options) -> str:
     with pytest.raises(ValueError, match="GiB are free on cuda") as caught:
-        fit(made.work, CUDA, features=("causal",), free=made.free, **options)
+        made.checked(**options)
     return str(caught.value)
 
 
 def test_what_fits_is_left_alone():
     made = plan(80)
-    assert fit(made.work, CUDA, free=made.free).work == made.work
+    assert made.checked() is made
     assert str(made).endswith("; 80.00 GiB free")
 
 
@@ -61,9 +75,8 @@ def test_what_does_not_fit_is_refused_with_the_cheapest_changes_and_their_foreca
 def test_what_costs_no_time_comes_first():
     message = refused(plan(50, attention="naive", loss="plain"))
     assert re.search(r"what fits: model\.attention=flash \(34\.\d+ GiB\), train\.micro_batch=16 ", message)
-    assert "model.loss=chunked (3" in refused(plan(28, loss="plain")) or "model.loss=chunked (2" in refused(
-        plan(28, loss="plain")
-    )
+    message = refused(plan(28, loss="plain"))
+    assert "model.loss=chunked (3" in message or "model.loss=chunked (2" in message
 
 
 def test_where_no_single_change_is_enough_they_come_together():
@@ -78,18 +91,17 @@ def test_where_nothing_is_enough_that_is_said():
 
 def test_a_forecast_near_the_limit_is_a_warning():
     made = plan(23)
-    assert fit(made.work, CUDA, free=made.free).work == made.work
+    assert made.checked() is made
     assert "which may not be enough; what fits: train.micro_batch=32 (" in str(made)
 
 
 @pytest.mark.parametrize(("free", "expected"), [(80, 64), (23, 32), (15, 32), (9, 16)])
 def test_auto_takes_the_largest_that_fits(free, expected):
-    made = plan(free)
-    chosen = fit(made.work, CUDA, auto=True, free=made.free)
-    assert (chosen.work.micro_batch, chosen.work.micro_batches) == (expected, 64 // expected)
-    assert chosen.forecast.peak <= made.free / MARGIN
+    chosen = plan(free).checked(auto=True)
+    assert (chosen.micro_batch, chosen.sequences) == (expected, 64)
+    assert chosen.peak <= chosen.free / MARGIN
     if expected < 64:
-        assert chosen.with_micro_batch(2 * expected).forecast.peak > made.free / MARGIN
+        assert replace(chosen, micro_batch=2 * expected).peak > chosen.free / MARGIN
 
 
 def test_auto_without_a_fitting_micro_batch_says_what_would_fit():
@@ -98,14 +110,30 @@ def test_auto_without_a_fitting_micro_batch_says_what_would_fit():
     assert "with a single sequence" in message
 
 
+def test_auto_knows_that_a_whole_step_may_need_less_than_its_half():
+    """Two micro-batches hold the gradients of the first; of few tokens all activations are less."""
+    whole = replace(plan(80), seq_len=64, sequences=2, micro_batch=2)
+    half = replace(whole, micro_batch=1)
+    assert whole.peak < half.peak
+    assert replace(whole, free=int(whole.peak * MARGIN) + 1).checked(auto=True).micro_batch == 2
+
+
+def test_the_forecast_of_a_large_step_takes_no_time_and_no_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
+    assert plan(None, num_layers=48, n_embd=1600, num_heads=25).peak > 50 * GIB
+    assert time.process_time() - began < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+
+
 def test_running_out_of_memory_ends_with_advice():
     with (
         pytest.raises(ValueError, match=r"cuda is out of memory, with train\.micro_batch=64") as caught,
-        explained(plan(24)),
+        advice_when_out_of_memory(plan(24)),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
     assert "24.00 GiB free at the start; what fits: train.micro_batch=32 (" in str(caught.value)
-    with pytest.raises(RuntimeError, match="other"), explained(plan(24)):
+    with pytest.raises(RuntimeError, match="other"), advice_when_out_of_memory(plan(24)):
         raise RuntimeError("other")
 
 
@@ -180,14 +208,7 @@ def test_a_gpu_whose_memory_really_runs_out(tmp_path, monkeypatch, capsys):
     """This process may have only a little of it, which the forecast does not know: the allocator fails in step 1."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    arguments = [
-        *text_in(tmp_path),
-        *SMALL,
-        *LARGE,
-        "hardware.device=auto",
-        "hardware.compile=false",
-        "hydra.run.dir=run",
-    ]
+    arguments = [*text_in(tmp_path), *SMALL, *LARGE, "hardware=auto", "hardware.compile=false", "hydra.run.dir=run"]
     monkeypatch.chdir(tmp_path)
     torch.cuda.empty_cache()
     share = (torch.cuda.memory_reserved() + 2**26) / torch.cuda.get_device_properties(0).total_memory
@@ -202,23 +223,24 @@ def test_a_gpu_whose_memory_really_runs_out(tmp_path, monkeypatch, capsys):
 
 def test_a_run_chooses_its_micro_batch_and_refuses_what_cannot_fit(tmp_path, monkeypatch):
     chosen = small_run(tmp_path, "train.steps=2", "train.micro_batch=auto", "train.eval_windows=1")
-    work = replace_micro_batch(chosen, 2).work(256, set_up(chosen.hardware))
-    limit = int(fitting.forecast(work).peak * MARGIN) + 1
-    monkeypatch.setattr(fitting, "free_bytes", lambda device: limit)
+    model = replace(chosen.model, attention="sdpa", loss="plain")
+    whole = memory.plan(chosen, model, training.set_up(chosen.hardware), 257)
+    limit = int(replace(whole, micro_batch=2).peak * MARGIN) + 1
+    monkeypatch.setattr(memory, "free_bytes", lambda device: limit)
     training.train(chosen, tmp_path / "run")
-    assert chosen.train.micro_batch == "auto"  # nobody writes into settings
-    assert open_checkpoint(tmp_path / "run").meta["settings"]["train"]["micro_batch"] == 2
-    monkeypatch.setattr(fitting, "free_bytes", lambda device: 1000)
+    assert chosen.train.micro_batch == 2
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"train\.micro_batch=8 needs 0\.00 GiB and 0\.00 GiB are free on cpu"):
         training.train(small_run(tmp_path, "train.steps=2"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
-
-
-def replace_micro_batch(chosen, number):
-    return replace(chosen, train=replace(chosen.train, micro_batch=number))
 
 
 @pytest.mark.parametrize("value", ["few", "0", "true"])
 def test_other_words_for_a_micro_batch_are_refused(value):
     with pytest.raises(ValueError, match=r"train\.micro_batch"):
         settings(f"train.micro_batch={value}")
+
+
+def test_a_program_that_cannot_choose_says_so():
+    with pytest.raises(ValueError, match=r"train\.micro_batch=auto is for train.py"):
+        _ = settings("train.micro_batch=auto").micro_batch
