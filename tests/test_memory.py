@@ -115,7 +115,7 @@ def fake_cuda(monkeypatch):
     """Make PyTorch and our kernels believe that fake tensors of device cuda can be computed with."""
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
-    monkeypatch.setattr("kernels.api.unsupported_reason", lambda *_: None)
+    monkeypatch.setattr("kernels.support._flash_device_reason", lambda *_: None)
 
 
 def forward_peak(config: GPTConfig, dtype: torch.dtype, device: str) -> int:

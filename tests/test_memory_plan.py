@@ -39,7 +39,7 @@ def remembered_and_flash_can_run(monkeypatch):
         return HELD[repr(arguments)]
 
     monkeypatch.setattr(memory, "held_by_step", held_by_step)
-    monkeypatch.setattr("kernels.unsupported_reason", lambda *_: None)
+    monkeypatch.setattr("kernels.support._flash_device_reason", lambda *_: None)
 
 
 def plan(free_gib: float | None, **changes) -> Plan:
