@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 import train as program
 from kernels import naive_attention
@@ -79,7 +80,8 @@ def at_step(number, action, monkeypatch):
     real, steps = Optimizer.step, iter(range(1, 1000))
 
     def step(self, loss=None):
-        if next(steps) != number:
+        # the forecast of memory takes steps of its own, on fake tensors
+        if isinstance(self.held, FakeTensor) or next(steps) != number:
             return real(self, loss)
         action(self)
         for part in self.parts:

@@ -497,8 +497,10 @@ def test_the_matrix_says_which_kernel_runs(feature, dtype, monkeypatch):
     from kernels.hopper import forward as hopper_fwd
 
     launches = []
-    for which, module in (("forward", hopper_fwd), ("backward", hopper_bwd)):
-        name = f"launch_hopper_{module.__name__[-3:]}"
+    for which, module, name in (
+        ("forward", hopper_fwd, "launch_hopper_fwd"),
+        ("backward", hopper_bwd, "launch_hopper_bwd"),
+    ):
         launch = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, which=which, launch=launch: launches.append(which) or launch(*a))
     monkeypatch.setattr("kernels.launch.PLANS", {})

@@ -172,6 +172,9 @@ def test_the_124m_model_at_65536_tokens_takes_half_of_nanogpts_memory():
         optimizer = Optimizer(model, OptimConfig())
         tokens = torch.randint(50257, (64, 1025), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
         forward = torch.compile(model, dynamic=False)
+        # the rate of a warm-up: at its peak the third step is unstable (gradient norm 62 for 0.6), where rounding alone
+        # moves the loss by 1e-2, as sdpa in place of flash shows
+        optimizer.set_lr_factor(0.01)
         steps = [
             training_step(forward, optimizer, tokens[:, :-1], tokens[:, 1:], 64, hardware)[0].item() for _ in range(3)
         ]
