@@ -285,7 +285,7 @@ def test_rollback_passes_over_a_checkpoint_with_damaged_weights(tmp_path, monkey
 
     def step(self, loss=None):
         norm = real(self, loss)
-        if next(steps) == 4:
+        if not isinstance(self.held, FakeTensor) and next(steps) == 4:
             self.parameters[0].data[0, 0] = math.nan
         return norm
 

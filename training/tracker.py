@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import ATTENTION, GPT, GPTConfig
+from model import GPT, GPTConfig
+from model.attention import naive, sdpa
 from training.hardware import Hardware
 from training.optimizer import OptimConfig, Optimizer
 from training.step import training_step
@@ -139,6 +140,9 @@ def held_by_step(
     on_cuda = hardware.device.type == "cuda"
     model = GPT(replace(config, attention="naive"), vocab_size, seq_len, device="meta")
     tracker = Tracker(on_cuda, hardware.compile)
+    # PyTorch starts backward's threads once, one a GPU, and a process that has them cannot be forked. FakeTensorMode
+    # pretends that there is a GPU; this starts those of the real ones before
+    torch.zeros((), requires_grad=True).backward()
     with FakeTensorMode(), Claims(on_cuda, hardware.compile), tracker:
         for name, module in model.named_modules():
             tracker.follow(name, module)
@@ -146,9 +150,9 @@ def held_by_step(
                 setattr(module, key, nn.Parameter(torch.empty(weight.shape)))
             for key, table in module.named_buffers(recurse=False):
                 setattr(module, key, torch.empty(table.shape))
-        as_named = config.attention == "naive" or (config.attention == "sdpa" and not on_cuda)
+        attend = {"naive": naive, "sdpa": flash_operator if on_cuda else sdpa}.get(config.attention, flash_operator)
         for block in model.blocks:
-            block.attention.attend = ATTENTION[config.attention] if as_named else flash_operator
+            block.attention.attend = attend
         tokens = torch.empty(4, sequences, seq_len, dtype=torch.int64)  # inputs and targets, the next step's too
         optimizer = Optimizer(model, optim, hardware.dtype)
         with tracker.region("optimizer"):
