@@ -7,10 +7,11 @@
 
 A row holds registers for each thread, bytes spilled, shared memory in KB, and counts of SASS instructions: GMMA and
 HMMA (tensor cores with and without wgmma), DEPBAR (waits for wgmma), all. `sass` is the beginning of the SHA-256 of the
-instructions, without addresses, labels and names: two builds with the same one run the same. Noted are spills beyond 32
-bytes, wgmma that ptxas serialized and a missing wgmma; a tile that spills may still be the fastest. The exit code is 1
-where a kernel needs more shared memory than a block may use. Takes seconds a kernel and no GPU. The last line is one
-JSON object.
+instructions, without addresses, labels and names: two builds with the same one run the same. Where nothing but line
+numbers changed, ptxas may still choose other registers; TRITON_DISABLE_LINE_INFO=1 before and after leaves them out.
+Noted are spills beyond 32 bytes, wgmma that ptxas serialized and a missing wgmma; a tile that spills may still be the
+fastest. The exit code is 1 where a kernel needs more shared memory than a block may use. Takes seconds a kernel and no
+GPU. The last line is one JSON object.
 """
 
 import hashlib
