@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scripts.bench.compile_kernels import instructions
+from scripts.bench.compile_kernels import instructions, without_lines
 from tests.compiled import compiled
 
 
@@ -17,12 +17,12 @@ def test_every_plan_compiles_and_fits(arch):
 
 
 def test_a_changed_kernel_is_seen_and_an_unchanged_one_is_not(tmp_path):
-    """By the hash of its instructions, beside the output of an earlier run."""
+    """By the hashes of its instructions and its PTX, beside the output of an earlier run."""
     arguments = ("arch=80", "only='fwd 80 16 bf16 causal 128'")
     earlier = compiled(*arguments)
     path = tmp_path / "earlier.txt"
-    for rows, differing in ((earlier["rows"], 0), ([{**row, "sass": "0"} for row in earlier["rows"]], 1)):
-        path.write_text(json.dumps({"rows": rows}))
+    for changed, differing in (({}, 0), ({"sass": "0"}, 0), ({"ptx": "0"}, 0), ({"sass": "0", "ptx": "0"}, 1)):
+        path.write_text(json.dumps({"rows": [row | changed for row in earlier["rows"]]}))
         assert len(compiled(*arguments, f"against={path}")["differ"]) == differing
 
 
@@ -38,3 +38,27 @@ def test_instructions_have_neither_addresses_nor_names():
     assert instructions(first, "flash_fwd") == instructions(second, "flash_fwd_new")
     assert instructions(first, "flash_fwd")[0] == "LDC R1, c[0x0][0x28]"
     assert len(instructions(first, "flash_fwd")) == 3
+
+
+def test_ptx_without_lines_has_no_names_either():
+    with_lines = """
+.visible .entry flash_fwd(
+$L__func_begin0:
+\t.loc\t1 120 0                         // forward.py:120:0
+\tmov.b32 \t%r1, %ctaid.x;
+$L__tmp0:
+\t.loc\t1 9 4, function_name $L__info_string0, inlined_at 1 120 0
+\tsetp.lt.s32 \t%p1, %r1, 1;             // begin inline asm
+\t@%p1 bra \t$L__BB0_2;
+$L__BB0_2:
+\tret;
+$L__func_end0:
+}
+\t.file\t1 "forward.py"
+\t.section\t.debug_abbrev
+"""
+    code = without_lines(with_lines, "flash_fwd")
+    assert [line.split() for line in code.splitlines() if line.strip()] == [
+        [".visible", ".entry", "kernel("], ["mov.b32", "%r1,", "%ctaid.x;"], ["setp.lt.s32", "%p1,", "%r1,", "1;"],
+        ["@%p1", "bra", "$L__BB0_2;"], ["$L__BB0_2:"], ["ret;"], ["}"],
+    ]  # fmt: skip

@@ -94,12 +94,12 @@ def _producer(q_desc, k_desc, v_desc, call, build):
         first, end, _, _ = key_tiles(gl.maximum(row, 0), end_row, mask, build.BLOCK_K)
         for c in gl.static_range(build.CONSUMERS):
             mbarrier.wait(barriers.q_empty.index(c), (turn & 1) ^ 1)
-            full = barriers.q_full.index(c)
             if row + 64 * c >= 0:
+                full = barriers.q_full.index(c)
                 mbarrier.expect(full, q_bytes)
                 load_rows(q_desc, batch, head, row + 64 * c, q_row0, sizes.num_q, full, tiles.q.index(c))
             else:
-                mbarrier.arrive(full, count=1)
+                mbarrier.arrive(barriers.q_full.index(c), count=1)
         for i in range(end - first):
             key = (end - 1 - i) * build.BLOCK_K
             stage, phase = slot(step, build.STAGES)
@@ -127,6 +127,7 @@ def _query_tile(
     mask = Mask(sizes.num_q, sizes.num_k, call.window, build.CAUSAL, build.LOCAL)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.BLOCK_K, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.HEAD_DIM, 16])
+    q_tile = call.tiles.q.index(CONSUMER)
     o_tile = call.tiles.o.index(CONSUMER)
     loaded_first, loaded_end = loaded
     key_first, key_end, full_first, full_end = key_tiles(rows, rows + 64, mask, build.BLOCK_K)
@@ -137,7 +138,7 @@ def _query_tile(
     stage, phase = slot(step, build.STAGES)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     acc, probs, running_max, running_sum = softmax_step(
-        call, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+        call, q_tile, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
         step, gl.zeros([64, build.HEAD_DIM], gl.float32, o_layout), 0, 0, 0, True, True,
     )  # fmt: skip
     first = step + 1
@@ -145,7 +146,7 @@ def _query_tile(
     if build.CAUSAL or build.LOCAL:
         for step in range(first, full_from):
             acc, probs, running_max, running_sum = softmax_step(
-                call, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+                call, q_tile, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
                 step, acc, probs, running_max, running_sum, False, True,
             )  # fmt: skip
     if build.LOCAL:
@@ -154,13 +155,13 @@ def _query_tile(
         full_until = end
     for step in range(full_from, full_until):
         acc, probs, running_max, running_sum = softmax_step(
-            call, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+            call, q_tile, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
             step, acc, probs, running_max, running_sum, False, False,
         )  # fmt: skip
     if build.LOCAL:
         for step in range(full_until, end):
             acc, probs, running_max, running_sum = softmax_step(
-                call, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+                call, q_tile, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
                 step, acc, probs, running_max, running_sum, False, True,
             )  # fmt: skip
     if build.HEAD_DIM != 256:
@@ -177,8 +178,7 @@ def _query_tile(
         lse_log2 += softcap * LOG2_E_CONSTANT
     inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
     row = rows + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
-    lse_at = lse_row(lse_ptr, batch_head, sizes.num_q, call.document) + row
-    gl.store(lse_at, lse_log2 * LN_2, mask=row < sizes.num_q)
+    gl.store(lse_row(lse_ptr, batch_head, sizes.num_q, call.document) + row, lse_log2 * LN_2, mask=row < sizes.num_q)
     tma.store_wait(0)  # the previous tile's O has left its buffer
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..portable.record import record
-from ..portable.tiles import document_rows, end_key, first_key, owned_tile, section_tile
+from ..portable.tiles import document_rows, end_key, end_window_key, first_window_key, longest_first, section_tile
 
 
 @record
@@ -41,10 +41,10 @@ def document_tile(cu_seqlens_q, cu_seqlens_k, q_tokens, num_docs, num_heads, hea
 
     Found as in the portable kernel, once a program, by the four warps that all have before they specialise.
     """
+    num_tiles = q_tokens // BLOCK + num_docs
+    ordinal, batch_head = section_tile(gl.program_id(0), num_tiles, num_heads, heads_per_section, False)
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    document, tile, batch_head = owned_tile(
-        q_tokens, cu_seqlens_q, num_docs, num_heads, heads_per_section, BLOCK, False, lanes
-    )
+    document, tile = longest_first(ordinal, cu_seqlens_q, num_docs, BLOCK, lanes)
     turns = gl.where(document < 0, 0, 1)
     document = gl.maximum(document, 0)
     q_row0, num_q = document_rows(document, cu_seqlens_q, q_tokens)
@@ -134,10 +134,17 @@ def key_tiles(row, end_row, mask, BLOCK_K: gl.constexpr):
 
     At least one is visited: its mask then gives the rows that see nothing their zeros. 0 <= row < num_q.
     """
-    last_row = gl.minimum(end_row, mask.num_q) - 1
-    first = first_key(row, mask) // BLOCK_K
-    full_first = (first_key(last_row, mask) + BLOCK_K - 1) // BLOCK_K
-    seen_by_first = end_key(row, mask)
-    seen_by_last = end_key(last_row, mask)
+    if mask.LOCAL:
+        first_row = row + mask.num_k - mask.num_q  # in keys: where the query stands
+        last_row = gl.minimum(end_row, mask.num_q) - 1 + mask.num_k - mask.num_q
+        first = first_window_key(first_row, mask) // BLOCK_K
+        full_first = (first_window_key(last_row, mask) + BLOCK_K - 1) // BLOCK_K
+        seen_by_first = end_window_key(first_row, mask)
+        seen_by_last = end_window_key(last_row, mask)
+    else:
+        first = 0
+        full_first = 0
+        seen_by_first = end_key(row + 1, mask)
+        seen_by_last = end_key(gl.minimum(end_row, mask.num_q), mask)
     end = gl.maximum((seen_by_last + BLOCK_K - 1) // BLOCK_K, first + 1)
     return first, end, full_first, seen_by_first // BLOCK_K

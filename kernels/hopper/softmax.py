@@ -119,7 +119,7 @@ def add_p_v(probs, v_tile, acc, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def softmax_step(
-    call, mask, build, CONSUMER: gl.constexpr, scale_log2, softcap, row, from_step_0, end,
+    call, q_tile, mask, build, CONSUMER: gl.constexpr, scale_log2, softcap, row, from_step_0, end,
     step, acc, probs, running_max, running_sum, FIRST: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of key tile `step` while the tensor cores add the previous tile's P V to acc.
@@ -133,8 +133,8 @@ def softmax_step(
     stage, _ = slot(step, build.STAGES)
     take_baton(build, CONSUMER)
     scores = warpgroup_mma(
-        tiles.q.index(CONSUMER), tiles.k.index(stage).permute((1, 0)),
-        gl.zeros([64, build.BLOCK_K], gl.float32, s_layout), use_acc=False, is_async=True,
+        q_tile, tiles.k.index(stage).permute((1, 0)), gl.zeros([64, build.BLOCK_K], gl.float32, s_layout),
+        use_acc=False, is_async=True,
     )  # fmt: skip
     if not FIRST:
         last_stage, last_phase = slot(step - 1, build.STAGES)

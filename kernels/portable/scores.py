@@ -50,6 +50,7 @@ def logits_of(scores, rows, cols, scoring):
     """
     switches = scoring.switches
     scale_log2 = scoring.scale_log2
+    diagonal = scoring.mask.num_k - scoring.mask.num_q
     if switches.softcap is not None:
         tanh = _tanh(scores * (scale_log2 / (LOG2_E * switches.softcap)), scoring.PRECISION == "ieee")
         logits = tanh * (switches.softcap * LOG2_E)
@@ -65,8 +66,8 @@ def logits_of(scores, rows, cols, scoring):
         factor = scale_log2
     if switches.alibi_slopes is not None:
         # float32 holds token positions exactly up to 2^24
-        diagonal = rows + (scoring.mask.num_k - scoring.mask.num_q)
-        logits = logits - scoring.slope_log2 * tl.abs(diagonal.to(tl.float32) - cols.to(tl.float32))
+        distance = tl.abs((rows + diagonal).to(tl.float32) - cols.to(tl.float32))
+        logits = logits - scoring.slope_log2 * distance
     return logits, factor, cap_gradient
 
 
@@ -83,10 +84,10 @@ def slope_of(row, head, num_heads, switches):
 def kept(rows, cols, scoring):
     """Which probabilities dropout keeps: a function of seed, head, query and key alone, so that the backward
     and other implementations find the same. Philox counts rows and cols in the whole tensor, not in the document."""
-    seed = tl.load(scoring.switches.dropout_seed)
     # the four counters must have one type; 32-bit ones choose the 32-bit generator
     head = tl.cast(scoring.batch_head, tl.int32)
     rows = scoring.q_row0 + rows
     cols = scoring.k_row0 + cols
+    seed = tl.load(scoring.switches.dropout_seed)
     bits, _, _, _ = tl.philox(seed, cols, rows, head, tl.cast(0, tl.int32), PHILOX_ROUNDS)
     return (bits >> 8).to(tl.float32) * (1.0 / 16777216) >= scoring.switches.dropout_p

@@ -69,8 +69,7 @@ def section_tile(ordinal, num_tiles, num_heads, heads_per_section, LAST_TILE_FIR
 
 @triton.jit
 def owned_tile(
-    num_tokens, cu_seqlens, num_docs, num_heads, heads_per_section, BLOCK: tl.constexpr, LAST_TILE_FIRST: tl.constexpr,
-    lanes=None,
+    num_tokens, cu_seqlens, num_docs, num_heads, heads_per_section, BLOCK: tl.constexpr, LAST_TILE_FIRST: tl.constexpr
 ):  # fmt: skip
     """What this program owns, as (document, tile inside it, batch * head).
 
@@ -80,7 +79,7 @@ def owned_tile(
     if cu_seqlens is not None:
         num_tiles = num_tokens // BLOCK + num_docs
         ordinal, batch_head = section_tile(tl.program_id(0), num_tiles, num_heads, heads_per_section, False)
-        document, tile = longest_first(ordinal, cu_seqlens, num_docs, BLOCK, lanes)
+        document, tile = longest_first(ordinal, cu_seqlens, num_docs, BLOCK)
         return document, tile, batch_head
     else:
         num_tiles = tl.cdiv(num_tokens, BLOCK)
@@ -247,21 +246,22 @@ def mask_scores(scores, rows, cols, mask):
 
 
 @triton.jit
-def first_key(query, mask):
-    """The first key that a query sees."""
-    if mask.LOCAL:
-        return tl.maximum(query + mask.num_k - mask.num_q - mask.window[0], 0)
-    else:
-        return 0
+def first_window_key(position, mask):
+    """The first key in the window of the query at key `position`, which is query + num_k - num_q."""
+    return tl.maximum(position - mask.window[0], 0)
 
 
 @triton.jit
-def end_key(query, mask):
-    """The end of the keys that a query sees."""
-    if mask.LOCAL:
-        return tl.minimum(tl.maximum(query + mask.num_k - mask.num_q + mask.window[1] + 1, 0), mask.num_k)
-    elif mask.CAUSAL:
-        return tl.minimum(tl.maximum(query + 1 + mask.num_k - mask.num_q, 0), mask.num_k)
+def end_window_key(position, mask):
+    """The end of the keys in the window of the query at key `position`."""
+    return tl.minimum(tl.maximum(position + mask.window[1] + 1, 0), mask.num_k)
+
+
+@triton.jit
+def end_key(end_query, mask):
+    """The end of the keys that the queries before `end_query` see, without a window."""
+    if mask.CAUSAL:
+        return tl.minimum(tl.maximum(end_query + mask.num_k - mask.num_q, 0), mask.num_k)
     else:
         return mask.num_k
 
@@ -293,17 +293,20 @@ def visible_keys(q_start, mask, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     Every row sees the keys from full_start to full_end, which need no mask. Only tiles that some row sees are
     visited, so that a window costs N * window.
     """
-    last = q_start + BLOCK_Q - 1
     if mask.LOCAL:
-        start = first_key(q_start, mask) // BLOCK_K * BLOCK_K
-        end = end_key(last, mask)
-        full_start = tl.cdiv(first_key(last, mask), BLOCK_K) * BLOCK_K
-        full_end = end_key(q_start, mask) // BLOCK_K * BLOCK_K
+        first = q_start + mask.num_k - mask.num_q  # in keys: where the tile's first query stands
+        last = first + BLOCK_Q - 1
+        start = first_window_key(first, mask) // BLOCK_K * BLOCK_K
+        end = end_window_key(last, mask)
+        full_start = tl.cdiv(first_window_key(last, mask), BLOCK_K) * BLOCK_K
+        full_end = end_window_key(first, mask) // BLOCK_K * BLOCK_K
         full_end = tl.maximum(full_start, full_end)
         return full_start, full_end, start, end - (full_end - full_start)
     else:
-        full_end = end_key(q_start, mask) // BLOCK_K * BLOCK_K
-        return 0, full_end, full_end, end_key(last, mask)
+        seen_by_first = end_key(q_start + 1, mask)
+        end = end_key(q_start + BLOCK_Q, mask)
+        full_end = seen_by_first // BLOCK_K * BLOCK_K
+        return 0, full_end, full_end, end
 
 
 @triton.jit
@@ -312,17 +315,19 @@ def seeing_queries(k_start, mask, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
 
     Starts are multiples of BLOCK_Q. Rows past num_q need no mask: their LSE is +inf.
     """
-    first = k_start - (mask.num_k - mask.num_q)
-    last = first + BLOCK_K - 1
-    start = first_query(first, mask) // BLOCK_Q * BLOCK_Q
     if mask.LOCAL:
+        first = k_start - (mask.num_k - mask.num_q)  # the query that stands at the tile's first key
+        last = first + BLOCK_K - 1
+        start = first_query(first, mask) // BLOCK_Q * BLOCK_Q
         end = end_query(last, mask)
         full_start = tl.cdiv(first_query(last, mask), BLOCK_Q) * BLOCK_Q
         full_end = end_query(first, mask) // BLOCK_Q * BLOCK_Q
         full_end = tl.maximum(full_start, full_end)
         return full_start, full_end, start, end - (full_end - full_start)
     elif mask.CAUSAL:
-        full_start = tl.maximum(start, tl.cdiv(first_query(last, mask), BLOCK_Q) * BLOCK_Q)
+        start = first_query(k_start - (mask.num_k - mask.num_q), mask) // BLOCK_Q * BLOCK_Q
+        all_seen = first_query(k_start + BLOCK_K - 1 - (mask.num_k - mask.num_q), mask)
+        full_start = tl.maximum(start, tl.cdiv(all_seen, BLOCK_Q) * BLOCK_Q)
         return full_start, mask.num_q, start, tl.minimum(full_start, mask.num_q)
     else:
         return 0, mask.num_q, 0, 0

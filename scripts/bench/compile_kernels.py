@@ -7,10 +7,11 @@
 
 A row holds registers for each thread, bytes spilled, shared memory in KB, and counts of SASS instructions: GMMA and
 HMMA (tensor cores with and without wgmma), DEPBAR (waits for wgmma), all. `sass` is the beginning of the SHA-256 of the
-instructions, without addresses, labels and names: two builds with the same one run the same. Noted are spills beyond 32
-bytes, wgmma that ptxas serialized and a missing wgmma; a tile that spills may still be the fastest. The exit code is 1
-where a kernel needs more shared memory than a block may use. Takes seconds a kernel and no GPU. The last line is one
-JSON object.
+instructions, without addresses, labels and names: two builds with the same one run the same. One PTX can have several:
+ptxas for 10.0 does not repeat itself, and elsewhere line numbers can change a register's name. DIFFERS therefore means
+that the PTX without line numbers differs too. Noted are spills beyond 32 bytes, wgmma that ptxas serialized and a
+missing wgmma; a tile that spills may still be the fastest. The exit code is 1 where a kernel needs more shared memory
+than a block may use. Takes seconds a kernel and no GPU. The last line is one JSON object.
 """
 
 import hashlib
@@ -64,13 +65,15 @@ def main(settings: CompileSettings, run_dir: Path) -> None:
         return
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET=1: a process that interprets kernels cannot compile them; unset it")
-    before = sass_of(settings.against) if settings.against else {}
+    before = rows_of(settings.against) if settings.against else {}
     print(f"{'plan':76} regs spill  KB GMMA HMMA DEPBAR   all  sass")
     rows = []
     with ProcessPoolExecutor(settings.workers) as pool:
         for row in pool.map(compile_plan, plans):
-            if settings.against and row["sass"] != before.get(row["plan"]):
-                row["notes"].append("DIFFERS" if row["plan"] in before else "new")
+            if settings.against and row["plan"] not in before:
+                row["notes"].append("new")
+            elif settings.against and not same_program(row, before[row["plan"]]):
+                row["notes"].append("DIFFERS")
             rows.append(row)
             print(line(row), flush=True)
     report = {"arch": settings.arch, "compiled": len(rows)}
@@ -116,6 +119,7 @@ def compile_plan(plan: Plan) -> dict:
         **{opcode: sum(bool(re.search(rf"\b{re.escape(opcode)}", line)) for line in code) for opcode in OPCODES},
         "instructions": len(code),
         "sass": hashlib.sha256("\n".join(code).encode()).hexdigest(),
+        "ptx": hashlib.sha256(without_lines(compiled.asm["ptx"], compiled.metadata.name).encode()).hexdigest(),
         "complaints": complaints,
     }
     wgmma = row["HGMMA"] + row["QGMMA"]
@@ -136,19 +140,29 @@ def instructions(sass: str, name: str) -> list[str]:
     return [re.sub(r"\.L_\w+", number, line.replace(name, "kernel")) for line in found]
 
 
+def without_lines(ptx: str, name: str) -> str:
+    """PTX without what only says which source line an instruction comes from."""
+    code = ptx.replace(name, "kernel").split(".section\t.debug")[0]
+    return re.sub(r"(?m)^\s*(\.loc|\.file|\$L__tmp\d+:|\$L__func_).*\n|\s*//.*$", "", code)
+
+
 def output(*command: str | Path) -> str:
     """What a command prints on stdout and stderr."""
     done = subprocess.run([*map(str, command)], check=True, capture_output=True, text=True)
     return done.stdout + done.stderr
 
 
-def sass_of(path: str) -> dict[str, str]:
-    """Plan -> hash of its instructions, from the last line of an earlier run's output."""
+def same_program(row: dict, before: dict) -> bool:
+    return row["sass"] == before["sass"] or row["ptx"] == before.get("ptx")
+
+
+def rows_of(path: str) -> dict[str, dict]:
+    """Plan -> its row, from the last line of an earlier run's output."""
     try:
         rows = json.loads(Path(path).read_text().splitlines()[-1])["rows"]
     except (IndexError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"against={path} is no output of scripts.bench.compile_kernels") from error
-    return {row["plan"]: row["sass"] for row in rows}
+    return {row["plan"]: row for row in rows}
 
 
 def line(row: dict) -> str:
