@@ -15,6 +15,7 @@ from scripts.bench.training import BenchSettings
 from scripts.break_it import MISTAKES
 from tests.runs import settings, settings_of, told
 from training.hardware import HardwareConfig, set_up
+from training.memory import DoesNotFit
 
 
 def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
@@ -119,6 +120,22 @@ def test_the_micro_batch_of_a_run_is_that_of_its_benchmark(tmp_path, capsys, num
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert row["micro_batch"] == {"auto": 4, "2": 2, "null": 4}[number]
     assert row["tokens_per_second"] > 0
+
+
+def test_only_a_lack_of_memory_is_a_row(tmp_path, capsys, monkeypatch):
+    """train.micro_batch=auto: what `resolve` refuses for any other reason is an error."""
+    chosen = settings_of(bench_training.main, *TINY, "train.micro_batch=auto")
+    refusals = iter([DoesNotFit("9 GiB are needed"), ValueError("there is no such dtype")])
+
+    def refuse(*_, **__):
+        raise next(refusals)
+
+    monkeypatch.setattr(bench_training, "resolve", refuse)
+    bench_training.main.__wrapped__(chosen, tmp_path)
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert (row["error"], row["why"]) == ("out of memory", "9 GiB are needed")
+    with pytest.raises(ValueError, match="there is no such dtype"):
+        bench_training.main.__wrapped__(chosen, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from scripts.bench.clock import Mark, Parts
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, table
 from scripts.bench.saving import save_cost
 from training.hardware import Hardware, set_up
+from training.memory import DoesNotFit
 from training.optimizer import Optimizer
 from training.run import resolve
 from training.speed import mfu, model_flops, peak_flops
@@ -149,7 +150,7 @@ def measure(attention: str, settings: BenchSettings, hardware: Hardware, run_dir
     if micro_batch == "auto":
         try:
             row["micro_batch"] = resolve(settings, vocab_size=settings.bench.vocab_size).micro_batch
-        except ValueError as error:  # all else was resolved before
+        except DoesNotFit as error:
             return row | {"micro_batch": None, "error": "out of memory", "why": str(error)}
     try:
         with held_to(attention):
