@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from conf.program import program
-from scripts.bench.report import Columns, picture, table
+from scripts.bench.report import picture, pivot
 
 MEASURES = {
     "step": "steps",
@@ -58,10 +58,6 @@ def curve(run: dict, key: str, measure: str = "tokens") -> tuple[list[float], li
     """(how far, value) of one metric, against "step", "tokens" or "seconds"."""
     points = [(r[measure], r[key]) for r in run["records"] if r.get(key) is not None]
     return [p[0] for p in points], [p[1] for p in points]
-
-
-def shown(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def loss_at(run: dict, measure: str, place: float) -> float | None:
@@ -133,10 +129,12 @@ def main(settings: CompareSettings, run_dir: Path) -> None:
         "loss_at_equal_tokens": (f"training loss after {places['tokens']:,.0f} tokens", "{:.4f}"),
         "loss_at_equal_seconds": (f"training loss after {places['seconds']:,.1f} s", "{:.4f}"),
     }
-    names: Columns = {"": lambda line: line["what"]}
-    cells: Columns = {row["run"]: lambda line, row=row: shown(row[line["key"]], line["form"]) for row in rows}
-    table_rows = [{"key": key, "what": what, "form": form} for key, (what, form) in lines.items()]
-    Console(highlight=False).print(table(table_rows, names, cells))
+    cells = [
+        {"run": row["run"], "what": what, "shown": "-" if row[key] is None else form.format(row[key])}
+        for key, (what, form) in lines.items()
+        for row in rows
+    ]
+    Console(highlight=False).print(pivot(cells, {"": "{what}"}, "{run}", "{shown}").console())
     print(json.dumps({"picture": settings.out, "equal": places, "runs": rows}))
 
 

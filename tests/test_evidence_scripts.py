@@ -14,7 +14,7 @@ from scripts.bench.loss import LossBenchSettings
 from scripts.bench.training import BenchSettings
 from scripts.break_it import MISTAKES
 from tests.runs import settings, settings_of, told
-from training.hardware import HardwareConfig, set_up
+from training.hardware import HardwareConfig
 from training.memory import DoesNotFit
 
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(tmp_path, monkeypa
 
 def test_parts_of_a_step_are_summed_over_its_micro_batches(monkeypatch):
     monkeypatch.setattr(clock.Mark, "seconds_to", lambda self, later: 1.0)
-    parts = clock.Parts(set_up(HardwareConfig(device="cpu")))
+    parts = clock.Parts(torch.device("cpu"))
     for name in ("forward", "backward", "forward", "backward", "optimizer"):
         with parts(name):
             pass

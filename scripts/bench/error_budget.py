@@ -13,7 +13,6 @@ to the terminal and, as Markdown and JSON, to the run's folder. The last line is
 import math
 import statistics
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from kernels import (
     quantize_per_head,
 )
 from kernels.support import why_not_fp8
-from scripts.bench.report import Columns, Report, Row, markdown, table
+from scripts.bench.report import Columns, Report, Row, table
 from training.hardware import DTYPES, HardwareConfig, set_up
 
 TENSORS = ("o", "dq", "dk", "dv")
@@ -95,28 +94,17 @@ def main(settings: BudgetSettings, run_dir: Path) -> None:
         "over_twice": [[row["case"], row["dtype"], row["head_dim"], x] for row in rows for x in over_budget(row)],
         "more_biased_than_plain": [[r["case"], r["dtype"], r["head_dim"]] for r in rows if not r["bias_no_larger"]],
     }
-    shown = [(rows, NAMES, FIGURES)] * bool(rows) + [(fp8, FP8_NAMES, FP8_FIGURES)] * bool(fp8)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "error_budget.md").write_text("\n\n".join(markdown(*one) for one in shown) + "\n")
-    report = Report("error_budget", run_dir, hardware.description, rows, {"summary": summary, "fp8": fp8})
-    report.finish(*(table(*one) for one in shown))
+    shown = [table(rows, NAMES, FIGURES)] * bool(rows) + [table(fp8, FP8_NAMES, FP8_FIGURES)] * bool(fp8)
+    Report("error_budget", run_dir, hardware.description, rows, {"summary": summary, "fp8": fp8}).finish(*shown)
 
 
-def errors(row: Row, x: str) -> str:
-    """Largest error of ours / plain / SDPA, and our ratio to the plain formula."""
-    found = " / ".join(f"{row[name][x]:.1e}" if name in row else "-" for name in ("ours", "plain", "sdpa"))
-    return f"{found} ({row['ratio'][x]:.2f})"
-
-
-def bias(row: Row) -> str:
-    return " / ".join("{:+.1e} ± {:.0e}".format(*row["bias"][name]) for name in ("ours", "plain"))
-
-
-NAMES: Columns = {"case": lambda r: r["case"], "dtype": lambda r: r["dtype"], "D": lambda r: str(r["head_dim"])}
-FIGURES: Columns = {f"{x}: ours / plain / SDPA (ratio)": partial(errors, x=x) for x in TENSORS}
-FIGURES["bias of O: ours / plain (95 %)"] = bias
-FP8_NAMES: Columns = {"data": lambda r: r["data"], "D": lambda r: str(r["head_dim"]), "8 bits by": lambda r: r["by"]}
-FP8_FIGURES: Columns = {f"{name}, %": lambda r, name=name: f"{100 * r[name]:.2g}" for name in FP8_METHODS}
+NAMES: Columns = {"case": "{case}", "dtype": "{dtype}", "D": "{head_dim}"}
+ERRORS = "{ours[x]:.1e} / {plain[x]:.1e} / {sdpa[x]:.1e} ({ratio[x]:.2f})"
+FIGURES: Columns = {f"{x}: ours / plain / SDPA (ratio)": ERRORS.replace("[x]", f"[{x}]") for x in TENSORS}
+BIASES = "{bias[ours][0]:+.1e} ± {bias[ours][1]:.0e} / {bias[plain][0]:+.1e} ± {bias[plain][1]:.0e}"
+FIGURES["bias of O: ours / plain (95 %)"] = BIASES
+FP8_NAMES: Columns = {"data": "{data}", "D": "{head_dim}", "8 bits by": "{by}"}
+FP8_FIGURES: Columns = {f"{name}, relative error": f"{{{name}:.2%}}" for name in FP8_METHODS}
 
 
 def over_budget(row: Row) -> list[str]:
