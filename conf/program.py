@@ -11,10 +11,10 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -139,16 +139,17 @@ def register(schema: type) -> None:
 
 def settings_from(cfg: DictConfig, schema: type[S]) -> S:
     """Merge `cfg` strictly into the dataclasses of `schema` and return them; raise ConfigError with one line."""
-    hints = get_type_hints(schema)
-    for name in (field.name for field in fields(schema) if is_dataclass(hints[field.name])):
-        if name in cfg and not OmegaConf.is_dict(cfg[name]):  # OmegaConf would not say which key it means
+    keys = known_keys(schema)
+    for name in cfg:
+        # OmegaConf would not say which key it means
+        if name in keys and is_dataclass(keys[name].type) and not OmegaConf.is_dict(cfg[name]):
             raise ConfigError(f"{name}={cfg[name]} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
         OmegaConf.resolve(merged)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explain(error, known_keys(schema), cfg)) from error
+        raise ConfigError(explain(error, keys, cfg)) from error
 
 
 def _arguments(typed: list[str], defaults: list[str], positional: str | None) -> tuple[list[str], list[str], bool]:

@@ -41,7 +41,7 @@ def test_out_of_memory_is_a_row_and_is_marked_in_the_charts(monkeypatch, tmp_pat
 
     monkeypatch.setattr(attention, "time_cell", full)
     bench = BenchConfig(["naive"], seq_len=[32, 64], head_dim=[16], mask=["causal"], hidden=32, budget_ms=1.0)
-    attention.main.__wrapped__(BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
+    attention.main.__wrapped__(BenchSettings(bench, HardwareConfig(device="cpu", dtype="bfloat16")), tmp_path)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row.get("error") for row in found["rows"]] == [None, None, "out of memory", "out of memory"]
     assert found["provenance"].keys() >= {"commit", "command", "versions", "driver"}

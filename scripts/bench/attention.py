@@ -63,7 +63,6 @@ class BenchConfig:
     head_dim: list[int] = field(default_factory=lambda: [64, 128])
     mask: list[str] = field(default_factory=lambda: ["causal", "full"])  # causal | full | window | packed
     group: list[int] = field(default_factory=lambda: [1])  # query heads that share a KV head
-    dtype: list[str] = field(default_factory=lambda: ["bfloat16"])  # bfloat16 | float16 | float32
     passes: list[str] = field(default_factory=lambda: ["forward", "backward"])  # forward | backward
     tokens: int = 16384  # of one call: the batch is tokens / seq_len, at least 1
     hidden: int = 2048  # query heads times head_dim
@@ -73,7 +72,6 @@ class BenchConfig:
         known = {
             "attention": (*ATTENTION, "fp8"),
             "mask": MASKS,
-            "dtype": DTYPES,
             "passes": ("forward", "backward"),
         }
         for name, allowed in known.items():
@@ -133,9 +131,8 @@ class Cell:
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware, bench = set_up(settings.hardware), settings.bench
     report = Report("attention", run_dir, hardware.description)
-    for dtype, group, head_dim, mask, seq_len in product(
-        bench.dtype, bench.group, bench.head_dim, bench.mask, bench.seq_len
-    ):
+    dtype = str(hardware.dtype).removeprefix("torch.")
+    for group, head_dim, mask, seq_len in product(bench.group, bench.head_dim, bench.mask, bench.seq_len):
         heads = bench.hidden // head_dim
         cell = Cell(dtype, max(1, bench.tokens // seq_len), heads, heads // group, seq_len, head_dim, mask)
         for name in bench.attention:
@@ -162,7 +159,7 @@ FIGURES: Columns = {
 
 
 def draw(report: Report) -> None:
-    """Speed of both passes, and memory, against N: a picture for each dtype, head_dim and mask."""
+    """Speed of both passes, and memory, against N: a picture for each head_dim and mask."""
     pictures: dict[tuple, list[Row]] = {}
     for row in report.rows:
         pictures.setdefault((row["mask"], row["head_dim"], row["dtype"]), []).append(row)

@@ -37,7 +37,7 @@ class Table:
     caption: str = ""
 
     def console(self) -> ConsoleTable:
-        shown = ConsoleTable(title=self.title, caption=self.caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        shown = ConsoleTable(title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for place, heading in enumerate(self.headings):
             shown.add_column(heading, justify="left" if place < self.named else "right", no_wrap=True)
         for cells in self.lines:
@@ -116,6 +116,7 @@ class Report:
         console.print(self.hardware, markup=False)
         for shown in tables:
             console.print(shown.console())
+            console.print(shown.caption, markup=False)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{self.name}.json").write_text(json.dumps(found, indent=2) + "\n")
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
