@@ -67,7 +67,8 @@ def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, Key], cfg: Dict
     if isinstance(error, ValidationError):
         found = re.search(r"Value '(.*?)'", str(error), flags=re.S)
         value = found.group(1) if found else OmegaConf.select(cfg, key) if cfg is not None and key else None
-        return f"{key}={'null' if value is None else value} has the wrong type: expected {_type_name(keys[key].type)}"
+        expected = _type_name(keys[key].type) if key in keys else "another kind of value"
+        return f"{key}={'null' if value is None else value} has the wrong type: expected {expected}"
     if "nterpolation" in text:
         return f"{key or _unresolved(cfg, keys)} refers to what cannot be had ({text}); write the value itself"
     return text

@@ -29,7 +29,7 @@ from conf.schema import Settings
 from data import TokenBatches
 from kernels import naive_attention
 from model import ATTENTION, GPT, attend_with
-from scripts.bench.report import Columns, Report, picture, table
+from scripts.bench.report import Columns, Report, picture, refuse_unknown, table
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, judge, limits_of, noise, stress
 from scripts.variants import MUTANTS, nulls, train_once
 from training.checkpoint import open_checkpoint
@@ -48,10 +48,7 @@ class ParityConfig:
     repeats: int = 1  # of all of it, with seeds train.seed, train.seed + 1, ...: how often does a true backend pass?
 
     def __post_init__(self) -> None:
-        for kind, names, known in (("attention", self.attention, ATTENTION), ("mutants", self.mutants, MUTANTS)):
-            for name in names:
-                if name not in known:
-                    raise ValueError(f"parity.{kind}={name} is not one of {', '.join(known)}")
+        refuse_unknown("parity", self, attention=ATTENTION, mutants=MUTANTS)
         if not 4 <= self.nulls <= 20:
             raise ValueError(f"parity.nulls={self.nulls} must be 4 to 20: the tolerance factors end there")
         if self.repeats < 1:

@@ -38,7 +38,7 @@ from kernels import (
 )
 from kernels.support import why_not_fp8
 from scripts.bench.clock import measure
-from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, table
+from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_unknown, table
 from training.hardware import DTYPES, HardwareConfig, set_up
 from training.speed import attention_flops
 
@@ -69,15 +69,8 @@ class BenchConfig:
     budget_ms: float = 100.0  # time spent on the runs of one row
 
     def __post_init__(self) -> None:
-        known = {
-            "attention": (*ATTENTION, "fp8"),
-            "mask": MASKS,
-            "passes": ("forward", "backward"),
-        }
-        for name, allowed in known.items():
-            for value in getattr(self, name):
-                if value not in allowed:
-                    raise ValueError(f"bench.{name}={value} is not one of {', '.join(allowed)}")
+        passes = ("forward", "backward")
+        refuse_unknown("bench", self, attention=(*ATTENTION, "fp8"), mask=MASKS, passes=passes)
         for head_dim, group in product(self.head_dim, self.group):
             if self.hidden % (head_dim * group):
                 raise ValueError(f"bench.hidden={self.hidden} is no multiple of head_dim {head_dim} x group {group}")
@@ -260,13 +253,13 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
     if name in ("flash", "naive"):
         window = (WINDOW - 1, 0) if cell.mask == "window" else (-1, -1)
         return partial({"flash": flash_attention, "naive": naive_attention}[name], causal=causal, window=window)
+    if name == "flex" and cell.mask != "packed":
+        rule = (lambda b, h, i, j: (i >= j) & (i - j < WINDOW)) if cell.mask == "window" else lambda b, h, i, j: i >= j
+        n = cell.seq_len
+        mask = create_block_mask(rule, None, None, n, n, device=device.type) if causal else None
+        return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=grouped)
     if cell.mask in ("window", "packed"):
         raise NotImplementedError(f"{name} is not measured with {cell.mask}")
-    if name == "flex":
-        n = cell.seq_len
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device.type) if causal else None
-        compiled = torch.compile(flex_attention, dynamic=False)
-        return partial(compiled, block_mask=mask, enable_gqa=grouped)
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPA[name]):

@@ -30,7 +30,7 @@ from kernels import (
     quantize_per_head,
 )
 from kernels.support import why_not_fp8
-from scripts.bench.report import Columns, Report, Row, table
+from scripts.bench.report import Columns, Report, Row, refuse_unknown, table
 from training.hardware import DTYPES, HardwareConfig, set_up
 
 TENSORS = ("o", "dq", "dk", "dv")
@@ -63,10 +63,7 @@ class BudgetConfig:
     draws: int = 8  # independent inputs; the confidence interval is over them
 
     def __post_init__(self) -> None:
-        for name, known in (("cases", CASES), ("dtypes", DTYPES), ("fp8", FP8_DATA)):
-            for value in getattr(self, name):
-                if value not in known:
-                    raise ValueError(f"budget.{name}={value} is not one of {', '.join(known)}")
+        refuse_unknown("budget", self, cases=CASES, dtypes=DTYPES, fp8=FP8_DATA)
         if self.draws < 2:
             raise ValueError(f"budget.draws={self.draws} must be at least 2: a spread needs two")
 

@@ -26,6 +26,14 @@ Row = dict[str, Any]
 Columns = dict[str, str]  # heading -> what a row has there, as a format string over the row's keys
 
 
+def refuse_unknown(group: str, config: Any, **known: Iterable[str]) -> None:
+    """ValueError where a list of `config`, by its field's name, has a value that is not among the known ones."""
+    for name, allowed in known.items():
+        for value in getattr(config, name):
+            if value not in allowed:
+                raise ValueError(f"{group}.{name}={value} is not one of {', '.join(allowed)}")
+
+
 @dataclass
 class Table:
     """Cells as they are shown, to the left the first `named` of them."""

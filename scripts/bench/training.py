@@ -26,7 +26,7 @@ from model import ATTENTION, GPT, resolve_model
 from model.config import LOSSES
 from model.recompute import MODES
 from scripts.bench.clock import Mark, Parts
-from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, table
+from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_unknown, table
 from scripts.bench.saving import save_cost
 from training.hardware import Hardware, set_up
 from training.memory import DoesNotFit
@@ -51,11 +51,8 @@ class BenchConfig:
     saving: bool = False  # measure what a save costs the loop, too
 
     def __post_init__(self) -> None:
-        known = {"attention": ("auto", *ATTENTION, *SDPA_KERNELS), "checkpointing": MODES, "loss": LOSSES}
-        for key, allowed in known.items():
-            for name in getattr(self, key):
-                if name not in allowed:
-                    raise ValueError(f"bench.{key}={name} is unknown; use one of {', '.join(allowed)}")
+        attention = ("auto", *ATTENTION, *SDPA_KERNELS)
+        refuse_unknown("bench", self, attention=attention, checkpointing=MODES, loss=LOSSES)
         for key in ("steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens"):
             value = getattr(self, key)
             if value is not None and any(number < 1 for number in (value if isinstance(value, list) else [value])):
