@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from conf.program import program
-from scripts.bench.report import picture, pivot
+from scripts.bench.report import cell, picture, pivot
 
 MEASURES = {
     "step": "steps",
@@ -118,21 +118,19 @@ def main(settings: CompareSettings, run_dir: Path) -> None:
             }
             | {f"loss_at_equal_{measure}": loss_at(run, measure, place) for measure, place in places.items()}
         )
-    lines = {  # key -> what it is, format
-        "tokens": ("tokens", "{:,}"),
-        "seconds": ("seconds in all", "{:,.1f}"),
-        "tokens_per_second": ("tokens a second", "{:,}"),
-        "peak_memory_gib": ("peak memory, GiB", "{:.1f}"),
-        "val_loss": ("held-out loss", "{:.4f}"),
-        "val_perplexity": ("perplexity", "{:.2f}"),
-        "loss_at_equal_step": (f"training loss at step {places['step']:,}", "{:.4f}"),
-        "loss_at_equal_tokens": (f"training loss after {places['tokens']:,.0f} tokens", "{:.4f}"),
-        "loss_at_equal_seconds": (f"training loss after {places['seconds']:,.1f} s", "{:.4f}"),
+    lines = {
+        "tokens": "{tokens:,}",
+        "seconds in all": "{seconds:,.1f}",
+        "tokens a second": "{tokens_per_second:,}",
+        "peak memory, GiB": "{peak_memory_gib:.1f}",
+        "held-out loss": "{val_loss:.4f}",
+        "perplexity": "{val_perplexity:.2f}",
+        f"training loss at step {places['step']:,}": "{loss_at_equal_step:.4f}",
+        f"training loss after {places['tokens']:,.0f} tokens": "{loss_at_equal_tokens:.4f}",
+        f"training loss after {places['seconds']:,.1f} s": "{loss_at_equal_seconds:.4f}",
     }
     cells = [
-        {"run": row["run"], "what": what, "shown": "-" if row[key] is None else form.format(row[key])}
-        for key, (what, form) in lines.items()
-        for row in rows
+        {"run": row["run"], "what": what, "shown": cell(form, row)} for what, form in lines.items() for row in rows
     ]
     Console(highlight=False).print(pivot(cells, {"": "{what}"}, "{run}", "{shown}").console())
     print(json.dumps({"picture": settings.out, "equal": places, "runs": rows}))
