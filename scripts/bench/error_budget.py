@@ -111,25 +111,22 @@ def over_budget(row: Row) -> list[str]:
 
 def measure(case: str, dtype: str, head_dim: int, budget: BudgetConfig, device: torch.device) -> Row:
     """Errors of every implementation over the draws."""
-    names = ["ours", "plain"] + (["sdpa"] if case in BY_SDPA else [])
-    worst = {name: dict.fromkeys(TENSORS, 0.0) for name in names}
-    means: dict[str, list[float]] = {name: [] for name in names}
+    ours, plain = flash_attention, naive_attention
+    if case == "varlen":
+        ours, plain = flash_attention_varlen, naive_attention_varlen
+    attentions = {"ours": ours, "plain": plain} | ({"sdpa": sdpa} if case in BY_SDPA else {})
+    worst = {name: dict.fromkeys(TENSORS, 0.0) for name in attentions}
+    means: dict[str, list[float]] = {name: [] for name in attentions}
     for draw in range(budget.draws):
-        inputs, options, packed = make_inputs(case, DTYPES[dtype], head_dim, budget, device, seed=draw)
-        exact = gradients(naive_attention_varlen if packed else naive_attention, [x.double() for x in inputs], options)
-        for name in names:
-            attention = {
-                "ours": flash_attention_varlen if packed else flash_attention,
-                "plain": naive_attention_varlen if packed else naive_attention,
-                "sdpa": sdpa,
-            }[name]
-            for x, actual, expected in zip(TENSORS, gradients(attention, inputs, options), exact, strict=True):
-                error = actual.double() - expected
-                worst[name][x] = max(worst[name][x], float(error.abs().max()))
-                if x == "o":
-                    means[name].append(float(error.mean()))
-    biases = {name: (statistics.fmean(means[name]), confidence(means[name])) for name in names}
-    (ours, ours_interval), (plain, plain_interval) = biases["ours"], biases["plain"]
+        inputs, options = make_inputs(case, DTYPES[dtype], head_dim, budget, device, seed=draw)
+        exact = gradients(plain, [x.double() for x in inputs], options)
+        for name, attention in attentions.items():
+            found = gradients(attention, inputs, options)
+            wrong = {x: a.double() - e for x, a, e in zip(TENSORS, found, exact, strict=True)}
+            worst[name] = {x: max(worst[name][x], float(wrong[x].abs().max())) for x in TENSORS}
+            means[name].append(float(wrong["o"].mean()))
+    biases = {name: (statistics.fmean(values), confidence(values)) for name, values in means.items()}
+    (our_bias, our_interval), (plain_bias, plain_interval) = biases["ours"], biases["plain"]
     return {
         "case": case,
         "dtype": dtype,
@@ -138,7 +135,7 @@ def measure(case: str, dtype: str, head_dim: int, budget: BudgetConfig, device: 
         "ratio": {x: worst["ours"][x] / max(worst["plain"][x], 1e-30) for x in TENSORS},
         "bias": biases,
         # both are estimates: ours is called larger only where the intervals say so
-        "bias_no_larger": abs(ours) - ours_interval <= abs(plain) + plain_interval,
+        "bias_no_larger": abs(our_bias) - our_interval <= abs(plain_bias) + plain_interval,
     }
 
 
@@ -150,7 +147,7 @@ def confidence(values: list[float]) -> float:
 
 
 def make_inputs(case: str, dtype: torch.dtype, head_dim: int, budget: BudgetConfig, device, seed: int):
-    """(q, k, v, dO), options, whether documents are packed."""
+    """(q, k, v, dO), options."""
     generator = torch.Generator().manual_seed(seed)
     heads, tokens = budget.num_heads, budget.seq_len
     options = dict(CASES[case])
@@ -168,7 +165,7 @@ def make_inputs(case: str, dtype: torch.dtype, head_dim: int, budget: BudgetConf
         ends = sorted(torch.randperm(tokens, generator=generator)[:7].tolist())
         starts = torch.tensor([0, *ends, tokens], dtype=torch.int32, device=device)
         options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": tokens, "max_seqlen_k": tokens}
-    return [q, k, v, do], options, packed
+    return [q, k, v, do], options
 
 
 def gradients(attention, inputs: list[Tensor], options: dict) -> tuple[Tensor, ...]:

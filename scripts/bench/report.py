@@ -124,7 +124,8 @@ class Report:
         console.print(self.hardware, markup=False)
         for shown in tables:
             console.print(shown.console())
-            console.print(shown.caption, markup=False)
+            if shown.caption:
+                console.print(shown.caption, markup=False)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{self.name}.json").write_text(json.dumps(found, indent=2) + "\n")
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
