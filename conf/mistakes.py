@@ -70,18 +70,17 @@ def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, Key], cfg: Dict
         expected = _type_name(keys[key].type) if key in keys else "another kind of value"
         return f"{key}={'null' if value is None else value} has the wrong type: expected {expected}"
     if "nterpolation" in text:
-        return f"{key or _unresolved(cfg, keys)} refers to what cannot be had ({text}); write the value itself"
+        key = key or next((key for key in keys if cfg is not None and not _resolves(cfg, key)), "a value")
+        return f"{key} refers to what cannot be had ({text}); write the value itself"
     return text
 
 
-def _unresolved(cfg: DictConfig | None, keys: Iterable[str]) -> str:
-    """The first key whose ${...} cannot be resolved."""
-    for key in keys if cfg is not None else ():
-        try:
-            OmegaConf.select(cfg, key)
-        except OmegaConfBaseException:
-            return key
-    return "a value"
+def _resolves(cfg: DictConfig, key: str) -> bool:
+    try:
+        OmegaConf.select(cfg, key)
+    except OmegaConfBaseException:
+        return False
+    return True
 
 
 def _missing_file(error: MissingConfigException) -> str:
@@ -102,8 +101,11 @@ def _unknown_key(key: str, keys: Iterable[str]) -> str:
 
 
 def _nearest(word: str, candidates: Iterable[str]) -> str:
-    """'did you mean …? ', or nothing."""
-    return "".join(f"did you mean {near}? " for near in difflib.get_close_matches(word, candidates, n=1))
+    """'did you mean …? ', or nothing: by the whole key, or by its last part (a right name without its group)."""
+    last = {candidate.rpartition(".")[2]: candidate for candidate in candidates}
+    whole = difflib.get_close_matches(word, last.values(), n=1, cutoff=0.75)
+    names = difflib.get_close_matches(word.rpartition(".")[2], last, n=1)
+    return "".join(f"did you mean {near}? " for near in whole or map(last.get, names))
 
 
 def _type_name(hint: Any) -> str:
