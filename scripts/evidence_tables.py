@@ -101,7 +101,7 @@ def beside_peers(found: Reports) -> Table:
         figure = "" if error else cell("{tflops:.0f} ({ratio:.2f}x)" if "ratio" in row else "{tflops:.0f}", row)
         shown.append(row | {"name": PEERS.get(row["attention"], "flash"), "figure": figure})
     shown.sort(key=lambda row: (row["pass"] != "forward", order.index(row["attention"])))
-    title = "TFLOP/s; in parentheses the time of a peer over ours, so above 1 ours is faster:"
+    title = "TFLOP/s by head_dim D and N tokens; in parentheses a peer's time over ours, so above 1 ours is faster:"
     caption = f"Geometric means of these ratios: {'; '.join(means)}"
     return pivot(shown, SHAPE, "{pass}: {name}", "{figure}", title, caption)
 
