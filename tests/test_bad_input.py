@@ -218,6 +218,7 @@ ROWS = ["hello world " * 10] * 200
 
 COMMAND_LINES = [
     Case("unknown key", ["model.num_layerz=3"], ["model.num_layerz", "did you mean model.num_layers?"]),
+    Case("key without its group", ["lr=0.1"], ["lr is not a known key", "did you mean optim.lr?"]),
     Case("unknown group", ["modle=tiny"], ["modle", "did you mean model?"]),
     Case("unknown choice", ["model=tinny"], ["model=tinny", "did you mean tiny?", "gpt2_124m"]),
     Case("unknown experiment", ["experiment=quikstart"], ["experiment=quikstart", "quickstart"]),

@@ -9,9 +9,10 @@ A row holds registers for each thread, bytes spilled, shared memory in KB, and c
 HMMA (tensor cores with and without wgmma), DEPBAR (waits for wgmma), all. `sass` is the beginning of the SHA-256 of the
 instructions, without addresses, labels and names: two builds with the same one run the same. One PTX can have several:
 ptxas for 10.0 does not repeat itself, and elsewhere line numbers can change a register's name. DIFFERS therefore means
-that the PTX without line numbers differs too. Noted are spills beyond 32 bytes, wgmma that ptxas serialized and a
-missing wgmma; a tile that spills may still be the fastest. The exit code is 1 where a kernel needs more shared memory
-than a block may use. Takes seconds a kernel and no GPU. The last line is one JSON object.
+that the PTX without line numbers differs too. Noted are spills beyond 32
+bytes, wgmma that ptxas serialized and a missing wgmma; a tile that spills may still be the fastest. The exit code is 1
+where a kernel needs more shared memory than a block may use. Takes seconds a kernel and no GPU. The last line is one
+JSON object.
 """
 
 import hashlib
@@ -22,15 +23,14 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 
 from conf.program import program
-from scripts.bench.kernel_plans import ARCHS, Plan, selected, source_of
+from scripts.bench.kernel_plans import ARCHS, Plan, plans, source_of
 
 # CUDA guide, table 30
 SHARED_LIMIT_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -47,9 +47,7 @@ FAILED = 1
 class CompileSettings:
     arch: int = 90  # compute capability x 10: 80, 86, 89, 90, 100 or 120
     only: str = ""  # a regular expression: the plans whose names match; empty: all
-    override: dict[str, Any] = field(default_factory=dict)  # constants, num_warps, num_stages in place of the plans'
     against: str | None = None  # the output of an earlier run: says which plans' instructions differ
-    list: bool = False  # print the plans' names and compile nothing
     workers: int = 2  # processes
 
     def __post_init__(self) -> None:
@@ -59,17 +57,20 @@ class CompileSettings:
 
 @program("tool", CompileSettings)
 def main(settings: CompileSettings, run_dir: Path) -> None:
-    plans = [overridden(plan, settings.override) for plan in selected(settings.arch, settings.only)]
-    if settings.list:
-        print("\n".join(plan.name for plan in plans))
-        return
+    known = plans(settings.arch)
+    chosen = [plan for plan in known if re.search(settings.only, plan.name)]
+    if not chosen:
+        raise ValueError(
+            f"only={settings.only!r} matches none of the {len(known)} plans of arch={settings.arch}; "
+            f"give a part of a name as in {known[0].name!r}"
+        )
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET=1: a process that interprets kernels cannot compile them; unset it")
     before = rows_of(settings.against) if settings.against else {}
     print(f"{'plan':76} regs spill  KB GMMA HMMA DEPBAR   all  sass")
     rows = []
     with ProcessPoolExecutor(settings.workers) as pool:
-        for row in pool.map(compile_plan, plans):
+        for row in pool.map(compile_plan, chosen):
             if settings.against and row["plan"] not in before:
                 row["notes"].append("new")
             elif settings.against and not same_program(row, before[row["plan"]]):
@@ -83,16 +84,6 @@ def main(settings: CompileSettings, run_dir: Path) -> None:
     print(json.dumps(report | {"rows": rows}))
     if report["failed"]:
         sys.exit(FAILED)
-
-
-def overridden(plan: Plan, values: dict[str, Any]) -> Plan:
-    """The plan with other constants, or another number of warps or stages."""
-    for name in values:
-        if name not in plan.constants and name not in ("num_warps", "num_stages"):
-            raise ValueError(f"override={name} is no constant of {plan.kernel}: {', '.join(plan.constants)}")
-    launch = {name: values[name] for name in values if name not in plan.constants}
-    constants = {name: values.get(name, value) for name, value in plan.constants.items()}
-    return replace(plan, constants=constants, launch=plan.launch | launch)
 
 
 def compile_plan(plan: Plan) -> dict:
