@@ -87,8 +87,8 @@ def examine(settings: Settings, folder: Path) -> Page:
     page.ask("memory", step_memory, settings, model, hardware, vocab_size)
     page.ask("disk", machine.disk, settings.train, folder, parameters=parameters)
     page.ask("wandb", wandb, settings)
-    if settings.resume:
-        page.ask("resume", goes_on, settings, folder, dataset=dataset)
+    if settings.resume not in (None, "auto"):
+        page.ask("resume", goes_on, settings, dataset=dataset)
     if not any(finding.wrong for finding in page.values()):
         page.ask("start", start, settings, folder, dataset)
     return page
@@ -121,7 +121,7 @@ def kernels(hardware: Hardware, *, model: GPTConfig | None) -> Finding:
     """A self-test of flash attention, whatever attention the run takes."""
     is_used, on_gpu = model is not None and model.attention == "flash", hardware.device.type == "cuda"
     head_dim = model.head_dim if is_used else USUAL_HEAD_DIM
-    if not on_gpu:
+    if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is next
     if not is_used and (obstacle := why_not("flash", torch.float32, device=hardware.device, head_dim=head_dim)):
         return Finding(f"flash attention is not for this machine: {obstacle}", "model.attention=sdpa", value=True)
@@ -156,11 +156,12 @@ def text(settings: Settings) -> Finding:
     if obstacle := machine.not_writable(path.parent):
         raise ValueError(f"data.cache_dir={path.parent} {obstacle}; data.cache_dir=FOLDER")
     size = sum(file["bytes"] for file in identity["files"]) if config.source == "text" else None
-    if size is not None and (held_out := int(size * config.validation_fraction)) <= config.seq_len:
+    if size is not None and size * config.validation_fraction < config.seq_len:
         # no tokenizer makes more tokens than there are bytes
-        fix = f"data.seq_len={held_out - 1} or less" if held_out > 1 else "a longer text"
+        longest = int(size * config.validation_fraction) - 1
         raise ValueError(
-            f"data.seq_len={config.seq_len} is longer than the validation split of a text of {size:,} bytes; {fix}"
+            f"data.seq_len={config.seq_len} is longer than the validation split of a text of {size:,} bytes; "
+            + (f"data.seq_len={longest} or less" if longest > 0 else "a longer text")
         )
     fingerprint = digest(identity)
     facts, said = {"fingerprint": fingerprint, "tokenized": False}, f"{path.name} is not tokenized yet"
@@ -204,10 +205,8 @@ def network(config: GPTConfig, seq_len: int, *, vocab_size: int | None) -> Findi
         said = f"{parameters:,} parameters, {said}, vocabulary {vocab_size:,}"
     period, fix = 2 * pi * config.rope_base ** ((config.head_dim - 2) / config.head_dim), None
     if config.window is not None and config.window >= seq_len:
-        said, fix = (
-            f"{said}; model.window={config.window} hides nothing at data.seq_len={seq_len}",
-            "leave model.window out",
-        )
+        said += f"; model.window={config.window} hides nothing at data.seq_len={seq_len}"
+        fix = "leave model.window out"
     elif config.head_dim > 2 and period < seq_len:
         said += f"; the slowest rotary pair turns once in {period:,.0f} tokens, fewer than data.seq_len={seq_len}"
         least = (seq_len / (2 * pi)) ** (config.head_dim / (config.head_dim - 2))
@@ -227,11 +226,9 @@ def wandb(settings: Settings) -> Finding:
     return Finding(f"{mode} ({why})", facts={"mode": mode, "why": why})
 
 
-def goes_on(settings: Settings, folder: Path, *, dataset: Dataset | None) -> Finding:
-    """Whether there is a checkpoint, whole, that the run can go on from."""
-    checkpoint = resume.find(settings.resume, folder, report=lambda line: None)
-    if checkpoint is None:
-        return Finding(f"no checkpoint in {folder}: the run starts at its beginning")
+def goes_on(settings: Settings, *, dataset: Dataset | None) -> Finding:
+    """Whether the checkpoint that is named is whole, and fits."""
+    checkpoint = resume.find(settings.resume, None)
     if dataset is not None:
         state = tokenizer_state(dataset.tokenizer)
         resume.refuse_unless_same(checkpoint, asdict(settings), state, dataset.vocab_size)
