@@ -80,7 +80,8 @@ def examine(settings: Settings, folder: Path) -> Page:
     page.ask("compiler", machine.compiler, hardware)
     model = page.ask("attention", attention, settings, hardware)
     sound = page.ask("kernels", kernels, hardware, model=model)
-    page.ask("causality", causality, model, hardware, sound)  # kernels that stop would stop this too
+    if sound:  # kernels that stop would stop this too
+        page.ask("causality", causality, model, hardware)
     dataset = page.ask("data", text, settings)
     vocab_size = page.ask("tokenizer", tokenizer, settings, dataset=dataset)
     parameters = page.ask("model", network, model, settings.data.seq_len, vocab_size=vocab_size)
@@ -89,8 +90,8 @@ def examine(settings: Settings, folder: Path) -> Page:
     page.ask("wandb", wandb, settings)
     if settings.resume not in (None, "auto"):
         page.ask("resume", goes_on, settings, dataset=dataset)
-    if not any(finding.wrong for finding in page.values()):
-        page.ask("start", start, settings, folder, dataset)
+    if dataset is not None and not any(finding.wrong for finding in page.values()):
+        page.ask("start", start, settings, folder)
     return page
 
 
@@ -129,7 +130,7 @@ def kernels(hardware: Hardware, *, model: GPTConfig | None) -> Finding:
     try:
         ratios = self_test(hardware.device, head_dim)
     except Exception as error:  # a compiler, a driver, a GPU: they fail in any way they like, and the page goes on
-        fault = f"the self-test stopped ({type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]})"
+        fault = f"the self-test failed ({type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]})"
         if is_used or on_gpu:  # on a GPU the rotary and the loss kernels need what this one needs
             raise ValueError(f"{fault}; {fix}") from error
         return Finding(fault, fix, value=True)
@@ -140,7 +141,7 @@ def kernels(hardware: Hardware, *, model: GPTConfig | None) -> Finding:
     return Finding(right, facts=facts, value=True)
 
 
-def causality(model: GPTConfig, hardware: Hardware, _: bool) -> Finding:
+def causality(model: GPTConfig, hardware: Hardware) -> Finding:
     faults = probe(model, hardware)
     if found := "; ".join(f"{part}: {fault}" for part, fault in faults.items() if fault):
         raise ValueError(f"{found}; do not train with model.attention={model.attention}: its mask is wrong")
@@ -235,8 +236,8 @@ def goes_on(settings: Settings, *, dataset: Dataset | None) -> Finding:
     return Finding(f"{checkpoint.path} after {checkpoint.step} steps", facts={"step": checkpoint.step})
 
 
-def start(settings: Settings, folder: Path, _: Dataset) -> Finding:
-    """The start itself: what it refuses beside all this. The text is in the cache, so that nothing is tokenized."""
+def start(settings: Settings, folder: Path) -> Finding:
+    """The start itself: what it refuses beside all this. Where the text is in the cache, nothing is tokenized."""
     resolve(settings, folder, report=lambda line: None)
     return Finding("train.py would take this")
 

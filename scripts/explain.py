@@ -147,16 +147,39 @@ def recomputation_share(shape: Shape) -> dict[str, float]:
     }
 
 
-def hbm_bytes(shape: Shape, *, block_q: int = 128) -> dict[str, float]:
+def loop_order_bytes(shape: Shape, *, block_q: int = 128, block_k: int = 128) -> dict[str, dict[str, float]]:
+    """HBM traffic of the two loop orders, forward; a causal mask leaves half of the inner loop.
+
+    FlashAttention-1 has keys outside: for each tile of keys every query's O, maximum and sum are read and written
+    again. FlashAttention-2 has queries outside: the row state stays on the chip, K and V are read for each tile of
+    queries.
+    """
+    share = 0.5 if shape.causal else 1.0
+    q_tiles, k_tiles = (max(share * -(-shape.seq_len // block), 1.0) for block in (block_q, block_k))
+    state = shape.tensor_bytes + 2 * shape.rows * STATISTIC
+    return {
+        "keys outside (FA1)": {
+            "Q": k_tiles * shape.tensor_bytes,
+            "K, V": 2 * shape.tensor_bytes,
+            "O, maximum, sum": (2 * k_tiles - 1) * state,
+        },
+        "queries outside (FA2)": {
+            "Q": shape.tensor_bytes,
+            "K, V": 2 * q_tiles * shape.tensor_bytes,
+            "O, LSE": shape.tensor_bytes + shape.rows * STATISTIC,
+        },
+    }
+
+
+def hbm_bytes(shape: Shape) -> dict[str, float]:
     """Forward traffic between HBM and chip.
 
-    standard: Q, K, V in, O out, and S and P each written once and read once. flash: Q and O once, K and V once for each
-    tile of block_q queries (half as often with a causal mask), LSE once; what the L2 cache catches is not taken off.
+    standard: Q, K, V in, O out, and S and P each written once and read once. flash: queries outside, and what the L2
+    cache catches is not taken off, or all of it.
     """
-    passes = -(-shape.seq_len // block_q) * (0.5 if shape.causal else 1.0)
     return {
         "standard": 4 * shape.tensor_bytes + 4 * shape.matrix_bytes,
-        "flash": 2 * shape.tensor_bytes + 2 * shape.tensor_bytes * max(passes, 1.0) + shape.rows * STATISTIC,
+        "flash": sum(loop_order_bytes(shape)["queries outside (FA2)"].values()),
         "flash, K and V caught by L2": 4 * shape.tensor_bytes + shape.rows * STATISTIC,
     }
 
@@ -171,29 +194,6 @@ def roofline(shape: Shape, gpu: GPU) -> list[dict]:
         facts = {"bytes": moved, "flops_per_byte": count / moved, "limit": limit, "seconds": limits[limit]}
         rows.append({"name": name} | facts)
     return rows
-
-
-def loop_order_bytes(shape: Shape, *, block_q: int = 128, block_k: int = 128) -> dict[str, dict[str, float]]:
-    """HBM traffic of the two loop orders, forward.
-
-    FlashAttention-1 has keys outside: for each tile of keys every query's O, maximum and sum are read and written
-    again. FlashAttention-2 has queries outside: the row state stays on the chip, K and V are read for each tile of
-    queries.
-    """
-    q_tiles, k_tiles = -(-shape.seq_len // block_q), -(-shape.seq_len // block_k)
-    state = shape.tensor_bytes + 2 * shape.rows * STATISTIC
-    return {
-        "keys outside (FA1)": {
-            "Q": k_tiles * shape.tensor_bytes,
-            "K, V": 2 * shape.tensor_bytes,
-            "O, maximum, sum": (2 * k_tiles - 1) * state,
-        },
-        "queries outside (FA2)": {
-            "Q": shape.tensor_bytes,
-            "K, V": 2 * q_tiles * shape.tensor_bytes,
-            "O, LSE": shape.tensor_bytes + shape.rows * STATISTIC,
-        },
-    }
 
 
 def tile_loads(pairs: Iterable[tuple[object, object]]) -> tuple[int, int]:

@@ -50,6 +50,9 @@ def test_flops_and_what_recomputation_adds():
 
 def test_traffic_and_the_side_of_the_roofline():
     assert hbm_bytes(LLAMA)["standard"] == 4 * 32 * MIB + 4 * GIB
+    tensor, statistics = 1024 * 128 * 2, 1024 * 4  # 8 tiles of queries, and with a mask K and V half as often
+    assert hbm_bytes(Shape(num_heads=1, seq_len=1024))["flash"] == (2 + 2 * 8) * tensor + statistics
+    assert hbm_bytes(Shape(num_heads=1, seq_len=1024, causal=True))["flash"] == (2 + 2 * 4) * tensor + statistics
     assert BOARDS["a100"].ridge == pytest.approx(153, abs=0.5)
     assert BOARDS["h100"].ridge == pytest.approx(295, abs=0.5)
     standard, _, flash = roofline(LLAMA, BOARDS["t4"])
@@ -104,6 +107,7 @@ def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, 
     )  # fmt: skip
     explain.main.__wrapped__(chosen, tmp_path)
     text = capsys.readouterr().out
+    assert "attention flash" in text
     for words in ("optimizer state", "activations", "backward", "attention.qkv", "mlp.up", "forecast "):
         assert words in text
     report = json.loads(text.splitlines()[-1])
