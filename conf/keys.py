@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,41 +17,37 @@ GROUPS = {
 }
 
 
-def known_keys(schema: type) -> dict[str, type]:
-    """Every dotted key of a dataclass of dataclasses, with its type."""
-    keys: dict[str, type] = {}
-    hints = get_type_hints(schema)
-    for field in fields(schema):
-        hint = hints[field.name]
-        keys[field.name] = hint
-        if is_dataclass(hint):
-            keys |= {f"{field.name}.{key}": nested for key, nested in known_keys(hint).items()}
-    return keys
+@dataclass(frozen=True)
+class Key:
+    """What a dataclass says of a field."""
+
+    type: Any
+    comment: str = ""  # at the end of its line
 
 
-def comments(schema: type) -> dict[str, str]:
-    """The comment at the end of each field's line, by dotted key."""
-    found = {}
+def known_keys(schema: type) -> dict[str, Key]:
+    """Every dotted key of a dataclass of dataclasses."""
+    comments = {}
     for owner in reversed([cls for cls in schema.__mro__ if is_dataclass(cls)]):
-        lines = re.findall(r"^    (\w+): [^#\n]*#[ ]?(.*)$", inspect.getsource(owner), flags=re.M)
-        found |= dict(lines)
-    hints = get_type_hints(schema)
-    for name in (field.name for field in fields(schema) if is_dataclass(hints[field.name])):
-        found |= {f"{name}.{key}": text for key, text in comments(hints[name]).items()}
-    return found
+        comments |= re.findall(r"^    (\w+): [^#\n]*#[ ]?(.*)$", inspect.getsource(owner), flags=re.M)
+    keys: dict[str, Key] = {}
+    for name, hint in get_type_hints(schema).items():
+        keys[name] = Key(hint, comments.get(name, ""))
+        if is_dataclass(hint):
+            keys |= {f"{name}.{key}": nested for key, nested in known_keys(hint).items()}
+    return keys
 
 
 def help_page(docstring: str | None, config: str, schema: type, overrides: list[str]) -> str:
     """The program's docstring, the groups, and every key as it stands: those that `schema` itself adds first."""
     with initialize_config_module("conf", version_base="1.3"):
         cfg = compose(config, overrides=overrides)
-    hints, said = known_keys(schema), comments(schema)
-    own = schema.__annotations__
+    keys, own = known_keys(schema), schema.__annotations__
     lines = []
-    for key in sorted(hints, key=lambda key: key.partition(".")[0] not in own):
-        if not is_dataclass(hints[key]):
-            shown = f"{key}={_typed(OmegaConf.select(cfg, key))}"
-            lines.append(f"  {shown:<46} {said.get(key, '')}".rstrip())
+    for name in sorted(keys, key=lambda name: name.partition(".")[0] not in own):
+        if not is_dataclass(keys[name].type):
+            shown = f"{name}={_typed(OmegaConf.select(cfg, name))}"
+            lines.append(f"  {shown:<46} {keys[name].comment}".rstrip())
     page = [(docstring or "").strip(), ""]
     if config == "config":
         page += ["== What can be chosen (group=name) ==", *(f"  {g}: {', '.join(n)}" for g, n in GROUPS.items()), ""]

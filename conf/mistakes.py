@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, ValidationError
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from conf.keys import GROUPS
+from conf.keys import GROUPS, Key
 
 # what Hydra says -> what we say
 _HYDRAS = {
@@ -21,10 +21,10 @@ _HYDRAS = {
     r"Additional config directory '(.*?)' not found": "--config-dir={} is not a folder; name one",
     r"Config group override must be a .* Got (\w+)": "a group takes the name of a file, not {}; write model=tiny, say",
 }
-_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def explain(error: Exception, keys: dict[str, type], cfg: DictConfig | None = None) -> str:
+def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = None) -> str:
     """One line for whatever Hydra, OmegaConf, the system or a dataclass had to say.
 
     keys: `known_keys` of the schema. cfg: what was composed, where it got so far; a wrong value is read from it.
@@ -60,14 +60,15 @@ def of_the_system(error: OSError) -> str:
     return f"{error.filename} cannot be used ({error.strerror}); check that path, or name another"
 
 
-def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, type], cfg: DictConfig | None) -> str:
+def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, Key], cfg: DictConfig | None) -> str:
     key, text = str(error.full_key or ""), str(error).strip().split("\n")[0]
     if isinstance(error, ConfigKeyError):
         return _unknown_key(key, keys)
     if isinstance(error, ValidationError):
         found = re.search(r"Value '(.*?)'", str(error), flags=re.S)
         value = found.group(1) if found else OmegaConf.select(cfg, key) if cfg is not None and key else None
-        return f"{key}={'null' if value is None else value} has the wrong type: expected {_type_name(keys.get(key))}"
+        expected = _type_name(keys[key].type) if key in keys else "another kind of value"
+        return f"{key}={'null' if value is None else value} has the wrong type: expected {expected}"
     if "nterpolation" in text:
         return f"{key or _unresolved(cfg, keys)} refers to what cannot be had ({text}); write the value itself"
     return text
@@ -101,19 +102,12 @@ def _unknown_key(key: str, keys: Iterable[str]) -> str:
 
 
 def _nearest(word: str, candidates: Iterable[str]) -> str:
-    """'did you mean …? ', comparing whole keys first and last parts after (a right name in a wrong group)."""
-    last = {candidate.rpartition(".")[2]: candidate for candidate in candidates}
-    whole = difflib.get_close_matches(word, last.values(), n=1, cutoff=0.75)
-    return "".join(
-        f"did you mean {near}? "
-        for near in whole or [last[n] for n in difflib.get_close_matches(word.rpartition(".")[2], last, n=1)]
-    )
+    """'did you mean …? ', or nothing."""
+    return "".join(f"did you mean {near}? " for near in difflib.get_close_matches(word, candidates, n=1))
 
 
 def _type_name(hint: Any) -> str:
     if get_origin(hint) is list:
         return "a list, as [a,b]"
-    parts = [a for a in get_args(hint) if a is not type(None)]
-    if parts and type(None) in get_args(hint):
-        return f"{_type_name(parts[0])} or null"
-    return _TYPES.get(hint, "another kind of value" if hint is None else getattr(hint, "__name__", str(hint)))
+    names = [_TYPES.get(part, str(part)) for part in get_args(hint) or (hint,)]
+    return " or ".join(names)

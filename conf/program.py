@@ -11,10 +11,10 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -65,34 +65,31 @@ def program(
         defaults += [f"hydra.run.dir={dated}", f"hydra.sweep.dir={dated}"]
 
     def decorate(main: Callable[[S, Path], Any]) -> Callable[[], None]:
-        refusals: list[ConfigError] = []  # kept, not raised: the other runs of a sweep go on
-        typed: list[str] = []  # sys.argv
-
-        @wraps(main)
-        def task(cfg: DictConfig) -> None:
-            folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
-            found = _listing(folder)
-            sys.argv = list(typed)  # for the provenance of what the program writes
-            try:
-                main(settings_from(cfg, schema), folder)
-                _remove_if_empty(folder)
-            except (ValueError, OSError) as error:
-                message = of_the_system(error) if isinstance(error, OSError) else str(error)
-                # the run had begun; in a folder that is another process's, it had not
-                if not _remove_if_empty(folder) and _listing(folder) != found and not isinstance(error, InUse):
-                    message += _keep_traceback(folder / "error.log")
-                refusal = ConfigError(message)
-                refusal.__cause__ = error
-                refusals.append(refusal)
-
         @wraps(main)
         def command_line() -> None:
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
-            refusals.clear()
-            typed[:] = sys.argv
+            typed, exit_codes = sys.argv, []
             flags, values, wants_help = _arguments(typed[1:], defaults, positional)
             register(schema)
+
+            @wraps(main)
+            def task(cfg: DictConfig) -> None:
+                folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
+                found = _listing(folder)
+                sys.argv = typed  # for the provenance of what the program writes
+                try:
+                    main(settings_from(cfg, schema), folder)
+                    _remove_if_empty(folder)
+                except (ValueError, OSError) as error:
+                    message = of_the_system(error) if isinstance(error, OSError) else str(error)
+                    # the run had begun; in a folder that is another process's, it had not
+                    if not _remove_if_empty(folder) and _listing(folder) != found and not isinstance(error, InUse):
+                        message += _keep_traceback(folder / "error.log")
+                    if show_traceback:
+                        raise ConfigError(message) from error
+                    exit_codes.append(fail(message))  # the other runs of a sweep go on
+
             try:
                 if wants_help:
                     return print(help_page(main.__globals__["__doc__"], config, schema, values))
@@ -100,19 +97,15 @@ def program(
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(task)()
             except KeyboardInterrupt:  # before there was anything to save
                 sys.exit(128 + signal.SIGINT)
-            # `task` keeps its own errors, so a ValueError or OSError here is about arguments or the run's folder
+            # `task` explains its own errors, so a ValueError or OSError here is about arguments or the run's folder
             except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
                 if show_traceback:
                     raise
                 sys.exit(fail(explain(error, known_keys(schema))))
             finally:
-                sys.argv = list(typed)
-            if refusals and show_traceback:
-                raise refusals[0]
-            for refusal in refusals:
-                fail(str(refusal))
-            if refusals:
-                sys.exit(EXIT_USER_ERROR)
+                sys.argv = typed
+            if exit_codes:
+                sys.exit(max(exit_codes))
 
         command_line.front = (config, schema, defaults)  # type: ignore[attr-defined]
         return command_line
@@ -139,16 +132,17 @@ def register(schema: type) -> None:
 
 def settings_from(cfg: DictConfig, schema: type[S]) -> S:
     """Merge `cfg` strictly into the dataclasses of `schema` and return them; raise ConfigError with one line."""
-    hints = get_type_hints(schema)
-    for name in (field.name for field in fields(schema) if is_dataclass(hints[field.name])):
-        if name in cfg and not OmegaConf.is_dict(cfg[name]):  # OmegaConf would not say which key it means
+    keys = known_keys(schema)
+    for name in cfg:
+        # OmegaConf would not say which key it means
+        if name in keys and is_dataclass(keys[name].type) and not OmegaConf.is_dict(cfg[name]):
             raise ConfigError(f"{name}={cfg[name]} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
         OmegaConf.resolve(merged)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explain(error, known_keys(schema), cfg)) from error
+        raise ConfigError(explain(error, keys, cfg)) from error
 
 
 def _arguments(typed: list[str], defaults: list[str], positional: str | None) -> tuple[list[str], list[str], bool]:

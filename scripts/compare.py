@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from conf.program import program
-from scripts.bench.report import Columns, picture, table
+from scripts.bench.report import cell, picture, pivot
 
 MEASURES = {
     "step": "steps",
@@ -58,10 +58,6 @@ def curve(run: dict, key: str, measure: str = "tokens") -> tuple[list[float], li
     """(how far, value) of one metric, against "step", "tokens" or "seconds"."""
     points = [(r[measure], r[key]) for r in run["records"] if r.get(key) is not None]
     return [p[0] for p in points], [p[1] for p in points]
-
-
-def shown(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def loss_at(run: dict, measure: str, place: float) -> float | None:
@@ -122,21 +118,21 @@ def main(settings: CompareSettings, run_dir: Path) -> None:
             }
             | {f"loss_at_equal_{measure}": loss_at(run, measure, place) for measure, place in places.items()}
         )
-    lines = {  # key -> what it is, format
-        "tokens": ("tokens", "{:,}"),
-        "seconds": ("seconds in all", "{:,.1f}"),
-        "tokens_per_second": ("tokens a second", "{:,}"),
-        "peak_memory_gib": ("peak memory, GiB", "{:.1f}"),
-        "val_loss": ("held-out loss", "{:.4f}"),
-        "val_perplexity": ("perplexity", "{:.2f}"),
-        "loss_at_equal_step": (f"training loss at step {places['step']:,}", "{:.4f}"),
-        "loss_at_equal_tokens": (f"training loss after {places['tokens']:,.0f} tokens", "{:.4f}"),
-        "loss_at_equal_seconds": (f"training loss after {places['seconds']:,.1f} s", "{:.4f}"),
+    lines = {
+        "tokens": "{tokens:,}",
+        "seconds in all": "{seconds:,.1f}",
+        "tokens a second": "{tokens_per_second:,}",
+        "peak memory, GiB": "{peak_memory_gib:.1f}",
+        "held-out loss": "{val_loss:.4f}",
+        "perplexity": "{val_perplexity:.2f}",
+        f"training loss at step {places['step']:,}": "{loss_at_equal_step:.4f}",
+        f"training loss after {places['tokens']:,.0f} tokens": "{loss_at_equal_tokens:.4f}",
+        f"training loss after {places['seconds']:,.1f} s": "{loss_at_equal_seconds:.4f}",
     }
-    names: Columns = {"": lambda line: line["what"]}
-    cells: Columns = {row["run"]: lambda line, row=row: shown(row[line["key"]], line["form"]) for row in rows}
-    table_rows = [{"key": key, "what": what, "form": form} for key, (what, form) in lines.items()]
-    Console(highlight=False).print(table(table_rows, names, cells))
+    cells = [
+        {"run": row["run"], "what": what, "shown": cell(form, row)} for what, form in lines.items() for row in rows
+    ]
+    Console(highlight=False).print(pivot(cells, {"": "{what}"}, "{run}", "{shown}").console())
     print(json.dumps({"picture": settings.out, "equal": places, "runs": rows}))
 
 

@@ -16,28 +16,24 @@ Without a GPU, flash runs in Triton's interpreter, on a tiny model.
 """
 
 import copy
-import json
 import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from conf.program import program
 from conf.schema import Settings
 from data import TokenBatches
 from kernels import naive_attention
 from model import ATTENTION, GPT, attend_with
-from scripts.bench.report import picture
+from scripts.bench.report import Columns, Report, picture, refuse_unknown, table
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, judge, limits_of, noise, stress
 from scripts.variants import MUTANTS, nulls, train_once
 from training.checkpoint import open_checkpoint
 from training.hardware import set_up
-from training.log import provenance
 from training.run import resolve
 
 FAILED = 1  # exit code
@@ -52,10 +48,7 @@ class ParityConfig:
     repeats: int = 1  # of all of it, with seeds train.seed, train.seed + 1, ...: how often does a true backend pass?
 
     def __post_init__(self) -> None:
-        for kind, names, known in (("attention", self.attention, ATTENTION), ("mutants", self.mutants, MUTANTS)):
-            for name in names:
-                if name not in known:
-                    raise ValueError(f"parity.{kind}={name} is not one of {', '.join(known)}")
+        refuse_unknown("parity", self, attention=ATTENTION, mutants=MUTANTS)
         if not 4 <= self.nulls <= 20:
             raise ValueError(f"parity.nulls={self.nulls} must be 4 to 20: the tolerance factors end there")
         if self.repeats < 1:
@@ -85,22 +78,16 @@ def repeat(settings: ParitySettings, run_dir: Path, repeats: int) -> bool:
         one = replace(settings, train=replace(settings.train, seed=settings.train.seed + number))
         for name, verdict in run_parity(one, run_dir / f"seed_{one.train.seed}")["verdicts"].items():
             passed[name] += verdict["passes"]
-    report = {
-        "repeats": repeats,
-        "passed": passed,
-        "provenance": provenance(),
-        "hardware": set_up(settings.hardware).description,
-    }
-    (run_dir / "repeats.json").write_text(json.dumps(report, indent=1) + "\n")
-    lines = [f"{name} passed {count} of {repeats} repeats" for name, count in passed.items()]
-    print("\n".join(lines))
-    print(json.dumps({"repeats": repeats, "passed": passed, "folder": str(run_dir)}))
+    rows = [{"attention": name, "passed": count, "repeats": repeats} for name, count in passed.items()]
+    report = Report("repeats", run_dir, set_up(settings.hardware).description)
+    report.more = {"repeats": repeats, "passed": passed}
+    report.finish(table(rows, {"attention": "{attention}"}, {"passed": "{passed} of {repeats}"}))
     true = [passed[name] for name in settings.parity.attention]
     return min(true) >= 0.95 * repeats and not any(passed[name] for name in settings.parity.mutants)
 
 
 def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
-    """Train, judge, write the report into `run_dir`, and return it."""
+    """Train, judge, write what was found into `run_dir`, and return it."""
     console = Console(highlight=False)
     if settings.model.attention_dropout and settings.parity.mutants:
         raise ValueError("parity.mutants know no dropout; use model.attention_dropout=0 with them")
@@ -138,20 +125,16 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
         verdict["passes"] = verdict["passes"] and verdict["inside_seeds"] and verdict["fault"] is None
         verdicts[name] = verdict
 
-    report = {
+    found = {
         "passes": all(verdict["passes"] for verdict in verdicts.values()),
         "noise": allowed,
         "seeds": {"runs": settings.parity.seeds, "spread": spread},
         "limits": limits,
         "verdicts": verdicts,
         "runs": runs,
-        "provenance": provenance(),
-        "hardware": set_up(settings.hardware).description,
     }
-    write_report(report, run_dir)
-    show(report, console)
-    print(json.dumps({"passes": report["passes"], "folder": str(run_dir)}))
-    return report
+    write(found, run_dir, set_up(settings.hardware).description)
+    return found
 
 
 def with_one_micro_batch(settings: ParitySettings, run_dir: Path) -> ParitySettings:
@@ -239,73 +222,52 @@ def in_float32_too(places: dict[str, Recorded]) -> dict[str, Recorded]:
     return found
 
 
-def show(report: dict, console: Console) -> None:
-    table = Table(title="distance from naive, nats", box=box.SIMPLE_HEAD)
-    for column in ("attention", "verdict", f"{EARLY} steps", "all steps", "leaves the band", "held-out loss"):
-        table.add_column(column, no_wrap=True)
-    for name, verdict in report["verdicts"].items():
-        table.add_row(
-            name,
-            "pass" if verdict["passes"] else "FAIL",
-            *(f"{distance:.1e}" for distance in verdict["distances"].values()),
-            "never" if verdict["first_outside"] is None else f"at step {verdict['first_outside']}",
-            f"{verdict['val_loss']:.6f}" + ("" if verdict["inside_seeds"] else " (outside)"),
-        )
-    console.print(table)
-    for name, verdict in report["verdicts"].items():
-        if verdict["fault"]:
-            console.print(f"{name} parts from naive {verdict['fault']}", markup=False)
-    allowed, seeds = report["noise"], report["seeds"]
-    console.print(
-        f"{'PASS' if report['passes'] else 'FAIL'}. {allowed['runs']} null runs are {allowed['early']['typical']:.1e} "
-        f"nats from naive over {EARLY} steps and {allowed['whole']['typical']:.1e} over all; up to "
-        f"{allowed['early']['limit']:.1e} and {allowed['whole']['limit']:.1e} is noise. {seeds['runs']} other orders "
-        f"of the batches end within {seeds['spread']:.4f} of its held-out loss."
-    )
+VERDICT: Columns = {
+    "verdict": "{verdict}",
+    f"distance, {EARLY} steps": "{distances[early]:.2e}",
+    "all steps": "{distances[whole]:.2e}",
+    "leaves the band": "{leaves}",
+    "held-out loss": "{val_loss:.5f}{outside}",
+}
 
 
-def write_report(report: dict, run_dir: Path) -> None:
-    brief = copy.deepcopy(report)  # each run's losses are in its metrics.jsonl
+def write(found: dict, run_dir: Path, hardware: str) -> None:
+    """The report: each attention's verdict, where those that part from naive do so, and what is noise."""
+    rows = [
+        {
+            "attention": name,
+            "verdict": "pass" if verdict["passes"] else "FAIL",
+            "outside": "" if verdict["inside_seeds"] else " (outside)",
+            "leaves": "never" if verdict["first_outside"] is None else f"at step {verdict['first_outside']}",
+        }
+        | verdict
+        for name, verdict in found["verdicts"].items()
+    ]
+    allowed, seeds = found["noise"], found["seeds"]
+    early, whole = allowed["early"], allowed["whole"]
+    said = [
+        f"{'PASS' if found['passes'] else 'FAIL'}. {allowed['runs']} null runs are {early['typical']:.2e} nats from "
+        f"naive over {EARLY} steps and {whole['typical']:.2e} over all (geometric means).",
+        f"Up to {early['limit']:.2e} and {whole['limit']:.2e} is noise: limits that cover {allowed['content']:.0%} of "
+        f"such runs with {allowed['confidence']:.0%} confidence (mean + {allowed['k']} sd of the logarithms). No "
+        "smaller difference could have been seen.",
+        f"{seeds['runs']} other orders of the batches end within {seeds['spread']:.5f} nats of its held-out loss.",
+        *(f"{row['attention']} parts from naive {row['fault']}." for row in rows if row["fault"]),
+    ]
+    shown = table(rows, {"attention": "{attention}"}, VERDICT, "distance from naive, nats", "\n\n".join(said))
+    brief = copy.deepcopy(found)  # each run's losses are in its metrics.jsonl
     del brief["noise"]["band"]
     for run in brief["runs"].values():
         del run["losses"]
-    (run_dir / "parity.json").write_text(json.dumps(brief, indent=1, default=str) + "\n")
-    allowed, seeds = report["noise"], report["seeds"]
-    lines = [
-        f"# Loss parity: {'pass' if report['passes'] else 'FAIL'}",
-        "",
-        f"{report['hardware']}; commit {report['provenance']['commit']}; `{report['provenance']['command']}`",
-        "",
-        f"- Noise: {allowed['runs']} runs of naive attention that differ by rounding alone are"
-        f" {allowed['early']['typical']:.2e} nats from it over the first {EARLY} steps and"
-        f" {allowed['whole']['typical']:.2e} over all (geometric means). Up to {allowed['early']['limit']:.2e} and"
-        f" {allowed['whole']['limit']:.2e} is noise: limits that cover {allowed['content']:.0%} of such runs with"
-        f" {allowed['confidence']:.0%} confidence (mean + {allowed['k']} sd of the logarithms).",
-        f"- So the smallest differences that this comparison could have seen are {allowed['early']['limit']:.2e} nats"
-        f" kept up over the first {EARLY} steps, and {allowed['whole']['limit']:.2e} over the run.",
-        f"- Seeds: {seeds['runs']} other orders of the batches end within {seeds['spread']:.5f} nats of its held-out"
-        " loss.",
-        "",
-        f"| attention | verdict | distance, {EARLY} steps | all steps | leaves the band | held-out loss"
-        " | where it parts from naive |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, v in report["verdicts"].items():
-        lines.append(
-            f"| {name} | {'pass' if v['passes'] else 'FAIL'} | {v['distances']['early']:.2e} | "
-            f"{v['distances']['whole']:.2e} | "
-            f"{'never' if v['first_outside'] is None else 'step ' + str(v['first_outside'])} | {v['val_loss']:.5f} | "
-            f"{v['fault'] or 'nowhere'} |"
-        )
-    (run_dir / "parity.md").write_text("\n".join(lines) + "\n")
-    draw(report, run_dir / "parity.png")
+    draw(found, run_dir / "parity.png", hardware)
+    Report("parity", run_dir, hardware, more=brief).finish(shown, last={"passes": found["passes"]})
 
 
-def draw(report: dict, path: Path) -> None:
+def draw(report: dict, path: Path, hardware: str) -> None:
     """Loss curves over each other; below, their distance to the baseline in the band of noise."""
     runs, baseline = report["runs"], report["runs"]["naive"]["losses"]
     steps = range(1, len(baseline) + 1)
-    title = f"loss parity: {'pass' if report['passes'] else 'FAIL'} ({report['hardware']})"
+    title = f"loss parity: {'pass' if report['passes'] else 'FAIL'} ({hardware})"
     with picture(path, 2, 1, size=(8, 6.5), title=title, sharex=True) as (upper, lower):
         for name in runs:
             if name.startswith("seed"):

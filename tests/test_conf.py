@@ -107,7 +107,9 @@ def test_help_begins_with_the_programs_own_keys_as_they_stand(tmp_path, monkeypa
         for line in lines[lines.index("== The configuration as it stands (key=value changes it) ==") + 1 :]
     ]
     assert [key.partition(".")[0] for key in keys[:5]] == ["parity"] * 5
-    assert sorted(keys) == sorted(key for key, kind in known_keys(ParitySettings).items() if not is_dataclass(kind))
+    assert sorted(keys) == sorted(
+        name for name, key in known_keys(ParitySettings).items() if not is_dataclass(key.type)
+    )
     assert re.search(r"^  parity\.nulls=5 +runs of the baseline that differ by rounding alone$", shown.out, flags=re.M)
     assert re.search(r"^  train\.steps=7 +optimizer steps$", shown.out, flags=re.M)
     assert "hardware.compile=false" in shown.out  # of experiment=parity

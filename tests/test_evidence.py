@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -9,37 +10,42 @@ import pytest
 
 from scripts import evidence
 from scripts.bench.report import write_csv
-from scripts.evidence_tables import SECTIONS, headline, inserted, page
+from scripts.evidence_tables import PAGE, headline, inserted, page
 from tests.runs import settings_of
 from training.log import ROOT
 
 
 @pytest.mark.parametrize("name", evidence.EXPERIMENTS)
-def test_both_forms_are_configurations_of_their_program(name):
+def test_each_is_a_configuration_of_its_program(name):
     experiment = evidence.EXPERIMENTS[name]
     main = importlib.import_module(experiment.program).main
-    for overrides in (experiment.overrides, experiment.small):
-        filled = [override.format(books="books.txt", wikitext="null") for override in overrides]
-        settings_of(main, *filled)
+    settings_of(main, *(override.format(books="books.txt", wikitext="null") for override in experiment.overrides))
+    assert evidence.KEPT[experiment.program]
 
 
 def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, monkeypatch):
-    wrong = replace(evidence.EXPERIMENTS["explain"], small=("gpu=none",))
-    chosen = {"explain": evidence.EXPERIMENTS["explain"], "explain wrong": wrong}
-    monkeypatch.setattr(evidence, "EXPERIMENTS", chosen)
+    right = evidence.Experiment("scripts.explain", ("hardware.device=cpu", "seq_len=128"))
+    wrong = replace(right, overrides=("gpu=none",))
+    monkeypatch.setattr(evidence, "EXPERIMENTS", {"explain": right, "explain wrong": wrong})
+    kept = tmp_path / "kept"
     with pytest.raises(SystemExit):
-        evidence.main.__wrapped__(evidence.EvidenceSettings(small=True, folder=str(tmp_path / "kept")), tmp_path)
+        evidence.main.__wrapped__(evidence.EvidenceSettings(folder=str(kept), readme="no.md"), tmp_path)
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["experiments"]
     assert [row["verdict"].partition(",")[0] for row in rows] == ["as expected", "exit code 2"]
-    assert "the same bits" in (tmp_path / "explain" / "console.txt").read_text()
-    assert not (tmp_path / "kept").exists()
+    assert "4BHND" in (kept / "explain" / "console.txt").read_text()
+    assert sorted(path.name for path in kept.iterdir()) == ["README.md", "explain"]
 
 
-def test_what_is_kept_lies_in_the_experiments_folder(tmp_path):
-    script = replace(evidence.EXPERIMENTS["explain"], overrides=("hardware.device=cpu", "seq_len=128"))
-    row = evidence.run("explain", script, evidence.EvidenceSettings(folder=str(tmp_path / "kept")), tmp_path)
-    assert row["verdict"] == "as expected"
-    assert "4BHND" in (tmp_path / "kept" / "explain" / "console.txt").read_text()
+def test_without_a_checkout_the_commit_must_be_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "EXPERIMENTS", {"explain": evidence.Experiment("scripts.explain")})
+    monkeypatch.setattr(evidence, "run", lambda *_: pytest.fail("ran"))
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="give it as the variable GIT_COMMIT"):
+        evidence.main.__wrapped__(evidence.EvidenceSettings(folder=str(tmp_path)), tmp_path)
+    monkeypatch.setattr(evidence, "run", lambda name, *_: {"name": name, "verdict": "as expected", "seconds": 0.0})
+    monkeypatch.setenv("GIT_COMMIT", "c0ffee")
+    evidence.main.__wrapped__(evidence.EvidenceSettings(folder=str(tmp_path), readme="no.md"), tmp_path)
 
 
 def test_an_unknown_beginning_is_refused():
@@ -60,9 +66,14 @@ def test_the_command_of_a_figure_can_be_typed(monkeypatch):
 
 # --- the tables
 
-ORIGIN = {"commit": "c0ffee", "command": "python -m scripts.x", "versions": {"torch": "2.11.0", "triton": "3.6.0"}}
+ORIGIN = {
+    "commit": "c0ffee",
+    "gpu": "X",
+    "command": "python -m scripts.x",
+    "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+}
 STEP = {"activation_checkpointing": "none", "loss": "chunked", "tokens_per_second": 590395, "step_ms": 111.0,
-        "mfu": 0.476, "peak_memory_gib": 18.4}  # fmt: skip
+        "mfu": 0.476, "peak_memory_gib": 18.4, "batch_tokens": 65536}  # fmt: skip
 
 
 def small_evidence(folder):
@@ -78,9 +89,7 @@ def small_evidence(folder):
                  "error": "out of memory"})  # fmt: skip
     for name in ("peers", "long"):
         (folder / "attention" / name).mkdir(parents=True)
-        write_csv(
-            folder / "attention" / name / "attention.csv", rows, {"machine": "NVIDIA X, bfloat16", "gpu": "X"} | ORIGIN
-        )
+        write_csv(folder / "attention" / name / "attention.csv", rows, {"machine": "NVIDIA X, bfloat16"} | ORIGIN)
     report = {"hardware": "NVIDIA X, bfloat16", "provenance": ORIGIN}
     steps = [{"attention": "flash", "seq_len": 1024} | STEP, {"attention": "naive", "seq_len": 65536} | STEP]
     steps[1]["error"] = "out of memory"
@@ -108,21 +117,32 @@ def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["experiments"] == []
     text = (tmp_path / "README.md").read_text()
     assert "| 64, causal, 1,024 | 400 | 200 (2.00x) | 400 | - |" in text
-    assert "| 64, causal, 4,096 | 400 | 50 (8.00x) | 400 | - |" in text
+    assert "| 64, causal, 4,096 | 400 | 50 (8.00x) | 400 | out of memory |" in text
     assert "forward 4.000x cuDNN" in text
     assert "backward 0" not in text
     assert "| backward | 4,096 | 8 | out of memory |" in text
     assert "| flash | none | chunked | 1,024 | 590,395 | 111.0 | 47.6% | 18.4 |" in text
-    assert "| naive | none | chunked | 65,536: out of memory |" in text
-    assert "| 24 | 11 steps |" in text
+    assert "| naive | none | chunked | 65,536 | out of memory |" in text
+    assert "| 24 | 11 |" in text
     assert "| books | flash | pass | 2.0e-05 (1.0e-03) | 3.0e-04 (1.0e-03) | 5.0716 |" in text
     assert "| mutants | no rescaling | FAIL |" in text
-    assert text.count("torch 2.11.0, triton 3.6.0; commit c0ffee; `python -m scripts.x`") == 6
+    tables = text.split("\n## ")[1:]
+    assert len(tables) == 5
+    for part in tables:  # each says where it comes from, the table of the parity runs for each of its two
+        origins = 2 if "mutants" in part else 1
+        assert (
+            part.count("NVIDIA X, bfloat16; torch 2.11.0, triton 3.6.0; commit c0ffee; `python -m scripts.x`")
+            == origins
+        )
     for title in ("Attention in 8 bits", "Attention's error", "Output head and loss"):  # not measured
         assert title not in text
     assert readme.read_text() == f"before\n<!-- figures -->\n{headline(tmp_path)}\n<!-- /figures -->\nafter\n"
-    assert "590,395 tokens/s, 47.6% MFU, in 18.4 GiB" in readme.read_text()
-    assert "flash passes 1 of 1 parity runs" in readme.read_text()
+    lines = readme.read_text().splitlines()[2:-2]
+    assert len(lines) == 2  # cuDNN's backward was not measured
+    assert "590,395 tokens/s in 18.4 GiB" in lines[0]
+    assert "rounding alone in 1 of 1 parity runs" in lines[1]
+    for line in lines:
+        assert line.endswith("(X, torch 2.11.0, commit c0ffee)")
 
 
 def test_a_page_without_the_comments_stays_as_it_is():
@@ -133,4 +153,5 @@ def test_the_page_of_the_repository_is_that_of_its_files():
     folder = ROOT / ".github" / "evidence"
     text = page(folder)
     assert (folder / "README.md").read_text() == text, "python -m scripts.evidence tables"
-    assert [title for title in SECTIONS if f"## {title}" not in text] in ([], ["Attention in 8 bits"])
+    measured = [part.title for part in PAGE if list(folder.glob(part.files))]
+    assert re.findall("^## (.*)$", text, flags=re.M) == measured

@@ -14,7 +14,8 @@ from scripts.bench.loss import LossBenchSettings
 from scripts.bench.training import BenchSettings
 from scripts.break_it import MISTAKES
 from tests.runs import settings, settings_of, told
-from training.hardware import HardwareConfig, set_up
+from training.hardware import HardwareConfig
+from training.memory import DoesNotFit
 
 
 def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
@@ -121,10 +122,26 @@ def test_the_micro_batch_of_a_run_is_that_of_its_benchmark(tmp_path, capsys, num
     assert row["tokens_per_second"] > 0
 
 
+def test_only_a_lack_of_memory_is_a_row(tmp_path, capsys, monkeypatch):
+    """train.micro_batch=auto: what `resolve` refuses for any other reason is an error."""
+    chosen = settings_of(bench_training.main, *TINY, "train.micro_batch=auto")
+    refusals = iter([DoesNotFit("9 GiB are needed"), ValueError("there is no such dtype")])
+
+    def refuse(*_, **__):
+        raise next(refusals)
+
+    monkeypatch.setattr(bench_training, "resolve", refuse)
+    bench_training.main.__wrapped__(chosen, tmp_path)
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert (row["error"], row["why"]) == ("out of memory", "9 GiB are needed")
+    with pytest.raises(ValueError, match="there is no such dtype"):
+        bench_training.main.__wrapped__(chosen, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("bench.attention=[sdpa,fast]", "bench.attention=fast is unknown; use one of auto, flash"),
+        ("bench.attention=[sdpa,fast]", "bench.attention=fast is not one of auto, flash"),
         ("bench.seq_len=[16,48]", "bench.seq_len=48 does not divide train.batch_tokens=64; use another"),
         ("train.micro_batch=3", "train.micro_batch=3 does not divide the 4 sequences"),
         ("train.micro_batch=some", "train.micro_batch=some must be at least 1 sequence, auto or null"),
@@ -144,7 +161,7 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(tmp_path, monkeypa
 
 def test_parts_of_a_step_are_summed_over_its_micro_batches(monkeypatch):
     monkeypatch.setattr(clock.Mark, "seconds_to", lambda self, later: 1.0)
-    parts = clock.Parts(set_up(HardwareConfig(device="cpu")))
+    parts = clock.Parts(torch.device("cpu"))
     for name in ("forward", "backward", "forward", "backward", "optimizer"):
         with parts(name):
             pass
@@ -154,7 +171,7 @@ def test_parts_of_a_step_are_summed_over_its_micro_batches(monkeypatch):
 def test_impossible_benchmarks_are_refused():
     with pytest.raises(ValueError, match=r"bench\.micro_batch_tokens=0 must be at least 1"):
         bench_training.BenchConfig(micro_batch_tokens=0)
-    with pytest.raises(ValueError, match=r"bench\.checkpointing=some is unknown; use one of none, pointwise"):
+    with pytest.raises(ValueError, match=r"bench\.checkpointing=some is not one of none, pointwise"):
         bench_training.BenchConfig(checkpointing=["some"])
-    with pytest.raises(ValueError, match=r"bench\.loss=some is unknown; use one of auto, chunked, plain"):
+    with pytest.raises(ValueError, match=r"bench\.loss=some is not one of auto, chunked, plain"):
         bench_training.BenchConfig(loss=["some"])

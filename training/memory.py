@@ -20,6 +20,10 @@ MARGIN = 1.1  # a forecast is right within 10 %
 REMEDIES = ("attention", "loss", "activation_checkpointing")  # fields of the model that a remedy may change
 
 
+class DoesNotFit(ValueError):
+    """There is too little memory, and nothing else is wrong."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A training step and the memory that there is for it."""
@@ -87,7 +91,7 @@ class Plan:
         return [together] if together else []
 
     def checked(self, *, auto: bool = False) -> "Plan":
-        """The plan itself, or with `auto` one whose micro_batch fits; ValueError where it cannot be."""
+        """The plan itself, or with `auto` one whose micro_batch fits; DoesNotFit where there is none."""
         if self.free is None:
             return self
         limit = self.free / MARGIN
@@ -96,7 +100,7 @@ class Plan:
         if not auto and self.peak <= self.free * MARGIN:
             return self
         smallest = replace(self, micro_batch=1) if auto else self
-        raise ValueError(
+        raise DoesNotFit(
             f"train.micro_batch={'auto' if auto else self.micro_batch} needs {smallest.peak / GIB:.2f} GiB "
             f"{'with a single sequence ' if auto else ''}and {self.free / GIB:.2f} GiB are free on "
             f"{self.hardware.device}; {smallest.advice(limit)}"
@@ -138,7 +142,7 @@ def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int) -
         model: theirs, with resolved names.
 
     Raises:
-        ValueError: the forecast is more than 10 % above what is free, or no micro-batch fits, with the cheapest
+        DoesNotFit: the forecast is more than 10 % above what is free, or no micro-batch fits, with the cheapest
             changes that fit.
     """
     asked, seq_len = settings.train.micro_batch, settings.data.seq_len

@@ -5,15 +5,16 @@ One row for each implementation, shape and pass: p50 and p99 of many runs with a
 tensors that must be touched, and the peak of memory beyond the inputs. Out of memory is a row.
 
 `bench.attention=[flash,fp8,sdpa_cudnn]` adds the 8-bit forward (one Hopper GPU, inputs quantized beforehand, as a cache
-holds them) and, to every forward row, the relative error of O against float64 on the first head. `bench.goals=true`
-also measures a window, packed documents and Python's share, and prints what the kernels promise beside what was
-measured. The run's folder gets attention.json, attention.csv and charts of speed and memory against N.
+holds them) and, to every forward row, the relative error of O against float64 on the first head. `bench.mask` also
+takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence, causal. A forward
+that takes less than 1 ms also has Python's share. The run's folder gets attention.json, attention.csv and charts of
+speed and memory against N.
 
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
 """
 
 import gc
-import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -32,11 +33,12 @@ from kernels import (
     flash_attention_fp8,
     flash_attention_varlen,
     naive_attention,
+    naive_attention_varlen,
     quantize_per_head,
 )
 from kernels.support import why_not_fp8
-from scripts.bench.clock import measure, python_us
-from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, table
+from scripts.bench.clock import measure
+from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_unknown, table
 from training.hardware import DTYPES, HardwareConfig, set_up
 from training.speed import attention_flops
 
@@ -46,6 +48,8 @@ SDPA = {
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 ATTENTION = ("flash", "naive", *SDPA, "flex")
+MASKS = ("causal", "full", "window", "packed")
+WINDOW = 1024  # tokens that a query sees, itself included
 LABELS = {
     "flash": "flash (ours)", "fp8": "flash, 8 bits (ours)", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN",
     "flex": "FlexAttention", "sdpa_efficient": "memory-efficient",
@@ -57,26 +61,16 @@ class BenchConfig:
     attention: list[str] = field(default_factory=lambda: [*ATTENTION])  # fp8, our 8-bit forward, may be added
     seq_len: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072])
     head_dim: list[int] = field(default_factory=lambda: [64, 128])
-    mask: list[str] = field(default_factory=lambda: ["causal", "full"])  # causal | full
+    mask: list[str] = field(default_factory=lambda: ["causal", "full"])  # causal | full | window | packed
     group: list[int] = field(default_factory=lambda: [1])  # query heads that share a KV head
-    dtype: list[str] = field(default_factory=lambda: ["bfloat16"])  # bfloat16 | float16 | float32
     passes: list[str] = field(default_factory=lambda: ["forward", "backward"])  # forward | backward
     tokens: int = 16384  # of one call: the batch is tokens / seq_len, at least 1
     hidden: int = 2048  # query heads times head_dim
     budget_ms: float = 100.0  # time spent on the runs of one row
-    goals: bool = False  # measure the goals' own cells too, and print the list
 
     def __post_init__(self) -> None:
-        known = {
-            "attention": (*ATTENTION, "fp8"),
-            "mask": ("causal", "full"),
-            "dtype": DTYPES,
-            "passes": ("forward", "backward"),
-        }
-        for name, allowed in known.items():
-            for value in getattr(self, name):
-                if value not in allowed:
-                    raise ValueError(f"bench.{name}={value} is not one of {', '.join(allowed)}")
+        passes = ("forward", "backward")
+        refuse_unknown("bench", self, attention=(*ATTENTION, "fp8"), mask=MASKS, passes=passes)
         for head_dim, group in product(self.head_dim, self.group):
             if self.hidden % (head_dim * group):
                 raise ValueError(f"bench.hidden={self.hidden} is no multiple of head_dim {head_dim} x group {group}")
@@ -101,8 +95,21 @@ class Cell:
     mask: str
 
     def flops(self, which: str) -> float:
-        pairs = self.batch * self.num_heads * self.seq_len**2 * (0.5 if self.mask == "causal" else 1.0)
-        return attention_flops(pairs, self.head_dim) * (1.0 if which == "forward" else 2.5)
+        n, seen = self.seq_len, min(self.seq_len, WINDOW)
+        pairs = {
+            "causal": n**2 / 2,
+            "full": n**2,
+            "window": n * seen - seen**2 / 2,
+            "packed": sum(length**2 / 2 for length in self.documents),
+        }[self.mask]
+        flops = attention_flops(self.batch * self.num_heads * pairs, self.head_dim)
+        return flops * (1.0 if which == "forward" else 2.5)
+
+    @property
+    def documents(self) -> list[int]:
+        """Lengths of what is packed into one sequence."""
+        half, quarter, eighth = (self.seq_len // part for part in (2, 4, 8))
+        return [half, quarter, eighth, self.seq_len - half - quarter - eighth]
 
     def touched_bytes(self, which: str, eight_bits: bool = False) -> int:
         """Q, K, V and O once; the backward also reads dO and writes three gradients."""
@@ -117,44 +124,35 @@ class Cell:
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware, bench = set_up(settings.hardware), settings.bench
     report = Report("attention", run_dir, hardware.description)
-    for dtype, group, head_dim, mask, seq_len in product(
-        bench.dtype, bench.group, bench.head_dim, bench.mask, bench.seq_len
-    ):
+    dtype = str(hardware.dtype).removeprefix("torch.")
+    for group, head_dim, mask, seq_len in product(bench.group, bench.head_dim, bench.mask, bench.seq_len):
         heads = bench.hidden // head_dim
         cell = Cell(dtype, max(1, bench.tokens // seq_len), heads, heads // group, seq_len, head_dim, mask)
         for name in bench.attention:
             report.rows += run_cell(name, cell, bench, hardware.device)
-    goals = check_goals(report.rows, bench, hardware.device) if bench.goals else []
-    report.more["goals"] = goals
     draw(report)
-    figures = FIGURES | (FP8_FIGURES if "fp8" in bench.attention else {})
-    shown = [table(report.rows, NAMES, figures, "attention")]
-    if goals:
-        goal_names = {"": lambda goal: "met" if goal["met"] else "MISSED", "goal": lambda goal: goal["goal"]}
-        shown.append(table(goals, goal_names, {"measured": lambda goal: goal["measured"]}))
-    report.finish(*shown, csv_too=True)
+    report.finish(table(report.rows, NAMES, FIGURES, "attention"), csv_too=True)
 
 
 NAMES: Columns = {
-    "shape": lambda r: "{dtype} B{batch} H{num_heads}/{num_kv_heads} N{seq_len} D{head_dim} {mask}".format(**r),
-    "pass": lambda r: r["pass"],
-    "attention": lambda r: r["attention"],
+    "shape": "{dtype} B{batch} H{num_heads}/{num_kv_heads} N{seq_len} D{head_dim} {mask}",
+    "pass": "{pass}",
+    "attention": "{attention}",
 }
 FIGURES: Columns = {
-    "ms p50": lambda r: f"{r['ms']:.3f}",
-    "p99": lambda r: f"{r['ms_p99']:.3f}",
-    "TFLOP/s": lambda r: f"{r['tflops']:.1f}",
-    "GB/s": lambda r: f"{r['gb_per_s']:.0f}",
-    "peak MiB": lambda r: "-" if r["peak_extra_mib"] is None else f"{r['peak_extra_mib']:.0f}",
-}
-FP8_FIGURES: Columns = {
-    "error of O": lambda r: f"{r['relative_error']:.2%}" if "relative_error" in r else "-",
-    "V's share": lambda r: f"{r['values_ms'] / r['ms']:.1%}" if "values_ms" in r else "-",
+    "ms p50": "{ms:.3f}",
+    "p99": "{ms_p99:.3f}",
+    "TFLOP/s": "{tflops:.1f}",
+    "GB/s": "{gb_per_s:.0f}",
+    "peak MiB": "{peak_extra_mib:.0f}",
+    "Python, us": "{python_us:.0f}",
+    "error of O": "{relative_error:.2%}",
+    "of them V's transpose, ms": "{values_ms:.3f}",
 }
 
 
 def draw(report: Report) -> None:
-    """Speed of both passes, and memory, against N: a picture for each dtype, head_dim and mask."""
+    """Speed of both passes, and memory, against N: a picture for each head_dim and mask."""
     pictures: dict[tuple, list[Row]] = {}
     for row in report.rows:
         pictures.setdefault((row["mask"], row["head_dim"], row["dtype"]), []).append(row)
@@ -179,14 +177,12 @@ def run_cell(name: str, cell: Cell, bench: BenchConfig, device: torch.device) ->
             row |= time_cell(name, cell, which, bench, device)
         except torch.OutOfMemoryError:
             row["error"] = "out of memory"
+        except NotImplementedError as error:
+            row["error"] = str(error)
         except RuntimeError as error:  # PyTorch's answer where a named SDPA kernel does not take the call
             if name not in SDPA:
                 raise
             row["error"] = str(error).split("\n")[0][:80]
-        except ValueError as error:
-            if name != "fp8":
-                raise
-            row["error"] = str(error)
         rows.append(row)
         gc.collect()
         if device.type == "cuda":
@@ -200,7 +196,7 @@ def time_cell(name: str, cell: Cell, which: str, bench: BenchConfig, device: tor
     q, k, v, do = tensors(cell, device)
     on_cuda, extra = device.type == "cuda", {}
     if name == "fp8":
-        attention, extra["values_ms"] = eight_bits(q, k, v, cell.mask == "causal", bench.budget_ms)
+        attention, extra["values_ms"] = eight_bits(q, k, v, cell, bench.budget_ms)
     else:
         attention = implementation(name, cell, device)
     held_bytes = torch.cuda.memory_allocated(device) if on_cuda else 0
@@ -210,9 +206,11 @@ def time_cell(name: str, cell: Cell, which: str, bench: BenchConfig, device: tor
         with torch.no_grad():
             o = attention(q, k, v)
             peak = torch.cuda.max_memory_allocated(device) - held_bytes if on_cuda else None
-            if "fp8" in bench.attention:
+            if "fp8" in bench.attention and cell.mask in ("causal", "full"):
                 extra["relative_error"] = relative_error(o, q, k, v, cell.mask == "causal")
             times = measure(lambda: attention(q, k, v), device, bench.budget_ms)
+            if on_cuda and times.p50 < 1.0:
+                extra["python_us"] = python_us(lambda: attention(q, k, v))
     else:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         o = attention(q, k, v)
@@ -239,15 +237,29 @@ def tensors(cell: Cell, device: torch.device) -> list[Tensor]:
 
 
 def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """name -> f(q, k, v)."""
-    causal, grouped = cell.mask == "causal", cell.num_heads != cell.num_kv_heads
+    """name -> f(q, k, v); NotImplementedError where it does not know the mask."""
+    causal, grouped = cell.mask != "full", cell.num_heads != cell.num_kv_heads
+    if cell.mask == "packed" and name in ("flash", "naive"):
+        varlen = {"flash": flash_attention_varlen, "naive": naive_attention_varlen}[name]
+        starts = torch.tensor([0, *cell.documents * cell.batch]).cumsum(0).to(device, torch.int32)
+        longest = max(cell.documents)
+
+        def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            tokens = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+            o = varlen(*tokens, starts, starts, longest, longest, causal=True)
+            return o.unflatten(0, (cell.batch, cell.seq_len)).transpose(1, 2)
+
+        return packed
     if name in ("flash", "naive"):
-        return partial({"flash": flash_attention, "naive": naive_attention}[name], causal=causal)
-    if name == "flex":
+        window = (WINDOW - 1, 0) if cell.mask == "window" else (-1, -1)
+        return partial({"flash": flash_attention, "naive": naive_attention}[name], causal=causal, window=window)
+    if name == "flex" and cell.mask != "packed":
+        rule = (lambda b, h, i, j: (i >= j) & (i - j < WINDOW)) if cell.mask == "window" else lambda b, h, i, j: i >= j
         n = cell.seq_len
-        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device.type) if causal else None
-        compiled = torch.compile(flex_attention, dynamic=False)
-        return partial(compiled, block_mask=mask, enable_gqa=grouped)
+        mask = create_block_mask(rule, None, None, n, n, device=device.type) if causal else None
+        return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=grouped)
+    if cell.mask in ("window", "packed"):
+        raise NotImplementedError(f"{name} is not measured with {cell.mask}")
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPA[name]):
@@ -256,21 +268,23 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
     return sdpa
 
 
-def eight_bits(q: Tensor, k: Tensor, v: Tensor, causal: bool, budget_ms: float) -> tuple[Callable[..., Tensor], float]:
+def eight_bits(q: Tensor, k: Tensor, v: Tensor, cell: Cell, budget_ms: float) -> tuple[Callable[..., Tensor], float]:
     """The FP8 forward of q, k and v, quantized here, and the milliseconds that transposing V takes of each call.
 
-    The function takes and ignores the tensors that it was made from. ValueError where the kernel cannot run.
+    The function takes and ignores the tensors that it was made from. NotImplementedError where the kernel cannot run.
     """
+    if cell.mask in ("window", "packed"):
+        raise NotImplementedError(f"fp8 does not take {cell.mask}")
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantize_per_head(x) for x in (q, k, v))
     if reason := why_not_fp8(q8, k8, v8):
-        raise ValueError(reason)
+        raise NotImplementedError(reason)
     from kernels.hopper.fp8_values import launch_values
 
     batch, heads, seq_len, head_dim = v.shape
     values = torch.empty((batch, heads, head_dim, -(-seq_len // 16) * 16), dtype=v8.dtype, device=v.device)
     values_ms = measure(lambda: launch_values(v8, values), v.device, budget_ms).p50
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    return lambda *_: flash_attention_fp8(q8, k8, v8, **scales, causal=causal), values_ms
+    return lambda *_: flash_attention_fp8(q8, k8, v8, **scales, causal=cell.mask == "causal"), values_ms
 
 
 def relative_error(o: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
@@ -281,98 +295,16 @@ def relative_error(o: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> 
     return float((o[:1, :1, rows].double() - exact).norm() / exact.norm())
 
 
-def check_goals(rows: list[Row], bench: BenchConfig, device: torch.device) -> list[dict]:
-    """The promised figures beside the measured ones; goals whose cells were not measured are left out."""
-    goals = []
-
-    def add(goal: str, measured: float, met: bool, unit: str = "x") -> None:
-        goals.append({"goal": goal, "measured": f"{measured:.3g}{unit}", "met": met})
-
-    def ratios(other: str, which: str) -> list[float]:
-        """Time of another implementation over ours, cell by cell."""
-        found = {}
-        for row in rows:
-            if row["pass"] == which and "error" not in row and 1024 <= row["seq_len"] <= 32768:
-                found.setdefault((row["seq_len"], row["head_dim"], row["mask"]), {})[row["attention"]] = row["ms"]
-        return [cell[other] / cell["flash"] for cell in found.values() if {other, "flash"} <= cell.keys()]
-
-    for which in bench.passes:
-        if speedups := ratios("flex", which):
-            mean = statistics.geometric_mean(speedups)
-            add(f"{which}: slowest cell at least 1.0x FlexAttention", min(speedups), min(speedups) >= 1.0)
-            add(f"{which}: geometric mean at least 1.15x FlexAttention", mean, mean >= 1.15)
-        if speedups := ratios("sdpa_cudnn", which):
-            add(f"{which}: slowest cell at least 1.0x cuDNN", min(speedups), min(speedups) >= 1.0)
-        if speedups := ratios("sdpa_flash", which):
-            mean, wanted = statistics.geometric_mean(speedups), {"forward": 1.3, "backward": 1.2}[which]
-            add(f"{which}: geometric mean at least {wanted}x FlashAttention-2", mean, mean >= wanted)
-    at_8192 = {
-        r["attention"]: r
-        for r in rows
-        if (r["seq_len"], r["pass"], r["mask"]) == (8192, "forward", "causal") and "error" not in r
-    }
-    if {"flash", "naive"} <= at_8192.keys():
-        speedup = at_8192["naive"]["ms"] / at_8192["flash"]["ms"]
-        add("forward at least 5x naive at N = 8,192", speedup, speedup >= 5.0)
-        share = 100 * at_8192["flash"]["peak_extra_mib"] / at_8192["naive"]["peak_extra_mib"]
-        add("extra memory at most 2 % of naive's at N = 8,192", share, share <= 2.0, unit=" %")
-    if device.type != "cuda":
-        return goals
-    for which, speedup in window_speedup(device).items():
-        add(f"{which}: window of 1,024 at N = 65,536 at least 15x full causal", speedup, speedup >= 15.0)
-    for which, share in varlen_share(device).items():
-        add(f"{which}: 16 packed documents at most 1.1x their pairs' dense time, same kernels", share, share <= 1.1)
-    q, k, v, _ = tensors(Cell("bfloat16", 1, 4, 4, 128, 64, "causal"), device)
-    overhead = python_us(lambda: flash_attention(q, k, v, causal=True), device)
-    add("Python's share of a call under 40 us at N = 128", overhead, overhead < 40.0, unit=" us")
-    return goals
-
-
-def pass_times(attention, inputs: list[torch.Tensor], do: torch.Tensor, device: torch.device) -> dict[str, float]:
-    """Milliseconds of forward and backward."""
-    with torch.no_grad():
-        forward = measure(lambda: attention(*inputs), device).p50
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    o = attention(*leaves)
-    backward = measure(lambda: torch.autograd.grad(o, leaves, do, retain_graph=True), device).p50
-    return {"forward": forward, "backward": backward}
-
-
-def window_speedup(device: torch.device) -> dict[str, float]:
-    *inputs, do = tensors(Cell("bfloat16", 1, 16, 16, 65536, 128, "causal"), device)
-    full = pass_times(lambda q, k, v: flash_attention(q, k, v, causal=True), inputs, do, device)
-    local = pass_times(lambda q, k, v: flash_attention(q, k, v, causal=True, window=(1023, 0)), inputs, do, device)
-    return {which: full[which] / local[which] for which in full}
-
-
-def varlen_share(device: torch.device) -> dict[str, float]:
-    """Time of 16 unequal documents packed into 16,384 tokens over that of the same documents, each a dense batch.
-
-    By the same kernels: on Hopper its own in the forward, and in the backward the portable ones.
-    """
-    from kernels.call import Options
-    from kernels.portable.backward import launch_flash_bwd
-    from kernels.portable.forward import launch_flash_fwd
-
-    options = Options(causal=True, scale=128**-0.5)
-    lengths = [3712, 2560, 1984, 1600, 1312, 1056, 896, 736, 608, 512, 416, 352, 256, 192, 128, 64]
-    assert sum(lengths) == 16384
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-    *inputs, do = (x[0].transpose(0, 1) for x in tensors(Cell("bfloat16", 1, 16, 16, 16384, 128, "causal"), device))
-    longest = max(lengths)
-    packed = pass_times(
-        lambda q, k, v: flash_attention_varlen(q, k, v, starts, starts, longest, longest, causal=True),
-        inputs, do, device,
-    )  # fmt: skip
-    dense = {"forward": 0.0, "backward": 0.0}
-    for length in lengths:
-        batch = 16384 // length  # a full GPU: one document alone would leave most of it idle
-        *inputs, do = tensors(Cell("bfloat16", batch, 16, 16, length, 128, "causal"), device)
-        forward = partial(flash_attention, *inputs, causal=True)
-        backward = partial(launch_flash_bwd, do, None, *inputs, *launch_flash_fwd(*inputs, options), options)
-        for which, call in (("forward", forward), ("backward", backward)):
-            dense[which] += measure(call, device).p50 / batch
-    return {which: packed[which] / dense[which] for which in dense}
+def python_us(call: Callable[[], object], runs: int = 200) -> float:
+    """Python's share of a call on a GPU, in microseconds: calls are queued, and nobody waits for their end."""
+    call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(runs):
+        call()
+    spent = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return 1e6 * spent / runs
 
 
 if __name__ == "__main__":

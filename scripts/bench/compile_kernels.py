@@ -21,15 +21,14 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 
 from conf.program import program
-from scripts.bench.kernel_plans import ARCHS, Plan, selected, source_of
+from scripts.bench.kernel_plans import ARCHS, Plan, plans, source_of
 
 # CUDA guide, table 30
 SHARED_LIMIT_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -46,9 +45,7 @@ FAILED = 1
 class CompileSettings:
     arch: int = 90  # compute capability x 10: 80, 86, 89, 90, 100 or 120
     only: str = ""  # a regular expression: the plans whose names match; empty: all
-    override: dict[str, Any] = field(default_factory=dict)  # constants, num_warps, num_stages in place of the plans'
     against: str | None = None  # the output of an earlier run: says which plans' instructions differ
-    list: bool = False  # print the plans' names and compile nothing
     workers: int = 2  # processes
 
     def __post_init__(self) -> None:
@@ -58,17 +55,20 @@ class CompileSettings:
 
 @program("tool", CompileSettings)
 def main(settings: CompileSettings, run_dir: Path) -> None:
-    plans = [overridden(plan, settings.override) for plan in selected(settings.arch, settings.only)]
-    if settings.list:
-        print("\n".join(plan.name for plan in plans))
-        return
+    known = plans(settings.arch)
+    chosen = [plan for plan in known if re.search(settings.only, plan.name)]
+    if not chosen:
+        raise ValueError(
+            f"only={settings.only!r} matches none of the {len(known)} plans of arch={settings.arch}; "
+            f"give a part of a name as in {known[0].name!r}"
+        )
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET=1: a process that interprets kernels cannot compile them; unset it")
     before = sass_of(settings.against) if settings.against else {}
     print(f"{'plan':76} regs spill  KB GMMA HMMA DEPBAR   all  sass")
     rows = []
     with ProcessPoolExecutor(settings.workers) as pool:
-        for row in pool.map(compile_plan, plans):
+        for row in pool.map(compile_plan, chosen):
             if settings.against and row["sass"] != before.get(row["plan"]):
                 row["notes"].append("DIFFERS" if row["plan"] in before else "new")
             rows.append(row)
@@ -80,16 +80,6 @@ def main(settings: CompileSettings, run_dir: Path) -> None:
     print(json.dumps(report | {"rows": rows}))
     if report["failed"]:
         sys.exit(FAILED)
-
-
-def overridden(plan: Plan, values: dict[str, Any]) -> Plan:
-    """The plan with other constants, or another number of warps or stages."""
-    for name in values:
-        if name not in plan.constants and name not in ("num_warps", "num_stages"):
-            raise ValueError(f"override={name} is no constant of {plan.kernel}: {', '.join(plan.constants)}")
-    launch = {name: values[name] for name in values if name not in plan.constants}
-    constants = {name: values.get(name, value) for name, value in plan.constants.items()}
-    return replace(plan, constants=constants, launch=plan.launch | launch)
 
 
 def compile_plan(plan: Plan) -> dict:

@@ -13,7 +13,6 @@ to the terminal and, as Markdown and JSON, to the run's folder. The last line is
 import math
 import statistics
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from kernels import (
     quantize_per_head,
 )
 from kernels.support import why_not_fp8
-from scripts.bench.report import Columns, Report, Row, markdown, table
+from scripts.bench.report import Columns, Report, Row, refuse_unknown, table
 from training.hardware import DTYPES, HardwareConfig, set_up
 
 TENSORS = ("o", "dq", "dk", "dv")
@@ -64,10 +63,7 @@ class BudgetConfig:
     draws: int = 8  # independent inputs; the confidence interval is over them
 
     def __post_init__(self) -> None:
-        for name, known in (("cases", CASES), ("dtypes", DTYPES), ("fp8", FP8_DATA)):
-            for value in getattr(self, name):
-                if value not in known:
-                    raise ValueError(f"budget.{name}={value} is not one of {', '.join(known)}")
+        refuse_unknown("budget", self, cases=CASES, dtypes=DTYPES, fp8=FP8_DATA)
         if self.draws < 2:
             raise ValueError(f"budget.draws={self.draws} must be at least 2: a spread needs two")
 
@@ -95,28 +91,17 @@ def main(settings: BudgetSettings, run_dir: Path) -> None:
         "over_twice": [[row["case"], row["dtype"], row["head_dim"], x] for row in rows for x in over_budget(row)],
         "more_biased_than_plain": [[r["case"], r["dtype"], r["head_dim"]] for r in rows if not r["bias_no_larger"]],
     }
-    shown = [(rows, NAMES, FIGURES)] * bool(rows) + [(fp8, FP8_NAMES, FP8_FIGURES)] * bool(fp8)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "error_budget.md").write_text("\n\n".join(markdown(*one) for one in shown) + "\n")
-    report = Report("error_budget", run_dir, hardware.description, rows, {"summary": summary, "fp8": fp8})
-    report.finish(*(table(*one) for one in shown))
+    shown = [table(rows, NAMES, FIGURES)] * bool(rows) + [table(fp8, FP8_NAMES, FP8_FIGURES)] * bool(fp8)
+    Report("error_budget", run_dir, hardware.description, rows, {"summary": summary, "fp8": fp8}).finish(*shown)
 
 
-def errors(row: Row, x: str) -> str:
-    """Largest error of ours / plain / SDPA, and our ratio to the plain formula."""
-    found = " / ".join(f"{row[name][x]:.1e}" if name in row else "-" for name in ("ours", "plain", "sdpa"))
-    return f"{found} ({row['ratio'][x]:.2f})"
-
-
-def bias(row: Row) -> str:
-    return " / ".join("{:+.1e} ± {:.0e}".format(*row["bias"][name]) for name in ("ours", "plain"))
-
-
-NAMES: Columns = {"case": lambda r: r["case"], "dtype": lambda r: r["dtype"], "D": lambda r: str(r["head_dim"])}
-FIGURES: Columns = {f"{x}: ours / plain / SDPA (ratio)": partial(errors, x=x) for x in TENSORS}
-FIGURES["bias of O: ours / plain (95 %)"] = bias
-FP8_NAMES: Columns = {"data": lambda r: r["data"], "D": lambda r: str(r["head_dim"]), "8 bits by": lambda r: r["by"]}
-FP8_FIGURES: Columns = {f"{name}, %": lambda r, name=name: f"{100 * r[name]:.2g}" for name in FP8_METHODS}
+NAMES: Columns = {"case": "{case}", "dtype": "{dtype}", "D": "{head_dim}"}
+ERRORS = "{ours[x]:.1e} / {plain[x]:.1e} / {sdpa[x]:.1e} ({ratio[x]:.2f})"
+FIGURES: Columns = {f"{x}: ours / plain / SDPA (ratio)": ERRORS.replace("[x]", f"[{x}]") for x in TENSORS}
+BIASES = "{bias[ours][0]:+.1e} ± {bias[ours][1]:.0e} / {bias[plain][0]:+.1e} ± {bias[plain][1]:.0e}"
+FIGURES["bias of O: ours / plain (95 %)"] = BIASES
+FP8_NAMES: Columns = {"data": "{data}", "D": "{head_dim}", "8 bits by": "{by}"}
+FP8_FIGURES: Columns = {f"{name}, relative error": f"{{{name}:.2%}}" for name in FP8_METHODS}
 
 
 def over_budget(row: Row) -> list[str]:
@@ -126,25 +111,22 @@ def over_budget(row: Row) -> list[str]:
 
 def measure(case: str, dtype: str, head_dim: int, budget: BudgetConfig, device: torch.device) -> Row:
     """Errors of every implementation over the draws."""
-    names = ["ours", "plain"] + (["sdpa"] if case in BY_SDPA else [])
-    worst = {name: dict.fromkeys(TENSORS, 0.0) for name in names}
-    means: dict[str, list[float]] = {name: [] for name in names}
+    ours, plain = flash_attention, naive_attention
+    if case == "varlen":
+        ours, plain = flash_attention_varlen, naive_attention_varlen
+    attentions = {"ours": ours, "plain": plain} | ({"sdpa": sdpa} if case in BY_SDPA else {})
+    worst = {name: dict.fromkeys(TENSORS, 0.0) for name in attentions}
+    means: dict[str, list[float]] = {name: [] for name in attentions}
     for draw in range(budget.draws):
-        inputs, options, packed = make_inputs(case, DTYPES[dtype], head_dim, budget, device, seed=draw)
-        exact = gradients(naive_attention_varlen if packed else naive_attention, [x.double() for x in inputs], options)
-        for name in names:
-            attention = {
-                "ours": flash_attention_varlen if packed else flash_attention,
-                "plain": naive_attention_varlen if packed else naive_attention,
-                "sdpa": sdpa,
-            }[name]
-            for x, actual, expected in zip(TENSORS, gradients(attention, inputs, options), exact, strict=True):
-                error = actual.double() - expected
-                worst[name][x] = max(worst[name][x], float(error.abs().max()))
-                if x == "o":
-                    means[name].append(float(error.mean()))
-    biases = {name: (statistics.fmean(means[name]), confidence(means[name])) for name in names}
-    (ours, ours_interval), (plain, plain_interval) = biases["ours"], biases["plain"]
+        inputs, options = make_inputs(case, DTYPES[dtype], head_dim, budget, device, seed=draw)
+        exact = gradients(plain, [x.double() for x in inputs], options)
+        for name, attention in attentions.items():
+            found = gradients(attention, inputs, options)
+            wrong = {x: a.double() - e for x, a, e in zip(TENSORS, found, exact, strict=True)}
+            worst[name] = {x: max(worst[name][x], float(wrong[x].abs().max())) for x in TENSORS}
+            means[name].append(float(wrong["o"].mean()))
+    biases = {name: (statistics.fmean(values), confidence(values)) for name, values in means.items()}
+    (our_bias, our_interval), (plain_bias, plain_interval) = biases["ours"], biases["plain"]
     return {
         "case": case,
         "dtype": dtype,
@@ -153,7 +135,7 @@ def measure(case: str, dtype: str, head_dim: int, budget: BudgetConfig, device: 
         "ratio": {x: worst["ours"][x] / max(worst["plain"][x], 1e-30) for x in TENSORS},
         "bias": biases,
         # both are estimates: ours is called larger only where the intervals say so
-        "bias_no_larger": abs(ours) - ours_interval <= abs(plain) + plain_interval,
+        "bias_no_larger": abs(our_bias) - our_interval <= abs(plain_bias) + plain_interval,
     }
 
 
@@ -165,7 +147,7 @@ def confidence(values: list[float]) -> float:
 
 
 def make_inputs(case: str, dtype: torch.dtype, head_dim: int, budget: BudgetConfig, device, seed: int):
-    """(q, k, v, dO), options, whether documents are packed."""
+    """(q, k, v, dO), options."""
     generator = torch.Generator().manual_seed(seed)
     heads, tokens = budget.num_heads, budget.seq_len
     options = dict(CASES[case])
@@ -183,7 +165,7 @@ def make_inputs(case: str, dtype: torch.dtype, head_dim: int, budget: BudgetConf
         ends = sorted(torch.randperm(tokens, generator=generator)[:7].tolist())
         starts = torch.tensor([0, *ends, tokens], dtype=torch.int32, device=device)
         options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": tokens, "max_seqlen_k": tokens}
-    return [q, k, v, do], options, packed
+    return [q, k, v, do], options
 
 
 def gradients(attention, inputs: list[Tensor], options: dict) -> tuple[Tensor, ...]:

@@ -6,9 +6,10 @@ some inputs need: lengths that are whole tiles ("even"), grouped queries, loads 
 padded or wider for V, ALiBi, sinks.
 """
 
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import torch
 import triton
@@ -130,12 +131,9 @@ def hopper_forward_plans() -> list[Plan]:
         options = options._replace(cu_seqlens_q=documents if varlen else None)
         plan = hopper_forward.plan_for(head_dim, options, num_q)
         named = tuple(name for name, on in (("softcap", softcap), ("varlen", varlen)) if on)
-        for paired in {False, plan.persistent and options.causal and not varlen}:
-            constants = {
-                "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
-                "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": plan.ping_pong, "PAIRED": paired,
-            } | off_unless(named, "softcap", "varlen")  # fmt: skip
-            found.append(Plan("hopper_fwd", 90, dtype, head_dim, mask, named, constants))
+        pairs = plan.persistent and options.causal and not varlen
+        switches = {"LOCAL": options.local} | off_unless(named, "softcap", "varlen")
+        found += hopper_plans("hopper_fwd", dtype, head_dim, mask, plan, pairs, named, switches)
     return found
 
 
@@ -154,14 +152,21 @@ def hopper_fp8_plans() -> list[Plan]:
     found = []
     for head_dim, causal in product((64, 128), (True, False)):
         plan = fp8_kernel.plan_for(head_dim, causal)
-        for paired in {False, plan.persistent and causal}:
-            constants = {
-                "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
-                "CAUSAL": causal, "PING_PONG": plan.ping_pong, "PAIRED": paired,
-            }  # fmt: skip
-            mask = "causal" if causal else "full"
-            found.append(Plan("hopper_fp8", 90, "fp8e4nv", head_dim, mask, (), constants))
+        mask = "causal" if causal else "full"
+        found += hopper_plans("hopper_fp8", "fp8e4nv", head_dim, mask, plan, plan.persistent and causal)
     return found
+
+
+def hopper_plans(
+    kernel: str, dtype: str, head_dim: int, mask: str, plan: Any, pairs: bool, options=(), more: dict | None = None
+) -> Iterator[Plan]:
+    """A forward's plan, and with `pairs` the same one for pairs of tiles."""
+    for paired in {False, pairs}:
+        constants = {
+            "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,
+            "CAUSAL": mask == "causal", "PING_PONG": plan.ping_pong, "PAIRED": paired,
+        }  # fmt: skip
+        yield Plan(kernel, 90, dtype, head_dim, mask, options, constants | (more or {}))
 
 
 def off_unless(switched_on: tuple[str, ...], *options: str) -> dict:
@@ -237,13 +242,3 @@ def hopper_descriptors(plan: Plan) -> dict[str, str]:
 def shared_layout(shape: list[int], dtype: str):
     gluon_dtype = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "fp8e4nv": gl.float8e4nv}[dtype]
     return gl.NVMMASharedLayout.get_default_for(shape, gluon_dtype)
-
-
-def selected(arch: int, only: str) -> list[Plan]:
-    """The plans whose name the regular expression matches; ValueError where none does."""
-    found = [plan for plan in plans(arch) if re.search(only, plan.name)]
-    if not found:
-        raise ValueError(
-            f"only={only!r} matches none of the {len(plans(arch))} plans of arch={arch}; list=true lists them"
-        )
-    return found

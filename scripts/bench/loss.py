@@ -63,13 +63,13 @@ def main(settings: LossBenchSettings, run_dir: Path) -> None:
     report.finish(table(report.rows, NAMES, FIGURES, title, "errors relative to float64, by norm"))
 
 
-NAMES: Columns = {"": lambda r: r["name"]}
+NAMES: Columns = {"head and loss": "{name}"}
 FIGURES: Columns = {
-    "ms": "{ms:.2f}".format_map,
-    "GiB beyond inputs": lambda r: "-" if r["extra_gib"] is None else f"{r['extra_gib']:.2f}",
-    "loss error": "{loss_error:.1e}".format_map,
-    "dh": "{dh_error:.1e}".format_map,
-    "dweight": "{dweight_error:.1e}".format_map,
+    "ms": "{ms:.2f}",
+    "GiB beyond inputs": "{extra_gib:.2f}",
+    "loss error": "{loss_error:.1e}",
+    "dh error": "{dh_error:.1e}",
+    "dweight error": "{dweight_error:.1e}",
 }
 
 

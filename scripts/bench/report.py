@@ -1,4 +1,4 @@
-"""The frame of every benchmark: rows of figures as a table, a file with where they come from, a picture, a last line.
+"""The frame of every benchmark: rows of figures as a table, files with where they come from, a picture, a last line.
 
 A benchmark makes `Report(name, folder, hardware)`, appends to `rows`, and calls `finish`. A row is a dictionary; one
 with a key `error` says in a few words why it has no figures.
@@ -12,17 +12,92 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as ConsoleTable
 
 from training.log import provenance
 
 Row = dict[str, Any]
-Columns = dict[str, Callable[[Row], str]]  # heading -> what a row has there
+Columns = dict[str, str]  # heading -> what a row has there, as a format string over the row's keys
+
+
+def refuse_unknown(group: str, config: Any, **known: Iterable[str]) -> None:
+    """ValueError where a list of `config`, by its field's name, has a value that is not among the known ones."""
+    for name, allowed in known.items():
+        for value in getattr(config, name):
+            if value not in allowed:
+                raise ValueError(f"{group}.{name}={value} is not one of {', '.join(allowed)}")
+
+
+@dataclass
+class Table:
+    """Cells as they are shown, to the left the first `named` of them."""
+
+    named: int
+    headings: list[str]
+    lines: list[list[str]]
+    title: str = ""
+    caption: str = ""
+
+    def console(self) -> ConsoleTable:
+        shown = ConsoleTable(title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for place, heading in enumerate(self.headings):
+            shown.add_column(heading, justify="left" if place < self.named else "right", no_wrap=True)
+        for cells in self.lines:
+            shown.add_row(*cells)
+        return shown
+
+    def markdown(self) -> str:
+        rule = ["---"] * self.named + ["---:"] * (len(self.headings) - self.named)
+        lines = "\n".join("| " + " | ".join(cells) + " |" for cells in (self.headings, rule, *self.lines))
+        return "\n\n".join(part for part in (self.title, lines, self.caption) if part)
+
+
+def table(rows: Iterable[Row], names: Columns, figures: Columns, title: str = "", caption: str = "") -> Table:
+    """A line a row: `names` to the left, then those `figures` that any row has."""
+    rows = list(rows)
+    figures = {h: form for h, form in figures.items() if any(cell(form, row) != "-" for row in rows)} or figures
+    lines = []
+    for row in rows:
+        if row.get("error"):
+            shown = [row["error"][:40], *[""] * (len(figures) - 1)]
+        else:
+            shown = [cell(form, row) for form in figures.values()]
+        lines.append([cell(form, row) for form in names.values()] + shown)
+    return Table(len(names), [*names, *figures], lines, title, caption)
+
+
+def pivot(rows: Iterable[Row], names: Columns, across: str, figure: str, title: str = "", caption: str = "") -> Table:
+    """A line for each different `names`, a column for each different `across`, `figure` where they meet."""
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        line = lines.setdefault(tuple(cell(form, row) for form in names.values()), {})
+        line[cell(across, row)] = row.get("error") or cell(figure, row)
+    columns = list(dict.fromkeys(column for line in lines.values() for column in line))
+    shown = [[*name, *(line.get(column, "-") for column in columns)] for name, line in lines.items()]
+    return Table(len(names), [*names, *columns], shown, title, caption)
+
+
+class _Cell(Formatter):
+    """`str.format` of a row, with "-" in place of what the row does not have."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        try:
+            return super().get_field(field_name, args, kwargs)
+        except LookupError:
+            return None, field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return "-" if value is None else super().format_field(value, format_spec)
+
+
+def cell(form: str, row: Row) -> str:
+    return _Cell().vformat(form, (), row)
 
 
 @dataclass
@@ -30,7 +105,7 @@ class Report:
     """What a benchmark found.
 
     Attributes:
-        name: of its files in `folder`: <name>.json, and what `csv_too` and pictures add.
+        name: of its files in `folder`: <name>.json, <name>.md, and what `csv_too` and pictures add.
         hardware: where it ran, in words.
         more: facts beside the rows, which go into the JSON.
     """
@@ -41,47 +116,31 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
+    def finish(self, *tables: Table, csv_too: bool = False, last: dict[str, Any] | None = None) -> None:
+        """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found."""
         origin = {"hardware": self.hardware, "provenance": provenance() | {"driver": driver()}}
-        return origin | self.more | {"rows": self.rows}
-
-    def finish(self, *tables: Table, csv_too: bool = False) -> None:
-        """Print the tables, write the files, print one JSON object as the last line."""
-        found = self.as_dict()
+        found = origin | self.more | ({"rows": self.rows} if self.rows else {})
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
         console.print(self.hardware, markup=False)
         for shown in tables:
-            console.print(shown)
+            console.print(shown.console())
+            if shown.caption:
+                console.print(shown.caption, markup=False)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{self.name}.json").write_text(json.dumps(found, indent=2) + "\n")
+        page = [origin_line(found), *(shown.markdown() for shown in tables)]
+        (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n")
         if csv_too:
             write_csv(self.folder / f"{self.name}.csv", self.rows, {"machine": self.hardware, **found["provenance"]})
-        print(json.dumps(found | {"folder": str(self.folder)}))
+        print(json.dumps((last or found) | {"folder": str(self.folder)}))
 
 
-def table(rows: Iterable[Row], names: Columns, figures: Columns, title: str = "", caption: str = "") -> Table:
-    """For the console: `names` to the left, `figures` to the right."""
-    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in (*names, *figures):
-        result.add_column(heading, justify="left" if heading in names else "right", no_wrap=True)
-    for cells in _cells(rows, names, figures):
-        result.add_row(*cells)
-    return result
-
-
-def markdown(rows: Iterable[Row], names: Columns, figures: Columns) -> str:
-    """The same table for a page."""
-    lines = [[*names, *figures], ["---"] * len(names) + ["---:"] * len(figures), *_cells(rows, names, figures)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def _cells(rows: Iterable[Row], names: Columns, figures: Columns) -> Iterator[list[str]]:
-    for row in rows:
-        if row.get("error"):
-            shown = [row["error"][:40], *[""] * (len(figures) - 1)]
-        else:
-            shown = [figure(row) for figure in figures.values()]
-        yield [name(row) for name in names.values()] + shown
+def origin_line(report: dict[str, Any]) -> str:
+    """Machine, versions, commit and command of a report."""
+    source = report["provenance"]
+    versions = ", ".join(f"{name} {source['versions'].get(name)}" for name in ("torch", "triton"))
+    driver = f", driver {source['driver']}" if source.get("driver") else ""
+    return f"{report['hardware']}; {versions}{driver}; commit {source['commit']}; `{source['command']}`"
 
 
 def write_csv(path: Path, rows: list[Row], origin: dict[str, Any]) -> None:

@@ -26,9 +26,10 @@ from model import ATTENTION, GPT, resolve_model
 from model.config import LOSSES
 from model.recompute import MODES
 from scripts.bench.clock import Mark, Parts
-from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, table
+from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_unknown, table
 from scripts.bench.saving import save_cost
 from training.hardware import Hardware, set_up
+from training.memory import DoesNotFit
 from training.optimizer import Optimizer
 from training.run import resolve
 from training.speed import mfu, model_flops, peak_flops
@@ -50,11 +51,8 @@ class BenchConfig:
     saving: bool = False  # measure what a save costs the loop, too
 
     def __post_init__(self) -> None:
-        known = {"attention": ("auto", *ATTENTION, *SDPA_KERNELS), "checkpointing": MODES, "loss": LOSSES}
-        for key, allowed in known.items():
-            for name in getattr(self, key):
-                if name not in allowed:
-                    raise ValueError(f"bench.{key}={name} is unknown; use one of {', '.join(allowed)}")
+        attention = ("auto", *ATTENTION, *SDPA_KERNELS)
+        refuse_unknown("bench", self, attention=attention, checkpointing=MODES, loss=LOSSES)
         for key in ("steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens"):
             value = getattr(self, key)
             if value is not None and any(number < 1 for number in (value if isinstance(value, list) else [value])):
@@ -89,28 +87,27 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
         title = f"training step, {hardware.description}"
         draw_lengths(run_dir / "bench_training.png", report.rows, panels, "{attention}, {activation_checkpointing}, "
                      "{loss} loss".format_map, title)  # fmt: skip
-    report.finish(
-        table(report.rows, NAMES, FIGURES, "training step, median (ms: forward + backward + optimizer)"),
-        *([table(report.rows, NAMES, SAVING, "what a save costs the loop")] if bench.saving else []),
-    )
+    title = "training step, median (ms: forward + backward + optimizer)"
+    caption = "a save: what a save costs the loop; for 2 % of its time, one every so many steps" if bench.saving else ""
+    report.finish(table(report.rows, NAMES, FIGURES, title, caption))
 
 
 NAMES: Columns = {
-    "attention": lambda r: r["attention"],
-    "recompute": lambda r: r["activation_checkpointing"],
-    "loss": lambda r: r["loss"],
-    "context": lambda r: f"{r['seq_len']:,}",
+    "attention": "{attention}",
+    "recompute": "{activation_checkpointing}",
+    "loss": "{loss}",
+    "context": "{seq_len:,}",
 }
 FIGURES: Columns = {
-    "tokens/s": lambda r: f"{r['tokens_per_second']:,}",
-    "ms": "{step_ms:.0f} ({forward_ms:.0f}+{backward_ms:.0f}+{optimizer_ms:.0f})".format_map,
-    "MFU": lambda r: "-" if r["mfu"] is None else f"{r['mfu']:.1%}",
-    "GiB": lambda r: "-" if r["peak_memory_gib"] is None else f"{r['peak_memory_gib']:.1f}",
-}
-SAVING: Columns = {
-    "MB": "{checkpoint_mb:,.0f}".format_map,
-    "ms a save": "{save_ms:.0f} ({save_ms_least:.0f} to {save_ms_most:.0f})".format_map,
-    "2 % of the time: every": "{save_every_at_promise} steps".format_map,
+    "tokens/s": "{tokens_per_second:,}",
+    "ms": "{step_ms:.0f} ({forward_ms:.0f}+{backward_ms:.0f}+{optimizer_ms:.0f})",
+    "MFU": "{mfu:.1%}",
+    "GiB": "{peak_memory_gib:.1f}",
+    "checkpoint, MB": "{checkpoint_mb:,.0f}",
+    "a save, ms": "{save_ms:.0f}",
+    "least": "{save_ms_least:.0f}",
+    "most": "{save_ms_most:.0f}",
+    "for 2 %: every": "{save_every_at_promise}",
 }
 
 
@@ -149,7 +146,7 @@ def measure(attention: str, settings: BenchSettings, hardware: Hardware, run_dir
     if micro_batch == "auto":
         try:
             row["micro_batch"] = resolve(settings, vocab_size=settings.bench.vocab_size).micro_batch
-        except ValueError as error:  # all else was resolved before
+        except DoesNotFit as error:
             return row | {"micro_batch": None, "error": "out of memory", "why": str(error)}
     try:
         with held_to(attention):
@@ -178,11 +175,11 @@ def figures(settings: BenchSettings, micro_batch: int, hardware: Hardware, run_d
     def step(region: Callable[[str], AbstractContextManager]) -> None:
         training_step(forward, optimizer, tokens[:, :-1], tokens[:, 1:], micro_batch, hardware, region=region)
 
-    marks, parts = [Mark(hardware)], []
+    marks, parts = [Mark(hardware.device)], []
     for _ in range(bench.warmup_steps + bench.steps):
-        parts.append(Parts(hardware))
+        parts.append(Parts(hardware.device))
         step(parts[-1])
-        marks.append(Mark(hardware))
+        marks.append(Mark(hardware.device))
     hardware.synchronize()
     seconds = [begin.seconds_to(end) for begin, end in pairwise(marks)][bench.warmup_steps :]
     by_step = [part.seconds() for part in parts[bench.warmup_steps :]]
