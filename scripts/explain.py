@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.table import Table as ConsoleTable
 
 from conf.program import program
 from conf.schema import Settings
@@ -29,7 +30,7 @@ from kernels.call import Options
 from kernels.device import GPU, GPUS
 from kernels.tiled import tile_order
 from scripts.bench.clock import measure
-from scripts.bench.report import table
+from scripts.bench.report import Table, table
 from training.hardware import DTYPES, Hardware, set_up
 from training.memory import GIB, Plan
 from training.run import resolve
@@ -222,26 +223,21 @@ def tile_bytes(block_q: int, block_k: int, head_dim: int, element: int = 2, stag
 # --- attention: what is printed; each returns what it prints
 
 
-def show_memory(console: Console, shape: Shape, num_layers: int) -> list[dict]:
-    rows = [{"name": name, "terms": terms, "bytes": sum(terms.values())} for name, terms in memory(shape).items()]
-    names = {"": lambda row: row["name"], "terms": terms_of}
-    figures = {
-        "one layer": lambda row: size_of(row["bytes"]),
-        f"{num_layers} layers": lambda row: size_of(num_layers * row["bytes"]),
-    }
-    console.print(table(rows, names, figures, "memory that one layer keeps for its backward"))
+def show_memory(console: Console, shape: Shape, num_layers: int) -> dict:
+    found, lines = memory(shape), []
+    for name, terms in found.items():
+        total = sum(terms.values())
+        lines.append([name, terms_of(terms), size_of(total), size_of(num_layers * total)])
+    headings = ["", "terms", "one layer", f"{num_layers} layers"]
+    console.print(Table(2, headings, lines, "memory that one layer keeps for its backward").console())
     console.print("standard: 4BHND + 2BHN^2 numbers; flash: 4BHND numbers and BHN float32 statistics.\n")
-    return rows
+    return found
 
 
 def show_flops(console: Console, shape: Shape) -> dict:
     found, shares = flops(shape), recomputation_share(shape)
-    rows = [{"pass": name, "flops": count} for name, count in found.items()]
-    figures = {
-        "FLOPs": lambda row: f"{row['flops']:.4g}",
-        "products": lambda row: f"{2 * row['flops'] / found['forward']:.0f} x 2N^2D",
-    }
-    console.print(table(rows, {"pass": lambda row: row["pass"]}, figures, "arithmetic"))
+    lines = [[name, f"{count:.4g}", f"{2 * count / found['forward']:.0f} x 2N^2D"] for name, count in found.items()]
+    console.print(Table(1, ["pass", "FLOPs", "products"], lines, "arithmetic").console())
     for name, share in shares.items():
         console.print(f"computing S again is {share:.1%} {name}", markup=False)
     console.print()
@@ -249,15 +245,13 @@ def show_flops(console: Console, shape: Shape) -> dict:
 
 
 def show_roofline(console: Console, shape: Shape, gpu: GPU) -> list[dict]:
-    rows = roofline(shape, gpu)
-    names = {"": lambda row: row["name"], "limited by": lambda row: row["limit"]}
-    figures = {
-        "HBM traffic": lambda row: size_of(row["bytes"]),
-        "FLOPs a byte": lambda row: f"{row['flops_per_byte']:.0f}",
-        "least time": lambda row: f"{1e3 * row['seconds']:.3f} ms",
-    }
+    rows, lines = roofline(shape, gpu), []
+    for row in rows:
+        figures = size_of(row["bytes"]), f"{row['flops_per_byte']:.0f}", f"{1e3 * row['seconds']:.3f} ms"
+        lines.append([row["name"], row["limit"], *figures])
+    headings = ["", "limited by", "HBM traffic", "FLOPs a byte", "least time"]
     peaks = f"{gpu.dense_flops / 1e12:.0f} TFLOP/s, {gpu.memory_bytes_per_second / 1e12:.2f} TB/s"
-    console.print(table(rows, names, figures, f"forward on {gpu.name}: {peaks}"))
+    console.print(Table(2, headings, lines, f"forward on {gpu.name}: {peaks}").console())
     console.print(f"The crossover of {gpu.name} is at {gpu.ridge:.0f} FLOPs a byte.\n", markup=False)
     return rows
 
@@ -271,19 +265,17 @@ def show_tiles(console: Console, shape: Shape, gpu: GPU) -> list[dict]:
             fits = "yes"
         elif total - terms["S"] - terms["O"] <= gpu.shared_bytes:
             fits = "with S and O in registers"
-        rows.append({"tile": f"{block_q} x {block_k}", "fits": fits} | terms | {"in all": total})
-    names = {"queries x keys": lambda row: row["tile"], "fits": lambda row: row["fits"]}
-    figures = {name: lambda row, name=name: f"{row[name] / 1024:.0f}" for name in (*terms, "in all")}
+        rows.append({"queries x keys": f"{block_q} x {block_k}", "fits": fits} | terms | {"in all": total})
     title = f"shared memory of a tile, KiB, K and V twice; {gpu.name} has {gpu.shared_bytes // 1024} KiB a block"
-    console.print(table(rows, names, figures, title))
+    console.print(sizes(rows, 2, 2**10, 0, title))
     return rows
 
 
 def show_loop_orders(console: Console, shape: Shape) -> dict:
-    rows = [{"name": name, "terms": terms} for name, terms in loop_order_bytes(shape).items()]
-    names = {"outer loop": lambda row: row["name"], "terms": terms_of}
+    found = loop_order_bytes(shape)
+    lines = [[name, terms_of(terms), size_of(sum(terms.values()))] for name, terms in found.items()]
     title = "HBM traffic of the two loop orders, forward, tiles of 128 x 128, nothing caught by L2"
-    console.print(table(rows, names, {"in all": lambda row: size_of(sum(row["terms"].values()))}, title))
+    console.print(Table(2, ["outer loop", "terms", "in all"], lines, title).console())
     q, k, v = torch.randn(3, 1, 1, 512, 64).unbind()
     outputs = {}
     for outer in ("keys", "queries"):
@@ -294,7 +286,7 @@ def show_loop_orders(console: Console, shape: Shape) -> dict:
         )
     same = torch.equal(outputs["keys"], outputs["queries"])
     console.print(f"The PyTorch reference ran in both orders: {'the same bits' if same else 'DIFFERENT NUMBERS'}.\n")
-    return {"rows": rows, "same_bits": same}
+    return found | {"same_bits": same}
 
 
 def show_measured(console: Console, shape: Shape, gpu: GPU, device: torch.device) -> list[dict]:
@@ -311,17 +303,13 @@ def show_measured(console: Console, shape: Shape, gpu: GPU, device: torch.device
         try:
             with torch.no_grad():
                 attention(q, k, v, causal=shape.causal)
-                rows[-1]["extra_bytes"] = torch.cuda.max_memory_allocated(device) - held
+                rows[-1]["extra_mib"] = (torch.cuda.max_memory_allocated(device) - held) / 2**20
                 rows[-1]["ms"] = measure(lambda a=attention: a(q, k, v, causal=shape.causal), device).p50
         except torch.OutOfMemoryError:
             rows[-1]["error"] = "out of memory"
-    figures = {
-        "time": lambda row: f"{row['ms']:.3f} ms",
-        "roofline": lambda row: f"{row['roofline_ms']:.3f} ms",
-        "memory beyond the inputs": lambda row: size_of(row["extra_bytes"]),
-    }
-    title = f"measured on {torch.cuda.get_device_name(device)}"
-    console.print(table(rows, {"": lambda row: row["name"]}, figures, title))
+    names = {"": "{name}"}
+    figures = {"ms": "{ms:.3f}", "roofline, ms": "{roofline_ms:.3f}", "MiB beyond the inputs": "{extra_mib:,.1f}"}
+    console.print(table(rows, names, figures, f"measured on {torch.cuda.get_device_name(device)}").console())
     return rows
 
 
@@ -348,16 +336,12 @@ def show_step(console: Console, settings: ExplainSettings) -> dict:
     kinds = dict.fromkeys(kind for terms in moments.values() for kind in terms)
     rows = [{"": kind} | {part: terms.get(kind, 0) for part, terms in moments.items()} for kind in kinds]
     rows.append({"": "in all"} | {part: sum(terms.values()) for part, terms in moments.items()})
-    figures = {part: lambda row, part=part: f"{row[part] / GIB:.3f}" for part in moments}
-    title = "GiB at the fullest moment of each part of the step"
-    console.print(table(rows, {"": lambda row: row[""]}, figures, title))
+    console.print(sizes(rows, 1, GIB, 3, "GiB at the fullest moment of each part of the step"))
 
     layers = activations_by_layer(plan)
     rows = [{"layer": number} | terms | {"in all": sum(terms.values())} for number, terms in enumerate(layers)]
-    headings = dict.fromkeys(heading for row in rows for heading in row if heading not in ("layer", "in all"))
-    figures = {h: lambda row, h=h: f"{row.get(h, 0) / 2**20:,.1f}" for h in (*headings, "in all")}
     title = "activations of each layer at the forward's fullest moment, MiB, by the module that made them"
-    console.print(table(rows, {"layer": lambda row: str(row["layer"])}, figures, title))
+    console.print(sizes(rows, 1, 2**20, 1, title))
     console.print(str(plan), markup=False, soft_wrap=True)
     return {"peak_bytes": plan.peak, "fullest": plan.fullest, "moments": moments, "layers": layers}
 
@@ -375,8 +359,19 @@ def activations_by_layer(plan: Plan) -> list[dict[str, int]]:
 # --- words
 
 
-def terms_of(row: dict) -> str:
-    return " + ".join(f"{name} {size_of(size)}" for name, size in row["terms"].items())
+def sizes(rows: list[dict], named: int, unit: int, digits: int, title: str) -> ConsoleTable:
+    """Rows of bytes, after so many names, in units of so many bytes."""
+    headings = list(dict.fromkeys(heading for row in rows for heading in row))
+    lines = [
+        [str(row[name]) for name in headings[:named]]
+        + [f"{row.get(heading, 0) / unit:,.{digits}f}" for heading in headings[named:]]
+        for row in rows
+    ]
+    return Table(named, headings, lines, title).console()
+
+
+def terms_of(terms: dict[str, float]) -> str:
+    return " + ".join(f"{name} {size_of(size)}" for name, size in terms.items())
 
 
 def size_of(bytes_: float) -> str:
