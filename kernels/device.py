@@ -28,6 +28,11 @@ class GPU:
     memory_bytes_per_second: float
 
     @property
+    def ridge(self) -> float:
+        """FLOPs a byte above which the arithmetic, not the memory, is the limit."""
+        return self.dense_flops / self.memory_bytes_per_second
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory that one block may use."""
         return SHARED_LIMIT_BYTES[self.arch]

@@ -142,6 +142,8 @@ def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None
             f"dtype {dtype} is not supported by flash attention (float32, bfloat16, float16); use model.attention=naive"
         )
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return None  # a GPU elsewhere, for which a run is planned here
         major, minor = capability(torch.cuda.current_device() if device.index is None else device.index)
         if major >= 8:
             return None

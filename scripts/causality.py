@@ -4,14 +4,15 @@ Three parts, each a way in which a GPT is called: `model` (a plain forward), `pa
 `KV cache` (a prompt in pieces, then token by token). In each
   - one token is changed, and exactly the logits may move that are behind it, in its document, within its window;
   - attention's own matrix is read, with one-hot values in place of V, and must be positive exactly where the mask is;
-  - packing and cache must give the logits of plain forwards of one document.
+  - every document must have the logits that a plain forward of it alone gives.
 Rotary positions are relative, so a document whose positions go on from the one before has the right logits all the
 same, until the table ends. The last check therefore runs with tables that tell absolute positions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ PIECES = (5, 3, 1, 1, 13, 1)  # how the cache is filled
 # how far logits of the same tokens may be apart: on a CPU they are by 1e-5, those of wrong positions by 0.5 and more
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
 
-Call = Callable[[], Tensor]
+Run = Callable[[Tensor], Tensor]
 
 
 def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
@@ -76,11 +77,7 @@ def _small_model(config: GPTConfig, hardware: Hardware) -> GPT:
 
 def _plain(model: GPT, hardware: Hardware) -> Iterator[str]:
     """A plain forward of one row."""
-    tokens = _tokens(1, hardware.device)
-    sees = _mask(model, torch.zeros(SEQ_LEN))
-    yield from _wrong_attention(model, lambda: model(tokens), sees)
-    for place in CHANGED:
-        yield from _wrong_moves(model, lambda t: model(t)[0], tokens, place, torch.zeros(SEQ_LEN))
+    return _faults(model, hardware, lambda tokens: model(tokens)[0], _tokens(1, hardware.device))
 
 
 def _packing(model: GPT, hardware: Hardware) -> Iterator[str]:
@@ -90,55 +87,50 @@ def _packing(model: GPT, hardware: Hardware) -> Iterator[str]:
         tokens[row, list(starts[1:])] = END_OF_TEXT
     starts = document_starts(tokens.cpu(), END_OF_TEXT)
     documents = packed_rows(starts, 0, *tokens.shape, hardware.device)
-    of_token = torch.bucketize(torch.arange(tokens.numel()), starts, right=True)
-    yield from _wrong_attention(model, lambda: model(tokens, **documents), _mask(model, of_token))
-
-    def run(changed: Tensor) -> Tensor:
-        return model(changed, **documents).flatten(0, 1)
-
-    for place in (*CHANGED, *(SEQ_LEN + place for place in CHANGED)):
-        yield from _wrong_moves(model, run, tokens, place, of_token)
-    with _absolute_positions(model):
-        packed, flat = run(tokens), tokens.flatten()
-        for start, end in zip(starts.tolist(), [*starts.tolist()[1:], len(flat)], strict=True):
-            apart = (packed[start:end] - model(flat[None, start:end])[0]).abs().max().item()
-            if not apart <= TOLERANCE[hardware.dtype]:
-                yield f"the document at token {start} has other logits than alone (by {apart:.2g}): its positions do "\
-                      "not begin at 0"  # fmt: skip
+    return _faults(model, hardware, lambda tokens: model(tokens, **documents).flatten(0, 1), tokens, starts.tolist())
 
 
 def _cache(model: GPT, hardware: Hardware) -> Iterator[str]:
     """A prompt in pieces, then single tokens."""
-    tokens = _tokens(1, hardware.device)
-    one_document = torch.zeros(SEQ_LEN)
 
     def run(tokens: Tensor) -> Tensor:
         cache = model.make_cache(batch_size=1)
         return torch.cat([model(piece, kv_cache=cache)[0] for piece in tokens.split(list(PIECES), dim=1)])
 
-    ends = torch.tensor(PIECES).cumsum(0)
-    sees = [_mask(model, one_document)[end - n : end, :end] for n, end in zip(PIECES, ends.tolist(), strict=True)]
-    yield from _wrong_attention(model, lambda: run(tokens), *sees)
-    for place in CHANGED:
-        yield from _wrong_moves(model, run, tokens, place, one_document)
-    with _absolute_positions(model):
-        apart = (run(tokens) - model(tokens)[0]).abs().amax(dim=1)
-        wrong = (apart > TOLERANCE[hardware.dtype]).nonzero().flatten().tolist()
-        if wrong or apart.isnan().any():
-            yield f"token {(wrong or [0])[0]} has other logits than without the cache (by {apart.max():.2g})"
+    return _faults(model, hardware, run, _tokens(1, hardware.device), pieces=PIECES)
 
 
 # --- the checks
 
 
-def _mask(model: GPT, document_of: Tensor) -> Tensor:
-    """(N, N): does query i see key j, by the definition."""
-    query, key = torch.meshgrid(2 * [torch.arange(len(document_of))], indexing="ij")
-    sees = (key <= query) & (document_of[query] == document_of[key])
-    return sees if model.config.window is None else sees & (query - key < model.config.window)
+def _faults(
+    model: GPT, hardware: Hardware, run: Run, tokens: Tensor, starts: Sequence[int] = (0,), pieces: Sequence[int] = ()
+) -> Iterator[str]:
+    """What is wrong with `run`, which turns tokens (rows, SEQ_LEN) into the logits (N, V) of all rows.
+
+    starts: of the documents. pieces: tokens of each call of a layer; none: all in one.
+    """
+    number = torch.arange(tokens.numel())
+    document_of = torch.bucketize(number, torch.tensor(starts), right=True)
+    distance = number[:, None] - number
+    sees = (distance >= 0) & (document_of[:, None] == document_of)
+    moves = sees.clone()
+    if (window := model.config.window) is not None:
+        sees &= distance < window
+        moves &= distance <= len(model.blocks) * (window - 1)
+    ends = torch.tensor(pieces or (len(number),)).cumsum(0).tolist()
+    expected = [sees[start:end, :end] for start, end in pairwise((0, *ends))]
+    yield from _wrong_attention(model, lambda: run(tokens), expected)
+    yield from _wrong_moves(run, tokens, moves)
+    with _absolute_positions(model):
+        documents = tokens.flatten().tensor_split(starts[1:])
+        apart = run(tokens) - torch.cat([model(document[None])[0] for document in documents])
+    for token in (~(apart.abs().amax(dim=1) <= TOLERANCE[hardware.dtype])).nonzero().flatten().tolist():
+        start, by = starts[document_of[token] - 1], apart[token].abs().max()
+        yield f"the document at token {start} has other logits than alone (token {token}, by {by:.2g})"
 
 
-def _wrong_attention(model: GPT, call: Call, *expected: Tensor) -> Iterator[str]:
+def _wrong_attention(model: GPT, call: Callable[[], Tensor], expected: list[Tensor]) -> Iterator[str]:
     """Read attention's matrix in every call of every layer; `expected` has one mask for each call of a layer."""
     read: list[list[Tensor]] = [[] for _ in model.blocks]
 
@@ -164,20 +156,16 @@ def _wrong_attention(model: GPT, call: Call, *expected: Tensor) -> Iterator[str]
                 yield f"attention of layer {layer}: token {before + query} {verb} token {key}"
 
 
-def _wrong_moves(
-    model: GPT, run: Callable[[Tensor], Tensor], tokens: Tensor, place: int, document_of: Tensor
-) -> Iterator[str]:
-    """Change the token at `place` (over all rows) and compare which logits (N, V) move with which may."""
-    changed = tokens.clone().flatten()
-    changed[place] = changed[place] % (VOCAB - 1) + 1  # another token, and never end-of-text
-    moved = (run(tokens) != run(changed.view_as(tokens))).any(dim=1).cpu()
-    behind = torch.arange(len(moved)) - place
-    may = (behind >= 0) & (document_of == document_of[place])
-    if model.config.window is not None:
-        may &= behind <= len(model.blocks) * (model.config.window - 1)
-    for other in (moved != may).nonzero().flatten().tolist():
-        verb = "does not move" if may[other] else "moves"
-        yield f"changing token {place} {verb} the logits of token {other}"
+def _wrong_moves(run: Run, tokens: Tensor, moves: Tensor) -> Iterator[str]:
+    """Change one token after another and compare which logits move; moves[i, j]: those of token i with token j."""
+    usual = run(tokens)
+    for place in (row * SEQ_LEN + place for row in range(len(tokens)) for place in CHANGED):
+        changed = tokens.clone().flatten()
+        changed[place] = changed[place] % (VOCAB - 1) + 1  # another token, and never end-of-text
+        moved = (run(changed.view_as(tokens)) != usual).any(dim=1).cpu()
+        for other in (moved != moves[:, place]).nonzero().flatten().tolist():
+            verb = "does not move" if moves[other, place] else "moves"
+            yield f"changing token {place} {verb} the logits of token {other}"
 
 
 @contextmanager

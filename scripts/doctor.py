@@ -1,9 +1,9 @@
 """One page before a run: `python -m scripts.doctor` with the arguments that `train.py` will get.
 
-Looks at the machine, the kernels (a self-test in every dtype), the attention that would be taken, who sees whom, data,
-tokenizer, memory, disk and wandb, and asks every question that a start asks (training/run.py). Every finding that needs
-one has a fix: a value to set, a command to type. A wrong configuration ends as it does for train.py, in one line.
-Nothing is trained, tokenized or written.
+Looks at the machine, tests the kernels in every dtype and who sees whom, and asks every question that a start asks
+(training/run.py), where a refusal does not end the page. Every finding that needs one has a fix: a value to set, a
+command to type. A wrong configuration ends as it does for train.py, in one line. Nothing is trained, tokenized or
+written.
 
 Exit code 1 where something must be mended before the run, else 0. The last line is one JSON object.
 
@@ -14,25 +14,29 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from math import pi
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
-import scripts.doctor_checks as checks
+import scripts.machine as machine
 from conf.program import program
 from conf.schema import Settings
-from data import Dataset, tokenizer_state
+from data import Dataset, build_tokenizer, open_dataset, tokenizer_state
+from data.dataset import digest, locate
+from data.wikitext import within_reach
 from kernels import why_not
 from model import GPT, GPTConfig, resolve_attention, resolve_model
 from scripts.causality import probe
-from scripts.doctor_checks import FIX, NOTE, OK, Finding, refused
+from scripts.machine import Finding
 from scripts.selftest import self_test
-from training import memory as memories
-from training import resume
-from training.hardware import Hardware
+from training import memory, resume
+from training.hardware import Hardware, set_up
+from training.log import wandb_mode
 from training.run import resolve
 
 FAILED = 1  # exit code
@@ -42,152 +46,210 @@ USUAL_HEAD_DIM = 64  # of the kernels' self-test where the run's attention is an
 @program("config", Settings, experiment="quickstart", run_dir=".")
 def main(settings: Settings, run_dir: Path) -> None:
     began = time.perf_counter()
-    folder = Path("runs") if run_dir == Path(".") else run_dir  # hydra.run.dir=FOLDER is the run's, as for train.py
-    findings = examine(settings, folder)
-    wrong = [finding.name for finding in findings if finding.status == FIX]
-    show(findings)
-    report = {finding.name: {k: v for k, v in asdict(finding).items() if k != "name"} for finding in findings}
+    page = examine(settings, Path("runs") if run_dir == Path(".") else run_dir)  # hydra.run.dir=FOLDER is the run's
+    show(page)
+    wrong = [name for name, finding in page.items() if finding.wrong]
+    keys = ("status", "text", "fix", "facts")
+    report = {name: {key: getattr(finding, key) for key in keys} for name, finding in page.items()}
     print(json.dumps({"ready": not wrong, "wrong": wrong, "seconds": time.perf_counter() - began, "checks": report}))
     if wrong:
         sys.exit(FAILED)
 
 
-def examine(settings: Settings, folder: Path) -> list[Finding]:
-    """Every finding, in the order of the page; a check whose ground is missing is left out."""
-    findings = [checks.gpu(), checks.versions()]
-    found, hardware = checks.hardware(settings)
-    findings.append(found)
-    model = None
-    if hardware is not None:
-        found, model = attention(settings, hardware)  # as the run will see it: not yet in the interpreter
-        findings.append(found)
-        if not torch.cuda.is_available():
-            os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is next
-        findings.append(kernels(model, hardware))
-    data, dataset = checks.data(settings)
-    tokenizer, vocab_size = checks.tokenizer(settings, dataset)
-    parameters = None
-    if model is not None:
-        if findings[-1].status != FIX:  # kernels that stop would stop this too
-            findings.append(causality(model, hardware))
-        found, parameters = network(model, vocab_size, settings.data.seq_len)
-        findings.append(found)
-    findings += [data, tokenizer]
-    if model is not None and vocab_size is not None:
-        findings.append(memory(settings, model, hardware, vocab_size))
-    findings += [checks.disk(settings, folder, parameters), checks.wandb(settings)]
+class Page(dict[str, Finding]):
+    """Findings by name, in the order in which they were asked for."""
+
+    def ask(self, name: str, question: Callable[..., Finding], *grounds: Any, **known: Any) -> Any:
+        """The value of what `question` finds; None where it is refused, or stands on a ground that was refused."""
+        if any(ground is None for ground in grounds):
+            return None
+        try:
+            self[name] = question(*grounds, **known)
+        except ValueError as error:
+            what, _, remedy = str(error).rpartition("; ")
+            self[name] = Finding(what or remedy, remedy if what else "correct it", wrong=True)
+        return self[name].value
+
+
+def examine(settings: Settings, folder: Path) -> Page:
+    """Every question whose ground is there; a question may also use what is `known`, or None."""
+    page = Page()
+    page.ask("gpu", machine.gpu)
+    page.ask("versions", machine.versions)
+    hardware = page.ask("hardware", chosen_hardware, settings)
+    page.ask("compiler", machine.compiler, hardware)
+    model = page.ask("attention", attention, settings, hardware)
+    sound = page.ask("kernels", kernels, hardware, model=model)
+    if sound:  # kernels that stop would stop this too
+        page.ask("causality", causality, model, hardware)
+    dataset = page.ask("data", text, settings)
+    vocab_size = page.ask("tokenizer", tokenizer, settings, dataset=dataset)
+    parameters = page.ask("model", network, model, settings.data.seq_len, vocab_size=vocab_size)
+    page.ask("memory", step_memory, settings, model, hardware, vocab_size)
+    page.ask("disk", machine.disk, settings.train, folder, parameters=parameters)
+    page.ask("wandb", wandb, settings)
     if settings.resume not in (None, "auto"):
-        findings.append(goes_on(settings, dataset))
-    if dataset is not None and not any(finding.status == FIX for finding in findings):
-        findings += start(settings, folder)
-    return findings
+        page.ask("resume", goes_on, settings, dataset=dataset)
+    if dataset is not None and not any(finding.wrong for finding in page.values()):
+        page.ask("start", start, settings, folder)
+    return page
 
 
-def attention(settings: Settings, hardware: Hardware) -> tuple[Finding, GPTConfig | None]:
-    """What the run's attention becomes, and what `auto` would; and the resolved model, None where it cannot run."""
+def chosen_hardware(settings: Settings) -> Finding:
+    hardware, threads, cores = set_up(settings.hardware), settings.hardware.num_threads, os.cpu_count() or 1
+    if threads is not None and threads > cores:
+        waiting = f"hardware.num_threads={threads} on {cores} cores: threads would wait for each other"
+        return Finding(waiting, f"hardware.num_threads={cores}", value=hardware)
+    return Finding(hardware.description, facts={"description": hardware.description}, value=hardware)
+
+
+def attention(settings: Settings, hardware: Hardware) -> Finding:
+    """What the run's attention becomes, and what `auto` would; the resolved model."""
     config, mask = settings.model, settings.data.document_mask
-    features = config.attention_features(mask)
     call = hardware.device, hardware.dtype
-    automatic = "{} ({})".format(*resolve_attention("auto", *call, config.head_dim, features))
+    automatic, why = resolve_attention("auto", *call, config.head_dim, config.attention_features(mask))
     try:
         model, reason, _ = resolve_model(config, *call, document_mask=mask)
     except ValueError as error:
-        found = refused("attention", error)
-        return Finding("attention", FIX, found.text, f"{found.fix}, or model.attention=auto: {automatic}"), None
-    text = f"{model.attention} ({reason})" + ("" if config.attention == "auto" else f"; auto would be {automatic}")
-    return Finding("attention", OK, text, facts={"name": model.attention, "reason": reason}), model
+        raise ValueError(f"{error}, or model.attention=auto: {automatic}") from error
+    said = f"{model.attention} ({reason})"
+    if config.attention != "auto":
+        said += f"; auto would be {automatic} ({why})"
+    return Finding(said, facts={"name": model.attention, "reason": reason}, value=model)
 
 
-def kernels(model: GPTConfig | None, hardware: Hardware) -> Finding:
-    """A self-test of flash attention, whatever attention the run takes; `model` is None where it has none."""
-    fix = "model.attention=sdpa until this is mended; `uv sync` brings the versions that were tested"
-    is_used = model is not None and model.attention == "flash"
-    # on a GPU the rotary and the loss kernels need what this one needs
-    bad = FIX if is_used or hardware.device.type == "cuda" else NOTE
+def kernels(hardware: Hardware, *, model: GPTConfig | None) -> Finding:
+    """A self-test of flash attention, whatever attention the run takes."""
+    is_used, on_gpu = model is not None and model.attention == "flash", hardware.device.type == "cuda"
     head_dim = model.head_dim if is_used else USUAL_HEAD_DIM
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is next
     if not is_used and (obstacle := why_not("flash", torch.float32, device=hardware.device, head_dim=head_dim)):
-        return Finding("kernels", NOTE, f"flash attention is not for this machine: {obstacle}", "model.attention=sdpa")
+        return Finding(f"flash attention is not for this machine: {obstacle}", "model.attention=sdpa", value=True)
+    began, fix = time.perf_counter(), "model.attention=sdpa, or `uv sync` for the versions that were tested"
     try:
-        results = self_test(hardware.device, head_dim)
+        ratios = self_test(hardware.device, head_dim)
     except Exception as error:  # a compiler, a driver, a GPU: they fail in any way they like, and the page goes on
-        first_line = (str(error).strip() or "no message").splitlines()[0]
-        return Finding("kernels", bad, f"the self-test stopped ({type(error).__name__}: {first_line})", fix)
-    seconds = sum(result.seconds for result in results)
-    facts = {"seconds": seconds, "results": [asdict(result) for result in results]}
-    if faults := [result.fault for result in results if result.fault]:
-        return Finding("kernels", bad, "; ".join(faults), fix, facts)
-    where = "" if hardware.device.type == "cuda" else " in Triton's interpreter"
-    errors = ", ".join(f"{result.dtype} {result.ratio:.2f}" for result in results)
-    text = f"forward and backward are right{where}, {seconds:.1f} s; error over the plain formula's: {errors}"
-    return Finding("kernels", OK, text, facts=facts)
+        fault = f"the self-test failed ({type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]})"
+        if is_used or on_gpu:  # on a GPU the rotary and the loss kernels need what this one needs
+            raise ValueError(f"{fault}; {fix}") from error
+        return Finding(fault, fix, value=True)
+    facts = {"seconds": time.perf_counter() - began, "errors": ratios}
+    errors = ", ".join(f"{dtype} {ratio:.2f}" for dtype, ratio in ratios.items())
+    where = "" if on_gpu else " in Triton's interpreter"
+    right = f"forward and backward are right{where}, {facts['seconds']:.1f} s; error over the plain formula's: {errors}"
+    return Finding(right, facts=facts, value=True)
 
 
 def causality(model: GPTConfig, hardware: Hardware) -> Finding:
     faults = probe(model, hardware)
-    if found := {part: fault for part, fault in faults.items() if fault}:
-        text = "; ".join(f"{part}: {fault}" for part, fault in found.items())
-        fix = f"do not train with model.attention={model.attention}: its mask is wrong"
-        return Finding("causality", FIX, text, fix, faults)
-    return Finding("causality", OK, f"no token sees what it must not: {', '.join(faults)}", facts=faults)
+    if found := "; ".join(f"{part}: {fault}" for part, fault in faults.items() if fault):
+        raise ValueError(f"{found}; do not train with model.attention={model.attention}: its mask is wrong")
+    return Finding(f"no token sees what it must not: {', '.join(faults)}", facts=faults)
 
 
-def network(config: GPTConfig, vocab_size: int | None, seq_len: int) -> tuple[Finding, int | None]:
-    """Size, and switches that would do nothing or too little; the number of parameters."""
-    parameters, shown = None, f"{config.num_layers} layers of {config.n_embd}"
+def text(settings: Settings) -> Finding:
+    """The text's fingerprint, and its tokens where they are in the cache: nothing is tokenized here."""
+    config = settings.data
+    _, identity, path = locate(config, settings.tokenizer)
+    if path.exists():
+        return tokens(settings, open_dataset(config, settings.tokenizer, prepare=False))
+    if obstacle := machine.not_writable(path.parent):
+        raise ValueError(f"data.cache_dir={path.parent} {obstacle}; data.cache_dir=FOLDER")
+    size = sum(file["bytes"] for file in identity["files"]) if config.source == "text" else None
+    if size is not None and size * config.validation_fraction < config.seq_len:
+        # no tokenizer makes more tokens than there are bytes
+        longest = int(size * config.validation_fraction) - 1
+        raise ValueError(
+            f"data.seq_len={config.seq_len} is longer than the validation split of a text of {size:,} bytes; "
+            + (f"data.seq_len={longest} or less" if longest > 0 else "a longer text")
+        )
+    fingerprint = digest(identity)
+    facts, said = {"fingerprint": fingerprint, "tokenized": False}, f"{path.name} is not tokenized yet"
+    if "hub" in identity and not within_reach():
+        fix = "without a network: data.local_dir=FOLDER with WikiText's files"
+        return Finding(f"{said}, and the Hugging Face hub does not answer; its cache may hold the text", fix, facts)
+    return Finding(f"{said}; the run will do it (fingerprint {fingerprint[:12]})", facts=facts)
+
+
+def tokens(settings: Settings, dataset: Dataset) -> Finding:
+    """What is known of a text that is in the cache, its checksums compared."""
+    epochs = settings.train.steps * settings.train.batch_tokens / len(dataset.train)
+    said = (
+        f"{len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; the run is {epochs:.1f} "
+        f"epochs (fingerprint {dataset.fingerprint[:12]})"
+    )
+    facts = {"fingerprint": dataset.fingerprint, "tokenized": True, "epochs": epochs, "path": str(dataset.path)}
+    fix = None
+    if settings.data.document_mask and dataset.manifest["splits"]["train"]["documents"] == 1:
+        said = f"data.document_mask=true, and the text is a single document; {said}"
+        fix = "leave data.document_mask out, or give a file for each document"
+    return Finding(said, fix, facts, value=dataset)
+
+
+def tokenizer(settings: Settings, *, dataset: Dataset | None) -> Finding:
+    """Its vocabulary, and a fingerprint of what rebuilds it."""
+    name = settings.tokenizer
+    if dataset is None and name == "characters":
+        return Finding("characters; those of the training split, not tokenized yet")
+    encoding = dataset.tokenizer if dataset else build_tokenizer(name)
+    fingerprint, size = digest(tokenizer_state(encoding)), encoding.n_vocab
+    facts = {"fingerprint": fingerprint, "vocab_size": size}
+    return Finding(f"{name}, {size:,} tokens (fingerprint {fingerprint[:12]})", facts=facts, value=size)
+
+
+def network(config: GPTConfig, seq_len: int, *, vocab_size: int | None) -> Finding:
+    """The number of parameters, and switches that would do nothing or too little."""
+    parameters, said = None, f"{config.num_layers} layers of {config.n_embd}"
     if vocab_size is not None:
         parameters = GPT(config, vocab_size, seq_len, device="meta").num_parameters()
-        shown = f"{parameters:,} parameters, {shown}, vocabulary {vocab_size:,}"
-    facts = {"parameters": parameters}
-    period = 2 * pi * config.rope_base ** ((config.head_dim - 2) / config.head_dim)
+        said = f"{parameters:,} parameters, {said}, vocabulary {vocab_size:,}"
+    period, fix = 2 * pi * config.rope_base ** ((config.head_dim - 2) / config.head_dim), None
     if config.window is not None and config.window >= seq_len:
-        text = f"{shown}; model.window={config.window} hides nothing at data.seq_len={seq_len}"
-        return Finding("model", NOTE, text, "leave model.window out", facts), parameters
-    if config.head_dim > 2 and period < seq_len:
+        said += f"; model.window={config.window} hides nothing at data.seq_len={seq_len}"
+        fix = "leave model.window out"
+    elif config.head_dim > 2 and period < seq_len:
+        said += f"; the slowest rotary pair turns once in {period:,.0f} tokens, fewer than data.seq_len={seq_len}"
         least = (seq_len / (2 * pi)) ** (config.head_dim / (config.head_dim - 2))
-        turns = f"the slowest rotary pair turns once in {period:,.0f} tokens, fewer than data.seq_len={seq_len}"
-        return Finding("model", NOTE, f"{shown}; {turns}", f"model.rope_base={least:.0f} or more", facts), parameters
-    return Finding("model", OK, shown, facts=facts), parameters
+        fix = f"model.rope_base={least:.0f} or more"
+    return Finding(said, fix, {"parameters": parameters}, value=parameters)
 
 
-def memory(settings: Settings, model: GPTConfig, hardware: Hardware, vocab_size: int) -> Finding:
+def step_memory(settings: Settings, model: GPTConfig, hardware: Hardware, vocab_size: int) -> Finding:
     """A training step's forecast beside what is free."""
-    try:
-        plan = memories.plan(settings, model, hardware, vocab_size)
-    except ValueError as error:
-        return refused("memory", error)
-    text = f"micro-batches of {plan.micro_batch}; {plan}"
-    return Finding("memory", OK, text, facts={"forecast_bytes": plan.peak, "free_bytes": plan.free})
+    plan = memory.plan(settings, model, hardware, vocab_size)
+    facts = {"forecast_bytes": plan.peak, "free_bytes": plan.free}
+    return Finding(f"micro-batches of {plan.micro_batch}; {plan}", facts=facts)
 
 
-def goes_on(settings: Settings, dataset: Dataset | None) -> Finding:
-    """Whether the checkpoint that is named is whole and fits."""
-    try:
-        checkpoint = resume.find(settings.resume, Path())
-        if dataset is not None:
-            state = tokenizer_state(dataset.tokenizer)
-            resume.refuse_unless_same(checkpoint, asdict(settings), state, dataset.vocab_size)
-    except ValueError as error:
-        return refused("resume", error)
-    return Finding("resume", OK, f"{checkpoint.path} after {checkpoint.step} steps", facts={"step": checkpoint.step})
+def wandb(settings: Settings) -> Finding:
+    mode, why = wandb_mode(settings.logger)
+    return Finding(f"{mode} ({why})", facts={"mode": mode, "why": why})
 
 
-def start(settings: Settings, folder: Path) -> list[Finding]:
-    """What else the start itself would refuse: the page has nothing to mend and the text is in the cache."""
-    try:
-        resolve(settings, folder, report=lambda line: None)
-    except ValueError as error:
-        return [refused("start", error)]
-    return []
+def goes_on(settings: Settings, *, dataset: Dataset | None) -> Finding:
+    """Whether the checkpoint that is named is whole, and fits."""
+    checkpoint = resume.find(settings.resume, None)
+    if dataset is not None:
+        state = tokenizer_state(dataset.tokenizer)
+        resume.refuse_unless_same(checkpoint, asdict(settings), state, dataset.vocab_size)
+    return Finding(f"{checkpoint.path} after {checkpoint.step} steps", facts={"step": checkpoint.step})
 
 
-def show(findings: list[Finding]) -> None:
-    """The page: a line a finding, and its fix below."""
+def start(settings: Settings, folder: Path) -> Finding:
+    """The start itself: what it refuses beside all this. Where the text is in the cache, nothing is tokenized."""
+    resolve(settings, folder, report=lambda line: None)
+    return Finding("train.py would take this")
+
+
+def show(page: Page) -> None:
+    """A line a finding, and its fix below."""
     console = Console(highlight=False)
-    for finding in findings:
-        console.print(f"{finding.status:<5} {finding.name:<10} {finding.text}", markup=False, soft_wrap=True)
+    for name, finding in page.items():
+        console.print(f"{finding.status:<5} {name:<10} {finding.text}", markup=False, soft_wrap=True)
         if finding.fix:
             console.print(f"{'':16} -> {finding.fix}", markup=False, soft_wrap=True)
-    wrong = sum(finding.status == FIX for finding in findings)
+    wrong = sum(finding.wrong for finding in page.values())
     console.print(f"{wrong} to mend before the run" if wrong else "ready to run", soft_wrap=True)
 
 

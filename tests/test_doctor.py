@@ -12,18 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from data import open_dataset
 from kernels import naive_attention
 from model import ATTENTION, GPT, GPTConfig
-from scripts import doctor, doctor_checks, selftest
-from scripts.doctor import examine
-from scripts.doctor_checks import FIX, NOTE, Finding
+from scripts import doctor, machine, selftest
+from scripts.doctor import Page, examine
+from scripts.machine import Finding
 from tests.runs import small_run, without_network
 from train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMI = [{"name": "NVIDIA H200", "driver_version": "470.1", "memory.total": "143771", "memory.used": "0"}]
-RIGHT = [selftest.Result("float32", 1.0, 0.1, None)]
+RIGHT = {"float32": 1.0}
+NOTE, FIX = "note", "FIX"
 
 
 @dataclass
@@ -57,7 +59,7 @@ def driver_sees(gpus: list[dict], cuda: str | None = "12.8", **variables: str) -
 
     def spoil(place: Place) -> None:
         place.patch.setattr(torch.cuda, "is_available", lambda: False)
-        place.patch.setattr(doctor_checks, "installed_gpus", lambda: gpus)
+        place.patch.setattr(machine, "installed_gpus", lambda: gpus)
         place.patch.setattr(torch.version, "cuda", cuda)
         place.patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         for name, value in variables.items():
@@ -74,14 +76,14 @@ def gpu_with(free: int) -> Setup:
         place.patch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
         place.patch.setattr(torch.cuda, "mem_get_info", lambda index: (free, 140 * 2**30))
         place.patch.setattr(torch.cuda, "device_count", lambda: 1)
-        real = doctor_checks.gpu
+        real = machine.gpu
 
         def gpu() -> Finding:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.cuda, "is_available", lambda: True)
                 return real()
 
-        place.patch.setattr(doctor_checks, "gpu", gpu)
+        place.patch.setattr(machine, "gpu", gpu)
 
     return spoil
 
@@ -178,7 +180,7 @@ CASES = [
     Case("too many threads", "hardware", "hardware.num_threads=1000", "hardware.num_threads=",
          ["hardware.num_threads=1000"], lambda place: place.patch.setattr(torch, "set_num_threads", lambda n: None),
          NOTE),
-    Case("no C++ compiler", "hardware", "no C++ compiler (nothing++)", "hardware.compile=false",
+    Case("no C++ compiler", "compiler", "no C++ compiler (nothing++)", "hardware.compile=false",
          ["hardware.compile=true"], environment(CXX="nothing++")),
     Case("flash without a GPU", "attention", "model.attention=flash cannot run", "model.attention=auto: sdpa",
          ["model.attention=flash"], no_interpreter),
@@ -232,9 +234,9 @@ def place(tmp_path, monkeypatch):
     return Place(tmp_path, monkeypatch, tmp_path / "runs")
 
 
-def findings(place: Place, *overrides: str) -> dict[str, Finding]:
+def page_of(place: Place, *overrides: str) -> Page:
     settings = small_run(place.path, *(o.replace("{p}", str(place.path)) for o in overrides))
-    return {finding.name: finding for finding in examine(settings, place.runs)}
+    return examine(settings, place.runs)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -242,11 +244,11 @@ def test_a_misconfiguration_has_a_named_fix(case, place):
     small_run(place.path)  # the text is written first, so that it can be spoiled
     if case.setup:
         case.setup(place)
-    found = findings(place, *case.overrides)
+    found = page_of(place, *case.overrides)
     assert found[case.check].status == case.status, found[case.check]
     assert case.says in found[case.check].text
     assert case.fix in found[case.check].fix
-    others = [finding for finding in found.values() if finding.status == FIX and finding.name != case.check]
+    others = {name: finding for name, finding in found.items() if finding.wrong and name != case.check}
     assert not others, "one fault, one fix"
 
 
@@ -257,22 +259,12 @@ def test_there_are_enough():
 
 def test_a_run_that_is_fine(place):
     before = finished(place)
-    found = findings(place, f"resume={before}", "train.steps=9")
+    found = page_of(place, f"resume={before}", "train.steps=9")
     assert {finding.status for finding in found.values()} == {"ok"}, found
-    order = [
-        "gpu",
-        "versions",
-        "hardware",
-        "attention",
-        "kernels",
-        "causality",
-        "model",
-        "data",
-        "tokenizer",
-        "memory",
-        "disk",
-    ]
-    assert list(found) == [*order, "wandb", "resume"]
+    assert list(found) == [
+        "gpu", "versions", "hardware", "compiler", "attention", "kernels", "causality", "data", "tokenizer", "model",
+        "memory", "disk", "wandb", "resume", "start",
+    ]  # fmt: skip
     meta = json.loads((before / "checkpoint.json").read_text())
     assert found["data"].facts["fingerprint"] == meta["data_fingerprint"]
     assert found["disk"].facts["checkpoint_bytes"] >= (before / "model.safetensors").stat().st_size
@@ -298,9 +290,7 @@ def test_the_page_and_its_json(place, capsys, monkeypatch):
     report = json.loads(last)
     assert report["ready"]
     assert report["wrong"] == []
-    assert [result["dtype"] for result in report["checks"]["kernels"]["facts"]["results"]] == [
-        "float32", "bfloat16", "float16",
-    ]  # fmt: skip
+    assert list(report["checks"]["kernels"]["facts"]["errors"]) == ["float32", "bfloat16", "float16"]
     assert page[-1] == "ready to run"
     assert all(any(line.split()[1] == name for line in page[:-1]) for name in report["checks"])
     monkeypatch.setattr(sys, "argv", ["doctor.py", *arguments, "tokenizer=characters", "data.files=missing.txt"])
@@ -324,12 +314,15 @@ def test_parameters_are_counted_without_memory(config):
     assert all(weight.is_meta for weight in counted.parameters())
 
 
-def test_the_fingerprint_of_a_tokenizer_is_of_its_tokens():
-    from data.tokenizer import CharacterEncoding
+def test_the_fingerprint_of_a_tokenizer_is_of_its_tokens(place):
+    def fingerprint(text: str) -> str:
+        (place.path / "corpus.txt").write_text(text)
+        settings = small_run(place.path, "tokenizer=characters")
+        dataset = open_dataset(settings.data, settings.tokenizer)
+        return doctor.tokenizer(settings, dataset=dataset).facts["fingerprint"]
 
-    one, two = CharacterEncoding("abc"), CharacterEncoding("abd")
-    assert doctor_checks.fingerprint_of(one) == doctor_checks.fingerprint_of(CharacterEncoding("abc"))
-    assert doctor_checks.fingerprint_of(one) != doctor_checks.fingerprint_of(two)
+    assert fingerprint("abc" * 400) == fingerprint("cab" * 500)
+    assert fingerprint("abc" * 400) != fingerprint("abd" * 400)
 
 
 @pytest.mark.gpu

@@ -141,6 +141,7 @@ def resolve(
     run_dir: Path | None = None,
     *,
     vocab_size: int | None = None,
+    hardware: Hardware | None = None,
     report: Callable[[str], None] = print,
 ) -> Run:
     """Make every choice that `settings` leaves open; `settings` itself stays as it is.
@@ -149,13 +150,14 @@ def resolve(
         settings: of conf/schema.py, or of a program that adds groups of its own to them.
         run_dir: the run's folder, where resume=auto looks.
         vocab_size: for a program that trains on random tokens: no text is opened and no checkpoint looked for.
+        hardware: for a program that plans for a machine elsewhere; None: what settings.hardware is here.
         report: told of text that is being prepared and of checkpoints that are passed over.
 
     Raises:
         ValueError: whatever cannot be: hardware, attention, text, prompt, checkpoint, profile, wandb, memory; the
             value, the limit and a remedy in one line.
     """
-    hardware = set_up(settings.hardware)
+    hardware = hardware or set_up(settings.hardware)
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
     text: dict[str, Any] = {}

@@ -165,4 +165,4 @@ def test_cached_positions_that_begin_anew_are_named(dtype, monkeypatch):
     monkeypatch.setattr(causality, "_small_model", small_model)
     found = probe(config(), set_up(HardwareConfig(device=DEVICE, dtype=dtype)))
     assert found == ALL_RIGHT | {"KV cache": found["KV cache"]}
-    assert "has other logits than without the cache" in found["KV cache"]
+    assert "has other logits than alone" in found["KV cache"]

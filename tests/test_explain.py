@@ -5,22 +5,23 @@ import json
 import pytest
 
 from kernels.call import Options
+from kernels.device import GPUS
 from kernels.tiled import tile_order
 from scripts import explain
-from scripts.explain import ExplainSettings
-from tests.runs import settings
-from training.arithmetic import (
-    GPUS,
+from scripts.explain import (
+    BOARDS,
+    ExplainSettings,
     Shape,
     flops,
     hbm_bytes,
-    intensity,
     loop_order_bytes,
     memory,
     recomputation_share,
+    roofline,
     tile_bytes,
     tile_loads,
 )
+from tests.runs import settings
 
 MIB, GIB = 2**20, 2**30
 LLAMA = Shape(num_heads=32, seq_len=4096, head_dim=128, element=2)
@@ -49,9 +50,21 @@ def test_flops_and_what_recomputation_adds():
 
 def test_traffic_and_the_side_of_the_roofline():
     assert hbm_bytes(LLAMA)["standard"] == 4 * 32 * MIB + 4 * GIB
-    assert GPUS["a100"].ridge == pytest.approx(153, abs=0.5)
-    assert GPUS["h100"].ridge == pytest.approx(295, abs=0.5)
-    assert intensity(LLAMA)["standard"] < GPUS["t4"].ridge < intensity(LLAMA)["flash, K and V caught by L2"]
+    tensor, statistics = 1024 * 128 * 2, 1024 * 4  # 8 tiles of queries, and with a mask K and V half as often
+    assert hbm_bytes(Shape(num_heads=1, seq_len=1024))["flash"] == (2 + 2 * 8) * tensor + statistics
+    assert hbm_bytes(Shape(num_heads=1, seq_len=1024, causal=True))["flash"] == (2 + 2 * 4) * tensor + statistics
+    assert BOARDS["a100"].ridge == pytest.approx(153, abs=0.5)
+    assert BOARDS["h100"].ridge == pytest.approx(295, abs=0.5)
+    standard, _, flash = roofline(LLAMA, BOARDS["t4"])
+    assert standard["flops_per_byte"] < BOARDS["t4"].ridge < flash["flops_per_byte"]
+    assert (standard["limit"], flash["limit"]) == ("memory", "arithmetic")
+    assert standard["seconds"] == pytest.approx((4 * 32 * MIB + 4 * GIB) / 320e9)
+    assert flash["seconds"] == pytest.approx(4 * 4096**2 * 128 * 32 / 65e12)
+
+
+def test_every_board_of_the_kernels_table_can_be_named():
+    assert sorted(board.name for board in BOARDS.values()) == sorted(board.name for board in GPUS)
+    assert {"t4", "a100", "h100", "h200", "b200", "rtx4090"} <= BOARDS.keys()
 
 
 def test_keys_outside_reads_the_row_state_for_each_tile_of_keys():
@@ -82,7 +95,7 @@ def test_shared_memory_of_a_tile():
 def test_the_program_prints_all_of_it(tmp_path, capsys):
     explain.main.__wrapped__(ExplainSettings(seq_len=512, num_heads=2, head_dim=64, gpu="t4"), tmp_path)
     text = capsys.readouterr().out
-    for words in ("4BHND + 2BHN^2", "the same bits", "16.7% of forward", "25.0% of the standard", "keys outside", "t4"):
+    for words in ("4BHND + 2BHN^2", "the same bits", "16.7% of forward", "25.0% of the standard", "keys outside", "T4"):
         assert words in text
     assert json.loads(text.splitlines()[-1])["shape"]["seq_len"] == 512
 
@@ -94,6 +107,7 @@ def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, 
     )  # fmt: skip
     explain.main.__wrapped__(chosen, tmp_path)
     text = capsys.readouterr().out
+    assert "attention flash" in text
     for words in ("optimizer state", "activations", "backward", "attention.qkv", "mlp.up", "forecast "):
         assert words in text
     report = json.loads(text.splitlines()[-1])
@@ -108,5 +122,5 @@ def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, 
 
 
 def test_an_unknown_gpu_is_refused():
-    with pytest.raises(ValueError, match="gpu=v100 is not in the table; use one of t4, a100"):
+    with pytest.raises(ValueError, match="gpu=v100 is not in the table; use one of t4, rtx4090"):
         ExplainSettings(gpu="v100")
