@@ -1,5 +1,6 @@
 """What a run does where memory is short: it says so first, names what fits, chooses micro-batches, explains an end."""
 
+import gc
 import os
 import re
 import resource
@@ -217,6 +218,7 @@ def test_a_gpu_whose_memory_really_runs_out(tmp_path, monkeypatch, capsys):
         "hydra.run.dir=run",
     ]
     monkeypatch.chdir(tmp_path)
+    gc.collect()  # what earlier tests left would be room that appears later
     torch.cuda.empty_cache()
     share = (torch.cuda.memory_reserved() + 2**26) / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(share)
