@@ -83,6 +83,8 @@ def _hub(data: DataConfig) -> Source:
     folder = expanded("local_dir", data.local_dir) if data.local_dir else None
     if folder and not folder.is_dir():
         raise ValueError(f"data.local_dir={folder} is not a folder; give a path from {Path.cwd()}")
+    if not folder and Path(data.name).is_dir():  # `datasets` would take it
+        raise ValueError(f"data.name={data.name} is a folder in {Path.cwd()}; use data.local_dir={data.name} to read it")
     if folder and data.documents == "wikitext" and (found := wikitext.find(folder)):
         files = dict(zip(found, textfiles.inspect(list(found.values())), strict=True))
         return Source(

@@ -155,6 +155,12 @@ def test_mistakes_are_one_line(values, says, folder, cache, tmp_path):
     assert not datasets.config.HF_HUB_OFFLINE
 
 
+def test_a_folder_does_not_pass_for_a_dataset_of_the_hub(folder, cache, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(ValueError, match=r"data\.name=set is a folder in .*; use data\.local_dir=set"):
+        opened(cache, name="set", config="de", text_field="body")
+
+
 # --- the hub, and its cache
 
 
