@@ -79,12 +79,12 @@ def open_source(data: DataConfig) -> Source:
 
 def _hub(data: DataConfig) -> Source:
     """A dataset of the hub, or its copy in data.local_dir, which may also hold WikiText's own files."""
-    label = data.config or (data.name or "hub").rpartition("/")[2]
+    label = (data.config or (data.name or "hub").rpartition("/")[2]).replace("/", "_")
     folder = expanded("local_dir", data.local_dir) if data.local_dir else None
     if folder and not folder.is_dir():
         raise ValueError(f"data.local_dir={folder} is not a folder; give a path from {Path.cwd()}")
     if not folder and Path(data.name).is_dir():  # `datasets` would take it
-        raise ValueError(f"data.name={data.name} is a folder in {Path.cwd()}; use data.local_dir={data.name} to read it")
+        raise ValueError(f"data.name={data.name} is a folder in {Path.cwd()}; use data.local_dir={data.name}")
     if folder and data.documents == "wikitext" and (found := wikitext.find(folder)):
         files = dict(zip(found, textfiles.inspect(list(found.values())), strict=True))
         return Source(
