@@ -36,14 +36,16 @@ class CharacterEncoding(tiktoken.Encoding):
         return super().encode_ordinary(text)
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        self._refuse_unknown(text.replace(END_OF_TEXT, ""))
+        self._refuse_unknown(text, **options)
         return super().encode(text, **options)
 
     def encode_to_numpy(self, text: str, **options: Any) -> np.ndarray:
-        self._refuse_unknown(text.replace(END_OF_TEXT, ""))
+        self._refuse_unknown(text, **options)
         return super().encode_to_numpy(text, **options)
 
-    def _refuse_unknown(self, text: str) -> None:
+    def _refuse_unknown(self, text: str, *, allowed_special: Any = (), **_: Any) -> None:
+        if allowed_special == "all" or END_OF_TEXT in allowed_special:  # else it is text like any other
+            text = text.replace(END_OF_TEXT, "")
         # tiktoken itself would panic in Rust, which no `except` of a caller expects
         unknown = set(text) - self._known
         if unknown:

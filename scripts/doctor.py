@@ -28,7 +28,7 @@ from conf.program import program
 from conf.schema import Settings
 from data import Dataset, build_tokenizer, open_dataset, tokenizer_state
 from data.dataset import digest, locate
-from data.wikitext import within_reach
+from data.hub import within_reach
 from kernels import why_not
 from model import GPT, GPTConfig, resolve_attention, resolve_model
 from scripts.causality import probe
@@ -166,8 +166,8 @@ def text(settings: Settings) -> Finding:
         )
     fingerprint = digest(identity)
     facts, said = {"fingerprint": fingerprint, "tokenized": False}, f"{path.name} is not tokenized yet"
-    if "hub" in identity and not within_reach():
-        fix = "without a network: data.local_dir=FOLDER with WikiText's files"
+    if "hub" in identity and not within_reach(config.name, config.revision):
+        fix = "without a network: data.local_dir=FOLDER with the dataset's files"
         return Finding(f"{said}, and the Hugging Face hub does not answer; its cache may hold the text", fix, facts)
     return Finding(f"{said}; the run will do it (fingerprint {fingerprint[:12]})", facts=facts)
 

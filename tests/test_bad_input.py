@@ -213,6 +213,7 @@ X, PARQUET, JSONL = (["data.files={p}/x." + kind] for kind in ("txt", "parquet",
 MINE = ["--config-dir={p}", "experiment=mine"]
 RESUME = ["resume={p}/" + LAST, "train.steps=9"]
 SAMPLE = ["checkpoint={p}/" + LAST, "hardware.device=cpu", "max_new_tokens=2"]
+HUB = ["data=hub", "~data.files", "data.seq_len=32"]
 WIKITEXT = ["data=wikitext2", "~data.files", "data.seq_len=32"]
 ROWS = ["hello world " * 10] * 200
 
@@ -309,16 +310,33 @@ DATA = [
     Case("JSONL: cut", JSONL, ["{p}/x.jsonl cannot be read as json"], text(b'{"text": "a"}\n{"text":', "x.jsonl")),
     Case("JSONL: no text", JSONL, ['no column "text", only body'], text(b'{"body": "a"}\n', "x.jsonl")),
     Case("JSONL: null", JSONL, ["row 2 has no text"], text(b'{"text": "a"}\n{"text": null}\n', "x.jsonl")),
+    Case("JSONL: a number", [*JSONL, "data.text_field=body"], ['row 2 has no text in its column "body" (it is 3)'],
+         text(b'{"body": "a"}\n{"body": 3}\n', "x.jsonl")),
+    Case("end-of-text first held out", [*X, "tokenizer=characters"], ["'<' (U+003C)", "tokenizer=bytes"],
+         text(b"abcd\n" * 200 + b"<|endoftext|>")),
+    Case("no cache", ["data.cache_dir="], ["data.cache_dir='' is empty", "~/.cache/flashgpt/data"]),
+    Case("cache of nobody", ["data.cache_dir='~nosuchuser/x'"], ["data.cache_dir=~nosuchuser/x names no home"]),
+    Case("text of nobody", ["data.files='~nosuchuser/x'"], ["data.files=~nosuchuser/x names no home"]),
+    Case("huge window", ["data.seq_len=1000000000000", "train.batch_tokens=1000000000000"],
+         ["data.seq_len=1000000000000", "or less"]),
+    Case("endless window", [f"data.seq_len={'9' * 40}", f"train.batch_tokens={'9' * 40}"],
+         ["data.seq_len=9999", "or less"]),
+    Case("too many threads", ["data.num_workers=1000000000"], ["data.num_workers=1000000000 must be at most"]),
     Case("compressed", ["data.files={p}/x.txt.gz"], ["x.txt.gz is not UTF-8"], text(b"\x1f\x8b\x08" * 99, "x.txt.gz")),
     Case("character first held out", [*X, "tokenizer=characters"], ["'é'", "tokenizer=bytes"],
          text(b"abcd\n" * 200 + "é".encode())),
     Case("nothing to learn from", [*X, "tokenizer=characters", "data.validation_fraction=0.999"],
          ["training split is empty"], text(b"abc" * 99)),
-    Case("unknown WikiText", [*WIKITEXT, "data.name=wikitext-3"], ["data.name=wikitext-3", "wikitext-2-raw-v1"]),
+    Case("hub without a name", HUB, ["data.source=hub needs data.name=OWNER/NAME"]),
+    Case("hub: unknown part", [*HUB, "data.local_dir={p}/set", "data.config=fr"],
+         ["data.local_dir={p}/set cannot be read", "'fr' not found", "['en']", "data.config"], lambda place: (
+             (place.path / "set").mkdir(), (place.path / "set" / "en.txt").write_text("a\n"),
+             (place.path / "set" / "README.md").write_text(
+                 "---\nconfigs:\n- config_name: en\n  data_files: en.txt\n---\n"))),
     Case("WikiText from no folder", [*WIKITEXT, "data.local_dir=x"], ["data.local_dir=x is not a folder"]),
     Case("WikiText without a split", [*WIKITEXT, "data.local_dir={p}"], ["no validation split"],
          text(b"x", "train.txt")),
-    Case("key of another source", ["data.local_dir=x"], ["data.local_dir=x is for data.source=wikitext", "drop it"]),
+    Case("key of another source", ["data.local_dir=x"], ["data.local_dir=x is for data.source=hub", "drop it"]),
     Case("cached tokens altered", [], ["train-00000.bin was altered", "delete {p}/cache/"], in_cache(
         lambda folder: (folder / "train-00000.bin").write_bytes(b"\0" * (folder / "train-00000.bin").stat().st_size))),
     Case("cached tokens cut", [], ["train-00000.bin has 9 bytes", "delete {p}/cache/"], in_cache(
@@ -594,6 +612,6 @@ def test_a_hub_out_of_reach(tmp_path):
     )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: wikitext-2-raw-v1 cannot be had from the Hugging Face hub")
+    assert line.startswith("error: Salesforce/wikitext wikitext-2-raw-v1 cannot be had from the Hugging Face hub")
     assert "data.local_dir=FOLDER" in line
     assert not list((tmp_path / "cache").iterdir())

@@ -11,9 +11,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from model import resolve_attention
 from training.hardware import HardwareConfig, set_up
 from training.log import LoggerConfig, RunLog
 from training.optimizer import OptimConfig, Optimizer, lr_factor
+from training.random_states import random_states, restore_random_states
 from training.speed import flops_per_token, mfu
 
 
@@ -151,6 +153,26 @@ def test_named_hardware_that_is_absent_raises():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=r"hardware\.device=cuda .*use hardware.device=cpu"):
         set_up(HardwareConfig(device="cuda"))
+
+
+def test_a_mac_where_pytorch_takes_it(monkeypatch):
+    """By name only, and the line says that it was never measured; its random stream is the checkpoint's, too."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device=mps but PyTorch sees no Apple GPU; use hardware.device=cpu"):
+        set_up(HardwareConfig(device="mps"))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    hardware = set_up(HardwareConfig(device="mps"))
+    assert (hardware.device.type, hardware.dtype, hardware.compile) == ("mps", torch.float32, False)
+    assert "never measured" in hardware.description
+    assert hardware.peak_memory_gib() is None
+    assert resolve_attention("auto", hardware.device, hardware.dtype, 64)[0] == "sdpa"
+    restored = []
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.tensor([7]))
+    monkeypatch.setattr(torch.mps, "set_rng_state", restored.append)
+    restore_random_states(random_states("mps"), "mps")
+    assert [state.item() for state in restored] == [7]
+    restore_random_states(random_states("cpu"), "mps")
+    assert len(restored) == 1
 
 
 def test_cpu_defaults_to_float32_and_eager():

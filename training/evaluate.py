@@ -80,7 +80,7 @@ def evaluate(
             documents = packed_rows(starts, 0, *inputs.shape, hardware.device)
         with hardware.autocast():
             loss = model(inputs.to(hardware.device), targets.to(hardware.device), **documents)
-        total += loss.double().cpu()
+        total += loss.cpu().double()  # mps has no float64
     model.train(was_training)
     return windows.metrics(total.item() / windows.targets.numel())
 

@@ -15,7 +15,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_states(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The states of Python's, NumPy's and PyTorch's generators; with a CUDA `device`, of that GPU's as well."""
+    """The states of Python's, NumPy's and PyTorch's generators; with a GPU as `device`, of that as well."""
     kind, keys, position, has_gauss, cached_gauss = np.random.get_state()
     states = {
         "python": random.getstate(),
@@ -24,6 +24,8 @@ def random_states(device: torch.device | str = "cpu") -> dict[str, Any]:
     }
     if torch.device(device).type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
+    if torch.device(device).type == "mps":
+        states["mps"] = torch.mps.get_rng_state()
     return states
 
 
@@ -34,3 +36,5 @@ def restore_random_states(states: dict[str, Any], device: torch.device | str = "
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.device(device).type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+    if "mps" in states and torch.device(device).type == "mps":
+        torch.mps.set_rng_state(states["mps"])
