@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from conf.console import protect_console
 from conf.keys import help_page, known_keys
 from conf.mistakes import explain, of_the_system
 from training.lock import InUse
@@ -69,6 +70,7 @@ def program(
         def command_line() -> None:
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
+            protect_console(prints_only=config == "tool" or run_dir == ".")
             typed, exit_codes = sys.argv, []
             flags, values, wants_help = _arguments(typed[1:], defaults, positional)
             register(schema)
