@@ -1,5 +1,6 @@
 """Whether a training step fits into the device's memory: said beforehand, with what would make it fit."""
 
+import math
 import re
 from bisect import bisect_right
 from collections import Counter
@@ -80,7 +81,9 @@ class Plan:
         """The plan with the most sequences at a time, up to micro_batch, that needs at most `limit` bytes."""
         if self.peak <= limit:
             return self
-        fewer = [replace(self, micro_batch=n) for n in range(1, self.micro_batch) if self.sequences % n == 0]
+        lower = [n for n in range(1, math.isqrt(self.sequences) + 1) if self.sequences % n == 0]
+        divisors = sorted({*lower, *(self.sequences // n for n in lower)})
+        fewer = [replace(self, micro_batch=n) for n in divisors if n < self.micro_batch]
         fitting = bisect_right(fewer, limit, key=lambda plan: plan.peak)
         return fewer[fitting - 1] if fitting else None
 
