@@ -614,3 +614,15 @@ def test_a_hub_out_of_reach(tmp_path):
     assert line.startswith("error: wikitext-2-raw-v1 cannot be had from the Hugging Face hub")
     assert "data.local_dir=FOLDER" in line
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_user_without_a_home_has_no_login(monkeypatch):
+    """A number in a container, without HOME: expanding ~ raises."""
+
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert wandb_mode(LoggerConfig()) == ("offline", "auto: no login was found")
