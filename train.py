@@ -35,7 +35,7 @@ from training.numbers import BadSteps, NumberCheck
 from training.optimizer import Optimizer, lr_factor
 from training.profile import StepProfiler
 from training.random_states import seed_everything
-from training.run import resolve
+from training.run import Run, resolve
 from training.saver import Saver
 from training.speed import Speed
 from training.step import Step, training_step
@@ -60,16 +60,19 @@ def train(
     Raises:
         ValueError: what cannot be, before anything is written or allocated.
     """
+    began = time.perf_counter()
     with locked(run_dir):
-        return run(settings, run_dir, attend, on_step or (lambda step: None))
+        # what this run will be; whatever cannot be is refused here, before anything is written or allocated
+        chosen = resolve(settings, run_dir)
+        with advice_when_out_of_memory(chosen.plan):
+            return run(settings, chosen, run_dir, began, attend, on_step or (lambda step: None))
 
 
-def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_step: OnStep) -> dict[str, Any]:
+def run(
+    settings: Settings, chosen: Run, run_dir: Path, began: float, attend: AttentionFunction | None, on_step: OnStep
+) -> dict[str, Any]:
     """The story of a run, in a folder that is this process's own."""
-    config, began = settings.train, time.perf_counter()
-
-    # --- what this run will be; whatever cannot be is refused here, before anything is written or allocated
-    chosen = resolve(settings, run_dir)
+    config = settings.train
     hardware, dataset, resumed, first_step = chosen.hardware, chosen.dataset, chosen.resumed, chosen.first_step
     print(f"memory     {chosen.plan}")
 
@@ -124,7 +127,6 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
         StopRequest(config.max_hours, began) as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=chosen.end_of_text) as prefetcher,
         profiler or nullcontext(),
-        advice_when_out_of_memory(chosen.plan),
         attend_with(model, lambda layer, named: attend or named),
     ):
         for line in chosen.first_lines(model, run_dir):

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -25,8 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from conf.console import protect_console
 from conf.keys import help_page, known_keys
-from conf.mistakes import explain, of_the_system
+from conf.mistakes import explain, no_value, of_the_system
 from training.lock import InUse
 
 EXIT_USER_ERROR = 2
@@ -69,6 +70,7 @@ def program(
         def command_line() -> None:
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
+            protect_console(prints_only=config == "tool" or run_dir == ".")
             typed, exit_codes = sys.argv, []
             flags, values, wants_help = _arguments(typed[1:], defaults, positional)
             register(schema)
@@ -79,6 +81,7 @@ def program(
                 found = _listing(folder)
                 sys.argv = typed  # for the provenance of what the program writes
                 try:
+                    _refuse_missing_in_files()
                     main(settings_from(cfg, schema), folder)
                     _remove_if_empty(folder)
                 except (ValueError, OSError) as error:
@@ -133,6 +136,8 @@ def register(schema: type) -> None:
 def settings_from(cfg: DictConfig, schema: type[S]) -> S:
     """Merge `cfg` strictly into the dataclasses of `schema` and return them; raise ConfigError with one line."""
     keys = known_keys(schema)
+    for key in _missing(OmegaConf.to_container(cfg)):
+        raise ConfigError(no_value(key))
     for name in cfg:
         # OmegaConf would not say which key it means
         if name in keys and is_dataclass(keys[name].type) and not OmegaConf.is_dict(cfg[name]):
@@ -160,6 +165,32 @@ def _arguments(typed: list[str], defaults: list[str], positional: str | None) ->
         values = [value for value in values if value not in bare] + [f"{positional}=[{quoted}]"]
     keys = {value.lstrip("+~").partition("=")[0] for value in values}
     return flags, [*values, *(value for value in defaults if value.partition("=")[0] not in keys)], found.help
+
+
+def _refuse_missing_in_files() -> None:
+    """ConfigError for a ??? in a chosen file, unless the command line has its key: composing drops what is missing."""
+    hydra_config = HydraConfig.get()
+    overrides = OmegaConf.to_container(hydra_config.overrides.task)  # as typed: they may refer to what is not there
+    typed = {override.lstrip("+").partition("=")[0] for override in overrides}
+    folders = [Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"]
+    for folder in [Path(__file__).parent, *folders]:
+        for group, name in hydra_config.runtime.choices.items():
+            if (file := folder / group / f"{name}.yaml").is_file():
+                package = "" if group == "experiment" else group
+                for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package):
+                    if key not in typed:
+                        raise ConfigError(no_value(key))
+
+
+def _missing(values: Any, key: str = "") -> Iterator[str]:
+    """The dotted keys below `key` whose value is ???; nothing is resolved."""
+    if values == "???":
+        yield key
+    elif isinstance(values, list):
+        yield from (found for index, value in enumerate(values) for found in _missing(value, f"{key}[{index}]"))
+    elif isinstance(values, dict):
+        prefix = f"{key}." if key else ""
+        yield from (found for name, value in values.items() for found in _missing(value, f"{prefix}{name}"))
 
 
 def _run_dir(resume: str | None, experiment: str, time: str) -> str:

@@ -30,6 +30,8 @@ class Settings:
     def __post_init__(self) -> None:
         """Rules that cross groups."""
         check_tokenizer(self.tokenizer)
+        if self.resume == "":
+            raise ValueError("resume= names no checkpoint; use a path, auto or null")
         tokens, seq_len = self.train.batch_tokens, self.data.seq_len
         if tokens % seq_len:
             nearest = max(seq_len, round(tokens / seq_len) * seq_len)

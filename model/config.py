@@ -10,6 +10,8 @@ from model.recompute import MODES
 
 MLPS = ("gelu", "swiglu", "relu2")
 LOSSES = ("auto", "chunked", "plain")
+# no network is larger; beyond them sizes in bytes pass 2^63, and building the forecast's model takes minutes
+LARGEST = {"num_layers": 4096, "n_embd": 2**20, "mlp_hidden": 2**22, "window": 2**31 - 1}
 
 
 @dataclass
@@ -71,6 +73,8 @@ class GPTConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"model.{key}={value} must be at least 1")
+            if value is not None and value > LARGEST.get(key, value):
+                raise ValueError(f"model.{key}={value} must be at most {LARGEST[key]}")
         for key, allowed in (
             ("mlp", MLPS),
             ("attention", ("auto", *ATTENTION)),

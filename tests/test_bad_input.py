@@ -192,10 +192,10 @@ def full_disk(place: Place) -> None:
     place.monkeypatch.setattr(os, "fsync", fsync)
 
 
-def experiment(content: bytes) -> Setup:
+def experiment(content: bytes, group: str = "experiment") -> Setup:
     def write(place: Place) -> None:
-        (place.path / "experiment").mkdir()
-        (place.path / "experiment" / "mine.yaml").write_bytes(content)
+        (place.path / group).mkdir()
+        (place.path / group / "mine.yaml").write_bytes(content)
 
     return write
 
@@ -245,6 +245,23 @@ COMMAND_LINES = [
 
 CONFIGURATIONS = [
     Case("word for a number", ["model.num_layers=three"], ["model.num_layers=three", "a whole number"]),
+    *(Case(f"no value for {key}", [f"{key}=???"], [f"{key}=??? stands for a value that is missing", "give one"])
+      for key in ("model.n_embd", "tokenizer", "optim.lr", "logger.tags", "train.max_hours", "resume")),
+    Case("no value in a file", MINE, ["train.eval_every=???", "give one"], experiment(
+        b"# @package _global_\ntrain:\n  eval_every: ???\n")),
+    Case("no value in a group's file", ["--config-dir={p}", "model=mine"], ["model.qk_norm=???", "give one"],
+         experiment(b"qk_norm: ???", "model")),
+    Case("a value for a file's ???", [*MINE, "train.steps=0"], ["train.steps=0 must be at least 1"], experiment(
+        b"# @package _global_\ntrain:\n  steps: ???\n  seed: ${train.eval_every}\n")),
+    Case("no value for a tool", ["seed=???", "checkpoint=x"], ["seed=???", "give one"], program="scripts.sample"),
+    *(Case(f"{key} far too large", [f"{key}={10**25}"], [f"{key}={10**25} must be at most {most}"]) for key, most in (
+        ("model.num_layers", 4096), ("model.n_embd", 2**20), ("model.mlp_hidden", 2**22), ("model.window", 2**31 - 1),
+        ("train.batch_tokens", 2**32), ("train.sample_tokens", 2**20))),
+    *(Case(f"{key} far too large", [f"optim.{key}=1e300"], [f"optim.{key}=1e+300", "at most 1e+06"]) for key in (
+        "lr", "muon_lr")),
+    Case("a step that fits nowhere", ["train.batch_tokens=4294967296"],
+         ["40256.00 GiB and", "are free on cpu"]),
+    Case("resume from nowhere", ["resume=''"], ["resume= names no checkpoint", "auto"]),
     Case("fraction for a count", ["train.steps=1e3"], ["train.steps=1000.0", "a whole number"]),
     Case("null", ["model.num_layers=null"], ["model.num_layers=null", "a whole number"]),
     Case("no truth", ["model.tie_embeddings=perhaps"], ["model.tie_embeddings=perhaps", "true or false"]),
@@ -615,3 +632,15 @@ def test_a_hub_out_of_reach(tmp_path):
     assert line.startswith("error: Salesforce/wikitext wikitext-2-raw-v1 cannot be had from the Hugging Face hub")
     assert "data.local_dir=FOLDER" in line
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_user_without_a_home_has_no_login(monkeypatch):
+    """A number in a container, without HOME: expanding ~ raises."""
+
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert wandb_mode(LoggerConfig()) == ("offline", "auto: no login was found")

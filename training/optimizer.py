@@ -15,6 +15,7 @@ OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd", "constant")
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # good steps until the loss scale is doubled
+LARGEST_RATE = 1e6  # far above any use; near float32's largest number AdamW's step size overflows
 LEAST_SCALE = 1.0  # an overflow without any scaling is no matter of scale
 
 
@@ -39,8 +40,10 @@ class OptimConfig:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optim.schedule={self.schedule} is not one of {', '.join(SCHEDULES)}")
         for key in ("lr", "muon_lr"):
-            if not 0 < getattr(self, key) < math.inf:
-                raise ValueError(f"optim.{key}={getattr(self, key)} must be positive and finite")
+            if not 0 < getattr(self, key) <= LARGEST_RATE:
+                raise ValueError(
+                    f"optim.{key}={getattr(self, key)} must be positive, finite and at most {LARGEST_RATE:g}"
+                )
         for key in ("weight_decay", "grad_clip", "warmup_steps"):
             if not 0 <= getattr(self, key) < math.inf:
                 raise ValueError(f"optim.{key}={getattr(self, key)} must be at least 0")

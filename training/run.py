@@ -45,6 +45,9 @@ class TrainConfig:
         for key in ("steps", "batch_tokens", "log_every", "eval_windows", "keep_last"):
             if getattr(self, key) < 1:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at least 1")
+        for key, most in (("batch_tokens", 2**32), ("sample_tokens", 2**20)):
+            if getattr(self, key) > most:
+                raise ValueError(f"train.{key}={getattr(self, key)} must be at most {most}")
         for key in ("eval_every", "sample_every", "sample_tokens", "save_every", "keep_every", "seed", "data_seed"):
             if (getattr(self, key) or 0) < 0:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at least 0")

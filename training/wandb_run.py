@@ -58,7 +58,7 @@ def _has_wandb_login() -> bool:
         try:
             if netrc.netrc(Path(file).expanduser()).authenticators(host):
                 return True
-        except (OSError, netrc.NetrcParseError):
+        except (OSError, RuntimeError, netrc.NetrcParseError):  # RuntimeError: this user has no home
             continue
     return False
 
