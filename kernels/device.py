@@ -32,11 +32,6 @@ class GPU:
         """FLOPs a byte above which the arithmetic, not the memory, is the limit."""
         return self.dense_flops / self.memory_bytes_per_second
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory that one block may use."""
-        return SHARED_LIMIT_BYTES[self.arch]
-
 
 # A device's name is matched in this order: the longer name stands before the shorter one that it contains.
 GPUS = (

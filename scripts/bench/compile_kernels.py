@@ -30,10 +30,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from conf.program import program
+from kernels.device import SHARED_LIMIT_BYTES
 from scripts.bench.kernel_plans import ARCHS, Plan, plans, source_of
 
-# CUDA guide, table 30
-SHARED_LIMIT_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 SPILL_LIMIT_BYTES = 32  # a few bytes outside the loop cost nothing that can be measured
 DOES_NOT_FIT = "TOO MUCH SHARED MEMORY"
 OPCODES = (
