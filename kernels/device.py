@@ -82,8 +82,10 @@ def capability(device_index: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def num_sms(device_index: int) -> int:
-    """Number of streaming multiprocessors (132 on an H100 SXM or H200)."""
+def num_sms(device_index: int | None) -> int:
+    """Number of streaming multiprocessors (132 on an H100 SXM or H200); 0 where there is no GPU (None)."""
+    if device_index is None:
+        return 0
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
