@@ -52,7 +52,7 @@ KEPT = {
     "tests.promises.invariance": ("*.md",),
     "tests.promises.soak": ("soak.json",),
     "scripts.explain": ("console.txt",),
-    "scripts.bench.attention": ("attention.csv", "attention_causal_*.png"),
+    "scripts.bench.attention": ("attention.json", "attention_causal_*.png"),
     "scripts.bench.loss": ("*.json",),
     "scripts.bench.training": ("*.json", "*.png"),
     "train": ("profile/profile.json",),

@@ -96,7 +96,7 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     runs = {}
     for number, (name, (changed, variant)) in enumerate(plan.items(), 1):
         console.print(f"[{number}/{len(plan)}] {name}", end=" ", markup=False)
-        runs[name] = told(train_once(changed, run_dir / folder_of(name), **variant)) | {"folder": folder_of(name)}
+        runs[name] = train_once(changed, run_dir / folder_of(name), **variant)
         console.print(f"held-out loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s")
 
     baseline = runs["naive"]["losses"]
@@ -170,15 +170,6 @@ def plan_runs(settings: ParitySettings, run_dir: Path) -> dict[str, tuple[Parity
 
 def folder_of(name: str) -> str:
     return name.partition(":")[0].replace(" ", "_")
-
-
-def told(run: dict) -> dict:
-    """What the report says of a run, in place of its records."""
-    records = run.pop("records")
-    rates = sorted(r["tokens_per_second"] for r in records if r.get("tokens_per_second"))
-    memory = [r["peak_memory_gib"] for r in records if r.get("peak_memory_gib")]
-    rate = rates[len(rates) // 2] if rates else None
-    return run | {"tokens_per_second": rate, "peak_memory_gib": max(memory, default=None)}
 
 
 def record_both(settings: ParitySettings, run_dir: Path) -> dict[str, Recorded]:

@@ -32,7 +32,7 @@ def train_once(
 
     attend: called in place of `attention`.
 
-    Returns the losses (NaN from the step on before which the run stopped), the held-out loss and the log's records.
+    Returns the losses (NaN from the step on before which the run stopped), the held-out loss, and the seconds it took.
     """
     model, config = replace(settings.model, attention=attention), replace(settings.train, log_every=1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,8 +42,7 @@ def train_once(
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     losses += [math.nan] * (config.steps - len(losses))
-    val_loss, seconds = summary.get("val_loss", math.nan), summary["seconds"]
-    return {"losses": losses, "val_loss": val_loss, "seconds": seconds, "records": records}
+    return {"losses": losses, "val_loss": summary.get("val_loss", math.nan), "seconds": summary["seconds"]}
 
 
 # ---- nulls

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from scripts import evidence
-from scripts.bench.report import write_csv
 from scripts.evidence_tables import PAGE, headline, inserted, page
 from tests.runs import settings_of
 from training.log import ROOT
@@ -87,10 +86,9 @@ def small_evidence(folder):
     rows += [cell("sdpa_cudnn", "forward", 1024, 2.0), cell("sdpa_cudnn", "forward", 4096, 8.0)]
     rows.append({"attention": "sdpa_cudnn", "pass": "backward", "seq_len": 4096, "head_dim": 64, "mask": "causal",
                  "error": "out of memory"})  # fmt: skip
-    for name in ("peers", "long"):
-        (folder / "attention" / name).mkdir(parents=True)
-        write_csv(folder / "attention" / name / "attention.csv", rows, {"machine": "NVIDIA X, bfloat16"} | ORIGIN)
     report = {"hardware": "NVIDIA X, bfloat16", "provenance": ORIGIN}
+    for name in ("peers", "long"):
+        write(folder / "attention" / name / "attention.json", report | {"rows": rows})
     steps = [{"attention": "flash", "seq_len": 1024} | STEP, {"attention": "naive", "seq_len": 65536} | STEP]
     steps[1]["error"] = "out of memory"
     saved = [{"attention": "flash", "seq_len": 1024, "save_ms": 24.0, "save_every_at_promise": 11} | STEP]

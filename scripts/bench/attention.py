@@ -7,7 +7,7 @@ tensors that must be touched, and the peak of memory beyond the inputs. Out of m
 `bench.attention=[flash,fp8,sdpa_cudnn]` adds the 8-bit forward (one Hopper GPU, inputs quantized beforehand, as a cache
 holds them) and, to every forward row, the relative error of O against float64 on the first head. `bench.mask` also
 takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence, causal. A forward
-that takes less than 1 ms also has Python's share. The run's folder gets attention.json, attention.csv and charts of
+that takes less than 1 ms also has Python's share. The run's folder gets attention.json and charts of
 speed and memory against N.
 
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
@@ -131,7 +131,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
         for name in bench.attention:
             report.rows += run_cell(name, cell, bench, hardware.device)
     draw(report)
-    report.finish(table(report.rows, NAMES, FIGURES, "attention"), csv_too=True)
+    report.finish(table(report.rows, NAMES, FIGURES, "attention"))
 
 
 NAMES: Columns = {
