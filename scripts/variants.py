@@ -92,7 +92,6 @@ def online_softmax(
     k: Tensor,
     v: Tensor,
     *,
-    block: int | None = None,
     running_max: bool = True,
     rescale: bool = True,
     global_indices: bool = True,
@@ -102,10 +101,10 @@ def online_softmax(
 ) -> Tensor:
     """Causal online softmax over tiles of keys in the inputs' precision, with a switch for each mistake.
 
-    `block` tokens a tile; by default a quarter of the keys, so that a Python loop over tiles stays short.
+    A tile is a quarter of the keys, so that a Python loop over tiles stays short.
     """
     num_q, num_k, scale = q.shape[2], k.shape[2], q.shape[3] ** -0.5
-    block = block or max(16, num_k // 4)
+    block = max(16, num_k // 4)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     tiles = []
