@@ -25,7 +25,7 @@ from rich.console import Console
 from conf.program import program
 from conf.schema import Settings
 from kernels.device import GPU, GPUS
-from scripts.bench.report import Table, table
+from scripts.bench.report import Table, refuse_below_one, table
 from training.hardware import DTYPES, Hardware
 from training.memory import GIB, Plan
 from training.run import resolve
@@ -80,10 +80,8 @@ class ExplainSettings(Settings, Shape):
         super().__post_init__()
         if self.what not in ("attention", "memory"):
             raise ValueError(f"what={self.what} is unknown; use attention or memory")
-        for key in ("seq_len", "head_dim", "num_heads", "batch", "num_layers", "element", "vocab_size"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{key}={value} must be at least 1")
+        sizes = "seq_len", "head_dim", "num_heads", "batch", "num_layers", "element", "vocab_size"
+        refuse_below_one("", self, *sizes)
         if self.gpu not in BOARDS:
             raise ValueError(f"gpu={self.gpu} is not in the table; use one of {', '.join(BOARDS)}")
 

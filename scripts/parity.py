@@ -28,7 +28,7 @@ from conf.schema import Settings
 from data import TokenBatches
 from kernels import naive_attention
 from model import ATTENTION, GPT, attend_with
-from scripts.bench.report import Columns, Report, picture, refuse_unknown, table
+from scripts.bench.report import Columns, Report, picture, refuse_below_one, refuse_unknown, table
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, judge, limits_of, noise, stress
 from scripts.variants import MUTANTS, nulls, train_once
 from training.checkpoint import open_checkpoint
@@ -50,8 +50,7 @@ class ParityConfig:
         refuse_unknown("parity", self, attention=ATTENTION, mutants=MUTANTS)
         if not 4 <= self.nulls <= 20:
             raise ValueError(f"parity.nulls={self.nulls} must be 4 to 20: the tolerance factors end there")
-        if self.repeats < 1:
-            raise ValueError(f"parity.repeats={self.repeats} must be at least 1")
+        refuse_below_one("parity.", self, "repeats")
         if self.seeds < 2:
             raise ValueError(f"parity.seeds={self.seeds} must be at least 2: a spread needs two")
 

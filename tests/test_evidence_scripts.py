@@ -75,6 +75,8 @@ def test_the_losses_are_compared(tmp_path, capsys):
         assert max(row["dh_error"], row["dweight_error"]) < 1e-2
     with pytest.raises(ValueError, match="padded_vocab=64 must be at least vocab_size=65"):
         LossBenchSettings(vocab_size=65, padded_vocab=64)
+    with pytest.raises(ValueError, match=r"chunk_tokens=\[4, 0\] must be at least 1"):
+        LossBenchSettings(chunk_tokens=[4, 0])
 
 
 TINY = (

@@ -32,6 +32,14 @@ def refuse_unknown(group: str, config: Any, **known: Iterable[str]) -> None:
                 raise ValueError(f"{group}.{name}={value} is not one of {', '.join(allowed)}")
 
 
+def refuse_below_one(group: str, config: Any, *names: str) -> None:
+    """ValueError where a number of `config`, alone or in a list, is below 1; None may be."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and any(number < 1 for number in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{group}{name}={value} must be at least 1")
+
+
 @dataclass
 class Table:
     """Cells as they are shown, to the left the first `named` of them."""
