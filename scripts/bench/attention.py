@@ -196,7 +196,7 @@ def time_cell(name: str, cell: Cell, which: str, bench: BenchConfig, device: tor
                 extra["python_us"] = python_us(lambda: attention(q, k, v))
     else:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        peak = peak_bytes(lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), do), device)
+        peak = peak_bytes(lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), do, retain_graph=True), device)
         o = attention(q, k, v)
         times = measure(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), device, bench.budget_ms)
     return extra | {
