@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import flash_attention, flash_attention_varlen, launch
+from kernels import flash_attention, flash_attention_varlen, launch, naive_attention
 from kernels.call import Options, key_of
 from kernels.launch import Launch, Plan, plan_of, run
 from kernels.portable.forward import launch_flash_fwd
@@ -207,4 +207,5 @@ def test_what_would_be_launched_is_recorded_without_memory(documents):
     assert [one.grid for one in launches] == [2, 2 * 4] if documents else [2 * 3]
     assert launches[-1].constants["CAUSAL"]
     o, _ = launch_flash_fwd(q, k, v, options)
-    assert o.isfinite().all()
+    if not documents:
+        torch.testing.assert_close(o, naive_attention(q, k, v, causal=True, scale=PLAIN.scale))

@@ -140,7 +140,10 @@ def call(
 
 
 def compiled(launch: Launch, arch: int) -> CompiledKernel:
-    """The launch's kernel for compute capability arch / 10, specialised as Triton does it for these arguments."""
+    """The launch's kernel for compute capability arch / 10, specialised as Triton does it for these arguments.
+
+    Written for and checked with triton 3.6: `_pack_args` is a private name of it.
+    """
     target = GPUTarget("cuda", arch, 32)
     kernel, backend, named = launch.kernel, make_backend(target), launch.constants | launch.how
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
