@@ -4,7 +4,6 @@ A benchmark makes `Report(name, folder, hardware)`, appends to `rows`, and calls
 with a key `error` says in a few words why it has no figures.
 """
 
-import csv
 import json
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table as ConsoleTable
@@ -32,6 +30,14 @@ def refuse_unknown(group: str, config: Any, **known: Iterable[str]) -> None:
         for value in getattr(config, name):
             if value not in allowed:
                 raise ValueError(f"{group}.{name}={value} is not one of {', '.join(allowed)}")
+
+
+def refuse_below_one(group: str, config: Any, *names: str) -> None:
+    """ValueError where a number of `config`, alone or in a list, is below 1; None may be."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and any(number < 1 for number in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{group}{name}={value} must be at least 1")
 
 
 @dataclass
@@ -105,7 +111,7 @@ class Report:
     """What a benchmark found.
 
     Attributes:
-        name: of its files in `folder`: <name>.json, <name>.md, and what `csv_too` and pictures add.
+        name: of its files in `folder`: <name>.json, <name>.md, and pictures.
         hardware: where it ran, in words.
         more: facts beside the rows, which go into the JSON.
     """
@@ -116,9 +122,10 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
 
-    def finish(self, *tables: Table, csv_too: bool = False, last: dict[str, Any] | None = None) -> None:
+    def finish(self, *tables: Table, last: dict[str, Any] | None = None) -> None:
         """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found."""
-        origin = {"hardware": self.hardware, "provenance": provenance() | {"driver": driver()}}
+        driver = next((gpu["driver_version"] for gpu in installed_gpus()), None)
+        origin = {"hardware": self.hardware, "provenance": provenance() | {"driver": driver}}
         found = origin | self.more | ({"rows": self.rows} if self.rows else {})
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
         console.print(self.hardware, markup=False)
@@ -130,8 +137,6 @@ class Report:
         (self.folder / f"{self.name}.json").write_text(json.dumps(found, indent=2) + "\n")
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
         (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n")
-        if csv_too:
-            write_csv(self.folder / f"{self.name}.csv", self.rows, {"machine": self.hardware, **found["provenance"]})
         print(json.dumps((last or found) | {"folder": str(self.folder)}))
 
 
@@ -143,21 +148,15 @@ def origin_line(report: dict[str, Any]) -> str:
     return f"{report['hardware']}; {versions}{driver}; commit {source['commit']}; `{source['command']}`"
 
 
-def write_csv(path: Path, rows: list[Row], origin: dict[str, Any]) -> None:
-    """One line a row, each with where it comes from."""
-    keys = dict.fromkeys(key for row in rows for key in row) | dict.fromkeys(origin)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(keys), restval="")
-        writer.writeheader()
-        writer.writerows(row | origin for row in rows)
-
-
-def driver() -> str | None:
-    """NVIDIA's driver version; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.check_output(query, text=True).split("\n")[0]
+def installed_gpus() -> list[dict[str, str]]:
+    """Name and driver of what NVIDIA's driver knows, whatever PyTorch sees; [] without a driver."""
+    keys = ("name", "driver_version")
+    command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [dict(zip(keys, line.split(", "), strict=True)) for line in lines]
 
 
 @contextmanager
