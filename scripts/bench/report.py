@@ -126,7 +126,12 @@ class Report:
         """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found."""
         driver = next((gpu["driver_version"] for gpu in installed_gpus()), None)
         origin = {"hardware": self.hardware, "provenance": provenance() | {"driver": driver}}
-        found = origin | self.more | ({"rows": self.rows} if self.rows else {})
+        found = origin | self.more
+        text = json.dumps(found, indent=2)
+        if self.rows:
+            found["rows"] = self.rows
+            rows = ",\n".join(json.dumps(row) for row in self.rows)  # a line each
+            text = text.removesuffix("\n}") + f',\n  "rows": [\n{rows}\n  ]\n}}'
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
         console.print(self.hardware, markup=False)
         for shown in tables:
@@ -134,7 +139,7 @@ class Report:
             if shown.caption:
                 console.print(shown.caption, markup=False)
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"{self.name}.json").write_text(json.dumps(found, indent=2) + "\n")
+        (self.folder / f"{self.name}.json").write_text(text + "\n")
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
         (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n")
         print(json.dumps((last or found) | {"folder": str(self.folder)}))
