@@ -41,7 +41,6 @@ FILES = (META, WEIGHTS, STATE)  # what the manifest vouches for
 LINKS = ("last", "best")
 VISIBLE = re.compile(r"step_[0-9]{6,}")
 LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed)?\.[0-9]+")  # see `_hidden`
-COUNTS = ("save", "metric_lines")  # keys of the description that older checkpoints lack
 DEEPEST = 16  # a description is nested four deep
 # keys that a mapping must have; each names a type, or the form of what it holds. Numbers are counts, times and losses
 Form = Mapping[str, Any]
@@ -101,9 +100,9 @@ class Checkpoint:
             name = f"{place}{key}"
             if not isinstance(values, Mapping) or key not in values:
                 raise ValueError(f"checkpoint {self.path}: {file} has no {name}; use another checkpoint")
-            value, nested = values[key], isinstance(expected, Mapping)
-            kind = f"a {type(value).__name__}"
-            wrong = isinstance(value, bool) or not isinstance(value, Mapping if nested else expected)
+            value, nested, kind = values[key], isinstance(expected, Mapping), f"a {type(values[key]).__name__}"
+            wrong = not isinstance(value, Mapping if nested else expected)
+            wrong |= isinstance(value, bool) and expected is not bool
             if not wrong and isinstance(value, int | float) and not (0 <= value < 2**63 or value == math.inf):
                 wrong, kind = True, "a number past 2^63" if abs(value) >= 2**63 else f"{value}"
             if wrong:
@@ -219,7 +218,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 "manifest's); use another checkpoint"
             )
     checkpoint = Checkpoint(path.resolve(), meta)
-    checkpoint.refuse_without({"step": int} | {key: int for key in COUNTS if key in meta}, meta, META)
+    later = {key: int for key in ("save", "metric_lines") if key in meta}  # older checkpoints lack them
+    checkpoint.refuse_without({"step": int} | later, meta, META)
     return checkpoint
 
 
