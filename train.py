@@ -93,10 +93,11 @@ def run(
 
     # --- what is written down: the log, the description, checkpoints
     steps = {"first_step": first_step, "steps": config.steps, "resumes": settings.resume is not None}
+    steps["resumed"] = resumed
     log = RunLog(run_dir, settings.logger, chosen.settings, **steps, wandb=chosen.wandb)
+    saver = Saver(run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every, say=log.say)
     write_description(run_dir, chosen.settings, dataset.manifest, evaluation.protocol)
     profiler = StepProfiler(run_dir / "profile", hardware, log.console) if settings.profile else None
-    saver = Saver(run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every, say=log.say)
     description = chosen.description | {"provenance": provenance()}
 
     # --- what is done about a loss or gradient that is not finite
@@ -119,6 +120,7 @@ def run(
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
         epoch, window = batches.position(step)
         progress = {"step": step, "seconds": seconds(), "data_position": {"epoch": epoch, "window": window}}
+        progress["metric_lines"] = log.lines
         saver.save(model, state, progress | description, best=best)
 
     with (
@@ -133,7 +135,7 @@ def run(
             log.say(line)
         log.say(f"logging    {run_dir / 'metrics.jsonl'}, {log.wandb_note}")
         if resumed:
-            resume.print_changes(resumed, chosen.settings, dataset.fingerprint, log.say)
+            resume.print_changes(resumed, description, log.say)
 
         # --- the loop
         step, results = first_step, {}

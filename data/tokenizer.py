@@ -71,7 +71,8 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
             special_tokens={END_OF_TEXT: 256},
         )
     if name == "characters":
-        assert alphabet, "the alphabet comes from the training split"
+        if not alphabet:  # of a checkpoint or a manifest that this program did not write
+            raise ValueError("tokenizer=characters without an alphabet, which the training split gives; use another")
         return CharacterEncoding(alphabet)
     try:
         return tiktoken.get_encoding("gpt2")

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import get_type_hints
 
 import torch
 
@@ -21,7 +22,11 @@ from training.checkpoint import META, newest_checkpoint, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 
 # of a checkpoint's description
-NEEDED = {"settings": {"model": {}, "data": {"seq_len": int}}, "tokenizer": {"name": str}, "vocab_size": int}
+NEEDED = {
+    "settings": {"model": {}, "data": {"seq_len": int}},
+    "tokenizer": {"name": str, "alphabet": str},
+    "vocab_size": int,
+}
 
 
 @dataclass
@@ -64,6 +69,14 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
         raise ValueError(
             f"checkpoint {checkpoint.path} has model.{min(unknown)}, which this version does not know; "
             f"use the commit that wrote it ({(checkpoint.meta.get('provenance') or {}).get('commit')})"
+        )
+    kinds = get_type_hints(GPTConfig)
+    expected = {"settings": {"model": {key: kinds[key] for key in trained["model"]}}}
+    checkpoint.refuse_without(expected, checkpoint.meta, META)
+    if tokenizer.n_vocab != checkpoint.meta["vocab_size"]:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} has vocab_size={checkpoint.meta['vocab_size']}, its tokenizer "
+            f"{tokenizer.n_vocab}; use another checkpoint"
         )
     config = GPTConfig(**trained["model"] | {"attention": settings.model.attention})
     config, *_ = resolve_model(config, hardware.device, hardware.dtype)

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST = "first/checkpoints/last"
+DEEP = b"[" * 100_000 + b"]" * 100_000
 # a line without one of these says what is wrong and not what to do
 REMEDY = re.compile(
     r"\b(use|must|expected|choose|did you mean|drop|give|write|leave|raise|delete|check|correct|convert|add|name|"
@@ -414,6 +415,27 @@ CHECKPOINTS = [
         "checkpoint.json", lambda content: content.replace(b'"step": ', b'"stop": '))),
     Case("step a word", RESUME, ["checkpoint.json has a str as its step"], crafted(
         "checkpoint.json", lambda content: content.replace(b'"step": 4', b'"step": "4"'))),
+    Case("step below zero", RESUME, ["checkpoint.json has -1 as its step", "use another"], crafted(
+        "checkpoint.json", lambda content: content.replace(b'"step": 4', b'"step": -1'))),
+    Case("step past all counting", RESUME, ["has a number past 2^63 as its step"], crafted(
+        "checkpoint.json", lambda content: content.replace(b'"step": 4', b'"step": 4' + b"0" * 400))),
+    Case("description 100,000 deep", RESUME, ["checkpoint.json is damaged", "use another"], crafted(
+        "checkpoint.json", lambda content: content.replace(b'"step"', b'"x": ' + DEEP + b', "step"'))),
+    Case("guard without keys", RESUME, ["state.pt has no number_check.spikes", "use another"], rewritten(
+        state=lambda state: state["number_check"].clear())),
+    Case("losses that are words", RESUME, ["state.pt does not fit", "number_check.losses"], rewritten(
+        state=lambda state: state["number_check"].update(losses=["a"]))),
+    Case("moments of the wrong kind", RESUME, ["state.pt does not fit", "exp_avg of parameter 0 is a float"], rewritten(
+        state=lambda state: state["optimizer"][0]["state"][0].update(exp_avg=0.5))),
+    Case("moments of another optimizer", RESUME, ["state.pt does not fit", "parameter 0 has x, expected step"],
+         rewritten(state=lambda state: state["optimizer"][0]["state"].update({0: {"x": torch.zeros(1)}}))),
+    Case("moments below zero", RESUME, ["exp_avg_sq of parameter 0 holds what is below zero", "use another"], rewritten(
+        state=lambda state: state["optimizer"][0]["state"][0]["exp_avg_sq"].fill_(-1))),
+    Case("moments in one memory", RESUME, ["moments that share their memory", "use another"], rewritten(
+        state=lambda state: state["optimizer"][0]["state"][0].update(
+            exp_avg=state["optimizer"][0]["state"][0]["exp_avg_sq"]))),
+    Case("NumPy's place out of its state", RESUME, ["random.numpy is no state", "use another"], rewritten(
+        state=lambda state: state["random"].update(numpy=(*state["random"]["numpy"][:2], 10**6, 0, 0.0)))),
     Case("state a list", RESUME, ["state.pt has a list as its random"], rewritten(
         state=lambda state: state.update(random=[]))),
     Case("state no archive", RESUME, ["state.pt", "use a"], crafted("state.pt", lambda _: b"junk" * 99)),
@@ -449,6 +471,12 @@ CHECKPOINTS = [
         "model.safetensors", lambda content: content[:99]), "scripts.sample"),
     Case("sample: model of another version", SAMPLE, ["model.shape, which this version does not know"], rewritten(
         meta=lambda meta: meta["settings"]["model"].update(shape=3)), "scripts.sample"),
+    Case("sample: width a word", SAMPLE, ["checkpoint.json has a str as its settings.model.n_embd", "use another"],
+         rewritten(meta=lambda meta: meta["settings"]["model"].update(n_embd="32")), "scripts.sample"),
+    Case("sample: another vocabulary", SAMPLE, ["vocab_size=7, its tokenizer 257; use another"],
+         rewritten(meta=lambda meta: meta.update(vocab_size=7)), "scripts.sample"),
+    Case("sample: no alphabet", SAMPLE, ["tokenizer=characters without an alphabet", "use another"],
+         rewritten(meta=lambda meta: meta["tokenizer"].update(name="characters")), "scripts.sample"),
     Case("sample: unknown tokenizer", SAMPLE, ["tokenizer=gpt9", "bytes"], rewritten(
         meta=lambda meta: meta["tokenizer"].update(name="gpt9")), "scripts.sample"),
     Case("a group of its own for one choice", [*SAMPLE, "hardware=cpu"],

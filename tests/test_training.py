@@ -209,6 +209,29 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 9.0)]
 
 
+def test_until_the_first_new_line_nothing_is_dropped(tmp_path, monkeypatch):
+    """Whatever refuses the run after its log is open, wandb among others, has changed nothing."""
+    with log(tmp_path) as opened:
+        for step in (1, 2, 3):
+            opened.metrics(step, {"loss": float(step)})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="refused"), log(tmp_path, first_step=1, resumes=True):
+        raise ValueError("refused")
+
+    def refuse(*_, **__):
+        raise ValueError("wandb does not start")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("training.log.start_wandb", refuse)
+        with pytest.raises(ValueError, match="does not start"):
+            log(tmp_path, first_step=1, resumes=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    with log(tmp_path, first_step=1, resumes=True) as opened:
+        opened.metrics(2, {"loss": 9.0})
+    assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 9.0)]
+    assert not (tmp_path / "metrics.tmp").exists()
+
+
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     with log(tmp_path) as opened:
         opened.metrics(1, {"loss": 1.0})

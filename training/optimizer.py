@@ -17,6 +17,11 @@ FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # good steps until the loss scale is doubled
 LARGEST_RATE = 1e6  # far above any use; near float32's largest number AdamW's step size overflows
 LEAST_SCALE = 1.0  # an overflow without any scaling is no matter of scale
+# what an optimizer holds of a parameter, and whether it may be below zero
+MOMENTS = {
+    torch.optim.AdamW: {"step": False, "exp_avg": True, "exp_avg_sq": False},
+    torch.optim.Muon: {"momentum_buffer": True},
+}
 
 
 @dataclass
@@ -170,24 +175,57 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take moments and loss scale of `state`; rates, decay and betas stay the configuration's, which may differ.
 
-        ValueError where they are not this model's. Before its first step, an optimizer may have none.
+        ValueError where they are not this model's, and nothing has changed. Before its first step, an optimizer may
+        have none.
         """
         if len(state["optimizer"]) != len(self.parts):
             raise ValueError(f"the state of {len(state['optimizer'])} optimizers, expected {len(self.parts)}")
         for part, saved in zip(self.parts, state["optimizer"], strict=True):
-            parameters = [p for group in part.param_groups for p in group["params"]]
-            moments = saved["state"]
-            if moments and moments.keys() != set(range(len(parameters))):
-                raise ValueError(f"moments of {len(moments)} parameters, expected {len(parameters)}")
-            for index, values in moments.items():
-                for key, value in values.items():
-                    if value.shape not in ((), parameters[index].shape):
-                        expected = tuple(parameters[index].shape)
-                        raise ValueError(f"{key} of parameter {index} is {tuple(value.shape)}, expected {expected}")
+            _refuse_other_moments(part, saved)
+        scale = self.loss_scale and state.get("loss_scale")  # None: the run before had another dtype
+        if scale is not None:
+            for key in ("scale", "good_steps"):
+                value = scale.get(key) if isinstance(scale, dict) else None
+                _refuse_other_tensor(f"{key} of loss_scale", value, getattr(self.loss_scale, key), below_zero=False)
+        for part, saved in zip(self.parts, state["optimizer"], strict=True):
             part.load_state_dict(saved | {"param_groups": part.state_dict()["param_groups"]})
-        if self.loss_scale is not None and state.get("loss_scale"):  # else the run before had another dtype
-            self.loss_scale.scale.copy_(state["loss_scale"]["scale"])
-            self.loss_scale.good_steps.copy_(state["loss_scale"]["good_steps"])
+        if scale is not None:
+            self.loss_scale.scale.copy_(scale["scale"])
+            self.loss_scale.good_steps.copy_(scale["good_steps"])
+
+
+def _refuse_other_moments(part: torch.optim.Optimizer, saved: Any) -> None:
+    """ValueError where `saved` is not what `part.state_dict()` would give after some steps."""
+    parameters = [p for group in part.param_groups for p in group["params"]]
+    moments = saved.get("state") if isinstance(saved, dict) else None
+    if not isinstance(moments, dict):
+        raise ValueError(f"optimizer without moments by parameter: {type(saved).__name__}")
+    if moments and moments.keys() != set(range(len(parameters))):
+        raise ValueError(f"moments of {len(moments)} parameters, expected {len(parameters)}")
+    kinds, storages = MOMENTS[type(part)], set()
+    for index, values in moments.items():
+        if not isinstance(values, dict) or values.keys() != kinds.keys():
+            found = ", ".join(map(str, values)) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"parameter {index} has {found[:80] or 'nothing'}, expected {', '.join(kinds)}")
+        for key, value in values.items():
+            like = torch.zeros(()) if key == "step" else parameters[index]
+            _refuse_other_tensor(f"{key} of parameter {index}", value, like, below_zero=kinds[key])
+            storages.add(value.untyped_storage().data_ptr())
+    if len(storages) < len(moments) * len(kinds):
+        raise ValueError("moments that share their memory")
+
+
+def _refuse_other_tensor(name: str, value: Any, like: Tensor, *, below_zero: bool) -> None:
+    """ValueError where `value` is not a plain tensor of the shape and dtype of `like`, or holds what it cannot."""
+    if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
+        raise ValueError(f"{name} is a {type(value).__name__}, expected a tensor with values")
+    if value.shape != like.shape or value.dtype != like.dtype:
+        found, expected = (f"{tuple(tensor.shape)} in {tensor.dtype}" for tensor in (value, like))
+        raise ValueError(f"{name} is {found}, expected {expected}")
+    if not value.is_contiguous() or value.requires_grad:
+        raise ValueError(f"{name} is a view or has a gradient, expected values alone")
+    if value.isnan().any() or (not below_zero and (value < 0).any()):
+        raise ValueError(f"{name} holds {'NaN' if below_zero else 'what is below zero or NaN'}, expected numbers")
 
 
 def step_unless(part: torch.optim.Optimizer, skip: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Going on from a checkpoint: which one, what it must hold, whether this run can take it, what has changed since."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 
 from model import GPT
 from training.checkpoint import META, STATE, Checkpoint, newest_complete, open_checkpoint
-from training.numbers import NumberCheck
+from training.numbers import SPIKE_WINDOW, NumberCheck
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
@@ -23,6 +24,7 @@ NEEDED_META = {
     "tokenizer": {"name": str},
     "vocab_size": int,
     "data_fingerprint": str,
+    "provenance": {"commit": (str, type(None))},
 }
 NEEDED_STATE = {
     "optimizer": list,
@@ -87,6 +89,7 @@ def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: to
     state = checkpoint.load_state()
     checkpoint.refuse_without(NEEDED_STATE, state, STATE)
     try:
+        _refuse_other_losses(state["number_check"]["losses"])
         optimizer.load_state_dict(state)
         restore_random_states(state["random"], device)
     except torch.OutOfMemoryError:
@@ -96,18 +99,28 @@ def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: to
     return state
 
 
-def print_changes(
-    checkpoint: Checkpoint, settings: Mapping[str, Any], data_fingerprint: str, say: Callable[[str], None]
-) -> None:
-    """Say where the run goes on and what is not as it was then: 'optim.lr 0.0006 -> 0.0003', one line a key."""
+def _refuse_other_losses(losses: list[Any]) -> None:
+    """ValueError where these are not the losses that `NumberCheck` compares the next one with."""
+    if len(losses) > SPIKE_WINDOW or not all(type(loss) is float and math.isfinite(loss) for loss in losses):
+        raise ValueError(f"number_check.losses is not a list of at most {SPIKE_WINDOW} numbers")
+
+
+def print_changes(checkpoint: Checkpoint, description: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Say where the run goes on and what is not as it was then: 'optim.lr 0.0006 -> 0.0003', one line a key.
+
+    description: what checkpoints of this run will say of it, with its provenance.
+    """
     say(f"resumed    from {checkpoint.path} after {checkpoint.step} steps")
-    before, now = _flat(checkpoint.meta["settings"]), _flat(settings)
+    commits = [of["provenance"]["commit"] or "unknown" for of in (checkpoint.meta, description)]
+    if commits[0] != commits[1]:
+        say(f"changed    the commit {commits[0]} -> {commits[1]}")
+    before, now = _flat(checkpoint.meta["settings"]), _flat(description["settings"])
     for key in sorted(before | now):
         if before.get(key) != now.get(key) and key != "resume":
             say(f"changed    {key} {before.get(key)} -> {now.get(key)}")
-    then = checkpoint.meta["data_fingerprint"]
-    if then != data_fingerprint:
-        say(f"changed    the text itself {then[:12]} -> {data_fingerprint[:12]}")
+    texts = [of["data_fingerprint"] for of in (checkpoint.meta, description)]
+    if texts[0] != texts[1]:
+        say(f"changed    the text itself {texts[0][:12]} -> {texts[1][:12]}")
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
