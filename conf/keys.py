@@ -24,6 +24,11 @@ class Key:
     type: Any
     comment: str = ""  # at the end of its line
 
+    @property
+    def is_text(self) -> bool:
+        """Whether its values are text, or may be: `Any` stands for text or a list of texts."""
+        return self.type in (str, str | None, Any)
+
 
 def known_keys(schema: type) -> dict[str, Key]:
     """Every dotted key of a dataclass of dataclasses."""

@@ -226,7 +226,7 @@ COMMAND_LINES = [
     Case("key of Hydra", ["hydra.run.dirr=x"], ["hydra.run.dirr is not a known key"]),
     Case("no equals sign", ["train.steps 5"], ["'train.steps 5'", "key=value"]),
     Case("open bracket", ["data.files=["], ["'data.files=['", "quote lists"]),
-    Case("unquoted accent", ["train.sample_prompt=É"], ["'train.sample_prompt=É'", "accents"]),
+    Case("unquoted accent", ["train.steps=É"], ["'train.steps=É'", "accents"]),
     Case("nothing before =", ["=3"], ["a group takes the name of a file"]),
     Case("no choice", ["experiment=null"], ["a group takes the name of a file"]),
     Case("package", ["model@other=tiny"], ["model@other", "write model=NAME"]),
@@ -340,7 +340,7 @@ DATA = [
 CHECKPOINTS = [
     Case("resume from nothing", ["resume=nowhere"], ["checkpoint nowhere does not exist", "checkpoints/last"]),
     Case("resume from a number", ["resume=3"], ["checkpoint 3 does not exist"]),
-    Case("resume from a list", ["resume=[a]"], ["resume=['a']", "text or null"]),
+    Case("resume from a list", ["resume=[a]"], ["checkpoint [a] does not exist"]),
     Case("resume from a file", ["resume={p}/corpus.txt"], ["{p}/corpus.txt has no checkpoint.json"]),
     Case("resume from another folder", ["resume={p}"], ["{p} has no checkpoint.json"]),
     Case("link to a deleted one", RESUME, ["{p}/first/checkpoints/last does not exist"],
