@@ -181,7 +181,7 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
 
             if config.sample_tokens and config.is_due(config.sample_every, step):
                 text = sample(model, chosen.prompt, config.sample_tokens, config.seed, dataset.tokenizer, hardware)
-                log.say(f"--- a sample after {step} steps\n{text}\n---")
+                log.say(f"--- a sample after {step} steps, its prompt in brackets\n{text}\n---")
                 speed.restart(step)
 
             if asked:  # a stopped run saves and leaves: what it would log or evaluate beyond that, no other run has

@@ -66,6 +66,7 @@ class ParitySettings(Settings):
 def main(settings: ParitySettings, run_dir: Path) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later
+        print("no GPU: flash runs in Triton's interpreter, which is right and very slow")
     repeats = settings.parity.repeats
     if not (run_parity(settings, run_dir)["passes"] if repeats == 1 else repeat(settings, run_dir, repeats)):
         sys.exit(FAILED)

@@ -1,7 +1,10 @@
-"""Text is text: what is typed after prompt= arrives, whatever Hydra's grammar and OmegaConf would read into it."""
+"""Text is text: what is typed after prompt= arrives, whatever Hydra's grammar and OmegaConf would read into it. A
+sample begins where a word does, its prompt in brackets."""
 
+import json
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,10 @@ from hypothesis import settings as times
 from hypothesis import strategies as st
 
 from conf.program import program
+from data.tokenizer import build_tokenizer
+from tests.runs import small_run, told
+from train import train
+from training.evaluate import whole_words
 
 
 @dataclass
@@ -111,3 +118,70 @@ def test_under_m_a_comma_separates_and_the_rest_is_text(tmp_path, monkeypatch):
     assert [(run.prompt, run.name, run.steps) for run in runs] == [
         ("def f(x):", name, steps) for name in ("a", "b, c") for steps in (1, 2)
     ]
+
+
+# ---- samples
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, one_thread) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(small_run(folder, "train.steps=2", "train.sample_tokens=8"), folder / "run")
+    return folder / "run"
+
+
+def sampled(trained: Path, monkeypatch, capsys, *arguments: str):
+    common = [f"checkpoint={trained}", "max_new_tokens=5", "hardware.device=cpu"]
+    return told("scripts.sample", [*common, *arguments], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("text", ["To be, or not to be", "def f(x):", "日本", "if "])
+def test_a_sample_shows_its_prompt_in_brackets(trained, monkeypatch, capsys, text):
+    outcome = sampled(trained, monkeypatch, capsys, f"prompt={text}")
+    assert outcome.code == 0, outcome.error
+    assert outcome.out.startswith(f"[{text}]")
+    assert json.loads(outcome.out.splitlines()[-1])["tokens"] <= 5
+
+
+def test_each_line_of_a_file_is_continued(trained, monkeypatch, capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_text("To be, or\n\n日本\n the \n", encoding="utf-8")
+    several = sampled(trained, monkeypatch, capsys, f"prompts={tmp_path / 'prompts.txt'}", "num_samples=2")
+    assert several.code == 0, several.error
+    for text in ("To be, or", "日本", " the "):
+        assert several.out.count(f"[{text}]") == 2
+    alone = sampled(trained, monkeypatch, capsys, f"prompts={tmp_path / 'prompts.txt'}").out
+    assert sampled(trained, monkeypatch, capsys, "prompt=日本").out.splitlines()[0] in alone
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (b"\n \n", [], "has no line with text"),
+        (b"\xff", [], "is not UTF-8"),
+        (b"a", ["prompt=b"], "give one of them"),
+        (None, [], "cannot be used (No such file or directory)"),
+    ],
+)
+def test_prompts_that_cannot_be_used(trained, monkeypatch, capsys, tmp_path, content, arguments, message):
+    if content is not None:
+        (tmp_path / "prompts.txt").write_bytes(content)
+    outcome = sampled(trained, monkeypatch, capsys, f"prompts={tmp_path / 'prompts.txt'}", *arguments)
+    assert outcome.code == 2
+    assert outcome.error.startswith("error: ")
+    assert message in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rwise, any valid keys in a set of optional arguments", "any valid keys in a set of"),
+        ("\n  indented text goes on and on and on", "indented text goes on and on and"),
+        ("one-word-only-and-no-blank-in-all-of-it", "one-word-only-and-no-blank-in-al"),
+        ("é日本語の文章には空白がありません", "日本語の文章には空白"),
+    ],
+)
+def test_a_run_samples_from_whole_words(text, words):
+    tokenizer = build_tokenizer("bytes")
+    # a split may begin within a character
+    tokens = tokenizer.encode_ordinary(text)[1 if text.startswith("é") else 0 :]
+    assert tokenizer.decode(whole_words(tokens, 32, tokenizer)) == words
