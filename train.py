@@ -27,6 +27,7 @@ from data import Batch, Prefetcher, TokenBatches, fixed_windows
 from model import GPT, attend_with
 from model.attention import AttentionFunction
 from training import resume
+from training.comparison import show_sweep
 from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
 from training.lock import locked
 from training.log import RunLog, provenance, step_record, write_description
@@ -129,7 +130,7 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
     ):
         for line in chosen.first_lines(model, run_dir):
             log.say(line)
-        log.say(f"logging    {run_dir / 'metrics.jsonl'}, {log.wandb_note}")
+        log.say(f"logging    metrics.jsonl and, at evaluations, loss.png in {run_dir}; {log.wandb_note}")
         if resumed:
             resume.print_changes(resumed, chosen.settings, dataset.fingerprint, log.say)
 
@@ -195,7 +196,7 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
     return summary
 
 
-@program("config", Settings, experiment="quickstart")
+@program("config", Settings, experiment="quickstart", after_sweep=show_sweep)
 def main(settings: Settings, run_dir: Path) -> None:
     if exit_code := train(settings, run_dir)["exit_code"]:
         sys.exit(exit_code)

@@ -34,6 +34,7 @@ from conf.mistakes import explain, of_the_system
 from training.lock import InUse
 
 EXIT_USER_ERROR = 2
+SIGNALLED = 128  # exit codes above it are 128 + a signal
 
 S = TypeVar("S")
 
@@ -50,6 +51,7 @@ def program(
     run_dir: str | None = None,
     overrides: tuple[str, ...] = (),
     positional: str | None = None,
+    after_sweep: Callable[[list[Path]], None] | None = None,
 ) -> Callable[[Callable[[S, Path], Any]], Callable[[], None]]:
     """Decorate `main(settings, run_dir)`: `settings` is a checked `schema`, `run_dir` the folder of this run.
 
@@ -58,6 +60,7 @@ def program(
         experiment, overrides: arguments that hold where the command line says nothing about their keys.
         run_dir: a folder of the date and time below it is made for each run; ".": nothing is written.
         positional: the key, a list, of arguments that are not key=value.
+        after_sweep: called with the folders of a sweep's runs when all are done.
 
     `--help` prints the docstring of the program's module and all keys, those that `schema` itself adds first.
     """
@@ -73,7 +76,7 @@ def program(
         def command_line() -> None:
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
-            typed, exit_codes = sys.argv, []
+            typed, exit_codes, folders = sys.argv, [], []
             flags, values, wants_help = _arguments(typed[1:], defaults, positional, known_keys(schema))
             register(schema)
 
@@ -81,6 +84,7 @@ def program(
             def task(cfg: DictConfig) -> None:
                 folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
                 found = _listing(folder)
+                folders.append(folder)
                 sys.argv = typed  # for the provenance of what the program writes
                 try:
                     main(settings_from(cfg, schema), folder)
@@ -93,12 +97,18 @@ def program(
                     if show_traceback:
                         raise ConfigError(message) from error
                     exit_codes.append(fail(message))  # the other runs of a sweep go on
+                except SystemExit as stopped:
+                    if not isinstance(stopped.code, int) or stopped.code > SIGNALLED:  # whoever sends it means them all
+                        raise
+                    exit_codes.append(stopped.code)
 
             try:
                 if wants_help:
                     return print(help_page(main.__globals__["__doc__"], config, schema, values))
                 sys.argv = [typed[0], *flags, *values]
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(task)()
+                if after_sweep and len(folders) > 1:
+                    after_sweep(folders)
             except KeyboardInterrupt:  # before there was anything to save
                 sys.exit(128 + signal.SIGINT)
             # `task` explains its own errors, so a ValueError or OSError here is about arguments or the run's folder

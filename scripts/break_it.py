@@ -18,8 +18,8 @@ from torch import Tensor
 from conf.program import program
 from conf.schema import Settings
 from kernels import naive_attention
-from scripts.bench.report import picture
 from scripts.variants import online_softmax, train_once
+from training.curves import picture
 
 BLOCK = 16  # keys and queries of a tile
 SCORES = 200.0  # largest score of the single calls: enough to overflow fp32's exponential

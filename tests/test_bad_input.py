@@ -435,6 +435,8 @@ CHECKPOINTS = [
          program="scripts.compare"),
     Case("compare: unknown flag", ["{p}/first", "--out", "x.png"], ["--out", "key=value"], program="scripts.compare"),
     Case("compare: damaged", ["{p}/first"], ["{p}/first/metrics.jsonl", "damaged"],
+         lambda place: (place.path / "first" / "metrics.jsonl").write_text("{\n"), "scripts.compare"),
+    Case("compare: no step yet", ["{p}/first"], ["{p}/first/metrics.jsonl has no line yet", "first step"],
          lambda place: (place.path / "first" / "metrics.jsonl").write_text("{"), "scripts.compare"),
     Case("compare: picture below a file", ["{p}/first", "out={p}/corpus.txt/x.png"], ["out={p}/corpus.txt/x"],
          program="scripts.compare"),

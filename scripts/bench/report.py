@@ -8,8 +8,7 @@ import csv
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
@@ -20,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as ConsoleTable
 
+from training.curves import picture
 from training.log import provenance
 
 Row = dict[str, Any]
@@ -158,31 +158,6 @@ def driver() -> str | None:
         return None
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.check_output(query, text=True).split("\n")[0]
-
-
-@contextmanager
-def picture(
-    path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float], title: str = "", **shared: bool
-) -> Iterator[list[Any]]:
-    """Yields rows x columns axes of matplotlib; then adds grid and one legend for all, and writes `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # there may be no screen
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **shared)
-    yield list(panels.flat)
-    labelled: dict[str, Any] = {}  # label -> handle, once for all panels
-    for axes in panels.flat:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        handles, labels = axes.get_legend_handles_labels()
-        labelled = dict(zip(labels, handles, strict=True)) | labelled
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 @dataclass(frozen=True)
