@@ -26,7 +26,7 @@ from training.curves import LossPicture
 from training.numbers import NumberCheck
 from training.optimizer import Optimizer
 from training.stop import StopRequest
-from training.wandb_run import LoggerConfig, brief, send, start_wandb, wandb_mode
+from training.wandb_run import LoggerConfig, brief, named, send, start_wandb, wandb_mode
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "safetensors", "wandb")
@@ -76,7 +76,7 @@ class RunLog:
         self._file = MetricsFile(run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say)
         self.picture = LossPicture(run_dir, self.say)
         self._steps, self._paced_from = steps, (first_step, math.inf)  # the first step compiles: no measure of the pace
-        self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resumed=resumes)
+        self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resumed=resumes, commit=git_commit)
         # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
         self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.read()])
         # a bar that nobody sees would still lock, copy and time itself at every step
@@ -143,7 +143,7 @@ class RunLog:
             (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
-        self._with_wandb(lambda run: run.summary.update(summary))
+        self._with_wandb(lambda run: run.summary.update(named(summary)))
         self.picture.draw(last=True)
         if stop:
             self.say(f"stopped by {stop.reason}; resume={self.run_dir} goes on")
