@@ -18,7 +18,7 @@ class DataConfig:
     name: str | None = None  # wikitext only: the hub's configuration, as "wikitext-2-raw-v1"
     # text only: one path or several; globs allowed. `Any`, because a command line may say files=a.txt or files=[a.txt]
     # and a structured configuration refuses a string for a list; after __post_init__ it is None or a list of strings
-    files: Any = None
+    files: Any = None  # text only: a path, a glob, or several as [a.txt,b.jsonl]
     local_dir: str | None = None  # wikitext only: a folder with WikiText's own files, in place of the hub
     validation_fraction: float = (
         0.1  # embedded and text: the last part of the characters is held out; WikiText has its own

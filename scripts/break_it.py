@@ -131,7 +131,7 @@ def story(wrong: dict, right: dict) -> str:
         return f"the loss is not finite from step {wrong['losses'].index(None) + 1} on"
     distance = max(abs(a - b) for a, b in zip(wrong["losses"], right["losses"], strict=True))
     return (
-        f"held-out loss {wrong['val_loss']:.4f} beside {right['val_loss']:.4f}; the curves part by at most"
+        f"validation loss {wrong['val_loss']:.4f} beside {right['val_loss']:.4f}; the curves part by at most"
         f" {distance:.2g} nats. A loss that falls proves nothing."
     )
 

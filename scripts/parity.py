@@ -5,7 +5,7 @@ are equal in exact arithmetic and round differently, and *seed* runs, the baseli
 backend passes when
   - its loss curve is no further from the baseline's than null runs are, over the first ten steps and over all of them
     (tolerance limits, scripts/parity_verdict.py),
-  - its final held-out loss is no further from the baseline's than the seeds' are,
+  - its final validation loss is no further from the baseline's than the seeds' are,
   - one call on each layer's own q, k, v and dO, before and after training, agrees with naive attention in float32 as
     nulls do, in the run's precision and in float32, and survives scores that only a running maximum survives.
 The run's folder gets parity.json, parity.png and parity.md, and a folder for each run; wandb gets one group of runs.
@@ -98,7 +98,7 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     for number, (name, (changed, variant)) in enumerate(plan.items(), 1):
         console.print(f"[{number}/{len(plan)}] {name}", end=" ", markup=False)
         runs[name] = told(train_once(changed, run_dir / folder_of(name), **variant)) | {"folder": folder_of(name)}
-        console.print(f"held-out loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s")
+        console.print(f"validation loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s")
 
     baseline = runs["naive"]["losses"]
     allowed = noise([run["losses"] for name, run in runs.items() if name.startswith("null")], baseline)
@@ -228,7 +228,7 @@ VERDICT: Columns = {
     f"distance, {EARLY} steps": "{distances[early]:.2e}",
     "all steps": "{distances[whole]:.2e}",
     "leaves the band": "{leaves}",
-    "held-out loss": "{val_loss:.5f}{outside}",
+    "validation loss": "{val_loss:.5f}{outside}",
 }
 
 
@@ -252,7 +252,7 @@ def write(found: dict, run_dir: Path, hardware: str) -> None:
         f"Up to {early['limit']:.2e} and {whole['limit']:.2e} is noise: limits that cover {allowed['content']:.0%} of "
         f"such runs with {allowed['confidence']:.0%} confidence (mean + {allowed['k']} sd of the logarithms). No "
         "smaller difference could have been seen.",
-        f"{seeds['runs']} other orders of the batches end within {seeds['spread']:.5f} nats of its held-out loss.",
+        f"{seeds['runs']} other orders of the batches end within {seeds['spread']:.5f} nats of its validation loss.",
         *(f"{row['attention']} parts from naive {row['fault']}." for row in rows if row["fault"]),
     ]
     shown = table(rows, {"attention": "{attention}"}, VERDICT, "distance from naive, nats", "\n\n".join(said))
