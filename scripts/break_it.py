@@ -18,6 +18,7 @@ from torch import Tensor
 from conf.program import program
 from conf.schema import Settings
 from kernels import naive_attention
+from scripts.bench.report import colour
 from scripts.variants import online_softmax, train_once
 from training.curves import picture
 
@@ -141,7 +142,8 @@ def draw(runs: dict[str, dict], path: Path) -> None:
     with picture(path, 2, 1, size=(8, 5.6), sharex=True) as (upper, lower):
         for number, (name, run) in enumerate(runs.items()):
             losses = [math.nan if loss is None else loss for loss in run["losses"]]
-            steps, style = range(1, len(losses) + 1), {"color": f"C{number}", "label": name}
+            shade = colour("naive" if name == "right" else name, number)
+            steps, style = range(1, len(losses) + 1), {"color": shade, "label": name}
             upper.plot(steps, losses, linewidth=2.5 if name == "right" else 1.2, **style)
             if name != "right":
                 lower.plot(steps, [max(abs(a - b), 1e-8) for a, b in zip(losses, right, strict=True)], **style)

@@ -29,10 +29,11 @@ from conf.schema import Settings
 from data import TokenBatches
 from kernels import naive_attention
 from model import ATTENTION, GPT, attend_with
-from scripts.bench.report import Columns, Report, picture, refuse_unknown, table
+from scripts.bench.report import Columns, Report, colour, refuse_unknown, table
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, judge, limits_of, noise, stress
 from scripts.variants import MUTANTS, nulls, train_once
 from training.checkpoint import open_checkpoint
+from training.curves import picture
 from training.hardware import set_up
 from training.run import resolve
 
@@ -278,10 +279,10 @@ def draw(report: dict, path: Path, hardware: str) -> None:
                 lower.plot(steps, distances, color="0.75", linewidth=0.7)
         upper.plot([], [], color="0.8", label="naive, other order of the batches")
         lower.plot([], [], color="0.75", label="naive, other rounding (nulls)")
-        upper.plot(steps, baseline, color="black", linewidth=2.5, label="naive")
+        upper.plot(steps, baseline, color=colour("naive", 0), linewidth=2.5, label="naive")
         lower.fill_between(steps, 1e-8, report["noise"]["band"], color="0.93", label="band of noise")
         for number, name in enumerate(report["verdicts"]):
-            style = {"color": f"C{number}", "linewidth": 1.2, "label": name}
+            style = {"color": colour(name, number), "linewidth": 1.2, "label": name}
             upper.plot(steps, runs[name]["losses"], linestyle=(2 * number, (4, 4)), **style)
             distances = [max(abs(a - b), 1e-8) for a, b in zip(runs[name]["losses"], baseline, strict=True)]
             lower.plot(steps, distances, **style)

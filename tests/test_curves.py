@@ -9,6 +9,8 @@ import yaml
 from matplotlib.figure import Figure
 
 from conf.program import program
+from scripts import break_it, parity
+from scripts.bench.report import OTHER_COLOURS, Panel, draw_lengths
 from tests.runs import SMALL, small_run, told
 from tests.test_text import Echo
 from train import train
@@ -203,3 +205,31 @@ def test_a_sweep_outlives_a_run_that_diverges_and_no_signal(tmp_path, monkeypatc
     assert stopped.value.code == code
     assert seen == [1, 2, 3][:runs]
     assert len(ended) == (runs == 3)
+
+
+# ---- colours
+
+
+def test_an_attention_has_one_colour_in_every_picture(tmp_path, drawn):
+    rows = [
+        {"seq_len": n, "attention": name, "mode": mode, "ms": n} for name in ("naive", "flash", "mine") for n in (1, 2)
+        for mode in ("none", "full")
+    ]  # fmt: skip
+    for chosen in (rows, rows[4:]):
+        draw_lengths(tmp_path / "x.png", chosen, [Panel("ms", "ms")], "{attention}, {mode}".format_map, "")
+    report = {
+        "runs": {"naive": {"losses": [3, 2]}, "flash": {"losses": [3, 2]}},
+        "verdicts": {"flash": {}},
+        "noise": {"band": [1, 1]},
+        "passes": True,
+    }
+    parity.draw(report, tmp_path / "x.png", "")
+    break_it.draw({"right": {"losses": [3, 2]}, "no rescaling": {"losses": [3, 1]}}, tmp_path / "x.png")
+    found = [{line.get_label(): line.get_color() for line in figure.axes[0].lines} for figure in drawn]
+    assert [each.get("naive, none") or each.get("naive") or each.get("right") for each in found] == [
+        *("black", None, "black", "black")
+    ]
+    assert [each.get("flash, full") or each.get("flash") for each in found] == ["C0", "C0", "C0", None]
+    assert found[3]["no rescaling"] == OTHER_COLOURS[1]
+    styles = {line.get_label(): line.get_linestyle() for line in drawn[0].axes[0].lines}
+    assert (styles["flash, none"], styles["flash, full"]) == ("-", "--")

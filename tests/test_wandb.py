@@ -187,10 +187,8 @@ class Recorded:
 @pytest.fixture
 def begun(monkeypatch) -> list[Recorded]:
     """The runs that were started in place of wandb's."""
-    import wandb
-
     found: list[Recorded] = []
-    monkeypatch.setattr(wandb, "init", lambda **options: found.append(Recorded(**options)) or found[-1])
+    monkeypatch.setattr("wandb.init", lambda **options: found.append(Recorded(**options)) or found[-1])
     return found
 
 

@@ -25,6 +25,19 @@ from training.log import provenance
 Row = dict[str, Any]
 Columns = dict[str, str]  # heading -> what a row has there, as a format string over the row's keys
 
+# an attention has one colour in every picture; what is no attention of ours or a peer's has another
+COLOURS = {
+    "naive": "black", "flash": "C0", "sdpa_flash": "C1", "sdpa_cudnn": "C2", "fp8": "C3", "sdpa_efficient": "C4",
+    "flex": "C5", "tiled": "C6", "sdpa": "C8",
+}  # fmt: skip
+OTHER_COLOURS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
+STYLES = ("-", "--", ":", "-.")  # of lines of one colour
+
+
+def colour(attention: str, number: int) -> str:
+    """Of the line of `attention`, which is the picture's `number`th."""
+    return COLOURS.get(attention, OTHER_COLOURS[number % len(OTHER_COLOURS)])
+
 
 def refuse_unknown(group: str, config: Any, **known: Iterable[str]) -> None:
     """ValueError where a list of `config`, by its field's name, has a value that is not among the known ones."""
@@ -171,21 +184,27 @@ class Panel:
 
 
 def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callable[[Row], str], title: str) -> None:
-    """Figures against the length of a sequence, a curve a label; a cross where memory ran out."""
+    """Figures against the length of a sequence, a curve a label; a cross where memory ran out.
+
+    The colour is the row's attention; labels that share one differ in their lines.
+    """
     from matplotlib.ticker import NullLocator
 
     panels = [panel for panel in panels if any(row.get(panel.key) for row in rows)]  # a CPU has no memory to show
-    lengths, labels = sorted({row["seq_len"] for row in rows}), list(dict.fromkeys(map(label, rows)))
+    lengths, attention = sorted({row["seq_len"] for row in rows}), {label(row): row["attention"] for row in rows}
+    alike = {label: [name for name in attention if attention[name] == attention[label]] for label in attention}
     with picture(path, 1, len(panels), size=(4.8 * len(panels), 4.2), title=title) as all_axes:
         for axes, panel in zip(all_axes, panels, strict=True):
-            for number, name in enumerate(labels):
+            for number, name in enumerate(attention):
+                style = {"color": colour(attention[name], number), "markersize": 4, "label": name}
+                style["linestyle"] = STYLES[alike[name].index(name) % len(STYLES)]
                 part = [row for row in rows if label(row) == name and panel.of(row)]
                 done = [(row["seq_len"], row[panel.key]) for row in part if row.get(panel.key)]
                 if not done:
                     continue
-                axes.plot(*zip(*done, strict=True), marker="o", markersize=4, color=f"C{number}", label=name)
+                axes.plot(*zip(*done, strict=True), marker="o", **style)
                 if full := [row["seq_len"] for row in part if row.get("error") == "out of memory"]:
-                    axes.scatter(full, [done[-1][1]] * len(full), marker="x", color=f"C{number}", s=40)
+                    axes.scatter(full, [done[-1][1]] * len(full), marker="x", color=style["color"], s=40)
                     place = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
                     axes.annotate("out of memory", (full[len(full) // 2], done[-1][1]), **place)
             is_wide = panel.may_be_log and axes.dataLim.y1 > 10 * axes.dataLim.y0
