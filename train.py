@@ -27,6 +27,7 @@ from data import Batch, Prefetcher, TokenBatches, fixed_windows
 from model import GPT, attend_with
 from model.attention import AttentionFunction
 from training import resume
+from training.comparison import show_sweep
 from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
 from training.lock import locked
 from training.log import RunLog, provenance, step_record, write_description
@@ -133,7 +134,7 @@ def run(
     ):
         for line in chosen.first_lines(model, run_dir):
             log.say(line)
-        log.say(f"logging    {run_dir / 'metrics.jsonl'}, {log.wandb_note}")
+        log.say(f"logging    metrics.jsonl and, at evaluations, loss.png in {run_dir}; {log.wandb_note}")
         if resumed:
             resume.print_changes(resumed, description, log.say)
 
@@ -185,7 +186,7 @@ def run(
 
             if config.sample_tokens and config.is_due(config.sample_every, step):
                 text = sample(model, chosen.prompt, config.sample_tokens, config.seed, dataset.tokenizer, hardware)
-                log.say(f"--- a sample after {step} steps\n{text}\n---")
+                log.say(f"--- a sample after {step} steps, its prompt in brackets\n{text}\n---")
                 speed.restart(step)
 
             if asked:  # a stopped run saves and leaves: what it would log or evaluate beyond that, no other run has
@@ -199,7 +200,7 @@ def run(
     return summary
 
 
-@program("config", Settings, experiment="quickstart")
+@program("config", Settings, experiment="quickstart", after_sweep=show_sweep)
 def main(settings: Settings, run_dir: Path) -> None:
     if exit_code := train(settings, run_dir)["exit_code"]:
         sys.exit(exit_code)

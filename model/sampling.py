@@ -145,6 +145,11 @@ def _stream(
             return
 
 
+def marked(prompt: str) -> str:
+    """A prompt as it is shown before its continuation."""
+    return f"[{prompt}]" if prompt else ""
+
+
 @contextmanager
 def evaluating(model: GPT) -> Iterator[None]:
     """Put the model in eval mode, and back as it was."""

@@ -17,8 +17,9 @@ from torch import Tensor
 from conf.program import program
 from conf.schema import Settings
 from kernels import naive_attention
-from scripts.bench.report import picture
+from scripts.bench.report import colour
 from scripts.variants import MUTANTS, Attention, online_softmax, train_once
+from training.curves import picture
 
 SCORES = 200.0  # largest score of the single calls: enough to overflow fp32's exponential
 SEQ_LEN = 64  # tokens of the single calls
@@ -108,7 +109,7 @@ def story(wrong: dict, right: dict) -> str:
         return f"the loss is not finite from step {wrong['losses'].index(None) + 1} on"
     distance = max(abs(a - b) for a, b in zip(wrong["losses"], right["losses"], strict=True))
     return (
-        f"held-out loss {wrong['val_loss']:.4f} beside {right['val_loss']:.4f}; the curves part by at most"
+        f"validation loss {wrong['val_loss']:.4f} beside {right['val_loss']:.4f}; the curves part by at most"
         f" {distance:.2g} nats. A loss that falls proves nothing."
     )
 
@@ -118,7 +119,8 @@ def draw(runs: dict[str, dict], path: Path) -> None:
     with picture(path, 2, 1, size=(8, 5.6), sharex=True) as (upper, lower):
         for number, (name, run) in enumerate(runs.items()):
             losses = [math.nan if loss is None else loss for loss in run["losses"]]
-            steps, style = range(1, len(losses) + 1), {"color": f"C{number}", "label": name}
+            shade = colour("naive" if name == "right" else name, number)
+            steps, style = range(1, len(losses) + 1), {"color": shade, "label": name}
             upper.plot(steps, losses, linewidth=2.5 if name == "right" else 1.2, **style)
             if name != "right":
                 lower.plot(steps, [max(abs(a - b), 1e-8) for a, b in zip(losses, right, strict=True)], **style)

@@ -176,8 +176,8 @@ def tokens(settings: Settings, dataset: Dataset) -> Finding:
     """What is known of a text that is in the cache, its checksums compared."""
     epochs = settings.train.steps * settings.train.batch_tokens / len(dataset.train)
     said = (
-        f"{len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; the run is {epochs:.1f} "
-        f"epochs (fingerprint {dataset.fingerprint[:12]})"
+        f"{len(dataset.train):,} training tokens, {len(dataset.validation):,} validation tokens; the run is "
+        f"{epochs:.1f} epochs (fingerprint {dataset.fingerprint[:12]})"
     )
     facts = {"fingerprint": dataset.fingerprint, "tokenized": True, "epochs": epochs, "path": str(dataset.path)}
     fix = None

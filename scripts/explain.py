@@ -42,12 +42,12 @@ BOARDS = {board.name.removesuffix(" 80GB HBM3").replace(" ", "").lower(): board 
 class Shape:
     """One attention layer; causal halves the pairs that need computing, not those that standard attention stores."""
 
-    batch: int = 1
-    num_heads: int = 32
+    batch: int = 1  # sequences
+    num_heads: int = 32  # of queries, keys and values alike
     seq_len: int = 4096  # queries and keys alike
-    head_dim: int = 128
+    head_dim: int = 128  # columns of q, k and v
     element: int = 2  # bytes of a number
-    causal: bool = False
+    causal: bool = False  # half of the scores are hidden
 
     @property
     def rows(self) -> int:

@@ -5,7 +5,7 @@ are equal in exact arithmetic and round differently, and *seed* runs, the baseli
 backend passes when
   - its loss curve is no further from the baseline's than null runs are, over the first ten steps and over all of them
     (tolerance limits, scripts/parity_verdict.py),
-  - its final held-out loss is no further from the baseline's than the seeds' are,
+  - its final validation loss is no further from the baseline's than the seeds' are,
   - one call on each layer's own q, k, v and dO, before and after training, agrees with naive attention in float32 as
     nulls do, in the run's precision and in float32, and survives scores that only a running maximum survives.
 The run's folder gets parity.json, parity.png and parity.md, and a folder for each run; wandb gets one group of runs.
@@ -28,10 +28,11 @@ from conf.schema import Settings
 from data import TokenBatches
 from kernels import naive_attention
 from model import ATTENTION, GPT, attend_with
-from scripts.bench.report import Columns, Report, picture, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import Columns, Report, colour, refuse_below_one, refuse_unknown, table
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, judge, limits_of, noise, stress
 from scripts.variants import MUTANTS, nulls, train_once
 from training.checkpoint import open_checkpoint
+from training.curves import picture
 from training.hardware import set_up
 from training.run import resolve
 
@@ -64,6 +65,7 @@ class ParitySettings(Settings):
 def main(settings: ParitySettings, run_dir: Path) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later
+        print("no GPU: flash runs in Triton's interpreter, which is right and very slow")
     repeats = settings.parity.repeats
     if not (run_parity(settings, run_dir)["passes"] if repeats == 1 else repeat(settings, run_dir, repeats)):
         sys.exit(FAILED)
@@ -96,7 +98,7 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
         console.print(f"[{number}/{len(plan)}] {name}", end=" ", markup=False)
         runs[name] = train_once(changed, run_dir / folder_of(name), **variant)
         curves[name] = runs[name].pop("losses")
-        console.print(f"held-out loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s")
+        console.print(f"validation loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s")
 
     baseline = curves["naive"]
     allowed, band = noise([losses for name, losses in curves.items() if name.startswith("null")], baseline)
@@ -214,7 +216,7 @@ VERDICT: Columns = {
     f"distance, {EARLY} steps": "{distances[early]:.2e}",
     "all steps": "{distances[whole]:.2e}",
     "leaves the band": "{leaves}",
-    "held-out loss": "{val_loss:.5f}{outside}",
+    "validation loss": "{val_loss:.5f}{outside}",
 }
 
 
@@ -238,7 +240,7 @@ def write(found: dict, run_dir: Path, hardware: str) -> None:
         f"Up to {early['limit']:.2e} and {whole['limit']:.2e} is noise: limits that cover {allowed['content']:.0%} of "
         f"such runs with {allowed['confidence']:.0%} confidence (mean + {allowed['k']} sd of the logarithms). No "
         "smaller difference could have been seen.",
-        f"{seeds['runs']} other orders of the batches end within {seeds['spread']:.5f} nats of its held-out loss.",
+        f"{seeds['runs']} other orders of the batches end within {seeds['spread']:.5f} nats of its validation loss.",
         *(f"{row['attention']} parts from naive {row['fault']}." for row in rows if row["fault"]),
     ]
     shown = table(rows, {"attention": "{attention}"}, VERDICT, "distance from naive, nats", "\n\n".join(said))
@@ -259,10 +261,10 @@ def draw(report: dict, curves: dict[str, list[float]], band: list[float], path: 
                 lower.plot(steps, apart[name], color="0.75", linewidth=0.7)
         upper.plot([], [], color="0.8", label="naive, other order of the batches")
         lower.plot([], [], color="0.75", label="naive, other rounding (nulls)")
-        upper.plot(steps, baseline, color="black", linewidth=2.5, label="naive")
+        upper.plot(steps, baseline, color=colour("naive", 0), linewidth=2.5, label="naive")
         lower.fill_between(steps, 1e-8, band, color="0.93", label="band of noise")
         for number, name in enumerate(report["verdicts"]):
-            style = {"color": f"C{number}", "linewidth": 1.2, "label": name}
+            style = {"color": colour(name, number), "linewidth": 1.2, "label": name}
             upper.plot(steps, curves[name], linestyle=(2 * number, (4, 4)), **style)
             lower.plot(steps, apart[name], **style)
         lower.set(yscale="log", xlabel="step", ylabel="|loss - naive's|, nats")

@@ -32,7 +32,7 @@ def train_once(
 
     attend: called in place of `attention`.
 
-    Returns the losses (NaN from the step on before which the run stopped), the held-out loss, and the seconds it took.
+    Returns the losses (NaN from the step on before which the run stopped), the validation loss, and its seconds.
     """
     model, config = replace(settings.model, attention=attention), replace(settings.train, log_every=1)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a run writes down: `metrics.jsonl` always, a console line or progress bar, Weights & Biases where it is wanted.
+"""What a run writes down: `metrics.jsonl` and `loss.png` always, console lines, Weights & Biases where it is wanted.
 
 Logging watches the run and never changes it: it draws no random number, and a failing wandb is reported once and
 switched off. Every figure of this project carries its `provenance`: commit, versions, machine, command.
@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from io import FileIO
@@ -23,10 +24,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from training.checkpoint import Checkpoint
+from training.curves import LossPicture
 from training.numbers import NumberCheck
 from training.optimizer import Optimizer
 from training.stop import StopRequest
-from training.wandb_run import LoggerConfig, brief, send, start_wandb, wandb_mode
+from training.wandb_run import LoggerConfig, brief, named, send, start_wandb, wandb_mode
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "safetensors", "wandb")
@@ -35,16 +37,16 @@ PACKAGES = ("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "s
 TRAINING_FORMS = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.2e}",
-    "grad_norm": "norm {:.2f}",
+    "grad_norm": "grad norm {:.2f}",
     "tokens_per_second": "{:,.0f} tok/s",
     "mfu": "mfu {:.1%}",
     "mfu_full": "({:.1%} full)",
     "peak_memory_gib": "{:.1f} GiB",
 }
 EVALUATION_FORMS = {
-    "val_loss": "held-out loss {:.4f}",
+    "val_loss": "validation loss {:.4f}",
     "val_perplexity": "perplexity {:.2f}",
-    "val_bits_per_byte": "{:.3f} bits a byte",
+    "val_bits_per_byte": "{:.3f} bits per byte",
 }
 
 
@@ -80,7 +82,9 @@ class RunLog:
         self._file = MetricsFile(
             run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say, expected=expected
         )
-        self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resumed=resumes)
+        self.picture = LossPicture(run_dir, self.say)
+        self._steps, self._paced_from = steps, (first_step, math.inf)  # the first step compiles: no measure of the pace
+        self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resumed=resumes, commit=git_commit)
         # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
         self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.before()])
         # a bar that nobody sees would still lock, copy and time itself at every step
@@ -117,7 +121,20 @@ class RunLog:
         self._with_wandb(lambda run: send(run, step, known))
         for forms in (TRAINING_FORMS, EVALUATION_FORMS):
             if line := "  ".join(form.format(known[key]) for key, form in forms.items() if key in known):
-                self.say(f"step {step:>6}  {line}")
+                self.say(f"step {step:>6}  {line}" + (self._time(step, known) if forms is TRAINING_FORMS else ""))
+        if "val_loss" in known and step < self._steps:  # after the last step `finish` draws
+            self.picture.draw()
+
+    def _time(self, step: int, known: Mapping[str, Any]) -> str:
+        """Time spent on the run and what is left of it, at the pace since this process's first line."""
+        if "seconds" not in known:
+            return ""
+        (began_at, began), now = self._paced_from, time.perf_counter()
+        elapsed = f"  elapsed {_clock(known['seconds'])}"
+        if began == math.inf:
+            self._paced_from = step, now
+            return elapsed
+        return f"{elapsed}  ETA {_clock((now - began) / (step - began_at) * (self._steps - step))}"
 
     def finish(
         self, results: Mapping[str, Any], check: NumberCheck, stop: StopRequest | None, checkpoint: Path | None
@@ -140,15 +157,17 @@ class RunLog:
         except OSError as error:
             self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
         self._file.flush()
-        self._with_wandb(lambda run: run.summary.update(summary))
+        self._with_wandb(lambda run: run.summary.update(named(summary)))
+        self.picture.draw(last=True)
         if stop:
             self.say(f"stopped by {stop.reason}; resume={self.run_dir} goes on")
         else:
             self.say(
-                f"held-out loss {results['val_loss']:.4f} nats a token ({results['val_bits_per_byte']:.3f} bits a "
-                f"byte); a unigram model of the same text: {results['unigram_val_loss']:.4f}"
+                f"validation loss {results['val_loss']:.4f} ({results['val_bits_per_byte']:.3f} bits per byte); "
+                f"a unigram model of the same text: {results['unigram_val_loss']:.4f}"
             )
         self.say(f"{results['steps']} steps in {results['seconds']:.0f} s; everything is in {self.run_dir}")
+        self.say(f"the curves are in {self.picture.path}")
         return summary
 
     def _with_wandb(self, call: Callable[[Any], Any]) -> None:
@@ -276,9 +295,16 @@ def step_record(loss: Tensor, grad_norm: Tensor, optimizer: Optimizer, check: Nu
     }
 
 
+def _clock(seconds: float) -> str:
+    """m:ss, or h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
 def _progress_bar(console: Console, first_step: int, steps: int) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(), TextColumn("gone,"))
-    bar = Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=console, transient=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("steps  elapsed"), TimeElapsedColumn(), TextColumn("ETA"))
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
     bar.add_task("", total=steps, completed=first_step)
     return bar
 

@@ -29,8 +29,8 @@ class OptimConfig:
     name: str = "adamw"  # adamw | muon
     lr: float = 6e-4  # AdamW's peak learning rate
     muon_lr: float = 0.02  # Muon's peak learning rate; its update has singular values near 1
-    beta1: float = 0.9
-    beta2: float = 0.95
+    beta1: float = 0.9  # AdamW's, of the mean of gradients
+    beta2: float = 0.95  # AdamW's, of the mean of their squares
     momentum: float = 0.95  # Muon's
     weight_decay: float = 0.1  # decoupled
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping

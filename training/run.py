@@ -119,7 +119,7 @@ class Run:
             f"attention  {self.model.attention} ({self.attention_reason})",
             f"loss       {self.model.loss} ({self.loss_reason})",
             f"model      {model.num_parameters():,} parameters, {self.model.num_layers} layers",
-            f"data       {len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; "
+            f"data       {len(dataset.train):,} training tokens, {len(dataset.validation):,} validation tokens; "
             f"{steps:,} steps of {tokens:,} tokens are {steps * tokens / len(dataset.train):.1f} epochs",
         ]
 

@@ -59,8 +59,8 @@ LABELS = {
 @dataclass
 class BenchConfig:
     attention: list[str] = field(default_factory=lambda: [*ATTENTION])  # fp8, our 8-bit forward, may be added
-    seq_len: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072])
-    head_dim: list[int] = field(default_factory=lambda: [64, 128])
+    seq_len: list[int] = field(default_factory=lambda: [2**k for k in range(9, 18)])  # tokens of queries and of keys
+    head_dim: list[int] = field(default_factory=lambda: [64, 128])  # 16 to 256
     mask: list[str] = field(default_factory=lambda: ["causal", "full"])  # causal | full | window | packed
     group: list[int] = field(default_factory=lambda: [1])  # query heads that share a KV head
     passes: list[str] = field(default_factory=lambda: ["forward", "backward"])  # forward | backward

@@ -55,11 +55,11 @@ FP8_METHODS = ("bfloat16", "one scale", "scale a head", "scale a head, turned")
 
 @dataclass
 class BudgetConfig:
-    cases: list[str] = field(default_factory=lambda: list(CASES))
-    dtypes: list[str] = field(default_factory=lambda: ["bfloat16", "float16", "float32"])
-    head_dim: list[int] = field(default_factory=lambda: [64, 128])
+    cases: list[str] = field(default_factory=lambda: list(CASES))  # options of attention, each by itself
+    dtypes: list[str] = field(default_factory=lambda: ["bfloat16", "float16", "float32"])  # of q, k and v
+    head_dim: list[int] = field(default_factory=lambda: [64, 128])  # 16 to 256
     seq_len: int = 1024  # tokens of queries and of keys
-    num_heads: int = 4
+    num_heads: int = 4  # of queries
     fp8: list[str] = field(default_factory=lambda: list(FP8_DATA))  # normal | outliers | uneven heads | sink
     draws: int = 8  # independent inputs; the confidence interval is over them
 

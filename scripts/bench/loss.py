@@ -25,11 +25,11 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class LossBenchSettings:
-    tokens: int = 65536
-    n_embd: int = 768
+    tokens: int = 65536  # rows of hidden states
+    n_embd: int = 768  # their width
     vocab_size: int = 50257  # GPT-2's
     padded_vocab: int = 50304  # rows of the table
-    chunk_tokens: list[int] = field(default_factory=lambda: [2048, 4096, 8192, 16384])
+    chunk_tokens: list[int] = field(default_factory=lambda: [2048, 4096, 8192, 16384])  # tokens at a time
     exact_tokens: int = 2048  # float64 logits of all tokens would not fit
     budget_ms: float = 1000.0  # of measuring, each
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
