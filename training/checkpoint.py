@@ -167,15 +167,18 @@ def prune(folder: Path, *, keep_last: int, keep_every: int) -> None:
             _remove(path)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a checkpoint, or the newest whole one of a run's folder; ValueError says in one line what is wrong."""
+def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Checkpoint:
+    """Open a checkpoint, or the newest whole one of a run's folder; ValueError says in one line what is wrong.
+
+    verify: the files that are compared with their checksums.
+    """
     path = Path(path)
     if not path.exists():
         raise ValueError(
             f"checkpoint {path} does not exist; give a folder such as runs/<experiment>/<time>/checkpoints/last"
         )
     if (path / "checkpoints").is_dir():  # a run's folder was given
-        newest = newest_complete(path / "checkpoints")
+        newest = newest_complete(path / "checkpoints", verify=verify)
         if newest is None:
             raise ValueError(f"run {path} has no whole checkpoint; give another run or checkpoint")
         return newest
@@ -188,7 +191,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if meta.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} has format {meta.get('format')}, this version reads {FORMAT}")
     manifest = _read_json(path, MANIFEST)
-    for file in FILES:
+    for file in verify:
         expected, found = manifest.get(file), _fingerprint(path / file)
         if found != expected:
             raise ValueError(
@@ -201,7 +204,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def newest_complete(
-    folder: Path, report: Callable[[str], None] = print, last_step: int | None = None
+    folder: Path,
+    report: Callable[[str], None] = print,
+    last_step: int | None = None,
+    *,
+    verify: tuple[str, ...] = FILES,
 ) -> Checkpoint | None:
     """The checkpoint of `folder` that was written last and is whole; None where there is none.
 
@@ -211,7 +218,7 @@ def newest_complete(
         if last_step is not None and _step(path) > last_step:
             continue
         try:
-            return open_checkpoint(path)
+            return open_checkpoint(path, verify=verify)
         except (ValueError, OSError) as error:
             report(f"passed over: {error}")
     return None
