@@ -82,7 +82,10 @@ def program(
                 sys.argv = typed  # for the provenance of what the program writes
                 try:
                     if "resume" in cfg:
-                        given = [override for override in HydraConfig.get().overrides.task if override not in defaults]
+                        given = OmegaConf.to_container(
+                            HydraConfig.get().overrides.task
+                        )  # as typed: nothing is resolved
+                        given = [override for override in given if override not in defaults]
                         cfg = with_earlier_settings(cfg, given, folder, set(known_keys(schema)))
                     main(settings_from(cfg, schema), folder)
                     _remove_if_empty(folder)
