@@ -82,9 +82,7 @@ def program(
                 sys.argv = typed  # for the provenance of what the program writes
                 try:
                     if "resume" in cfg:
-                        given = OmegaConf.to_container(
-                            HydraConfig.get().overrides.task
-                        )  # as typed: nothing is resolved
+                        given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, not resolved
                         given = [override for override in given if override not in defaults]
                         cfg = with_earlier_settings(cfg, given, folder, set(known_keys(schema)))
                     main(settings_from(cfg, schema), folder)
