@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import datasets  # noqa: F401  its log would keep the first test's stderr, and later tests write to it
 import pytest
 import torch
 import yaml
