@@ -4,7 +4,10 @@
     python train.py experiment=NAME                    a named experiment
     python train.py model.num_layers=4 optim.lr=1e-3   change single values
     python train.py -m optim.lr=1e-3,3e-4              one run for each value
-    python train.py resume=auto                        go on with the experiment's newest run; resume=PATH: any
+    python train.py data=text data.files=my.txt name=mine   your own text, in runs/mine/
+    python train.py resume=runs/mine/TIME              go on with a run as it was; keys beside it change it
+    python train.py resume=auto name=mine              the newest run of that name, or its first
+    python train.py init_from=CHECKPOINT               a new run that begins with those weights
     python train.py --cfg job                          print the configuration that would run
 
 This file is the story of a run, top to bottom: resolve what it will be, build, loop, close. Everything it calls is one
@@ -85,6 +88,8 @@ def run(
     if resumed:
         state = resume.restore(resumed, model, optimizer, hardware.device)
         best_loss, seconds_before = state["best_loss"], resumed.meta["seconds"]
+    elif chosen.initial:
+        chosen.initial.load_weights(model)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
 
     # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
@@ -97,7 +102,7 @@ def run(
     steps["resumed"] = resumed
     log = RunLog(run_dir, settings.logger, chosen.settings, **steps, wandb=chosen.wandb)
     saver = Saver(run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every, say=log.say)
-    write_description(run_dir, chosen.settings, dataset.manifest, evaluation.protocol)
+    write_description(run_dir, chosen.settings, chosen.left_open, dataset.manifest, evaluation.protocol)
     profiler = StepProfiler(run_dir / "profile", hardware, log.console) if settings.profile else None
     description = chosen.description | {"provenance": provenance()}
 
@@ -138,8 +143,12 @@ def run(
         if resumed:
             resume.print_changes(resumed, description, log.say)
 
-        # --- the loop
         step, results = first_step, {}
+        if step >= config.steps:  # it was killed after its last save: its summary is all that may be missing
+            log.say(f"complete   all of train.steps={config.steps} are done; raise train.steps to go on")
+            results = evaluate(forward, evaluation, chosen.micro_batch, hardware, chosen.end_of_text)
+
+        # --- the loop
         speed = Speed(model, hardware, config.batch_tokens, first_step)
         while step < config.steps:
             optimizer.set_lr_factor(lr_factor(step, config.steps, settings.optim))
@@ -195,7 +204,8 @@ def run(
         results |= {"steps": step, "tokens": step * config.batch_tokens, "seconds": seconds()}
         results |= {"best_val_loss": best_loss, "attention": chosen.model.attention}
         results["unigram_val_loss"] = unigram_loss(dataset.train, evaluation.targets, chosen.vocab_size)
-        summary = log.finish(results, check, stop if step < config.steps else None, saver.wait())
+        saved = saver.wait() or (resumed and resumed.path)
+        summary = log.finish(results, check, stop if step < config.steps else None, saved)
         saver.check()
     return summary
 

@@ -32,6 +32,8 @@ from yaml import YAMLError
 from conf.console import protect_console
 from conf.keys import Key, help_page, known_keys
 from conf.mistakes import explain, no_value, of_the_system
+from conf.resumed import with_earlier_settings
+from conf.schema import is_folder_name
 from training.lock import InUse
 
 EXIT_USER_ERROR = 2
@@ -90,6 +92,10 @@ def program(
                 sys.argv = typed  # for the provenance of what the program writes
                 try:
                     _refuse_missing_in_files()
+                    if "resume" in cfg:
+                        given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, not resolved
+                        given = [override for override in given if override not in defaults]
+                        cfg = with_earlier_settings(cfg, given, folder, set(known_keys(schema)))
                     main(settings_from(cfg, schema), folder)
                     _remove_if_empty(folder)
                 except (ValueError, OSError) as error:
@@ -157,8 +163,9 @@ def settings_from(cfg: DictConfig, schema: type[S]) -> S:
         if name in keys and is_dataclass(keys[name].type) and not OmegaConf.is_dict(cfg[name]):
             raise ConfigError(f"{name}={cfg[name]} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
     try:
-        # resolves interpolations: once, so that an escaped one is text
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))  # type: ignore[return-value]
+        merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
+        OmegaConf.resolve(merged.copy())  # names the key that cannot be; `to_object` would resolve it a second time
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(error, keys, cfg)) from error
 
@@ -234,19 +241,20 @@ def _missing(values: Any, key: str = "") -> Iterator[str]:
         yield from (found for name, value in values.items() for found in _missing(value, f"{prefix}{name}"))
 
 
-def _run_dir(resume: str | None, experiment: str, time: str) -> str:
-    """A new folder for a new run, the old one for a run that is resumed; `auto` is the experiment's newest."""
+def _run_dir(resume: str | None, name: str | None, experiment: str, time: str) -> str:
+    """A new folder for a new run, the old one for a run that is resumed; `auto` is the newest of that name."""
+    # not yet checked: a name that is refused later makes no folder elsewhere
+    runs = f"runs/{name if name and is_folder_name(str(name)) else experiment}"
     if resume == "auto":
-        earlier = sorted(path.parent for path in Path("runs", experiment).glob("*/checkpoints"))
-        return str(earlier[-1]) if earlier else f"runs/{experiment}/{time}"
+        earlier = sorted(path.parent for path in Path(runs).glob("*/checkpoints"))
+        return str(earlier[-1]) if earlier else f"{runs}/{time}"
     if resume:
         # .../<run>/checkpoints/<name>  ->  .../<run>
         checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
-        if checkpoint.parent.name == "checkpoints" and checkpoint.is_dir():
-            return str(checkpoint.parent.parent)
-        if (checkpoint / "checkpoints").is_dir():
-            return str(checkpoint)
-    return f"runs/{experiment}/{time}"
+        run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+        if (run / "checkpoints").is_dir() and checkpoint.is_dir() and (not name or str(name) in run.parts):
+            return str(run)
+    return f"{runs}/{time}"
 
 
 def _listing(folder: Path) -> dict[str, int]:

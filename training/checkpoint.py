@@ -16,9 +16,6 @@ Saves are counted, and the newest checkpoint has the highest count: clocks are p
 step 10 may still have the step 20 that it left.
 """
 
-import hashlib
-import io
-import json
 import math
 import os
 import pickle
@@ -32,8 +29,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
+
+from training.checkpoint_files import fingerprint, flush, read_json, write_json, write_state, write_weights
 
 FORMAT = 2  # 2: the manifest
 WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.json", "manifest.json"
@@ -41,7 +40,6 @@ FILES = (META, WEIGHTS, STATE)  # what the manifest vouches for
 LINKS = ("last", "best")
 VISIBLE = re.compile(r"step_[0-9]{6,}")
 LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed)?\.[0-9]+")  # see `_hidden`
-DEEPEST = 16  # a description is nested four deep
 # keys that a mapping must have; each names a type, or the form of what it holds. Numbers are counts, times and losses
 Form = Mapping[str, Any]
 
@@ -162,18 +160,18 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
     # not `parents=True`: a folder that vanished (an unmounted disk) must not come back somewhere else in silence
     temporary.mkdir()
     try:
-        _write_weights(weights, temporary / WEIGHTS)
-        _write_state(state, temporary / STATE)
+        write_weights(weights, temporary / WEIGHTS)
+        write_state(state, temporary / STATE)
         written = datetime.now(UTC).isoformat(timespec="microseconds")
         meta = {"format": FORMAT, "save": _last_save(folder) + 1, "written": written, **meta}
-        _write_json(meta, temporary / META)
-        _write_json({name: _fingerprint(temporary / name) for name in FILES}, temporary / MANIFEST)
+        write_json(meta, temporary / META)
+        write_json({name: fingerprint(temporary / name) for name in FILES}, temporary / MANIFEST)
         for path in (*(temporary / name for name in (*FILES, MANIFEST)), temporary):
-            _flush(path)
+            flush(path)
         if os.path.lexists(final):  # the same step again, after a resume from an earlier one, which is still there
             _remove(final)
         temporary.rename(final)
-        _flush(folder)
+        flush(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return final
@@ -189,15 +187,18 @@ def prune(folder: Path, *, keep_last: int, keep_every: int) -> None:
             _remove(path)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a checkpoint, or the newest whole one of a run's folder; ValueError says in one line what is wrong."""
+def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Checkpoint:
+    """Open a checkpoint, or the newest whole one of a run's folder; ValueError says in one line what is wrong.
+
+    verify: the files that are compared with their checksums.
+    """
     path = Path(path)
     if not path.exists():
         raise ValueError(
             f"checkpoint {path} does not exist; give a folder such as runs/<experiment>/<time>/checkpoints/last"
         )
     if (path / "checkpoints").is_dir():  # a run's folder was given
-        newest = newest_complete(path / "checkpoints")
+        newest = newest_complete(path / "checkpoints", verify=verify)
         if newest is None:
             raise ValueError(f"run {path} has no whole checkpoint; give another run or checkpoint")
         return newest
@@ -206,12 +207,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             raise ValueError(
                 f"checkpoint {path} has no {file}; give a folder that holds {', '.join(FILES)}, {MANIFEST}"
             )
-    meta = _read_json(path, META)
+    meta = read_json(path, META)
     if meta.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} has format {meta.get('format')}, this version reads {FORMAT}")
-    manifest = _read_json(path, MANIFEST)
-    for file in FILES:
-        expected, found = manifest.get(file), _fingerprint(path / file)
+    manifest = read_json(path, MANIFEST)
+    for file in verify:
+        expected, found = manifest.get(file), fingerprint(path / file)
         if found != expected:
             raise ValueError(
                 f"checkpoint {path}: {file} is damaged ({found['bytes']:,} bytes; size or SHA-256 is not the "
@@ -224,7 +225,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def newest_complete(
-    folder: Path, report: Callable[[str], None] = print, last_step: int | None = None
+    folder: Path,
+    report: Callable[[str], None] = print,
+    last_step: int | None = None,
+    *,
+    verify: tuple[str, ...] = FILES,
 ) -> Checkpoint | None:
     """The checkpoint of `folder` that was saved last and is whole; None where there is none.
 
@@ -234,7 +239,7 @@ def newest_complete(
         if last_step is not None and _step(path) > last_step:
             continue
         try:
-            found = open_checkpoint(path)
+            found = open_checkpoint(path, verify=verify)
         except (ValueError, OSError) as error:
             report(f"passed over: {error}")
             continue
@@ -260,7 +265,7 @@ def _by_age(folder: Path) -> list[Path]:
 def _age(path: Path) -> tuple[float, str, int]:
     """Sorts checkpoints by their count; before all others those that were written before there was one, by date."""
     try:
-        meta = _read_json(path, META)
+        meta = read_json(path, META)
     except (OSError, ValueError):
         return math.inf, "", _step(path)
     save = meta.get("save", 0)
@@ -314,69 +319,6 @@ def _tied_names(model: nn.Module) -> set[str]:
     return tied
 
 
-def _write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
-    try:
-        save_file({name: value.contiguous() for name, value in weights.items()}, path)
-    except SafetensorError as error:  # how that library reports a full disk
-        raise OSError(f"{path}: {error}") from error
-
-
-class _File(io.FileIO):
-    """A file that remembers why a write failed: torch.save only says that it did."""
-
-    error: OSError | None = None
-
-    def write(self, content) -> int:
-        view = memoryview(content).cast("B")
-        done = 0
-        try:
-            while done < len(view):  # a disk that is nearly full takes a part, and the error comes with the rest
-                done += super().write(view[done:])
-        except OSError as error:
-            self.error = error
-            raise
-        return done
-
-
-def _write_state(state: Any, path: Path) -> None:
-    with _File(path, "w") as file:
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:
-            if file.error is None:
-                raise
-            raise OSError(file.error.errno, file.error.strerror, str(path)) from error
-
-
-def _write_json(value: Any, path: Path) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads((folder / name).read_text())
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can be read, and never be written
-    except (ValueError, RecursionError):  # not JSON, or not even text
-        value = None
-    if not isinstance(value, dict) or _is_deep(value):
-        raise ValueError(f"checkpoint {folder}: {name} is damaged; use another checkpoint")
-    return value
-
-
-def _is_deep(value: Any) -> bool:
-    """Whether `value` is nested deeper than what this program writes; who walks over it may then recur."""
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [list(outer.values()) if isinstance(outer, dict) else outer for outer in level]
-        level = [inner for outer in level if isinstance(outer, list) for inner in outer]
-    return bool(level)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
 def _hidden(path: Path, mark: str = "") -> Path:
     return path.with_name(f".{path.name}{mark}.{os.getpid()}")
 
@@ -389,12 +331,3 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def _flush(path: Path) -> None:
-    """Ask the file system to put a file or folder on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,7 +27,7 @@ from training.checkpoint import Checkpoint
 from training.curves import LossPicture
 from training.numbers import NumberCheck
 from training.optimizer import Optimizer
-from training.stop import StopRequest
+from training.stop import StopRequest, command_to_go_on
 from training.wandb_run import LoggerConfig, brief, named, send, start_wandb, wandb_mode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -160,7 +160,7 @@ class RunLog:
         self._with_wandb(lambda run: run.summary.update(named(summary)))
         self.picture.draw(last=True)
         if stop:
-            self.say(f"stopped by {stop.reason}; resume={self.run_dir} goes on")
+            self.say(f"stopped by {stop.reason}; to go on:\n  {command_to_go_on(self.run_dir)}")
         else:
             self.say(
                 f"validation loss {results['val_loss']:.4f} ({results['val_bits_per_byte']:.3f} bits per byte); "
@@ -326,11 +326,20 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write_description(run_dir: Path, settings: dict, manifest: dict, protocol: dict) -> None:
-    """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data, evaluation)."""
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
-    description = {"provenance": provenance(), "data": manifest, "evaluation": protocol}
-    (run_dir / "run.json").write_text(json.dumps(description, indent=2) + "\n")
+def write_description(run_dir: Path, settings: dict, left_open: dict, manifest: dict, protocol: dict) -> None:
+    """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data, evaluation).
+
+    left_open: dotted key -> what the configuration said where `settings` has a choice (auto).
+    """
+    description = {"provenance": provenance(), "left_open": left_open, "data": manifest, "evaluation": protocol}
+    contents = {
+        "config.yaml": yaml.safe_dump(settings, sort_keys=False),
+        "run.json": json.dumps(description, indent=2) + "\n",
+    }
+    for name, content in contents.items():  # whole or not at all: a run that was killed early goes on from them
+        temporary = run_dir / f".{name}"
+        temporary.write_text(content)
+        temporary.replace(run_dir / name)
 
 
 def command() -> str:

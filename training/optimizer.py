@@ -27,15 +27,15 @@ MOMENTS = {
 @dataclass
 class OptimConfig:
     name: str = "adamw"  # adamw | muon
-    lr: float = 6e-4  # AdamW's peak learning rate
-    muon_lr: float = 0.02  # Muon's peak learning rate; its update has singular values near 1
+    lr: float = 6e-4  # peak learning rate: AdamW's; Muon's is muon_lr_ratio times as high
+    muon_lr_ratio: float = 20 / 3  # of Muon's rate to lr; its update has singular values near 1
     beta1: float = 0.9  # AdamW's, of the mean of gradients
     beta2: float = 0.95  # AdamW's, of the mean of their squares
     momentum: float = 0.95  # Muon's
     weight_decay: float = 0.1  # decoupled
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, linear decay) | constant
-    warmup_steps: int = 50  # linear, from lr / warmup_steps
+    warmup_steps: int = 50  # linear, from lr / warmup_steps; a tenth of train.steps where those are no more
     decay_fraction: float = 0.3  # of the steps, at their end: wsd's decay
     min_lr_ratio: float = 0.1  # the schedule ends at this fraction of the peak
 
@@ -44,7 +44,7 @@ class OptimConfig:
             raise ValueError(f"optim.name={self.name} is not one of {', '.join(OPTIMIZERS)}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optim.schedule={self.schedule} is not one of {', '.join(SCHEDULES)}")
-        for key in ("lr", "muon_lr"):
+        for key in ("lr", "muon_lr_ratio"):
             if not 0 < getattr(self, key) <= LARGEST_RATE:
                 raise ValueError(
                     f"optim.{key}={getattr(self, key)} must be positive, finite and at most {LARGEST_RATE:g}"
@@ -59,18 +59,23 @@ class OptimConfig:
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"optim.{key}={getattr(self, key)} must lie in [0, 1]")
 
+    def warmup_within(self, steps: int) -> int:
+        """Warm-up steps of a run of `steps`: warmup_steps, or a tenth of a run that has no room for them."""
+        return self.warmup_steps if self.warmup_steps < steps else steps // 10
+
 
 def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of `step` (0-based, of `steps`) as a fraction of the peak."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
+    warmup_steps = config.warmup_within(steps)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
     if config.schedule == "constant":
         return 1.0
     if config.schedule == "wsd":
         decay_steps = max(1, round(config.decay_fraction * steps))
         progress = max(0.0, (step - (steps - decay_steps)) / decay_steps)
         return 1.0 - (1.0 - config.min_lr_ratio) * progress
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -259,12 +264,25 @@ def step_and_restore_if(part: torch.optim.Optimizer, skip: Tensor) -> None:
         torch.where(skip, old, value, out=value)
 
 
+def newton_schulz_flops(model: nn.Module, config: OptimConfig) -> float:
+    """What Muon's five iterations over each of its matrices cost a step, in bfloat16; 0 for AdamW."""
+    sides = [sorted(p.shape) for p in _matrices_of_muon(model, config)]
+    return sum(5 * (4 * short**2 * long + 2 * short**3) for short, long in sides)
+
+
+def _matrices_of_muon(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
+    """Those inside the blocks."""
+    if config.name != "muon":
+        return []
+    return [p for name, p in model.named_parameters() if p.requires_grad and name.startswith("blocks.")]
+
+
 def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """AdamW first; then, for muon, Muon on the matrices inside the blocks."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     # weights of norms and biases are not to decay and are not for Muon: a model that has some needs a group for them
     assert all(p.ndim == 2 for _, p in named), "a weight that is no matrix"
-    muon = [p for name, p in named if config.name == "muon" and name.startswith("blocks.")]
+    muon = _matrices_of_muon(model, config)
     in_muon = {id(p) for p in muon}
     adamw = [p for _, p in named if id(p) not in in_muon]
     parts: list[torch.optim.Optimizer] = [
@@ -277,10 +295,11 @@ def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]
         )
     ]
     if muon:
+        muon_lr = config.lr * config.muon_lr_ratio
         parts.append(
             torch.optim.Muon(
-                [{"params": muon, "peak_lr": config.muon_lr}],
-                lr=config.muon_lr,
+                [{"params": muon, "peak_lr": muon_lr}],
+                lr=muon_lr,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
             )
