@@ -134,7 +134,7 @@ def crafted(name: str, content: Callable[[bytes], bytes]) -> Setup:
         in_checkpoint(name, content)(place)
         path = place.path / LAST / checkpoints.MANIFEST
         manifest = json.loads(path.read_text())
-        path.write_text(json.dumps(manifest | {name: checkpoints._fingerprint(path.with_name(name))}))
+        path.write_text(json.dumps(manifest | {name: checkpoints.fingerprint(path.with_name(name))}))
 
     return write
 

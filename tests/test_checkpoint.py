@@ -89,7 +89,7 @@ def described_anew(path, change):
     meta = json.loads((path / checkpoints.META).read_text())
     change(meta)
     (path / checkpoints.META).write_text(json.dumps(meta))
-    manifest = {name: checkpoints._fingerprint(path / name) for name in checkpoints.FILES}
+    manifest = {name: checkpoints.fingerprint(path / name) for name in checkpoints.FILES}
     (path / checkpoints.MANIFEST).write_text(json.dumps(manifest))
 
 

@@ -143,7 +143,7 @@ def forge(source: Path, target: Path, chance: random.Random) -> str:
     else:
         value, what = forged(torch.load(path, weights_only=True), chance, VALUES + CONTAINERS + OF_STATE)
         torch.save(value, path)
-    manifest = {name: checkpoints._fingerprint(target / name) for name in checkpoints.FILES}
+    manifest = {name: checkpoints.fingerprint(target / name) for name in checkpoints.FILES}
     (target / MANIFEST).write_text(json.dumps(manifest))
     return f"{file}: {what}"
 
