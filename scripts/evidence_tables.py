@@ -116,7 +116,7 @@ def parity(found: Reports) -> Table:
         "verdict": "{verdict}",
         "nats apart, first steps (noise)": "{distances[early]:.1e} ({noise[early][limit]:.1e})",
         "all steps (noise)": "{distances[whole]:.1e} ({noise[whole][limit]:.1e})",
-        "held-out loss": "{val_loss:.4f}",
+        "validation loss": "{val_loss:.4f}",
     }
     title = "Flash, tiled and sdpa must pass; in the run `mutants`, those that are wrong on purpose must fail:"
     return table(rows, {"run": "{run}", "attention": "{attention}"}, figures, title)
