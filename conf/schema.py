@@ -43,8 +43,6 @@ class Settings:
             if getattr(self, key) == "":
                 raise ValueError(f"{key} is empty; give a checkpoint or a run's folder, or leave it out")
         check_tokenizer(self.tokenizer)
-        if self.resume == "":
-            raise ValueError("resume= names no checkpoint; use a path, auto or null")
         tokens, seq_len = self.train.batch_tokens, self.data.seq_len
         if tokens % seq_len:
             nearest = max(seq_len, round(tokens / seq_len) * seq_len)

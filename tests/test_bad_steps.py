@@ -394,14 +394,14 @@ def test_a_damaged_dump_is_refused_in_one_line(tmp_path, file):
 
 
 def test_a_full_disk_leaves_no_half_dump(tmp_path, monkeypatch, capsys):
-    real = checkpoints._flush
+    real = checkpoints.flush
 
     def full(path):
         if path.parent.parent.name == "bad_steps":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         real(path)
 
-    monkeypatch.setattr(checkpoints, "_flush", full)
+    monkeypatch.setattr(checkpoints, "flush", full)
     summary, run_dir, _ = faulty_run(tmp_path, "bad", "train.on_nonfinite=skip")
     assert summary["steps"] == 8
     assert "not saved: what reproduces step 5: [Errno 28] No space left on device" in capsys.readouterr().out

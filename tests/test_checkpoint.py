@@ -384,14 +384,14 @@ def test_a_file_that_may_not_grow(saver, fills):
 def test_no_space_for_any_one_file(saver, file, monkeypatch):
     """Whichever file meets the full disk: the flush that finds out is the last chance to hear of it."""
     save_with(saver, Net(), 1)
-    flush = checkpoints._flush
+    flush = checkpoints.flush
 
     def full(path):
         if path.name == file:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         flush(path)
 
-    monkeypatch.setattr(checkpoints, "_flush", full)
+    monkeypatch.setattr(checkpoints, "flush", full)
     save_with(saver, Net(), 2)
     check_survived(saver, "No space left on device")
 

@@ -217,13 +217,8 @@ def test_an_attention_has_one_colour_in_every_picture(tmp_path, drawn):
     ]  # fmt: skip
     for chosen in (rows, rows[4:]):
         draw_lengths(tmp_path / "x.png", chosen, [Panel("ms", "ms")], "{attention}, {mode}".format_map, "")
-    report = {
-        "runs": {"naive": {"losses": [3, 2]}, "flash": {"losses": [3, 2]}},
-        "verdicts": {"flash": {}},
-        "noise": {"band": [1, 1]},
-        "passes": True,
-    }
-    parity.draw(report, tmp_path / "x.png", "")
+    report = {"verdicts": {"flash": {}}, "passes": True}
+    parity.draw(report, {"naive": [3, 2], "flash": [3, 2]}, [1, 1], tmp_path / "x.png", "")
     break_it.draw({"right": {"losses": [3, 2]}, "no rescaling": {"losses": [3, 1]}}, tmp_path / "x.png")
     found = [{line.get_label(): line.get_color() for line in figure.axes[0].lines} for figure in drawn]
     assert [each.get("naive, none") or each.get("naive") or each.get("right") for each in found] == [

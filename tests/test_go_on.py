@@ -60,7 +60,7 @@ def test_what_a_stopped_run_advises_goes_on_when_pasted_and_ends_with_the_same_b
     assert train(*OWN, "hydra.run.dir=whole").code == 0
     stopped = train(*OWN, """hydra.run.dir='it\\'s "mine", a=b'""", "train.max_hours=1e-9")
     assert stopped.code == 75
-    advised = stopped.out.splitlines()[-2].strip()
+    advised = next(line for line in stopped.out.splitlines() if line.startswith("  ")).strip()
     pasted = subprocess.run(f"{advised} train.max_hours=null", shell=True, capture_output=True, text=True, timeout=300)
     assert pasted.returncode == 0, pasted.stderr
     assert changes(pasted.stdout) == ["train.max_hours 1e-09 -> None"]

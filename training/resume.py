@@ -30,7 +30,7 @@ NOT_OF_THE_TEXT = ("seq_len", "document_mask", "cache_dir", "num_workers")
 NEEDED_META = {
     "step": int,
     "seconds": (int, float),
-    "settings": {"model": {}, "optim": {}},
+    "settings": {"model": {}, "data": {}, "optim": {}},
     "tokenizer": {"name": str},
     "vocab_size": int,
     "data_fingerprint": str,
@@ -112,11 +112,7 @@ def refuse_unless_it_fits(
 
 def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fingerprint: str) -> None:
     """ValueError where the text has changed and no key of the data group says so."""
-    then, before, now = (
-        checkpoint.meta["data_fingerprint"],
-        checkpoint.meta["settings"].get("data", {}),
-        settings["data"],
-    )
+    then, before, now = checkpoint.meta["data_fingerprint"], checkpoint.meta["settings"]["data"], settings["data"]
     same = all(before.get(key, now[key]) == now[key] for key in now if key not in NOT_OF_THE_TEXT)
     if same and then != fingerprint:
         text = f"data.files={now['files']}" if now["files"] else f"data.source={now['source']}"
