@@ -190,13 +190,14 @@ def run(name: str, settings: EvidenceSettings, run_dir: Path) -> dict:
             [sys.executable, "-m", module, *filled, f"hydra.run.dir={folder}"],
             cwd=ROOT, env=environment, stdout=text, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
-    verdict = "as expected"
+    verdict, expected = "as expected", EXIT_CODES.get(name, 0)
     files = {pattern: list(folder.glob(pattern)) for pattern in patterns}
-    if done.returncode != EXIT_CODES.get(name, 0):
+    missing = [pattern for pattern, found in files.items() if not found and pattern != "*.png"]
+    if done.returncode != expected:
         verdict = f"exit code {done.returncode}, see {folder / 'console.txt'}"
-    elif missing := [pattern for pattern, found in files.items() if not found and pattern != "*.png"]:
+    elif missing:
         verdict = f"no {missing[0]}, see {folder / 'console.txt'}"
-    else:
+    if not missing and done.returncode in (expected, FAILED):  # a verdict that fails is a figure too, and stays
         kept = ROOT / settings.folder / name
         kept.mkdir(parents=True, exist_ok=True)
         for file in (file for found in files.values() for file in found):

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,19 @@ def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, 
     assert [row["verdict"].partition(",")[0] for row in rows] == ["as expected", "exit code 2"]
     assert "4BHND" in (kept / "explain" / "console.txt").read_text()
     assert sorted(path.name for path in kept.iterdir()) == ["README.md", "explain"]
+
+
+def test_a_verdict_that_fails_is_kept(tmp_path, monkeypatch):
+    def parity(command, **_):
+        for name in ("parity.json", "parity.md"):
+            (tmp_path / "run" / "parity" / "x" / name).write_text("FAIL")
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(evidence, "EXPERIMENTS", {"parity/x": ()})
+    monkeypatch.setattr(evidence, "subprocess", SimpleNamespace(run=parity, STDOUT=None))
+    row = evidence.run("parity/x", evidence.EvidenceSettings(folder=str(tmp_path / "kept")), tmp_path / "run")
+    assert row["verdict"].startswith("exit code 1")
+    assert (tmp_path / "kept" / "parity" / "x" / "parity.json").read_text() == "FAIL"
 
 
 def test_without_a_checkout_the_commit_must_be_given(tmp_path, monkeypatch):
