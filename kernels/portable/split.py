@@ -5,7 +5,8 @@ import triton.language as tl
 
 from .record import record
 
-ROWS_BLOCK = tl.constexpr(128)  # batch rows whose lengths are looked at together
+# batch rows whose lengths are looked at together: each warp has them all, so that their sums need no barrier
+ROWS_BLOCK = tl.constexpr(32)
 IN_FLIGHT = tl.constexpr(4)  # partial results that are loaded together
 
 
@@ -54,31 +55,40 @@ def extent(rows, batch):
 
 
 @triton.jit
+def _counts(first, batch):
+    """(tiles, spans) of ROWS_BLOCK rows."""
+    _, _, tiles, _, _ = extent(first + tl.arange(0, ROWS_BLOCK), batch)
+    return tiles, tl.cdiv(tiles, batch.SPAN)
+
+
+@triton.jit
 def totals(batch):
     """(tiles, spans) of the batch."""
     tiles, spans = 0, 0
     for first in range(0, batch.num_rows, ROWS_BLOCK):
-        _, _, here, _, _ = extent(first + tl.arange(0, ROWS_BLOCK), batch)
-        tiles += tl.sum(here, 0)
-        spans += tl.sum(tl.cdiv(here, batch.SPAN), 0)
+        tiles_here, spans_here = _counts(first, batch)
+        tiles += tl.sum(tiles_here, 0)
+        spans += tl.sum(spans_here, 0)
     return tiles, spans
 
 
 @triton.jit
 def row_of(unit, by_tile, batch):
     """Which row the unit lies in, a tile or a span: (row, tiles of the rows before it, spans of the rows before it)."""
-    row, tiles_before, spans_before, tiles, spans = 0, 0, 0, 0, 0
-    for first in range(0, batch.num_rows, ROWS_BLOCK):
-        rows = first + tl.arange(0, ROWS_BLOCK)
-        _, _, here, _, _ = extent(rows, batch)
-        spans_here = tl.cdiv(here, batch.SPAN)
-        tile_ends, span_ends = tiles + tl.cumsum(here, 0), spans + tl.cumsum(spans_here, 0)
-        passed = (tl.where(by_tile, tile_ends, span_ends) <= unit) & (rows < batch.num_rows)
-        row += tl.sum(passed.to(tl.int32), 0)
-        tiles_before = tl.maximum(tiles_before, tl.max(tl.where(passed, tile_ends, 0), 0))
-        spans_before = tl.maximum(spans_before, tl.max(tl.where(passed, span_ends, 0), 0))
-        tiles += tl.sum(here, 0)
-        spans += tl.sum(spans_here, 0)
+    first, tiles_before, spans_before = 0, 0, 0
+    tiles, spans = _counts(first, batch)
+    all_tiles, all_spans = tl.sum(tiles, 0), tl.sum(spans, 0)
+    while tl.where(by_tile, tiles_before + all_tiles, spans_before + all_spans) <= unit:
+        tiles_before += all_tiles
+        spans_before += all_spans
+        first += ROWS_BLOCK
+        tiles, spans = _counts(first, batch)
+        all_tiles, all_spans = tl.sum(tiles, 0), tl.sum(spans, 0)
+    ends = tl.cumsum(tl.where(by_tile, tiles, spans), 0)
+    passed = ends <= unit - tl.where(by_tile, tiles_before, spans_before)
+    row = first + tl.sum(passed.to(tl.int32), 0)
+    tiles_before += tl.sum(tl.where(passed, tiles, 0), 0)
+    spans_before += tl.sum(tl.where(passed, spans, 0), 0)
     return row, tiles_before, spans_before
 
 
