@@ -21,14 +21,15 @@ from kernels.call import Options
 from kernels.hopper import backward_kernel, fp8_kernel
 from kernels.hopper import forward as hopper_forward
 from kernels.launch import Switches
-from kernels.portable import dkdv, dq, forward
-from kernels.portable.tuning import Tile, table_for, table_tile
+from kernels.portable import decode, dkdv, dq, forward
+from kernels.portable.tuning import Tile, decode_tile, table_for, table_tile
 
 ARCHS = (80, 86, 89, 90, 100, 120)  # compute capabilities x 10
 KERNELS = {
     "fwd": forward.flash_fwd_kernel,
     "dkdv": dkdv.flash_dkdv_kernel,
     "dq": dq.flash_dq_kernel,
+    "decode": decode.flash_decode_kernel,
     "hopper_fwd": hopper_forward.hopper_fwd_kernel,
     "hopper_bwd": backward_kernel.hopper_bwd_kernel,
     "hopper_fp8": fp8_kernel.hopper_fp8_kernel,
@@ -71,7 +72,7 @@ class Plan:
 
 def plans(arch: int) -> list[Plan]:
     """All plans of both engines on compute capability arch / 10."""
-    found = portable_plans(arch)
+    found = [*portable_plans(arch), *decode_plans(arch)]
     if arch == 90:
         found += [*hopper_forward_plans(), *hopper_backward_plans(), *hopper_fp8_plans()]
     return list({plan.name: plan for plan in found}.values())
@@ -115,6 +116,45 @@ def portable_plan(
     taken = {name: value for name, value in constants.items() if name in KERNELS[kernel].arg_names}
     launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return Plan(kernel, arch, dtype, head_dim, mask, options, taken, launch)
+
+
+def decode_plans(arch: int) -> Iterator[Plan]:
+    """One for each tile of `decode_tile`, and for what else changes the code: pages, 8 bits, options, no append."""
+    sizes = {"bf16": torch.bfloat16, "fp32": torch.float32, "i8": torch.int8, "fp8e4nv": torch.float8_e4m3fn}
+    for head_dim, rows, cached, page, scales, options in (
+        (64, 16, "bf16", 0, 0, ()), (128, 16, "bf16", 0, 0, ()), (256, 16, "bf16", 0, 0, ()),
+        (80, 16, "bf16", 0, 0, ()), (128, 32, "bf16", 0, 0, ()), (128, 64, "bf16", 0, 0, ()), (64, 16, "bf16", 16, 0, ()),
+        (128, 16, "bf16", 64, 0, ()), (128, 16, "i8", 0, 1, ()), (128, 16, "i8", 16, 2, ()),
+        (128, 16, "fp8e4nv", 0, 2, ()), (64, 16, "fp8e4nv", 64, 1, ()), (128, 16, "fp32", 0, 0, ()),
+        (128, 16, "bf16", 16, 0, ("softcap", "alibi", "sinks", "padded")), (128, 16, "bf16", 0, 0, ("read only",)),
+    ):  # fmt: skip
+        if cached == "fp8e4nv" and arch < 89:
+            continue
+        tile = decode_tile(sizes[cached], head_dim, rows, page > 0)
+        dtype = cached if cached == "fp32" else "bf16"
+        absent = {"k_scale": not scales, "v_scale": not scales, "leftpad": "padded" not in options}
+        absent |= {"block_table": not page} | dict.fromkeys(("k_new", "v_new"), "read only" in options)
+        constants = {
+            "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_M": rows,
+            "BLOCK_K": tile.block_k, "SPAN": tile.span, "PAGE": page, "SCALES": scales,
+            "UNIT": 16 // (4 if dtype == "fp32" else 2), "CACHE_UNIT": 16 // sizes[cached].itemsize,
+            "APPEND": "read only" not in options, "CAUSAL": "padded" not in options, "LOCAL": "padded" in options,
+            "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        } | {name: None for name, true in absent.items() if true}  # fmt: skip
+        words = (f"{rows} rows", f"cache {cached}", f"page {page}", f"scales {scales}", *options)
+        yield Plan("decode", arch, dtype, head_dim, "causal", words, constants, tile.how)
+
+
+def decode_types(plan: Plan) -> dict[str, str]:
+    """Types of the pointers that `type_of` does not know by their names."""
+    cached = next(word for word in plan.options if word.startswith("cache ")).split()[1]
+    types = dict.fromkeys(("seqlens", "leftpad", "block_table", "workspace"), "*i32")
+    types |= dict.fromkeys(("k_scale", "v_scale", "lse", "sums", "maxima"), "*fp32")
+    return (
+        types
+        | dict.fromkeys(("k_cache", "v_cache"), f"*{cached}")
+        | dict.fromkeys(("k_new", "v_new", "o"), f"*{plan.dtype}")
+    )
 
 
 def hopper_forward_plans() -> list[Plan]:
@@ -179,7 +219,10 @@ def source_of(plan: Plan) -> ASTSource:
     kernel = KERNELS[plan.kernel]
     types = {name: kind for option in plan.options for name, kind in SWITCHED_ON.get(option, {}).items()}
     hopper = plan.kernel.startswith("hopper")
-    descriptors = hopper_descriptors(plan) if hopper else portable_descriptors(plan)
+    if plan.kernel == "decode":
+        descriptors = decode_types(plan)
+    else:
+        descriptors = hopper_descriptors(plan) if hopper else portable_descriptors(plan)
     signature, constexprs, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in plan.constants:
