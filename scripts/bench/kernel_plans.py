@@ -122,11 +122,12 @@ def decode_plans(arch: int) -> Iterator[Plan]:
     """One for each tile of `decode_tile`, and for what else changes the code: pages, 8 bits, options, no append."""
     sizes = {"bf16": torch.bfloat16, "fp32": torch.float32, "i8": torch.int8, "fp8e4nv": torch.float8_e4m3fn}
     for head_dim, rows, cached, page, scales, options in (
-        (64, 16, "bf16", 0, 0, ()), (128, 16, "bf16", 0, 0, ()), (256, 16, "bf16", 0, 0, ()),
-        (80, 16, "bf16", 0, 0, ()), (128, 32, "bf16", 0, 0, ()), (128, 64, "bf16", 0, 0, ()), (64, 16, "bf16", 16, 0, ()),
-        (128, 16, "bf16", 64, 0, ()), (128, 16, "i8", 0, 1, ()), (128, 16, "i8", 16, 2, ()),
-        (128, 16, "fp8e4nv", 0, 2, ()), (64, 16, "fp8e4nv", 64, 1, ()), (128, 16, "fp32", 0, 0, ()),
-        (128, 16, "bf16", 16, 0, ("softcap", "alibi", "sinks", "padded")), (128, 16, "bf16", 0, 0, ("read only",)),
+        (64, 16, "bf16", 0, 0, ()), (80, 16, "bf16", 0, 0, ()), (128, 16, "bf16", 0, 0, ()),
+        (256, 16, "bf16", 0, 0, ()), (128, 32, "bf16", 0, 0, ()), (128, 64, "bf16", 0, 0, ()),
+        (64, 16, "bf16", 16, 0, ()), (128, 16, "bf16", 64, 0, ()), (128, 16, "i8", 0, 1, ()),
+        (128, 16, "i8", 16, 2, ()), (128, 16, "fp8e4nv", 0, 2, ()), (64, 16, "fp8e4nv", 64, 1, ()),
+        (128, 16, "fp32", 0, 0, ()), (128, 16, "bf16", 0, 0, ("read only",)),
+        (128, 16, "bf16", 16, 0, ("softcap", "alibi", "sinks", "padded")),
     ):  # fmt: skip
         if cached == "fp8e4nv" and arch < 89:
             continue
