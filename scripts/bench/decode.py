@@ -126,17 +126,21 @@ def cells(bench: BenchConfig) -> Iterator[Cell]:
 
 
 def tile_cells(one: Cell) -> Iterator[Cell]:
-    for lengths, (cache, page) in product(((1024,), (8192,), (8192,) * 16), (("bf16", 0), ("bf16", 64), ("int8", 0))):
-        cell = replace(one, lengths=lengths, cache=cache, page=page)
-        own = decode_tile(CACHES[cache], one.head_dim, 16, page > 0)
-        yield replace(cell, tile=own)
-        deeper = own.num_stages + (2 if page else 1)
-        yield replace(cell, tile=replace(own, num_stages=deeper, per_sm=2, max_registers=None))
-        yield replace(cell, tile=replace(own, per_sm=2, max_registers=None))
-        yield replace(cell, tile=replace(own, span=8))
-        yield replace(cell, tile=replace(own, span=32))
-        yield replace(cell, tile=replace(own, block_k=own.block_k // 2, per_sm=4, max_registers=128))
-        yield replace(cell, tile=replace(own, block_k=2 * own.block_k, num_warps=8, per_sm=1, max_registers=None))
+    for lengths, cache in product(((1024,), (8192,), (131072,), (8192,) * 16), ("bf16", "int8")):
+        cell = replace(one, lengths=lengths, cache=cache)
+        own = decode_tile(CACHES[cache], one.head_dim, 16, paged=False)
+        others = [replace(own, num_stages=4, per_sm=2, max_registers=None)]
+        if cache == "bf16":
+            others += [
+                replace(own, per_sm=2, max_registers=None),
+                replace(own, span=8),
+                replace(own, span=32),
+                replace(own, block_k=32, per_sm=4, max_registers=128),
+                replace(own, block_k=128, num_warps=8, per_sm=1, max_registers=None),
+            ]
+        else:
+            others += [replace(own, per_sm=3, max_registers=168), replace(own, block_k=64, per_sm=3, max_registers=168)]
+        yield from (replace(cell, tile=tile) for tile in (own, *others))
 
 
 @program("tool", BenchSettings, run_dir="runs/bench_decode")
