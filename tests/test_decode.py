@@ -465,9 +465,23 @@ def test_mistakes_are_named(message, attention):
 
 
 def test_the_support_table_refuses():
-    q, keys = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 40, 8)
+    lengths = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    q, keys = torch.zeros(1, 1, 1, 8, device=DEVICE), torch.zeros(1, 1, 40, 8, device=DEVICE)
     with pytest.raises(ValueError, match=r"head_dim 8 is not supported by kvcache \(16 to 256\); use naive_attention"):
-        flash_attention_with_kvcache(q, keys, keys, cache_seqlens=torch.zeros(1).int())
-    q, keys = torch.zeros(1, 1, 1, 16).double(), torch.zeros(1, 1, 40, 16).double()
+        flash_attention_with_kvcache(q, keys, keys, cache_seqlens=lengths)
+    q, keys = (torch.zeros(1, 1, n, 16, device=DEVICE, dtype=torch.float64) for n in (1, 40))
     with pytest.raises(ValueError, match="full in float64 is not supported by kvcache; use flash_attention"):
-        flash_attention_with_kvcache(q, keys, keys, cache_seqlens=torch.zeros(1).int(), causal=False)
+        flash_attention_with_kvcache(q, keys, keys, cache_seqlens=lengths, causal=False)
+
+
+def test_the_benchmark_has_calls_of_every_family():
+    from scripts.bench import decode as bench
+
+    settings = bench.BenchConfig(family=[*bench.FAMILIES], batch=[2], context=[48], heads=["4/2/16"])
+    found = list(bench.cells(settings))
+    assert {cell.family for cell in found} == set(bench.FAMILIES)
+    assert len({str(cell.row) for cell in found}) == len(found)
+    small = [bench.replace(cell, lengths=(33, 20)) for cell in found if cell.family in ("pages", "bits")]
+    machine = bench.Machine(torch.device(DEVICE), max(2 * cell.held_bytes for cell in small), 1)
+    for cell in small[:5]:
+        assert torch.isfinite(machine.call(cell)()).all()

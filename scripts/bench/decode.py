@@ -97,7 +97,8 @@ class Cell:
         row = asdict(self) | {"batch": len(self.lengths), "context": mean, "kv_mib": self.kv_bytes / 2**20}
         shown = self.tile and f"{self.tile.block_k}x{self.tile.span} w{self.tile.num_warps} s{self.tile.num_stages}"
         shown = shown and f"{shown} p{self.tile.per_sm} r{self.tile.max_registers}"
-        return row | {"lengths": "ragged" if len(set(self.lengths)) > 1 else "uniform", "tile": shown}
+        order = (self.lengths[0] > self.lengths[-1]) - (self.lengths[0] < self.lengths[-1])
+        return row | {"lengths": ("uniform", "falling", "rising")[order], "tile": shown}
 
 
 def cells(bench: BenchConfig) -> Iterator[Cell]:
