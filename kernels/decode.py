@@ -19,7 +19,8 @@ MAX_QUERIES = 16  # a row; more read a prompt, which `flash_attention` does
 SMALLEST_PAGE = 16
 EIGHT_BITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # dtype of a cache -> its largest number
 _SMALLEST_SCALE = 2.0**-60  # of a token of zeros
-MAX_SPANS = 512  # the most spans that a launch cuts into tiles: kernels/portable/decode.py
+# of kernels/portable/decode.py: the most spans that a launch cuts into tiles, the most groups of a row's spans
+MAX_SPANS, MAX_GROUPS = 512, 16
 
 
 class Call(NamedTuple):
@@ -128,7 +129,11 @@ def naive_attention_with_kvcache(
 def kvcache_workspace(batch_size: int, num_heads: int, device: torch.device | str) -> Tensor:
     """(words,) int32 zeros for calls of up to `batch_size` rows and `num_heads` query heads; calls leave them zero, but
     for the first, which is 1 once a call has met a length or page that does not fit."""
-    return torch.zeros(2 + MAX_SPANS + batch_size * num_heads, dtype=torch.int32, device=device)
+    return torch.zeros(_words(batch_size, num_heads), dtype=torch.int32, device=device)
+
+
+def _words(batch_size: int, num_heads: int) -> int:
+    return 2 + MAX_SPANS + batch_size * num_heads * (MAX_GROUPS + 1)
 
 
 def check_kvcache_call(
@@ -185,7 +190,7 @@ def check_kvcache_call(
         )
     elif slots < SMALLEST_PAGE or slots & (slots - 1):
         raise ValueError(f"k_cache has pages of {slots} tokens; expected a power of two from {SMALLEST_PAGE} on")
-    words = 2 + MAX_SPANS + batch * num_heads
+    words = _words(batch, num_heads)
     if workspace is not None and (workspace.dtype != torch.int32 or workspace.numel() < words):
         raise ValueError(
             f"workspace has dtype {workspace.dtype} and {workspace.numel()} elements; expected int32 and at least "

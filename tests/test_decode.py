@@ -127,9 +127,10 @@ def check(seed: int, kind: int, longest: int = 90, head_dims: tuple[int, ...] = 
     q, eight_bits = arguments[0], arguments[1].dtype in decode.EIGHT_BITS
     for ours, theirs in zip(arguments[1:3], expected[1:3], strict=True):
         if eight_bits:  # a quotient beside the middle of two numbers may go either way
-            wrong = (ours.float() != theirs.float()).float().mean()
-            assert wrong < 0.01, "Triton's interpreter forgets the carry where e4m3 rounds up to a power of two"
-            if GPU or ours.dtype == torch.int8:
+            # Triton's interpreter forgets the carry where e4m3 rounds up to a power of two
+            forgets = not GPU and ours.dtype == torch.float8_e4m3fn
+            assert (ours.float() != theirs.float()).float().mean() < (0.05 if forgets else 0.002)
+            if not forgets:
                 bound = {"rtol": 0, "atol": 1} if ours.dtype == torch.int8 else {"rtol": 0.125, "atol": 0.002}
                 torch.testing.assert_close(ours.float(), theirs.float(), **bound)
         else:
@@ -208,8 +209,8 @@ BITS += [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)
 @pytest.mark.parametrize(("dtype", "cached"), BITS, ids=str)
 def test_the_bits_of_a_row_are_its_own(dtype, cached):
     """Alone, in any batch, capacity, page size and order: programs take tiles in the one and spans in the other."""
-    head_dim, lengths = (128, [300, 9000, 1100, 17, 40_000, 4096]) if GPU else (16, [100, 33, 60])
-    capacity = 65_536 if GPU else 128
+    head_dim, lengths = (128, [300, 9000, 1100, 17, 40_000, 4096]) if GPU else (16, [100, 33, 160])
+    capacity = 65_536 if GPU else 192
     case = bits_case(dtype, cached, head_dim, lengths)
     rows = list(range(len(lengths)))
     o, lse = laid_out(case, rows, capacity, 0)
@@ -227,19 +228,19 @@ def test_tiles_and_spans_give_the_same_bits():
     """The same call when programs take tiles, spans, and when there are more programs than items."""
     from kernels.portable import decode as portable
 
-    case = bits_case(torch.float32, torch.float32, 16, [100, 61], num_q=1, heads=2, kv_heads=1)
+    case = bits_case(torch.float32, torch.float32, 16, [250, 61], num_q=1, heads=2, kv_heads=1)
     results = []
     for programs, coarse_from in ((3, 1), (3, 500), (1, 1), (40, 500)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(portable, "cut_for", lambda *_, cut=(programs, coarse_from): cut)
             PLANS.clear()
-            results.append(laid_out(case, [0, 1], 128, 0))
+            results.append(laid_out(case, [0, 1], 256, 0))
     PLANS.clear()
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
 
 
 def test_a_workspace_is_left_as_it_was():
-    case = bits_case(torch.float32, torch.float32, 16, [100, 61, 5])
+    case = bits_case(torch.float32, torch.float32, 16, [220, 61, 5])
     q, keys, values, *_, lengths = case
     workspace = kvcache_workspace(3, 4, DEVICE)
     first = flash_attention_with_kvcache(q, keys, values, cache_seqlens=lengths, workspace=workspace)

@@ -1,11 +1,12 @@
 """Attention of a few new queries over a cache of keys and values: one Triton kernel, one launch, and its launcher.
 
-The keys of a row are cut into tiles of BLOCK_K keys, SPAN tiles in a row make a span, and a row's result is the fold of
-its spans' results, each the fold of its tiles' results, from the first to the last. So a row's bits follow from its own
-keys alone. Who computes which tile does not: where the batch has few spans a program takes one tile, elsewhere one
-span, and what is not folded in registers is folded from memory by the program that arrives last, in the same order and
-by the same instructions. Products and sums are therefore never contracted to fused multiply-adds (`enable_fp_fusion`):
-a value would then be rounded otherwise where it comes from a register than where it comes from memory.
+The keys of a row are cut into tiles of BLOCK_K keys, SPAN tiles in a row make a span, equally many spans one of at most
+GROUPS groups. A row's result is the fold of its groups' results, each the fold of its spans', each the fold of its
+tiles', from the first to the last: its bits follow from its own keys alone. Who computes which tile does not. Where the
+batch has few spans a program takes one tile, elsewhere one span. What is not folded in registers is folded from memory
+by the program that arrives last, in the same order and by the same instructions. Products and sums are therefore never
+contracted to fused multiply-adds (`enable_fp_fusion`): a value would be rounded otherwise where it comes from a
+register than where it comes from memory.
 """
 
 from functools import partial
@@ -109,6 +110,7 @@ def flash_decode_kernel(
     BLOCK_M: tl.constexpr,  # queries times heads of a group that share a tile
     BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,
+    GROUPS: tl.constexpr,  # of a row's spans, at most
     PAGE: tl.constexpr,  # 0: contiguous
     SCALES: tl.constexpr,  # 0: none, 1: a head, 2: a token and head
     UNIT: tl.constexpr,
@@ -205,12 +207,23 @@ def flash_decode_kernel(
             if done:
                 first = (tiles_before + span * SPAN) * width + inner
                 acc, maximum, total = folded(first, width, tiles_of_span, parts)
-        if done & (spans > 1):
-            first = coarse_from * SPAN + spans_before * width + inner
+        spans_of_group = tl.cdiv(spans, GROUPS)
+        group_place = span // spans_of_group
+        members = tl.minimum(spans - group_place * spans_of_group, spans_of_group)
+        turn = workspace + 2 + coarse_from + (row * width + inner) * (GROUPS + 1)
+        first = coarse_from * SPAN + spans_before * width + inner
+        first_of_group = first + group_place * spans_of_group * width
+        if done & (members > 1):
             put(first + span * width, acc, maximum, total, parts)
-            done = last_of(workspace + 2 + coarse_from + row * width + inner, spans)
+            done = last_of(turn + 1 + group_place, members)
             if done:
-                acc, maximum, total = folded(first, width, spans, parts)
+                acc, maximum, total = folded(first_of_group, width, members, parts)
+        if done & (spans > spans_of_group):
+            put(first_of_group, acc, maximum, total, parts)  # its spans' results have been read
+            done = last_of(turn, tl.cdiv(spans, spans_of_group))
+            if done:
+                step = spans_of_group * width
+                acc, maximum, total = folded(first, step, tl.cdiv(spans, spans_of_group), parts)
         if done:
             if switches.sinks is not None:  # a key without a value
                 sink = tl.load(switches.sinks + head) * LOG2_E
@@ -321,7 +334,7 @@ def _launches(options: Options, tile: DecodeTile, **given: Tensor | None) -> lis
     )  # fmt: skip
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": _rows(q, k_cache)[1], "BLOCK_K": tile.block_k,
-        "SPAN": tile.span, "PAGE": 0 if table is None else page, "SCALES": scales, "UNIT": unit,
+        "SPAN": tile.span, "GROUPS": tile.groups, "PAGE": 0 if table is None else page, "SCALES": scales, "UNIT": unit,
         "CACHE_UNIT": cache_unit, "APPEND": k_new is not None, "CAUSAL": options.causal, "LOCAL": options.local,
         "PRECISION": dot_precision(q),
     }  # fmt: skip

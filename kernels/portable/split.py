@@ -130,6 +130,7 @@ def folded(slot, step, count, parts):
             part_maximum = tl.load(maxima, mask=known, other=-float("inf"), cache_modifier=".cg")
             part_total = tl.load(maxima + parts.BLOCK_M, mask=known, other=0.0, cache_modifier=".cg")
             acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+    tl.debug_barrier()  # from here on the slots may be written again
     return acc, maximum, total
 
 

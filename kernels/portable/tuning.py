@@ -148,7 +148,7 @@ _FLOAT32 = {
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """How `flash_decode_kernel` cuts a row's keys. The first three decide a result's bits."""
+    """How `flash_decode_kernel` cuts a row's keys. The first three and `groups` decide a result's bits."""
 
     block_k: int  # keys in a tile
     span: int  # tiles in a span, the largest item of work
@@ -156,6 +156,7 @@ class DecodeTile:
     num_stages: int
     per_sm: int  # programs for each multiprocessor
     max_registers: int | None = None  # of a thread
+    groups: int = 16  # of a row's spans, at most: of 128 the last program folds 8, and then 16 groups
 
     @property
     def how(self) -> dict[str, int | bool | None]:
@@ -176,7 +177,7 @@ def decode_tile(dtype: torch.dtype, head_dim: int, block_m: int, paged: bool) ->
     as these before their use, so that two tiles take twice the stages.
     """
     if interpreting():
-        return DecodeTile(block_k=16, span=3, num_warps=4, num_stages=1, per_sm=1)
+        return DecodeTile(block_k=16, span=3, num_warps=4, num_stages=1, per_sm=1, groups=2)
     padded = max(16, 1 << (head_dim - 1).bit_length())
     if dtype == torch.float32:  # exact products are unrolled: more keys spill
         return DecodeTile(max(16, 2048 // padded), 16, 4, 1, 2)

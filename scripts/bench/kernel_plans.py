@@ -137,7 +137,7 @@ def decode_plans(arch: int) -> Iterator[Plan]:
         absent |= {"block_table": not page} | dict.fromkeys(("k_new", "v_new"), "read only" in options)
         constants = {
             "HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_M": rows,
-            "BLOCK_K": tile.block_k, "SPAN": tile.span, "PAGE": page, "SCALES": scales,
+            "BLOCK_K": tile.block_k, "SPAN": tile.span, "GROUPS": tile.groups, "PAGE": page, "SCALES": scales,
             "UNIT": 16 // (4 if dtype == "fp32" else 2), "CACHE_UNIT": 16 // sizes[cached].itemsize,
             "APPEND": "read only" not in options, "CAUSAL": "padded" not in options, "LOCAL": "padded" in options,
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",
