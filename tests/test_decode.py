@@ -118,7 +118,7 @@ def copied(arguments, named) -> tuple[list, dict]:
     }
 
 
-def check(seed: int, kind: int, longest: int = 90, head_dims: tuple[int, ...] = (16, 24, 32)) -> None:
+def check(seed: int, kind: int, longest: int = 170, head_dims: tuple[int, ...] = (16, 24, 32)) -> None:
     """One random call against the definition in float64, and the cache against the definition's."""
     arguments, named = draw(seed, kind, longest, head_dims)
     expected, expected_named = copied(arguments, named)
