@@ -40,8 +40,10 @@ def test_flash_reads_the_cache_as_the_views_do(window):
 
 
 def test_rows_in_pages_attend_to_their_own_tokens(monkeypatch):
-    """Rows begin and end at any time, one is forked; each attends as if it were alone, in 32 and in 8 bits. Without a GPU
-    by the definition, as on any CPU: Triton's interpreter would take a minute."""
+    """Rows begin and end at any time, one is forked; each attends as if it were alone, in 32 and in 8 bits.
+
+    Without a GPU by the definition, as on any CPU: Triton's interpreter would take a minute.
+    """
     for module in ("kernels.decode", "kernels.support"):
         monkeypatch.setattr(f"{module}.interpreting", lambda: False)
     for dtype, allowed in ((torch.float32, 1e-5), (torch.int8, 0.05)):
