@@ -239,6 +239,26 @@ def test_tiles_and_spans_give_the_same_bits():
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[8000], [300, 20_000, 131_072]], ids=["tiles", "spans"])
+def test_a_thousand_runs_give_the_same_bits(lengths):
+    """While another stream keeps some of the GPU busy, so that programs arrive in ever other orders."""
+    q, keys, values, *_, lengths = bits_case(torch.bfloat16, torch.bfloat16, 128, lengths, heads=16, kv_heads=4)
+    workspace, other = kvcache_workspace(len(lengths), 16, DEVICE), torch.cuda.Stream()
+    noise = torch.randn(4096, 4096, device=DEVICE)
+    named = {"cache_seqlens": lengths, "workspace": workspace, "return_lse": True}
+    o, lse = flash_attention_with_kvcache(q, keys, values, **named)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for run in range(1000):
+        if run % 3 == 0:
+            with torch.cuda.stream(other):
+                noise.add_(1.0)
+        again = flash_attention_with_kvcache(q, keys, values, **named)
+        wrong += (again[0] != o).sum() + (again[1] != lse).sum()
+    assert wrong == 0
+    assert not workspace.any()
+
+
 def test_a_workspace_is_left_as_it_was():
     case = bits_case(torch.float32, torch.float32, 16, [220, 61, 5])
     q, keys, values, *_, lengths = case
