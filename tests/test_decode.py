@@ -240,7 +240,7 @@ def test_tiles_and_spans_give_the_same_bits():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [[8000], [300, 20_000, 131_072]], ids=["tiles", "spans"])
+@pytest.mark.parametrize("lengths", [[8000], [300, 20_000, 65_536]], ids=["tiles", "spans"])
 def test_a_thousand_runs_give_the_same_bits(lengths):
     """While another stream keeps some of the GPU busy, so that programs arrive in ever other orders."""
     q, keys, values, *_, lengths = bits_case(torch.bfloat16, torch.bfloat16, 128, lengths, heads=16, kv_heads=4)
