@@ -4,7 +4,10 @@
     python train.py experiment=NAME                    a named experiment
     python train.py model.num_layers=4 optim.lr=1e-3   change single values
     python train.py -m optim.lr=1e-3,3e-4              one run for each value
-    python train.py resume=auto                        go on with the experiment's newest run; resume=PATH: any
+    python train.py data=text data.files=my.txt name=mine   your own text, in runs/mine/
+    python train.py resume=runs/mine/TIME              go on with a run as it was; keys beside it change it
+    python train.py resume=auto name=mine              the newest run of that name, or its first
+    python train.py init_from=CHECKPOINT               a new run that begins with those weights
     python train.py --cfg job                          print the configuration that would run
 
 This file is the story of a run, top to bottom: resolve what it will be, build, loop, close. Everything it calls is one
@@ -27,6 +30,7 @@ from data import Batch, Prefetcher, TokenBatches, fixed_windows
 from model import GPT, attend_with
 from model.attention import AttentionFunction
 from training import resume
+from training.comparison import show_sweep
 from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
 from training.lock import locked
 from training.log import RunLog, provenance, step_record, write_description
@@ -35,7 +39,7 @@ from training.numbers import BadSteps, NumberCheck
 from training.optimizer import Optimizer, lr_factor
 from training.profile import StepProfiler
 from training.random_states import seed_everything
-from training.run import resolve
+from training.run import Run, resolve
 from training.saver import Saver
 from training.speed import Speed
 from training.step import Step, training_step
@@ -60,16 +64,19 @@ def train(
     Raises:
         ValueError: what cannot be, before anything is written or allocated.
     """
+    began = time.perf_counter()
     with locked(run_dir):
-        return run(settings, run_dir, attend, on_step or (lambda step: None))
+        # what this run will be; whatever cannot be is refused here, before anything is written or allocated
+        chosen = resolve(settings, run_dir)
+        with advice_when_out_of_memory(chosen.plan):
+            return run(settings, chosen, run_dir, began, attend, on_step or (lambda step: None))
 
 
-def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_step: OnStep) -> dict[str, Any]:
+def run(
+    settings: Settings, chosen: Run, run_dir: Path, began: float, attend: AttentionFunction | None, on_step: OnStep
+) -> dict[str, Any]:
     """The story of a run, in a folder that is this process's own."""
-    config, began = settings.train, time.perf_counter()
-
-    # --- what this run will be; whatever cannot be is refused here, before anything is written or allocated
-    chosen = resolve(settings, run_dir)
+    config = settings.train
     hardware, dataset, resumed, first_step = chosen.hardware, chosen.dataset, chosen.resumed, chosen.first_step
     print(f"memory     {chosen.plan}")
 
@@ -81,6 +88,8 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
     if resumed:
         state = resume.restore(resumed, model, optimizer, hardware.device)
         best_loss, seconds_before = state["best_loss"], resumed.meta["seconds"]
+    elif chosen.initial:
+        chosen.initial.load_weights(model)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
 
     # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
@@ -90,10 +99,11 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
 
     # --- what is written down: the log, the description, checkpoints
     steps = {"first_step": first_step, "steps": config.steps, "resumes": settings.resume is not None}
+    steps["resumed"] = resumed
     log = RunLog(run_dir, settings.logger, chosen.settings, **steps, wandb=chosen.wandb)
-    write_description(run_dir, chosen.settings, dataset.manifest, evaluation.protocol)
-    profiler = StepProfiler(run_dir / "profile", hardware, log.console) if settings.profile else None
     saver = Saver(run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every, say=log.say)
+    write_description(run_dir, chosen.settings, chosen.left_open, dataset.manifest, evaluation.protocol)
+    profiler = StepProfiler(run_dir / "profile", hardware, log.console) if settings.profile else None
     description = chosen.description | {"provenance": provenance()}
 
     # --- what is done about a loss or gradient that is not finite
@@ -116,6 +126,7 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
         epoch, window = batches.position(step)
         progress = {"step": step, "seconds": seconds(), "data_position": {"epoch": epoch, "window": window}}
+        progress["metric_lines"] = log.lines
         saver.save(model, state, progress | description, best=best)
 
     with (
@@ -124,17 +135,20 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
         StopRequest(config.max_hours, began) as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=chosen.end_of_text) as prefetcher,
         profiler or nullcontext(),
-        advice_when_out_of_memory(chosen.plan),
         attend_with(model, lambda layer, named: attend or named),
     ):
         for line in chosen.first_lines(model, run_dir):
             log.say(line)
-        log.say(f"logging    {run_dir / 'metrics.jsonl'}, {log.wandb_note}")
+        log.say(f"logging    metrics.jsonl and, at evaluations, loss.png in {run_dir}; {log.wandb_note}")
         if resumed:
-            resume.print_changes(resumed, chosen.settings, dataset.fingerprint, log.say)
+            resume.print_changes(resumed, description, log.say)
+
+        step, results = first_step, {}
+        if step >= config.steps:  # it was killed after its last save: its summary is all that may be missing
+            log.say(f"complete   all of train.steps={config.steps} are done; raise train.steps to go on")
+            results = evaluate(forward, evaluation, chosen.micro_batch, hardware, chosen.end_of_text)
 
         # --- the loop
-        step, results = first_step, {}
         speed = Speed(model, hardware, config.batch_tokens, first_step)
         while step < config.steps:
             optimizer.set_lr_factor(lr_factor(step, config.steps, settings.optim))
@@ -181,7 +195,7 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
 
             if config.sample_tokens and config.is_due(config.sample_every, step):
                 text = sample(model, chosen.prompt, config.sample_tokens, config.seed, dataset.tokenizer, hardware)
-                log.say(f"--- a sample after {step} steps\n{text}\n---")
+                log.say(f"--- a sample after {step} steps, its prompt in brackets\n{text}\n---")
                 speed.restart(step)
 
             if asked:  # a stopped run saves and leaves: what it would log or evaluate beyond that, no other run has
@@ -190,12 +204,13 @@ def run(settings: Settings, run_dir: Path, attend: AttentionFunction | None, on_
         results |= {"steps": step, "tokens": step * config.batch_tokens, "seconds": seconds()}
         results |= {"best_val_loss": best_loss, "attention": chosen.model.attention}
         results["unigram_val_loss"] = unigram_loss(dataset.train, evaluation.targets, chosen.vocab_size)
-        summary = log.finish(results, check, stop if step < config.steps else None, saver.wait())
+        saved = saver.wait() or (resumed and resumed.path)
+        summary = log.finish(results, check, stop if step < config.steps else None, saved)
         saver.check()
     return summary
 
 
-@program("config", Settings, experiment="quickstart")
+@program("config", Settings, experiment="quickstart", after_sweep=show_sweep)
 def main(settings: Settings, run_dir: Path) -> None:
     if exit_code := train(settings, run_dir)["exit_code"]:
         sys.exit(exit_code)

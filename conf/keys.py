@@ -16,6 +16,13 @@ GROUPS = {
     if folder.is_dir() and not folder.name.startswith("_")
 }
 
+# what every program's --help ends with
+TYPED = (
+    "  key=value            text arrives as typed, without the quotes around all of it if it has any",
+    "  -m key=a,b           one run for each value; there a comma separates values",
+    "  --cfg job            print the configuration that would run, and end",
+)
+
 
 @dataclass(frozen=True)
 class Key:
@@ -24,12 +31,17 @@ class Key:
     type: Any
     comment: str = ""  # at the end of its line
 
+    @property
+    def is_text(self) -> bool:
+        """Whether its values are text, or may be: `Any` stands for text or a list of texts."""
+        return self.type in (str, str | None, Any)
+
 
 def known_keys(schema: type) -> dict[str, Key]:
     """Every dotted key of a dataclass of dataclasses."""
     comments = {}
     for owner in reversed([cls for cls in schema.__mro__ if is_dataclass(cls)]):
-        comments |= re.findall(r"^    (\w+): [^#\n]*#[ ]?(.*)$", inspect.getsource(owner), flags=re.M)
+        comments |= re.findall(r"^    (\w+): [^#\n]*(?:\(\n[^#\n]*)?#[ ]?(.*)$", inspect.getsource(owner), flags=re.M)
     keys: dict[str, Key] = {}
     for name, hint in get_type_hints(schema).items():
         keys[name] = Key(hint, comments.get(name, ""))
@@ -51,7 +63,8 @@ def help_page(docstring: str | None, config: str, schema: type, overrides: list[
     page = [(docstring or "").strip(), ""]
     if config == "config":
         page += ["== What can be chosen (group=name) ==", *(f"  {g}: {', '.join(n)}" for g, n in GROUPS.items()), ""]
-    return "\n".join([*page, "== The configuration as it stands (key=value changes it) ==", *lines])
+    page += ["== The configuration as it stands (key=value changes it) ==", *lines, ""]
+    return "\n".join([*page, "== What is typed ==", *TYPED])
 
 
 def _typed(value: Any) -> str:

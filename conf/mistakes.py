@@ -53,6 +53,11 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
     return text
 
 
+def no_value(key: str) -> str:
+    """One line for OmegaConf's mark of a value that is to be given; a merge would leave the default in its place."""
+    return f"{key}=??? stands for a value that is missing; give one, or leave the key out"
+
+
 def of_the_system(error: OSError) -> str:
     """One line for a file or folder that cannot be used."""
     if error.filename is None:
@@ -69,6 +74,8 @@ def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, Key], cfg: Dict
         value = found.group(1) if found else OmegaConf.select(cfg, key) if cfg is not None and key else None
         expected = _type_name(keys[key].type) if key in keys else "another kind of value"
         return f"{key}={'null' if value is None else value} has the wrong type: expected {expected}"
+    if missing := re.search(r"Missing mandatory value: (\S+)", text):
+        return no_value(missing.group(1))
     if "nterpolation" in text:
         key = key or next((key for key in keys if cfg is not None and not _resolves(cfg, key)), "a value")
         return f"{key} refers to what cannot be had ({text}); write the value itself"

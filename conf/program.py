@@ -3,14 +3,18 @@
 `@program("config", Settings)` turns a function of `(settings, run_dir)` into a command line. A user's mistake (a
 typo, a wrong type, an impossible value, a missing file) ends with one line on stderr and exit code 2. What is raised
 after the run has begun to write leaves its traceback in the run's folder; HYDRA_FULL_ERROR=1 shows any.
+
+Text is text: the value of a key that holds text arrives as typed, without the quotes around all of it if it has any;
+only under -m, where a comma separates the values of a sweep, one with a comma is read by Hydra's grammar.
 """
 
 import argparse
 import os
+import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -25,11 +29,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from conf.keys import help_page, known_keys
-from conf.mistakes import explain, of_the_system
+from conf.console import protect_console
+from conf.keys import Key, help_page, known_keys
+from conf.mistakes import explain, no_value, of_the_system
+from conf.resumed import with_earlier_settings
+from conf.schema import is_folder_name
 from training.lock import InUse
 
 EXIT_USER_ERROR = 2
+SIGNALLED = 128  # exit codes above it are 128 + a signal
 
 S = TypeVar("S")
 
@@ -46,6 +54,7 @@ def program(
     run_dir: str | None = None,
     overrides: tuple[str, ...] = (),
     positional: str | None = None,
+    after_sweep: Callable[[list[Path]], None] | None = None,
 ) -> Callable[[Callable[[S, Path], Any]], Callable[[], None]]:
     """Decorate `main(settings, run_dir)`: `settings` is a checked `schema`, `run_dir` the folder of this run.
 
@@ -54,6 +63,7 @@ def program(
         experiment, overrides: arguments that hold where the command line says nothing about their keys.
         run_dir: a folder of the date and time below it is made for each run; ".": nothing is written.
         positional: the key, a list, of arguments that are not key=value.
+        after_sweep: called with the folders of a sweep's runs when all are done.
 
     `--help` prints the docstring of the program's module and all keys, those that `schema` itself adds first.
     """
@@ -69,16 +79,23 @@ def program(
         def command_line() -> None:
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
-            typed, exit_codes = sys.argv, []
-            flags, values, wants_help = _arguments(typed[1:], defaults, positional)
+            protect_console(prints_only=config == "tool" or run_dir == ".")
+            typed, exit_codes, folders = sys.argv, [], []
+            flags, values, wants_help = _arguments(typed[1:], defaults, positional, known_keys(schema))
             register(schema)
 
             @wraps(main)
             def task(cfg: DictConfig) -> None:
                 folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
                 found = _listing(folder)
+                folders.append(folder)
                 sys.argv = typed  # for the provenance of what the program writes
                 try:
+                    _refuse_missing_in_files()
+                    if "resume" in cfg:
+                        given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, not resolved
+                        given = [override for override in given if override not in defaults]
+                        cfg = with_earlier_settings(cfg, given, folder, set(known_keys(schema)))
                     main(settings_from(cfg, schema), folder)
                     _remove_if_empty(folder)
                 except (ValueError, OSError) as error:
@@ -89,12 +106,18 @@ def program(
                     if show_traceback:
                         raise ConfigError(message) from error
                     exit_codes.append(fail(message))  # the other runs of a sweep go on
+                except SystemExit as stopped:
+                    if not isinstance(stopped.code, int) or stopped.code > SIGNALLED:  # whoever sends it means them all
+                        raise
+                    exit_codes.append(stopped.code)
 
             try:
                 if wants_help:
                     return print(help_page(main.__globals__["__doc__"], config, schema, values))
                 sys.argv = [typed[0], *flags, *values]
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(task)()
+                if after_sweep and len(folders) > 1:
+                    after_sweep(folders)
             except KeyboardInterrupt:  # before there was anything to save
                 sys.exit(128 + signal.SIGINT)
             # `task` explains its own errors, so a ValueError or OSError here is about arguments or the run's folder
@@ -133,19 +156,23 @@ def register(schema: type) -> None:
 def settings_from(cfg: DictConfig, schema: type[S]) -> S:
     """Merge `cfg` strictly into the dataclasses of `schema` and return them; raise ConfigError with one line."""
     keys = known_keys(schema)
+    for key in _missing(OmegaConf.to_container(cfg)):
+        raise ConfigError(no_value(key))
     for name in cfg:
         # OmegaConf would not say which key it means
         if name in keys and is_dataclass(keys[name].type) and not OmegaConf.is_dict(cfg[name]):
             raise ConfigError(f"{name}={cfg[name]} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
-        OmegaConf.resolve(merged)
+        OmegaConf.resolve(merged.copy())  # names the key that cannot be; `to_object` would resolve it a second time
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(error, keys, cfg)) from error
 
 
-def _arguments(typed: list[str], defaults: list[str], positional: str | None) -> tuple[list[str], list[str], bool]:
+def _arguments(
+    typed: list[str], defaults: list[str], positional: str | None, keys: dict[str, Key]
+) -> tuple[list[str], list[str], bool]:
     """(flags, key=value arguments with the program's defaults, is it --help?); a wrong flag ends in one line."""
     parser = get_args_parser()
 
@@ -156,25 +183,78 @@ def _arguments(typed: list[str], defaults: list[str], positional: str | None) ->
     found: argparse.Namespace = parser.parse_intermixed_args(typed)
     flags, values = [a for a in typed if a not in found.overrides], list(found.overrides)
     if positional and (bare := [value for value in values if "=" not in value and not value.startswith("~")]):
-        quoted = ",".join("'{}'".format(value.replace("'", r"\'")) for value in bare)
-        values = [value for value in values if value not in bare] + [f"{positional}=[{quoted}]"]
-    keys = {value.lstrip("+~").partition("=")[0] for value in values}
-    return flags, [*values, *(value for value in defaults if value.partition("=")[0] not in keys)], found.help
+        listed = ",".join(map(_quoted, bare))
+        values = [value for value in values if value not in bare] + [f"{positional}=[{listed}]"]
+    values = [_as_typed(value, keys, sweeps=found.multirun) for value in values]
+    said = {value.lstrip("+~").partition("=")[0] for value in values}
+    return flags, [*values, *(value for value in defaults if value.partition("=")[0] not in said)], found.help
 
 
-def _run_dir(resume: str | None, experiment: str, time: str) -> str:
-    """A new folder for a new run, the old one for a run that is resumed; `auto` is the experiment's newest."""
+def _as_typed(argument: str, keys: dict[str, Key], *, sweeps: bool) -> str:
+    """A key=value argument whose value, if its key holds text, no grammar changes: neither Hydra's nor OmegaConf's."""
+    key, equals, value = argument.partition("=")
+    known = keys.get(key.lstrip("+"))
+    if not equals or known is None or not known.is_text or (sweeps and "," in value):
+        return argument
+    if value.startswith("[") and known.type is Any:  # of a key that also takes a list
+        return argument
+    if value == "null" and known.type is not str:
+        return argument
+    if re.fullmatch(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", value, flags=re.S):  # quoted for Hydra already
+        return argument
+    return f"{key}={_quoted(value)}"
+
+
+def _quoted(value: str) -> str:
+    """`value` between quotes as Hydra's grammar and OmegaConf's interpolations leave it unchanged.
+
+    A backslash is doubled only where it would otherwise be read as an escape: before a quote, `${`, or the end.
+    """
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    value = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), value)
+    return f"'{value}'"
+
+
+def _refuse_missing_in_files() -> None:
+    """ConfigError for a ??? in a chosen file, unless the command line has its key: composing drops what is missing."""
+    hydra_config = HydraConfig.get()
+    overrides = OmegaConf.to_container(hydra_config.overrides.task)  # as typed: they may refer to what is not there
+    typed = {override.lstrip("+").partition("=")[0] for override in overrides}
+    folders = [Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"]
+    for folder in [Path(__file__).parent, *folders]:
+        for group, name in hydra_config.runtime.choices.items():
+            if (file := folder / group / f"{name}.yaml").is_file():
+                package = "" if group == "experiment" else group
+                for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package):
+                    if key not in typed:
+                        raise ConfigError(no_value(key))
+
+
+def _missing(values: Any, key: str = "") -> Iterator[str]:
+    """The dotted keys below `key` whose value is ???; nothing is resolved."""
+    if values == "???":
+        yield key
+    elif isinstance(values, list):
+        yield from (found for index, value in enumerate(values) for found in _missing(value, f"{key}[{index}]"))
+    elif isinstance(values, dict):
+        prefix = f"{key}." if key else ""
+        yield from (found for name, value in values.items() for found in _missing(value, f"{prefix}{name}"))
+
+
+def _run_dir(resume: str | None, name: str | None, experiment: str, time: str) -> str:
+    """A new folder for a new run, the old one for a run that is resumed; `auto` is the newest of that name."""
+    # not yet checked: a name that is refused later makes no folder elsewhere
+    runs = f"runs/{name if name and is_folder_name(str(name)) else experiment}"
     if resume == "auto":
-        earlier = sorted(path.parent for path in Path("runs", experiment).glob("*/checkpoints"))
-        return str(earlier[-1]) if earlier else f"runs/{experiment}/{time}"
+        earlier = sorted(path.parent for path in Path(runs).glob("*/checkpoints"))
+        return str(earlier[-1]) if earlier else f"{runs}/{time}"
     if resume:
         # .../<run>/checkpoints/<name>  ->  .../<run>
         checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
-        if checkpoint.parent.name == "checkpoints" and checkpoint.is_dir():
-            return str(checkpoint.parent.parent)
-        if (checkpoint / "checkpoints").is_dir():
-            return str(checkpoint)
-    return f"runs/{experiment}/{time}"
+        run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+        if (run / "checkpoints").is_dir() and checkpoint.is_dir() and (not name or str(name) in run.parts):
+            return str(run)
+    return f"{runs}/{time}"
 
 
 def _listing(folder: Path) -> dict[str, int]:

@@ -3,6 +3,7 @@
 YAML keys, dataclass fields and the README use the same words. Nothing below `train.py` sees OmegaConf.
 """
 
+import re
 from dataclasses import dataclass, field
 
 from data import DataConfig, check_tokenizer
@@ -11,6 +12,11 @@ from training.hardware import HardwareConfig
 from training.log import LoggerConfig
 from training.optimizer import OptimConfig
 from training.run import TrainConfig
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether it can be one folder below runs/, on any system."""
+    return bool(re.fullmatch(r"\w[\w .+=-]*", name))
 
 
 @dataclass
@@ -25,11 +31,20 @@ class Settings:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     profile: bool = False  # record a few steps: a trace and where the time went, in the run's folder
-    resume: str | None = None  # a checkpoint or a run's folder, and the run goes on there; auto: its newest checkpoint
+    name: str | None = None  # the run's folder is runs/<name>/<time>; null: the experiment's name
+    resume: str | None = None  # go on with a run: its folder, a checkpoint, or auto: the newest of that name
+    init_from: str | None = None  # begin with the weights of a checkpoint; optimizer, schedule and steps are new
 
     def __post_init__(self) -> None:
         """Rules that cross groups."""
+        if self.name is not None and not is_folder_name(self.name):
+            raise ValueError(f"name={self.name} is no name for a folder; use letters, digits, - and _")
+        for key in ("resume", "init_from"):
+            if getattr(self, key) == "":
+                raise ValueError(f"{key} is empty; give a checkpoint or a run's folder, or leave it out")
         check_tokenizer(self.tokenizer)
+        if self.resume == "":
+            raise ValueError("resume= names no checkpoint; use a path, auto or null")
         tokens, seq_len = self.train.batch_tokens, self.data.seq_len
         if tokens % seq_len:
             nearest = max(seq_len, round(tokens / seq_len) * seq_len)
@@ -38,10 +53,6 @@ class Settings:
             raise ValueError(
                 f"train.micro_batch={self.train.micro_batch} does not divide the {tokens // seq_len} sequences "
                 f"of a step (train.batch_tokens={tokens} / data.seq_len={seq_len}); use one that does"
-            )
-        if self.optim.warmup_steps >= self.train.steps:
-            raise ValueError(
-                f"optim.warmup_steps={self.optim.warmup_steps} must be less than train.steps={self.train.steps}"
             )
 
     @property

@@ -1,28 +1,44 @@
 """What the configuration says about the text, and how it is turned into tokens."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
-SOURCES = ("embedded", "wikitext", "text")
+SOURCES = ("embedded", "text", "hub")
 TOKENIZERS = ("bytes", "characters", "gpt2")
+DOCUMENTS = ("rows", "wikitext")
+MAX_WORKERS = 1024  # more than a machine has cores; each holds a piece of text
 
-# configurations of Salesforce/wikitext on the Hugging Face hub; "raw" has no <unk> in place of rare words
-WIKITEXT_NAMES = ("wikitext-2-raw-v1", "wikitext-103-raw-v1", "wikitext-2-v1", "wikitext-103-v1")
+# keys that belong to a source; another would ignore them
+_KEYS = {
+    "text": ("files", "text_field"),
+    "hub": (
+        *("name", "config", "revision", "split", "validation_split", "test_split"),
+        *("text_field", "streaming", "local_dir", "documents"),
+    ),
+}
 
 
 @dataclass
 class DataConfig:
     """Where the text comes from and how long a training sequence is."""
 
-    source: str = "embedded"  # embedded (Python's language reference) | wikitext | text (your own files)
-    name: str | None = None  # wikitext only: the hub's configuration, as "wikitext-2-raw-v1"
+    source: str = "embedded"  # embedded (Python's language reference) | text (your own files) | hub (Hugging Face)
     # text only: one path or several; globs allowed. `Any`, because a command line may say files=a.txt or files=[a.txt]
     # and a structured configuration refuses a string for a list; after __post_init__ it is None or a list of strings
-    files: Any = None
-    local_dir: str | None = None  # wikitext only: a folder with WikiText's own files, in place of the hub
-    validation_fraction: float = (
-        0.1  # embedded and text: the last part of the characters is held out; WikiText has its own
-    )
+    files: Any = None  # text only: a path, a glob, or several as [a.txt,b.jsonl]
+    text_field: str = "text"  # the column of JSONL, parquet and hub rows that holds the text
+    name: str | None = None  # hub only: the dataset, as "HuggingFaceFW/fineweb-edu"
+    config: str | None = None  # hub only: its configuration ("subset" on its page), as "sample-10BT"
+    revision: str | None = None  # hub only: a commit or tag; null: the newest, whose commit the fingerprint then holds
+    split: str = "train"  # hub only: what is trained on; "train[:1%]" works where streaming is off
+    validation_split: str | None = None  # hub only: what is held out; null: the last validation_fraction of `split`
+    test_split: str | None = None  # hub only: tokenized as well
+    streaming: bool = False  # hub only: no copy on the disk but the tokens; read 3 times without a validation_split
+    local_dir: str | None = None  # hub only: a folder laid out as the dataset is there, in place of the hub
+    documents: str = "rows"  # hub only: rows | wikitext (a row is a line, an article begins at its title)
+    validation_fraction: float = 0.1  # the last part of the characters is held out, where there is no validation split
     seq_len: int = 128  # tokens of a training sequence
     document_mask: bool = False  # documents in one sequence do not see each other, and positions begin anew in each
     cache_dir: str = "~/.cache/flashgpt/data"  # where tokenized text is kept
@@ -31,32 +47,58 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise ValueError(f"data.source={self.source} is not known; use one of {', '.join(SOURCES)}")
+        if self.documents not in DOCUMENTS:
+            raise ValueError(f"data.documents={self.documents} is not known; use one of {', '.join(DOCUMENTS)}")
         if self.files is not None:
             self.files = [self.files] if isinstance(self.files, str) else list(self.files)
             if not all(isinstance(file, str) and file for file in self.files):
                 raise ValueError(
                     f"data.files={self.files} must be paths; use data.files=a.txt or data.files=[a.txt,b.txt]"
                 )
+        for field in fields(self):
+            if getattr(self, field.name) == "":
+                remedy = "leave it out" if field.default is None else f"use data.{field.name}={field.default}"
+                raise ValueError(f"data.{field.name}='' is empty; {remedy}")
         self._check_source()
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(f"data.validation_fraction={self.validation_fraction} must lie between 0 and 1; use 0.1")
         for key in ("seq_len", "num_workers"):
             if getattr(self, key) < 1:
                 raise ValueError(f"data.{key}={getattr(self, key)} must be at least 1")
+        if self.num_workers > MAX_WORKERS:
+            raise ValueError(f"data.num_workers={self.num_workers} must be at most {MAX_WORKERS}")
 
     def _check_source(self) -> None:
         """Keys that belong to one source are needed there and refused elsewhere, where they would be ignored."""
         if self.source == "text" and not self.files:
             raise ValueError("data.source=text needs data.files; use data.files=corpus.txt or data.files='books/*.txt'")
-        if self.source == "wikitext" and self.name not in WIKITEXT_NAMES:
-            raise ValueError(f"data.name={self.name} is not a WikiText; use one of {', '.join(WIKITEXT_NAMES)}")
-        for key, owner in (("files", "text"), ("local_dir", "wikitext"), ("name", "wikitext")):
-            value = getattr(self, key)
-            if value and self.source != owner:
-                raise ValueError(f"data.{key}={value} is for data.source={owner}, not {self.source}; drop it")
+        if self.source == "hub":
+            self._check_hub()
+        for key in dict.fromkeys(key for keys in _KEYS.values() for key in keys):
+            value, owners = getattr(self, key), [source for source, keys in _KEYS.items() if key in keys]
+            if value and value != getattr(DataConfig, key) and self.source not in owners:
+                owner = " or ".join(f"data.source={owner}" for owner in owners)
+                raise ValueError(f"data.{key}={value} is for {owner}, not {self.source}; drop it")
+
+    def _check_hub(self) -> None:
+        if not self.name and not self.local_dir:
+            raise ValueError("data.source=hub needs data.name=OWNER/NAME, or data.local_dir=FOLDER with a copy of it")
+        if self.name and (not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.name) or self.name[0] in "./"):
+            raise ValueError(
+                f"data.name={self.name} is no dataset of the Hugging Face hub; use OWNER/NAME, "
+                "or data.local_dir=FOLDER with a copy of one"
+            )
 
 
 def check_tokenizer(name: str) -> None:
     """ValueError unless there is a tokenizer of that name."""
     if name not in TOKENIZERS:
         raise ValueError(f"tokenizer={name} is not known; use one of {', '.join(TOKENIZERS)}")
+
+
+def expanded(key: str, path: str) -> Path:
+    """`path` of the key data.`key`, its ~ made a home. Raises ValueError where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"data.{key}={path} names no home ({error}); write the whole path") from error

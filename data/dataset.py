@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from data.config import DataConfig
+from data.config import DataConfig, expanded
 from data.shards import ShardWriter, TokenArray, open_split, token_dtype, verify
 from data.sources import Source, Stream, open_source
 from data.tokenize import Counts, tokenize
@@ -81,14 +81,12 @@ def open_dataset(data: DataConfig, tokenizer: str, *, report: Report | None = No
     damaged, and a data.seq_len for which a split is too short.
     """
     source, identity, path = locate(data, tokenizer)
-    fingerprint = digest(identity)
     say = report or (lambda line: None)
     if not path.exists():
         if not prepare:
             raise ValueError(f"{path} does not exist; leave verify=true out to prepare it")
-        facts = {"fingerprint": fingerprint, "identity": identity, "about": source.about}
-        _prepare(path, source, tokenizer, data.num_workers, facts, say)
-    dataset = _open(path, fingerprint)
+        _prepare(path, source, identity, tokenizer, data.num_workers, say)
+    dataset = _open(path, identity)
     tokens = ", ".join(f"{split} {len(array):,}" for split, array in dataset.tokens.items())
     say(f"tokens: {tokens} ({dataset.train.dtype}, vocabulary {dataset.vocab_size:,}) in {path}")
     for split in ("train", "validation"):
@@ -102,7 +100,7 @@ def locate(data: DataConfig, tokenizer: str) -> tuple[Source, dict[str, Any], Pa
     source = open_source(data)
     identity = {"format": FORMAT, **source.identity, "tokenizer": tokenizer}
     name = f"{source.label}-{tokenizer}-{digest(identity)[:16]}"
-    return source, identity, Path(data.cache_dir).expanduser() / name
+    return source, identity, expanded("cache_dir", data.cache_dir) / name
 
 
 def _refuse_too_long(seq_len: int, split: str, tokens: int) -> None:
@@ -112,7 +110,14 @@ def _refuse_too_long(seq_len: int, split: str, tokens: int) -> None:
     raise ValueError(f"data.seq_len={seq_len} needs {seq_len + 1} tokens, the {split} split has {tokens}; {remedy}")
 
 
-def _open(path: Path, fingerprint: str) -> Dataset:
+def _fingerprint(identity: dict[str, Any], about: dict[str, Any]) -> str:
+    """Of a hub dataset without data.revision it is that of the commit which was read."""
+    if "hub" in identity and identity["revision"] is None:
+        identity = identity | {"revision": about["commit"]}
+    return digest(identity)
+
+
+def _open(path: Path, identity: dict[str, Any]) -> Dataset:
     """Check everything in the folder against its manifest, and the manifest against its own checksum."""
     remedy = f"delete {path} and run again"
     try:
@@ -126,7 +131,7 @@ def _open(path: Path, fingerprint: str) -> Dataset:
         raise ValueError(f"{path / MANIFEST} is not a manifest; {remedy}") from None
     if checksum != digest(manifest):
         raise ValueError(f"{path / MANIFEST} was altered (its checksum is wrong); {remedy}")
-    if manifest["fingerprint"] != fingerprint:
+    if manifest["fingerprint"] != _fingerprint(identity, manifest["about"]):
         raise ValueError(f"{path / MANIFEST} belongs to another text; {remedy}")
     dtype = np.dtype(manifest["dtype"])
     shards = {split: facts["shards"] for split, facts in manifest["splits"].items()}
@@ -139,7 +144,9 @@ def _open(path: Path, fingerprint: str) -> Dataset:
     )
 
 
-def _prepare(path: Path, source: Source, tokenizer: str, num_workers: int, facts: dict[str, Any], say: Report) -> None:
+def _prepare(
+    path: Path, source: Source, identity: dict[str, Any], tokenizer: str, num_workers: int, say: Report
+) -> None:
     """Tokenize the source into `path`."""
     with _written_at_once(path) as folder:
         if tokenizer == "characters":
@@ -149,7 +156,8 @@ def _prepare(path: Path, source: Source, tokenizer: str, num_workers: int, facts
             encoding = build_tokenizer(tokenizer)  # first, as it may be out of reach and the text a long download
             splits = source.splits()
         dtype = token_dtype(encoding.n_vocab)
-        manifest = facts | {"tokenizer": tokenizer_state(encoding), "dtype": dtype.str, "splits": {}}
+        manifest = {"fingerprint": _fingerprint(identity, source.about), "identity": identity, "about": source.about}
+        manifest |= {"tokenizer": tokenizer_state(encoding), "dtype": dtype.str, "splits": {}}
         for split, stream in splits.items():
             began, counts, writer = time.perf_counter(), Counts(), ShardWriter(folder, split, dtype)
             for tokens in tokenize(stream(), encoding, num_workers, counts):

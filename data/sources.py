@@ -1,11 +1,11 @@
-"""Where text comes from: Python's language reference, WikiText, or your own files.
+"""Where text comes from: Python's language reference, your own files, or the Hugging Face hub.
 
 `open_source` checks that the source is there and says what it is (`identity`, from content alone, never from paths);
 its splits are read later, and only if no tokenized copy is at hand. A split is a stream of fragments (text, first),
 where `first` marks the beginning of a document.
 
-Held-out text. WikiText has its own validation and test splits. Of the other sources the last `validation_fraction` of
-the characters is held out, as nanoGPT does for Shakespeare; the document at the cut is divided.
+Held-out text. A hub dataset may have a validation split. Else the last `validation_fraction` of the characters is held
+out, as nanoGPT does for Shakespeare; the document at the cut is divided.
 """
 
 import itertools
@@ -17,11 +17,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from data import textfiles, wikitext
-from data.config import DataConfig
+from data import hub, textfiles, wikitext
+from data.config import DataConfig, expanded
 from data.tokenize import Fragment, head, tail
 
 Stream = Callable[[], Iterator[Fragment]]
+
+# how WikiText's rows are read; its fingerprint holds only what differs, and so is that of the first releases
+WIKITEXT_READ = {"splits": ["train", "validation", "test"], "text_field": "text"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Source:
     """Text, not yet read.
 
     identity: JSON-able; two sources with the same identity give the same splits, wherever they lie.
-    about: JSON-able; what else a reader of the manifest wants to know (names, versions).
+    about: JSON-able; what else a reader of the manifest wants to know (names, versions). Of the hub's datasets `splits`
+        adds the commit.
     splits: opens each split's stream: {"train": ..., "validation": ..., maybe "test": ...}.
     """
 
@@ -51,38 +55,70 @@ def open_source(data: DataConfig) -> Source:
             lambda: hold_out(lambda: ((topic, True) for topic in topics), data.validation_fraction),
         )
     if data.source == "text":
-        files = textfiles.inspect(textfiles.find(data.files))
+        files, field = textfiles.inspect(textfiles.find(data.files)), data.text_field
+        identity = {
+            "source": "text",
+            "files": [file.identity for file in files],
+            "validation_fraction": data.validation_fraction,
+        }
+        if field != textfiles.FIELD and all(file.kind == "text" for file in files):
+            raise ValueError(f"data.text_field={field} names a column, and text files have none; drop it")
+        if field != textfiles.FIELD:  # the fingerprints of the first releases know no other
+            identity["text_field"] = field
         return Source(
             "text",
-            {
-                "source": "text",
-                "files": [file.identity for file in files],
-                "validation_fraction": data.validation_fraction,
-            },
+            identity,
             {"names": [file.path.name for file in files]},
             lambda: hold_out(
-                lambda: itertools.chain.from_iterable(map(textfiles.read, files)), data.validation_fraction
+                lambda: itertools.chain.from_iterable(textfiles.read(file, field) for file in files),
+                data.validation_fraction,
             ),
         )
-    if data.local_dir:
-        found = wikitext.find(Path(data.local_dir).expanduser())
+    return _hub(data)
+
+
+def _hub(data: DataConfig) -> Source:
+    """A dataset of the hub, or its copy in data.local_dir, which may also hold WikiText's own files."""
+    label = (data.config or (data.name or "hub").rpartition("/")[2]).replace("/", "_")
+    folder = expanded("local_dir", data.local_dir) if data.local_dir else None
+    if folder and not folder.is_dir():
+        raise ValueError(f"data.local_dir={folder} is not a folder; give a path from {Path.cwd()}")
+    if not folder and Path(data.name).is_dir():  # `datasets` would take it
+        raise ValueError(f"data.name={data.name} is a folder in {Path.cwd()}; use data.local_dir={data.name}")
+    if folder and data.documents == "wikitext" and (found := wikitext.find(folder)):
         files = dict(zip(found, textfiles.inspect(list(found.values())), strict=True))
         return Source(
-            data.name,
+            label,
             {"source": "wikitext", "files": {split: file.identity for split, file in files.items()}},
-            {"name": data.name, "names": {split: file.path.name for split, file in files.items()}},
+            {"name": label, "names": {split: file.path.name for split, file in files.items()}},
             lambda: {
                 split: lambda file=file: wikitext.articles(textfiles.lines(file)) for split, file in files.items()
             },
         )
-    return Source(
-        data.name,
-        {"source": "wikitext", "hub": wikitext.REPOSITORY, "name": data.name, "revision": wikitext.REVISION},
-        {},
-        lambda: {
-            split: lambda rows=rows: wikitext.articles(rows()) for split, rows in wikitext.from_hub(data.name).items()
-        },
-    )
+    identity: dict[str, Any] = {"source": "wikitext" if data.documents == "wikitext" else "hub"}
+    if folder:
+        identity |= {"name": data.config, "files": hub.hash_folder(folder)}
+    else:
+        identity |= {"hub": data.name, "name": data.config, "revision": data.revision}
+    read = {"splits": [data.split, data.validation_split, data.test_split], "text_field": data.text_field}
+    if data.documents != "wikitext" or read != WIKITEXT_READ:
+        identity |= read
+    if not data.validation_split:
+        identity["validation_fraction"] = data.validation_fraction
+    about: dict[str, Any] = {}
+
+    def splits() -> dict[str, Stream]:
+        opened, about["commit"] = hub.open_splits(data, folder)
+        streams = {split: lambda rows=rows: _documents(rows(), data.documents) for split, rows in opened.items()}
+        if "validation" in streams:
+            return streams
+        return hold_out(streams.pop("train"), data.validation_fraction) | streams
+
+    return Source(label, identity, about, splits)
+
+
+def _documents(rows: Iterator[str], kind: str) -> Iterator[Fragment]:
+    return wikitext.articles(rows) if kind == "wikitext" else ((text, True) for text in rows if text)
 
 
 def hold_out(stream: Stream, fraction: float) -> dict[str, Stream]:

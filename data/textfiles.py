@@ -1,28 +1,34 @@
-"""Local files of text, JSON lines and parquet, read through `datasets`.
+"""Local files of text, JSON lines and parquet.
 
-A text file is one document; a row of a JSONL or parquet file is one document, in its column "text" (rows with an empty
-text are skipped). Text is UTF-8; line ends become "\\n". `datasets` streams the files, so none is copied to its cache.
+A text file is one document; a row of a JSONL or parquet file is one document, in its column data.text_field (rows with
+an empty text are skipped). Text is UTF-8; line ends become "\\n". Text and parquet are streamed through `datasets`, and
+nothing is copied to its cache. JSON it would read by columns, and make JSON with quotes of every text beside which a
+number stands; so a line of JSON is parsed here, and a wrong row is named.
 """
 
 import codecs
 import glob
 import hashlib
+import json
+import reprlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+from data.config import expanded
 from data.shards import file_sha256, read_blocks
 from data.tokenize import Fragment
 
-COLUMN = "text"
+FIELD = "text"  # the default of data.text_field
 _ROWS = 4096  # rows handed over at a time: a line of prose is some 70 bytes, so a few hundred kB
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file that exists and has content. kind: "text", "json" or "parquet", as `datasets` calls its readers."""
+    """A file that exists and has content. kind: "text", "json" or "parquet"."""
 
     path: Path
     kind: str
@@ -39,7 +45,7 @@ def find(patterns: list[str]) -> list[Path]:
     """Paths of `data.files`: globs expanded and sorted, the order of the patterns kept."""
     paths = []
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        path = expanded("files", pattern)
         try:
             there = path.exists()
         except OSError as error:  # a name too long
@@ -72,42 +78,76 @@ def inspect(paths: list[Path]) -> list[TextFile]:
     return files
 
 
-def read(file: TextFile) -> Iterator[Fragment]:
-    """The documents of one file. Raises ValueError naming the file where it cannot be parsed."""
+def read(file: TextFile, field: str = FIELD) -> Iterator[Fragment]:
+    """The documents of one file. Raises ValueError naming the file, and the row, where it cannot be parsed."""
     if file.kind == "text":
         first = True
         for text in lines(file, joined=True):
             yield text, first
             first = False
         return
-    for number, text in enumerate(chain.from_iterable(_columns(file)), 1):
+    texts = _json_texts(file, field) if file.kind == "json" else chain.from_iterable(_columns(file, field))
+    for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
             raise ValueError(
-                f'{file.path}: row {number} has no text in its column "{COLUMN}" (it is {text!r}); drop it'
+                f'{file.path}: row {number} has no text in its column "{field}" (it is {reprlib.repr(text)}); drop it'
             )
         if text:
             yield text, True
 
 
+def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
+    """What each row holds in `field`; None where it lacks it. Rows are lines, or the items of one list."""
+    number = 0
+    try:
+        for row in _json_rows(file):
+            number += 1
+            if isinstance(row, str):
+                row = json.loads(row)
+            if not isinstance(row, dict):
+                raise ValueError(f'not an object, as {{"{field}": "..."}}')
+            if number == 1 and field not in row:
+                raise ValueError(_no_column(field, list(row)))
+            if isinstance(text := row.get(field), str):
+                text.encode()  # half a surrogate pair is no text
+            yield text
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.path} cannot be read as json: row {number}: {error}; correct or drop it") from error
+
+
+def _json_rows(file: TextFile) -> Iterator[Any]:
+    """Lines, not yet parsed, but for blank ones; or the items of the list that the file is."""
+    with file.path.open(encoding="utf-8-sig", newline="\n") as stream:
+        if stream.read(1) == "[":
+            stream.seek(0)
+            yield from json.load(stream)
+        else:
+            stream.seek(0)
+            yield from (line for line in stream if line.strip())
+
+
+def _no_column(field: str, columns: list[str]) -> str:
+    return f'no column "{field}", only {", ".join(columns)} (choose one with data.text_field)'
+
+
 def lines(file: TextFile, *, joined: bool = False) -> Iterator[str]:
     """Lines of a text file with their line ends; `joined` gives a few thousand at a time as one string."""
-    for column in _columns(file, keep_linebreaks=True):
+    for column in _columns(file, FIELD, keep_linebreaks=True):
         if joined:
             yield "".join(column)
         else:
             yield from column
 
 
-def _columns(file: TextFile, **options: bool) -> Iterator[list]:
+def _columns(file: TextFile, field: str, **options: bool) -> Iterator[list]:
     """The column of texts, some rows at a time."""
     # imported here: it takes two seconds, and a tokenized copy is opened without it
     from datasets.exceptions import DatasetsError
-    from datasets.packaged_modules.json.json import Json
     from datasets.packaged_modules.parquet.parquet import Parquet
     from datasets.packaged_modules.text.text import Text
 
     # the readers behind load_dataset("text", ...), without its request to the hub's download counter for each file
-    reader = {"text": Text, "json": Json, "parquet": Parquet}[file.kind]
+    reader = {"text": Text, "parquet": Parquet}[file.kind]
     if file.kind == "parquet":
         options["batch_size"] = _ROWS  # else the size of the first row group, which may be nothing
     # a path may hold the signs of a glob, which `datasets` would expand
@@ -116,9 +156,9 @@ def _columns(file: TextFile, **options: bool) -> Iterator[list]:
         try:
             rows = reader(cache_dir=scratch, data_files=data_files, **options).as_streaming_dataset("train")
             for table in rows.with_format("arrow").iter(_ROWS):  # 3x faster than rows made Python objects
-                if COLUMN not in table.column_names:
-                    raise ValueError(f'no column "{COLUMN}", only {", ".join(table.column_names)} (rename one)')
-                yield table[COLUMN].to_pylist()
+                if field not in table.column_names:
+                    raise ValueError(_no_column(field, table.column_names))
+                yield table[field].to_pylist()
         except (DatasetsError, ValueError, OSError) as error:  # pyarrow's errors are ValueErrors and OSErrors
             first_line = str(error).strip().split("\n")[0].rstrip(".")
             raise ValueError(f"{file.path} cannot be read as {file.kind}: {first_line}; leave it out") from error

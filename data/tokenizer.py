@@ -36,14 +36,16 @@ class CharacterEncoding(tiktoken.Encoding):
         return super().encode_ordinary(text)
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        self._refuse_unknown(text.replace(END_OF_TEXT, ""))
+        self._refuse_unknown(text, **options)
         return super().encode(text, **options)
 
     def encode_to_numpy(self, text: str, **options: Any) -> np.ndarray:
-        self._refuse_unknown(text.replace(END_OF_TEXT, ""))
+        self._refuse_unknown(text, **options)
         return super().encode_to_numpy(text, **options)
 
-    def _refuse_unknown(self, text: str) -> None:
+    def _refuse_unknown(self, text: str, *, allowed_special: Any = (), **_: Any) -> None:
+        if allowed_special == "all" or END_OF_TEXT in allowed_special:  # else it is text like any other
+            text = text.replace(END_OF_TEXT, "")
         # tiktoken itself would panic in Rust, which no `except` of a caller expects
         unknown = set(text) - self._known
         if unknown:
@@ -69,7 +71,8 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
             special_tokens={END_OF_TEXT: 256},
         )
     if name == "characters":
-        assert alphabet, "the alphabet comes from the training split"
+        if not alphabet:  # of a checkpoint or a manifest that this program did not write
+            raise ValueError("tokenizer=characters without an alphabet, which the training split gives; use another")
         return CharacterEncoding(alphabet)
     try:
         return tiktoken.get_encoding("gpt2")

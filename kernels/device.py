@@ -32,11 +32,6 @@ class GPU:
         """FLOPs a byte above which the arithmetic, not the memory, is the limit."""
         return self.dense_flops / self.memory_bytes_per_second
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory that one block may use."""
-        return SHARED_LIMIT_BYTES[self.arch]
-
 
 # A device's name is matched in this order: the longer name stands before the shorter one that it contains.
 GPUS = (
@@ -87,8 +82,10 @@ def capability(device_index: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def num_sms(device_index: int) -> int:
-    """Number of streaming multiprocessors (132 on an H100 SXM or H200)."""
+def num_sms(device_index: int | None) -> int:
+    """Number of streaming multiprocessors (132 on an H100 SXM or H200); 0 where there is no GPU (None)."""
+    if device_index is None:
+        return 0
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 

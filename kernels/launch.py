@@ -6,8 +6,8 @@ goes through Triton and leaves `Replay`s in its `Plan`; the next ones hand their
 Written for and checked with triton 3.6: `_c_entry` reads a private name of it.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import NamedTuple
 
@@ -106,6 +106,9 @@ def start(launch: Launch) -> tuple[Launch, object]:
     """Launch through Triton, which compiles where it must. Returns what was launched and Triton's compiled kernel."""
     from triton.runtime.errors import OutOfResources
 
+    if _RECORD:
+        _RECORD[-1].append(launch)
+        return launch, None
     while True:
         try:
             return launch, launch.kernel[(launch.grid,)](*launch.arguments, **launch.constants, **launch.how)
@@ -113,6 +116,19 @@ def start(launch: Launch) -> tuple[Launch, object]:
             launch = launch.smaller(error)
             if launch is None:
                 raise
+
+
+_RECORD: list[list[Launch]] = []
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """The list gets the launches of calls on meta tensors, which have no memory: inside, nothing is launched."""
+    _RECORD.append([])
+    try:
+        yield _RECORD[-1]
+    finally:
+        _RECORD.pop()
 
 
 def _tensors_in(arguments: tuple):

@@ -125,6 +125,8 @@ def resolve_attention(
         obstacle = kernels.why_not(name, dtype, features, device=device, head_dim=head_dim)
         if obstacle is not None:
             raise ValueError(f"model.attention={name} cannot run: {obstacle}")
+        if name == "flash" and device.type == "cpu":
+            return name, "asked for by name; on the CPU in Triton's interpreter, which is right and very slow"
         return name, "asked for by name"
 
     if device.type == "cuda":

@@ -10,6 +10,8 @@ from model.recompute import MODES
 
 MLPS = ("gelu", "swiglu", "relu2")
 LOSSES = ("auto", "chunked", "plain")
+# no network is larger; beyond them sizes in bytes pass 2^63, and building the forecast's model takes minutes
+LARGEST = {"num_layers": 4096, "n_embd": 2**20, "mlp_hidden": 2**22, "window": 2**31 - 1}
 
 
 @dataclass
@@ -20,17 +22,17 @@ class GPTConfig:
         ValueError: an impossible value, naming the key, the value and the remedy.
     """
 
-    num_layers: int = 12
-    num_heads: int = 12
-    num_kv_heads: int | None = None  # heads of k and v, shared by groups of query heads; None: num_heads
-    n_embd: int = 768
+    num_layers: int = 12  # blocks of attention and MLP
+    num_heads: int = 12  # of queries; head_dim is n_embd / num_heads
+    num_kv_heads: int | None = None  # heads of k and v, shared by groups of query heads; null: num_heads
+    n_embd: int = 768  # width of the residual stream
     mlp: str = "gelu"  # gelu | swiglu | relu2
-    mlp_hidden: int | None = None  # None: 4 n_embd; with swiglu 8/3 n_embd, which has as many weights
+    mlp_hidden: int | None = None  # null: 4 n_embd; with swiglu 8/3 n_embd, which has as many weights
     qk_norm: bool = False  # RMSNorm on the heads of q and k: bounds the scores
     tie_embeddings: bool = True  # the output head is the embedding table
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
     attention_dropout: float = 0.0  # on the softmax's probabilities; one mask for all backends, not for sdpa
-    window: int | None = None  # tokens that each token sees, itself included; None: all before it
+    window: int | None = None  # tokens that each token sees, itself included; null: all before it
     rope_base: float = 10000.0  # longest wavelength of the rotary positions, in tokens / 2 pi
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
     loss: str = "auto"  # auto | chunked | plain: logits of a few thousand tokens at a time, or of all at once
@@ -71,6 +73,8 @@ class GPTConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"model.{key}={value} must be at least 1")
+            if value is not None and value > LARGEST.get(key, value):
+                raise ValueError(f"model.{key}={value} must be at most {LARGEST[key]}")
         for key, allowed in (
             ("mlp", MLPS),
             ("attention", ("auto", *ATTENTION)),

@@ -45,6 +45,9 @@ def choose_next_token(
     check_sampling(temperature, top_k, top_p)
     if temperature == 0:
         return logits.argmax(dim=-1)
+    device = logits.device
+    if device.type == "mps":  # which has no float64
+        logits = logits.cpu()
     # Sorted before the softmax, which rounds unequal logits to equal probabilities.
     logits, ids = logits.double().sort(dim=-1, descending=True, stable=True)  # (S, V), likeliest first
     # The largest logit goes to 0 before the division: a temperature of 1e-6 must not overflow.
@@ -61,7 +64,7 @@ def choose_next_token(
     rank = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)  # (S, 1)
     # u x total may round up to the total itself, which would point past the last token kept
     rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1)
-    return ids.gather(1, rank).squeeze(1)
+    return ids.gather(1, rank).squeeze(1).to(device)
 
 
 def generate(
@@ -140,6 +143,11 @@ def _stream(
         yield token
         if stop_token is not None and finished.all():
             return
+
+
+def marked(prompt: str) -> str:
+    """A prompt as it is shown before its continuation."""
+    return f"[{prompt}]" if prompt else ""
 
 
 @contextmanager

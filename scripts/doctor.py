@@ -28,7 +28,7 @@ from conf.program import program
 from conf.schema import Settings
 from data import Dataset, build_tokenizer, open_dataset, tokenizer_state
 from data.dataset import digest, locate
-from data.wikitext import within_reach
+from data.hub import within_reach
 from kernels import why_not
 from model import GPT, GPTConfig, resolve_attention, resolve_model
 from scripts.causality import probe
@@ -166,8 +166,8 @@ def text(settings: Settings) -> Finding:
         )
     fingerprint = digest(identity)
     facts, said = {"fingerprint": fingerprint, "tokenized": False}, f"{path.name} is not tokenized yet"
-    if "hub" in identity and not within_reach():
-        fix = "without a network: data.local_dir=FOLDER with WikiText's files"
+    if "hub" in identity and not within_reach(config.name, config.revision):
+        fix = "without a network: data.local_dir=FOLDER with the dataset's files"
         return Finding(f"{said}, and the Hugging Face hub does not answer; its cache may hold the text", fix, facts)
     return Finding(f"{said}; the run will do it (fingerprint {fingerprint[:12]})", facts=facts)
 
@@ -176,8 +176,8 @@ def tokens(settings: Settings, dataset: Dataset) -> Finding:
     """What is known of a text that is in the cache, its checksums compared."""
     epochs = settings.train.steps * settings.train.batch_tokens / len(dataset.train)
     said = (
-        f"{len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; the run is {epochs:.1f} "
-        f"epochs (fingerprint {dataset.fingerprint[:12]})"
+        f"{len(dataset.train):,} training tokens, {len(dataset.validation):,} validation tokens; the run is "
+        f"{epochs:.1f} epochs (fingerprint {dataset.fingerprint[:12]})"
     )
     facts = {"fingerprint": dataset.fingerprint, "tokenized": True, "epochs": epochs, "path": str(dataset.path)}
     fix = None

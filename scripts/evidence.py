@@ -44,100 +44,78 @@ PROFILE = (
     "optim.warmup_steps=1", "train.eval_windows=1", "train.sample_tokens=0", "profile=true",
 )  # fmt: skip
 
-# module -> what is kept of its folder; not every run of one draws a picture
-KEPT = {
-    "scripts.parity": ("*.json", "*.md", "*.png"),
-    "scripts.break_it": ("break_it.png", "console.txt"),
-    "scripts.bench.error_budget": ("*.md", "*.json"),
-    "tests.promises.invariance": ("*.md",),
-    "tests.promises.soak": ("soak.json",),
-    "scripts.explain": ("console.txt",),
-    "scripts.bench.attention": ("attention.csv", "attention_causal_*.png"),
-    "scripts.bench.loss": ("*.json",),
-    "scripts.bench.training": ("*.json", "*.png"),
-    "train": ("profile/profile.json",),
+# beginning of a name -> module, and what is kept of its folder; not every run of one draws a picture
+PROGRAMS = {
+    "parity/": ("scripts.parity", ("*.json", "*.md", "*.png")),
+    "break_it": ("scripts.break_it", ("break_it.png", "console.txt")),
+    "attention/error_budget": ("scripts.bench.error_budget", ("*.md", "*.json")),
+    "invariance": ("tests.promises.invariance", ("*.md",)),
+    "soak": ("tests.promises.soak", ("soak.json",)),
+    "explain": ("scripts.explain", ("console.txt",)),
+    "attention/": ("scripts.bench.attention", ("attention.json", "attention_causal_*.png")),
+    "profile/": ("train", ("profile/profile.json",)),
+    "training/loss": ("scripts.bench.loss", ("*.json",)),
+    "training/": ("scripts.bench.training", ("*.json", "*.png")),
 }
-# these measure no speed, so they may run beside each other
-UNTIMED = ("scripts.parity", "scripts.break_it", "scripts.bench.error_budget", "tests.promises.invariance")
+UNTIMED = ("parity/", "break_it", "attention/error_budget", "invariance")  # so these may run beside each other
+EXIT_CODES = {"parity/mutants": 1}  # of the others 0
 
-
-@dataclass(frozen=True)
-class Experiment:
-    """A command and how it should end."""
-
-    program: str  # module, a key of KEPT
-    overrides: tuple[str, ...] = ()
-    exit_code: int = 0
-
-
-def parity(*overrides: str, exit_code: int = 0) -> Experiment:
-    return Experiment("scripts.parity", overrides, exit_code)
-
-
-def attention(*overrides: str) -> Experiment:
-    return Experiment("scripts.bench.attention", overrides)
-
-
-def training(*overrides: str) -> Experiment:
-    return Experiment("scripts.bench.training", overrides)
-
-
-EXPERIMENTS = {  # the longest first: they run beside each other
-    "parity/books_fp32_200": parity(GPU, *BOOKS, "hardware.dtype=float32", "parity.nulls=6", "parity.seeds=3"),
-    "parity/books_bf16_1000_compiled_selective": parity(
+EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each other
+    "parity/books_fp32_200": (GPU, *BOOKS, "hardware.dtype=float32", "parity.nulls=6", "parity.seeds=3"),
+    "parity/books_bf16_1000_compiled_selective": (
         GPU, *BOOKS, *STEPS_1000, "hardware.compile=true", "model.activation_checkpointing=selective"
     ),
     # bytes: GPT-2's vocabulary would take most of the time in float32
-    "parity/books_fp32_1000": parity(GPU, *BOOKS[:2], *STEPS_1000, "hardware.dtype=float32"),
-    "parity/wikitext_bf16_1000": parity(GPU, *WIKITEXT, *STEPS_1000),
-    "parity/books_bf16_1000": parity(GPU, *BOOKS, *STEPS_1000),
-    "parity/wikitext_fp32_200": parity(GPU, *WIKITEXT, *FEW, "hardware.dtype=float32"),
-    "parity/books_bf16_200_compiled": parity(GPU, *BOOKS, *FEW, "hardware.compile=true"),
-    "parity/books_bf16_200_compiled_full": parity(
+    "parity/books_fp32_1000": (GPU, *BOOKS[:2], *STEPS_1000, "hardware.dtype=float32"),
+    "parity/wikitext_bf16_1000": (GPU, *WIKITEXT, *STEPS_1000),
+    "parity/books_bf16_1000": (GPU, *BOOKS, *STEPS_1000),
+    "parity/wikitext_fp32_200": (GPU, *WIKITEXT, *FEW, "hardware.dtype=float32"),
+    "parity/books_bf16_200_compiled": (GPU, *BOOKS, *FEW, "hardware.compile=true"),
+    "parity/books_bf16_200_compiled_full": (
         GPU, *BOOKS, *FEW, "hardware.compile=true", "model.activation_checkpointing=full"
     ),
-    "parity/books_bf16_200": parity(GPU, *BOOKS),
-    "parity/wikitext_bf16_200": parity(GPU, *WIKITEXT),
+    "parity/books_bf16_200": (GPU, *BOOKS),
+    "parity/wikitext_bf16_200": (GPU, *WIKITEXT),
     # the mask in plain PyTorch is slow
-    "parity/books_bf16_60_dropout": parity(
+    "parity/books_bf16_60_dropout": (
         GPU, *BOOKS, "model.attention_dropout=0.1", "parity.attention=[tiled,flash]", "train.steps=60",
         "train.batch_tokens=4096", "parity.nulls=5", "parity.seeds=2",
     ),
-    "parity/mutants": parity(
+    "parity/mutants": (
         GPU, *BOOKS, "train.steps=60", "parity.seeds=2", "parity.attention=[flash]",
-        f"parity.mutants=[{','.join(MUTANTS)}]", exit_code=1,
+        f"parity.mutants=[{','.join(MUTANTS)}]",
     ),
-    "parity/repeats": parity("parity.repeats=20", "parity.nulls=5", "parity.seeds=2"),
-    "break_it": Experiment("scripts.break_it"),
-    "attention/error_budget": Experiment("scripts.bench.error_budget"),
-    "invariance": Experiment("tests.promises.invariance"),
-    "soak": Experiment("tests.promises.soak"),
-    "explain": Experiment("scripts.explain"),
-    "attention/speed": attention(
+    "parity/repeats": ("parity.repeats=20", "parity.nulls=5", "parity.seeds=2"),
+    "break_it": (),
+    "attention/error_budget": (),
+    "invariance": (),
+    "soak": (),
+    "explain": (),
+    "attention/speed": (
         "bench.seq_len=[1024,4096,16384]", "bench.mask=[causal,full,window,packed]", "bench.budget_ms=60"
     ),
-    "attention/peers": attention(
+    "attention/peers": (
         "bench.seq_len=[1024,2048,4096,8192,16384,32768]", "bench.attention=[flash,sdpa_flash,sdpa_cudnn]"
     ),
-    "attention/long": attention(
+    "attention/long": (
         "bench.head_dim=[128]", "bench.mask=[causal]", "bench.budget_ms=30",
         "bench.attention=[flash,naive,sdpa_flash,sdpa_cudnn]",
     ),
-    "attention/fp8": attention(
+    "attention/fp8": (
         "bench.seq_len=[1024,4096,16384]", "bench.attention=[flash,fp8,sdpa_cudnn]", "bench.passes=[forward]",
         "bench.budget_ms=60",
     ),
-    "profile/naive": Experiment("train", (*PROFILE, "model.attention=naive")),
-    "profile/flash": Experiment("train", (*PROFILE, "model.attention=flash")),
-    "training/loss": Experiment("scripts.bench.loss"),
-    "training/compiled": training(
+    "profile/naive": (*PROFILE, "model.attention=naive"),
+    "profile/flash": (*PROFILE, "model.attention=flash"),
+    "training/loss": (),
+    "training/compiled": (
         "bench.attention=[flash,sdpa_cudnn]", "bench.seq_len=[1024,4096,16384,65536]", *TEN_STEPS
     ),
-    "training/checkpointing": training(
+    "training/checkpointing": (
         "bench.checkpointing=[none,pointwise,selective,full]", "bench.seq_len=[1024]", *TEN_STEPS
     ),
-    "training/saving": training("bench.saving=true", *TEN_STEPS),
-    "training/grid": training(
+    "training/saving": ("bench.saving=true", *TEN_STEPS),
+    "training/grid": (
         "hardware.compile=false", "bench.attention=[flash,naive]", "bench.checkpointing=[none,full,selective]",
         "bench.seq_len=[512,1024,2048,4096,8192,16384,32768,65536,131072]", "train.batch_tokens=131072",
         "bench.micro_batch_tokens=65536", "bench.steps=1", "bench.warmup_steps=1",
@@ -162,11 +140,7 @@ class EvidenceSettings:
 @program("tool", EvidenceSettings, run_dir="runs/evidence", positional="only")
 def main(settings: EvidenceSettings, run_dir: Path) -> None:
     console = Console(highlight=False)
-    chosen = {
-        name: experiment
-        for name, experiment in EXPERIMENTS.items()
-        if not settings.only or name.startswith(tuple(settings.only))
-    }
+    chosen = [name for name in EXPERIMENTS if not settings.only or name.startswith(tuple(settings.only))]
 
     if chosen and not git_commit():
         raise ValueError(
@@ -174,11 +148,11 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
         )
 
     def one(name: str) -> dict:
-        row = run(name, chosen[name], settings, run_dir)
+        row = run(name, settings, run_dir)
         console.print(f"{name}: {row['verdict']}, {row['seconds']:.0f} s", markup=False)
         return row
 
-    untimed = [name for name in chosen if chosen[name].program in UNTIMED]
+    untimed = [name for name in chosen if name.startswith(UNTIMED)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         rows = list(pool.map(one, untimed))
     rows += [one(name) for name in chosen if name not in untimed]
@@ -198,22 +172,27 @@ def write_tables(folder: Path, readme: Path) -> None:
         readme.write_text(inserted(readme.read_text(), "figures", headline(folder)))
 
 
-def run(name: str, experiment: Experiment, settings: EvidenceSettings, run_dir: Path) -> dict:
+def program_of(name: str) -> tuple[str, tuple[str, ...]]:
+    """An experiment's module, and what is kept of its folder."""
+    return next(program for beginning, program in PROGRAMS.items() if name.startswith(beginning))
+
+
+def run(name: str, settings: EvidenceSettings, run_dir: Path) -> dict:
     """Run one experiment in a process of its own and keep its files; what it printed is in console.txt."""
-    folder = run_dir / name
+    (module, patterns), folder = program_of(name), run_dir / name
     folder.mkdir(parents=True, exist_ok=True)
-    filled = [o.format(books=settings.books, wikitext=settings.wikitext or "null") for o in experiment.overrides]
+    filled = [o.format(books=settings.books, wikitext=settings.wikitext or "null") for o in EXPERIMENTS[name]]
     environment = dict(os.environ)
     environment.pop("HYDRA_FULL_ERROR", None)  # conf/program.py sets it for itself
     began = time.perf_counter()
     with (folder / "console.txt").open("w") as text:
         done = subprocess.run(
-            [sys.executable, "-m", experiment.program, *filled, f"hydra.run.dir={folder}"],
+            [sys.executable, "-m", module, *filled, f"hydra.run.dir={folder}"],
             cwd=ROOT, env=environment, stdout=text, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
     verdict = "as expected"
-    files = {pattern: list(folder.glob(pattern)) for pattern in KEPT[experiment.program]}
-    if done.returncode != experiment.exit_code:
+    files = {pattern: list(folder.glob(pattern)) for pattern in patterns}
+    if done.returncode != EXIT_CODES.get(name, 0):
         verdict = f"exit code {done.returncode}, see {folder / 'console.txt'}"
     elif missing := [pattern for pattern, found in files.items() if not found and pattern != "*.png"]:
         verdict = f"no {missing[0]}, see {folder / 'console.txt'}"

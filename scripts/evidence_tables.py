@@ -3,8 +3,6 @@
 `PAGE` lists them: the files a table is made of, and what of their rows it shows. What was not measured has no table.
 """
 
-import ast
-import csv
 import json
 import statistics
 from collections.abc import Callable
@@ -35,29 +33,8 @@ class Part:
 # --- reading
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A program's JSON; or its CSV in the same form, with numbers as numbers."""
-    if path.suffix == ".json":
-        return json.loads(path.read_text())
-    with path.open() as file:
-        rows = [{key: _value(text) for key, text in row.items()} for row in csv.DictReader(file)]
-    for row in rows:
-        row.setdefault("attention", row.get("implementation"))
-    origin = rows[0] | {"versions": ast.literal_eval(rows[0]["versions"])}
-    return {"hardware": origin["machine"], "provenance": origin, "rows": rows}
-
-
-def _value(text: str) -> float | int | str | None:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text or None
-
-
 def reports(folder: Path, files: str) -> Reports:
-    return {path.parent.name: read(path) for path in sorted(folder.glob(files))}
+    return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob(files))}
 
 
 def rows_of(found: Reports) -> list[Row]:
@@ -173,10 +150,10 @@ EIGHT_BITS = plain(
 )
 BENCH = "bench_training.json"
 PAGE = (
-    Part("Attention beside its peers", "attention/peers/attention.csv", beside_peers),
-    Part("Attention beside more peers", "attention/speed/attention.csv", beside_peers),
-    Part("Attention's memory", "attention/long/attention.csv", memory),
-    Part("Attention in 8 bits", "attention/fp8/attention.csv", EIGHT_BITS),
+    Part("Attention beside its peers", "attention/peers/attention.json", beside_peers),
+    Part("Attention beside more peers", "attention/speed/attention.json", beside_peers),
+    Part("Attention's memory", "attention/long/attention.json", memory),
+    Part("Attention in 8 bits", "attention/fp8/attention.json", EIGHT_BITS),
     Part("Attention's error", "attention/error_budget/error_budget.json", error_budget),
     Part("The training step of GPT-2 124M, compiled", f"training/compiled/{BENCH}", STEP),
     Part("The training step, eager, by length and activation checkpointing", f"training/grid/{BENCH}", STEP),
@@ -207,7 +184,7 @@ def page(folder: Path) -> str:
 def headline(folder: Path) -> str:
     """The figures of the README's first screen, each in one line with where it comes from."""
     lines = []
-    if found := reports(folder, "attention/peers/attention.csv"):
+    if found := reports(folder, "attention/peers/attention.json"):
         beside = ratios(rows_of(found))
         if {("forward", "sdpa_cudnn"), ("backward", "sdpa_cudnn")} <= beside.keys():
             forward, backward = (beside[which, "sdpa_cudnn"] for which in ("forward", "backward"))

@@ -1,8 +1,8 @@
 """The arithmetic behind flash attention: `python -m scripts.explain seq_len=4096 head_dim=128 num_heads=32 gpu=h200`.
 
-Prints memory term by term, FLOPs, HBM traffic and arithmetic intensity, which side of the GPU's roofline each falls
-on, shared memory of tiles, and the two loop orders. Where there is a GPU, the predicted time and memory stand beside
-measured ones. The last line is one JSON object.
+Prints memory term by term, FLOPs, HBM traffic of the two loop orders, arithmetic intensity, and which side of the GPU's
+roofline each falls on. What is measured beside it: `scripts.bench.attention`; what a tile takes of shared memory:
+`scripts.bench.compile_kernels`. The last line is one JSON object.
 
 `what=memory` explains instead what a training step holds, for the arguments that train.py would get, on this machine's
 GPU or else on one elsewhere: `python -m scripts.explain what=memory experiment=long_context model.attention=naive`.
@@ -15,31 +15,25 @@ arXiv:2307.08691, section 3; the roofline of Williams et al. 2009.
 """
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table as ConsoleTable
 
 from conf.program import program
 from conf.schema import Settings
-from kernels import flash_attention, naive_attention, tiled_attention
-from kernels.call import Options
 from kernels.device import GPU, GPUS
-from kernels.tiled import tile_order
-from scripts.bench.clock import measure
-from scripts.bench.report import Table, table
-from training.hardware import DTYPES, Hardware, set_up
+from scripts.bench.report import Table, refuse_below_one, table
+from training.hardware import DTYPES, Hardware
 from training.memory import GIB, Plan
 from training.run import resolve
 from training.speed import attention_flops
 
+MIB = 2**20
 STATISTIC = 4  # bytes of a row's log-sum-exp, maximum or sum: float32
-FULL = Options(causal=False, scale=1.0)
 VOCABULARY = {"bytes": 257, "characters": 100, "gpt2": 50257}  # token ids of each tokenizer
-TILES = ((64, 64), (128, 64), (128, 128), (128, 256), (256, 128))
 # gpu=rtx4090; gpu=h100 is the SXM5 board, whose own name says no more than its memory
 BOARDS = {board.name.removesuffix(" 80GB HBM3").replace(" ", "").lower(): board for board in reversed(GPUS)}
 
@@ -48,12 +42,12 @@ BOARDS = {board.name.removesuffix(" 80GB HBM3").replace(" ", "").lower(): board 
 class Shape:
     """One attention layer; causal halves the pairs that need computing, not those that standard attention stores."""
 
-    batch: int = 1
-    num_heads: int = 32
+    batch: int = 1  # sequences
+    num_heads: int = 32  # of queries, keys and values alike
     seq_len: int = 4096  # queries and keys alike
-    head_dim: int = 128
+    head_dim: int = 128  # columns of q, k and v
     element: int = 2  # bytes of a number
-    causal: bool = False
+    causal: bool = False  # half of the scores are hidden
 
     @property
     def rows(self) -> int:
@@ -86,34 +80,22 @@ class ExplainSettings(Settings, Shape):
         super().__post_init__()
         if self.what not in ("attention", "memory"):
             raise ValueError(f"what={self.what} is unknown; use attention or memory")
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise ValueError(f"vocab_size={self.vocab_size} must be at least 1, or null")
-        for key in ("seq_len", "head_dim", "num_heads", "batch", "num_layers", "element"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)} must be at least 1")
+        sizes = "seq_len", "head_dim", "num_heads", "batch", "num_layers", "element", "vocab_size"
+        refuse_below_one("", self, *sizes)
         if self.gpu not in BOARDS:
             raise ValueError(f"gpu={self.gpu} is not in the table; use one of {', '.join(BOARDS)}")
 
 
 @program("config", ExplainSettings, experiment="quickstart", run_dir=".")
 def main(settings: ExplainSettings, run_dir: Path) -> None:
-    console = Console(highlight=False, width=110)
-    if settings.what == "memory":
-        print(json.dumps(show_step(console, settings)))
-        return
-    gpu = BOARDS[settings.gpu]
-    report = {
-        "shape": {field.name: getattr(settings, field.name) for field in fields(Shape)},
-        "gpu": asdict(gpu),
-        "memory": show_memory(console, settings, settings.num_layers),
-        "flops": show_flops(console, settings),
-        "roofline": show_roofline(console, settings, gpu),
-        "tiles": show_tiles(console, settings, gpu),
-        "loop_orders": show_loop_orders(console, settings),
-    }
-    device = set_up(settings.hardware).device
-    if device.type == "cuda":
-        report["measured"] = show_measured(console, settings, gpu, device)
+    explain = explain_step if settings.what == "memory" else explain_attention
+    report, shown = explain(settings)
+    console = Console(highlight=False, width=130)
+    for part in shown:
+        if isinstance(part, Table):
+            console.print(part.console())
+            part = part.caption
+        console.print(part, markup=False, soft_wrap=True)
     print(json.dumps(report))
 
 
@@ -197,127 +179,44 @@ def roofline(shape: Shape, gpu: GPU) -> list[dict]:
     return rows
 
 
-def tile_loads(pairs: Iterable[tuple[object, object]]) -> tuple[int, int]:
-    """How often a loop over (query tile, key tile) takes up another tile of queries, and another tile of keys."""
-    counts, held = [0, 0], [None, None]
-    for pair in pairs:
-        for side in (0, 1):
-            counts[side] += pair[side] != held[side]
-            held[side] = pair[side]
-    return counts[0], counts[1]
+# --- what is shown: a report for programs, tables and lines for people
 
 
-def tile_bytes(block_q: int, block_k: int, head_dim: int, element: int = 2, stages: int = 2) -> dict[str, int]:
-    """Shared memory of a forward tile: Q, `stages` tiles of K and of V, S in fp32 where it does not stay in registers,
-    O's tile for the store, and the row statistics."""
-    return {
-        "Q": block_q * head_dim * element,
-        "K": stages * block_k * head_dim * element,
-        "V": stages * block_k * head_dim * element,
-        "S": block_q * block_k * 4,
-        "O": block_q * head_dim * element,
-        "maximum, sum": 2 * block_q * STATISTIC,
+def explain_attention(settings: ExplainSettings) -> tuple[dict, list[Table | str]]:
+    gpu = BOARDS[settings.gpu]
+    kept, counted, orders = memory(settings), flops(settings), loop_order_bytes(settings)
+    report = {
+        "shape": {field.name: getattr(settings, field.name) for field in fields(Shape)},
+        "gpu": asdict(gpu),
+        "memory": kept,
+        "flops": counted | {"recomputation": recomputation_share(settings)},
+        "roofline": roofline(settings, gpu),
+        "loop_orders": orders,
     }
-
-
-# --- attention: what is printed; each returns what it prints
-
-
-def show_memory(console: Console, shape: Shape, num_layers: int) -> dict:
-    found, lines = memory(shape), []
-    for name, terms in found.items():
-        total = sum(terms.values())
-        lines.append([name, terms_of(terms), size_of(total), size_of(num_layers * total)])
-    headings = ["", "terms", "one layer", f"{num_layers} layers"]
-    console.print(Table(2, headings, lines, "memory that one layer keeps for its backward").console())
-    console.print("standard: 4BHND + 2BHN^2 numbers; flash: 4BHND numbers and BHN float32 statistics.\n")
-    return found
-
-
-def show_flops(console: Console, shape: Shape) -> dict:
-    found, shares = flops(shape), recomputation_share(shape)
-    lines = [[name, f"{count:.4g}", f"{2 * count / found['forward']:.0f} x 2N^2D"] for name, count in found.items()]
-    console.print(Table(1, ["pass", "FLOPs", "products"], lines, "arithmetic").console())
-    for name, share in shares.items():
-        console.print(f"computing S again is {share:.1%} {name}", markup=False)
-    console.print()
-    return found | {"recomputation": shares}
-
-
-def show_roofline(console: Console, shape: Shape, gpu: GPU) -> list[dict]:
-    rows, lines = roofline(shape, gpu), []
-    for row in rows:
-        figures = size_of(row["bytes"]), f"{row['flops_per_byte']:.0f}", f"{1e3 * row['seconds']:.3f} ms"
-        lines.append([row["name"], row["limit"], *figures])
-    headings = ["", "limited by", "HBM traffic", "FLOPs a byte", "least time"]
+    in_layers = [f"{name} {settings.num_layers * sum(terms.values()) / GIB:.2f} GiB" for name, terms in kept.items()]
+    passes = [{"pass": name, "flops": count, "of": 2 * count / counted["forward"]} for name, count in counted.items()]
+    least = [row | {"mib": row["bytes"] / MIB, "ms": 1e3 * row["seconds"]} for row in report["roofline"]]
     peaks = f"{gpu.dense_flops / 1e12:.0f} TFLOP/s, {gpu.memory_bytes_per_second / 1e12:.2f} TB/s"
-    console.print(Table(2, headings, lines, f"forward on {gpu.name}: {peaks}").console())
-    console.print(f"The crossover of {gpu.name} is at {gpu.ridge:.0f} FLOPs a byte.\n", markup=False)
-    return rows
+    shares = report["flops"]["recomputation"].items()
+    return report, [
+        sizes(kept, MIB, 1, "memory that one layer keeps for its backward, MiB"),
+        "standard: 4BHND + 2BHN^2 numbers; flash: 4BHND numbers and BHN float32 statistics. "
+        f"{settings.num_layers} layers: {'; '.join(in_layers)}.\n",
+        table(passes, {"pass": "{pass}"}, {"FLOPs": "{flops:.4g}", "products": "{of:.0f} x 2N^2D"}, "arithmetic"),
+        *(f"computing S again is {share:.1%} {name}" for name, share in shares),
+        table(
+            least,
+            {"": "{name}", "limited by": "{limit}"},
+            {"HBM traffic, MiB": "{mib:,.1f}", "FLOPs a byte": "{flops_per_byte:.0f}", "least time, ms": "{ms:.3f}"},
+            f"forward on {gpu.name}: {peaks}",
+        ),
+        f"The crossover of {gpu.name} is at {gpu.ridge:.0f} FLOPs a byte.\n",
+        sizes(orders, MIB, 1, "HBM traffic of the two loop orders, forward, tiles of 128 x 128, without L2, MiB"),
+    ]
 
 
-def show_tiles(console: Console, shape: Shape, gpu: GPU) -> list[dict]:
-    rows = []
-    for block_q, block_k in TILES:
-        terms = tile_bytes(block_q, block_k, shape.head_dim, shape.element)
-        total, fits = sum(terms.values()), "no"
-        if total <= gpu.shared_bytes:
-            fits = "yes"
-        elif total - terms["S"] - terms["O"] <= gpu.shared_bytes:
-            fits = "with S and O in registers"
-        rows.append({"queries x keys": f"{block_q} x {block_k}", "fits": fits} | terms | {"in all": total})
-    title = f"shared memory of a tile, KiB, K and V twice; {gpu.name} has {gpu.shared_bytes // 1024} KiB a block"
-    console.print(sizes(rows, 2, 2**10, 0, title))
-    return rows
-
-
-def show_loop_orders(console: Console, shape: Shape) -> dict:
-    found = loop_order_bytes(shape)
-    lines = [[name, terms_of(terms), size_of(sum(terms.values()))] for name, terms in found.items()]
-    title = "HBM traffic of the two loop orders, forward, tiles of 128 x 128, nothing caught by L2"
-    console.print(Table(2, ["outer loop", "terms", "in all"], lines, title).console())
-    q, k, v = torch.randn(3, 1, 1, 512, 64).unbind()
-    outputs = {}
-    for outer in ("keys", "queries"):
-        outputs[outer] = tiled_attention(q, k, v, outer=outer)
-        loads = tile_loads(tile_order(512, 512, FULL, 128, 128, outer))
-        console.print(
-            f"512 tokens with {outer} outside: rows and their state taken up {loads[0]} times, keys {loads[1]} times"
-        )
-    same = torch.equal(outputs["keys"], outputs["queries"])
-    console.print(f"The PyTorch reference ran in both orders: {'the same bits' if same else 'DIFFERENT NUMBERS'}.\n")
-    return found | {"same_bits": same}
-
-
-def show_measured(console: Console, shape: Shape, gpu: GPU, device: torch.device) -> list[dict]:
-    """Time and extra memory of a forward, beside the roofline of the named GPU."""
-    dtype = {2: torch.bfloat16, 4: torch.float32}[shape.element]
-    size = (shape.batch, shape.seq_len, shape.num_heads, shape.head_dim)
-    q, k, v = (torch.randn(size, device=device, dtype=dtype).transpose(1, 2) for _ in range(3))
-    standard, _, flash = roofline(shape, gpu)  # flash with K and V caught by L2
-    rows = []
-    for name, attention, least in (("standard", naive_attention, standard), ("flash", flash_attention, flash)):
-        rows.append({"name": name, "roofline_ms": 1e3 * least["seconds"]})
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
-        try:
-            with torch.no_grad():
-                attention(q, k, v, causal=shape.causal)
-                rows[-1]["extra_mib"] = (torch.cuda.max_memory_allocated(device) - held) / 2**20
-                rows[-1]["ms"] = measure(lambda a=attention: a(q, k, v, causal=shape.causal), device).p50
-        except torch.OutOfMemoryError:
-            rows[-1]["error"] = "out of memory"
-    names = {"": "{name}"}
-    figures = {"ms": "{ms:.3f}", "roofline, ms": "{roofline_ms:.3f}", "MiB beyond the inputs": "{extra_mib:,.1f}"}
-    console.print(table(rows, names, figures, f"measured on {torch.cuda.get_device_name(device)}").console())
-    return rows
-
-
-# --- a training step's memory
-
-
-def show_step(console: Console, settings: ExplainSettings) -> dict:
-    """Terms by moment and activations by layer."""
+def explain_step(settings: ExplainSettings) -> tuple[dict, list[Table | str]]:
+    """A training step's memory: terms by moment, and activations by layer."""
     hardware = None
     if not torch.cuda.is_available():
         dtype, compiled = DTYPES.get(settings.hardware.dtype, torch.bfloat16), settings.hardware.compile is not False
@@ -326,24 +225,17 @@ def show_step(console: Console, settings: ExplainSettings) -> dict:
     vocab_size = settings.vocab_size or VOCABULARY[settings.tokenizer]
     run = resolve(settings, vocab_size=vocab_size, hardware=hardware)
     model, plan = run.model, run.plan
-    console.print(
+    moments = {part: plan.kinds(part) for part in plan.moments}
+    layers = activations_by_layer(plan)
+    report = {"peak_bytes": plan.peak, "fullest": plan.fullest, "moments": moments, "layers": layers}
+    return report, [
         f"{run.micro_batch} x {run.seq_len:,} tokens at a time, {run.sequences_per_step // run.micro_batch} times a "
         f"step; {vocab_size:,} token ids; attention {model.attention}, loss {model.loss}, checkpointing "
         f"{model.activation_checkpointing}, {settings.optim.name}; {run.hardware.description}",
-        markup=False,
-    )
-    moments = {part: plan.kinds(part) for part in plan.moments}
-    kinds = dict.fromkeys(kind for terms in moments.values() for kind in terms)
-    rows = [{"": kind} | {part: terms.get(kind, 0) for part, terms in moments.items()} for kind in kinds]
-    rows.append({"": "in all"} | {part: sum(terms.values()) for part, terms in moments.items()})
-    console.print(sizes(rows, 1, GIB, 3, "GiB at the fullest moment of each part of the step"))
-
-    layers = activations_by_layer(plan)
-    rows = [{"layer": number} | terms | {"in all": sum(terms.values())} for number, terms in enumerate(layers)]
-    title = "activations of each layer at the forward's fullest moment, MiB, by the module that made them"
-    console.print(sizes(rows, 1, 2**20, 1, title))
-    console.print(str(plan), markup=False, soft_wrap=True)
-    return {"peak_bytes": plan.peak, "fullest": plan.fullest, "moments": moments, "layers": layers}
+        sizes(moments, GIB, 3, "GiB at the fullest moment of each part of the step"),
+        sizes(dict(enumerate(layers)), MIB, 1, "activations of each layer when the forward is fullest, MiB, by module"),
+        str(plan),
+    ]
 
 
 def activations_by_layer(plan: Plan) -> list[dict[str, int]]:
@@ -356,29 +248,14 @@ def activations_by_layer(plan: Plan) -> list[dict[str, int]]:
     return layers
 
 
-# --- words
-
-
-def sizes(rows: list[dict], named: int, unit: int, digits: int, title: str) -> ConsoleTable:
-    """Rows of bytes, after so many names, in units of so many bytes."""
-    headings = list(dict.fromkeys(heading for row in rows for heading in row))
-    lines = [
-        [str(row[name]) for name in headings[:named]]
-        + [f"{row.get(heading, 0) / unit:,.{digits}f}" for heading in headings[named:]]
-        for row in rows
-    ]
-    return Table(named, headings, lines, title).console()
-
-
-def terms_of(terms: dict[str, float]) -> str:
-    return " + ".join(f"{name} {size_of(size)}" for name, size in terms.items())
-
-
-def size_of(bytes_: float) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if bytes_ >= factor:
-            return f"{bytes_ / factor:,.4g} {unit}"
-    return f"{bytes_:.0f} B"
+def sizes(found: dict[Any, dict[str, float]], unit: int, digits: int, title: str) -> Table:
+    """A line for each name: its terms in units of so many bytes, and their sum."""
+    headings = list(dict.fromkeys(heading for terms in found.values() for heading in terms))
+    lines = []
+    for name, terms in found.items():
+        bytes_ = *(terms.get(heading, 0) for heading in headings), sum(terms.values())
+        lines.append([str(name), *(f"{size / unit:,.{digits}f}" for size in bytes_)])
+    return Table(1, ["", *headings, "in all"], lines, title)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Nothing is written but a file that is deleted at once, where a folder must be wr
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 import tomllib
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from packaging.requirements import Requirement
 
 from kernels.device import interpreting
+from scripts.bench.report import installed_gpus
 from training.hardware import Hardware
 from training.run import TrainConfig
 
@@ -40,17 +40,6 @@ class Finding:
     def status(self) -> str:
         """ok, note (worth knowing) or FIX."""
         return "FIX" if self.wrong else "note" if self.fix else "ok"
-
-
-def installed_gpus() -> list[dict[str, str]]:
-    """Name and driver of what the driver knows, whatever PyTorch sees; [] without a driver."""
-    keys = ("name", "driver_version")
-    command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [dict(zip(keys, line.split(", "), strict=True)) for line in lines]
 
 
 def gpu() -> Finding:

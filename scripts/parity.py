@@ -5,7 +5,7 @@ are equal in exact arithmetic and round differently, and *seed* runs, the baseli
 backend passes when
   - its loss curve is no further from the baseline's than null runs are, over the first ten steps and over all of them
     (tolerance limits, scripts/parity_verdict.py),
-  - its final held-out loss is no further from the baseline's than the seeds' are,
+  - its final validation loss is no further from the baseline's than the seeds' are,
   - one call on each layer's own q, k, v and dO, before and after training, agrees with naive attention in float32 as
     nulls do, in the run's precision and in float32, and survives scores that only a running maximum survives.
 The run's folder gets parity.json, parity.png and parity.md, and a folder for each run; wandb gets one group of runs.
@@ -15,7 +15,6 @@ The exit code is the verdict: 0 when all pass, 1 otherwise. The last line is one
 Without a GPU, flash runs in Triton's interpreter, on a tiny model.
 """
 
-import copy
 import os
 import sys
 from dataclasses import dataclass, field, replace
@@ -29,10 +28,11 @@ from conf.schema import Settings
 from data import TokenBatches
 from kernels import naive_attention
 from model import ATTENTION, GPT, attend_with
-from scripts.bench.report import Columns, Report, picture, refuse_unknown, table
+from scripts.bench.report import Columns, Report, colour, refuse_below_one, refuse_unknown, table
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, judge, limits_of, noise, stress
 from scripts.variants import MUTANTS, nulls, train_once
 from training.checkpoint import open_checkpoint
+from training.curves import picture
 from training.hardware import set_up
 from training.run import resolve
 
@@ -51,8 +51,7 @@ class ParityConfig:
         refuse_unknown("parity", self, attention=ATTENTION, mutants=MUTANTS)
         if not 4 <= self.nulls <= 20:
             raise ValueError(f"parity.nulls={self.nulls} must be 4 to 20: the tolerance factors end there")
-        if self.repeats < 1:
-            raise ValueError(f"parity.repeats={self.repeats} must be at least 1")
+        refuse_below_one("parity.", self, "repeats")
         if self.seeds < 2:
             raise ValueError(f"parity.seeds={self.seeds} must be at least 2: a spread needs two")
 
@@ -66,6 +65,7 @@ class ParitySettings(Settings):
 def main(settings: ParitySettings, run_dir: Path) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later
+        print("no GPU: flash runs in Triton's interpreter, which is right and very slow")
     repeats = settings.parity.repeats
     if not (run_parity(settings, run_dir)["passes"] if repeats == 1 else repeat(settings, run_dir, repeats)):
         sys.exit(FAILED)
@@ -93,16 +93,17 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
         raise ValueError("parity.mutants know no dropout; use model.attention_dropout=0 with them")
     settings = with_one_micro_batch(settings, run_dir)
     plan = plan_runs(settings, run_dir)
-    runs = {}
+    runs, curves = {}, {}  # name -> what the report says of a run, and its losses
     for number, (name, (changed, variant)) in enumerate(plan.items(), 1):
         console.print(f"[{number}/{len(plan)}] {name}", end=" ", markup=False)
-        runs[name] = told(train_once(changed, run_dir / folder_of(name), **variant)) | {"folder": folder_of(name)}
-        console.print(f"held-out loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s")
+        runs[name] = train_once(changed, run_dir / folder_of(name), **variant)
+        curves[name] = runs[name].pop("losses")
+        console.print(f"validation loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s")
 
-    baseline = runs["naive"]["losses"]
-    allowed = noise([run["losses"] for name, run in runs.items() if name.startswith("null")], baseline)
+    baseline = curves["naive"]
+    allowed, band = noise([losses for name, losses in curves.items() if name.startswith("null")], baseline)
     spread = max(abs(run["val_loss"] - runs["naive"]["val_loss"]) for n, run in runs.items() if n.startswith("seed"))
-    places, dropout = in_float32_too(record_both(settings, run_dir)), settings.model.attention_dropout
+    places, dropout = record_both(settings, run_dir), settings.model.attention_dropout
     options = {"dropout_p": dropout, "dropout_seed": 0} if dropout else {}
     torch.set_float32_matmul_precision("highest")  # TF32 would hide what float32 can show; a run sets its own
     disguised = [naive_attention, *nulls(settings.parity.nulls, settings.data.seq_len).values()]
@@ -113,7 +114,7 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     verdicts = {}
     for name in (*settings.parity.attention, *settings.parity.mutants):
         attend = MUTANTS[name][0] if name in MUTANTS else ATTENTION[name]
-        verdict = judge(runs[name]["losses"], baseline, allowed)
+        verdict = judge(curves[name], baseline, allowed, band)
         verdict["val_loss"] = runs[name]["val_loss"]
         verdict["inside_seeds"] = abs(verdict["val_loss"] - runs["naive"]["val_loss"]) <= spread
         verdict["rows"] = {place: compare(attend, recorded, options) for place, recorded in places.items()}
@@ -133,7 +134,9 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
         "verdicts": verdicts,
         "runs": runs,
     }
-    write(found, run_dir, set_up(settings.hardware).description)
+    hardware = set_up(settings.hardware).description
+    draw(found, curves, band, run_dir / "parity.png", hardware)
+    write(found, run_dir, hardware)
     return found
 
 
@@ -172,17 +175,11 @@ def folder_of(name: str) -> str:
     return name.partition(":")[0].replace(" ", "_")
 
 
-def told(run: dict) -> dict:
-    """What the report says of a run, in place of its records."""
-    records = run.pop("records")
-    rates = sorted(r["tokens_per_second"] for r in records if r.get("tokens_per_second"))
-    memory = [r["peak_memory_gib"] for r in records if r.get("peak_memory_gib")]
-    rate = rates[len(rates) // 2] if rates else None
-    return run | {"tokens_per_second": rate, "peak_memory_gib": max(memory, default=None)}
-
-
 def record_both(settings: ParitySettings, run_dir: Path) -> dict[str, Recorded]:
-    """Each layer's q, k, v and dO on the first batch: with the initial weights, and with the baseline's last."""
+    """Each layer's q, k, v and dO on the first batch: with the initial weights, and with the baseline's last.
+
+    Each place twice where it is in 16 bits: what these round away, a scale 1 % too large, float32 shows.
+    """
     # each layer is called once
     model = replace(settings.model, attention="naive", activation_checkpointing="none")
     run = resolve(replace(settings, model=model), run_dir / "naive")
@@ -208,18 +205,10 @@ def record_both(settings: ParitySettings, run_dir: Path) -> dict[str, Recorded]:
             loss = model(inputs, targets) / targets.numel()
         loss.backward()
         places[place] = list(kept)
+        if hardware.dtype != torch.float32:
+            places[f"{place}, called in float32"] = [tuple(x.float() for x in layer) for layer in kept]
         kept.clear()
     return places
-
-
-def in_float32_too(places: dict[str, Recorded]) -> dict[str, Recorded]:
-    """Each place twice where it is in 16 bits: what these round away, a scale 1 % too large, float32 shows."""
-    found = {}
-    for place, recorded in places.items():
-        found[place] = recorded
-        if recorded[0][0].dtype != torch.float32:
-            found[f"{place}, called in float32"] = [tuple(x.float() for x in layer) for layer in recorded]
-    return found
 
 
 VERDICT: Columns = {
@@ -227,7 +216,7 @@ VERDICT: Columns = {
     f"distance, {EARLY} steps": "{distances[early]:.2e}",
     "all steps": "{distances[whole]:.2e}",
     "leaves the band": "{leaves}",
-    "held-out loss": "{val_loss:.5f}{outside}",
+    "validation loss": "{val_loss:.5f}{outside}",
 }
 
 
@@ -251,39 +240,33 @@ def write(found: dict, run_dir: Path, hardware: str) -> None:
         f"Up to {early['limit']:.2e} and {whole['limit']:.2e} is noise: limits that cover {allowed['content']:.0%} of "
         f"such runs with {allowed['confidence']:.0%} confidence (mean + {allowed['k']} sd of the logarithms). No "
         "smaller difference could have been seen.",
-        f"{seeds['runs']} other orders of the batches end within {seeds['spread']:.5f} nats of its held-out loss.",
+        f"{seeds['runs']} other orders of the batches end within {seeds['spread']:.5f} nats of its validation loss.",
         *(f"{row['attention']} parts from naive {row['fault']}." for row in rows if row["fault"]),
     ]
     shown = table(rows, {"attention": "{attention}"}, VERDICT, "distance from naive, nats", "\n\n".join(said))
-    brief = copy.deepcopy(found)  # each run's losses are in its metrics.jsonl
-    del brief["noise"]["band"]
-    for run in brief["runs"].values():
-        del run["losses"]
-    draw(found, run_dir / "parity.png", hardware)
-    Report("parity", run_dir, hardware, more=brief).finish(shown, last={"passes": found["passes"]})
+    Report("parity", run_dir, hardware, more=found).finish(shown, last={"passes": found["passes"]})
 
 
-def draw(report: dict, path: Path, hardware: str) -> None:
+def draw(report: dict, curves: dict[str, list[float]], band: list[float], path: Path, hardware: str) -> None:
     """Loss curves over each other; below, their distance to the baseline in the band of noise."""
-    runs, baseline = report["runs"], report["runs"]["naive"]["losses"]
+    baseline = curves["naive"]
+    apart = {name: [max(abs(a - b), 1e-8) for a, b in zip(c, baseline, strict=True)] for name, c in curves.items()}
     steps = range(1, len(baseline) + 1)
     title = f"loss parity: {'pass' if report['passes'] else 'FAIL'} ({hardware})"
     with picture(path, 2, 1, size=(8, 6.5), title=title, sharex=True) as (upper, lower):
-        for name in runs:
+        for name, losses in curves.items():
             if name.startswith("seed"):
-                upper.plot(steps, runs[name]["losses"], color="0.8", linewidth=1)
+                upper.plot(steps, losses, color="0.8", linewidth=1)
             if name.startswith("null"):
-                distances = [max(abs(a - b), 1e-8) for a, b in zip(runs[name]["losses"], baseline, strict=True)]
-                lower.plot(steps, distances, color="0.75", linewidth=0.7)
+                lower.plot(steps, apart[name], color="0.75", linewidth=0.7)
         upper.plot([], [], color="0.8", label="naive, other order of the batches")
         lower.plot([], [], color="0.75", label="naive, other rounding (nulls)")
-        upper.plot(steps, baseline, color="black", linewidth=2.5, label="naive")
-        lower.fill_between(steps, 1e-8, report["noise"]["band"], color="0.93", label="band of noise")
+        upper.plot(steps, baseline, color=colour("naive", 0), linewidth=2.5, label="naive")
+        lower.fill_between(steps, 1e-8, band, color="0.93", label="band of noise")
         for number, name in enumerate(report["verdicts"]):
-            style = {"color": f"C{number}", "linewidth": 1.2, "label": name}
-            upper.plot(steps, runs[name]["losses"], linestyle=(2 * number, (4, 4)), **style)
-            distances = [max(abs(a - b), 1e-8) for a, b in zip(runs[name]["losses"], baseline, strict=True)]
-            lower.plot(steps, distances, **style)
+            style = {"color": colour(name, number), "linewidth": 1.2, "label": name}
+            upper.plot(steps, curves[name], linestyle=(2 * number, (4, 4)), **style)
+            lower.plot(steps, apart[name], **style)
         lower.set(yscale="log", xlabel="step", ylabel="|loss - naive's|, nats")
         lower.set_ylim(1e-8, 10)  # the band may be wider than any loss
         upper.set_ylabel("training loss, nats a token")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import naive_attention
+from scripts.selftest import OUTPUTS, gradients
 
 EARLY = 10  # steps
 SPANS = {"early": EARLY, "whole": None}  # name -> how many steps
@@ -26,9 +27,8 @@ TOLERANCE = {
 }  # fmt: skip
 QUANTITIES = ("O", "dV", "dQ", "dK")  # in the order in which an error spreads
 STRESS_SCORE = 120.0  # beyond 88.7 exp overflows float32: only a running maximum survives
-ROOM = (
-    10.0  # how many times the nulls' error a correct kernel may have in one call: other roundings, not other formulas
-)
+# how many times the nulls' error a correct kernel may have in one call: other roundings, not other formulas
+ROOM = 10.0
 
 
 def resolution(loss: float) -> float:
@@ -45,7 +45,7 @@ def log_distances(losses: list[float], baseline: list[float]) -> list[float]:
     ]
 
 
-def noise(nulls: list[list[float]], baseline: list[float]) -> dict:
+def noise(nulls: list[list[float]], baseline: list[float]) -> tuple[dict, list[float]]:
     """What the null runs allow: the limits on T, early and over all steps, and the band of distances step by step.
 
     The band is for the largest distance so far: two curves cross now and then, and their distance at one step says
@@ -55,15 +55,15 @@ def noise(nulls: list[list[float]], baseline: list[float]) -> dict:
     curves = [log_distances(losses, baseline) for losses in nulls]
     columns = zip(*(accumulate(curve, max) for curve in curves), strict=True)
     band = [10 ** (statistics.fmean(column) + k * statistics.stdev(column)) for column in columns]
-    allowed = {"runs": len(nulls), "k": k, "content": 0.99, "confidence": 0.95, "band": band}
+    allowed = {"runs": len(nulls), "k": k, "content": 0.99, "confidence": 0.95}
     for span, steps in SPANS.items():
         means = [statistics.fmean(curve[:steps]) for curve in curves]
         center, spread = statistics.fmean(means), statistics.stdev(means)
         allowed[span] = {"typical": 10**center, "limit": 10 ** (center + k * spread)}
-    return allowed
+    return allowed, band
 
 
-def judge(losses: list[float], baseline: list[float], allowed: dict) -> dict:
+def judge(losses: list[float], baseline: list[float], allowed: dict, band: list[float]) -> dict:
     """Whether a curve is as near to the baseline as noise is, and the first step at which it leaves the band.
 
     Distances are geometric means over steps, in nats.
@@ -73,7 +73,7 @@ def judge(losses: list[float], baseline: list[float], allowed: dict) -> dict:
     for span, steps in SPANS.items():
         part = curve[:steps]
         distances[span] = 10 ** statistics.fmean(part) if all(map(math.isfinite, part)) else math.inf
-    outside = [step for step, (d, edge) in enumerate(zip(curve, allowed["band"], strict=True), 1) if 10**d > edge]
+    outside = [step for step, (d, edge) in enumerate(zip(curve, band, strict=True), 1) if 10**d > edge]
     passes = all(distances[span] <= allowed[span]["limit"] for span in SPANS)
     return {"distances": distances, "passes": passes, "first_outside": min(outside, default=None)}
 
@@ -85,9 +85,9 @@ def compare(attend: Callable[..., Tensor], recorded: Recorded, options: dict) ->
     """`attend` on each layer's q, k, v and dO beside naive attention in float32: a row for each quantity."""
     rows = []
     for layer, (q, k, v, do) in enumerate(recorded):
-        ours = _outputs(attend, q, k, v, do, options)
-        exact = _outputs(naive_attention, *(x.float() for x in (q, k, v, do)), options)
-        for name, a, b in zip(QUANTITIES, ours, exact, strict=True):
+        ours = gradients(attend, (q, k, v, do), causal=True, **options)
+        exact = gradients(naive_attention, [x.float() for x in (q, k, v, do)], causal=True, **options)
+        for name, a, b in zip(OUTPUTS, ours, exact, strict=True):
             a, b = a.double().flatten(), b.double().flatten()
             size = float(b.norm())
             rows.append(
@@ -137,10 +137,3 @@ def limits_of(null_rows: list[list[dict]], null_stress: list[float]) -> dict[str
         for name in QUANTITIES
     }
     return limits | {"stress": ROOM * max(null_stress)}
-
-
-def _outputs(attend, q, k, v, do, options) -> list[Tensor]:
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    o = attend(q, k, v, causal=True, **options)
-    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do.to(o.dtype))
-    return [o.detach(), dv, dq, dk]

@@ -1,7 +1,8 @@
-"""Generate text from a checkpoint: `python -m scripts.sample checkpoint=PATH prompt="..."`.
+"""Generate text from a checkpoint: `python -m scripts.sample checkpoint=PATH prompt="To be, or not to be"`.
 
-Without `checkpoint` the newest run is taken. One sample is streamed as it is drawn; several are drawn as one batch and
-printed one after the other.
+Without `checkpoint` the newest run is taken. `prompts=FILE` continues each line of a file. One sample is streamed as it
+is drawn; several are drawn as one batch and printed one after the other. The prompt stands in [brackets]. The last line
+is one JSON object.
 """
 
 import codecs
@@ -10,18 +11,24 @@ import sys
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import get_type_hints
 
+import tiktoken
 import torch
 
 from conf.program import program
 from data import tokenizer_from_state
 from model import GPT, GPTConfig, generate, resolve_model
-from model.sampling import check_sampling
+from model.sampling import check_sampling, marked
 from training.checkpoint import META, newest_checkpoint, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 
 # of a checkpoint's description
-NEEDED = {"settings": {"model": {}, "data": {"seq_len": int}}, "tokenizer": {"name": str}, "vocab_size": int}
+NEEDED = {
+    "settings": {"model": {}, "data": {"seq_len": int}},
+    "tokenizer": {"name": str, "alphabet": str},
+    "vocab_size": int,
+}
 
 
 @dataclass
@@ -32,13 +39,14 @@ class SampleModelConfig:
 @dataclass
 class SampleSettings:
     checkpoint: str | None = None  # a checkpoint or a run's folder; null: the newest under runs/
-    prompt: str = ""  # text to continue; empty: the end-of-text token, where a document begins
-    num_samples: int = 1
-    max_new_tokens: int = 256
-    temperature: float = 0.8  # 0: always the likeliest token
+    prompt: str = ""  # text to continue, as typed; empty: the end-of-text token, where a document begins
+    prompts: str | None = None  # a UTF-8 file whose lines are continued, each by itself; blank lines are left out
+    num_samples: int = 1  # continuations of each prompt
+    max_new_tokens: int = 256  # length of a continuation; the end-of-text token ends it earlier
+    temperature: float = 0.8  # divides the logits; 0: always the likeliest token
     top_k: int | None = 200  # only the k likeliest tokens; null: all
     top_p: float | None = None  # only the likeliest tokens that make up this probability; null: all
-    seed: int = 0
+    seed: int = 0  # of the draws, the same for each prompt
     model: SampleModelConfig = field(default_factory=SampleModelConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
@@ -50,6 +58,20 @@ class SampleSettings:
         check_sampling(self.temperature, self.top_k, self.top_p)
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
+        if self.prompt and self.prompts:
+            raise ValueError(f"prompts={self.prompts} is one thing and prompt={self.prompt} another; give one of them")
+
+    def texts(self) -> list[str]:
+        """The prompts, at least one."""
+        if self.prompts is None:
+            return [self.prompt]
+        try:
+            lines = Path(self.prompts).read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"prompts={self.prompts} is not UTF-8 ({error.reason} at byte {error.start})") from error
+        if prompts := [line for line in lines if line.strip()]:
+            return prompts
+        raise ValueError(f"prompts={self.prompts} has no line with text; write one prompt a line")
 
 
 @program("tool", SampleSettings)
@@ -65,42 +87,26 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
             f"checkpoint {checkpoint.path} has model.{min(unknown)}, which this version does not know; "
             f"use the commit that wrote it ({(checkpoint.meta.get('provenance') or {}).get('commit')})"
         )
+    kinds = get_type_hints(GPTConfig)
+    expected = {"settings": {"model": {key: kinds[key] for key in trained["model"]}}}
+    checkpoint.refuse_without(expected, checkpoint.meta, META)
+    if tokenizer.n_vocab != checkpoint.meta["vocab_size"]:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} has vocab_size={checkpoint.meta['vocab_size']}, its tokenizer "
+            f"{tokenizer.n_vocab}; use another checkpoint"
+        )
     config = GPTConfig(**trained["model"] | {"attention": settings.model.attention})
     config, *_ = resolve_model(config, hardware.device, hardware.dtype)
     model = GPT(config, checkpoint.meta["vocab_size"], trained["data"]["seq_len"], device=hardware.device)
     checkpoint.load_weights(model)
 
-    prompt = tokenizer.encode_ordinary(settings.prompt) or [tokenizer.eot_token]
+    encoded = [(text, tokenizer.encode_ordinary(text) or [tokenizer.eot_token]) for text in settings.texts()]
     print(f"{checkpoint.path} after {checkpoint.step} steps, seed {settings.seed}\n", file=sys.stderr)
-    samples: list[list[int]] = [[] for _ in range(settings.num_samples)]
-    stream = Stream(settings.prompt) if settings.num_samples == 1 else None
-    started = time.perf_counter()
-    with hardware.autocast():
-        for tokens in generate(
-            model,
-            torch.tensor(prompt, device=hardware.device),
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            seed=settings.seed,
-            num_samples=settings.num_samples,
-            stop_token=tokenizer.eot_token,
-        ):
-            for text, token in zip(samples, tokens.tolist(), strict=True):
-                if tokenizer.eot_token not in text[-1:]:
-                    text.append(token)
-            if stream and samples[0][-1] != tokenizer.eot_token:
-                stream.write(tokenizer.decode_bytes(samples[0][-1:]))
+    drawn, started = 0, time.perf_counter()
+    for text, prompt in encoded:
+        with hardware.autocast():
+            drawn += continue_prompt(model, text, prompt, tokenizer, settings)
     seconds = time.perf_counter() - started
-
-    texts = [tokenizer.decode_bytes([t for t in s if t != tokenizer.eot_token]) for s in samples]
-    if stream:
-        stream.close()
-    else:
-        for number, text in enumerate(texts, 1):
-            print(f"--- {number}\n{settings.prompt}{text.decode('utf-8', errors='replace')}\n")
-    drawn = sum(map(len, samples))
     result = {
         "checkpoint": str(checkpoint.path),
         "step": checkpoint.step,
@@ -110,12 +116,43 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
     print(json.dumps(result))
 
 
+def continue_prompt(
+    model: GPT, text: str, prompt: list[int], tokenizer: tiktoken.Encoding, settings: SampleSettings
+) -> int:
+    """Print `text`, whose tokens are `prompt`, and what follows it; return how many tokens were drawn."""
+    samples: list[list[int]] = [[] for _ in range(settings.num_samples)]
+    stream = Stream(text) if settings.num_samples == 1 else None
+    for tokens in generate(
+        model,
+        torch.tensor(prompt, device=model.embedding.weight.device),
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        seed=settings.seed,
+        num_samples=settings.num_samples,
+        stop_token=tokenizer.eot_token,
+    ):
+        for sample, token in zip(samples, tokens.tolist(), strict=True):
+            if tokenizer.eot_token not in sample[-1:]:
+                sample.append(token)
+        if stream and samples[0][-1] != tokenizer.eot_token:
+            stream.write(tokenizer.decode_bytes(samples[0][-1:]))
+    if stream:
+        stream.close()
+    else:
+        for number, sample in enumerate(samples, 1):
+            continuation = tokenizer.decode_bytes([token for token in sample if token != tokenizer.eot_token])
+            print(f"--- {number}\n{marked(text)}{continuation.decode('utf-8', errors='replace')}\n")
+    return sum(map(len, samples))
+
+
 class Stream:
     """Print bytes as text as they come; a character whose bytes are not all there yet waits for the rest."""
 
     def __init__(self, prompt: str) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        print(prompt, end="", flush=True)
+        print(marked(prompt), end="", flush=True)
 
     def write(self, data: bytes) -> None:
         print(self._decoder.decode(data), end="", flush=True)

@@ -4,6 +4,8 @@ The long look is in tests/; this one is for the moment before a run, and finds a
 old, a GPU that computes wrongly.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from kernels import flash_attention, naive_attention
 from kernels.device import interpreting
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-QUANTITIES = ("O", "dQ", "dK", "dV")
+OUTPUTS = ("O", "dQ", "dK", "dV")
 # the largest error may be so many times that of the plain formula in the same dtype (flash-attention's criterion is 2;
 # a call as small as ours has few numbers to take the largest of)
 BUDGET = 4.0
@@ -33,23 +35,25 @@ def self_test(device: torch.device, head_dim: int = 64) -> dict[str, float]:
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         inputs = [x.to(device, dtype) for x in random]
-        exact = _call(naive_attention, [x.double() for x in inputs])
-        flash, plain = (_errors(_call(function, inputs), exact) for function in (flash_attention, naive_attention))
+        exact = gradients(naive_attention, [x.double() for x in inputs], causal=True)
+        flash, plain = (gradients(attention, inputs, causal=True) for attention in (flash_attention, naive_attention))
         floor = 4 * torch.finfo(dtype).eps  # where the plain formula happens to be exact
-        ratios = [ours / max(theirs, floor) for ours, theirs in zip(flash, plain, strict=True)]
-        for quantity, ratio in zip(QUANTITIES, ratios, strict=True):
+        ratios = [_error(a, e) / max(_error(b, e), floor) for a, b, e in zip(flash, plain, exact, strict=True)]
+        for quantity, ratio in zip(OUTPUTS, ratios, strict=True):
             if not ratio <= BUDGET:  # a NaN too
                 raise ValueError(f"{quantity} in {name} is {ratio:.3g} times as wrong as the plain formula")
         worst[name] = max(ratios)
     return worst
 
 
-def _call(attention, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """O, dQ, dK, dV of a causal call."""
-    q, k, v, do = (x.detach().requires_grad_() for x in inputs)
-    o = attention(q, k, v, causal=True)
-    return o, *torch.autograd.grad(o, (q, k, v), do.detach())
+def gradients(attention: Callable[..., Tensor], inputs: Sequence[Tensor], **options) -> tuple[Tensor, ...]:
+    """O, dQ, dK and dV of a call. inputs: q, k, v and dO."""
+    *qkv, do = (x.detach().clone() for x in inputs)
+    for x in qkv:
+        x.requires_grad_()
+    o = attention(*qkv, **options)
+    return o.detach(), *torch.autograd.grad(o, qkv, do.to(o.dtype))
 
 
-def _errors(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> list[float]:
-    return [(a.double() - b).abs().max().item() for a, b in zip(found, exact, strict=True)]
+def _error(found: Tensor, exact: Tensor) -> float:
+    return (found.double() - exact).abs().max().item()

@@ -1,6 +1,7 @@
 """Where the tests run: without a CUDA device, Triton kernels run in Triton's interpreter."""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -25,10 +26,18 @@ def pytest_collection_modifyitems(items):
     """Tests marked `gpu` skip themselves, with the reason, where there is no CUDA device."""
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU (torch.cuda.is_available() is False)")
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Why tests were skipped: a line for each reason."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.fixture

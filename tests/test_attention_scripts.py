@@ -1,6 +1,5 @@
 """The attention programs on a CPU: figures mean nothing here, but rows, files and refusals do."""
 
-import csv
 import json
 from dataclasses import replace
 
@@ -23,7 +22,6 @@ def test_a_cell_has_a_row_for_each_pass():
     assert all(row["ms"] > 0 and row["tflops"] > 0 for row in rows)
     assert CELL.flops("forward") == 4 * 2 * 32 * 32 * 16 / 2
     assert CELL.flops("backward") == 2.5 * CELL.flops("forward")
-    assert CELL.touched_bytes("forward") == 4 * 32 * 16 * (2 * 2 + 2 * 1)
 
 
 def test_what_a_kernel_refuses_is_a_row_not_an_end():
@@ -45,10 +43,6 @@ def test_out_of_memory_is_a_row_and_is_marked_in_the_charts(monkeypatch, tmp_pat
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row.get("error") for row in found["rows"]] == [None, None, "out of memory", "out of memory"]
     assert found["provenance"].keys() >= {"commit", "command", "versions", "driver"}
-    with (tmp_path / "attention.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert [line["error"] for line in lines] == ["", "", "out of memory", "out of memory"]
-    assert {line["commit"] for line in lines} == {found["provenance"]["commit"] or ""}
     assert json.loads((tmp_path / "attention.json").read_text())["rows"] == found["rows"]
     assert (tmp_path / "attention_causal_16_bfloat16.png").stat().st_size > 10_000
 

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST = "first/checkpoints/last"
+DEEP = b"[" * 100_000 + b"]" * 100_000
 # a line without one of these says what is wrong and not what to do
 REMEDY = re.compile(
     r"\b(use|must|expected|choose|did you mean|drop|give|write|leave|raise|delete|check|correct|convert|add|name|"
@@ -133,7 +134,7 @@ def crafted(name: str, content: Callable[[bytes], bytes]) -> Setup:
         in_checkpoint(name, content)(place)
         path = place.path / LAST / checkpoints.MANIFEST
         manifest = json.loads(path.read_text())
-        path.write_text(json.dumps(manifest | {name: checkpoints._fingerprint(path.with_name(name))}))
+        path.write_text(json.dumps(manifest | {name: checkpoints.fingerprint(path.with_name(name))}))
 
     return write
 
@@ -192,10 +193,10 @@ def full_disk(place: Place) -> None:
     place.monkeypatch.setattr(os, "fsync", fsync)
 
 
-def experiment(content: bytes) -> Setup:
+def experiment(content: bytes, group: str = "experiment") -> Setup:
     def write(place: Place) -> None:
-        (place.path / "experiment").mkdir()
-        (place.path / "experiment" / "mine.yaml").write_bytes(content)
+        (place.path / group).mkdir()
+        (place.path / group / "mine.yaml").write_bytes(content)
 
     return write
 
@@ -213,6 +214,7 @@ X, PARQUET, JSONL = (["data.files={p}/x." + kind] for kind in ("txt", "parquet",
 MINE = ["--config-dir={p}", "experiment=mine"]
 RESUME = ["resume={p}/" + LAST, "train.steps=9"]
 SAMPLE = ["checkpoint={p}/" + LAST, "hardware.device=cpu", "max_new_tokens=2"]
+HUB = ["data=hub", "~data.files", "data.seq_len=32"]
 WIKITEXT = ["data=wikitext2", "~data.files", "data.seq_len=32"]
 ROWS = ["hello world " * 10] * 200
 
@@ -226,7 +228,7 @@ COMMAND_LINES = [
     Case("key of Hydra", ["hydra.run.dirr=x"], ["hydra.run.dirr is not a known key"]),
     Case("no equals sign", ["train.steps 5"], ["'train.steps 5'", "key=value"]),
     Case("open bracket", ["data.files=["], ["'data.files=['", "quote lists"]),
-    Case("unquoted accent", ["train.sample_prompt=É"], ["'train.sample_prompt=É'", "accents"]),
+    Case("unquoted accent", ["train.steps=É"], ["'train.steps=É'", "accents"]),
     Case("nothing before =", ["=3"], ["a group takes the name of a file"]),
     Case("no choice", ["experiment=null"], ["a group takes the name of a file"]),
     Case("package", ["model@other=tiny"], ["model@other", "write model=NAME"]),
@@ -244,6 +246,23 @@ COMMAND_LINES = [
 
 CONFIGURATIONS = [
     Case("word for a number", ["model.num_layers=three"], ["model.num_layers=three", "a whole number"]),
+    *(Case(f"no value for {key}", [f"{key}=???"], [f"{key}=??? stands for a value that is missing", "give one"])
+      for key in ("model.n_embd", "tokenizer", "optim.lr", "logger.tags", "train.max_hours", "resume")),
+    Case("no value in a file", MINE, ["train.eval_every=???", "give one"], experiment(
+        b"# @package _global_\ntrain:\n  eval_every: ???\n")),
+    Case("no value in a group's file", ["--config-dir={p}", "model=mine"], ["model.qk_norm=???", "give one"],
+         experiment(b"qk_norm: ???", "model")),
+    Case("a value for a file's ???", [*MINE, "train.steps=0"], ["train.steps=0 must be at least 1"], experiment(
+        b"# @package _global_\ntrain:\n  steps: ???\n  seed: ${train.eval_every}\n")),
+    Case("no value for a tool", ["seed=???", "checkpoint=x"], ["seed=???", "give one"], program="scripts.sample"),
+    *(Case(f"{key} far too large", [f"{key}={10**25}"], [f"{key}={10**25} must be at most {most}"]) for key, most in (
+        ("model.num_layers", 4096), ("model.n_embd", 2**20), ("model.mlp_hidden", 2**22), ("model.window", 2**31 - 1),
+        ("train.batch_tokens", 2**32), ("train.sample_tokens", 2**20))),
+    *(Case(f"{key} far too large", [f"optim.{key}=1e300"], [f"optim.{key}=1e+300", "at most 1e+06"]) for key in (
+        "lr", "muon_lr_ratio")),
+    Case("a step that fits nowhere", ["train.batch_tokens=4294967296"],
+         ["40256.00 GiB and", "are free on cpu"]),
+    Case("resume from nowhere", ["resume=''"], ["resume= names no checkpoint", "auto"]),
     Case("fraction for a count", ["train.steps=1e3"], ["train.steps=1000.0", "a whole number"]),
     Case("null", ["model.num_layers=null"], ["model.num_layers=null", "a whole number"]),
     Case("no truth", ["model.tie_embeddings=perhaps"], ["model.tie_embeddings=perhaps", "true or false"]),
@@ -257,7 +276,7 @@ CONFIGURATIONS = [
     Case("no such policy", ["train.on_nonfinite=ignore"], ["train.on_nonfinite=ignore", "stop, skip, rollback"]),
     Case("nothing to roll back to", ["train.on_nonfinite=rollback", "train.eval_every=0", "train.save_every=0"],
          ["train.on_nonfinite=rollback", "train.save_every=0", "raise it"]),
-    Case("warm-up too long", ["optim.warmup_steps=100000"], ["optim.warmup_steps=100000", "train.steps=4"]),
+    Case("Muon's rate too high", ["optim.lr=1e308"], ["optim.lr=1e+308 times optim.muon_lr_ratio=", "must be finite"]),
     Case("heads do not divide", ["model.n_embd=129"], ["model.n_embd=129", "num_heads=2", "130"]),
     Case("KV heads do not divide", ["model.num_kv_heads=3"], ["model.num_kv_heads=3", "1, 2"]),
     Case("odd head_dim", ["model.n_embd=6"], ["odd head_dim 3", "n_embd=8"]),
@@ -309,16 +328,33 @@ DATA = [
     Case("JSONL: cut", JSONL, ["{p}/x.jsonl cannot be read as json"], text(b'{"text": "a"}\n{"text":', "x.jsonl")),
     Case("JSONL: no text", JSONL, ['no column "text", only body'], text(b'{"body": "a"}\n', "x.jsonl")),
     Case("JSONL: null", JSONL, ["row 2 has no text"], text(b'{"text": "a"}\n{"text": null}\n', "x.jsonl")),
+    Case("JSONL: a number", [*JSONL, "data.text_field=body"], ['row 2 has no text in its column "body" (it is 3)'],
+         text(b'{"body": "a"}\n{"body": 3}\n', "x.jsonl")),
+    Case("end-of-text first held out", [*X, "tokenizer=characters"], ["'<' (U+003C)", "tokenizer=bytes"],
+         text(b"abcd\n" * 200 + b"<|endoftext|>")),
+    Case("no cache", ["data.cache_dir="], ["data.cache_dir='' is empty", "~/.cache/flashgpt/data"]),
+    Case("cache of nobody", ["data.cache_dir='~nosuchuser/x'"], ["data.cache_dir=~nosuchuser/x names no home"]),
+    Case("text of nobody", ["data.files='~nosuchuser/x'"], ["data.files=~nosuchuser/x names no home"]),
+    Case("huge window", ["data.seq_len=1000000000000", "train.batch_tokens=1000000000000"],
+         ["data.seq_len=1000000000000", "or less"]),
+    Case("endless window", [f"data.seq_len={'9' * 40}", f"train.batch_tokens={'9' * 40}"],
+         ["data.seq_len=9999", "or less"]),
+    Case("too many threads", ["data.num_workers=1000000000"], ["data.num_workers=1000000000 must be at most"]),
     Case("compressed", ["data.files={p}/x.txt.gz"], ["x.txt.gz is not UTF-8"], text(b"\x1f\x8b\x08" * 99, "x.txt.gz")),
     Case("character first held out", [*X, "tokenizer=characters"], ["'é'", "tokenizer=bytes"],
          text(b"abcd\n" * 200 + "é".encode())),
     Case("nothing to learn from", [*X, "tokenizer=characters", "data.validation_fraction=0.999"],
          ["training split is empty"], text(b"abc" * 99)),
-    Case("unknown WikiText", [*WIKITEXT, "data.name=wikitext-3"], ["data.name=wikitext-3", "wikitext-2-raw-v1"]),
+    Case("hub without a name", HUB, ["data.source=hub needs data.name=OWNER/NAME"]),
+    Case("hub: unknown part", [*HUB, "data.local_dir={p}/set", "data.config=fr"],
+         ["data.local_dir={p}/set cannot be read", "'fr' not found", "['en']", "data.config"], lambda place: (
+             (place.path / "set").mkdir(), (place.path / "set" / "en.txt").write_text("a\n"),
+             (place.path / "set" / "README.md").write_text(
+                 "---\nconfigs:\n- config_name: en\n  data_files: en.txt\n---\n"))),
     Case("WikiText from no folder", [*WIKITEXT, "data.local_dir=x"], ["data.local_dir=x is not a folder"]),
     Case("WikiText without a split", [*WIKITEXT, "data.local_dir={p}"], ["no validation split"],
          text(b"x", "train.txt")),
-    Case("key of another source", ["data.local_dir=x"], ["data.local_dir=x is for data.source=wikitext", "drop it"]),
+    Case("key of another source", ["data.local_dir=x"], ["data.local_dir=x is for data.source=hub", "drop it"]),
     Case("cached tokens altered", [], ["train-00000.bin was altered", "delete {p}/cache/"], in_cache(
         lambda folder: (folder / "train-00000.bin").write_bytes(b"\0" * (folder / "train-00000.bin").stat().st_size))),
     Case("cached tokens cut", [], ["train-00000.bin has 9 bytes", "delete {p}/cache/"], in_cache(
@@ -340,12 +376,11 @@ DATA = [
 CHECKPOINTS = [
     Case("resume from nothing", ["resume=nowhere"], ["checkpoint nowhere does not exist", "checkpoints/last"]),
     Case("resume from a number", ["resume=3"], ["checkpoint 3 does not exist"]),
-    Case("resume from a list", ["resume=[a]"], ["resume=['a']", "text or null"]),
+    Case("resume from a list", ["resume=[a]"], ["checkpoint [a] does not exist"]),
     Case("resume from a file", ["resume={p}/corpus.txt"], ["{p}/corpus.txt has no checkpoint.json"]),
     Case("resume from another folder", ["resume={p}"], ["{p} has no checkpoint.json"]),
     Case("link to a deleted one", RESUME, ["{p}/first/checkpoints/last does not exist"],
          lambda place: shutil.rmtree((place.path / LAST).resolve())),
-    Case("already at its end", ["resume={p}/" + LAST], ["has done 4 steps of train.steps=4; raise train.steps"]),
     Case("weights truncated", RESUME, ["model.safetensors is damaged", "use another"], in_checkpoint(
         "model.safetensors", lambda content: content[: len(content) // 2])),
     Case("weights empty", RESUME, ["model.safetensors is damaged"], in_checkpoint("model.safetensors", lambda _: b"")),
@@ -379,6 +414,27 @@ CHECKPOINTS = [
         "checkpoint.json", lambda content: content.replace(b'"step": ', b'"stop": '))),
     Case("step a word", RESUME, ["checkpoint.json has a str as its step"], crafted(
         "checkpoint.json", lambda content: content.replace(b'"step": 4', b'"step": "4"'))),
+    Case("step below zero", RESUME, ["checkpoint.json has -1 as its step", "use another"], crafted(
+        "checkpoint.json", lambda content: content.replace(b'"step": 4', b'"step": -1'))),
+    Case("step past all counting", RESUME, ["has a number past 2^63 as its step"], crafted(
+        "checkpoint.json", lambda content: content.replace(b'"step": 4', b'"step": 4' + b"0" * 400))),
+    Case("description 100,000 deep", RESUME, ["checkpoint.json is damaged", "use another"], crafted(
+        "checkpoint.json", lambda content: content.replace(b'"step"', b'"x": ' + DEEP + b', "step"'))),
+    Case("guard without keys", RESUME, ["state.pt has no number_check.spikes", "use another"], rewritten(
+        state=lambda state: state["number_check"].clear())),
+    Case("losses that are words", RESUME, ["state.pt does not fit", "number_check.losses"], rewritten(
+        state=lambda state: state["number_check"].update(losses=["a"]))),
+    Case("moments of the wrong kind", RESUME, ["state.pt does not fit", "exp_avg of parameter 0 is a float"], rewritten(
+        state=lambda state: state["optimizer"][0]["state"][0].update(exp_avg=0.5))),
+    Case("moments of another optimizer", RESUME, ["state.pt does not fit", "parameter 0 has x, expected step"],
+         rewritten(state=lambda state: state["optimizer"][0]["state"].update({0: {"x": torch.zeros(1)}}))),
+    Case("moments below zero", RESUME, ["exp_avg_sq of parameter 0 holds what is below zero", "use another"], rewritten(
+        state=lambda state: state["optimizer"][0]["state"][0]["exp_avg_sq"].fill_(-1))),
+    Case("moments in one memory", RESUME, ["moments that share their memory", "use another"], rewritten(
+        state=lambda state: state["optimizer"][0]["state"][0].update(
+            exp_avg=state["optimizer"][0]["state"][0]["exp_avg_sq"]))),
+    Case("NumPy's place out of its state", RESUME, ["random.numpy is no state", "use another"], rewritten(
+        state=lambda state: state["random"].update(numpy=(*state["random"]["numpy"][:2], 10**6, 0, 0.0)))),
     Case("state a list", RESUME, ["state.pt has a list as its random"], rewritten(
         state=lambda state: state.update(random=[]))),
     Case("state no archive", RESUME, ["state.pt", "use a"], crafted("state.pt", lambda _: b"junk" * 99)),
@@ -414,6 +470,12 @@ CHECKPOINTS = [
         "model.safetensors", lambda content: content[:99]), "scripts.sample"),
     Case("sample: model of another version", SAMPLE, ["model.shape, which this version does not know"], rewritten(
         meta=lambda meta: meta["settings"]["model"].update(shape=3)), "scripts.sample"),
+    Case("sample: width a word", SAMPLE, ["checkpoint.json has a str as its settings.model.n_embd", "use another"],
+         rewritten(meta=lambda meta: meta["settings"]["model"].update(n_embd="32")), "scripts.sample"),
+    Case("sample: another vocabulary", SAMPLE, ["vocab_size=7, its tokenizer 257; use another"],
+         rewritten(meta=lambda meta: meta.update(vocab_size=7)), "scripts.sample"),
+    Case("sample: no alphabet", SAMPLE, ["tokenizer=characters without an alphabet", "use another"],
+         rewritten(meta=lambda meta: meta["tokenizer"].update(name="characters")), "scripts.sample"),
     Case("sample: unknown tokenizer", SAMPLE, ["tokenizer=gpt9", "bytes"], rewritten(
         meta=lambda meta: meta["tokenizer"].update(name="gpt9")), "scripts.sample"),
     Case("a group of its own for one choice", [*SAMPLE, "hardware=cpu"],
@@ -435,6 +497,8 @@ CHECKPOINTS = [
          program="scripts.compare"),
     Case("compare: unknown flag", ["{p}/first", "--out", "x.png"], ["--out", "key=value"], program="scripts.compare"),
     Case("compare: damaged", ["{p}/first"], ["{p}/first/metrics.jsonl", "damaged"],
+         lambda place: (place.path / "first" / "metrics.jsonl").write_text("{\n"), "scripts.compare"),
+    Case("compare: no step yet", ["{p}/first"], ["{p}/first/metrics.jsonl has no line yet", "first step"],
          lambda place: (place.path / "first" / "metrics.jsonl").write_text("{"), "scripts.compare"),
     Case("compare: picture below a file", ["{p}/first", "out={p}/corpus.txt/x.png"], ["out={p}/corpus.txt/x"],
          program="scripts.compare"),
@@ -594,6 +658,18 @@ def test_a_hub_out_of_reach(tmp_path):
     )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: wikitext-2-raw-v1 cannot be had from the Hugging Face hub")
+    assert line.startswith("error: Salesforce/wikitext wikitext-2-raw-v1 cannot be had from the Hugging Face hub")
     assert "data.local_dir=FOLDER" in line
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_user_without_a_home_has_no_login(monkeypatch):
+    """A number in a container, without HOME: expanding ~ raises."""
+
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert wandb_mode(LoggerConfig()) == ("offline", "auto: no login was found")

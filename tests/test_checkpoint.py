@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess
 import threading
 from pathlib import Path
@@ -81,6 +82,117 @@ def test_the_newest_is_the_one_written_last(tmp_path):
     assert checkpoints.newest_complete(tmp_path).step == 20
     checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
     assert steps(tmp_path) == [20, 30]
+
+
+def described_anew(path, change):
+    """Change a checkpoint's description; its manifest fits."""
+    meta = json.loads((path / checkpoints.META).read_text())
+    change(meta)
+    (path / checkpoints.META).write_text(json.dumps(meta))
+    manifest = {name: checkpoints.fingerprint(path / name) for name in checkpoints.FILES}
+    (path / checkpoints.MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_a_clock_that_was_put_back_does_not_make_an_older_one_the_newest(tmp_path):
+    described_anew(save(tmp_path, Net(), 6), lambda meta: meta.update(written="2099-01-01T00:00:00.000000+00:00"))
+    save(tmp_path, Net(), 14)
+    assert checkpoints.newest_complete(tmp_path).step == 14
+    checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
+    assert steps(tmp_path) == [14]
+    save(tmp_path, Net(), 10)  # after a resume from an earlier one, and with all but one pruned
+    assert checkpoints.newest_complete(tmp_path).step == 10
+
+
+def test_checkpoints_from_before_saves_were_counted_are_older_and_by_date(tmp_path):
+    """They load; the next save is newer, whatever their clock said."""
+    for step, year in ((10, 2027), (20, 2026)):
+        path = save(tmp_path, Net(), step)
+        described_anew(path, lambda meta, year=year: [meta.pop("save"), meta.update(written=f"{year}-01-01")])
+    assert checkpoints.newest_complete(tmp_path, report=pytest.fail).step == 10
+    save(tmp_path, Net(), 5)
+    assert checkpoints.newest_complete(tmp_path, report=pytest.fail).step == 5
+    checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
+    assert steps(tmp_path) == [5, 10]
+
+
+def test_a_step_in_the_description_counts_and_not_the_folders_name(tmp_path):
+    """A rollback that asks for step 3 or earlier would otherwise be given step 7 for ever."""
+    save(tmp_path, Net(), 2)
+    save(tmp_path, Net(), 7).rename(tmp_path / "step_000003")
+    assert checkpoints.newest_complete(tmp_path, last_step=3).step == 2
+
+
+# --- a folder that others touched
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A run copied by `cp -rL`: its `last` (step 3) and `best` (step 1) are folders."""
+    (tmp_path / "run").mkdir()
+    for step in (1, 2, 3):
+        save(tmp_path / "run", Net(), step, best=step == 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "checkpoints")
+    assert not (tmp_path / "checkpoints" / "best").is_symlink()
+    return tmp_path / "checkpoints"
+
+
+def test_a_copied_run_whose_links_are_folders_saves_and_prunes(copied):
+    shutil.rmtree(copied / "step_000003")  # `last` is all there is of it
+    saver = Saver(copied, keep_last=2, keep_every=0, say=pytest.fail)
+    assert {link: os.readlink(copied / link) for link in ("last", "best")} == {
+        "last": "step_000003",
+        "best": "step_000001",
+    }
+    for step in (4, 5):
+        saver.save(Net(), {}, {"step": step}, best=False)
+    saver.check()
+    assert steps(copied) == [1, 4, 5]
+    assert checkpoints.open_checkpoint(copied / "last").step == 5
+    assert checkpoints.open_checkpoint(copied / "best").step == 1
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda best: (best / "notes.txt").write_text("mine"),
+    lambda best: (best / checkpoints.META).unlink(),
+    lambda best: described_anew(best, lambda meta: meta.update(seconds=7)),
+], ids=["other files", "no checkpoint", "another one of that step"])  # fmt: skip
+def test_a_folder_that_is_no_copy_is_not_touched(copied, spoil):
+    spoil(copied / "best")
+    before = sorted(path.name for path in (copied / "best").iterdir())
+    with pytest.raises(ValueError, match=r"best is a folder and no copy of a checkpoint .*; move it away"):
+        checkpoints.prepare(copied)
+    assert sorted(path.name for path in (copied / "best").iterdir()) == before
+
+
+def test_a_start_that_died_between_folder_and_link_is_finished(copied, monkeypatch):
+    """kill -9 after the folder `best` was renamed, before the link has its name: step 1 is still the best."""
+    removed = checkpoints._remove
+
+    def killed(path):
+        removed(path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, "_remove", killed)
+    for _ in range(2):  # `last`, then `best`
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.prepare(copied)
+    monkeypatch.undo()
+    checkpoints.prepare(copied)
+    assert os.readlink(copied / "best") == "step_000001"
+    assert os.readlink(copied / "last") == "step_000003"
+    assert not list(copied.glob(".*"))
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_not_lost(tmp_path):
+    """Its place is pruned, the archive is not; a file that only looks like a checkpoint is nobody's business."""
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run", Net(), 1).rename(tmp_path / "archived")
+    (tmp_path / "run" / "step_000001").symlink_to(tmp_path / "archived")
+    (tmp_path / "run" / "step_000009").write_text("notes")
+    save(tmp_path / "run", Net(), 2)
+    checkpoints.prune(tmp_path / "run", keep_last=1, keep_every=0)
+    assert steps(tmp_path / "run") == [2, 9]
+    assert checkpoints.open_checkpoint(tmp_path / "archived").step == 1
 
 
 def test_the_same_step_can_be_written_again(tmp_path):
@@ -165,8 +277,30 @@ def test_leftovers_of_a_killed_process_are_cleared(tmp_path):
     (tmp_path / ".step_000002.99").mkdir()
     (tmp_path / ".step_000002.99" / checkpoints.WEIGHTS).write_bytes(b"half")
     (tmp_path / ".last.99").symlink_to("step_000002")
+    (tmp_path / ".step_000001.removed.99").mkdir()
     checkpoints.prepare(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "step_000001"]
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["folder", "link"])
+def test_hidden_files_of_others_stay(tmp_path, linked):
+    """A start clears what it wrote itself, also where `checkpoints/` is a link to a folder of somebody's."""
+    folder = tmp_path / "checkpoints"
+    if linked:
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    folder.mkdir(exist_ok=True)
+    save(folder, Net(), 1)
+    for name in (".git", ".dvc", ".step_notes", ".last.99", ".step_000001.mine", ".step_000001"):
+        (folder / name).mkdir()
+        (folder / name / "HEAD").write_text("mine")
+    for name in (".gitignore", ".env", ".last", ".best.orig", ".step_000002.99"):
+        (folder / name).write_text("mine")
+    (folder / ".link").symlink_to(tmp_path)
+    before = sorted(path.name for path in folder.iterdir())
+    checkpoints.prepare(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [name for name in before if name != ".last.99"]
+    assert (folder / ".git" / "HEAD").read_text() == "mine"
 
 
 # --- disks that fail; each in the ways that this machine permits

@@ -1,5 +1,6 @@
 """Every configuration composes; mistakes are in tests/test_bad_input.py."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -12,10 +13,19 @@ import yaml
 
 from conf.keys import known_keys
 from conf.program import ConfigError
+from conf.schema import Settings
 from data import DataConfig
+from data.config import SOURCES, TOKENIZERS
+from model import ATTENTION
+from model.config import LOSSES, MLPS
+from model.recompute import MODES
 from scripts.parity import ParitySettings
 from scripts.sample import SampleSettings
 from tests.runs import settings, told
+from training.hardware import DTYPES
+from training.numbers import POLICIES
+from training.optimizer import OPTIMIZERS, SCHEDULES
+from training.wandb_run import WANDB_MODES
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -97,15 +107,47 @@ def test_cfg_and_help_from_another_folder(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+PROGRAMS = ["train"] + [
+    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for file in sorted((ROOT / "scripts").rglob("*.py"))
+    if "\n@program(" in file.read_text()
+]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_says_what_each_of_its_keys_means(name):
+    config, schema, _ = (module := importlib.import_module(name)).main.front
+    assert config in ("config", "tool")
+    assert f"python {name}.py" in module.__doc__ or f"python -m {name}" in module.__doc__
+    assert [key for key, said in known_keys(schema).items() if not is_dataclass(said.type) and not said.comment] == []
+
+
+def test_a_choice_is_named_with_all_of_its_values():
+    """What a key refuses others for stands beside it."""
+    keys = known_keys(Settings)
+    for key, allowed in {
+        "model.attention": ATTENTION,
+        "model.mlp": MLPS,
+        "model.loss": LOSSES,
+        "model.activation_checkpointing": MODES,
+        "data.source": SOURCES,
+        "tokenizer": TOKENIZERS,
+        "optim.name": OPTIMIZERS,
+        "optim.schedule": SCHEDULES,
+        "hardware.dtype": DTYPES,
+        "logger.wandb": WANDB_MODES,
+        "train.on_nonfinite": POLICIES,
+    }.items():
+        assert [name for name in allowed if name not in keys[key].comment] == [], key
+
+
 def test_help_begins_with_the_programs_own_keys_as_they_stand(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shown = told("scripts.parity", ["parity.nulls=5", "--help", "train.steps=7"], monkeypatch, capsys)
     assert shown.code == 0
     lines = shown.out.splitlines()
-    keys = [
-        line.split("=")[0].strip()
-        for line in lines[lines.index("== The configuration as it stands (key=value changes it) ==") + 1 :]
-    ]
+    listed = lines[lines.index("== The configuration as it stands (key=value changes it) ==") + 1 :]
+    keys = [line.split("=")[0].strip() for line in listed[: listed.index("")]]
     assert [key.partition(".")[0] for key in keys[:5]] == ["parity"] * 5
     assert sorted(keys) == sorted(
         name for name, key in known_keys(ParitySettings).items() if not is_dataclass(key.type)
@@ -113,4 +155,5 @@ def test_help_begins_with_the_programs_own_keys_as_they_stand(tmp_path, monkeypa
     assert re.search(r"^  parity\.nulls=5 +runs of the baseline that differ by rounding alone$", shown.out, flags=re.M)
     assert re.search(r"^  train\.steps=7 +optimizer steps$", shown.out, flags=re.M)
     assert "hardware.compile=false" in shown.out  # of experiment=parity
+    assert "text arrives as typed" in lines[lines.index("== What is typed ==") + 1]
     assert not list(tmp_path.iterdir())

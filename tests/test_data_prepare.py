@@ -7,21 +7,18 @@ import socket
 import threading
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+from omegaconf import OmegaConf
 
-from data import DataConfig, build_tokenizer, open_dataset, wikitext
-from data.dataset import digest
+from data import DataConfig, build_tokenizer, open_dataset
+from data.dataset import digest, locate
 from data.sources import embedded_topics
-from data.textfiles import TextFile, inspect, lines
-from data.wikitext import articles
+from data.textfiles import inspect, lines
 from tests.runs import Outcome, told
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 TEXT = "".join(f"line {i} of a text\n" for i in range(200))
 
 
@@ -93,6 +90,46 @@ def test_documents_are_separated(tmp_path, cache):
     assert dataset.manifest["about"]["names"] == ["0.txt", "1.txt", "2.txt", "3.txt"]
 
 
+def test_another_column(tmp_path, cache):
+    """data.text_field names it; a number in a column beside it is nobody's business; a file of text has none."""
+    rows = ["first \u2028 line", "second"]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"n": n or "none", "body": row}) + "\n" for n, row in enumerate(rows)))
+    pq.write_table(pa.table({"body": rows}), tmp_path / "b.parquet")
+    (tmp_path / "c.json").write_text(json.dumps([{"body": row} for row in rows], indent=1))
+    fingerprints = set()
+    for file in (path, tmp_path / "b.parquet", tmp_path / "c.json"):
+        dataset = opened(cache, str(file), text_field="body", seq_len=1)
+        tokens = [*dataset.train[:].tolist(), *dataset.validation[:].tolist()]
+        assert bytes(0 if i == 256 else i for i in tokens).decode() == "\0".join(rows)
+        fingerprints.add(dataset.fingerprint)
+        with pytest.raises(ValueError, match=r'no column "text", only (n, )?body \(choose one with data.text_field\)'):
+            opened(cache, str(file))
+    assert len(fingerprints) == 3
+    (tmp_path / "a.txt").write_text(TEXT)
+    with pytest.raises(ValueError, match="text_field=body names a column, and text files have none"):
+        opened(cache, str(tmp_path / "a.txt"), text_field="body")
+
+
+def test_fingerprints_are_those_of_the_first_releases(tmp_path):
+    """What was tokenized once is found again, and a run of it resumed."""
+    rows = tmp_path / "rows.jsonl"
+    write_lines(rows, ["one", "two"])
+    (tmp_path / "train.txt").write_text("a\n")
+    (tmp_path / "valid.txt").write_text("b\n")
+    conf = Path(__file__).resolve().parents[1] / "conf" / "data"
+    wikitext = OmegaConf.to_container(OmegaConf.load(conf / "wikitext2.yaml"))
+    found = [
+        locate(DataConfig(**values), "gpt2")[2].name
+        for values in ({"source": "text", "files": str(rows)}, wikitext, wikitext | {"local_dir": str(tmp_path)})
+    ]
+    assert found == [
+        "text-gpt2-8d3d9ae9252bac25",
+        "wikitext-2-raw-v1-gpt2-bf4bde9c18dd0901",
+        "wikitext-2-raw-v1-gpt2-1cf1b9b54a1415fc",
+    ]
+
+
 def test_files_are_read_alike(tmp_path):
     """Line ends become newlines, all else stays, also where the path looks like a glob."""
     path = tmp_path / "odd [1]*.txt"
@@ -124,95 +161,6 @@ def test_embedded(cache):
     # nothing of any length that is held out was seen in training
     learnt = set("".join(topics)[: -len(held_out)].split("\n\n"))
     assert not [p for p in held_out.split("\n\n") if p in learnt and len(p) >= 40]
-
-
-# --- WikiText
-
-
-WIKI_LINES = [" \n", " = Ålesund = \n", " \n", " Text @-@ text = \n", " = Not a title = \n", " text . \n", " \n"]
-WIKI_LINES += [
-    " = Nor this = \n",
-    " text . \n",
-    " = Nor that = \n",
-    " \n",
-    " = = Section = = \n",
-    " \n",
-    " = Next one = \n",
-    " \n",
-    " last . \n",
-    " \n",
-]
-
-
-def test_articles_begin_at_titles():
-    found = list(articles(WIKI_LINES))
-    assert [first for _, first in found] == [True, True]
-    assert "".join(text for text, _ in found) == "".join(WIKI_LINES)
-    assert found[1][0] == " = Next one = \n \n last . \n \n"
-
-
-@pytest.mark.parametrize("names", [("train.txt", "valid.txt"), ("wiki.train.head.raw", "wiki.valid.raw")])
-def test_wikitext_from_its_own_files(names, tmp_path, cache):
-    for name in names:
-        (tmp_path / name).write_text("".join(WIKI_LINES))
-    data = DataConfig(
-        source="wikitext", name="wikitext-2-raw-v1", local_dir=str(tmp_path), cache_dir=str(cache), seq_len=8
-    )
-    dataset = open_dataset(data, "bytes")
-    assert dataset.manifest["splits"]["train"]["documents"] == 2
-    assert list(dataset.tokens) == ["train", "validation"]
-    (tmp_path / names[1]).unlink()
-    with pytest.raises(ValueError, match=r"no validation split; add one of valid\.txt"):
-        open_dataset(data, "bytes")
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not on this machine")
-def test_wikitext_has_its_published_articles():
-    for name, count in (("valid", 60), ("test", 60)):
-        path = SHARED / "wikitext-103" / f"wiki.{name}.tokens"
-        assert sum(1 for _ in articles(lines(TextFile(path, "text", 0, "")))) == count
-
-
-def test_wikitext_from_the_hub(cache, monkeypatch):
-    """The hub's rows have no blank lines; with these put back the text is that of the files."""
-    rows = datasets.Dataset.from_dict({"text": [line if line.strip() else "" for line in WIKI_LINES]})
-    asked = []
-
-    def load_dataset(*request, **options):
-        asked.append((request, options))
-        return {"train": rows, "validation": rows, "test": rows}
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(wikitext, "within_reach", lambda: True)
-    data = DataConfig(source="wikitext", name="wikitext-2-raw-v1", cache_dir=str(cache), seq_len=8)
-    with pytest.raises(ValueError, match="rows in place of"):
-        open_dataset(data, "bytes")
-    monkeypatch.setitem(wikitext._ROWS, "wikitext-2", (len(WIKI_LINES),) * 3)
-    dataset = open_dataset(data, "bytes")
-    text = bytes(i for i in dataset.train[:].tolist() if i < 256).decode()
-    assert text == "".join(WIKI_LINES)
-    open_dataset(data, "bytes")
-    assert len(asked) == 2, "a tokenized copy needs no hub"
-    assert asked[0] == (("Salesforce/wikitext", "wikitext-2-raw-v1"), {"revision": wikitext.REVISION})
-
-
-@pytest.mark.parametrize(
-    "failure", [ConnectionError("refused"), OfflineModeIsEnabled("offline"), HTTPError("500"), TimeoutError()]
-)
-def test_hub_out_of_reach_is_one_line(failure, cache, monkeypatch):
-    def load_dataset(*request, **options):
-        assert datasets.config.HF_HUB_OFFLINE, "no retries when the hub did not answer"
-        raise failure
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(wikitext, "within_reach", lambda: False)
-    data = DataConfig(source="wikitext", name="wikitext-103-raw-v1", cache_dir=str(cache))
-    with pytest.raises(ValueError, match=r"wikitext-103-raw-v1.*data.local_dir=.*data=text data.files=") as refused:
-        open_dataset(data, "bytes")
-    assert "\n" not in str(refused.value)
-    assert not datasets.config.HF_HUB_OFFLINE
-    assert not list(cache.iterdir())
 
 
 # --- the cache
@@ -393,6 +341,14 @@ def test_cache_that_cannot_be_written(corpus, tmp_path):
         (b'{"content": "a"}\n', "a.jsonl", 'no column "text", only content'),
         (b'{"text": "a"}\n{"text": null}\n', "a.jsonl", 'row 2 has no text in its column "text"'),
         (b'{"text": 3}\n', "a.jsonl", "row 1 has no text"),
+        (b'{"text": "a"}\n{"text": "b"}\n{"text": 3}\n', "a.jsonl", 'row 3 has no text in its column "text" (it is 3)'),
+        (b'{"text": "a"}\n{"text": {"b": 1}}\n', "a.jsonl", "row 2 has no text"),
+        (b'{"text": "a"}\n\n"b"\n', "a.jsonl", "row 2: not an object"),
+        (b'{"text": "a"}\n{"text": "b}\n', "a.jsonl", "row 2: "),
+        (b'{"text": "a"}\n{"text": "\\ud83d"}\n', "a.jsonl", "row 2: 'utf-8' codec can't encode"),
+        (b'{"text": ' + b"[" * 100_000, "a.jsonl", "row 1: "),
+        (b'[{"text": "a"}, {"text": 3}]', "a.json", "row 2 has no text"),
+        (b'[{"text": "a"}, {"text": ', "a.json", "cannot be read as json"),
         (b"PAR1", "a.parquet", "cannot be read as parquet"),
     ],
 )
@@ -425,12 +381,20 @@ def test_seq_len_longer_than_a_split(corpus, cache):
         ({"source": "web"}, "data.source=web"),
         ({"source": "text"}, "data.files"),
         ({"source": "text", "files": [3]}, "data.files=[3]"),
-        ({"source": "wikitext", "name": "wikitext-3"}, "data.name=wikitext-3"),
+        ({"source": "hub"}, "data.source=hub needs data.name=OWNER/NAME, or data.local_dir=FOLDER"),
+        ({"source": "hub", "name": "./mine"}, "data.name=./mine is no dataset of the Hugging Face hub"),
+        ({"source": "hub", "name": "a/b/c"}, "data.name=a/b/c is no dataset"),
+        ({"source": "hub", "name": "a/b", "documents": "lines"}, "data.documents=lines"),
         ({"files": "a.txt"}, "data.files=['a.txt'] is for data.source=text"),
-        ({"local_dir": "x"}, "data.local_dir=x is for data.source=wikitext"),
+        ({"local_dir": "x"}, "data.local_dir=x is for data.source=hub, not embedded; drop it"),
+        ({"text_field": "body"}, "data.text_field=body is for data.source=text or data.source=hub"),
+        ({"source": "text", "files": "a", "streaming": True}, "data.streaming=True is for data.source=hub"),
+        ({"cache_dir": ""}, "data.cache_dir='' is empty; use data.cache_dir=~/.cache/flashgpt/data"),
+        ({"source": "hub", "name": "a/b", "config": ""}, "data.config='' is empty; leave it out"),
         ({"validation_fraction": 1.0}, "data.validation_fraction=1.0"),
         ({"seq_len": 0}, "data.seq_len=0"),
         ({"num_workers": 0}, "data.num_workers=0"),
+        ({"num_workers": 10**9}, "data.num_workers=1000000000 must be at most 1024"),
     ],
 )
 def test_impossible_configuration(values, says):

@@ -74,6 +74,9 @@ def test_unknown_character_is_named():
     for encode in (encoding.encode_ordinary, encoding.encode, encoding.encode_to_numpy):
         with pytest.raises(ValueError, match=r"'é' \(U\+00E9\).*tokenizer=bytes"):
             encode("abé")
+    with pytest.raises(ValueError, match="'<'"):
+        encoding.encode_to_numpy("a<|endoftext|>", disallowed_special=())
+    assert encoding.encode("a<|endoftext|>", allowed_special="all") == [0, 3]
 
 
 @pytest.mark.parametrize("encoding", [build_tokenizer("bytes"), build_tokenizer("characters", "\n abcé")])

@@ -4,12 +4,10 @@ import importlib
 import json
 import re
 import sys
-from dataclasses import replace
 
 import pytest
 
 from scripts import evidence
-from scripts.bench.report import write_csv
 from scripts.evidence_tables import PAGE, headline, inserted, page
 from tests.runs import settings_of
 from training.log import ROOT
@@ -17,16 +15,14 @@ from training.log import ROOT
 
 @pytest.mark.parametrize("name", evidence.EXPERIMENTS)
 def test_each_is_a_configuration_of_its_program(name):
-    experiment = evidence.EXPERIMENTS[name]
-    main = importlib.import_module(experiment.program).main
-    settings_of(main, *(override.format(books="books.txt", wikitext="null") for override in experiment.overrides))
-    assert evidence.KEPT[experiment.program]
+    module, kept = evidence.program_of(name)
+    main = importlib.import_module(module).main
+    settings_of(main, *(argument.format(books="books.txt", wikitext="null") for argument in evidence.EXPERIMENTS[name]))
+    assert kept
 
 
 def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, monkeypatch):
-    right = evidence.Experiment("scripts.explain", ("hardware.device=cpu", "seq_len=128"))
-    wrong = replace(right, overrides=("gpu=none",))
-    monkeypatch.setattr(evidence, "EXPERIMENTS", {"explain": right, "explain wrong": wrong})
+    monkeypatch.setattr(evidence, "EXPERIMENTS", {"explain": ("seq_len=128",), "explain wrong": ("gpu=none",)})
     kept = tmp_path / "kept"
     with pytest.raises(SystemExit):
         evidence.main.__wrapped__(evidence.EvidenceSettings(folder=str(kept), readme="no.md"), tmp_path)
@@ -37,7 +33,7 @@ def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, 
 
 
 def test_without_a_checkout_the_commit_must_be_given(tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence, "EXPERIMENTS", {"explain": evidence.Experiment("scripts.explain")})
+    monkeypatch.setattr(evidence, "EXPERIMENTS", {"explain": ()})
     monkeypatch.setattr(evidence, "run", lambda *_: pytest.fail("ran"))
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
@@ -87,10 +83,9 @@ def small_evidence(folder):
     rows += [cell("sdpa_cudnn", "forward", 1024, 2.0), cell("sdpa_cudnn", "forward", 4096, 8.0)]
     rows.append({"attention": "sdpa_cudnn", "pass": "backward", "seq_len": 4096, "head_dim": 64, "mask": "causal",
                  "error": "out of memory"})  # fmt: skip
-    for name in ("peers", "long"):
-        (folder / "attention" / name).mkdir(parents=True)
-        write_csv(folder / "attention" / name / "attention.csv", rows, {"machine": "NVIDIA X, bfloat16"} | ORIGIN)
     report = {"hardware": "NVIDIA X, bfloat16", "provenance": ORIGIN}
+    for name in ("peers", "long"):
+        write(folder / "attention" / name / "attention.json", report | {"rows": rows})
     steps = [{"attention": "flash", "seq_len": 1024} | STEP, {"attention": "naive", "seq_len": 65536} | STEP]
     steps[1]["error"] = "out of memory"
     saved = [{"attention": "flash", "seq_len": 1024, "save_ms": 24.0, "save_every_at_promise": 11} | STEP]

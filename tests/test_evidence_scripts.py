@@ -12,7 +12,6 @@ from scripts.bench import loss as bench_loss
 from scripts.bench import training as bench_training
 from scripts.bench.loss import LossBenchSettings
 from scripts.bench.training import BenchSettings
-from scripts.break_it import MISTAKES
 from tests.runs import settings, settings_of, told
 from training.hardware import HardwareConfig
 from training.memory import DoesNotFit
@@ -25,13 +24,13 @@ def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
     )  # fmt: skip
     break_it.main.__wrapped__(chosen, tmp_path / "run")
     calls = {(c["mistake"], c["dtype"]): c for c in json.loads(capsys.readouterr().out.splitlines()[-1])["calls"]}
-    assert len(calls) == 2 * len(MISTAKES)
+    assert len(calls) == 2 * len(break_it.EXPECTED)
     for dtype in ("float16", "float32"):
         assert calls["no running maximum", dtype]["rows_not_finite"] > 0
         assert "key tile 0" in calls["no running maximum", dtype]["happened"]
         assert calls["no rescaling", dtype]["rows_not_finite"] == 0
         assert calls["no rescaling", dtype]["largest_error"] > 0.1
-        assert "the first is query 16 (tile 1)" in calls["tile-local causal mask", dtype]["happened"]
+        assert "the first is query 16 (tile 1)" in calls["tile-local mask", dtype]["happened"]
     assert (tmp_path / "run" / "break_it.png").stat().st_size > 10_000
 
 
@@ -76,6 +75,8 @@ def test_the_losses_are_compared(tmp_path, capsys):
         assert max(row["dh_error"], row["dweight_error"]) < 1e-2
     with pytest.raises(ValueError, match="padded_vocab=64 must be at least vocab_size=65"):
         LossBenchSettings(vocab_size=65, padded_vocab=64)
+    with pytest.raises(ValueError, match=r"chunk_tokens=\[4, 0\] must be at least 1"):
+        LossBenchSettings(chunk_tokens=[4, 0])
 
 
 TINY = (

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import flash_attention, flash_attention_varlen, launch
+from kernels import flash_attention, flash_attention_varlen, launch, naive_attention
 from kernels.call import Options, key_of
 from kernels.launch import Launch, Plan, plan_of, run
+from kernels.portable.forward import launch_flash_fwd
 from tests.attention_checks import make_packed, make_qkv
 
 PLAIN = Options(causal=True, scale=0.5)
@@ -192,3 +193,19 @@ def test_gpu_an_unaligned_view_after_an_aligned_one():
     flash_attention(aligned, aligned, aligned)
     o = flash_attention(odd, odd, odd)
     assert torch.equal(o, flash_attention(*[odd.clone()] * 3))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_what_would_be_launched_is_recorded_without_memory(documents):
+    """The launchers' own launches, on meta tensors; afterwards kernels run again."""
+    q, k, v = make_qkv(1, 2, 2, 40, 40, 16)
+    starts = torch.tensor([0, 8, 40], dtype=torch.int32) if documents else None
+    options = PLAIN._replace(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    with launch.recorded() as launches:
+        o, lse = launch_flash_fwd(*(x.to("meta") for x in (q, k, v)), options)
+    assert (o.shape, lse.shape, o.device.type) == (q.shape, q.shape[:3], "meta")
+    assert [one.grid for one in launches] == [2, 2 * 4] if documents else [2 * 3]
+    assert launches[-1].constants["CAUSAL"]
+    o, _ = launch_flash_fwd(q, k, v, options)
+    if not documents:
+        torch.testing.assert_close(o, naive_attention(q, k, v, causal=True, scale=PLAIN.scale))

@@ -2,10 +2,17 @@
 
 import ast
 import re
+import shutil
+import tomllib
+import zipfile
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from setuptools import build_meta
+
+from tests import conftest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("kernels", "model", "data", "training", "conf", "scripts", "tests")
@@ -80,7 +87,34 @@ def test_every_room_is_a_regular_package():
     """Without __init__.py a same-named installed package wins; `kernels` exists on the package index."""
     assert all((ROOT / name / "__init__.py").is_file() for name in ROOMS)
     installed = {d.metadata["Name"].lower() for d in metadata.distributions()}
-    assert not installed & {"kernels", "flashgpt"}
+    assert "kernels" not in installed
+
+
+def test_pip_install_brings_the_dependencies_and_none_of_our_rooms(tmp_path, monkeypatch):
+    """A user who types `pip install .` runs the programs from the folder: nothing named `data` is on the path."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("data", "kernels"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with zipfile.ZipFile(tmp_path / build_meta.build_wheel(str(tmp_path))) as wheel:
+        names = wheel.namelist()
+        (description,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        needed = wheel.read(description).decode()
+    assert all(".dist-info/" in name for name in names), names
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert needed.count("Requires-Dist: ") == len(dependencies)
+    assert "Requires-Dist: torch==" in needed
+
+
+def test_skipped_tests_are_counted_by_reason():
+    reasons = ["Skipped: needs a GPU"] * 9 + ["Skipped: needs a file"]
+    reports = [SimpleNamespace(longrepr=("test_x.py", 1, reason)) for reason in reasons]
+    lines = []
+    conftest.pytest_terminal_summary(SimpleNamespace(stats={"skipped": reports}, write_line=lines.append))
+    assert lines == ["9 skipped: needs a GPU", "1 skipped: needs a file"]
 
 
 def test_readme_names_only_what_exists():

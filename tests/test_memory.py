@@ -241,15 +241,16 @@ class Calls(TorchDispatchMode, list):
 # ---- what an H200 gave
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("record", "rows_at_least"), [("grid", 8), ("compiled", 8), ("checkpointing", 4)])
-def test_measured_peaks_are_forecast(record, rows_at_least):
+def test_measured_peaks_are_forecast(record, rows_at_least, every):
     """The 124M model, bf16, as the records of the training benchmark have it."""
     report = json.loads((EVIDENCE / record / "bench_training.json").read_text())
     rows = [row for row in report["rows"] if "peak_memory_gib" in row and row["activation_checkpointing"] != "every_n"]
     if record == "grid":  # selective kept attention alone then
         rows = [row for row in rows if row["activation_checkpointing"] != "selective"]
     assert len(rows) >= rows_at_least
-    for row in rows:
+    for row in rows[::every]:
         config = GPTConfig(
             attention=row["attention"].split("_")[0], loss=row.get("loss", "plain"),
             activation_checkpointing=row["activation_checkpointing"],

@@ -20,7 +20,7 @@ from tests.test_bad_input import told
 from training import memory
 from training.checkpoint import open_checkpoint
 from training.hardware import Hardware, set_up
-from training.memory import GIB, MARGIN, Plan, advice_when_out_of_memory
+from training.memory import GIB, HEAP, MARGIN, Plan, advice_when_out_of_memory, free_host_bytes
 from training.optimizer import OptimConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,6 +138,79 @@ def test_running_out_of_memory_ends_with_advice():
         raise RuntimeError("other")
 
 
+# ---- a CPU: what the machine and its control groups leave
+
+
+def machine(folder: Path, groups: str, **files: str) -> Path:
+    """A stand-in for / on a machine with 8 GiB available; __ in a name stands for /."""
+    contents = {"proc__meminfo": "MemTotal: 16777216 kB\nMemAvailable:    8388608 kB\n", "proc__self__cgroup": groups}
+    for name, content in (contents | files).items():
+        path = folder / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return folder
+
+
+def group(path: str, limit: str, used: int, caches: int = 0, version: int = 2) -> dict[str, str]:
+    """A control group's files; both kinds of file caches hold `caches` bytes."""
+    names = ("memory_DOT_max", "memory_DOT_current"), ("memory_DOT_limit_in_bytes", "memory_DOT_usage_in_bytes")
+    prefix = "total_" if version == 1 else ""
+    stat = f"anon 5\n{prefix}inactive_file {caches}\n{prefix}active_file {caches}\nworkingset_refault 7\n"
+    found = dict(zip(names[2 - version], (f"{limit}\n", f"{used}\n"), strict=True)) | {"memory_DOT_stat": stat}
+    return {f"sys__fs__cgroup{path}__{name}": content for name, content in found.items()}
+
+
+UNLIMITED = str(2**63 - 4096)  # as version 1 writes it
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "free"),
+    [
+        pytest.param("0::/\n", {}, 8 * GIB, id="no group: the machine"),
+        pytest.param("0::/a/b\n", group("__a__b", "max", GIB), 8 * GIB, id="no limit"),
+        pytest.param("0::/a/b\n", group("__a__b", str(3 * GIB), GIB), 2 * GIB, id="a limit"),
+        pytest.param("0::/a/b\n", group("__a", str(3 * GIB), GIB) | group("__a__b", "max", 0), 2 * GIB, id="above"),
+        pytest.param("0::/a\n", group("__a", str(3 * GIB), 2 * GIB, GIB // 4), 3 * GIB // 2, id="caches are dropped"),
+        pytest.param("0::/a\n", group("__a", str(GIB), 2 * GIB), 0, id="nothing left"),
+        pytest.param("0::/\n", group("", str(3 * GIB), GIB), 2 * GIB, id="in a container, version 2"),
+        pytest.param("7:cpu:/x\n4:memory:/docker/1\n0::/\n", group("__memory", str(3 * GIB), GIB, 0, 1), 2 * GIB,
+                     id="in a container, version 1"),
+        pytest.param("4:memory:/a\n", group("__memory__a", str(3 * GIB), 2 * GIB, GIB // 4, 1), 3 * GIB // 2,
+                     id="version 1"),
+        pytest.param("4:memory:/a\n", group("__memory__a", UNLIMITED, GIB, 0, 1), 8 * GIB, id="version 1, no limit"),
+        pytest.param("0::/a\n", group("__a", str(99 * GIB), GIB), 8 * GIB, id="more than the machine"),
+    ],
+)  # fmt: skip
+def test_what_is_free_is_the_least_of_machine_and_control_groups(tmp_path, groups, files, free):
+    assert free_host_bytes(machine(tmp_path, groups, **files)) == free
+
+
+def test_where_nobody_counts_nothing_is_refused(tmp_path):
+    assert free_host_bytes(tmp_path) is None
+    assert replace(on_cpu(None), free=free_host_bytes(tmp_path)).checked() is not None
+
+
+def on_cpu(free_gib: float | None) -> Plan:
+    return replace(
+        plan(free_gib, attention="sdpa", loss="plain"), hardware=Hardware(torch.device("cpu"), torch.float32, False, "")
+    )
+
+
+def test_a_cpu_refuses_what_its_forecast_exceeds_and_advises_where_fragments_would():
+    peak = on_cpu(None).peak / GIB
+    with pytest.raises(
+        ValueError, match="GiB are free on cpu, limits of control groups included; what fits: "
+    ) as caught:
+        on_cpu(peak * 0.99).checked()
+    found = re.findall(r"\((\d+\.\d+) GiB\)", str(caught.value))
+    assert found
+    assert all(float(forecast) <= peak * 0.99 / HEAP + 0.01 for forecast in found)
+    assert "which may not be enough; what fits: " in str(on_cpu(peak * 1.01).checked())
+    assert str(on_cpu(peak * 1.6).checked()).endswith("GiB free")
+    with pytest.raises(ValueError, match=r"a shorter data\.seq_len or more memory"):
+        on_cpu(0.1).checked()
+
+
 # ---- in a run
 
 
@@ -204,6 +277,13 @@ def test_a_run_that_is_really_starved_ends_with_advice(tmp_path):
     assert open_checkpoint(tmp_path / "run").step == 2  # what was saved before is whole
 
 
+def test_memory_that_ends_while_the_model_is_built_ends_with_advice(tmp_path, monkeypatch):
+    """With the allocator's own error."""
+    monkeypatch.setattr(training, "GPT", lambda *_, **__: torch.empty(2**52))
+    with pytest.raises(ValueError, match=r"cpu is out of memory, with train\.micro_batch=8, a forecast of 0\.00 GiB"):
+        training.train(small_run(tmp_path, "train.steps=2"), tmp_path / "run")
+
+
 @pytest.mark.gpu
 def test_a_gpu_whose_memory_really_runs_out(tmp_path, monkeypatch, capsys):
     """This process may have only a little of it, which the forecast does not know: the allocator fails in step 1."""
@@ -234,12 +314,14 @@ def test_a_run_chooses_its_micro_batch_and_refuses_what_cannot_fit(tmp_path, mon
     chosen = small_run(tmp_path, "train.steps=2", "train.micro_batch=auto", "train.eval_windows=1")
     model = replace(chosen.model, attention="sdpa", loss="plain")
     whole = memory.plan(chosen, model, set_up(chosen.hardware), 257)
-    limit = int(replace(whole, micro_batch=2).peak * MARGIN) + 1
+    limit = int(replace(whole, micro_batch=2).peak * HEAP) + 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: limit)
     training.train(chosen, tmp_path / "run")
     assert open_checkpoint(tmp_path / "run").meta["settings"]["train"]["micro_batch"] == 2
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
-    with pytest.raises(ValueError, match=r"train\.micro_batch=8 needs 0\.00 GiB and 0\.00 GiB are free on cpu"):
+    with pytest.raises(
+        ValueError, match=r"train\.micro_batch=8 needs 0\.00 GiB and 0\.00 GiB are free on cpu, limits of"
+    ):
         training.train(small_run(tmp_path, "train.steps=2"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

@@ -86,28 +86,28 @@ def test_the_next_float_is_no_distance_where_null_runs_are_equal():
     baseline = [4.8561544] * 6
     allowed = noise([baseline] * 4, baseline)
     step = 2.0**-21
-    assert judge([4.8561544 + step, *baseline[1:]], baseline, allowed)["passes"]
-    assert not judge([4.8561544 + 2 * step, *baseline[1:]], baseline, allowed)["passes"]
+    assert judge([4.8561544 + step, *baseline[1:]], baseline, *allowed)["passes"]
+    assert not judge([4.8561544 + 2 * step, *baseline[1:]], baseline, *allowed)["passes"]
 
 
 def test_a_curve_is_judged_by_the_noise():
     baseline = [4.0 - 0.1 * step for step in range(10)]
     nulls = [[x + sign * 1e-5 * (1 + step) for step, x in enumerate(baseline)] for sign in (1, -1, 1.5, 0.7, 1.2)]
     allowed = noise(nulls, baseline)
-    assert allowed["runs"] == 5
-    near = judge([x + 2e-5 for x in baseline], baseline, allowed)
+    assert allowed[0]["runs"] == 5
+    near = judge([x + 2e-5 for x in baseline], baseline, *allowed)
     assert (near["passes"], near["first_outside"]) == (True, None)
-    far = judge([x + (1e-2 if step >= 6 else 0) for step, x in enumerate(baseline)], baseline, allowed)
+    far = judge([x + (1e-2 if step >= 6 else 0) for step, x in enumerate(baseline)], baseline, *allowed)
     assert far["first_outside"] == 7
     # a small mistake, seen in the first steps, while later ones differ by more for rounding alone
     nulls = [[x + sign * 1e-6 * 10 ** (step / 3) for step, x in enumerate([4.0] * 30)] for sign in (1, -1, 1.5, 0.7)]
     grown = noise(nulls, [4.0] * 30)
-    early = judge([4.0 + (1e-3 if step < 10 else 1e-6) for step in range(30)], [4.0] * 30, grown)
-    assert early["distances"]["whole"] < grown["whole"]["limit"]
+    early = judge([4.0 + (1e-3 if step < 10 else 1e-6) for step in range(30)], [4.0] * 30, *grown)
+    assert early["distances"]["whole"] < grown[0]["whole"]["limit"]
     assert not early["passes"]
-    wrong = judge([x + 1e-2 for x in baseline], baseline, allowed)
+    wrong = judge([x + 1e-2 for x in baseline], baseline, *allowed)
     assert not wrong["passes"]
-    assert not judge([*baseline[:9], math.nan], baseline, allowed)["passes"]
+    assert not judge([*baseline[:9], math.nan], baseline, *allowed)["passes"]
 
 
 def test_the_tolerance_factor_covers_what_it_says():

@@ -140,5 +140,12 @@ def test_a_profiled_run_has_a_trace_a_table_and_the_same_numbers(tmp_path, capsy
 
 
 def test_too_few_steps_to_profile_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=rf"profile=true needs {STEPS_NEEDED} steps .* there are 6; raise train.steps"):
-        train(small_run(tmp_path, "train.steps=6", "profile=true"), tmp_path / "run")
+    """Also of a run that went further than the checkpoint it is to go on from: nothing of it is lost."""
+    run = tmp_path / "run"
+    train(small_run(tmp_path, "train.steps=6", "train.log_every=1", "train.save_every=3"), run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for overrides, left in (((), 6), ((f"resume={run / 'checkpoints' / 'step_000003'}",), 3)):
+        says = rf"profile=true needs {STEPS_NEEDED} steps .* there are {left}; raise train.steps"
+        with pytest.raises(ValueError, match=says):
+            train(small_run(tmp_path, "train.steps=6", "profile=true", *overrides), run)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

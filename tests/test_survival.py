@@ -55,7 +55,7 @@ def stop_at(step: int, monkeypatch, *numbers: int) -> None:
     monkeypatch.setattr(program, "training_step", signalled)
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138), ("SIGHUP", 129)])
 def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, capsys, name, code):
     """In this process, through the command line's own entry; the shell's Ctrl-C is tested in test_train.py."""
     small_run(tmp_path)  # writes the corpus
@@ -74,7 +74,9 @@ def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, caps
     assert [r["step"] for r in records(run_dir)] == [1, 2]  # step 3 is logged in no run, so not in this one
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["stopped"], summary["steps"]) == (name, 3)
-    assert f"stopped by {name}; resume={run_dir.relative_to(tmp_path)} goes on" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"stopped by {name}; to go on:\n" in out
+    assert f"train.py resume={run_dir.relative_to(tmp_path)}\n" in out
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "resume=auto"])
     program.main()  # in the same folder: it is the experiment's newest
@@ -122,3 +124,31 @@ def test_a_second_signal_leaves_at_once(second):
     _, error = process.communicate(timeout=60)
     assert process.returncode == -getattr(signal, second)
     assert error == ""
+
+
+def test_a_closed_terminal_says_so_twice_and_a_second_word_is_not_a_second_signal():
+    """The shell's SIGHUP and the kernel's; what ends a stuck process is another signal."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == "SIGHUP\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_nohup_is_obeyed(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+            monkeypatch.setattr(sys, "stdout", None)  # a closed one has no cursor to show
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (stop.reason, stop.exit_code) == ("SIGTERM", 143)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

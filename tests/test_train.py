@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import SMALL, settings, small_run, told
+from tests.runs import SMALL, settings, small_run
 from train import train
 from training.checkpoint import open_checkpoint
 
@@ -47,20 +48,6 @@ def test_a_run_learns_and_leaves_its_story(tmp_path):
     assert [r["step"] for r in records(run_dir)] == sorted({r["step"] for r in records(run_dir)})
     meta = open_checkpoint(run_dir).meta
     assert meta["settings"]["model"]["attention"] == "sdpa"  # the resolved name, never "auto"
-
-
-def test_compare_draws_finished_runs_and_refuses_others(tmp_path, capsys, monkeypatch):
-    runs = [tmp_path / name for name in ("one", "two")]
-    for run_dir in runs:
-        train(small_run(tmp_path, "train.steps=3", "train.log_every=1"), run_dir)
-    monkeypatch.chdir(tmp_path)
-    done = told("scripts.compare", ["one", str(tmp_path / "two"), "out=curves.png"], monkeypatch, capsys)
-    rows = json.loads(done.out.splitlines()[-1])["runs"]
-    assert [row["tokens"] for row in rows] == [3 * 256] * 2
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    refused = told("scripts.compare", ["three"], monkeypatch, capsys)
-    assert refused.code == 2
-    assert "three has no metrics.jsonl" in refused.error
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
@@ -164,7 +151,11 @@ def test_the_command_line_end_to_end(tmp_path):
     (run_dir,) = (tmp_path / "runs" / "quickstart").iterdir()
     assert str(run_dir.relative_to(tmp_path)) in done.stdout
     assert "attention  sdpa" in done.stdout
-    assert "a sample after 12 steps" in done.stdout
+    assert "a sample after 12 steps, its prompt in brackets" in done.stdout
+    assert re.search(
+        r"^step     10  loss \d\.\d+  lr .* grad norm .* tok/s  elapsed \d+:\d\d  ETA \d+:\d\d$", done.stdout, re.M
+    )
+    assert re.search(r"^step     12  validation loss .*  perplexity .* bits per byte$", done.stdout, re.M)
     assert "wandb offline" in done.stdout
     assert list((run_dir / "wandb").glob("offline-run-*"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "corpus.txt", "runs"]  # nothing strays
@@ -208,24 +199,6 @@ def test_ctrl_c_saves_and_leaves(tmp_path):
     assert "Traceback" not in error
     (run_dir,) = (tmp_path / "runs" / "quickstart").iterdir()
     assert open_checkpoint(run_dir).step == records(run_dir)[-1]["step"] >= 3
-
-
-def test_multirun_makes_one_folder_a_value(tmp_path):
-    small_run(tmp_path)
-    done = subprocess.run(
-        command(tmp_path, "-m", "optim.lr=1e-3,3e-4", "train.steps=2", "optim.warmup_steps=1"),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    rates = sorted(
-        json.loads(p.read_text().splitlines()[-1])["lr"] for p in tmp_path.glob("runs/quickstart/*/*/metrics.jsonl")
-    )
-    assert rates == pytest.approx([3e-4 * 0.1, 1e-3 * 0.1], rel=10)
-    assert len(rates) == 2
-    assert rates[0] != rates[1]
 
 
 @pytest.mark.gpu

@@ -11,9 +11,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from model import resolve_attention
 from training.hardware import HardwareConfig, set_up
 from training.log import LoggerConfig, RunLog
 from training.optimizer import OptimConfig, Optimizer, lr_factor
+from training.random_states import random_states, restore_random_states
 from training.speed import flops_per_token, mfu
 
 
@@ -113,7 +115,7 @@ def test_clipping_bounds_the_gradient():
 
 
 def test_lr_factor_scales_every_group_from_its_own_peak():
-    optimizer = Optimizer(Net(), OptimConfig(name="muon", lr=1e-3, muon_lr=0.02))
+    optimizer = Optimizer(Net(), OptimConfig(name="muon", lr=1e-3, muon_lr_ratio=20.0))
     optimizer.set_lr_factor(0.5)
     assert [part.param_groups[0]["lr"] for part in optimizer.parts] == [5e-4, 0.01]
     optimizer.set_lr_factor(0.25)  # not cumulative
@@ -153,6 +155,26 @@ def test_named_hardware_that_is_absent_raises():
         set_up(HardwareConfig(device="cuda"))
 
 
+def test_a_mac_where_pytorch_takes_it(monkeypatch):
+    """By name only, and the line says that it was never measured; its random stream is the checkpoint's, too."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device=mps but PyTorch sees no Apple GPU; use hardware.device=cpu"):
+        set_up(HardwareConfig(device="mps"))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    hardware = set_up(HardwareConfig(device="mps"))
+    assert (hardware.device.type, hardware.dtype, hardware.compile) == ("mps", torch.float32, False)
+    assert "never measured" in hardware.description
+    assert hardware.peak_memory_gib() is None
+    assert resolve_attention("auto", hardware.device, hardware.dtype, 64)[0] == "sdpa"
+    restored = []
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.tensor([7]))
+    monkeypatch.setattr(torch.mps, "set_rng_state", restored.append)
+    restore_random_states(random_states("mps"), "mps")
+    assert [state.item() for state in restored] == [7]
+    restore_random_states(random_states("cpu"), "mps")
+    assert len(restored) == 1
+
+
 def test_cpu_defaults_to_float32_and_eager():
     hardware = set_up(HardwareConfig(device="cpu"))
     assert (hardware.dtype, hardware.compile, hardware.peak_memory_gib()) == (torch.float32, False, None)
@@ -185,6 +207,29 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     with log(tmp_path, first_step=2, resumes=True) as opened:
         opened.metrics(3, {"loss": 9.0})
     assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+
+
+def test_until_the_first_new_line_nothing_is_dropped(tmp_path, monkeypatch):
+    """Whatever refuses the run after its log is open, wandb among others, has changed nothing."""
+    with log(tmp_path) as opened:
+        for step in (1, 2, 3):
+            opened.metrics(step, {"loss": float(step)})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="refused"), log(tmp_path, first_step=1, resumes=True):
+        raise ValueError("refused")
+
+    def refuse(*_, **__):
+        raise ValueError("wandb does not start")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("training.log.start_wandb", refuse)
+        with pytest.raises(ValueError, match="does not start"):
+            log(tmp_path, first_step=1, resumes=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    with log(tmp_path, first_step=1, resumes=True) as opened:
+        opened.metrics(2, {"loss": 9.0})
+    assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 9.0)]
+    assert not (tmp_path / "metrics.tmp").exists()
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):

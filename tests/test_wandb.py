@@ -11,8 +11,12 @@ import pytest
 
 from tests.runs import small_run
 from tests.wandb_stub import WandbStub
+from train import train
+from training.wandb_run import LoggerConfig, start_wandb
 
 ROOT = Path(__file__).resolve().parent.parent
+REMOTE = "https://somebodys-login:secret@git.example.org/somebodys-group/model.git"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 # Reads lives of a run from stdin, one JSON object a line, forks a child for each and prints how it ended: everything is
 # imported once. `dies` is the step at which the child kills itself (0: never), `with_wandb` whether wandb's own process
@@ -65,7 +69,7 @@ for line in sys.stdin:
 def environment(url: str) -> dict[str, str]:
     """That of a fresh process: WANDB_SERVICE would tie it to the wandb process that earlier tests started."""
     inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-    return inherited | {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}
+    return inherited | {"WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40, "GIT_COMMIT": COMMIT}
 
 
 class Lives:
@@ -118,6 +122,8 @@ def server():
 def lives(server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lives")
     small_run(folder)  # writes the corpus
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    subprocess.run(["git", "-C", str(folder), "remote", "add", "origin", REMOTE], check=True)
     with Lives(folder, server.url) as opened:
         yield opened
 
@@ -135,7 +141,7 @@ def test_three_crashes_leave_one_history(server, lives):
     assert steps(logged) == list(range(1, 13))
     assert steps(history) == list(range(1, 13))
     assert [row["_step"] for row in history] == list(range(1, 13))
-    assert [row["loss"] for row in history] == pytest.approx([record["loss"] for record in logged])
+    assert [row["train/loss"] for row in history] == pytest.approx([record["loss"] for record in logged])
 
 
 def test_offline_the_last_folder_holds_the_whole_run(server, lives):
@@ -143,6 +149,9 @@ def test_offline_the_last_folder_holds_the_whole_run(server, lives):
     lives.live("offline", dies=8, mode="offline")
     lives.live("offline", dies=0, mode="offline")
     (folder,) = (lives.folder / "offline" / "wandb").glob("offline-run-*")
+    kept = b"".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())
+    assert COMMIT.encode() in kept
+    assert b"somebodys" not in kept  # of the remote of the repository that the run was started in
     before = set(server.lines)
     done = subprocess.run(
         [sys.executable, "-m", "wandb", "sync", "--project", "flashgpt", str(folder)],
@@ -156,3 +165,63 @@ def test_offline_the_last_folder_holds_the_whole_run(server, lives):
     (run,) = set(server.lines) - before
     assert run == (lives.folder / "offline" / "wandb_id").read_text().strip()
     assert steps(server.history(run)) == steps(written(lives.folder / "offline")) == list(range(1, 13))
+
+
+class Recorded:
+    """Stands for `wandb.init`, and for the run."""
+
+    def __init__(self, **options) -> None:
+        self.options, self.rows, self.summary = options, [], {}
+        self.dir = str(options["dir"] / "wandb" / "offline-run" / "files")
+
+    def define_metric(self, *_, **__) -> None:
+        pass
+
+    def log(self, values, step) -> None:
+        self.rows.append(values)
+
+    def finish(self, **_) -> None:
+        pass
+
+
+@pytest.fixture
+def begun(monkeypatch) -> list[Recorded]:
+    """The runs that were started in place of wandb's."""
+    found: list[Recorded] = []
+    monkeypatch.setattr("wandb.init", lambda **options: found.append(Recorded(**options)) or found[-1])
+    return found
+
+
+def test_metrics_are_grouped_as_the_field_has_them(tmp_path, begun, capsys, one_thread):
+    train(small_run(tmp_path, "train.steps=3", "train.log_every=1", "logger.wandb=offline"), tmp_path / "run")
+    (run,) = begun
+    (logged,) = [record for record in written(tmp_path / "run") if "val_loss" in record]
+    assert set(run.rows[-1]) == {"step", "tokens", "seconds", "speed/tokens_per_second"} | {
+        *("train/loss", "train/lr", "train/grad_norm", "val/loss", "val/perplexity", "val/bits_per_byte")
+    }
+    assert run.rows[-1]["val/loss"] == run.summary["val/loss"] == logged["val_loss"]
+    assert "wandb offline (logger.wandb=offline), without console output, system metrics and git remote; later" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "swept", "expected"),
+    [
+        ({}, False, ("flashgpt", None, "sweep/0", None)),
+        ({}, True, ("flashgpt", None, "sweep/0", "{parent}/sweep")),
+        (
+            {"project": "mine", "entity": "team", "name": "first try", "group": "tries"},
+            True,
+            ("mine", "team", "first try", "tries"),
+        ),
+    ],
+)
+def test_the_run_has_the_names_that_were_chosen(tmp_path, begun, chosen, swept, expected):
+    run_dir = tmp_path / "sweep" / "0"
+    run_dir.mkdir(parents=True)
+    if swept:
+        (run_dir.parent / "multirun.yaml").touch()
+    start_wandb(run_dir, LoggerConfig(**chosen), {}, "offline", "", resumed=False)
+    found = tuple(begun[0].options[key] for key in ("project", "entity", "name", "group"))
+    assert found == tuple(text and text.format(parent=tmp_path.name) for text in expected)

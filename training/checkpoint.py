@@ -3,20 +3,23 @@
     <run>/checkpoints/step_000600/
         model.safetensors    the weights
         state.pt             optimizer and random-number states (read with weights_only=True: no code is run)
-        checkpoint.json      step, data position, resolved settings, tokenizer, git commit, versions
+        checkpoint.json      step, which save of the folder this is, data position, resolved settings, tokenizer,
+                             git commit, versions
         manifest.json        size and SHA-256 of the three above; written last
     <run>/checkpoints/last, best    links to two of them
 
 A checkpoint is written under a hidden name, flushed to disk and renamed, so a process that dies at any moment leaves
 hidden leftovers and whole checkpoints, nothing else. What a disk damaged later, the manifest finds out. A visible
-folder is never emptied in place: it is renamed to a hidden name first.
+folder is never emptied in place: it is renamed to a hidden name first. Files of other names are somebody else's.
+
+Saves are counted, and the newest checkpoint has the highest count: clocks are put back, and a run that went back to
+step 10 may still have the step 20 that it left.
 """
 
-import hashlib
-import io
-import json
+import math
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,13 +29,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
+
+from training.checkpoint_files import fingerprint, flush, read_json, write_json, write_state, write_weights
 
 FORMAT = 2  # 2: the manifest
 WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.json", "manifest.json"
 FILES = (META, WEIGHTS, STATE)  # what the manifest vouches for
-Form = Mapping[str, Any]  # keys that a mapping must have; each names a type, or the form of what it holds
+LINKS = ("last", "best")
+VISIBLE = re.compile(r"step_[0-9]{6,}")
+LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed)?\.[0-9]+")  # see `_hidden`
+# keys that a mapping must have; each names a type, or the form of what it holds. Numbers are counts, times and losses
+Form = Mapping[str, Any]
 
 
 @dataclass
@@ -56,19 +65,17 @@ class Checkpoint:
             raise ValueError(
                 f"checkpoint {self.path}: {WEIGHTS} cannot be read ({error}); use another checkpoint"
             ) from error
-        for name, expected in model.state_dict().items():
-            found = weights.get(name, expected)
+        own = weights_of(model)  # tied embeddings are stored once
+        if wrong := sorted(own.keys() ^ weights.keys()):
+            raise ValueError(f"checkpoint {self.path} does not fit the model: tensor {wrong[0]}; check the model group")
+        for name, expected in own.items():
+            found = weights[name]
             if (found.shape, found.dtype) != (expected.shape, expected.dtype):
                 raise ValueError(
                     f"checkpoint {self.path}: tensor {name} is {tuple(found.shape)} in {found.dtype}, the model's is "
                     f"{tuple(expected.shape)} in {expected.dtype}; check the model group"
                 )
-        result = model.load_state_dict(weights, strict=False)
-        # tied embeddings are stored once
-        missing = [key for key in result.missing_keys if key not in _tied_names(model)]
-        if missing or result.unexpected_keys:
-            wrong = (missing + result.unexpected_keys)[0]
-            raise ValueError(f"checkpoint {self.path} does not fit the model: tensor {wrong}; check the model group")
+        model.load_state_dict(weights, strict=False)
 
     def load_state(self) -> dict[str, Any]:
         """What `write` was given as state, on the CPU; ValueError where the file holds code in place of values."""
@@ -91,12 +98,15 @@ class Checkpoint:
             name = f"{place}{key}"
             if not isinstance(values, Mapping) or key not in values:
                 raise ValueError(f"checkpoint {self.path}: {file} has no {name}; use another checkpoint")
-            nested = isinstance(expected, Mapping)
-            if not isinstance(values[key], Mapping if nested else expected):
-                kind = type(values[key]).__name__
-                raise ValueError(f"checkpoint {self.path}: {file} has a {kind} as its {name}; use another checkpoint")
+            value, nested, kind = values[key], isinstance(expected, Mapping), f"a {type(values[key]).__name__}"
+            wrong = not isinstance(value, Mapping if nested else expected)
+            wrong |= isinstance(value, bool) and expected is not bool
+            if not wrong and isinstance(value, int | float) and not (0 <= value < 2**63 or value == math.inf):
+                wrong, kind = True, "a number past 2^63" if abs(value) >= 2**63 else f"{value}"
+            if wrong:
+                raise ValueError(f"checkpoint {self.path}: {file} has {kind} as its {name}; use another checkpoint")
             if nested:
-                self.refuse_without(expected, values[key], file, f"{name}.")
+                self.refuse_without(expected, value, file, f"{name}.")
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -106,23 +116,32 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def prepare(folder: Path) -> None:
-    """Make `folder` for a run's checkpoints and clear what a killed process left half written in it."""
+    """Make `folder` for a run's checkpoints and clear what a killed process left half written in it.
+
+    ValueError where `last` or `best` is a folder of other things.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".*"):
-        if leftover.is_dir() and not leftover.is_symlink():
+    for leftover in list(folder.iterdir()):
+        if not (named := LEFTOVER.fullmatch(leftover.name)):
+            continue
+        if leftover.is_symlink():
+            link = folder / named[1]
+            if link.name in LINKS and leftover.exists() and not os.path.lexists(link):
+                leftover.replace(link)  # it was about to be
+            else:
+                leftover.unlink()
+        elif leftover.is_dir():
             shutil.rmtree(leftover)
-        else:
-            leftover.unlink()
+    for name in LINKS:
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            _link_again(folder / name)
 
 
 def write(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any], *, best: bool) -> Path:
     """As `write_step`; then point `last` (and `best`) at it."""
     written = write_step(folder, weights, state, meta)
-    for link in ("last", "best") if best else ("last",):
-        temporary = _hidden(folder / link)
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(written.name)
-        os.replace(temporary, folder / link)
+    for link in LINKS if best else LINKS[:1]:
+        _hidden_link(folder / link, written).replace(folder / link)
     return written
 
 
@@ -141,17 +160,18 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
     # not `parents=True`: a folder that vanished (an unmounted disk) must not come back somewhere else in silence
     temporary.mkdir()
     try:
-        _write_weights(weights, temporary / WEIGHTS)
-        _write_state(state, temporary / STATE)
-        meta = {"format": FORMAT, "written": datetime.now(UTC).isoformat(timespec="microseconds"), **meta}
-        _write_json(meta, temporary / META)
-        _write_json({name: _fingerprint(temporary / name) for name in FILES}, temporary / MANIFEST)
+        write_weights(weights, temporary / WEIGHTS)
+        write_state(state, temporary / STATE)
+        written = datetime.now(UTC).isoformat(timespec="microseconds")
+        meta = {"format": FORMAT, "save": _last_save(folder) + 1, "written": written, **meta}
+        write_json(meta, temporary / META)
+        write_json({name: fingerprint(temporary / name) for name in FILES}, temporary / MANIFEST)
         for path in (*(temporary / name for name in (*FILES, MANIFEST)), temporary):
-            _flush(path)
-        if final.exists():  # the same step again, after a resume from an earlier one, which is still there
+            flush(path)
+        if os.path.lexists(final):  # the same step again, after a resume from an earlier one, which is still there
             _remove(final)
         temporary.rename(final)
-        _flush(folder)
+        flush(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return final
@@ -161,21 +181,24 @@ def prune(folder: Path, *, keep_last: int, keep_every: int) -> None:
     """Delete all but the newest `keep_last`, the best, and steps that are multiples of `keep_every` (0: none)."""
     newest_first = _by_age(folder)
     kept = {path.name for path in newest_first[:keep_last]}
-    kept |= {(folder / name).resolve().name for name in ("last", "best")}
+    kept |= {(folder / name).resolve().name for name in LINKS}
     for path in newest_first:
         if path.name not in kept and not (keep_every and _step(path) % keep_every == 0):
             _remove(path)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a checkpoint, or the newest whole one of a run's folder; ValueError says in one line what is wrong."""
+def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Checkpoint:
+    """Open a checkpoint, or the newest whole one of a run's folder; ValueError says in one line what is wrong.
+
+    verify: the files that are compared with their checksums.
+    """
     path = Path(path)
     if not path.exists():
         raise ValueError(
             f"checkpoint {path} does not exist; give a folder such as runs/<experiment>/<time>/checkpoints/last"
         )
     if (path / "checkpoints").is_dir():  # a run's folder was given
-        newest = newest_complete(path / "checkpoints")
+        newest = newest_complete(path / "checkpoints", verify=verify)
         if newest is None:
             raise ValueError(f"run {path} has no whole checkpoint; give another run or checkpoint")
         return newest
@@ -184,26 +207,31 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             raise ValueError(
                 f"checkpoint {path} has no {file}; give a folder that holds {', '.join(FILES)}, {MANIFEST}"
             )
-    meta = _read_json(path, META)
+    meta = read_json(path, META)
     if meta.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} has format {meta.get('format')}, this version reads {FORMAT}")
-    manifest = _read_json(path, MANIFEST)
-    for file in FILES:
-        expected, found = manifest.get(file), _fingerprint(path / file)
+    manifest = read_json(path, MANIFEST)
+    for file in verify:
+        expected, found = manifest.get(file), fingerprint(path / file)
         if found != expected:
             raise ValueError(
                 f"checkpoint {path}: {file} is damaged ({found['bytes']:,} bytes; size or SHA-256 is not the "
                 "manifest's); use another checkpoint"
             )
     checkpoint = Checkpoint(path.resolve(), meta)
-    checkpoint.refuse_without({"step": int}, meta, META)
+    later = {key: int for key in ("save", "metric_lines") if key in meta}  # older checkpoints lack them
+    checkpoint.refuse_without({"step": int} | later, meta, META)
     return checkpoint
 
 
 def newest_complete(
-    folder: Path, report: Callable[[str], None] = print, last_step: int | None = None
+    folder: Path,
+    report: Callable[[str], None] = print,
+    last_step: int | None = None,
+    *,
+    verify: tuple[str, ...] = FILES,
 ) -> Checkpoint | None:
-    """The checkpoint of `folder` that was written last and is whole; None where there is none.
+    """The checkpoint of `folder` that was saved last and is whole; None where there is none.
 
     `report` is told of every one that was passed over because it is damaged. Those after `last_step` do not count.
     """
@@ -211,9 +239,12 @@ def newest_complete(
         if last_step is not None and _step(path) > last_step:
             continue
         try:
-            return open_checkpoint(path)
+            found = open_checkpoint(path, verify=verify)
         except (ValueError, OSError) as error:
             report(f"passed over: {error}")
+            continue
+        if last_step is None or found.step <= last_step:  # a folder's name may have been changed
+            return found
     return None
 
 
@@ -226,23 +257,56 @@ def newest_checkpoint(runs: Path) -> Path:
 
 
 def _by_age(folder: Path) -> list[Path]:
-    """Visible checkpoints, the one written last first; what cannot be read counts as newest, so that it is reported.
+    """Visible checkpoints, the one saved last first; what cannot be read counts as newest, so that it is reported."""
+    found = [path for path in folder.glob("step_*") if VISIBLE.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_age, reverse=True)
 
-    By the time of writing and not by step: a run that went on from step 10 may still have the step 20 that it left.
-    """
 
-    def written(path: Path) -> tuple[str, int]:
-        try:
-            return str(json.loads((path / META).read_text())["written"]), _step(path)
-        except (OSError, ValueError, KeyError, TypeError):
-            return "unknown", _step(path)  # sorts after every date
+def _age(path: Path) -> tuple[float, str, int]:
+    """Sorts checkpoints by their count; before all others those that were written before there was one, by date."""
+    try:
+        meta = read_json(path, META)
+    except (OSError, ValueError):
+        return math.inf, "", _step(path)
+    save = meta.get("save", 0)
+    return save if type(save) is int else math.inf, str(meta.get("written", "unknown")), _step(path)
 
-    found = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal()]
-    return sorted(found, key=written, reverse=True)
+
+def _last_save(folder: Path) -> int:
+    """The highest count in `folder`, 0 where there is none."""
+    return max((save for save, *_ in map(_age, _by_age(folder)) if save != math.inf), default=0)
 
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
+
+
+def _hidden_link(link: Path, target: Path) -> Path:
+    """One to `target`, beside it, that has only to be renamed to `link`."""
+    temporary = _hidden(link)
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.name)
+    return temporary
+
+
+def _link_again(copy: Path) -> None:
+    """Make `last` or `best` a link again where a copy of the run (`cp -rL`) has made it a folder."""
+    try:
+        checkpoint = copy.with_name(f"step_{open_checkpoint(copy).step:06d}")
+        if any(file.name not in (*FILES, MANIFEST) for file in copy.iterdir()):
+            raise ValueError("it holds other files")
+        if twin := os.path.lexists(checkpoint):
+            open_checkpoint(checkpoint)
+            if (checkpoint / MANIFEST).read_bytes() != (copy / MANIFEST).read_bytes():
+                raise ValueError(f"{checkpoint.name} is another one")
+    except ValueError as error:
+        raise ValueError(f"{copy} is a folder and no copy of a checkpoint ({error}); move it away") from error
+    link = _hidden_link(copy, checkpoint)  # first: a start after kill -9 finishes what is left to do
+    if twin:
+        _remove(copy)
+    else:
+        copy.rename(checkpoint)
+    link.replace(copy)
 
 
 def _tied_names(model: nn.Module) -> set[str]:
@@ -255,75 +319,15 @@ def _tied_names(model: nn.Module) -> set[str]:
     return tied
 
 
-def _write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
-    try:
-        save_file({name: value.contiguous() for name, value in weights.items()}, path)
-    except SafetensorError as error:  # how that library reports a full disk
-        raise OSError(f"{path}: {error}") from error
-
-
-class _File(io.FileIO):
-    """A file that remembers why a write failed: torch.save only says that it did."""
-
-    error: OSError | None = None
-
-    def write(self, content) -> int:
-        view = memoryview(content).cast("B")
-        done = 0
-        try:
-            while done < len(view):  # a disk that is nearly full takes a part, and the error comes with the rest
-                done += super().write(view[done:])
-        except OSError as error:
-            self.error = error
-            raise
-        return done
-
-
-def _write_state(state: Any, path: Path) -> None:
-    with _File(path, "w") as file:
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:
-            if file.error is None:
-                raise
-            raise OSError(file.error.errno, file.error.strerror, str(path)) from error
-
-
-def _write_json(value: Any, path: Path) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads((folder / name).read_text())
-    except ValueError:  # not JSON, or not even text
-        value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"checkpoint {folder}: {name} is damaged; use another checkpoint")
-    return value
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
 def _hidden(path: Path, mark: str = "") -> Path:
     return path.with_name(f".{path.name}{mark}.{os.getpid()}")
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder so that nobody ever sees half of it."""
+    """Delete a checkpoint so that nobody ever sees half of it; of one that was moved elsewhere and linked, the link."""
+    if path.is_symlink():
+        return path.unlink()
     hidden = _hidden(path, ".removed")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def _flush(path: Path) -> None:
-    """Ask the file system to put a file or folder on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,6 +15,7 @@ from torch import nn
 
 from data import Dataset, document_starts
 from model import GPT, generate
+from model.sampling import marked
 from training.hardware import Hardware
 from training.step import packed_rows
 
@@ -80,36 +81,60 @@ def evaluate(
             documents = packed_rows(starts, 0, *inputs.shape, hardware.device)
         with hardware.autocast():
             loss = model(inputs.to(hardware.device), targets.to(hardware.device), **documents)
-        total += loss.double().cpu()
+        total += loss.cpu().double()  # mps has no float64
     model.train(was_training)
     return windows.metrics(total.item() / windows.targets.numel())
 
 
 def prompt_of(text: str, dataset: Dataset, seq_len: int) -> list[int]:
     """The tokens that a run's samples continue: of train.sample_prompt, or where it is empty the validation split's
-    first ones. ValueError for a text that the tokenizer cannot take."""
+    first whole words. ValueError for a text that the tokenizer cannot take."""
     try:
-        return dataset.tokenizer.encode_ordinary(text) or dataset.validation[: min(32, seq_len)].tolist()
+        given = dataset.tokenizer.encode_ordinary(text)
     except ValueError as error:
         raise ValueError(f"train.sample_prompt={text} cannot be tokenized: {error}") from error
+    most = min(32, seq_len)
+    return given or whole_words(dataset.validation[: 4 * most].tolist(), most, dataset.tokenizer)
+
+
+def whole_words(tokens: list[int], most: int, tokenizer: tiktoken.Encoding) -> list[int]:
+    """At most `most` of `tokens`, beginning where a word begins and ending where one ends.
+
+    The first word may be the end of one, so it is left out. Where no blank is found, whole characters have to do.
+    """
+    pieces = [tokenizer.decode_bytes([token]) for token in tokens]
+    after_blank = [False, *(piece[-1:].isspace() for piece in pieces[:-1])]
+    begins = [bool(p.strip()) and (p[:1].isspace() or blank) for p, blank in zip(pieces, after_blank, strict=True)]
+    ends = [p[:1].isspace() and not blank for p, blank in zip(pieces, after_blank, strict=True)]
+    is_character = [not 0x80 <= p[0] < 0xC0 for p in pieces]  # and not a later byte of one
+
+    def first(places: list[bool], start: int) -> int | None:
+        return next((place for place in range(start, len(places)) if places[place]), None)
+
+    def last(places: list[bool], start: int) -> int | None:
+        return next((place for place in range(min(start + most, len(places) - 1), start, -1) if places[place]), None)
+
+    start = first(begins, 1) or first(is_character, 0) or 0
+    end = last(ends, start) or last(is_character, start) or start + most
+    return tokens[start:end]
 
 
 def sample(
     model: GPT, prompt: list[int], new_tokens: int, seed: int, tokenizer: tiktoken.Encoding, hardware: Hardware
 ) -> str:
-    """The prompt and what the model continues it with; no number is drawn from a training stream."""
-    tokens = list(prompt)
+    """The prompt in brackets and what the model continues it with; no number is drawn from a training stream."""
     with hardware.autocast():
-        for step in generate(
+        stream = generate(
             model,
             torch.tensor(prompt, device=hardware.device),
             max_new_tokens=new_tokens,
             temperature=0.8,
             top_k=200,
             seed=seed,
-        ):
-            tokens.append(int(step[0]))
-    return tokenizer.decode_bytes(tokens).decode("utf-8", errors="replace")
+        )
+        drawn = [int(step[0]) for step in stream]
+    shown, continuation = (tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (prompt, drawn))
+    return marked(shown) + continuation
 
 
 def unigram_loss(train_tokens: np.ndarray, targets: torch.Tensor, vocab_size: int) -> float:

@@ -13,15 +13,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class HardwareConfig:
-    device: str = "auto"  # auto | cpu | cuda | cuda:N; auto takes a GPU where there is one
+    device: str = "auto"  # auto | cpu | cuda | cuda:N | mps (a Mac, never measured); auto takes CUDA where it is
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16: the autocast format; weights and optimizer stay float32
     tf32: bool = True  # tensor cores for float32 matrix products on CUDA; false: full float32
     compile: bool | None = None  # torch.compile; null: on CUDA only
     num_threads: int | None = None  # CPU threads of PyTorch; null: PyTorch's own choice
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"hardware.device={self.device} is not one of auto, cpu, cuda, cuda:N")
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+            raise ValueError(f"hardware.device={self.device} is not one of auto, cpu, cuda, cuda:N, mps")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"hardware.dtype={self.dtype} is not one of auto, {', '.join(DTYPES)}")
         if self.num_threads is not None and not 1 <= self.num_threads <= MAX_THREADS:
@@ -46,9 +46,11 @@ class Hardware:
         """Wait until the device has done all that was asked of it; needed before a clock is read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
 
     def peak_memory_gib(self) -> float | None:
-        """Most device memory held by tensors at once; None on a CPU, where PyTorch does not count it."""
+        """Most device memory held by tensors at once; None where PyTorch does not count it."""
         return torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
 
 
@@ -57,6 +59,8 @@ def set_up(config: HardwareConfig) -> Hardware:
     has_cuda = torch.cuda.is_available()
     if config.device.startswith("cuda") and not has_cuda:
         raise ValueError(f"hardware.device={config.device} but PyTorch sees no CUDA GPU; use hardware.device=cpu")
+    if config.device == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("hardware.device=mps but PyTorch sees no Apple GPU; use hardware.device=cpu")
     device = torch.device("cuda" if config.device == "auto" and has_cuda else config.device.replace("auto", "cpu"))
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
         raise ValueError(
@@ -82,7 +86,12 @@ def set_up(config: HardwareConfig) -> Hardware:
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
     compiled = config.compile if config.compile is not None else device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif device.type == "mps":
+        name = "Apple GPU (mps: as PyTorch has it, never measured here)"
+    else:
+        name = f"CPU, {torch.get_num_threads()} threads"
     words = [name, str(dtype).removeprefix("torch.")]
     if dtype == torch.float16:
         words.append("loss scaled")

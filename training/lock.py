@@ -45,6 +45,23 @@ def locked(run_dir: Path, report: Callable[[str], None] = print) -> Iterator[Non
                 run_dir.rmdir()
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Whether a process holds `run_dir`; False where there are no such locks."""
+    try:
+        descriptor = os.open(run_dir / NAME, os.O_RDONLY)
+    except OSError:  # no file, no holder
+        return False
+    try:
+        _lock(descriptor, shared=True)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _take(path: Path, report: Callable[[str], None]) -> int:
     """An open file that holds the lock."""
     while True:
@@ -73,8 +90,8 @@ def _take(path: Path, report: Callable[[str], None]) -> int:
         os.close(descriptor)  # the lock of a file that its last holder has just removed
 
 
-def _lock(descriptor: int) -> None:
+def _lock(descriptor: int, *, shared: bool = False) -> None:
     """BlockingIOError where another process has it; any other OSError where there are no such locks."""
     if fcntl is None:
         raise OSError("this system has no flock")
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

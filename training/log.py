@@ -1,4 +1,4 @@
-"""What a run writes down: `metrics.jsonl` always, a console line or progress bar, Weights & Biases where it is wanted.
+"""What a run writes down: `metrics.jsonl` and `loss.png` always, console lines, Weights & Biases where it is wanted.
 
 Logging watches the run and never changes it: it draws no random number, and a failing wandb is reported once and
 switched off. Every figure of this project carries its `provenance`: commit, versions, machine, command.
@@ -10,8 +10,10 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from training.checkpoint import Checkpoint
+from training.curves import LossPicture
 from training.numbers import NumberCheck
 from training.optimizer import Optimizer
-from training.stop import StopRequest
-from training.wandb_run import LoggerConfig, brief, send, start_wandb, wandb_mode
+from training.stop import StopRequest, command_to_go_on
+from training.wandb_run import LoggerConfig, brief, named, send, start_wandb, wandb_mode
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "safetensors", "wandb")
@@ -33,16 +37,16 @@ PACKAGES = ("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "s
 TRAINING_FORMS = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.2e}",
-    "grad_norm": "norm {:.2f}",
+    "grad_norm": "grad norm {:.2f}",
     "tokens_per_second": "{:,.0f} tok/s",
     "mfu": "mfu {:.1%}",
     "mfu_full": "({:.1%} full)",
     "peak_memory_gib": "{:.1f} GiB",
 }
 EVALUATION_FORMS = {
-    "val_loss": "held-out loss {:.4f}",
+    "val_loss": "validation loss {:.4f}",
     "val_perplexity": "perplexity {:.2f}",
-    "val_bits_per_byte": "{:.3f} bits a byte",
+    "val_bits_per_byte": "{:.3f} bits per byte",
 }
 
 
@@ -53,6 +57,7 @@ class RunLog:
         first_step: steps already done.
         steps: steps of the whole run.
         resumes: whether the run goes on; only then may the folder hold a run.
+        resumed: the checkpoint that it goes on from.
         wandb: mode and why, where `wandb_mode` was asked before.
     """
 
@@ -65,16 +70,23 @@ class RunLog:
         first_step: int,
         steps: int,
         resumes: bool = False,
+        resumed: Checkpoint | None = None,
         wandb: tuple[str, str] | None = None,
     ):
         mode = wandb or wandb_mode(config)  # refuses before anything is written
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False)
-        self._file = MetricsFile(run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say)
-        self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resumed=resumes)
+        own = resumed is not None and resumed.path.parent == (run_dir / "checkpoints").resolve()
+        expected = resumed.meta.get("metric_lines", 0) if own else 0  # another run's checkpoint knows another file
+        self._file = MetricsFile(
+            run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say, expected=expected
+        )
+        self.picture = LossPicture(run_dir, self.say)
+        self._steps, self._paced_from = steps, (first_step, math.inf)  # the first step compiles: no measure of the pace
+        self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resumed=resumes, commit=git_commit)
         # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
-        self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.read()])
+        self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.before()])
         # a bar that nobody sees would still lock, copy and time itself at every step
         self._bar = _progress_bar(self.console, first_step, steps) if self.console.is_terminal else None
 
@@ -88,6 +100,11 @@ class RunLog:
             self._bar.stop()
         self._file.close()
         self._with_wandb(lambda run: run.finish(exit_code=0 if exc_info[0] is None else 1))
+
+    @property
+    def lines(self) -> int:
+        """How many `metrics.jsonl` has by now, those that a full disk refuses included."""
+        return self._file.lines
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -104,7 +121,20 @@ class RunLog:
         self._with_wandb(lambda run: send(run, step, known))
         for forms in (TRAINING_FORMS, EVALUATION_FORMS):
             if line := "  ".join(form.format(known[key]) for key, form in forms.items() if key in known):
-                self.say(f"step {step:>6}  {line}")
+                self.say(f"step {step:>6}  {line}" + (self._time(step, known) if forms is TRAINING_FORMS else ""))
+        if "val_loss" in known and step < self._steps:  # after the last step `finish` draws
+            self.picture.draw()
+
+    def _time(self, step: int, known: Mapping[str, Any]) -> str:
+        """Time spent on the run and what is left of it, at the pace since this process's first line."""
+        if "seconds" not in known:
+            return ""
+        (began_at, began), now = self._paced_from, time.perf_counter()
+        elapsed = f"  elapsed {_clock(known['seconds'])}"
+        if began == math.inf:
+            self._paced_from = step, now
+            return elapsed
+        return f"{elapsed}  ETA {_clock((now - began) / (step - began_at) * (self._steps - step))}"
 
     def finish(
         self, results: Mapping[str, Any], check: NumberCheck, stop: StopRequest | None, checkpoint: Path | None
@@ -126,15 +156,18 @@ class RunLog:
             (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
-        self._with_wandb(lambda run: run.summary.update(summary))
+        self._file.flush()
+        self._with_wandb(lambda run: run.summary.update(named(summary)))
+        self.picture.draw(last=True)
         if stop:
-            self.say(f"stopped by {stop.reason}; resume={self.run_dir} goes on")
+            self.say(f"stopped by {stop.reason}; to go on:\n  {command_to_go_on(self.run_dir)}")
         else:
             self.say(
-                f"held-out loss {results['val_loss']:.4f} nats a token ({results['val_bits_per_byte']:.3f} bits a "
-                f"byte); a unigram model of the same text: {results['unigram_val_loss']:.4f}"
+                f"validation loss {results['val_loss']:.4f} ({results['val_bits_per_byte']:.3f} bits per byte); "
+                f"a unigram model of the same text: {results['unigram_val_loss']:.4f}"
             )
         self.say(f"{results['steps']} steps in {results['seconds']:.0f} s; everything is in {self.run_dir}")
+        self.say(f"the curves are in {self.picture.path}")
         return summary
 
     def _with_wandb(self, call: Callable[[Any], Any]) -> None:
@@ -152,13 +185,18 @@ class MetricsFile:
 
     Lines that a full disk refuses are kept in memory and written when there is room again; `say` is told once when
     writing fails and once when it works again. Lines past `first_step` were written after the checkpoint that is
-    resumed: they are dropped.
+    resumed: they are dropped with the first new line, so a run that does not come so far has changed nothing.
+
+    Args:
+        expected: lines that the file had up to `first_step` when that was saved; `say` is told where some are gone.
 
     Raises:
         ValueError: the file exists and the run is a new one, or it is damaged.
     """
 
-    def __init__(self, path: Path, first_step: int, *, resumes: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: Path, first_step: int, *, resumes: bool, say: Callable[[str], None], expected: int = 0
+    ) -> None:
         if path.exists() and not resumes:
             raise ValueError(
                 f"run folder {path.parent} already holds a run; give another hydra.run.dir, or resume=auto"
@@ -166,36 +204,46 @@ class MetricsFile:
         self.path, self._say = path, say
         self._waiting: list[str] = []
         self._failed = False
-        if path.exists():
-            lines = _lines_until(path, first_step)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(line + "\n" for line in lines))
-            temporary.replace(path)
-        self._file = path.open("ab", buffering=0)
+        self._kept = _lines_until(path, first_step) if path.exists() else []  # until the rest is cut
+        self.lines = len(self._kept)
+        self._file: FileIO | None = None
+        if self.lines < expected:
+            say(
+                f"metrics    {path} has lost {expected - self.lines} of its {expected} lines up to step {first_step} "
+                "(a power cut, or an edit); the run goes on without them"
+            )
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
         self._waiting.append(json.dumps({"step": step, **_finite(values)}) + "\n")
-        self._write()
+        self.lines += 1
+        self.flush()
 
-    def read(self) -> list[dict[str, Any]]:
-        """The records in the file: each has "step"; None stands for what was not finite."""
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+    def before(self) -> list[dict[str, Any]]:
+        """The records up to `first_step`: each has "step"; None stands for what was not finite."""
+        return [json.loads(line) for line in self._kept]
 
     def close(self) -> None:
         if self._failed:
-            self._write()
+            self.flush()
         if self._waiting:
             self._say(f"not written: the last {len(self._waiting)} lines of {self.path}")
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
-    def _write(self) -> None:
-        end = os.fstat(self._file.fileno()).st_size
-        content = memoryview("".join(self._waiting).encode())
+    def flush(self) -> None:
+        """Write what waits; the first time, drop what came after the checkpoint."""
         try:
-            while content:
-                content = content[self._file.write(content) :]
+            if self._file is None:
+                self._file = self._cut()
+            end = os.fstat(self._file.fileno()).st_size
+            content = memoryview("".join(self._waiting).encode())
+            try:
+                while content:
+                    content = content[self._file.write(content) :]
+            except OSError:
+                self._file.truncate(end)  # no half lines
+                raise
         except OSError as error:
-            self._file.truncate(end)  # no half lines
             if not self._failed:
                 self._say(f"not written: {self.path}: {error}; its lines wait in memory, the run goes on; free space")
             self._failed = True
@@ -204,6 +252,21 @@ class MetricsFile:
         if self._failed:
             self._say(f"written again: {self.path}")
         self._failed = False
+
+    def _cut(self) -> FileIO:
+        """The file with the lines that are kept, open for more."""
+        if self.path.exists():
+            temporary = self.path.with_suffix(".tmp")
+            try:
+                with temporary.open("w") as file:
+                    file.writelines(line + "\n" for line in self._kept)
+                    file.flush()
+                    os.fsync(file.fileno())  # or a power cut leaves the new name and not its content
+                temporary.replace(self.path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        self._kept = []
+        return self.path.open("ab", buffering=0)
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +279,7 @@ def _lines_until(path: Path, step: int) -> list[str]:
     *lines, _ = path.read_bytes().split(b"\n")
     try:
         return [line.decode() for line in lines if json.loads(line)["step"] <= step]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); move it away to resume without the earlier metrics") from error
 
 
@@ -232,9 +295,16 @@ def step_record(loss: Tensor, grad_norm: Tensor, optimizer: Optimizer, check: Nu
     }
 
 
+def _clock(seconds: float) -> str:
+    """m:ss, or h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
 def _progress_bar(console: Console, first_step: int, steps: int) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(), TextColumn("gone,"))
-    bar = Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=console, transient=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("steps  elapsed"), TimeElapsedColumn(), TextColumn("ETA"))
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
     bar.add_task("", total=steps, completed=first_step)
     return bar
 
@@ -256,11 +326,20 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write_description(run_dir: Path, settings: dict, manifest: dict, protocol: dict) -> None:
-    """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data, evaluation)."""
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
-    description = {"provenance": provenance(), "data": manifest, "evaluation": protocol}
-    (run_dir / "run.json").write_text(json.dumps(description, indent=2) + "\n")
+def write_description(run_dir: Path, settings: dict, left_open: dict, manifest: dict, protocol: dict) -> None:
+    """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data, evaluation).
+
+    left_open: dotted key -> what the configuration said where `settings` has a choice (auto).
+    """
+    description = {"provenance": provenance(), "left_open": left_open, "data": manifest, "evaluation": protocol}
+    contents = {
+        "config.yaml": yaml.safe_dump(settings, sort_keys=False),
+        "run.json": json.dumps(description, indent=2) + "\n",
+    }
+    for name, content in contents.items():  # whole or not at all: a run that was killed early goes on from them
+        temporary = run_dir / f".{name}"
+        temporary.write_text(content)
+        temporary.replace(run_dir / name)
 
 
 def command() -> str:

@@ -1,11 +1,14 @@
 """Whether a training step fits into the device's memory: said beforehand, with what would make it fit."""
 
+import math
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ from training.optimizer import OptimConfig
 from training.tracker import held_by_step
 
 GIB = 2**30
-MARGIN = 1.1  # a forecast is right within 10 %
+MARGIN = 1.1  # a forecast for a GPU is right within 10 %
+HEAP = 1.5  # a CPU run's resident memory grows by 1.25 to 1.52 times the forecast: fragments, libraries' buffers
 REMEDIES = ("attention", "loss", "activation_checkpointing")  # fields of the model that a remedy may change
 
 
@@ -36,7 +40,7 @@ class Plan:
     sequences: int  # of a whole step
     micro_batch: int  # sequences of one forward and backward
     features: tuple[str, ...] = ("causal",)  # of attention, in the words of kernels/support.py
-    free: int | None = None  # bytes; None where PyTorch does not count them
+    free: int | None = None  # bytes; None where nobody counts them
 
     @cached_property
     def moments(self) -> dict[str, Counter]:
@@ -61,6 +65,15 @@ class Plan:
             found[kind] += size
         return dict(found)
 
+    @property
+    def on_cpu(self) -> bool:
+        return self.hardware.device.type == "cpu"
+
+    @property
+    def margin(self) -> float:
+        """How many times the forecast a run may really need."""
+        return HEAP if self.on_cpu else MARGIN
+
     def with_model(self, **changes: str) -> "Plan":
         return replace(self, model=replace(self.model, **changes))
 
@@ -68,7 +81,9 @@ class Plan:
         """The plan with the most sequences at a time, up to micro_batch, that needs at most `limit` bytes."""
         if self.peak <= limit:
             return self
-        fewer = [replace(self, micro_batch=n) for n in range(1, self.micro_batch) if self.sequences % n == 0]
+        lower = [n for n in range(1, math.isqrt(self.sequences) + 1) if self.sequences % n == 0]
+        divisors = sorted({*lower, *(self.sequences // n for n in lower)})
+        fewer = [replace(self, micro_batch=n) for n in divisors if n < self.micro_batch]
         fitting = bisect_right(fewer, limit, key=lambda plan: plan.peak)
         return fewer[fitting - 1] if fitting else None
 
@@ -94,16 +109,18 @@ class Plan:
         """The plan itself, or with `auto` one whose micro_batch fits; DoesNotFit where there is none."""
         if self.free is None:
             return self
-        limit = self.free / MARGIN
+        limit = self.free / self.margin
         if auto and (fitting := self.largest_fitting(limit)):
             return fitting
-        if not auto and self.peak <= self.free * MARGIN:
+        # on a CPU nothing needs less than its forecast, and the kernel ends what needs too much without a word
+        if not auto and self.peak <= self.free * (1 if self.on_cpu else MARGIN):
             return self
         smallest = replace(self, micro_batch=1) if auto else self
         raise DoesNotFit(
             f"train.micro_batch={'auto' if auto else self.micro_batch} needs {smallest.peak / GIB:.2f} GiB "
             f"{'with a single sequence ' if auto else ''}and {self.free / GIB:.2f} GiB are free on "
-            f"{self.hardware.device}; {smallest.advice(limit)}"
+            f"{self.hardware.device}{', limits of control groups included' if self.on_cpu else ''}; "
+            f"{smallest.advice(limit)}"
         )
 
     def advice(self, limit: float) -> str:
@@ -115,7 +132,7 @@ class Plan:
             words = " ".join(f"{key}={new}" for key, old, new in overrides if new != old)
             found.append(f"{words} ({plan.peak / GIB:.2f} GiB)")
         if not found:
-            return "use a smaller model, a shorter data.seq_len or a larger GPU"
+            return f"use a smaller model, a shorter data.seq_len or {'more memory' if self.on_cpu else 'a larger GPU'}"
         return f"what fits: {', '.join(found)}"
 
     def beside(self, held: float) -> str:
@@ -130,7 +147,7 @@ class Plan:
         if self.free is None:
             return said
         said += f"; {self.free / GIB:.2f} GiB free"
-        limit = self.free / MARGIN
+        limit = self.free / self.margin
         return said if self.peak <= limit else f"{said}, which may not be enough; {self.advice(limit)}"
 
 
@@ -142,8 +159,8 @@ def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int) -
         model: theirs, with resolved names.
 
     Raises:
-        DoesNotFit: the forecast is more than 10 % above what is free, or no micro-batch fits, with the cheapest
-            changes that fit.
+        DoesNotFit: the forecast is above what is free (on a GPU more than 10 % above it), or no micro-batch fits,
+            with the cheapest changes that fit.
     """
     asked, seq_len = settings.train.micro_batch, settings.data.seq_len
     sequences = settings.train.batch_tokens // seq_len
@@ -164,7 +181,7 @@ def advice_when_out_of_memory(made: Plan) -> Iterator[None]:
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not out_of_memory and not ("DefaultCPUAllocator: " in str(error) and "memory" in str(error)):
             raise
-        limit = min(made.peak if made.free is None else made.free, made.peak) / MARGIN
+        limit = min(made.peak if made.free is None else made.free, made.peak) / made.margin
         free = "" if made.free is None else f" and {made.free / GIB:.2f} GiB free at the start"
         raise ValueError(
             f"{made.hardware.device} is out of memory, with train.micro_batch={made.micro_batch}, a forecast of "
@@ -173,8 +190,50 @@ def advice_when_out_of_memory(made: Plan) -> Iterator[None]:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that this process could still allocate on `device`; None on a CPU, or where there is no such GPU."""
+    """Bytes that this process could still allocate on `device`; None where nobody counts them."""
+    if device.type == "cpu":
+        return free_host_bytes()
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # in the allocator's own pool
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def free_host_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that the machine, this process's control group and each group above it leave; None without /proc.
+
+    File caches count as free, because the kernel drops them first. Swap does not count.
+
+    Args:
+        root: the folder that holds proc/ and sys/.
+    """
+    try:
+        machine = (root / "proc/meminfo").read_text()
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    free = [int(size) * 1024 for size in re.findall(r"^MemAvailable: +(\d+) kB$", machine, flags=re.M)]
+    for membership in memberships:
+        _, controllers, group = membership.split(":", 2)  # "0::/a/b" is version 2, "4:memory:/a/b" is version 1
+        if controllers in ("", "memory"):
+            path = PurePosixPath(group.lstrip("/"))
+            # inside a container the path may be the host's; the container's own group is then the uppermost folder
+            for folder in (path, *path.parents):
+                free += _left_in(root / "sys/fs/cgroup" / controllers / folder)
+    return min(free, default=None)
+
+
+def _left_in(group: Path) -> list[int]:
+    """Bytes that the limit of a control group leaves, [] where it has none."""
+    for limit, usage, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        try:
+            most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+            caches = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", (group / "memory.stat").read_text(), flags=re.M)
+        except OSError:
+            continue
+        if most != "max":
+            return [max(0, int(most) - used + sum(map(int, caches)))]
+    return []

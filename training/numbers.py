@@ -26,7 +26,7 @@ from training.hooks import watched, watched_compiled
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
-from training.stop import StopRequest
+from training.stop import StopRequest, command_to_go_on
 
 POLICIES = ("stop", "skip", "rollback")
 EXIT_BAD_NUMBERS = 65  # sysexits.h: the data are not what they should be
@@ -210,7 +210,8 @@ class BadSteps:
     def _follow(self, step: int) -> tuple[bool, str]:
         """Whether the run goes on, and what is done, in words."""
         if self.policy == "stop":
-            return False, "the run stops before it; train.on_nonfinite=skip resume=auto goes on with the next batch"
+            skipping = command_to_go_on(self.run_dir, "train.on_nonfinite=skip")
+            return False, f"the run stops before it; to go on with the next batch:\n  {skipping}"
         if self.check.in_a_row >= MOST_IN_A_ROW:
             return False, f"the run stops; more than {MOST_IN_A_ROW} bad steps in a row are not the batch's doing"
         if self.policy == "skip":

@@ -15,21 +15,27 @@ OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd", "constant")
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # good steps until the loss scale is doubled
+LARGEST_RATE = 1e6  # far above any use; near float32's largest number AdamW's step size overflows
 LEAST_SCALE = 1.0  # an overflow without any scaling is no matter of scale
+# what an optimizer holds of a parameter, and whether it may be below zero
+MOMENTS = {
+    torch.optim.AdamW: {"step": False, "exp_avg": True, "exp_avg_sq": False},
+    torch.optim.Muon: {"momentum_buffer": True},
+}
 
 
 @dataclass
 class OptimConfig:
     name: str = "adamw"  # adamw | muon
-    lr: float = 6e-4  # AdamW's peak learning rate
-    muon_lr: float = 0.02  # Muon's peak learning rate; its update has singular values near 1
-    beta1: float = 0.9
-    beta2: float = 0.95
+    lr: float = 6e-4  # peak learning rate: AdamW's; Muon's is muon_lr_ratio times as high
+    muon_lr_ratio: float = 20 / 3  # of Muon's rate to lr; its update has singular values near 1
+    beta1: float = 0.9  # AdamW's, of the mean of gradients
+    beta2: float = 0.95  # AdamW's, of the mean of their squares
     momentum: float = 0.95  # Muon's
     weight_decay: float = 0.1  # decoupled
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, linear decay) | constant
-    warmup_steps: int = 50  # linear, from lr / warmup_steps
+    warmup_steps: int = 50  # linear, from lr / warmup_steps; a tenth of train.steps where those are no more
     decay_fraction: float = 0.3  # of the steps, at their end: wsd's decay
     min_lr_ratio: float = 0.1  # the schedule ends at this fraction of the peak
 
@@ -38,9 +44,11 @@ class OptimConfig:
             raise ValueError(f"optim.name={self.name} is not one of {', '.join(OPTIMIZERS)}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optim.schedule={self.schedule} is not one of {', '.join(SCHEDULES)}")
-        for key in ("lr", "muon_lr"):
-            if not 0 < getattr(self, key) < math.inf:
-                raise ValueError(f"optim.{key}={getattr(self, key)} must be positive and finite")
+        for key in ("lr", "muon_lr_ratio"):
+            if not 0 < getattr(self, key) <= LARGEST_RATE:
+                raise ValueError(
+                    f"optim.{key}={getattr(self, key)} must be positive, finite and at most {LARGEST_RATE:g}"
+                )
         for key in ("weight_decay", "grad_clip", "warmup_steps"):
             if not 0 <= getattr(self, key) < math.inf:
                 raise ValueError(f"optim.{key}={getattr(self, key)} must be at least 0")
@@ -51,18 +59,23 @@ class OptimConfig:
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"optim.{key}={getattr(self, key)} must lie in [0, 1]")
 
+    def warmup_within(self, steps: int) -> int:
+        """Warm-up steps of a run of `steps`: warmup_steps, or a tenth of a run that has no room for them."""
+        return self.warmup_steps if self.warmup_steps < steps else steps // 10
+
 
 def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of `step` (0-based, of `steps`) as a fraction of the peak."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
+    warmup_steps = config.warmup_within(steps)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
     if config.schedule == "constant":
         return 1.0
     if config.schedule == "wsd":
         decay_steps = max(1, round(config.decay_fraction * steps))
         progress = max(0.0, (step - (steps - decay_steps)) / decay_steps)
         return 1.0 - (1.0 - config.min_lr_ratio) * progress
-    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -167,24 +180,57 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take moments and loss scale of `state`; rates, decay and betas stay the configuration's, which may differ.
 
-        ValueError where they are not this model's. Before its first step, an optimizer may have none.
+        ValueError where they are not this model's, and nothing has changed. Before its first step, an optimizer may
+        have none.
         """
         if len(state["optimizer"]) != len(self.parts):
             raise ValueError(f"the state of {len(state['optimizer'])} optimizers, expected {len(self.parts)}")
         for part, saved in zip(self.parts, state["optimizer"], strict=True):
-            parameters = [p for group in part.param_groups for p in group["params"]]
-            moments = saved["state"]
-            if moments and moments.keys() != set(range(len(parameters))):
-                raise ValueError(f"moments of {len(moments)} parameters, expected {len(parameters)}")
-            for index, values in moments.items():
-                for key, value in values.items():
-                    if value.shape not in ((), parameters[index].shape):
-                        expected = tuple(parameters[index].shape)
-                        raise ValueError(f"{key} of parameter {index} is {tuple(value.shape)}, expected {expected}")
+            _refuse_other_moments(part, saved)
+        scale = self.loss_scale and state.get("loss_scale")  # None: the run before had another dtype
+        if scale is not None:
+            for key in ("scale", "good_steps"):
+                value = scale.get(key) if isinstance(scale, dict) else None
+                _refuse_other_tensor(f"{key} of loss_scale", value, getattr(self.loss_scale, key), below_zero=False)
+        for part, saved in zip(self.parts, state["optimizer"], strict=True):
             part.load_state_dict(saved | {"param_groups": part.state_dict()["param_groups"]})
-        if self.loss_scale is not None and state.get("loss_scale"):  # else the run before had another dtype
-            self.loss_scale.scale.copy_(state["loss_scale"]["scale"])
-            self.loss_scale.good_steps.copy_(state["loss_scale"]["good_steps"])
+        if scale is not None:
+            self.loss_scale.scale.copy_(scale["scale"])
+            self.loss_scale.good_steps.copy_(scale["good_steps"])
+
+
+def _refuse_other_moments(part: torch.optim.Optimizer, saved: Any) -> None:
+    """ValueError where `saved` is not what `part.state_dict()` would give after some steps."""
+    parameters = [p for group in part.param_groups for p in group["params"]]
+    moments = saved.get("state") if isinstance(saved, dict) else None
+    if not isinstance(moments, dict):
+        raise ValueError(f"optimizer without moments by parameter: {type(saved).__name__}")
+    if moments and moments.keys() != set(range(len(parameters))):
+        raise ValueError(f"moments of {len(moments)} parameters, expected {len(parameters)}")
+    kinds, storages = MOMENTS[type(part)], set()
+    for index, values in moments.items():
+        if not isinstance(values, dict) or values.keys() != kinds.keys():
+            found = ", ".join(map(str, values)) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"parameter {index} has {found[:80] or 'nothing'}, expected {', '.join(kinds)}")
+        for key, value in values.items():
+            like = torch.zeros(()) if key == "step" else parameters[index]
+            _refuse_other_tensor(f"{key} of parameter {index}", value, like, below_zero=kinds[key])
+            storages.add(value.untyped_storage().data_ptr())
+    if len(storages) < len(moments) * len(kinds):
+        raise ValueError("moments that share their memory")
+
+
+def _refuse_other_tensor(name: str, value: Any, like: Tensor, *, below_zero: bool) -> None:
+    """ValueError where `value` is not a plain tensor of the shape and dtype of `like`, or holds what it cannot."""
+    if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
+        raise ValueError(f"{name} is a {type(value).__name__}, expected a tensor with values")
+    if value.shape != like.shape or value.dtype != like.dtype:
+        found, expected = (f"{tuple(tensor.shape)} in {tensor.dtype}" for tensor in (value, like))
+        raise ValueError(f"{name} is {found}, expected {expected}")
+    if not value.is_contiguous() or value.requires_grad:
+        raise ValueError(f"{name} is a view or has a gradient, expected values alone")
+    if value.isnan().any() or (not below_zero and (value < 0).any()):
+        raise ValueError(f"{name} holds {'NaN' if below_zero else 'what is below zero or NaN'}, expected numbers")
 
 
 def step_unless(part: torch.optim.Optimizer, skip: Tensor) -> None:
@@ -218,12 +264,25 @@ def step_and_restore_if(part: torch.optim.Optimizer, skip: Tensor) -> None:
         torch.where(skip, old, value, out=value)
 
 
+def newton_schulz_flops(model: nn.Module, config: OptimConfig) -> float:
+    """What Muon's five iterations over each of its matrices cost a step, in bfloat16; 0 for AdamW."""
+    sides = [sorted(p.shape) for p in _matrices_of_muon(model, config)]
+    return sum(5 * (4 * short**2 * long + 2 * short**3) for short, long in sides)
+
+
+def _matrices_of_muon(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
+    """Those inside the blocks."""
+    if config.name != "muon":
+        return []
+    return [p for name, p in model.named_parameters() if p.requires_grad and name.startswith("blocks.")]
+
+
 def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """AdamW first; then, for muon, Muon on the matrices inside the blocks."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     # weights of norms and biases are not to decay and are not for Muon: a model that has some needs a group for them
     assert all(p.ndim == 2 for _, p in named), "a weight that is no matrix"
-    muon = [p for name, p in named if config.name == "muon" and name.startswith("blocks.")]
+    muon = _matrices_of_muon(model, config)
     in_muon = {id(p) for p in muon}
     adamw = [p for _, p in named if id(p) not in in_muon]
     parts: list[torch.optim.Optimizer] = [
@@ -236,10 +295,11 @@ def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]
         )
     ]
     if muon:
+        muon_lr = config.lr * config.muon_lr_ratio
         parts.append(
             torch.optim.Muon(
-                [{"params": muon, "peak_lr": config.muon_lr}],
-                lr=config.muon_lr,
+                [{"params": muon, "peak_lr": muon_lr}],
+                lr=muon_lr,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
             )

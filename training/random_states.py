@@ -1,6 +1,7 @@
 """The random streams a run may draw from, as plain values that a checkpoint can hold without pickled code."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_states(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The states of Python's, NumPy's and PyTorch's generators; with a CUDA `device`, of that GPU's as well."""
+    """The states of Python's, NumPy's and PyTorch's generators; with a GPU as `device`, of that as well."""
     kind, keys, position, has_gauss, cached_gauss = np.random.get_state()
     states = {
         "python": random.getstate(),
@@ -24,13 +25,36 @@ def random_states(device: torch.device | str = "cpu") -> dict[str, Any]:
     }
     if torch.device(device).type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
+    if torch.device(device).type == "mps":
+        states["mps"] = torch.mps.get_rng_state()
     return states
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device | str = "cpu") -> None:
-    """Set every generator to `states`. A run that moves between CPU and GPU keeps the seed's own stream there."""
+    """Set every generator to `states`. A run that moves between CPU and GPU keeps the seed's own stream there.
+
+    ValueError, and nothing has changed, where Python's or NumPy's are no states: NumPy itself would read past its own.
+    """
+    match states["python"]:
+        case (3, tuple() as words, None | float()) if _is_twister(words[:-1], words[-1:]):
+            pass
+        case _:
+            raise ValueError("random.python is no state of Python's generator")
+    match states["numpy"]:
+        case ("MT19937", list() as words, position, 0 | 1, float()) if _is_twister(words, [position]):
+            pass
+        case _:
+            raise ValueError("random.numpy is no state of NumPy's generator")
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.device(device).type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+    if "mps" in states and torch.device(device).type == "mps":
+        torch.mps.set_rng_state(states["mps"])
+
+
+def _is_twister(words: Sequence[Any], position: Sequence[Any]) -> bool:
+    """Whether these are the 624 words of a Mersenne Twister and the place of the next one, as plain numbers."""
+    plain = all(type(number) is int and 0 <= number < 2**32 for number in (*words, *position))
+    return plain and len(words) == 624 and len(position) == 1 and position[0] <= 624

@@ -1,19 +1,30 @@
-"""Going on from a checkpoint: which one, what it must hold, whether this run can take it, what has changed since."""
+"""Going on from a checkpoint: which one, what it must hold, whether this run can take it, what has changed since.
 
+`resume` goes on with a run: weights, optimizer, random streams, step. `init_from` begins a run of its own with the
+weights of another.
+"""
+
+import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from model import GPT
-from training.checkpoint import META, STATE, Checkpoint, newest_complete, open_checkpoint
-from training.numbers import NumberCheck
+from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
+from training.numbers import SPIKE_WINDOW, NumberCheck
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
 # keys of the model group that say how the network is computed or regularised, not what its weights mean
 MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "dropout", "attention_dropout")
+# what weights that were trained otherwise can learn: other distances between tokens
+MAY_BE_LEARNED = ("window", "rope_base")
+# keys of the data group that leave the text and its split as they are
+NOT_OF_THE_TEXT = ("seq_len", "document_mask", "cache_dir", "num_workers")
 
 # what a run cannot go on without. The place in the data and in the schedule is the step: both are functions of it
 NEEDED_META = {
@@ -23,6 +34,7 @@ NEEDED_META = {
     "tokenizer": {"name": str},
     "vocab_size": int,
     "data_fingerprint": str,
+    "provenance": {"commit": (str, type(None))},
 }
 NEEDED_STATE = {
     "optimizer": list,
@@ -32,14 +44,41 @@ NEEDED_STATE = {
 }
 
 
-def find(resume: str | None, run_dir: Path, report: Callable[[str], None] = print) -> Checkpoint | None:
+def find(
+    resume: str | None, run_dir: Path, report: Callable[[str], None] = print, *, verify: tuple[str, ...] = FILES
+) -> Checkpoint | None:
     """The checkpoint to go on from, or None for a run that starts at its beginning.
 
     resume: a path, or "auto": the newest whole checkpoint of `run_dir`, if there is one.
+    verify: which of its files are read and compared with their checksums.
     """
     if resume == "auto":
-        return newest_complete(run_dir / "checkpoints", report)
-    return open_checkpoint(resume) if resume else None
+        return newest_complete(run_dir / "checkpoints", report, verify=verify)
+    return open_checkpoint(resume, verify=verify) if resume else None
+
+
+def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
+    """The settings of the run that `resume` goes on with, flat; what it had left open (auto) is open again.
+
+    Those of the checkpoint; where a run was killed before its first, those that `run_dir` was given; else none.
+    """
+    checkpoint = find(resume, run_dir, lambda line: None, verify=(META,))
+    if checkpoint:
+        return settings_as_asked(checkpoint)
+    written, description = run_dir / "config.yaml", run_dir / "run.json"
+    if not (written.exists() and description.exists()):
+        return {}
+    try:
+        return flat(yaml.safe_load(written.read_text())) | json.loads(description.read_text())["left_open"]
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{written} or {description.name} is damaged; remove the folder to start anew") from error
+
+
+def settings_as_asked(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Its settings, flat, as they were before anything was chosen for its machine."""
+    meta = {"left_open": {}, **checkpoint.meta}  # earlier versions wrote only what was chosen
+    checkpoint.refuse_without({**NEEDED_META, "left_open": {}}, meta, META)
+    return flat(meta["settings"]) | dict(meta["left_open"])
 
 
 def refuse_unless_same(
@@ -50,10 +89,45 @@ def refuse_unless_same(
     settings: the run's, resolved. tokenizer: its `tokenizer_state`.
     """
     checkpoint.refuse_without(NEEDED_META, checkpoint.meta, META)
-    before, steps = checkpoint.meta["settings"], settings["train"]["steps"]
-    here = f"resume={checkpoint.path}"
-    if checkpoint.step >= steps:
-        raise ValueError(f"{here} has done {checkpoint.step} steps of train.steps={steps}; raise train.steps")
+    before, here = checkpoint.meta["settings"], f"resume={checkpoint.path}"
+    began = settings["init_from"]
+    if began and began != before.get("init_from"):
+        raise ValueError(f"{here} has weights of its own, init_from={began} would replace them; leave one out")
+    _refuse_another_tokenizer(here, checkpoint, tokenizer, vocab_size)
+    _refuse_another_model(here, before, settings, MAY_CHANGE)
+    old, new = before["optim"].get("name"), settings["optim"]["name"]
+    if old != new:
+        raise ValueError(f"{here} was trained with optim.name={old}, this run has {new}; use {old}")
+
+
+def refuse_unless_it_fits(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], tokenizer: Mapping[str, str], vocab_size: int
+) -> None:
+    """ValueError where a run cannot begin with the weights of `checkpoint`; arguments as `refuse_unless_same`."""
+    checkpoint.refuse_without(NEEDED_META, checkpoint.meta, META)
+    here = f"init_from={checkpoint.path}"
+    _refuse_another_tokenizer(here, checkpoint, tokenizer, vocab_size)
+    _refuse_another_model(here, checkpoint.meta["settings"], settings, (*MAY_CHANGE, *MAY_BE_LEARNED))
+
+
+def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fingerprint: str) -> None:
+    """ValueError where the text has changed and no key of the data group says so."""
+    then, before, now = (
+        checkpoint.meta["data_fingerprint"],
+        checkpoint.meta["settings"].get("data", {}),
+        settings["data"],
+    )
+    same = all(before.get(key, now[key]) == now[key] for key in now if key not in NOT_OF_THE_TEXT)
+    if same and then != fingerprint:
+        text = f"data.files={now['files']}" if now["files"] else f"data.source={now['source']}"
+        raise ValueError(
+            f"resume={checkpoint.path} was trained on another text: {text} has changed since ({then[:12]}, now "
+            f"{fingerprint[:12]}); put it back, name the new one (data.files=NEW), or begin a run of its own with "
+            f"init_from={checkpoint.path}"
+        )
+
+
+def _refuse_another_tokenizer(here: str, checkpoint: Checkpoint, tokenizer: Mapping[str, str], vocab_size: int) -> None:
     then = checkpoint.meta["tokenizer"]
     if then["name"] != tokenizer["name"]:
         raise ValueError(
@@ -65,11 +139,15 @@ def refuse_unless_same(
             f"{here} was trained with tokenizer={then['name']} of {checkpoint.meta['vocab_size']} tokens, this run's "
             f"has {vocab_size} or other ones; use the data it was trained on"
         )
-    fixed = [("model", key) for key in settings["model"] if key not in MAY_CHANGE] + [("optim", "name")]
-    for group, key in fixed:
-        old, new = before[group].get(key), settings[group][key]
-        if old != new:
-            raise ValueError(f"{here} was trained with {group}.{key}={old}, this run has {new}; use {old}")
+
+
+def _refuse_another_model(
+    here: str, before: Mapping[str, Any], settings: Mapping[str, Any], may_change: tuple[str, ...]
+) -> None:
+    for key, new in settings["model"].items():
+        old = before["model"].get(key)
+        if old != new and key not in may_change:
+            raise ValueError(f"{here} was trained with model.{key}={old}, this run has {new}; use {old}")
 
 
 def state_of(optimizer: Optimizer, check: NumberCheck, best_loss: float, device: torch.device) -> dict[str, Any]:
@@ -87,6 +165,7 @@ def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: to
     state = checkpoint.load_state()
     checkpoint.refuse_without(NEEDED_STATE, state, STATE)
     try:
+        _refuse_other_losses(state["number_check"]["losses"])
         optimizer.load_state_dict(state)
         restore_random_states(state["random"], device)
     except torch.OutOfMemoryError:
@@ -96,22 +175,33 @@ def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: to
     return state
 
 
-def print_changes(
-    checkpoint: Checkpoint, settings: Mapping[str, Any], data_fingerprint: str, say: Callable[[str], None]
-) -> None:
-    """Say where the run goes on and what is not as it was then: 'optim.lr 0.0006 -> 0.0003', one line a key."""
+def _refuse_other_losses(losses: list[Any]) -> None:
+    """ValueError where these are not the losses that `NumberCheck` compares the next one with."""
+    if len(losses) > SPIKE_WINDOW or not all(type(loss) is float and math.isfinite(loss) for loss in losses):
+        raise ValueError(f"number_check.losses is not a list of at most {SPIKE_WINDOW} numbers")
+
+
+def print_changes(checkpoint: Checkpoint, description: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Say where the run goes on and what is not as it was then: 'optim.lr 0.0006 -> 0.0003', one line a key.
+
+    description: what checkpoints of this run will say of it, with its provenance.
+    """
     say(f"resumed    from {checkpoint.path} after {checkpoint.step} steps")
-    before, now = _flat(checkpoint.meta["settings"]), _flat(settings)
+    commits = [of["provenance"]["commit"] or "unknown" for of in (checkpoint.meta, description)]
+    if commits[0] != commits[1]:
+        say(f"changed    the commit {commits[0]} -> {commits[1]}")
+    before, now = flat(checkpoint.meta["settings"]), flat(description["settings"])
     for key in sorted(before | now):
         if before.get(key) != now.get(key) and key != "resume":
             say(f"changed    {key} {before.get(key)} -> {now.get(key)}")
-    then = checkpoint.meta["data_fingerprint"]
-    if then != data_fingerprint:
-        say(f"changed    the text itself {then[:12]} -> {data_fingerprint[:12]}")
+    texts = [of["data_fingerprint"] for of in (checkpoint.meta, description)]
+    if texts[0] != texts[1]:
+        say(f"changed    the text itself {texts[0][:12]} -> {texts[1][:12]}")
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value."""
+    values: dict[str, Any] = {}
     for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return values

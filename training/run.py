@@ -11,12 +11,13 @@ from typing import Any
 from data import Dataset, open_dataset, tokenizer_state
 from model import GPT, GPTConfig, resolve_model
 from training import memory, resume
-from training.checkpoint import Checkpoint
+from training.checkpoint import Checkpoint, open_checkpoint
 from training.evaluate import prompt_of
 from training.hardware import Hardware, set_up
 from training.memory import Plan
 from training.numbers import POLICIES
 from training.profile import refuse_too_few
+from training.speed import slow_on_a_cpu
 from training.wandb_run import wandb_mode
 
 
@@ -45,6 +46,9 @@ class TrainConfig:
         for key in ("steps", "batch_tokens", "log_every", "eval_windows", "keep_last"):
             if getattr(self, key) < 1:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at least 1")
+        for key, most in (("batch_tokens", 2**32), ("sample_tokens", 2**20)):
+            if getattr(self, key) > most:
+                raise ValueError(f"train.{key}={getattr(self, key)} must be at most {most}")
         for key in ("eval_every", "sample_every", "sample_tokens", "save_every", "keep_every", "seed", "data_seed"):
             if (getattr(self, key) or 0) < 0:
                 raise ValueError(f"train.{key}={getattr(self, key)} must be at least 0")
@@ -96,10 +100,12 @@ class Run:
     sequences_per_step: int
     plan: Plan  # of memory
     settings: dict[str, Any] = field(repr=False)  # all of the configuration as plain values, with the choices filled in
+    left_open: dict[str, Any]  # dotted key -> what the configuration said where `settings` has a choice
     dataset: Dataset | None = None
     tokenizer: dict[str, str] | None = None  # what rebuilds it
     prompt: list[int] = field(default_factory=list)  # tokens that a printed sample continues
     resumed: Checkpoint | None = None  # where the run goes on
+    initial: Checkpoint | None = None  # whose weights a new run begins with
     wandb: tuple[str, str] = ("disabled", "nothing is logged")  # mode, and why
 
     @property
@@ -110,21 +116,32 @@ class Run:
     def first_lines(self, model: GPT, run_dir: Path) -> list[str]:
         """What a run prints before its first step: what will run, and why."""
         dataset, steps, tokens = self.dataset, *(self.settings["train"][key] for key in ("steps", "batch_tokens"))
-        return [
+        optim = self.plan.optim
+        lines = [
             f"run        {run_dir}",
             f"hardware   {self.hardware.description}",
             f"attention  {self.model.attention} ({self.attention_reason})",
             f"loss       {self.model.loss} ({self.loss_reason})",
             f"model      {model.num_parameters():,} parameters, {self.model.num_layers} layers",
-            f"data       {len(dataset.train):,} tokens to learn from, {len(dataset.validation):,} held out; "
+            f"data       {len(dataset.train):,} training tokens, {len(dataset.validation):,} validation tokens; "
             f"{steps:,} steps of {tokens:,} tokens are {steps * tokens / len(dataset.train):.1f} epochs",
         ]
+        if (warmup := optim.warmup_within(steps)) != optim.warmup_steps:
+            asked = f"optim.warmup_steps={optim.warmup_steps}"
+            lines.append(f"warm-up    {warmup} steps, as train.steps={steps} has no room for {asked}")
+        if self.initial:
+            lines.append(f"weights    of {self.initial.path} after {self.initial.step} steps; all else begins anew")
+        if self.hardware.device.type == "cpu":
+            slow = slow_on_a_cpu(model, optim, self.hardware.dtype, batch_tokens=tokens, steps=steps)
+            lines += [f"slow       {slow}"] if slow else []
+        return lines
 
     @property
     def description(self) -> dict[str, Any]:
         """What a checkpoint says of the run."""
         return {
             "settings": self.settings,
+            "left_open": self.left_open,
             "tokenizer": self.tokenizer,
             "vocab_size": self.vocab_size,
             "data_fingerprint": self.dataset.fingerprint,
@@ -160,20 +177,26 @@ def resolve(
     hardware = hardware or set_up(settings.hardware)
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
-    text: dict[str, Any] = {}
+    asked, text = asdict(settings), {}
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)
         vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)
         prompt = prompt_of(settings.train.sample_prompt, dataset, settings.data.seq_len)
         resumed = resume.find(settings.resume, run_dir, report)
+        initial = open_checkpoint(settings.init_from) if settings.init_from and not resumed else None
         if resumed:
-            resume.refuse_unless_same(resumed, asdict(settings), tokenizer, vocab_size)
+            resume.refuse_unless_same(resumed, asked, tokenizer, vocab_size)
+            resume.refuse_another_text(resumed, asked, dataset.fingerprint)
+        if initial:
+            resume.refuse_unless_it_fits(initial, asked, tokenizer, vocab_size)
         if settings.profile:
             refuse_too_few(settings.train.steps - (resumed.step if resumed else 0))
         wandb = wandb_mode(settings.logger)
-        text = {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "resumed": resumed, "wandb": wandb}
+        text = {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "wandb": wandb}
+        text |= {"resumed": resumed, "initial": initial}
     plan = memory.plan(settings, model, hardware, vocab_size)
-    train = replace(settings.train, micro_batch=plan.micro_batch)
+    chosen = asdict(replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch)))
+    before, now = resume.flat(asked), resume.flat(chosen)
     return Run(
         hardware=hardware,
         model=model,
@@ -184,6 +207,7 @@ def resolve(
         micro_batch=plan.micro_batch,
         sequences_per_step=settings.sequences_per_step,
         plan=plan,
-        settings=asdict(replace(settings, model=model, train=train)),
+        settings=chosen,
+        left_open={key: value for key, value in before.items() if value != now[key]},
         **text,
     )

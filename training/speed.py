@@ -8,12 +8,18 @@ alike. Two conventions for the pairs of a causal mask are in use and differ by 2
 """
 
 import time
+from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
 from kernels.device import dense_bf16_peak_flops
 from model import GPT
 from training.hardware import Hardware
+from training.optimizer import OptimConfig, newton_schulz_flops
+
+SLOW_STEP_SECONDS = 10.0
+FEW_FLOPS = 1e11  # a step of so many is not slow on any CPU
 
 
 class Speed:
@@ -103,3 +109,41 @@ def mfu(flops_a_token: float, tokens_per_second: float | None, peak_flops: float
     if tokens_per_second is None or peak_flops is None:
         return None
     return flops_a_token * tokens_per_second / peak_flops
+
+
+def measured_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of this CPU in a matrix product of 512 x 512, the best of three after the first."""
+    x = torch.ones(512, 512, dtype=dtype)
+    marks = []
+    for _ in range(5):
+        marks.append(time.perf_counter())
+        x @ x
+    return 2 * 512**3 / min(end - begin for begin, end in pairwise(marks[1:]))
+
+
+def slow_on_a_cpu(
+    model: GPT,
+    optim: OptimConfig,
+    dtype: torch.dtype,
+    *,
+    batch_tokens: int,
+    steps: int,
+    rate: Callable[[torch.dtype], float] = measured_rate,
+) -> str | None:
+    """What steps on a CPU will take, and what would be faster, in a line; None where they are not slow.
+
+    An estimate from FLOPs at the `rate` of large matrix products in each format; nothing is drawn from a random stream.
+    """
+    flops, of_muon = model_flops(model)["causal"] * batch_tokens, newton_schulz_flops(model, optim)
+    if flops + of_muon < FEW_FLOPS:
+        return None
+    in_model, in_muon = flops / rate(dtype), of_muon / rate(torch.bfloat16) if of_muon else 0.0
+    seconds = in_model + in_muon
+    if seconds < SLOW_STEP_SECONDS:
+        return None
+    share = f", {in_muon / seconds:.0%} of it in Muon's Newton-Schulz iteration" if of_muon else ""
+    remedy = "optim=adamw, " if in_muon > in_model else ""
+    return (
+        f"about {seconds:,.0f} s a step on this CPU{share}, {seconds * steps / 3600:,.1f} h for train.steps={steps}; "
+        f"use {remedy}model=tiny, a smaller train.batch_tokens, or a GPU"
+    )

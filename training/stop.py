@@ -1,22 +1,47 @@
 """Being asked to stop: a signal or a time limit ends the run after the step it is in, with everything saved.
 
 Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (what `sbatch --signal=USR1@120` sends),
-as a shell counts them: 128 + the signal; 75 (sysexits.h: try again later) after `train.max_hours`; 65 after numbers
-that were not finite (training/numbers.py). In each case the same command with resume=auto goes on. (2 is a user's
-mistake, conf/program.py, and memory that ran out, training/memory.py: something has to be changed first.) A second
-signal takes its default action: the process is gone at once.
+129 after SIGHUP (a closed terminal), as a shell counts them: 128 + the signal; 75 (sysexits.h: try again later) after
+`train.max_hours`; 65 after numbers that were not finite (training/numbers.py). In each case the run goes on with
+`command_to_go_on`. (2 is a user's mistake, conf/program.py, and memory that ran out, training/memory.py: something has
+to be changed first.) A second signal takes its default action: the process is gone at once. Not so a second SIGHUP: a
+terminal that is closed sends two, the shell's and the kernel's. Where SIGHUP was ignored before (nohup), it still is.
 """
 
 import os
+import re
+import shlex
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+SIGHUP = getattr(signal, "SIGHUP", None)
 EXIT_TIME_LIMIT = 75
 SHOW_CURSOR = b"\x1b[?25h"
+
+
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+
+
+def command_to_go_on(run_dir: Path, *changes: str) -> str:
+    """What to paste into this shell, in this folder, to resume `run_dir` with `changes` (key=value)."""
+    folder = str(run_dir) if "/" in str(run_dir) else f"./{run_dir}"  # never a number, null or auto
+    if not re.fullmatch(r"[\w./-]+", folder, flags=re.ASCII):  # Hydra reads more into other characters
+        folder = re.sub(r"(\\*)\$\{", r"\1\1\\${", folder)
+        folder = '"' + re.sub(r'(\\*)("|$)', lambda end: end[1] * 2 + end[2].replace('"', r"\""), folder) + '"'
+    here = Path.cwd()
+    program = str(TRAIN.relative_to(here) if TRAIN.is_relative_to(here) else TRAIN)
+    if "UV" in os.environ and here == TRAIN.parent:  # `uv run` in the checkout
+        python = ["uv", "run", "python"]
+    else:
+        python = ["python"] if shutil.which("python") == sys.executable else [sys.executable]
+    return shlex.join([*python, program, f"resume={folder}", *changes])
 
 
 class StopRequest:
@@ -53,6 +78,8 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         try:
             for number in SIGNALS:
+                if number == SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not the main thread: Python allows no handlers there
             pass
@@ -66,6 +93,8 @@ class StopRequest:
         self.reason, self.exit_code = signal.Signals(number).name, 128 + number
         # the default action needs no Python to run: it ends a process that is deep in a compiler or a stuck disk
         for other in self._previous:
-            signal.signal(other, signal.SIG_DFL)
-        if sys.stdout.isatty():  # the progress bar hid it, and may not get to show it again
-            os.write(sys.stdout.fileno(), SHOW_CURSOR)
+            signal.signal(other, signal.SIG_IGN if other == SIGHUP else signal.SIG_DFL)
+        # the progress bar hid it, and may not get to show it again; a closed terminal takes nothing
+        if sys.stdout is not None and sys.stdout.isatty():
+            with suppress(OSError):
+                os.write(sys.stdout.fileno(), SHOW_CURSOR)

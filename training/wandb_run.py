@@ -7,22 +7,30 @@ import os
 import secrets
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 WANDB_URL = "https://api.wandb.ai"
+# key of metrics.jsonl -> name in wandb, which makes a section of each group; others keep theirs
+NAMES = {
+    **{key: f"train/{key}" for key in ("loss", "lr", "grad_norm", "loss_scale", "loss_spikes", "bad_steps")},
+    **{f"val_{key}": f"val/{key}" for key in ("loss", "perplexity", "bits_per_byte")},
+    **{key: f"speed/{key}" for key in ("tokens_per_second", "mfu", "mfu_full", "peak_memory_gib")},
+}
 _PATIENCE_SECONDS = 5.0  # for the one question that decides whether wandb's server is within reach
 
 
 @dataclass
 class LoggerConfig:
     wandb: str = "auto"  # auto (online where a login is found, else offline) | online | offline | disabled
-    project: str = "flashgpt"
-    group: str | None = None  # runs to be compared
-    tags: list[str] = field(default_factory=list)
+    project: str = "flashgpt"  # wandb's, as entity, name, group and tags are
+    entity: str | None = None  # team or user; null: the login's own
+    name: str | None = None  # of the run; null: its folder's
+    group: str | None = None  # runs to be compared; null: of a sweep's runs, its folder
+    tags: list[str] = field(default_factory=list)  # words to find the run by
 
     def __post_init__(self) -> None:
         if self.wandb not in WANDB_MODES:
@@ -58,7 +66,7 @@ def _has_wandb_login() -> bool:
         try:
             if netrc.netrc(Path(file).expanduser()).authenticators(host):
                 return True
-        except (OSError, netrc.NetrcParseError):
+        except (OSError, RuntimeError, netrc.NetrcParseError):  # RuntimeError: this user has no home
             continue
     return False
 
@@ -76,9 +84,19 @@ def _silence_of_server() -> str | None:
 
 
 def start_wandb(
-    run_dir: Path, config: LoggerConfig, settings: Mapping[str, Any], mode: str, why: str, *, resumed: bool
+    run_dir: Path,
+    config: LoggerConfig,
+    settings: Mapping[str, Any],
+    mode: str,
+    why: str,
+    *,
+    resumed: bool,
+    commit: Callable[[], str | None] = lambda: None,
 ) -> tuple[Any, str]:
     """Start a wandb run that never asks and never waits long; (the run or None, a sentence).
+
+    commit: asked for the commit that wandb is told. wandb's own look at git is switched off: the address of a remote
+    may name its user.
 
     ValueError where it was asked for by name and does not start.
     """
@@ -94,17 +112,22 @@ def start_wandb(
         if resumed and mode == "offline":  # the new folder will hold the whole run: the old ones are not to be synced
             for earlier in run_dir.glob(f"wandb/offline-run-*-{run_id}"):
                 earlier.rename(earlier.with_name(f"superseded-{earlier.name}"))
+        folder = run_dir.resolve()
+        is_of_a_sweep = (folder.parent / "multirun.yaml").is_file()  # Hydra's
         run = wandb.init(
             project=config.project,
-            group=config.group,
+            entity=config.entity,
+            group=config.group or ("/".join(folder.parent.parts[-2:]) if is_of_a_sweep else None),
             tags=config.tags or None,
-            name="/".join(run_dir.resolve().parts[-2:]),
+            name=config.name or "/".join(folder.parts[-2:]),
             id=run_id,
             resume="allow" if resumed and mode == "online" else None,
             dir=run_dir,
             mode=mode,
             config=dict(settings),
-            settings=wandb.Settings(silent=True, console="off", init_timeout=30, x_disable_stats=True),
+            settings=wandb.Settings(
+                silent=True, console="off", init_timeout=30, x_disable_stats=True, disable_git=True, git_commit=commit()
+            ),
         )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
@@ -113,7 +136,7 @@ def start_wandb(
         if config.wandb == "online":
             raise ValueError(f"logger.wandb=online but {reason}; use logger.wandb=offline") from error
         return None, f"{reason}; going on without it"  # a logger does not stop a run
-    note = f"wandb {mode} ({why})"
+    note = f"wandb {mode} ({why}), without console output, system metrics and git remote"
     if mode == "offline":
         note += f"; later: wandb sync {Path(run.dir).parent}"
     return run, note
@@ -121,8 +144,13 @@ def start_wandb(
 
 def send(run: Any, step: int, values: Mapping[str, Any]) -> None:
     """Hand a step to wandb, on its own step axis; one that it already has from before a crash it drops."""
-    numbers = {key: math.nan if value is None else value for key, value in values.items()}
+    numbers = {key: math.nan if value is None else value for key, value in named(values).items()}
     run.log({"step": step, **numbers}, step=step)
+
+
+def named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` under their names in wandb."""
+    return {NAMES.get(key, key): value for key, value in values.items()}
 
 
 def brief(error: Exception) -> str:

@@ -1,13 +1,13 @@
 """Speed of attention: `python -m scripts.bench.attention` times ours beside PyTorch's kernels in one process.
 
 One row for each implementation, shape and pass: p50 and p99 of many runs with a cold L2 cache, TFLOP/s (forward
-4 B H Nq Nk D, backward 2.5 times that, halved when causal, whatever an implementation really computes), GB/s of the
-tensors that must be touched, and the peak of memory beyond the inputs. Out of memory is a row.
+4 B H Nq Nk D, backward 2.5 times that, halved when causal, whatever an implementation really computes), and the peak of
+memory beyond the inputs. Out of memory is a row.
 
 `bench.attention=[flash,fp8,sdpa_cudnn]` adds the 8-bit forward (one Hopper GPU, inputs quantized beforehand, as a cache
 holds them) and, to every forward row, the relative error of O against float64 on the first head. `bench.mask` also
 takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence, causal. A forward
-that takes less than 1 ms also has Python's share. The run's folder gets attention.json, attention.csv and charts of
+that takes less than 1 ms also has Python's share. The run's folder gets attention.json and charts of
 speed and memory against N.
 
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
@@ -37,7 +37,7 @@ from kernels import (
     quantize_per_head,
 )
 from kernels.support import why_not_fp8
-from scripts.bench.clock import measure
+from scripts.bench.clock import measure, peak_bytes
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_unknown, table
 from training.hardware import DTYPES, HardwareConfig, set_up
 from training.speed import attention_flops
@@ -59,8 +59,8 @@ LABELS = {
 @dataclass
 class BenchConfig:
     attention: list[str] = field(default_factory=lambda: [*ATTENTION])  # fp8, our 8-bit forward, may be added
-    seq_len: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072])
-    head_dim: list[int] = field(default_factory=lambda: [64, 128])
+    seq_len: list[int] = field(default_factory=lambda: [2**k for k in range(9, 18)])  # tokens of queries and of keys
+    head_dim: list[int] = field(default_factory=lambda: [64, 128])  # 16 to 256
     mask: list[str] = field(default_factory=lambda: ["causal", "full"])  # causal | full | window | packed
     group: list[int] = field(default_factory=lambda: [1])  # query heads that share a KV head
     passes: list[str] = field(default_factory=lambda: ["forward", "backward"])  # forward | backward
@@ -111,14 +111,6 @@ class Cell:
         half, quarter, eighth = (self.seq_len // part for part in (2, 4, 8))
         return [half, quarter, eighth, self.seq_len - half - quarter - eighth]
 
-    def touched_bytes(self, which: str, eight_bits: bool = False) -> int:
-        """Q, K, V and O once; the backward also reads dO and writes three gradients."""
-        q = self.batch * self.num_heads * self.seq_len * self.head_dim * DTYPES[self.dtype].itemsize
-        kv = q * self.num_kv_heads // self.num_heads
-        if eight_bits:
-            return q // 2 + kv + q
-        return 2 * q + 2 * kv if which == "forward" else 4 * q + 4 * kv
-
 
 @program("tool", BenchSettings, run_dir="runs/bench_attention")
 def main(settings: BenchSettings, run_dir: Path) -> None:
@@ -131,7 +123,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
         for name in bench.attention:
             report.rows += run_cell(name, cell, bench, hardware.device)
     draw(report)
-    report.finish(table(report.rows, NAMES, FIGURES, "attention"), csv_too=True)
+    report.finish(table(report.rows, NAMES, FIGURES, "attention"))
 
 
 NAMES: Columns = {
@@ -143,11 +135,9 @@ FIGURES: Columns = {
     "ms p50": "{ms:.3f}",
     "p99": "{ms_p99:.3f}",
     "TFLOP/s": "{tflops:.1f}",
-    "GB/s": "{gb_per_s:.0f}",
     "peak MiB": "{peak_extra_mib:.0f}",
     "Python, us": "{python_us:.0f}",
     "error of O": "{relative_error:.2%}",
-    "of them V's transpose, ms": "{values_ms:.3f}",
 }
 
 
@@ -194,35 +184,26 @@ def run_cell(name: str, cell: Cell, bench: BenchConfig, device: torch.device) ->
 
 def time_cell(name: str, cell: Cell, which: str, bench: BenchConfig, device: torch.device) -> Row:
     q, k, v, do = tensors(cell, device)
-    on_cuda, extra = device.type == "cuda", {}
-    if name == "fp8":
-        attention, extra["values_ms"] = eight_bits(q, k, v, cell, bench.budget_ms)
-    else:
-        attention = implementation(name, cell, device)
-    held_bytes = torch.cuda.memory_allocated(device) if on_cuda else 0
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+    attention = eight_bits(q, k, v, cell) if name == "fp8" else implementation(name, cell, device)
+    extra = {}
     if which == "forward":
         with torch.no_grad():
-            o = attention(q, k, v)
-            peak = torch.cuda.max_memory_allocated(device) - held_bytes if on_cuda else None
+            peak = peak_bytes(lambda: attention(q, k, v), device)
             if "fp8" in bench.attention and cell.mask in ("causal", "full"):
-                extra["relative_error"] = relative_error(o, q, k, v, cell.mask == "causal")
+                extra["relative_error"] = relative_error(attention(q, k, v), q, k, v, cell.mask == "causal")
             times = measure(lambda: attention(q, k, v), device, bench.budget_ms)
-            if on_cuda and times.p50 < 1.0:
+            if device.type == "cuda" and times.p50 < 1.0:
                 extra["python_us"] = python_us(lambda: attention(q, k, v))
     else:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
+        peak = peak_bytes(lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), do, retain_graph=True), device)
         o = attention(q, k, v)
-        torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-        peak = torch.cuda.max_memory_allocated(device) - held_bytes if on_cuda else None
         times = measure(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), device, bench.budget_ms)
     return extra | {
         "ms": times.p50,
         "ms_p99": times.p99,
         "runs": times.runs,
         "tflops": cell.flops(which) / times.p50 / 1e9,
-        "gb_per_s": cell.touched_bytes(which, name == "fp8") / times.p50 / 1e6,
         "peak_extra_mib": None if peak is None else peak / 2**20,
     }
 
@@ -268,23 +249,18 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
     return sdpa
 
 
-def eight_bits(q: Tensor, k: Tensor, v: Tensor, cell: Cell, budget_ms: float) -> tuple[Callable[..., Tensor], float]:
-    """The FP8 forward of q, k and v, quantized here, and the milliseconds that transposing V takes of each call.
+def eight_bits(q: Tensor, k: Tensor, v: Tensor, cell: Cell) -> Callable[..., Tensor]:
+    """The FP8 forward of q, k and v, quantized here; the function ignores the tensors that it is given.
 
-    The function takes and ignores the tensors that it was made from. NotImplementedError where the kernel cannot run.
+    NotImplementedError where the kernel cannot run.
     """
     if cell.mask in ("window", "packed"):
         raise NotImplementedError(f"fp8 does not take {cell.mask}")
     (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantize_per_head(x) for x in (q, k, v))
     if reason := why_not_fp8(q8, k8, v8):
         raise NotImplementedError(reason)
-    from kernels.hopper.fp8_values import launch_values
-
-    batch, heads, seq_len, head_dim = v.shape
-    values = torch.empty((batch, heads, head_dim, -(-seq_len // 16) * 16), dtype=v8.dtype, device=v.device)
-    values_ms = measure(lambda: launch_values(v8, values), v.device, budget_ms).p50
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    return lambda *_: flash_attention_fp8(q8, k8, v8, **scales, causal=cell.mask == "causal"), values_ms
+    options = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "causal": cell.mask == "causal"}
+    return lambda *_: flash_attention_fp8(q8, k8, v8, **options)
 
 
 def relative_error(o: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:

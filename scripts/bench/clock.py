@@ -1,4 +1,4 @@
-"""How long a device takes: for a call, over many runs with a cold L2 cache; and for the parts of a training step."""
+"""What a call takes of a device: time over many runs with a cold L2 cache, memory; and the parts of a training step."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +63,18 @@ def measure(call: Callable[[], object], device: torch.device, budget_ms: float =
         torch.cuda.synchronize(device)
     spans = sorted(1e3 * begin.seconds_to(end) for begin, end in marks)
     return Milliseconds(spans[len(spans) // 2], spans[min(len(spans) - 1, int(0.99 * len(spans)))], len(spans))
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """The most memory that call() takes beyond what is held; None where PyTorch does not count it."""
+    if device.type != "cuda":
+        call()
+        return None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - held
 
 
 class Parts:

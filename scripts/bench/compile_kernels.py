@@ -24,21 +24,19 @@ import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import triton
-from triton.backends.compiler import GPUTarget
 
 from conf.program import program
-from scripts.bench.kernel_plans import ARCHS, Plan, plans, source_of
+from kernels.device import SHARED_LIMIT_BYTES
+from scripts.bench.kernel_plans import ARCHS, compiled, plans
 
-# CUDA guide, table 30
-SHARED_LIMIT_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 SPILL_LIMIT_BYTES = 32  # a few bytes outside the loop cost nothing that can be measured
 DOES_NOT_FIT = "TOO MUCH SHARED MEMORY"
 OPCODES = (
-    "HGMMA", "QGMMA", "HMMA", "PRMT", "R2UR", "WARPGROUP.DEPBAR", "UTMALDG", "UTMASTG", "REDG.E.ADD.F32x4", "LDL",
-    "STL",
+    "HGMMA", "QGMMA", "HMMA", "PRMT", "WARPGROUP.DEPBAR", "UTMALDG", "UTMASTG", "REDG.E.ADD.F32x4",
 )  # fmt: skip
 FAILED = 1
 
@@ -57,20 +55,20 @@ class CompileSettings:
 
 @program("tool", CompileSettings)
 def main(settings: CompileSettings, run_dir: Path) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ValueError("TRITON_INTERPRET=1: a process that interprets kernels cannot compile them; unset it")
     known = plans(settings.arch)
-    chosen = [plan for plan in known if re.search(settings.only, plan.name)]
+    chosen = [name for name in known if re.search(settings.only, name)]
     if not chosen:
         raise ValueError(
             f"only={settings.only!r} matches none of the {len(known)} plans of arch={settings.arch}; "
-            f"give a part of a name as in {known[0].name!r}"
+            f"give a part of a name as in {next(iter(known))!r}"
         )
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise ValueError("TRITON_INTERPRET=1: a process that interprets kernels cannot compile them; unset it")
     before = rows_of(settings.against) if settings.against else {}
     print(f"{'plan':76} regs spill  KB GMMA HMMA DEPBAR   all  sass")
     rows = []
     with ProcessPoolExecutor(settings.workers) as pool:
-        for row in pool.map(compile_plan, chosen):
+        for row in pool.map(partial(compile_plan, settings.arch), chosen):
             if settings.against and row["plan"] not in before:
                 row["notes"].append("new")
             elif settings.against and not same_program(row, before[row["plan"]]):
@@ -86,39 +84,39 @@ def main(settings: CompileSettings, run_dir: Path) -> None:
         sys.exit(FAILED)
 
 
-def compile_plan(plan: Plan) -> dict:
+def compile_plan(arch: int, plan: str) -> dict:
     """Compile one plan and read its resources and its instructions. Runs in a worker process."""
-    compiled = triton.compile(source_of(plan), target=GPUTarget("cuda", plan.arch, 32), options=plan.launch)
+    kernel = compiled(plans(arch)[plan], arch)
     tools = triton.knobs.nvidia
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
-        cubin.write_bytes(compiled.asm["cubin"])
+        cubin.write_bytes(kernel.asm["cubin"])
         usage = output(tools.cuobjdump.path, "--dump-resource-usage", cubin)
         sass = output(tools.nvdisasm.path, "-c", cubin)
         complaints = []
-        if plan.kernel.startswith("hopper"):  # only ptxas says why it serialized wgmma, and Triton does not pass it on
-            ptx.write_text(compiled.asm["ptx"])
+        if plan.startswith("hopper"):  # only ptxas says why it serialized wgmma, and Triton does not pass it on
+            ptx.write_text(kernel.asm["ptx"])
             opinion = output(tools.ptxas.path, "-v", "--gpu-name=sm_90a", ptx, "-o", Path(folder, "again.cubin"))
             complaints = sorted(set(re.findall(r"C75\d\d", opinion)))
     resources = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-    code = instructions(sass, compiled.metadata.name)
+    code = instructions(sass, kernel.metadata.name)
     row = {
-        "plan": plan.name,
+        "plan": plan,
         "registers": int(resources["REG"]),
         "spill_bytes": max(int(resources["STACK"]), int(resources["LOCAL"])),
-        "shared_bytes": compiled.metadata.shared,
+        "shared_bytes": kernel.metadata.shared,
         **{opcode: sum(bool(re.search(rf"\b{re.escape(opcode)}", line)) for line in code) for opcode in OPCODES},
         "instructions": len(code),
         "sass": hashlib.sha256("\n".join(code).encode()).hexdigest(),
-        "ptx": hashlib.sha256(without_lines(compiled.asm["ptx"], compiled.metadata.name).encode()).hexdigest(),
+        "ptx": hashlib.sha256(without_lines(kernel.asm["ptx"], kernel.metadata.name).encode()).hexdigest(),
         "complaints": complaints,
     }
     wgmma = row["HGMMA"] + row["QGMMA"]
     verdicts = {
-        DOES_NOT_FIT: row["shared_bytes"] > SHARED_LIMIT_BYTES[plan.arch],
+        DOES_NOT_FIT: row["shared_bytes"] > SHARED_LIMIT_BYTES[arch],
         "spills": row["spill_bytes"] > SPILL_LIMIT_BYTES,
         "wgmma serialized": bool(complaints) or row["WARPGROUP.DEPBAR"] * 2 > wgmma > 0,
-        "no wgmma": plan.arch == 90 and plan.dtype != "fp32" and plan.kernel != "decode" and row["HMMA"] > 0,
+        "no wgmma": arch == 90 and "fp32" not in plan and not plan.startswith("decode") and row["HMMA"] > 0,
     }
     return row | {"notes": [note for note, true in verdicts.items() if true]}
 

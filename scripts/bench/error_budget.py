@@ -31,6 +31,7 @@ from kernels import (
 )
 from kernels.support import why_not_fp8
 from scripts.bench.report import Columns, Report, Row, refuse_unknown, table
+from scripts.selftest import gradients
 from training.hardware import DTYPES, HardwareConfig, set_up
 
 TENSORS = ("o", "dq", "dk", "dv")
@@ -54,11 +55,11 @@ FP8_METHODS = ("bfloat16", "one scale", "scale a head", "scale a head, turned")
 
 @dataclass
 class BudgetConfig:
-    cases: list[str] = field(default_factory=lambda: list(CASES))
-    dtypes: list[str] = field(default_factory=lambda: ["bfloat16", "float16", "float32"])
-    head_dim: list[int] = field(default_factory=lambda: [64, 128])
+    cases: list[str] = field(default_factory=lambda: list(CASES))  # options of attention, each by itself
+    dtypes: list[str] = field(default_factory=lambda: ["bfloat16", "float16", "float32"])  # of q, k and v
+    head_dim: list[int] = field(default_factory=lambda: [64, 128])  # 16 to 256
     seq_len: int = 1024  # tokens of queries and of keys
-    num_heads: int = 4
+    num_heads: int = 4  # of queries
     fp8: list[str] = field(default_factory=lambda: list(FP8_DATA))  # normal | outliers | uneven heads | sink
     draws: int = 8  # independent inputs; the confidence interval is over them
 
@@ -119,9 +120,9 @@ def measure(case: str, dtype: str, head_dim: int, budget: BudgetConfig, device: 
     means: dict[str, list[float]] = {name: [] for name in attentions}
     for draw in range(budget.draws):
         inputs, options = make_inputs(case, DTYPES[dtype], head_dim, budget, device, seed=draw)
-        exact = gradients(plain, [x.double() for x in inputs], options)
+        exact = gradients(plain, [x.double() for x in inputs], **options)
         for name, attention in attentions.items():
-            found = gradients(attention, inputs, options)
+            found = gradients(attention, inputs, **options)
             wrong = {x: a.double() - e for x, a, e in zip(TENSORS, found, exact, strict=True)}
             worst[name] = {x: max(worst[name][x], float(wrong[x].abs().max())) for x in TENSORS}
             means[name].append(float(wrong["o"].mean()))
@@ -166,15 +167,6 @@ def make_inputs(case: str, dtype: torch.dtype, head_dim: int, budget: BudgetConf
         starts = torch.tensor([0, *ends, tokens], dtype=torch.int32, device=device)
         options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": tokens, "max_seqlen_k": tokens}
     return [q, k, v, do], options
-
-
-def gradients(attention, inputs: list[Tensor], options: dict) -> tuple[Tensor, ...]:
-    """O, dQ, dK, dV."""
-    *qkv, do = (x.detach().clone() for x in inputs)
-    for x in qkv:
-        x.requires_grad_()
-    o = attention(*qkv, **options)
-    return o.detach(), *torch.autograd.grad(o, qkv, do.to(o.dtype))
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:

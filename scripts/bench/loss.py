@@ -16,8 +16,8 @@ from torch import Tensor
 
 from conf.program import program
 from kernels import cross_entropy, linear_cross_entropy
-from scripts.bench.clock import measure
-from scripts.bench.report import Columns, Report, Row, table
+from scripts.bench.clock import measure, peak_bytes
+from scripts.bench.report import Columns, Report, Row, refuse_below_one, table
 from training.hardware import Hardware, HardwareConfig, set_up
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -25,23 +25,17 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class LossBenchSettings:
-    tokens: int = 65536
-    n_embd: int = 768
+    tokens: int = 65536  # rows of hidden states
+    n_embd: int = 768  # their width
     vocab_size: int = 50257  # GPT-2's
     padded_vocab: int = 50304  # rows of the table
-    chunk_tokens: list[int] = field(default_factory=lambda: [2048, 4096, 8192, 16384])
+    chunk_tokens: list[int] = field(default_factory=lambda: [2048, 4096, 8192, 16384])  # tokens at a time
     exact_tokens: int = 2048  # float64 logits of all tokens would not fit
     budget_ms: float = 1000.0  # of measuring, each
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        sizes = {key: getattr(self, key) for key in ("tokens", "n_embd", "vocab_size", "exact_tokens")}
-        for key, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{key}={value} must be at least 1")
-        for chunk in self.chunk_tokens:
-            if chunk < 1:
-                raise ValueError(f"chunk_tokens={chunk} must be at least 1")
+        refuse_below_one("", self, "tokens", "n_embd", "vocab_size", "exact_tokens", "chunk_tokens")
         if self.padded_vocab < self.vocab_size:
             raise ValueError(f"padded_vocab={self.padded_vocab} must be at least vocab_size={self.vocab_size}")
 
@@ -131,19 +125,11 @@ def measured(
     found = gradients(loss, hardware, h[:few], weight, targets[:few])
     errors = [((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(found, exact, strict=True)]
     del found
-    on_cuda = hardware.device.type == "cuda"
-    if on_cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(hardware.device)
-        held = torch.cuda.memory_allocated(hardware.device)
-    gradients(loss, hardware, h, weight, targets)
-    peak = (torch.cuda.max_memory_allocated(hardware.device) - held) / 2**30 if on_cuda else None
-    times = measure(
-        lambda: gradients(loss, hardware, h, weight, targets), hardware.device, budget_ms=settings.budget_ms
-    )
-    return {"ms": times.p50, "extra_gib": peak} | dict(
-        zip(("loss_error", "dh_error", "dweight_error"), errors, strict=True)
-    )
+    whole = lambda: gradients(loss, hardware, h, weight, targets)  # noqa: E731
+    peak = peak_bytes(whole, hardware.device)
+    times = measure(whole, hardware.device, budget_ms=settings.budget_ms)
+    row = {"ms": times.p50, "extra_gib": None if peak is None else peak / 2**30}
+    return row | dict(zip(("loss_error", "dh_error", "dweight_error"), errors, strict=True))
 
 
 if __name__ == "__main__":

@@ -4,26 +4,37 @@ A benchmark makes `Report(name, folder, hardware)`, appends to `rows`, and calls
 with a key `error` says in a few words why it has no figures.
 """
 
-import csv
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table as ConsoleTable
 
+from training.curves import picture
 from training.log import provenance
 
 Row = dict[str, Any]
 Columns = dict[str, str]  # heading -> what a row has there, as a format string over the row's keys
+
+# an attention has one colour in every picture; what is no attention of ours or a peer's has another
+COLOURS = {
+    "naive": "black", "flash": "C0", "sdpa_flash": "C1", "sdpa_cudnn": "C2", "fp8": "C3", "sdpa_efficient": "C4",
+    "flex": "C5", "tiled": "C6", "sdpa": "C8",
+}  # fmt: skip
+OTHER_COLOURS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
+STYLES = ("-", "--", ":", "-.")  # of lines of one colour
+
+
+def colour(attention: str, number: int) -> str:
+    """Of the line of `attention`, which is the picture's `number`th."""
+    return COLOURS.get(attention, OTHER_COLOURS[number % len(OTHER_COLOURS)])
 
 
 def refuse_unknown(group: str, config: Any, **known: Iterable[str]) -> None:
@@ -32,6 +43,14 @@ def refuse_unknown(group: str, config: Any, **known: Iterable[str]) -> None:
         for value in getattr(config, name):
             if value not in allowed:
                 raise ValueError(f"{group}.{name}={value} is not one of {', '.join(allowed)}")
+
+
+def refuse_below_one(group: str, config: Any, *names: str) -> None:
+    """ValueError where a number of `config`, alone or in a list, is below 1; None may be."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and any(number < 1 for number in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{group}{name}={value} must be at least 1")
 
 
 @dataclass
@@ -105,7 +124,7 @@ class Report:
     """What a benchmark found.
 
     Attributes:
-        name: of its files in `folder`: <name>.json, <name>.md, and what `csv_too` and pictures add.
+        name: of its files in `folder`: <name>.json, <name>.md, and pictures.
         hardware: where it ran, in words.
         more: facts beside the rows, which go into the JSON.
     """
@@ -116,10 +135,16 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
 
-    def finish(self, *tables: Table, csv_too: bool = False, last: dict[str, Any] | None = None) -> None:
+    def finish(self, *tables: Table, last: dict[str, Any] | None = None) -> None:
         """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found."""
-        origin = {"hardware": self.hardware, "provenance": provenance() | {"driver": driver()}}
-        found = origin | self.more | ({"rows": self.rows} if self.rows else {})
+        driver = next((gpu["driver_version"] for gpu in installed_gpus()), None)
+        origin = {"hardware": self.hardware, "provenance": provenance() | {"driver": driver}}
+        found = origin | self.more
+        text = json.dumps(found, indent=2)
+        if self.rows:
+            found["rows"] = self.rows
+            rows = ",\n".join(json.dumps(row) for row in self.rows)  # a line each
+            text = text.removesuffix("\n}") + f',\n  "rows": [\n{rows}\n  ]\n}}'
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
         console.print(self.hardware, markup=False)
         for shown in tables:
@@ -127,11 +152,9 @@ class Report:
             if shown.caption:
                 console.print(shown.caption, markup=False)
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"{self.name}.json").write_text(json.dumps(found, indent=2) + "\n")
+        (self.folder / f"{self.name}.json").write_text(text + "\n")
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
         (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n")
-        if csv_too:
-            write_csv(self.folder / f"{self.name}.csv", self.rows, {"machine": self.hardware, **found["provenance"]})
         print(json.dumps((last or found) | {"folder": str(self.folder)}))
 
 
@@ -143,46 +166,15 @@ def origin_line(report: dict[str, Any]) -> str:
     return f"{report['hardware']}; {versions}{driver}; commit {source['commit']}; `{source['command']}`"
 
 
-def write_csv(path: Path, rows: list[Row], origin: dict[str, Any]) -> None:
-    """One line a row, each with where it comes from."""
-    keys = dict.fromkeys(key for row in rows for key in row) | dict.fromkeys(origin)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(keys), restval="")
-        writer.writeheader()
-        writer.writerows(row | origin for row in rows)
-
-
-def driver() -> str | None:
-    """NVIDIA's driver version; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.check_output(query, text=True).split("\n")[0]
-
-
-@contextmanager
-def picture(
-    path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float], title: str = "", **shared: bool
-) -> Iterator[list[Any]]:
-    """Yields rows x columns axes of matplotlib; then adds grid and one legend for all, and writes `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # there may be no screen
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **shared)
-    yield list(panels.flat)
-    labelled: dict[str, Any] = {}  # label -> handle, once for all panels
-    for axes in panels.flat:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        handles, labels = axes.get_legend_handles_labels()
-        labelled = dict(zip(labels, handles, strict=True)) | labelled
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+def installed_gpus() -> list[dict[str, str]]:
+    """Name and driver of what NVIDIA's driver knows, whatever PyTorch sees; [] without a driver."""
+    keys = ("name", "driver_version")
+    command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [dict(zip(keys, line.split(", "), strict=True)) for line in lines]
 
 
 @dataclass(frozen=True)
@@ -196,21 +188,27 @@ class Panel:
 
 
 def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callable[[Row], str], title: str) -> None:
-    """Figures against the length of a sequence, a curve a label; a cross where memory ran out."""
+    """Figures against the length of a sequence, a curve a label; a cross where memory ran out.
+
+    The colour is the row's attention; labels that share one differ in their lines.
+    """
     from matplotlib.ticker import NullLocator
 
     panels = [panel for panel in panels if any(row.get(panel.key) for row in rows)]  # a CPU has no memory to show
-    lengths, labels = sorted({row["seq_len"] for row in rows}), list(dict.fromkeys(map(label, rows)))
+    lengths, attention = sorted({row["seq_len"] for row in rows}), {label(row): row["attention"] for row in rows}
+    alike = {label: [name for name in attention if attention[name] == attention[label]] for label in attention}
     with picture(path, 1, len(panels), size=(4.8 * len(panels), 4.2), title=title) as all_axes:
         for axes, panel in zip(all_axes, panels, strict=True):
-            for number, name in enumerate(labels):
+            for number, name in enumerate(attention):
+                style = {"color": colour(attention[name], number), "markersize": 4, "label": name}
+                style["linestyle"] = STYLES[alike[name].index(name) % len(STYLES)]
                 part = [row for row in rows if label(row) == name and panel.of(row)]
                 done = [(row["seq_len"], row[panel.key]) for row in part if row.get(panel.key)]
                 if not done:
                     continue
-                axes.plot(*zip(*done, strict=True), marker="o", markersize=4, color=f"C{number}", label=name)
+                axes.plot(*zip(*done, strict=True), marker="o", **style)
                 if full := [row["seq_len"] for row in part if row.get("error") == "out of memory"]:
-                    axes.scatter(full, [done[-1][1]] * len(full), marker="x", color=f"C{number}", s=40)
+                    axes.scatter(full, [done[-1][1]] * len(full), marker="x", color=style["color"], s=40)
                     place = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
                     axes.annotate("out of memory", (full[len(full) // 2], done[-1][1]), **place)
             is_wide = panel.may_be_log and axes.dataLim.y1 > 10 * axes.dataLim.y0

@@ -64,6 +64,5 @@ def save_cost(step: Callable[[], None], model: GPT, optimizer: Optimizer, hardwa
         "save_ms_least": costs[0],  # of the pairs
         "save_ms_most": costs[-1],
         "save_block_steps": block_steps,
-        "save_spread": max(blocks[False]) / min(blocks[False]) - 1,  # of blocks without a save
         "save_every_at_promise": max(1, math.ceil(cost_ms / (PROMISE * step_ms))),  # steps
     }

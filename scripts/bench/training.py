@@ -26,7 +26,7 @@ from model import ATTENTION, GPT, resolve_model
 from model.config import LOSSES
 from model.recompute import MODES
 from scripts.bench.clock import Mark, Parts
-from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_unknown, table
+from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_below_one, refuse_unknown, table
 from scripts.bench.saving import save_cost
 from training.hardware import Hardware, set_up
 from training.memory import DoesNotFit
@@ -53,10 +53,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         attention = ("auto", *ATTENTION, *SDPA_KERNELS)
         refuse_unknown("bench", self, attention=attention, checkpointing=MODES, loss=LOSSES)
-        for key in ("steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens"):
-            value = getattr(self, key)
-            if value is not None and any(number < 1 for number in (value if isinstance(value, list) else [value])):
-                raise ValueError(f"bench.{key}={value} must be at least 1")
+        refuse_below_one("bench.", self, "steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens")
 
 
 @dataclass
@@ -184,15 +181,11 @@ def figures(settings: BenchSettings, micro_batch: int, hardware: Hardware, run_d
     seconds = [begin.seconds_to(end) for begin, end in pairwise(marks)][bench.warmup_steps :]
     by_step = [part.seconds() for part in parts[bench.warmup_steps :]]
     rate = settings.train.batch_tokens / statistics.median(seconds)
-    flops, chip_peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
     row = {
         "tokens_per_second": round(rate),
         "step_ms": round(1e3 * statistics.median(seconds), 2),
-        "step_ms_fastest": round(1e3 * min(seconds), 2),
-        "step_ms_slowest": round(1e3 * max(seconds), 2),
         **{f"{name}_ms": round(1e3 * statistics.median(s[name] for s in by_step), 2) for name in by_step[0]},
-        "mfu": mfu(flops["causal"], rate, chip_peak),
-        "mfu_full": mfu(flops["full"], rate, chip_peak),
+        "mfu": mfu(model_flops(model)["causal"], rate, peak_flops(hardware.device, hardware.dtype)),
         "peak_memory_gib": hardware.peak_memory_gib(),
     }
     if bench.saving:

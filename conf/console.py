@@ -1,0 +1,58 @@
+"""A console that cannot be written (full disk, `| head`, closed terminal, ASCII) ends no program."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+
+class Output:
+    """A text stream whose failures to write are no errors: what it does not take is left out, and it is tried again.
+
+    Characters that its encoding lacks are written as \\u65e5.
+
+    Args:
+        report: told of the first failure.
+    """
+
+    def __init__(self, stream: TextIO, report: Callable[[OSError], None] = lambda error: None) -> None:
+        self._stream, self._report = stream, report
+        self._failed = False
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._attempt(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, call: Callable[..., object], *arguments: str) -> None:
+        try:
+            call(*arguments)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                self._report(error)
+
+
+def protect_console(*, prints_only: bool) -> None:
+    """Make `sys.stdout` and `sys.stderr` an Output each, once; they stay so until the interpreter has ended.
+
+    What happened to stdout is said once on stderr, but nothing of `| head` where the program `prints_only`.
+    """
+
+    def report(error: OSError) -> None:
+        if not (prints_only and isinstance(error, BrokenPipeError)):
+            print(f"the console cannot be written ({error.strerror}); the program goes on without it", file=sys.stderr)
+
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before the start; its number must not become a file's
+            stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        if not isinstance(stream, Output):
+            setattr(sys, name, Output(stream, report) if name == "stdout" else Output(stream))

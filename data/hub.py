@@ -1,0 +1,124 @@
+"""Any text dataset of the Hugging Face hub, or a folder laid out like one, through `datasets`.
+
+Rows come in the order of the dataset's files, some thousand at a time, so memory does not grow with the dataset. The
+hub's files are copied to its cache (HF_HOME) unless data.streaming=true; those of data.local_dir are read in place.
+"""
+
+import re
+import reprlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data.config import DataConfig
+from data.shards import file_sha256
+
+Rows = Callable[[], Iterator[str]]
+
+_PATIENCE_SECONDS = 5.0  # for the one small question that decides whether the hub is within reach
+_ROWS = 8192  # rows handed over at a time
+
+
+def hash_folder(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file in data.local_dir by its path there; hidden files, as git's, are not the dataset's."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = [path.relative_to(folder) for path in paths]
+    return {
+        name.as_posix(): file_sha256(path)
+        for path, name in zip(paths, names, strict=True)
+        if not any(part.startswith(".") for part in name.parts)
+    }
+
+
+def open_splits(data: DataConfig, folder: Path | None) -> tuple[dict[str, Rows], str]:
+    """The texts of the rows of each split, in order; and the hub's commit (of a `folder`: a hash by `datasets`).
+
+    Raises ValueError, one line that names the ways out, where neither the hub nor its cache has the dataset; where
+    the cache has another revision than data.revision; and for a split or column that the dataset lacks.
+    """
+    import datasets
+
+    splits = {"train": data.split, "validation": data.validation_split, "test": data.test_split}
+    offline = datasets.config.HF_HUB_OFFLINE
+    with _one_line(data):
+        try:
+            # without a network `datasets` retries for 23 s before it looks into its cache; offline it looks at once
+            datasets.config.HF_HUB_OFFLINE = offline or bool(folder) or not within_reach(data.name, data.revision)
+            builder = datasets.load_dataset_builder(str(folder or data.name), data.config, revision=data.revision)
+            if hasattr(builder.config, "on_mixed_types"):
+                builder.config.on_mixed_types = None  # else one number makes JSON with quotes of every text
+            if re.fullmatch("[0-9a-f]{40}", data.revision or "") and not folder and builder.hash != data.revision:
+                raise ValueError(f"the cache in HF_HOME holds commit {builder.hash} in place of {data.revision}")
+            if data.streaming or folder:
+                read: Callable[[str], Any] = builder.as_streaming_dataset
+            else:
+                builder.download_and_prepare()
+                read = builder.as_dataset
+            tables = {split: read(spec) for split, spec in splits.items() if spec}
+        finally:
+            datasets.config.HF_HUB_OFFLINE = offline
+    return {split: partial(_texts, data, split, table) for split, table in tables.items()}, builder.hash
+
+
+def within_reach(name: str, revision: str | None) -> bool:
+    """Does the hub answer? That it has no such dataset is an answer, too."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # the latter: base of all that its HTTP client raises
+
+    try:
+        HfApi().dataset_info(name, revision=revision, timeout=_PATIENCE_SECONDS)
+    except HfHubHTTPError as error:
+        return error.response.status_code < 500
+    except (OSError, HTTPError):
+        return False
+    return True
+
+
+def _texts(data: DataConfig, split: str, table: Any) -> Iterator[str]:
+    batches, number = table.with_format("arrow").iter(_ROWS), 0
+    while True:
+        with _one_line(data):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        if data.text_field not in batch.column_names:
+            raise ValueError(
+                f'{_title(data)} has no column "{data.text_field}"; '
+                f"choose one of them with data.text_field: {', '.join(batch.column_names)}"
+            )
+        for text in batch[data.text_field].to_pylist():
+            number += 1
+            if not isinstance(text, str):
+                raise ValueError(
+                    f'{_title(data)}: row {number} of its {split} split has no text in its column "{data.text_field}" '
+                    f"(it is {reprlib.repr(text)}); choose another column with data.text_field"
+                )
+            yield text
+
+
+def _title(data: DataConfig) -> str:
+    if data.local_dir:
+        return f"data.local_dir={data.local_dir}"
+    return " ".join(filter(None, (data.name, data.config)))
+
+
+@contextmanager
+def _one_line(data: DataConfig) -> Iterator[None]:
+    """What `datasets` and the hub's client raise, as a ValueError of one line."""
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        yield
+    except (OSError, HTTPError, DatasetsError, ValueError, RuntimeError) as error:  # pyarrow's are among them
+        reason = " ".join(str(error).split("\n")[:2]).strip().rstrip(".") or type(error).__name__
+        if data.local_dir:
+            remedy = "correct the folder, data.config or data.split"
+            raise ValueError(f"{_title(data)} cannot be read ({reason}); {remedy}") from error
+        raise ValueError(
+            f"{_title(data)} cannot be had from the Hugging Face hub ({type(error).__name__}: {reason}); correct "
+            "data.name, data.config or data.split, or without a network use data.local_dir=FOLDER with the dataset's "
+            "files, data=text data.files=FILE, or a filled HF_HOME"
+        ) from error

@@ -1,0 +1,235 @@
+"""The picture that a run leaves, and runs over each other: finished, under way, killed, swept."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from matplotlib.figure import Figure
+
+from conf.program import program
+from scripts import break_it, parity
+from scripts.bench.report import OTHER_COLOURS, Panel, draw_lengths
+from tests.runs import SMALL, small_run, told
+from tests.test_text import Echo
+from train import train
+from training import curves
+from training.comparison import labels, runs_below, state
+from training.curves import LossPicture, draw_run, read_run
+from training.lock import locked
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def written(folder: Path, records: list[dict], summary: dict | None = None, **settings) -> Path:
+    """A run's folder as far as `scripts.compare` reads it."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    if settings:
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    return folder
+
+
+def record(step: int, **values: float) -> dict:
+    return {"step": step, "loss": 5 / step, "lr": 1e-3, "grad_norm": 1.0, "tokens": 8 * step, "seconds": 1.0} | values
+
+
+RECORDS = [record(1), record(2, val_loss=3.0), {"step": 3, "val_loss": 2.5}, record(4, loss=None)]
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[Figure]:
+    """Every figure that is written."""
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: figures.append(figure) or save(figure, *a, **k))
+    return figures
+
+
+# ---- of one run
+
+
+def test_a_run_leaves_its_picture_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(curves, "_SHARE_OF_TIME", 1e9)
+    seen = []
+    monkeypatch.setattr(
+        curves, "draw_run", lambda run, path: seen.append(run["records"][-1]["step"]) or draw_run(run, path)
+    )
+    train(small_run(tmp_path, "train.steps=6", "train.eval_every=2"), tmp_path / "run")
+    assert seen == [2, 4, 6]
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "logging    metrics.jsonl and, at evaluations, loss.png in " in out
+    assert f"the curves are in {tmp_path / 'run' / 'loss.png'}" in out
+    assert not list((tmp_path / "run").glob(".*"))
+
+
+def test_the_picture_has_both_losses_the_rate_and_the_norm(tmp_path, drawn):
+    draw_run(read_run(written(tmp_path / "run", RECORDS, {"unigram_val_loss": 3.28})), tmp_path / "loss.png")
+    losses, rate, norm = drawn[0].axes
+    training, validation, unigram = losses.lines
+    assert training.get_xydata().tolist() == [[1, 5.0], [2, 2.5]]
+    assert validation.get_xydata().tolist() == [[2, 3.0], [3, 2.5]]
+    assert unigram.get_ydata() == [3.28, 3.28]
+    assert [len(axes.lines[0].get_xdata()) for axes in (rate, norm)] == [3, 3]
+    assert {line.get_color() for line in (training, validation, *rate.lines, *norm.lines)} == {"C0"}  # of the run
+    shown = [text.get_text() for text in losses.get_legend().get_texts()]
+    assert shown == ["training", "validation", "unigram model of the same text (3.28)"]
+
+
+def test_drawing_takes_a_fiftieth_of_the_time_at_most(tmp_path, monkeypatch):
+    now, seen = [100.0], []
+
+    def slow(run, path):
+        seen.append(now[0])
+        now[0] += 2.0
+
+    monkeypatch.setattr(curves.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(curves, "draw_run", slow)
+    picture = LossPicture(written(tmp_path / "run", RECORDS), print)
+    picture.draw()
+    for later in (50.0, 49.0, 2.0):
+        now[0] += later
+        picture.draw()
+    picture.draw(last=True)
+    assert seen == [100.0, 203.0, 205.0]  # 50 times 2 s after 102
+
+
+def test_what_cannot_be_drawn_is_said_once_and_stops_nothing(tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    monkeypatch.setattr(curves, "_SHARE_OF_TIME", 1e9)
+    summary = train(small_run(tmp_path, "train.steps=4", "train.eval_every=1"), tmp_path / "run")
+    assert summary["exit_code"] == 0
+    assert capsys.readouterr().out.count("No space left") == 1
+
+
+# ---- over each other
+
+
+def test_half_a_last_line_is_left_out(tmp_path):
+    run = written(tmp_path / "run", RECORDS)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    assert [r["step"] for r in read_run(run)["records"]] == [1, 2, 3, 4]
+    assert read_run(run)["records"][2] == {"step": 3, "val_loss": 2.5, "tokens": 24, "seconds": 1.0}
+
+
+def test_what_became_of_a_run(tmp_path):
+    finished = written(tmp_path / "0", RECORDS, {"steps": 4, "stopped": None})
+    stopped = written(tmp_path / "1", RECORDS, {"steps": 4, "stopped": "SIGTERM"})
+    killed = written(tmp_path / "2", RECORDS)
+    killed_later = written(tmp_path / "3", RECORDS, {"steps": 2, "stopped": "SIGTERM"})
+    running = written(tmp_path / "4", RECORDS)
+    with locked(running):
+        states = [state(read_run(run)) for run in (finished, stopped, killed, killed_later, running)]
+    assert states == ["finished", "stopped by SIGTERM", "killed", "killed", "running"]
+    assert state(read_run(running)) == "killed"
+
+
+LR = [{"optim": {"lr": lr}, "train": {"steps": 9}, "logger": {"tags": [str(lr)]}} for lr in (1e-3, 3e-4, 0.02, 6)]
+WIDE = {"model": {"num_layers": 4, "n_embd": 128, "window": None, "mlp": "gelu"}}
+DEEP = {"model": {"num_layers": 12, "n_embd": 768, "window": 9, "mlp": "swiglu"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (LR, ["optim.lr=1e-3", "optim.lr=3e-4", "optim.lr=0.02", "optim.lr=6"]),
+        (
+            [{"a": None, "b": True}, {"a": 1, "b": True}, {"a": 1, "b": False}],
+            ["a=null, b=true", "a=1, b=true", "a=1, b=false"],
+        ),
+        ([WIDE, DEEP], ["model.num_layers=4", "model.num_layers=12"]),
+        ([WIDE, WIDE], ["sweep/0", "sweep/1"]),
+        ([WIDE], ["sweep/0"]),
+    ],
+)
+def test_runs_are_called_by_what_differs(tmp_path, settings, expected):
+    folders = [written(tmp_path / "sweep" / str(n), RECORDS, **each) for n, each in enumerate(settings)]
+    assert labels(folders) == expected
+    assert runs_below(tmp_path / "sweep") == folders
+    assert runs_below(folders[0]) == folders[:1]
+
+
+def test_runs_of_their_own_that_differ_in_much_are_called_by_their_folders(tmp_path):
+    folders = [written(tmp_path / name / "now", RECORDS, **each) for name, each in (("a", WIDE), ("b", DEEP))]
+    assert labels(folders) == ["a/now", "b/now"]
+
+
+def test_the_runs_of_a_sweep_stay_in_order(tmp_path):
+    folders = [written(tmp_path / str(n), RECORDS) for n in range(12)]
+    assert runs_below(tmp_path) == folders
+
+
+def test_a_sweep_ends_with_its_table(tmp_path, monkeypatch, capsys, drawn):
+    small_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    own = ["data=text", "data.files=corpus.txt", "data.cache_dir=cache", *SMALL, "train.steps=2"]
+    done = told("train", ["-m", "optim.lr=1e-3,3e-4", *own], monkeypatch, capsys)
+    assert done.code == 0, done.error
+    (sweep,) = (tmp_path / "runs" / "quickstart").iterdir()
+    table = done.out[done.out.rindex("finished") - 400 :]
+    for label in ("optim.lr=1e-3", "optim.lr=3e-4"):
+        assert f" {label} finished " in " ".join(table.split())
+    assert f"the curves over each other are in {(sweep / 'compare.png').relative_to(tmp_path)}" in done.out
+    shown = [text.get_text() for text in drawn[-1].legends[0].get_texts()]
+    assert shown == ["optim.lr=1e-3", "optim.lr=3e-4", "training", "validation"]
+
+    killed = runs_below(sweep)[1]
+    (killed / "summary.json").unlink()
+    again = told("scripts.compare", [str(sweep), "out=again.png"], monkeypatch, capsys)
+    rows = json.loads(again.out.splitlines()[-1])["runs"]
+    assert [(row["run"], row["state"]) for row in rows] == [("optim.lr=1e-3", "finished"), ("optim.lr=3e-4", "killed")]
+    assert [row["steps"] for row in rows] == [2, 2]
+
+
+@pytest.mark.parametrize(("code", "runs"), [(65, 3), (143, 1)])
+def test_a_sweep_outlives_a_run_that_diverges_and_no_signal(tmp_path, monkeypatch, code, runs):
+    seen, ended = [], []
+
+    @program("tool", Echo, after_sweep=ended.append)
+    def main(settings: Echo, run_dir: Path) -> None:
+        seen.append(settings.steps)
+        if settings.steps == 1:
+            sys.exit(code)
+
+    monkeypatch.setattr(sys, "argv", ["echo.py", "-m", "steps=1,2,3", f"hydra.sweep.dir={tmp_path}"])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == code
+    assert seen == [1, 2, 3][:runs]
+    assert len(ended) == (runs == 3)
+
+
+# ---- colours
+
+
+def test_an_attention_has_one_colour_in_every_picture(tmp_path, drawn):
+    rows = [
+        {"seq_len": n, "attention": name, "mode": mode, "ms": n} for name in ("naive", "flash", "mine") for n in (1, 2)
+        for mode in ("none", "full")
+    ]  # fmt: skip
+    for chosen in (rows, rows[4:]):
+        draw_lengths(tmp_path / "x.png", chosen, [Panel("ms", "ms")], "{attention}, {mode}".format_map, "")
+    report = {
+        "runs": {"naive": {"losses": [3, 2]}, "flash": {"losses": [3, 2]}},
+        "verdicts": {"flash": {}},
+        "noise": {"band": [1, 1]},
+        "passes": True,
+    }
+    parity.draw(report, tmp_path / "x.png", "")
+    break_it.draw({"right": {"losses": [3, 2]}, "no rescaling": {"losses": [3, 1]}}, tmp_path / "x.png")
+    found = [{line.get_label(): line.get_color() for line in figure.axes[0].lines} for figure in drawn]
+    assert [each.get("naive, none") or each.get("naive") or each.get("right") for each in found] == [
+        *("black", None, "black", "black")
+    ]
+    assert [each.get("flash, full") or each.get("flash") for each in found] == ["C0", "C0", "C0", None]
+    assert found[3]["no rescaling"] == OTHER_COLOURS[1]
+    styles = {line.get_label(): line.get_linestyle() for line in drawn[0].axes[0].lines}
+    assert (styles["flash, none"], styles["flash, full"]) == ("-", "--")

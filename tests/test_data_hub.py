@@ -1,0 +1,308 @@
+"""Any dataset of the hub is read row by row from a folder laid out like it, from the hub's cache, or from the hub."""
+
+import json
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+from omegaconf import OmegaConf
+
+from data import DataConfig, Dataset, hub, open_dataset
+from data.textfiles import TextFile, lines
+from data.wikitext import articles
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data"
+COMMITS = ("a" * 40, "b" * 40)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("asked the network"))
+    monkeypatch.setattr(hub, "within_reach", lambda *_: False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two configurations with a train split of two files and a validation split each, as a repository on the hub."""
+    return lay_out(
+        tmp_path / "set",
+        {
+            "en": {"train": [["en one", "en two"], ["", "en three"]], "validation": [["en held out"]]},
+            "de": {"train": [["de eins", "de zwei"], ["de drei"]], "validation": [["de zuletzt"]]},
+        },
+        column="body",
+    )
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+def lay_out(path: Path, configs: dict[str, dict[str, list[list[str]]]], column: str = "text") -> Path:
+    """Parquet files of `configs` (name -> split -> files -> rows), and the card that says which is which."""
+    card = "configs:\n"
+    for config, splits in configs.items():
+        card += f"- config_name: {config}\n  data_files:\n"
+        (path / config).mkdir(parents=True)
+        for split, files in splits.items():
+            card += f"  - split: {split}\n    path: {config}/{split}-*\n"
+            for i, rows in enumerate(files):
+                table = pa.table({"n": range(len(rows)), column: rows})
+                pq.write_table(table, path / config / f"{split}-{i:05d}-of-{len(files):05d}.parquet")
+    (path / "README.md").write_text(f"---\n{card}---\n# A dataset\n")
+    return path
+
+
+def opened(cache: Path, **values: object) -> Dataset:
+    return open_dataset(DataConfig(**{"source": "hub", "cache_dir": str(cache)} | values | {"seq_len": 1}), "bytes")
+
+
+def text_of(dataset: Dataset, split: str) -> str:
+    """The tokens as text, documents separated by |."""
+    return bytes(ord("|") if i == 256 else i for i in dataset.tokens[split][:].tolist()).decode()
+
+
+def in_the_hubs_cache(folder: Path, name: str, config: str, commits: tuple[str, ...], place: Path, patch) -> None:
+    """Put `folder` into the cache of `datasets` at `place`, as if the hub's `name` had been loaded at each commit."""
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", place)
+    copy = folder.rename(folder.with_name(name.partition("/")[2]))  # files in the cache begin with the dataset's name
+    builder = datasets.load_dataset_builder(str(copy), config, cache_dir=str(place / "made"))
+    builder.download_and_prepare()
+    for commit in commits:
+        shutil.copytree(builder.cache_dir, place / name.replace("/", "___") / config / "0.0.0" / commit)
+
+
+# --- a folder
+
+
+def test_a_folder_laid_out_as_on_the_hub(folder, cache, tmp_path):
+    """Files in their order, each row a document; the split that is held out is the dataset's own."""
+    german = {"config": "de", "validation_split": "validation", "text_field": "body"}
+    dataset = opened(cache, local_dir=str(folder), **german)
+    assert text_of(dataset, "train") == "de eins|de zwei|de drei"
+    assert text_of(dataset, "validation") == "de zuletzt"
+    assert dataset.path.name.startswith("de-bytes-")
+    english = opened(cache, local_dir=str(folder), **german | {"config": "en"})
+    assert text_of(english, "train") == "en one|en two|en three", "an empty row is no document"
+    swapped = german | {"split": "validation", "validation_split": "train", "test_split": "train"}
+    other = opened(cache, local_dir=str(folder), **swapped)
+    assert text_of(other, "train") == "de zuletzt"
+    assert list(other.tokens) == ["train", "validation", "test"]
+    assert len({dataset.fingerprint, english.fingerprint, other.fingerprint}) == 3
+
+    moved = folder.rename(tmp_path / "elsewhere")
+    (moved / ".git").mkdir()
+    (moved / ".git" / "HEAD").write_text("ref")
+    assert opened(cache, local_dir=str(moved), **german).fingerprint == dataset.fingerprint
+    pq.write_table(pa.table({"body": ["anders"]}), moved / "de" / "validation-00000-of-00001.parquet")
+    assert opened(cache, local_dir=str(moved), **german).fingerprint != dataset.fingerprint
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_without_a_validation_split_the_end_is_held_out(folder, cache):
+    values = {"local_dir": str(folder), "config": "de", "text_field": "body", "split": "train"}
+    dataset = opened(cache, **values, validation_fraction=0.5)
+    assert (text_of(dataset, "train"), text_of(dataset, "validation")) == ("de eins|de ", "zwei|de drei")
+    assert opened(cache, **values, validation_fraction=0.25).fingerprint != dataset.fingerprint
+
+
+def test_rows_are_read_one_batch_at_a_time(folder, monkeypatch):
+    """The second file is junk, and the first one's rows come all the same: nothing reads ahead of what is tokenized."""
+    monkeypatch.setattr(hub, "_ROWS", 1)
+    next((folder / "de").glob("train-00001*")).write_bytes(b"PAR1 junk PAR1")
+    data = DataConfig(source="hub", local_dir=str(folder), config="de", text_field="body")
+    rows = hub.open_splits(data, folder)[0]["train"]()
+    assert [next(rows), next(rows)] == ["de eins", "de zwei"]
+    with pytest.raises(ValueError, match=r"data\.local_dir=.* cannot be read \(") as refused:
+        next(rows)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"config": "fr"}, "BuilderConfig 'fr' not found. Available: ['en', 'de']"),
+        ({}, "Please pick one among the available configs: ['en', 'de']"),
+        ({"config": "de", "split": "test"}, "Bad split: test. Available splits: ['train', 'validation']"),
+        ({"config": "de"}, 'has no column "text"; choose one of them with data.text_field: n, body'),
+        ({"config": "de", "text_field": "n"}, "row 1 of its train split has no text in its column \"n\" (it is 0)"),
+        ({"local_dir": "{p}/nowhere"}, "nowhere is not a folder; give a path from"),
+        ({"local_dir": "~nosuchuser/set"}, "data.local_dir=~nosuchuser/set names no home"),
+        ({"local_dir": "{p}/set/de", "documents": "wikitext", "text_field": "nothing"}, 'has no column "nothing"'),
+        ({"local_dir": "{p}/empty"}, "doesn't contain any data files"),
+        ({"local_dir": "{p}/mixed"}, "changed from string to number"),
+        ({"local_dir": "{p}/lines"}, "row 2 of its train split has no text in its column \"text\" (it is None)"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(values, says, folder, cache, tmp_path):
+    for name, rows in (("empty", []), ("mixed", ["a", 3]), ("lines", ["a", None])):
+        (tmp_path / name).mkdir()
+        if rows:
+            (tmp_path / name / "train.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    values = {key: value.replace("{p}", str(tmp_path)) for key, value in values.items()}
+    with pytest.raises(ValueError, match=re.escape(says)) as refused:
+        opened(cache, **{"local_dir": str(folder)} | values)
+    assert "\n" not in str(refused.value)
+    assert not cache.exists() or not list(cache.iterdir())
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_a_folder_does_not_pass_for_a_dataset_of_the_hub(folder, cache, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(ValueError, match=r"data\.name=set is a folder in .*; use data\.local_dir=set"):
+        opened(cache, name="set", config="de", text_field="body")
+
+
+# --- the hub, and its cache
+
+
+def test_from_the_hubs_cache(folder, cache, tmp_path, monkeypatch):
+    """Without a network; what is read is the commit that was asked for, and the fingerprint is that commit's."""
+    in_the_hubs_cache(folder, "us/corpus", "de", COMMITS[:1], tmp_path / "hf", monkeypatch)
+    german = {"name": "us/corpus", "config": "de", "validation_split": "validation", "text_field": "body"}
+    newest = opened(cache, **german)
+    assert text_of(newest, "train") == "de eins|de zwei|de drei"
+    assert newest.manifest["about"]["commit"] == COMMITS[0]
+    pinned = opened(cache, **german, revision=COMMITS[0])
+    assert pinned.fingerprint == newest.fingerprint
+    with pytest.raises(ValueError, match=f"holds commit {COMMITS[0]} in place of {COMMITS[1]}"):
+        opened(cache, **german, revision=COMMITS[1])
+    part = opened(cache, **german | {"split": "train[:2]"})
+    assert text_of(part, "train") == "de eins|de zwei"
+    assert text_of(opened(cache, **german, streaming=True), "train") == "de eins|de zwei|de drei"
+    shutil.rmtree(tmp_path / "hf")
+    assert opened(cache, **german).fingerprint == newest.fingerprint, "a tokenized copy needs no hub"
+
+
+def test_another_commit_is_another_text(folder, cache, tmp_path, monkeypatch):
+    """Two machines that found different commits under one name do not take the texts for the same."""
+    in_the_hubs_cache(folder, "us/corpus", "de", COMMITS, tmp_path / "hf", monkeypatch)
+    place, found = tmp_path / "hf" / "us___corpus" / "de" / "0.0.0", []
+    for commit in COMMITS:
+        shutil.move(place / commit, tmp_path / commit)
+    for commit in COMMITS:
+        shutil.copytree(tmp_path / commit, place / commit)
+        found.append(opened(cache / commit, name="us/corpus", config="de", text_field="body").fingerprint)
+        shutil.rmtree(place / commit)
+    assert len(set(found)) == 2
+
+
+def test_what_is_asked_of_the_hub(folder, cache, monkeypatch):
+    """Name, configuration and revision; nothing is prepared on the disk where data.streaming is on."""
+    asked, ask = [], datasets.load_dataset_builder
+
+    def load_dataset_builder(*request, **options):
+        asked.append((request, options))
+        builder = ask(str(folder), request[1])
+        builder.hash = COMMITS[0]
+        builder.download_and_prepare = lambda: asked.append("copy")
+        builder.as_dataset = builder.as_streaming_dataset
+        return builder
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    monkeypatch.setattr(hub, "within_reach", lambda *_: True)
+    for streaming in (True, False):
+        values = {"name": "us/corpus", "config": "en", "revision": COMMITS[0], "text_field": "body"}
+        opened(cache / str(streaming), **values, streaming=streaming)
+    request = (("us/corpus", "en"), {"revision": COMMITS[0]})
+    assert asked == [request, request, "copy"]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ConnectionError("refused"),
+        OfflineModeIsEnabled("offline"),
+        HTTPError("500"),
+        TimeoutError(),
+        RuntimeError("x.py"),
+    ],
+)
+def test_hub_out_of_reach_is_one_line(failure, cache, monkeypatch):
+    def load_dataset_builder(*request, **options):
+        assert datasets.config.HF_HUB_OFFLINE, "no retries when the hub did not answer"
+        raise failure
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    remedies = r"us/corpus de cannot be had.*data.local_dir=.*data=text data.files=.*HF_HOME"
+    with pytest.raises(ValueError, match=remedies) as refused:
+        opened(cache, name="us/corpus", config="de")
+    assert "\n" not in str(refused.value)
+    assert not datasets.config.HF_HUB_OFFLINE
+    assert not list(cache.iterdir())
+
+
+# --- WikiText
+
+
+WIKI_LINES = [" \n", " = Ålesund = \n", " \n", " Text @-@ text = \n", " = Not a title = \n", " text . \n", " \n"]
+WIKI_LINES += [
+    " = Nor this = \n",
+    " text . \n",
+    " = Nor that = \n",
+    " \n",
+    " = = Section = = \n",
+    " \n",
+    " = Next one = \n",
+    " \n",
+    " last . \n",
+    " \n",
+]
+
+
+def wikitext2(cache: Path, **values: object) -> Dataset:
+    """What data=wikitext2 says."""
+    return opened(cache, **OmegaConf.to_container(OmegaConf.load(ROOT / "conf/data/wikitext2.yaml")) | values)
+
+
+def test_articles_begin_at_titles():
+    found = list(articles(WIKI_LINES))
+    assert [first for _, first in found] == [True, True]
+    assert "".join(text for text, _ in found) == "".join(WIKI_LINES)
+    assert found[1][0] == " = Next one = \n \n last . \n \n"
+
+
+@pytest.mark.parametrize("names", [("train.txt", "valid.txt"), ("wiki.train.head.raw", "wiki.valid.raw")])
+def test_wikitext_from_its_own_files(names, tmp_path, cache):
+    for name in names:
+        (tmp_path / name).write_text("".join(WIKI_LINES))
+    dataset = wikitext2(cache, local_dir=str(tmp_path))
+    assert dataset.manifest["splits"]["train"]["documents"] == 2
+    assert list(dataset.tokens) == ["train", "validation"]
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(ValueError, match=r"no validation split; add one of valid\.txt"):
+        wikitext2(cache, local_dir=str(tmp_path))
+
+
+def test_wikitext_from_the_hub(cache, tmp_path, monkeypatch):
+    """The hub's rows have no blank lines; with these put back the text is that of the files."""
+    rows = [line if line.strip() else "" for line in WIKI_LINES]
+    splits = {split: [rows] for split in ("train", "validation", "test")}
+    copy = lay_out(tmp_path / "copy", {"wikitext-2-raw-v1": splits})
+    expected = re.sub("(?= = Next)", "|", "".join(WIKI_LINES))
+    assert text_of(wikitext2(cache, local_dir=str(copy)), "train") == expected
+    revision = OmegaConf.load(ROOT / "conf/data/wikitext2.yaml").revision
+    name = "Salesforce/wikitext"
+    in_the_hubs_cache(copy, name, "wikitext-2-raw-v1", COMMITS[:1], tmp_path / "hf", monkeypatch)
+    with pytest.raises(ValueError, match=f"holds commit {COMMITS[0]} in place of {revision}"):
+        wikitext2(cache)
+    config = tmp_path / "hf" / "Salesforce___wikitext" / "wikitext-2-raw-v1" / "0.0.0"
+    (config / COMMITS[0]).rename(config / revision)
+    dataset = wikitext2(cache)
+    assert [text_of(dataset, split) for split in ("train", "validation", "test")] == [expected] * 3
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not on this machine")
+def test_wikitext_has_its_published_articles():
+    for name, count in (("valid", 60), ("test", 60)):
+        path = SHARED / "wikitext-103" / f"wiki.{name}.tokens"
+        assert sum(1 for _ in articles(lines(TextFile(path, "text", 0, "")))) == count

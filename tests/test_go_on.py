@@ -1,0 +1,298 @@
+"""From the command line: a run goes on as what it was, another begins with its weights, a short one just works."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import datasets  # noqa: F401  its log would keep the first test's stderr, and later tests write to it
+import pytest
+import torch
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+import train as program
+from model import GPT, resolve_model
+from tests.runs import CORPUS, SMALL, contents, metrics, settings, told
+from training.checkpoint import META, open_checkpoint
+from training.optimizer import Optimizer, lr_factor
+from training.resume import earlier_settings
+from training.speed import slow_on_a_cpu
+from training.stop import command_to_go_on
+
+# nothing of it is a default: what is forgotten shows
+OWN = (
+    *("data=text", "data.files=own.txt", "data.cache_dir=cache", "name=mine", "tokenizer=characters"),
+    *(key for key in SMALL if not key.startswith(("model.attention", "optim.warmup"))),
+    *("optim=adamw", "optim.lr=2e-3", "optim.schedule=wsd", "train.steps=6", "train.log_every=1", "train.seed=3"),
+    *("model.dropout=0.1", "train.eval_every=4"),
+)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder of a newcomer's, with a text of their own."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.txt").write_text(CORPUS)
+    return tmp_path
+
+
+@pytest.fixture
+def train(monkeypatch, capsys):
+    return lambda *arguments: told("train", list(arguments), monkeypatch, capsys)
+
+
+def the_run(name: str = "mine") -> Path:
+    (found,) = Path("runs", name).iterdir()
+    return found
+
+
+def changes(out: str) -> list[str]:
+    return [line.removeprefix("changed    ") for line in out.splitlines() if line.startswith("changed")]
+
+
+def test_what_a_stopped_run_advises_goes_on_when_pasted_and_ends_with_the_same_bits(here, train):
+    """Into a shell, in whatever folder the run lies."""
+    assert train(*OWN, "hydra.run.dir=whole").code == 0
+    stopped = train(*OWN, """hydra.run.dir='it\\'s "mine", a=b'""", "train.max_hours=1e-9")
+    assert stopped.code == 75
+    advised = stopped.out.splitlines()[-2].strip()
+    pasted = subprocess.run(f"{advised} train.max_hours=null", shell=True, capture_output=True, text=True, timeout=300)
+    assert pasted.returncode == 0, pasted.stderr
+    assert changes(pasted.stdout) == ["train.max_hours 1e-09 -> None"]
+    run = Path("""it's "mine", a=b""")
+    assert metrics(run) == metrics(Path("whole"))
+    assert contents(open_checkpoint(run)) == contents(open_checkpoint("whole"))
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        *("runs/quickstart/2026-11-22_01-02-03", "runs/a b", "runs/it's", 'a"b', "runs/a=b,c", "[x]", "{a: 1}"),
+        *(
+            "runs/日本",
+            "a\\",
+            "a\\'b",
+            'a\\"b\\\\',
+            "${x}",
+            "\\${x}",
+            "$HOME",
+            "null",
+            "true",
+            "auto",
+            "3",
+            "1e3",
+            "a#b",
+        ),
+    ],
+)
+def test_any_folder_survives_the_shell_and_hydra(folder):
+    argument, change = shlex.split(command_to_go_on(Path(folder), "train.steps=9"))[-2:]
+    value = OverridesParser.create().parse_override(argument).value()
+    assert value != "auto"
+    assert os.path.normpath(OmegaConf.create({"resume": value}).resume) == folder
+    assert change == "train.steps=9"
+
+
+def test_the_command_is_for_the_shell_that_the_run_began_in(monkeypatch, tmp_path):
+    root = Path(program.__file__).resolve().parent
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("UV", "/usr/bin/uv")
+    assert command_to_go_on(Path("runs/a/b")) == "uv run python train.py resume=runs/a/b"
+    monkeypatch.delenv("UV")
+    monkeypatch.setattr("training.stop.shutil.which", lambda name: program.sys.executable)
+    assert command_to_go_on(Path("runs/a/b")) == "python train.py resume=runs/a/b"
+    monkeypatch.chdir(tmp_path)
+    assert f"{root / 'train.py'} resume=" in command_to_go_on(Path("runs/a/b"))
+
+
+def test_the_command_line_changes_on_top(here, train):
+    assert train(*OWN, "train.max_hours=1e-9").code == 75
+    assert changes(train("resume=auto", "name=mine", "optim.lr=1e-3").out) == ["optim.lr 0.002 -> 0.001"]
+    # an experiment and a group that were typed again are those of the run; one that is another is taken whole
+    again = train("resume=auto", *OWN[:2], "data.seq_len=32", "name=mine", "experiment=quickstart", "train.max_hours=1")
+    assert changes(again.out)[-1] == "train.max_hours 1e-09 -> 1.0"
+    assert "settings   the run's own; experiment is not read again" not in again.out  # it is the program's default
+    other = train("resume=auto", "name=mine", "experiment=parity", "train.steps=7", "train.max_hours=null")
+    assert other.code == 0
+    assert "settings   the run's own; experiment is not read again" in other.out
+    assert yaml.safe_load((the_run() / "config.yaml").read_text())["model"]["n_embd"] == 32
+    assert json.loads((the_run() / "summary.json").read_text())["steps"] == 7
+
+
+def test_another_text_is_refused_unless_it_is_named(here, train):
+    run = train(*OWN, "train.max_hours=1e-9")
+    assert run.code == 75
+    own = Path("own.txt")
+    before = {path: path.read_bytes() for path in the_run().rglob("*") if path.is_file()}
+    shutil.copy(own, "copy.txt")
+    own.write_text(own.read_text() * 2)
+    refused = train("resume=auto", "name=mine")
+    assert refused.code == 2
+    assert "data.files=['own.txt'] has changed since" in refused.error
+    assert "data.files=NEW" in refused.error
+    assert {path: path.read_bytes() for path in the_run().rglob("*") if path.is_file()} == before
+    Path("new.txt").write_text(own.read_text())
+    named = train("resume=auto", "name=mine", "data.files=copy.txt")  # the old text under another name
+    assert changes(named.out) == ["data.files ['own.txt'] -> ['copy.txt']"]
+    assert "the text itself" in train("resume=auto", "name=mine", "data.files=new.txt").out
+    assert "trained with tokenizer=characters" in train("resume=auto", "name=mine", "tokenizer=bytes").error
+    assert "model.num_layers=2, this run has 4" in train("resume=auto", "name=mine", "model=tiny").error
+
+
+@pytest.mark.parametrize("steps", [6, 5])
+def test_a_run_that_was_killed_after_its_last_save_ends_well(here, train, steps):
+    """As often as it is asked."""
+    assert train(*OWN).code == 0
+    summary, log = the_run() / "summary.json", (the_run() / "metrics.jsonl").read_bytes()
+    whole = json.loads(summary.read_text())
+    for _ in range(2):
+        summary.unlink()
+        again = train(*OWN, "resume=auto", f"train.steps={steps}")
+        assert (again.code, again.error) == (0, "")
+        assert f"complete   all of train.steps={steps} are done; raise train.steps to go on" in again.out
+        found = json.loads(summary.read_text())
+        assert Path(found.pop("checkpoint")).resolve() == Path(whole["checkpoint"]).resolve()
+        assert found.items() <= (whole | {"seconds": found["seconds"]}).items()
+        assert (the_run() / "metrics.jsonl").read_bytes() == log
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again_as_it_was(here, train):
+    assert train(*OWN, "train.max_hours=1e-9").code == 75
+    shutil.rmtree(the_run() / "checkpoints")
+    (the_run() / "checkpoints").mkdir()
+    assert train("resume=auto", "name=mine", "train.max_hours=null").code == 0
+    meta = open_checkpoint(the_run()).meta
+    assert (meta["step"], meta["tokenizer"]["name"]) == (6, "characters")
+    assert meta["settings"]["optim"]["lr"] == 2e-3
+    shutil.rmtree(the_run() / "checkpoints")
+    (the_run() / "checkpoints").mkdir()
+    (the_run() / "config.yaml").write_text("a: [")
+    assert "config.yaml or run.json is damaged" in train("resume=auto", "name=mine").error
+
+
+def test_what_was_left_open_is_chosen_anew(here, train):
+    """On the machine that goes on, which may be another: the checkpoint holds both."""
+    assert train(*OWN, "train.max_hours=1e-9").code == 75
+    meta = open_checkpoint(the_run()).meta
+    assert meta["settings"]["model"]["attention"] == "sdpa"
+    found = earlier_settings("auto", the_run())
+    assert (found["model.attention"], found["model.loss"], found["train.micro_batch"]) == ("auto", "auto", None)
+    assert (found["hardware.dtype"], found["hardware.device"]) == ("auto", "cpu")
+
+
+def test_settings_of_another_version_or_of_a_stranger_refer_to_nothing(here, train, monkeypatch):
+    assert train(*OWN, "train.max_hours=1e-9").code == 75
+    description = the_run() / "checkpoints" / "last" / META
+    meta = json.loads(description.read_text())
+    meta["settings"]["optim"]["of_yesterday"] = 1
+    meta["settings"]["logger"]["group"] = "${oc.env:HOME}"
+    del meta["settings"]["init_from"], meta["left_open"]
+    description.write_text(json.dumps(meta))
+    manifest = description.parent / "manifest.json"
+    monkeypatch.setattr("training.checkpoint.fingerprint", lambda path: json.loads(manifest.read_text())[path.name])
+    found = train("resume=auto", "name=mine", "train.max_hours=null")
+    assert found.code == 0, found.error
+    assert changes(found.out) == ["optim.of_yesterday 1 -> None", "train.max_hours 1e-09 -> None"]
+    assert yaml.safe_load((the_run() / "config.yaml").read_text())["logger"]["group"] == "${oc.env:HOME}"
+
+
+# --- a run of its own with another's weights
+
+
+def test_a_run_begins_with_the_weights_of_another(here, train):
+    assert train(*OWN).code == 0
+    source = the_run() / "checkpoints" / "last"
+    tuning = ("data=text", "data.files=own.txt", "data.cache_dir=cache", "data.seq_len=32", "name=tuned")
+    tuning = (*tuning, f"init_from={source}", "train.batch_tokens=256", "train.sample_tokens=0", "hardware.device=cpu")
+    one_step = (*tuning, "logger.wandb=disabled", "train.eval_windows=4", "train.steps=3", "optim.lr=1e-30")
+    tuned = train(*one_step, "train.max_hours=1e-9")
+    assert tuned.code == 75, tuned.error
+    assert f"weights    of {source.resolve()} after 6 steps; all else begins anew" in tuned.out
+    found = open_checkpoint(the_run("tuned"))
+    assert (found.step, found.meta["settings"]["optim"]["name"]) == (1, "muon")
+    weights = load_file(source / "model.safetensors")
+    assert all(value.equal(weights[name]) for name, value in load_file(found.path / "model.safetensors").items())
+    assert len(metrics(the_run("tuned"))) == 1
+    again = train("resume=auto", "name=tuned", "train.max_hours=null")  # with its own weights
+    assert again.code == 0, again.error
+    assert "after 1 steps" in again.out
+    assert "weights    of" not in again.out
+    replaced = train("resume=auto", "name=tuned", "init_from=elsewhere", "train.steps=9")
+    assert "init_from=elsewhere would replace them" in replaced.error
+
+    fresh = (*one_step[:-1], "name=fresh")
+    assert "trained with model.n_embd=32, this run has 64; use 32" in train(*fresh, "model.n_embd=64").error
+    assert "trained with model.num_layers=2, this run has 4" in train(*fresh, "model=tiny").error
+    assert "trained with tokenizer=characters, this run has bytes" in train(*fresh, "tokenizer=bytes").error
+    assert "checkpoint nowhere does not exist" in train(*fresh[:5], "init_from=nowhere").error
+    Path("other.txt").write_text("ÄÖÜ another alphabet\n" * 200)
+    assert "or other ones; use the data it was trained on" in train(*fresh, "data.files=other.txt").error
+    assert train(*fresh, "model.rope_base=50000", "model.dropout=0.2", "train.steps=1").code == 0
+    assert open_checkpoint(the_run("fresh")).meta["settings"]["model"]["dropout"] == 0.2
+    assert "init_from is empty" in train("init_from=").error
+
+
+# --- names, one rate, short runs, slow ones
+
+
+def test_a_name_is_a_folder_and_nothing_else(here, train):
+    assert train(*OWN, "train.steps=1").code == 0
+    assert the_run().parent == Path("runs/mine")
+    for name in ("../x", "/tmp/x", "a/b", "''", ".hidden"):
+        assert "is no name for a folder" in train(f"name={name}").error
+    assert sorted(path.name for path in Path().iterdir()) == ["cache", "own.txt", "runs"]
+    forked = train(f"resume={the_run()}", "name=fork", "train.steps=2")  # goes on in a folder of its own
+    assert forked.code == 0
+    assert open_checkpoint(the_run("fork")).step == 2
+    assert open_checkpoint(the_run()).step == 1
+    assert "resume is empty" in train("resume=").error
+
+
+def test_one_learning_rate_moves_both_optimizers():
+    def rates(*overrides: str) -> list[float]:
+        run = settings(*overrides)
+        model = GPT(resolve_model(run.model, "cpu", torch.float32)[0], 257, 128, device="meta")
+        return [part.param_groups[0]["peak_lr"] for part in Optimizer(model, run.optim).parts]
+
+    assert rates() == [3e-3, 0.02]  # to the last bit, as the two rates were before there was one
+    assert rates("optim.lr=6e-3") == [6e-3, 0.04]
+    assert rates("optim.muon_lr_ratio=1") == [3e-3, 3e-3]
+    assert rates("optim=adamw") == [6e-4]
+
+
+def test_a_short_run_has_a_short_warm_up_and_says_so(here, train):
+    short = [key for key in OWN if not key.startswith("optim.")]
+    said = train(*short, "train.steps=20", "train.max_hours=1e-9").out
+    assert "warm-up    2 steps, as train.steps=20 has no room for optim.warmup_steps=50" in said
+    optim = settings().optim
+    assert [lr_factor(step, 20, optim) for step in range(3)] == [0.5, 1.0, 1.0]
+    assert [lr_factor(step, 51, optim) for step in (0, 49)] == [1 / 50, 1.0]  # where there is room, nothing is cut
+    assert lr_factor(0, 1, optim) == 1.0
+    assert "warm-up" not in train(*short, "train.steps=51", "train.max_hours=1e-9").out
+
+
+def test_a_large_model_on_a_cpu_is_announced_with_its_hours():
+    run = settings("model=gpt2_124m", "optim=muon")
+
+    def said(optim, bfloat16: float, config=run.model) -> str | None:
+        model = GPT(resolve_model(config, "cpu", torch.float32)[0], 50257, 1024, device="meta")
+        rates = {torch.float32: 1e11, torch.bfloat16: bfloat16}
+        return slow_on_a_cpu(model, optim, torch.float32, batch_tokens=4096, steps=300, rate=rates.get)
+
+    # 4,096 tokens at 6 x 123.5 M weights and attention: 3.27e12 FLOPs, 33 s; Newton-Schulz: 5 x (4 m^2 n + 2 m^3) for
+    # 12 layers of (2304, 768), (768, 768) and twice (3072, 768): 1.52e12 FLOPs
+    assert said(run.optim, 1e11).startswith(
+        "about 48 s a step on this CPU, 32% of it in Muon's Newton-Schulz iteration"
+    )
+    slow = said(run.optim, 1e10)
+    assert slow.startswith("about 185 s a step")
+    assert slow.endswith(
+        "15.4 h for train.steps=300; use optim=adamw, model=tiny, a smaller train.batch_tokens, or a GPU"
+    )
+    assert "Muon" not in said(settings("optim=adamw").optim, 1e10)
+    assert said(run.optim, 1e9, settings().model) is None

@@ -1,0 +1,187 @@
+"""Text is text: what is typed after prompt= arrives, whatever Hydra's grammar and OmegaConf would read into it. A
+sample begins where a word does, its prompt in brackets."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.hydra import Hydra
+from hypothesis import given
+from hypothesis import settings as times
+from hypothesis import strategies as st
+
+from conf.program import program
+from data.tokenizer import build_tokenizer
+from tests.runs import small_run, told
+from train import train
+from training.evaluate import whole_words
+
+
+@dataclass
+class Echo:
+    prompt: str = ""
+    name: str | None = None
+    files: Any = None
+    steps: int = 1
+    runs: list[str] = field(default_factory=list)
+
+
+arrived: list[Echo] = []
+
+
+@program("tool", Echo, positional="runs")
+def main(settings: Echo, run_dir) -> None:
+    arrived.append(settings)
+
+
+def typed(*arguments: str) -> list[Echo]:
+    """What `main` gets of a command line."""
+    arrived.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["echo.py", *arguments])
+        patch.delenv("HYDRA_FULL_ERROR", raising=False)
+        patch.setattr(Hydra, "get_mode", lambda *_, **__: None)  # as in tests/runs.py
+        main()
+    return arrived
+
+
+NATURAL = [
+    "To be, or not to be",
+    "def f(x):",
+    "日本",
+    "if ",
+    " the",
+    "it's",
+    'She said "no", and left',
+    "a\nb\t",
+    "x = {1: [2, 3]}",
+    "a=b",
+    "true",
+    "null",
+    "1e5",
+    "007",
+    "\\",
+    "C:\\dir\\",
+    "${HOME}",
+    "f'${x}'",
+    "~!@#$%^&*()",
+    "choice(a,b)",
+    "",
+    "'",
+    "don't 'quote' me'",
+    "'tis the season, isn't it'",
+]
+
+
+@pytest.mark.parametrize("text", NATURAL)
+def test_a_prompt_arrives_as_typed(text):
+    (settings,) = typed(f"prompt={text}")
+    assert settings.prompt == text
+
+
+@times(max_examples=25, deadline=None)
+@given(st.text(st.sampled_from("ab \\'\"${}[](),:=~\n日") | st.characters(exclude_categories=["Cs"], min_codepoint=1)))
+def test_any_text_arrives_as_typed(text):
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    (settings,) = typed(f"prompt={' ' + text if quoted else text}", f"+name=n{text}", "r" + text.replace("=", "-"))
+    assert settings.prompt == (" " + text if quoted else text)
+    assert settings.name == f"n{text}"
+    assert settings.runs == ["r" + text.replace("=", "-")]
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        ("prompt='a, b'", "prompt", "a, b"),  # a shell's quotes, typed twice
+        ('prompt="it\'s"', "prompt", "it's"),
+        (r"prompt='it\'s'", "prompt", "it's"),
+        ('prompt="${steps}"', "prompt", "1"),  # a Hydra user's own
+        ("name=null", "name", None),
+        ("name='null'", "name", "null"),
+        ("files=a (1), b.txt", "files", "a (1), b.txt"),
+        ("files=[a.txt,b.txt]", "files", ["a.txt", "b.txt"]),
+        ("files=null", "files", None),
+        ("runs=[a,'b, c']", "runs", ["a", "b, c"]),
+    ],
+)
+def test_what_is_quoted_already_means_what_it_means_to_hydra(argument, key, value):
+    (settings,) = typed(argument)
+    assert getattr(settings, key) == value
+
+
+def test_under_m_a_comma_separates_and_the_rest_is_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = typed("-m", "prompt=def f(x):", "name=a,'b, c'", "steps=1,2", f"hydra.sweep.dir={tmp_path}")
+    assert [(run.prompt, run.name, run.steps) for run in runs] == [
+        ("def f(x):", name, steps) for name in ("a", "b, c") for steps in (1, 2)
+    ]
+
+
+# ---- samples
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, one_thread) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(small_run(folder, "train.steps=2", "train.sample_tokens=8"), folder / "run")
+    return folder / "run"
+
+
+def sampled(trained: Path, monkeypatch, capsys, *arguments: str):
+    common = [f"checkpoint={trained}", "max_new_tokens=5", "hardware.device=cpu"]
+    return told("scripts.sample", [*common, *arguments], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("text", ["To be, or not to be", "def f(x):", "日本", "if "])
+def test_a_sample_shows_its_prompt_in_brackets(trained, monkeypatch, capsys, text):
+    outcome = sampled(trained, monkeypatch, capsys, f"prompt={text}")
+    assert outcome.code == 0, outcome.error
+    assert outcome.out.startswith(f"[{text}]")
+    assert json.loads(outcome.out.splitlines()[-1])["tokens"] <= 5
+
+
+def test_each_line_of_a_file_is_continued(trained, monkeypatch, capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_text("To be, or\n\n日本\n the \n", encoding="utf-8")
+    several = sampled(trained, monkeypatch, capsys, f"prompts={tmp_path / 'prompts.txt'}", "num_samples=2")
+    assert several.code == 0, several.error
+    for text in ("To be, or", "日本", " the "):
+        assert several.out.count(f"[{text}]") == 2
+    alone = sampled(trained, monkeypatch, capsys, f"prompts={tmp_path / 'prompts.txt'}").out
+    assert sampled(trained, monkeypatch, capsys, "prompt=日本").out.splitlines()[0] in alone
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (b"\n \n", [], "has no line with text"),
+        (b"\xff", [], "is not UTF-8"),
+        (b"a", ["prompt=b"], "give one of them"),
+        (None, [], "cannot be used (No such file or directory)"),
+    ],
+)
+def test_prompts_that_cannot_be_used(trained, monkeypatch, capsys, tmp_path, content, arguments, message):
+    if content is not None:
+        (tmp_path / "prompts.txt").write_bytes(content)
+    outcome = sampled(trained, monkeypatch, capsys, f"prompts={tmp_path / 'prompts.txt'}", *arguments)
+    assert outcome.code == 2
+    assert outcome.error.startswith("error: ")
+    assert message in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rwise, any valid keys in a set of optional arguments", "any valid keys in a set of"),
+        ("\n  indented text goes on and on and on", "indented text goes on and on and"),
+        ("one-word-only-and-no-blank-in-all-of-it", "one-word-only-and-no-blank-in-al"),
+        ("é日本語の文章には空白がありません", "日本語の文章には空白"),
+    ],
+)
+def test_a_run_samples_from_whole_words(text, words):
+    tokenizer = build_tokenizer("bytes")
+    # a split may begin within a character
+    tokens = tokenizer.encode_ordinary(text)[1 if text.startswith("é") else 0 :]
+    assert tokenizer.decode(whole_words(tokens, 32, tokenizer)) == words

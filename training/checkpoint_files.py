@@ -1,0 +1,90 @@
+"""The files of a checkpoint: a disk that takes no more is an OSError, what a disk damaged a ValueError of one line."""
+
+import hashlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+DEEPEST = 16  # a description is nested four deep
+
+
+def write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file; OSError where the disk is full."""
+    try:
+        save_file({name: value.contiguous() for name, value in weights.items()}, path)
+    except SafetensorError as error:  # how that library reports a full disk
+        raise OSError(f"{path}: {error}") from error
+
+
+class _File(io.FileIO):
+    """A file that remembers why a write failed: torch.save only says that it did."""
+
+    error: OSError | None = None
+
+    def write(self, content) -> int:
+        view = memoryview(content).cast("B")
+        done = 0
+        try:
+            while done < len(view):  # a disk that is nearly full takes a part, and the error comes with the rest
+                done += super().write(view[done:])
+        except OSError as error:
+            self.error = error
+            raise
+        return done
+
+
+def write_state(state: Any, path: Path) -> None:
+    """Write tensors and plain values; OSError where the disk is full."""
+    with _File(path, "w") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            if file.error is None:
+                raise
+            raise OSError(file.error.errno, file.error.strerror, str(path)) from error
+
+
+def write_json(value: Any, path: Path) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The mapping in the file `name` of a checkpoint; ValueError where it is damaged."""
+    try:
+        value = json.loads((folder / name).read_text())
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can be read, and never be written
+    except (ValueError, RecursionError):  # not JSON, or not even text
+        value = None
+    if not isinstance(value, dict) or _is_deep(value):
+        raise ValueError(f"checkpoint {folder}: {name} is damaged; use another checkpoint")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether `value` is nested deeper than what this program writes; who walks over it may then recur."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [list(outer.values()) if isinstance(outer, dict) else outer for outer in level]
+        level = [inner for outer in level if isinstance(outer, list) for inner in outer]
+    return bool(level)
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size in bytes and SHA-256, as a manifest has them."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def flush(path: Path) -> None:
+    """Ask the file system to put a file or folder on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,164 @@
+"""Runs over each other: what they are called, their picture and their table.
+
+A run may be finished, under way or killed; the runs of a sweep are called by what differs between them.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from training.curves import curve, draw_losses, picture, read_run
+from training.lock import is_locked
+
+MEASURES = {"step": "steps", "tokens": "tokens", "seconds": "seconds of wall time"}  # key of a record -> an axis
+_NOT_COMPARED = ("logger", "resume", "profile")  # settings that change nothing of what is trained
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """`folder` itself, or where it is a sweep's the folders of its runs in their order."""
+    if (folder / "metrics.jsonl").is_file():
+        return [folder]
+    runs = sorted((file.parent for file in folder.glob("*/metrics.jsonl")), key=lambda run: (len(run.name), run.name))
+    return runs or [folder]
+
+
+def state(run: dict[str, Any]) -> str:
+    """running | finished | stopped by ... | killed."""
+    summary = run["summary"]
+    if is_locked(run["folder"]):
+        return "running"
+    if summary.get("steps", 0) < run["records"][-1]["step"]:  # none, or that of a stop before
+        return "killed"
+    return f"stopped by {summary['stopped']}" if summary.get("stopped") else "finished"
+
+
+def labels(folders: list[Path]) -> list[str]:
+    """A name for each run: the settings in which they differ, `optim.lr=1e-3`; else its folder.
+
+    Where the runs of a sweep differ in more than three settings, as few are named as tell them apart.
+    """
+    by_folder = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
+    files = [folder / "config.yaml" for folder in folders]
+    if len(folders) == 1 or not all(file.is_file() for file in files):
+        return by_folder
+    settings = [_flat(yaml.safe_load(file.read_text())) for file in files]
+    keys = list(dict.fromkeys(key for each in settings for key in each))
+    keys = [key for key in keys if len({_shown(each.get(key)) for each in settings}) > 1]
+    if len(keys) > 3 and len({folder.resolve().parent for folder in folders}) == 1:
+        keys = _as_few(keys, settings)
+    named = [", ".join(f"{key}={_shown(each.get(key))}" for key in keys) for each in settings]
+    return named if 0 < len(keys) <= 3 and len(set(named)) == len(named) else by_folder
+
+
+def _as_few(keys: list[str], settings: list[dict[str, Any]]) -> list[str]:
+    """Those of `keys`, in their order, that tell apart what those before them do not."""
+    chosen: list[str] = []
+    for key in keys:
+        apart = [len({tuple(_shown(s.get(k)) for k in some) for s in settings}) for some in (chosen, [*chosen, key])]
+        if apart[1] > apart[0]:
+            chosen.append(key)
+    return chosen
+
+
+def _flat(settings: dict[str, Any], group: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted keys; a group that is not compared is left out."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if group or key not in _NOT_COMPARED:
+            flat |= _flat(value, f"{group}{key}.") if isinstance(value, dict) else {f"{group}{key}": value}
+    return flat
+
+
+def _shown(value: Any) -> str:
+    """A value as one would type it: 1e-3 in place of 0.001."""
+    if not isinstance(value, float):
+        return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    mantissa, exponent = f"{value:.6e}".split("e")
+    return min(f"{value:g}", f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}", key=len)
+
+
+def draw_runs(runs: list[dict[str, Any]], names: list[str], path: Path) -> None:
+    """Losses of runs over each other, against steps, tokens and wall time."""
+    from matplotlib.ticker import EngFormatter
+
+    with picture(path, 1, len(MEASURES), size=(13, 4.2), sharey=True) as panels:
+        for axes, (measure, axis) in zip(panels, MEASURES.items(), strict=True):
+            for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+                draw_losses(axes, run, measure, f"C{number}", "" if len(runs) == 1 else name)
+            axes.set_xlabel(axis)
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        panels[0].set_ylabel("loss, nats per token")
+        if len(runs) > 1:
+            panels[0].plot([], [], color="0.3", alpha=0.5, linewidth=1, label="training")
+            panels[0].plot([], [], color="0.3", marker="o", markersize=4, label="validation")
+
+
+def compare(folders: list[Path], path: Path) -> dict[str, Any]:
+    """Draw runs over each other into `path`, print a table of them, return what it shows.
+
+    Raises:
+        ValueError: a folder holds no run (`read_run`). OSError: `path` cannot be written.
+    """
+    runs, names = [read_run(folder) for folder in folders], labels(folders)
+    draw_runs(runs, names, path)
+    places = {measure: min(max(curve(run, "loss", measure)[0], default=0) for run in runs) for measure in MEASURES}
+    rows = [_row(run, name, places) for run, name in zip(runs, names, strict=True)]
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = {
+        ("run", "run"): "{}",
+        ("state", "state"): "{}",
+        ("steps", "steps"): "{:,}",
+        ("tokens", "tokens"): "{:,.0f}",
+        ("seconds", "seconds"): "{:,.1f}",
+        ("tok/s", "tokens_per_second"): "{:,}",
+        ("GiB", "peak_memory_gib"): "{:.1f}",
+        ("validation\nloss", "val_loss"): "{:.4f}",
+        ("bits\nper byte", "val_bits_per_byte"): "{:.3f}",
+        (f"training loss\nat step {places['step']:,}", "loss_at_equal_step"): "{:.4f}",
+        (f"\n{places['tokens']:,.0f} tokens", "loss_at_equal_tokens"): "{:.4f}",
+        (f"\n{places['seconds']:,.1f} s", "loss_at_equal_seconds"): "{:.4f}",
+    }
+    columns = {column: form for column, form in columns.items() if any(row[column[1]] is not None for row in rows)}
+    for heading, key in columns:
+        shown.add_column(heading, justify="left" if key in ("run", "state") else "right", no_wrap=True)
+    for row in rows:
+        cells = ((row[key], form) for (_, key), form in columns.items())
+        shown.add_row(*("-" if value is None else form.format(value) for value, form in cells))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 150).print(shown)
+    return {"picture": str(path), "equal": places, "runs": rows}
+
+
+def show_sweep(folders: list[Path]) -> None:
+    """What is printed at a sweep's end: the table of its runs, and where their picture is."""
+    if runs := [folder for folder in folders if (folder / "metrics.jsonl").is_file()]:
+        path = runs[0].parent / "compare.png"
+        compare(runs, path)
+        print(f"the curves over each other are in {path}")
+
+
+def _row(run: dict[str, Any], name: str, places: dict[str, float]) -> dict[str, Any]:
+    """A line of the table; a figure that is not known is None."""
+    last, rates = run["records"][-1], sorted(curve(run, "tokens_per_second")[1])
+    newest = {key: curve(run, key)[1] for key in ("val_loss", "val_perplexity", "val_bits_per_byte")}
+    row = {
+        "run": name,
+        "state": state(run),
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "seconds": round(run["summary"].get("seconds", last["seconds"]), 1),
+        "tokens_per_second": round(rates[len(rates) // 2]) if rates else None,
+        "peak_memory_gib": max(curve(run, "peak_memory_gib")[1], default=None),
+    }
+    row |= {key: values[-1] if values else None for key, values in newest.items()}
+    return row | {f"loss_at_equal_{measure}": loss_at(run, measure, place) for measure, place in places.items()}
+
+
+def loss_at(run: dict[str, Any], measure: str, place: float) -> float | None:
+    """The training loss of the last record that is no further than `place`; None where the first is further."""
+    far, losses = curve(run, "loss", measure)
+    return next((loss for x, loss in zip(far[::-1], losses[::-1], strict=True) if x <= place), None)

@@ -1,0 +1,135 @@
+"""The curves of a run, read from its folder alone, and their picture `loss.png`.
+
+In every picture of runs a colour is a run; a thin pale line is its training loss, a strong one with dots its validation
+loss. What is read may be a run that is under way or was killed: half a last line is left out.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_SHARE_OF_TIME = 0.02  # of a run that drawing may take
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """A run's "records", each with "step", "tokens" and "seconds", and its "summary", {} while it has none.
+
+    Raises:
+        ValueError: there is no run, it has no record yet, or its files are damaged.
+    """
+    metrics, summary = folder / "metrics.jsonl", folder / "summary.json"
+    if not metrics.is_file():
+        raise ValueError(f"{folder} has no metrics.jsonl; give the folder of a run (runs/<experiment>/<time>)")
+    *lines, _ = metrics.read_bytes().split(b"\n")
+    if not lines:
+        raise ValueError(f"{metrics} has no line yet; wait for the run's first step, or leave {folder} out")
+    try:
+        records = [json.loads(line) for line in lines]
+        found = json.loads(summary.read_text()) if summary.is_file() else {}
+        tokens_a_step = next((r["tokens"] / r["step"] for r in records if "tokens" in r), 0)
+        seconds = 0.0
+        for record in records:  # those of an evaluation alone have no clock of their own
+            seconds = record.setdefault("seconds", seconds)
+            record.setdefault("tokens", record["step"] * tokens_a_step)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{metrics} or {summary.name} is damaged ({error}); leave {folder} out") from error
+    return {"folder": folder, "records": records, "summary": found}
+
+
+def curve(run: dict[str, Any], key: str, measure: str = "step") -> tuple[list[float], list[float]]:
+    """(how far, value) of one metric, against "step", "tokens" or "seconds"."""
+    points = [(record[measure], record[key]) for record in run["records"] if record.get(key) is not None]
+    return [point[0] for point in points], [point[1] for point in points]
+
+
+@contextmanager
+def picture(
+    path: Path,
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    size: tuple[float, float],
+    title: str = "",
+    margins: dict[str, float] | None = None,
+    **shared: Any,
+) -> Iterator[list[Any]]:
+    """Yields rows x columns axes of matplotlib; then adds grid and one legend for all, and writes `path` in one piece.
+
+    margins: where the axes are, and the legend in the first of them; None: found out, which takes twice as long.
+    """
+    from matplotlib.figure import Figure  # half a second; pyplot, which knows screens, is not needed
+
+    figure = Figure(figsize=size, layout=None if margins else "constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, **shared)
+    yield list(panels.flat)
+    labelled: dict[str, Any] = {}  # label -> handle, once for all panels
+    for axes in panels.flat:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        handles, names = axes.get_legend_handles_labels()
+        labelled = dict(zip(names, handles, strict=True)) | labelled
+    style = {"frameon": False, "fontsize": 8}
+    if margins:
+        figure.subplots_adjust(**margins)
+        panels.flat[0].legend(labelled.values(), labelled.keys(), loc="upper right", **style)
+    else:
+        figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, **style)
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.tmp")
+    try:
+        figure.savefig(unfinished, format=path.suffix[1:] or "png", dpi=130)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def draw_run(run: dict[str, Any], path: Path) -> None:
+    """Losses, learning rate and gradient norm of one run."""
+    margins = {"left": 0.05, "right": 0.99, "bottom": 0.12, "top": 0.9, "wspace": 0.22}
+    with picture(path, 1, 3, size=(13, 4.2), margins=margins, width_ratios=[2, 1, 1]) as (losses, rate, norm):
+        draw_losses(losses, run, "step", "C0")
+        losses.set_title("loss, nats per token", fontsize=10)
+        for axes, key, name in ((rate, "lr", "learning rate"), (norm, "grad_norm", "gradient norm, before clipping")):
+            axes.plot(*curve(run, key), color="C0", linewidth=1)
+            axes.set_title(name, fontsize=10)
+            axes.set_ylim(0, None)
+            axes.ticklabel_format(axis="y", scilimits=(-2, 4))
+        for axes in (losses, rate, norm):
+            axes.set_xlabel("steps")
+
+
+def draw_losses(axes: Any, run: dict[str, Any], measure: str, colour: str, name: str = "") -> None:
+    """name: of the run, where there are several; else its two lines are named, and the unigram model is drawn."""
+    training, validation = ("_", name) if name else ("training", "validation")
+    axes.plot(*curve(run, "loss", measure), color=colour, alpha=0.5, linewidth=1, label=training)
+    axes.plot(*curve(run, "val_loss", measure), color=colour, marker="o", markersize=4, label=validation)
+    if not name and (unigram := run["summary"].get("unigram_val_loss")):
+        label = f"unigram model of the same text ({unigram:.2f})"
+        axes.axhline(unigram, color="grey", linestyle=":", label=label)
+
+
+class LossPicture:
+    """A run's `loss.png`, drawn from its `metrics.jsonl`; what cannot be drawn is said once and stops nothing."""
+
+    def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
+        self.path, self._say, self._failed = run_dir / "loss.png", say, False
+        self._next = 0.0  # when it may be drawn again, on perf_counter
+
+    def draw(self, *, last: bool = False) -> None:
+        """Draw it, or leave it where too little time has passed since it was drawn; `last`: in any case."""
+        if not last and time.perf_counter() < self._next:
+            return
+        import matplotlib.figure  # noqa: F401  once, so it is no part of what a drawing takes
+
+        began = time.perf_counter()
+        try:
+            draw_run(read_run(self.path.parent), self.path)
+        except (OSError, ValueError) as error:
+            if not self._failed:
+                self._say(f"not drawn: {self.path}: {error}; the run goes on")
+            self._failed = True
+        self._next = time.perf_counter() + (time.perf_counter() - began) / _SHARE_OF_TIME
