@@ -4,6 +4,7 @@ The package imports torch only. Triton is loaded when a kernel is launched for t
 """
 
 from .api import flash_attention, flash_attention_varlen
+from .decode import flash_attention_with_kvcache, kvcache_workspace, naive_attention_with_kvcache
 from .documents import place_documents
 from .fused.cross_entropy import cross_entropy
 from .fused.linear_cross_entropy import linear_cross_entropy
@@ -18,10 +19,13 @@ __all__ = [
     "flash_attention",
     "flash_attention_fp8",
     "flash_attention_varlen",
+    "flash_attention_with_kvcache",
+    "kvcache_workspace",
     "linear_cross_entropy",
     "naive_attention",
     "naive_attention_fp8",
     "naive_attention_varlen",
+    "naive_attention_with_kvcache",
     "place_documents",
     "quantize_per_head",
     "rotate_and_split",

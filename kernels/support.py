@@ -83,7 +83,13 @@ KERNELS = {
         _HALVES,
         instead="the portable kernels",
         exceptions=frozenset((feature, "backward", dtype) for feature in _FORWARD_ONLY for dtype in _HALVES),
-    )
+    ),
+    "kvcache": Implementation(
+        "kvcache",
+        frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "alibi_slopes", "sinks"}),
+        _ALL_DTYPES - {torch.float64},
+        instead="flash_attention",
+    ),
 }
 
 # The smallest inner dimension of a tensor-core product; beyond 256 the accumulators of one tile no longer fit the
@@ -193,6 +199,23 @@ def why_not_fp8(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     else:
         reason = _no_hopper_reason(q, k) or _unaddressable_reason(q, k, v)
     return None if reason is None else f"{reason}; use flash_attention in bfloat16"
+
+
+def why_not_kvcache(q: Tensor, k_cache: Tensor, options: Options) -> str | None:
+    """Why `flash_attention_with_kvcache` cannot take this checked call; where no kernel runs, its definition does."""
+    if q.device.type == "cpu" and not interpreting():
+        return None
+    features = features_of(options, q.shape[1], k_cache.shape[1], q.shape[3], k_cache.shape[3])
+    reason = why_not("kvcache", q.dtype, features, backward=False)
+    if reason is None and q.shape[3] not in range(FLASH_HEAD_DIMS[0], FLASH_HEAD_DIMS[1] + 1):
+        reason = f"head_dim {q.shape[3]} is not supported by kvcache ({FLASH_HEAD_DIMS[0]} to {FLASH_HEAD_DIMS[1]})"
+    if reason is None and q.device.type == "cuda":
+        needed = (8, 9) if k_cache.dtype == torch.float8_e4m3fn else (8, 0)
+        found = capability(torch.cuda.current_device() if q.device.index is None else q.device.index)
+        if found < needed:
+            what = "a cache in float8_e4m3fn" if needed == (8, 9) else "kvcache"
+            reason = f"{what} needs compute capability {needed[0]}.{needed[1]}; this device has {found[0]}.{found[1]}"
+    return reason and (reason if "; use" in reason else f"{reason}; use naive_attention_with_kvcache")
 
 
 def _listed(head_dims: range) -> str:

@@ -1,7 +1,7 @@
 """The network: a decoder-only GPT and what it needs to generate text."""
 
 from model.attention import ATTENTION, attend_with, resolve_attention
-from model.cache import KVCache
+from model.cache import KVCache, PagedKVCache
 from model.config import GPTConfig, resolve_model
 from model.gpt import GPT
 from model.sampling import generate
@@ -11,6 +11,7 @@ __all__ = [
     "GPT",
     "GPTConfig",
     "KVCache",
+    "PagedKVCache",
     "attend_with",
     "generate",
     "resolve_attention",

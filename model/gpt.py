@@ -76,9 +76,10 @@ class CausalSelfAttention(nn.Module):
             qkv = torch.cat((rms_norm(qk).to(v.dtype), v), dim=2)
         q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads)  # (B, H, N, D) each
         if kv_cache is not None:
-            k, v = kv_cache.append(self.layer, k, v)  # (B, Hkv, tokens so far, D)
-        options = {"window": self.window, "dropout_p": self.dropout_p if self.training else 0.0, "documents": documents}
-        o = self.attend(q, k, v, causal=True, **options)  # (B, Hq, N, D)
+            o = kv_cache.attend(self.layer, q, k, v, self.attend, window=self.window)  # (B, Hq, N, D)
+        else:
+            dropout_p = self.dropout_p if self.training else 0.0
+            o = self.attend(q, k, v, causal=True, window=self.window, dropout_p=dropout_p, documents=documents)
         return self.out(o.transpose(1, 2).reshape(B, N, C))  # (B, N, C)
 
 

@@ -122,12 +122,16 @@ def test_the_hopper_backward_leaves_the_options_to_the_portable_one(feature):
 
 def test_the_table_shows_the_matrix():
     lines = table().splitlines()
-    assert lines[0].startswith("| feature | naive | tiled | flash | sdpa | hopper | meaning |")
+    assert lines[0].startswith("| feature | naive | tiled | flash | sdpa | hopper | kvcache | meaning |")
     assert len(lines) == 2 + len(FEATURES)
-    everywhere = "fp16 bf16 fp32 fp64"
-    assert lines[7].startswith(f"| window | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | fp16 bf16 |")
-    assert lines[12].startswith(f"| varlen | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | fp16 bf16 |")
-    assert lines[9].startswith(f"| alibi_slopes | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | no |")
+    everywhere, kernels = "fp16 bf16 fp32 fp64", "fp16 bf16 fp32"
+    assert lines[7].startswith(
+        f"| window | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | fp16 bf16 | fp16 bf16 fp32 |"
+    )
+    assert lines[12].startswith(f"| varlen | {everywhere} | {everywhere} | {kernels} | no | fp16 bf16 | no |")
+    assert lines[9].startswith(
+        f"| alibi_slopes | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | no | fp16 bf16 fp32 |"
+    )
     assert "| fp16 bf16 fp32 fp64 | fp16 bf16 |" in lines[3], "the Hopper kernels take causal calls"
 
 

@@ -146,6 +146,50 @@ _FLOAT32 = {
 }
 
 
+@dataclass(frozen=True)
+class DecodeTile:
+    """How `flash_decode_kernel` cuts a row's keys. The first three and `groups` decide a result's bits."""
+
+    block_k: int  # keys in a tile
+    span: int  # tiles in a span, the largest item of work
+    num_warps: int
+    num_stages: int
+    per_sm: int  # programs for each multiprocessor
+    max_registers: int | None = None  # of a thread
+    groups: int = 16  # of a row's spans, at most: of 128 the last program folds 8, and then 16 groups
+
+    @property
+    def how(self) -> dict[str, int | bool | None]:
+        """As Triton's launch takes it."""
+        how = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+        return how | {"enable_fp_fusion": False}
+
+    def smaller(self) -> "DecodeTile | None":
+        """The next that needs less shared memory, for the same bits."""
+        return replace(self, num_stages=self.num_stages - 1) if self.num_stages > 1 else None
+
+
+def decode_tile(dtype: torch.dtype, head_dim: int, block_m: int, paged: bool) -> DecodeTile:
+    """The tile for a cache of this dtype; small ones in the interpreter.
+
+    16 KB of keys and 16 KB of values, so that two of them are on their way for each of three programs. Not measured:
+    registers and shared memory are the compiler's. In pages Triton loads a page's number as many stages before the keys
+    as these before their use, so that two tiles take twice the stages.
+    """
+    if interpreting():
+        return DecodeTile(block_k=16, span=3, num_warps=4, num_stages=1, per_sm=1, groups=2)
+    padded = max(16, 1 << (head_dim - 1).bit_length())
+    if dtype == torch.float32:  # exact products are unrolled: more keys spill
+        return DecodeTile(max(16, 2048 // padded), 16, 4, 1, 2)
+    block_k = min(128, 16384 // (padded * dtype.itemsize))
+    stages = 5 if paged else 3
+    if block_m > 32:
+        return DecodeTile(block_k, 16, 8, stages, 1)  # 255 registers, 16 bytes spilled, 112 KB
+    if block_m > 16 or padded > 128 or dtype.itemsize == 1:
+        return DecodeTile(block_k, 16, 4, stages, 2)  # 255 registers
+    return DecodeTile(block_k, 16, 4, stages, 3, max_registers=168)  # 70 KB, at most 8 bytes spilled
+
+
 def variant_of(options: Options) -> str:
     """The table's variant for a call: what takes registers before what masks."""
     if options.dropout_p > 0.0:

@@ -116,7 +116,7 @@ def compile_plan(arch: int, plan: str) -> dict:
         DOES_NOT_FIT: row["shared_bytes"] > SHARED_LIMIT_BYTES[arch],
         "spills": row["spill_bytes"] > SPILL_LIMIT_BYTES,
         "wgmma serialized": bool(complaints) or row["WARPGROUP.DEPBAR"] * 2 > wgmma > 0,
-        "no wgmma": arch == 90 and "fp32" not in plan and row["HMMA"] > 0,
+        "no wgmma": arch == 90 and "fp32" not in plan and not plan.startswith("decode") and row["HMMA"] > 0,
     }
     return row | {"notes": [note for note, true in verdicts.items() if true]}
 

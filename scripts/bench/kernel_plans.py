@@ -20,11 +20,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from kernels.call import Options
+from kernels.decode import Call, kvcache_workspace
 from kernels.hopper.backward import launch_hopper_bwd
 from kernels.hopper.forward import launch_hopper_fwd
 from kernels.hopper.fp8_kernel import launch_hopper_fp8
 from kernels.launch import Launch, recorded
 from kernels.portable.backward import launch_flash_bwd
+from kernels.portable.decode import launch_flash_decode
 from kernels.portable.forward import launch_flash_fwd
 from kernels.portable.tuning import table_for, table_tile, variant_of
 
@@ -33,12 +35,14 @@ KERNELS = {  # the main ones; what runs before and after them is no plan
     "flash_fwd_kernel": "fwd",
     "flash_dkdv_kernel": "dkdv",
     "flash_dq_kernel": "dq",
+    "flash_decode_kernel": "decode",
     "hopper_fwd_kernel": "hopper_fwd",
     "hopper_bwd_kernel": "hopper_bwd",
     "hopper_fp8_kernel": "hopper_fp8",
 }
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }  # fmt: skip
 # what only some inputs of the portable kernels need: (head_dim, dtype, mask, words)
 SPECIAL = (
@@ -56,7 +60,7 @@ SPECIAL = (
 def plans(arch: int) -> dict[str, Launch]:
     """All plans of both engines on compute capability arch / 10, by a name that no other has."""
     found = {}
-    for words, launches in (*portable_calls(arch), *(hopper_calls() if arch == 90 else ())):
+    for words, launches in (*portable_calls(arch), *decode_calls(arch), *(hopper_calls() if arch == 90 else ())):
         for launch in launches:
             if kernel := KERNELS.get(launch.kernel.__name__):
                 found[f"{kernel} {arch} {name(words, launch)}"] = launch
@@ -95,6 +99,32 @@ def portable_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
             o, lse = launch_flash_fwd(q, k, v, options, tiles[0])
             launch_flash_bwd(o, None, q, k, v, o, lse, options, *tiles[1:])
         yield (dtype, mask, *words), launches
+
+
+def decode_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
+    """Appending calls over a cache of this head_dim, rows that share a KV head, dtype, page, scales and options."""
+    for head_dim, rows, dtype, page, scales, words in (
+        (64, 1, "bf16", 0, 0, ()), (80, 1, "bf16", 0, 0, ()), (128, 1, "bf16", 0, 0, ()), (256, 1, "bf16", 0, 0, ()),
+        (128, 32, "bf16", 0, 0, ()), (128, 64, "bf16", 0, 0, ()), (64, 1, "bf16", 16, 0, ()),
+        (128, 1, "bf16", 64, 0, ()), (128, 1, "int8", 0, 1, ()), (128, 1, "int8", 16, 3, ()),
+        (128, 1, "fp8e4nv", 0, 3, ()), (64, 1, "fp8e4nv", 64, 1, ()), (128, 1, "fp32", 0, 0, ()),
+        (128, 1, "bf16", 16, 0, ("softcap", "alibi", "sinks")),
+    ):  # fmt: skip
+        if dtype == "fp8e4nv" and arch < 89:
+            continue
+        kind = "fp32" if dtype == "fp32" else "bf16"
+        *_, options = call(head_dim, kind, "causal", words)
+        q, new = (torch.empty(1, n, 1, head_dim, dtype=DTYPES[kind], device="meta") for n in (4 * rows, 4))
+        cache = torch.empty(8, 4, page or 1000, head_dim, dtype=DTYPES[dtype], device="meta")[: 8 if page else 1]
+        scale = torch.empty(cache.shape[1:2] if scales == 1 else cache.shape[:3], device="meta") if scales else None
+        lengths, table = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((1,), (1, 8)))
+        workspace = kvcache_workspace(1, 4 * rows, "meta")
+        tensors = Call(q, cache, cache, new, new, lengths, None, table if page else None, scale, scale, workspace)
+        if "alibi" in words:
+            options = options._replace(alibi_slopes=options.alibi_slopes[:, : 4 * rows])
+        with recorded() as launches:
+            launch_flash_decode(tensors, options)
+        yield (dtype, f"{rows} rows", f"page {page}", f"scales {scales}", *words), launches
 
 
 def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:

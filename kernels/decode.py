@@ -1,0 +1,317 @@
+"""Attention over a cache of keys and values, for generation: the public functions, their definition, the operator.
+
+`flash_attention_with_kvcache` appends new tokens to the cache and attends over it, in one launch. Imports no Triton.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call import Options, autocast_inputs, check_call, check_tensor
+from .device import interpreting
+from .launch import tokens_first
+from .ops import watched
+from .reference import naive_attention
+from .support import why_not_kvcache
+
+MAX_QUERIES = 16  # a row; more read a prompt, which `flash_attention` does
+SMALLEST_PAGE = 16
+EIGHT_BITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # dtype of a cache -> its largest number
+_SMALLEST_SCALE = 2.0**-60  # of a token of zeros
+# of kernels/portable/decode.py: the most spans that a launch cuts into tiles, the most groups of a row's spans
+MAX_SPANS, MAX_GROUPS = 512, 16
+
+
+class Call(NamedTuple):
+    """A call's tensors, in the order of the operator's schema."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k_new: Tensor | None
+    v_new: Tensor | None
+    cache_seqlens: Tensor
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    workspace: Tensor | None
+
+
+def flash_attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    workspace: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of 1 to 16 new queries a row over that row's cached keys; appends k and v to the cache first.
+
+    The bits of a row do not depend on the other rows, on the cache's capacity, or on the size and order of its pages.
+    Lengths are read on the device: calls that differ in them alone compile nothing, wait for nothing, and are one CUDA
+    graph. Inference only.
+
+    Args:
+        q: (B, Hq, Nq, D) float32, bfloat16 or float16, Nq from 1 to 16, D from 16 to 256.
+        k_cache, v_cache: (B, Hkv, S, D), or pages (P, Hkv, page, D) with `block_table`; q's dtype, int8 or
+            float8_e4m3fn. Both have the same strides, the last one 1. Hq is a multiple of Hkv.
+        k, v: (B, Hkv, Nq, D), q's dtype: the same tokens' keys and values, written behind each row's last key.
+        cache_seqlens: (B,) int32 on q's device: the slots in use before the call. A negative length says that the
+            row is absent: it sees and writes nothing.
+        cache_leftpad: (B,) int32: the slots before a row's first key.
+        block_table: (B, pages of a row) int32: where the pages of a row are. `page` is a power of two from 16.
+        k_scale, v_scale: of an 8-bit cache, float32: (Hkv,), a constant a head, or one a token and head, (B, Hkv, S)
+            or (P, Hkv, page). Keys are `k_cache * k_scale`. Those a token are written for the new tokens: the largest
+            magnitude over 127, or over 448.
+        causal, scale, window, softcap, alibi_slopes, sinks: as in `flash_attention`. The last query stands at the row's
+            last key.
+        return_lse: also return the log of the softmax denominator.
+        workspace: from `kvcache_workspace`; calls that may run at the same time need one each. Without it each call
+            clears a new one, which is one more launch.
+
+    Returns:
+        O (B, Hq, Nq, D) in q's dtype, stored as (B, Nq, Hq, D). With `return_lse`, also LSE (B, Hq, Nq), float32.
+        A row whose length passes the capacity, or that meets a page that is none of the pool's, gives NaN on a GPU,
+        where nobody waits for lengths: nothing outside the cache is read or written, of such a length nothing at all is
+        written, and the workspace's first word becomes 1. On a CPU it raises.
+
+    Raises:
+        ValueError: before any launch, naming the argument, its value and what is allowed.
+
+    Source: Flash-Decoding (Dao et al., 2023). On a CPU `naive_attention_with_kvcache` runs.
+    """
+    call, options = check_kvcache_call(
+        q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace,
+        causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    if options.scale <= 0.0:  # as in `flash_attention`
+        negative = options.scale < 0.0
+        call = call._replace(q=-call.q if negative else call.q * 0.0)
+        options = options._replace(scale=-options.scale if negative else 1.0)
+    if reason := why_not_kvcache(call.q, call.k_cache, options):
+        raise ValueError(reason)
+    kept = (options.causal, options.scale, options.window_left, options.window_right, options.softcap)
+    operator = flash_kvcache if watched(call.q, call.k_cache) else _run  # the dispatcher takes 10 us
+    o, lse = operator(*call, *kept, options.alibi_slopes, options.sinks)
+    return (o, lse) if return_lse else o
+
+
+def naive_attention_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, **options
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What attention over a cache means: `naive_attention` of each row's keys, one row after the other.
+
+    Arguments, result and errors as of `flash_attention_with_kvcache`, but any device, float64, and any head_dim. Reads
+    the lengths, so a GPU is waited for. An 8-bit cache is read as float32.
+    """
+    return_lse = options.pop("return_lse", False)
+    tensors = (options.pop(name, None) for name in Call._fields[5:])
+    call, options = check_kvcache_call(q, k_cache, v_cache, k, v, *tensors, **options)
+    o, lse = _naive(call, options)
+    return (o, lse) if return_lse else o
+
+
+def kvcache_workspace(batch_size: int, num_heads: int, device: torch.device | str) -> Tensor:
+    """(words,) int32 zeros for calls of up to `batch_size` rows and `num_heads` query heads; calls leave them zero, but
+    for the first, which is 1 once a call has met a length or page that does not fit."""
+    return torch.zeros(_words(batch_size, num_heads), dtype=torch.int32, device=device)
+
+
+def _words(batch_size: int, num_heads: int) -> int:
+    return 2 + MAX_SPANS + batch_size * num_heads * (MAX_GROUPS + 1)
+
+
+def check_kvcache_call(
+    q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace,
+    causal: bool = True, **options,
+) -> tuple[Call, Options]:  # fmt: skip
+    """Check a call; return its tensors and its options in canonical form.
+
+    Raises ValueError, naming the argument, its value and what is allowed.
+    """
+    given = Call(q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace)
+    for name, x in given._asdict().items():
+        if x is not None or name in ("q", "k_cache", "v_cache", "cache_seqlens"):
+            check_tensor(name, x)
+            if x.device != q.device:
+                raise ValueError(f"{name} is on {x.device} but q is on {q.device}; move them to one device")
+            if x.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"{name} asks for a gradient, and a cache's attention has none; use torch.no_grad()")
+    if (k is None) != (v is None):
+        raise ValueError(f"{'k' if k is None else 'v'} is None; pass k and v, or neither")
+    new_k, new_v = (q, q) if k is None else (k, v)
+    q, new_k, new_v = autocast_inputs(q, new_k, new_v)
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions")
+    (batch, num_heads, num_q, head_dim), (rows, num_kv_heads, slots, _) = q.shape, k_cache.shape
+    if not 1 <= num_q <= MAX_QUERIES:
+        raise ValueError(
+            f"q has {num_q} tokens a row; attention over a cache takes 1 to {MAX_QUERIES}: "
+            "read a prompt by flash_attention"
+        )
+    like = q[:, :num_kv_heads]
+    q, _, _, options = check_call(q, like, like, causal=causal, **options)
+    if options.packed or options.dropout_p:
+        raise ValueError("attention over a cache takes neither cu_seqlens nor dropout_p; use flash_attention")
+    _check_cache(q, k_cache, v_cache, k_scale, v_scale)
+    if k is not None:
+        for name, x in (("k", new_k), ("v", new_v)):
+            if tuple(x.shape) != (batch, num_kv_heads, num_q, head_dim) or x.dtype != q.dtype:
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}; expected "
+                    f"{(batch, num_kv_heads, num_q, head_dim)}, the tokens of q, and {q.dtype}"
+                )
+    for name, x in (("cache_seqlens", cache_seqlens), ("cache_leftpad", cache_leftpad)):
+        if x is not None and (x.dtype != torch.int32 or tuple(x.shape) != (batch,)):
+            raise ValueError(f"{name} has dtype {x.dtype} and shape {tuple(x.shape)}; expected int32 and ({batch},)")
+    if block_table is None:
+        if rows != batch:
+            raise ValueError(f"k_cache has batch size {rows} but q has {batch}; they must be equal without block_table")
+    elif block_table.dtype != torch.int32 or block_table.dim() != 2 or block_table.shape[0] != batch:
+        raise ValueError(
+            f"block_table has dtype {block_table.dtype} and shape {tuple(block_table.shape)}; "
+            f"expected int32 and ({batch}, pages of a row)"
+        )
+    elif slots < SMALLEST_PAGE or slots & (slots - 1):
+        raise ValueError(f"k_cache has pages of {slots} tokens; expected a power of two from {SMALLEST_PAGE} on")
+    words = _words(batch, num_heads)
+    if workspace is not None and (workspace.dtype != torch.int32 or workspace.numel() < words):
+        raise ValueError(
+            f"workspace has dtype {workspace.dtype} and {workspace.numel()} elements; expected int32 and at least "
+            f"{words}: make it by kvcache_workspace({batch}, {num_heads}, device)"
+        )
+    return given._replace(q=q, k_new=None if k is None else new_k, v_new=None if v is None else new_v), options
+
+
+def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    if k_cache.dtype != q.dtype and k_cache.dtype not in EIGHT_BITS:
+        raise ValueError(
+            f"k_cache has dtype {k_cache.dtype} but q has {q.dtype}; expected that, torch.int8 or torch.float8_e4m3fn"
+        )
+    if k_cache.shape[3] != q.shape[3]:
+        raise ValueError(f"k_cache has head_dim {k_cache.shape[3]} but q has {q.shape[3]}; they must be equal")
+    for what in ("shape", "dtype", "stride"):
+        ours, theirs = (getattr(x, what) for x in (v_cache, k_cache))
+        ours, theirs = (x() if what == "stride" else x for x in (ours, theirs))
+        if ours != theirs:
+            raise ValueError(f"v_cache has {what} {ours} but k_cache has {theirs}; they must be equal")
+    if k_cache.stride(3) != 1:
+        raise ValueError(
+            f"k_cache has strides {k_cache.stride()}; the last one must be 1: a copy could not be appended to"
+        )
+    allowed = (tuple(k_cache.shape[1:2]), tuple(k_cache.shape[:3]))
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if k_cache.dtype not in EIGHT_BITS:
+            if x is not None:
+                raise ValueError(f"{name} is given but the cache is in {k_cache.dtype}; scales are for 8 bits")
+        elif x is None or x.dtype != torch.float32 or tuple(x.shape) not in allowed:
+            told = None if x is None else f"{x.dtype} {tuple(x.shape)}"
+            raise ValueError(f"{name} is {told}; a cache in 8 bits needs torch.float32 {allowed[0]} or {allowed[1]}")
+    if k_scale is not None and (k_scale.shape != v_scale.shape or k_scale.stride() != v_scale.stride()):
+        raise ValueError("v_scale has another shape or other strides than k_scale; they must be equal")
+
+
+def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
+    """The definition, on a checked call."""
+    q, pages = call.q, call.block_table
+    batch, _, num_q, head_dim = q.shape
+    page = call.k_cache.shape[2]
+    capacity = page if pages is None else page * pages.shape[1]
+    new = 0 if call.k_new is None else num_q
+    o, lse = tokens_first(q, head_dim), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    pads = [0] * batch if call.cache_leftpad is None else call.cache_leftpad.tolist()
+    for row, (length, pad) in enumerate(zip(call.cache_seqlens.tolist(), pads, strict=True)):
+        if length >= 0 and not 0 <= pad <= length <= capacity - new:
+            raise ValueError(
+                f"row {row} has {length} tokens in the cache, {pad} of them padding, and {new} new ones; "
+                f"the cache has room for {capacity}"
+            )
+        slots = torch.arange(pad, length + new if length >= 0 else pad, device=q.device)
+        line = torch.full_like(slots, row) if pages is None else pages[row].long()[slots // page]
+        if pages is not None and not bool(((line >= 0) & (line < call.k_cache.shape[0])).all()):
+            raise ValueError(
+                f"row {row} of block_table has a page that is not from 0 to {call.k_cache.shape[0] - 1}; "
+                "every page of its tokens must be the pool's"
+            )
+        where = (line, slice(None), slots % page if pages is not None else slots)
+        if new and length >= 0:
+            behind = (line[-new:], slice(None), where[2][-new:])
+            _write(behind, call.k_new[row], call.k_cache, call.k_scale)
+            _write(behind, call.v_new[row], call.v_cache, call.v_scale)
+        k = _read(where, call.k_cache, call.k_scale, q.dtype)
+        v = _read(where, call.v_cache, call.v_scale, q.dtype)
+        slopes = None if options.alibi_slopes is None else options.alibi_slopes[row : row + 1]
+        result = naive_attention(
+            q[row : row + 1].to(k.dtype), k, v, causal=options.causal, scale=options.scale,
+            window=(options.window_left, options.window_right), softcap=options.softcap, alibi_slopes=slopes,
+            sinks=options.sinks, return_lse=True,
+        )  # fmt: skip
+        o[row], lse[row] = result[0][0].to(q.dtype), result[1][0].to(lse.dtype)
+    return o, lse
+
+
+def _write(where: tuple, new: Tensor, cache: Tensor, scale: Tensor | None) -> None:
+    """Write new (Hkv, N, D) to the slots of `where`, rounded to the cache's dtype."""
+    values = new.transpose(0, 1)  # (N, Hkv, D)
+    if scale is not None:
+        largest = EIGHT_BITS[cache.dtype]
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        if scale.dim() == 1:
+            factor = scale[None, :].expand(values.shape[:2])
+        else:
+            factor = scale[where] = (values.abs().amax(-1).float() / largest).clamp(min=_SMALLEST_SCALE)
+        values = (values / factor[..., None]).clamp(-largest, largest)
+        values = values.round() if cache.dtype == torch.int8 else values
+    cache[where] = values.to(cache.dtype)
+
+
+def _read(where: tuple, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The keys or values (1, Hkv, N, D) in the slots of `where`."""
+    values = cache[where]  # (N, Hkv, D)
+    if scale is not None:
+        values = values.to(torch.promote_types(dtype, torch.float32))
+        values = values * (scale[None, :, None] if scale.dim() == 1 else scale[where][..., None])
+    return values.transpose(0, 1)[None]
+
+
+_LIBRARY = torch.library.Library("flashgpt", "FRAGMENT")
+_LIBRARY.define(
+    "flash_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_new, Tensor? v_new, "
+    "Tensor cache_seqlens, Tensor? cache_leftpad, Tensor? block_table, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
+    "Tensor(e!)? workspace, bool causal, float scale, SymInt window_left=-1, SymInt window_right=-1, "
+    "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None) -> (Tensor o, Tensor lse)"
+)
+flash_kvcache = torch.ops.flashgpt.flash_kvcache.default
+
+
+def _run(*arguments) -> tuple[Tensor, Tensor]:
+    call, options = Call(*arguments[: len(Call._fields)]), Options(*arguments[len(Call._fields) :])
+    if not call.q.is_cuda and not interpreting():
+        return _naive(call, options)
+    from .portable.decode import launch_flash_decode
+
+    return launch_flash_decode(call, options)
+
+
+@torch.library.register_fake("flashgpt::flash_kvcache", lib=_LIBRARY)
+def _(q, *others):
+    return tokens_first(q, q.shape[3]), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+_LIBRARY.impl("flash_kvcache", _run, "CompositeExplicitAutograd")

@@ -1,0 +1,82 @@
+"""Where a row's keys and values lie in a cache, contiguous or in pages, and how new ones get there."""
+
+import triton
+import triton.language as tl
+
+from .record import record
+
+APPENDED = tl.constexpr(16)  # new tokens that are written together
+
+
+@record
+class Cached:
+    """One head of one row of the cache, whose key j lies in slot `pad` + j."""
+
+    pages: tl.tensor  # the row's line of the block table; read only where PAGE
+    row: tl.tensor
+    head: tl.tensor
+    pad: tl.tensor
+    strides: tuple  # (row or page, head, slot), elements
+    scale_strides: tuple
+    HEAD_DIM: tl.constexpr
+    BLOCK_D: tl.constexpr
+    PAGE: tl.constexpr  # slots of a page; 0: contiguous
+
+
+@triton.jit
+def key_pointers(tensor, strides, first, inside, cache, COUNT: tl.constexpr):
+    """Where the keys first .. first + COUNT lie; `inside` says which may be read or written."""
+    lanes = tl.arange(0, COUNT)
+    base = tensor + cache.head.to(tl.int64) * strides[1]
+    if cache.PAGE > 0:
+        slots = cache.pad + first + lanes
+        page = tl.load(cache.pages + slots // cache.PAGE, mask=inside, other=0)
+        return base + (page.to(tl.int64) * strides[0] + (slots % cache.PAGE) * strides[2])
+    else:
+        base += cache.row.to(tl.int64) * strides[0] + (cache.pad + first).to(tl.int64) * strides[2]
+        return base + lanes * strides[2]
+
+
+@triton.jit
+def kept_keys(inside, cache):
+    """The mask of a tile of keys: no padded column either."""
+    if cache.HEAD_DIM == cache.BLOCK_D:
+        return inside[:, None]
+    else:
+        return inside[:, None] & (tl.arange(0, cache.BLOCK_D) < cache.HEAD_DIM)[None, :]
+
+
+@triton.jit
+def bad_pages(begin, end, num_pages, cache, MOST: tl.constexpr):
+    """Whether a page of the keys begin .. end, at most MOST pages, is none of the pool's."""
+    first, last = (cache.pad + begin) // cache.PAGE, (cache.pad + end - 1) // cache.PAGE
+    numbers = first + tl.arange(0, MOST)
+    page = tl.load(cache.pages + numbers, mask=(numbers <= last) & (begin < end), other=0)
+    return tl.max(((page < 0) | (page >= num_pages)).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def append(new, tensor, scale, new_strides, first, begin, end, cache, SCALES: tl.constexpr):
+    """Write the new tokens of the keys begin .. end to the cache, rounded to its dtype; key `first` is the first new
+    one."""
+    columns = tl.arange(0, cache.BLOCK_D)
+    base = new + cache.row.to(tl.int64) * new_strides[0] + cache.head.to(tl.int64) * new_strides[1]
+    for start in range(begin, end, APPENDED):
+        keys = start + tl.arange(0, APPENDED)
+        inside = keys < end
+        keep = kept_keys(inside, cache)
+        values = tl.load(base + (keys - first)[:, None] * new_strides[2] + columns[None, :], mask=keep, other=0.0)
+        if SCALES > 0:
+            limit: tl.constexpr = 127.0 if tensor.dtype.element_ty == tl.int8 else 448.0
+            values = values.to(tl.float32)
+            if SCALES == 2:
+                factor = tl.maximum(tl.math.div_rn(tl.max(tl.abs(values), 1), limit), 2.0**-60)
+                tl.store(key_pointers(scale, cache.scale_strides, start, inside, cache, APPENDED), factor, mask=inside)
+                values = tl.math.div_rn(values, tl.broadcast_to(factor[:, None], values.shape))
+            else:
+                values = tl.math.div_rn(values, tl.full(values.shape, tl.load(scale + cache.head), tl.float32))
+            values = tl.minimum(tl.maximum(values, -limit), limit)
+            if tensor.dtype.element_ty == tl.int8:
+                values = (values + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
+        pointers = key_pointers(tensor, cache.strides, start, inside, cache, APPENDED)
+        tl.store(pointers[:, None] + columns[None, :], values.to(tensor.dtype.element_ty), mask=keep)

@@ -1,0 +1,355 @@
+"""Attention of a few new queries over a cache of keys and values: one Triton kernel, one launch, and its launcher.
+
+The keys of a row are cut into tiles of BLOCK_K keys, SPAN tiles in a row make a span, equally many spans one of at most
+GROUPS groups. A row's result is the fold of its groups' results, each the fold of its spans', each the fold of its
+tiles', from the first to the last: its bits follow from its own keys alone. Who computes which tile does not. Where the
+batch has few spans a program takes one tile, elsewhere one span. What is not folded in registers is folded from memory
+by the program that arrives last, in the same order and by the same instructions. Products and sums are therefore never
+contracted to fused multiply-adds (`enable_fp_fusion`): a value would be rounded otherwise where it comes from a
+register than where it comes from memory.
+"""
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..call import Options, key_of
+from ..decode import MAX_SPANS, Call, kvcache_workspace
+from ..device import interpreting, num_sms
+from ..launch import Launch, Plan, Switches, dot_precision, padded, plan_of, run, tokens_first
+from .cached import Cached, append, bad_pages, kept_keys, key_pointers
+from .scores import Scoring, logits_of, slope_of
+from .split import Batch, Parts, extent, fold, folded, last_of, put, row_of, totals
+from .tiles import LN_2, LOG2_E, Mask, mask_scores
+from .tuning import DecodeTile, decode_tile, fitting
+
+NEVER = 2**30  # a window's bound that no distance reaches
+# integers that may be 1, or a multiple of 16, in one call and not in the next, which would compile again
+NOT_SPECIALIZED = (
+    "q_batch", "q_head", "q_token", "cache_row", "cache_head", "cache_slot", "new_batch", "new_head", "new_token",
+    "scale_row", "scale_head", "scale_slot", "table_row", "num_rows", "num_heads", "num_kv_heads", "num_q",
+    "capacity", "num_pages", "slot_rows", "coarse_from", "window_left", "window_right",
+)  # fmt: skip
+
+
+@triton.jit
+def _attend(q_tile, query, start, num_keys, k, v, k_scale, v_scale, cache, scoring, BLOCK_K: tl.constexpr, SCALES):
+    """One tile of keys: (sum of p V, maximum of the logits, sum of p), nothing of other tiles in it."""
+    keys = start + tl.arange(0, BLOCK_K)
+    inside = keys < num_keys
+    keep = kept_keys(inside, cache)
+    columns = tl.arange(0, cache.BLOCK_D)
+    k_rows = key_pointers(k, cache.strides, start, inside, cache, BLOCK_K)
+    v_rows = key_pointers(v, cache.strides, start, inside, cache, BLOCK_K)
+    # what is not a key reads as 0: 0 * NaN is NaN
+    k_tile = tl.load(k_rows[:, None] + columns[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
+    v_tile = tl.load(v_rows[:, None] + columns[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
+    scores = tl.dot(q_tile, k_tile.to(q_tile.dtype).T, input_precision=scoring.PRECISION)
+    if SCALES == 2:
+        rows = key_pointers(k_scale, cache.scale_strides, start, inside, cache, BLOCK_K)
+        scores *= tl.load(rows, mask=inside, other=0.0)[None, :]
+    elif SCALES == 1:
+        scores *= tl.load(k_scale + cache.head)
+    logits, factor, _ = logits_of(scores, query[:, None], keys[None, :], scoring)
+    logits = mask_scores(logits, query[:, None], keys[None, :], scoring.mask)
+    maximum = tl.max(logits, 1) * factor
+    base = tl.where(maximum == -float("inf"), 0.0, maximum)
+    probs = tl.exp2(logits * factor - base[:, None])
+    total = tl.sum(probs, 1)
+    if SCALES == 2:
+        rows = key_pointers(v_scale, cache.scale_strides, start, inside, cache, BLOCK_K)
+        probs *= tl.load(rows, mask=inside, other=0.0)[None, :]
+    acc = tl.dot(probs.to(q_tile.dtype), v_tile.to(q_tile.dtype), input_precision=scoring.PRECISION)
+    return acc, maximum, total
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def flash_decode_kernel(
+    # inputs; k_cache, v_cache and, with a scale a token, the scales are written where APPEND
+    q,  # (B, Hq, Nq, D) fp16 | bf16 | fp32
+    k_cache,  # (B, Hkv, S, D), or pages (P, Hkv, PAGE, D): q's dtype, int8 or e4m3
+    v_cache,
+    k_new,  # (B, Hkv, Nq, D), q's dtype, or None
+    v_new,
+    k_scale,  # fp32 (Hkv,), or (B, Hkv, S) as the cache, or None
+    v_scale,
+    seqlens,  # (B,) int32
+    leftpad,  # (B,) int32 or None
+    block_table,  # (B, pages of a row) int32 or None
+    # outputs
+    o,  # (B, Nq, Hq, D), q's dtype, contiguous
+    lse,  # (B, Hq, Nq) fp32, contiguous, natural logarithm
+    # memory of the launch
+    sums,  # (slots, slot_rows, BLOCK_D) fp32
+    maxima,  # (slots, 2, BLOCK_M) fp32
+    workspace,  # int32: fault, ticket, turns of spans, turns of rows; all but the first are 0 before and after
+    # layout, in units of UNIT elements (of CACHE_UNIT those of the cache); the last stride is 1
+    q_batch, q_head, q_token,
+    cache_row, cache_head, cache_slot,
+    new_batch, new_head, new_token,
+    scale_row, scale_head, scale_slot,  # elements
+    table_row,
+    # sizes
+    num_rows,  # B
+    num_heads,  # Hq
+    num_kv_heads,  # Hkv
+    num_q,  # Nq
+    capacity,  # S, or PAGE times the width of the block table
+    num_pages,
+    slot_rows,  # min(BLOCK_M, Nq * Hq // Hkv)
+    coarse_from,  # from so many spans on a program takes spans; its tiles are SPAN times as many
+    window_left,  # NEVER without a window
+    window_right,  # read only where LOCAL
+    scale_log2,  # scale * log2(e), positive
+    switches,  # Switches: what is None is compiled away
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # HEAD_DIM padded to a power of two
+    BLOCK_M: tl.constexpr,  # queries times heads of a group that share a tile
+    BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUPS: tl.constexpr,  # of a row's spans, at most
+    PAGE: tl.constexpr,  # 0: contiguous
+    SCALES: tl.constexpr,  # 0: none, 1: a head, 2: a token and head
+    UNIT: tl.constexpr,
+    CACHE_UNIT: tl.constexpr,
+    APPEND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LOCAL: tl.constexpr,  # a window (left, right) in place of CAUSAL
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Programs take items, a tile or a span of keys for BLOCK_M rows of one KV head, until none is left.
+
+    Grid:     any number of programs; item i goes to program i, later ones by ticket. No program waits for another.
+    Math:     O = softmax(scale * Q K^T + mask) V over the keys of each row, the new ones included.
+    Numerics: scores, maxima, sums and accumulators fp32; P rounded to q's dtype before P V.
+    Needs:    head dimensions 16 to 256, scale > 0, at least one row; the launcher sees to it.
+    Source:   Flash-Decoding (Dao et al., 2023); the order of the sums is our own.
+    """
+    padded: tl.constexpr = leftpad is not None
+    pads = leftpad if padded else seqlens
+    batch = Batch(seqlens, pads, num_rows, num_q, capacity, window_left, BLOCK_K, SPAN, APPEND, padded)
+    parts = Parts(sums, maxima, slot_rows, BLOCK_M, BLOCK_D)
+    group = num_heads // num_kv_heads
+    row_blocks = tl.cdiv(group * num_q, BLOCK_M)
+    width = num_kv_heads * row_blocks  # items of a tile, or of a span
+    num_tiles, num_spans = totals(batch)
+    by_tile = num_spans * width < coarse_from
+    num_items = tl.where(by_tile, num_tiles, num_spans) * width
+    programs = tl.num_programs(0)
+    columns = tl.arange(0, BLOCK_D)
+
+    item = tl.program_id(0)
+    while item < num_items:
+        unit = item // width
+        inner = item - unit * width
+        row, tiles_before, spans_before = row_of(unit, by_tile, batch)
+        keys, first_tile, tiles, pad, fault = extent(row, batch)
+        spans = tl.cdiv(tiles, SPAN)
+        span = tl.where(by_tile, (unit - tiles_before) // SPAN, unit - spans_before)
+        tiles_of_span = tl.minimum(tiles - span * SPAN, SPAN)
+        begin = first_tile + tl.where(by_tile, unit - tiles_before, span * SPAN)
+        end = begin + tl.where(by_tile, 1, tiles_of_span)
+
+        kv_head = inner // row_blocks
+        packed = (inner - kv_head * row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+        query = packed // group
+        head = kv_head * group + packed - query * group
+        real = query < num_q
+        strides = (cache_row * CACHE_UNIT, cache_head * CACHE_UNIT, cache_slot * CACHE_UNIT)
+        pages = seqlens
+        if PAGE > 0:
+            pages = block_table + row.to(tl.int64) * table_row
+        scale_strides = (scale_row, scale_head, scale_slot)
+        cache = Cached(pages, row, kv_head, pad, strides, scale_strides, HEAD_DIM, BLOCK_D, PAGE)
+        end_key = tl.minimum(end * BLOCK_K, keys)
+        if PAGE > 0:
+            most: tl.constexpr = triton.next_power_of_2(SPAN * BLOCK_K // PAGE + 2)
+            fault = fault | bad_pages(begin * BLOCK_K, end_key, num_pages, cache, most)
+        if fault:
+            tl.store(workspace, 1)
+            end, end_key = begin, 0
+        if APPEND:
+            first_new = keys - num_q
+            begin_new = tl.maximum(first_new, begin * BLOCK_K)
+            if begin_new < end_key:
+                new_strides = (new_batch * UNIT, new_head * UNIT, new_token * UNIT)
+                append(k_new, k_cache, k_scale, new_strides, first_new, begin_new, end_key, cache, SCALES)
+                append(v_new, v_cache, v_scale, new_strides, first_new, begin_new, end_key, cache, SCALES)
+                tl.debug_barrier()  # other threads of this program read them below; other programs do not
+
+        q_rows = q + row.to(tl.int64) * (q_batch * UNIT) + head * (q_head * UNIT) + query * (q_token * UNIT)
+        q_tile = tl.load(
+            q_rows[:, None] + columns[None, :], mask=real[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
+        )
+        slope = 0.0
+        if switches.alibi_slopes is not None:
+            slope = slope_of(row, head, num_heads, switches)[:, None]
+        mask = Mask(num_q, keys, (window_left, window_right), CAUSAL, LOCAL)
+        scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, 0, PRECISION)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        maximum = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for tile in range(begin, end):
+            part, part_maximum, part_total = _attend(
+                q_tile, query, tile * BLOCK_K, keys, k_cache, v_cache, k_scale, v_scale, cache, scoring, BLOCK_K, SCALES
+            )
+            acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+        total = tl.where(fault, float("nan"), total)
+
+        done = begin >= 0
+        if by_tile & (tiles_of_span > 1):
+            put(item, acc, maximum, total, parts)
+            turn = workspace + 2 + (spans_before + span) * width + inner
+            done = last_of(turn, tiles_of_span)
+            if done:
+                first = (tiles_before + span * SPAN) * width + inner
+                acc, maximum, total = folded(first, width, tiles_of_span, parts)
+        spans_of_group = tl.cdiv(spans, GROUPS)
+        group_place = span // spans_of_group
+        members = tl.minimum(spans - group_place * spans_of_group, spans_of_group)
+        turn = workspace + 2 + coarse_from + (row * width + inner) * (GROUPS + 1)
+        first = coarse_from * SPAN + spans_before * width + inner
+        first_of_group = first + group_place * spans_of_group * width
+        if done & (members > 1):
+            put(first + span * width, acc, maximum, total, parts)
+            done = last_of(turn + 1 + group_place, members)
+            if done:
+                acc, maximum, total = folded(first_of_group, width, members, parts)
+        if done & (spans > spans_of_group):
+            put(first_of_group, acc, maximum, total, parts)  # its spans' results have been read
+            done = last_of(turn, tl.cdiv(spans, spans_of_group))
+            if done:
+                step = spans_of_group * width
+                acc, maximum, total = folded(first, step, tl.cdiv(spans, spans_of_group), parts)
+        if done:
+            if switches.sinks is not None:  # a key without a value
+                sink = tl.load(switches.sinks + head) * LOG2_E
+                acc, maximum, total = fold(
+                    acc, maximum, total, tl.zeros_like(acc), sink, tl.full([BLOCK_M], 1.0, tl.float32)
+                )
+            if SCALES == 1:
+                acc *= tl.load(v_scale + kv_head)
+            denominator = tl.where(total == 0.0, 1.0, total)
+            acc = acc * (1.0 / denominator)[:, None]
+            o_rows = o + ((row.to(tl.int64) * num_q + query) * num_heads + head) * HEAD_DIM
+            tl.store(
+                o_rows[:, None] + columns[None, :], acc.to(o.dtype.element_ty),
+                mask=real[:, None] & (columns < HEAD_DIM)[None, :],
+            )  # fmt: skip
+            lse_rows = lse + (row.to(tl.int64) * num_heads + head) * num_q + query
+            tl.store(lse_rows, (maximum + tl.log2(denominator)) * LN_2, mask=real)
+
+        if (num_items > programs) & (by_tile == 0):  # spans take long, and not all equally
+            drawn = tl.atomic_add(workspace + 1, 1, sem="relaxed")
+            if drawn == num_items - 1:  # the last ticket: one for each item past the first ones, one a program for none
+                tl.store(workspace + 1, 0)
+            item = programs + drawn
+        else:
+            item += programs
+
+
+def cut_for(device: torch.device, tile: DecodeTile) -> tuple[int, int]:
+    """(programs to launch, spans from which on they take whole spans) on this device."""
+    if interpreting():
+        return 3, 5  # few, so that tests meet both kinds of items and tickets
+    sms = num_sms(device.index)
+    return tile.per_sm * sms, min(3 * sms // 4, MAX_SPANS)
+
+
+def launch_flash_decode(
+    call: Call, options: Options, tile: DecodeTile | None = None, plan: Plan | None = None
+) -> tuple[Tensor, Tensor]:
+    """Append the new tokens and attend. The call is checked; options.scale > 0. `tile` overrides the table.
+
+    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32.
+    """
+    q = call.q
+    given = tuple(x is not None for x in call)
+    plan = plan or plan_of(key_of(("decode", tile, given), options, *(x for x in call if x is not None)))
+    if interpreting() and q.dtype == torch.bfloat16:
+        wide = [x.float() if x is not None and x.dtype == q.dtype else x for x in call]
+        o, lse = launch_flash_decode(Call(*wide), options, tile, plan)
+        for narrow, result in zip(call[1:3], wide[1:3], strict=True):
+            if result is not narrow:
+                narrow.copy_(result)
+        return o.to(q.dtype), lse
+    o, lse = tokens_first(q, q.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if o.numel() == 0:
+        return o, lse
+    tile = tile or decode_tile(call.k_cache.dtype, q.shape[3], _rows(q, call.k_cache)[1], call.block_table is not None)
+    tensors = call._asdict() | {"o": o, "lse": lse, "alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
+    tensors["q"] = q if q.stride(3) == 1 else q.contiguous()
+    if call.k_new is not None and (call.k_new.stride() != call.v_new.stride() or call.k_new.stride(3) != 1):
+        tensors |= {"k_new": call.k_new.contiguous(), "v_new": call.v_new.contiguous()}
+    for name in ("cache_seqlens", "cache_leftpad", "block_table", "alibi_slopes", "sinks"):
+        if tensors[name] is not None:
+            tensors[name] = tensors[name].contiguous()
+    if call.workspace is None:
+        tensors["workspace"] = kvcache_workspace(q.shape[0], q.shape[1], q.device)
+    tensors |= _memory(q, call.k_cache, call.block_table, tile)
+    run(plan, tensors, partial(_launches, options, tile))
+    return o, lse
+
+
+def _rows(q: Tensor, k_cache: Tensor) -> tuple[int, int]:
+    """(rows of q that share a KV head, BLOCK_M)."""
+    rows = q.shape[1] // k_cache.shape[1] * q.shape[2]
+    return rows, min(max(16, padded(rows)), 64)
+
+
+def _memory(q: Tensor, k_cache: Tensor, block_table: Tensor | None, tile: DecodeTile) -> dict[str, Tensor]:
+    """Room for the partial results of any lengths: of the tiles of few spans, then of all spans."""
+    rows, block_m = _rows(q, k_cache)
+    slots_of_row = k_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
+    # a window may begin inside a tile, so that a row has a tile more than its keys would fill
+    spans = q.shape[0] * -(-(slots_of_row // tile.block_k + 2) // tile.span)
+    slots = cut_for(q.device, tile)[1] * tile.span + spans * k_cache.shape[1] * -(-rows // block_m)
+    return {
+        "sums": q.new_empty((slots, min(rows, block_m), padded(q.shape[3])), dtype=torch.float32),
+        "maxima": q.new_empty((slots, 2, block_m), dtype=torch.float32),
+    }
+
+
+def _launches(options: Options, tile: DecodeTile, **given: Tensor | None) -> list[Launch]:
+    q, k_cache, k_new, k_scale = given["q"], given["k_cache"], given["k_new"], given["k_scale"]
+    (batch, num_heads, num_q, head_dim), (_, num_kv_heads, page, _) = q.shape, k_cache.shape
+    table = given["block_table"]
+    unit, cache_unit = _unit(q, k_new, given["v_new"]), _unit(k_cache, given["v_cache"])
+    programs, coarse_from = cut_for(q.device, tile)
+    scales = 0 if k_scale is None else 1 if k_scale.dim() == 1 else 2
+    strides = [stride // unit for stride in q.stride()[:3]]
+    strides += [stride // cache_unit for stride in k_cache.stride()[:3]]
+    strides += [0] * 3 if k_new is None else [stride // unit for stride in k_new.stride()[:3]]
+    strides += k_scale.stride() if scales == 2 else [0] * 3
+    left, right = (NEVER if bound < 0 else min(bound, NEVER) for bound in (options.window_left, options.window_right))
+    switches = Switches(options.softcap or None, given["alibi_slopes"], given["sinks"])
+    tensors = [given[name] for name in _ORDER]
+    arguments = (
+        *tensors, *strides, 0 if table is None else table.stride(0),
+        batch, num_heads, num_kv_heads, num_q, page if table is None else page * table.shape[1], k_cache.shape[0],
+        given["sums"].shape[1], coarse_from, left, right, options.scale * LOG2_E.value, switches,
+    )  # fmt: skip
+    constants = {
+        "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": _rows(q, k_cache)[1], "BLOCK_K": tile.block_k,
+        "SPAN": tile.span, "GROUPS": tile.groups, "PAGE": 0 if table is None else page, "SCALES": scales, "UNIT": unit,
+        "CACHE_UNIT": cache_unit, "APPEND": k_new is not None, "CAUSAL": options.causal, "LOCAL": options.local,
+        "PRECISION": dot_precision(q),
+    }  # fmt: skip
+    return [fitting(tile, lambda tile: Launch(flash_decode_kernel, programs, arguments, constants, tile.how))]
+
+
+_ORDER = (
+    "q", "k_cache", "v_cache", "k_new", "v_new", "k_scale", "v_scale", "cache_seqlens", "cache_leftpad", "block_table",
+    "o", "lse", "sums", "maxima", "workspace",
+)  # fmt: skip
+
+
+def _unit(*tensors: Tensor | None) -> int:
+    """The elements of 16 bytes where all strides are multiples of that, else 1: a compiler that knows it loads by 16
+    bytes, and a stride is no constant of the kernel's."""
+    unit = 16 // tensors[0].element_size()
+    strides = [stride for x in tensors if x is not None for stride in x.stride()[:3]]
+    return 1 if any(stride % unit for stride in strides) else unit

@@ -1,0 +1,301 @@
+"""Speed of attention over a cache: `python -m scripts.bench.decode` times ours beside PyTorch's kernels in one process.
+
+A row is a call: microseconds of the device inside a CUDA graph with a cold L2 cache (a graph of reads and calls less a
+graph of the reads alone), TB/s of K and V, and what the goal allows, 5 microseconds and the bytes at 0.9 times the
+bandwidth of a kernel that only reads, measured first in the same run. `bench.family` chooses among
+
+    context   batch x context x heads, beside SDPA's FlashAttention-2 and cuDNN
+    group     query heads that share a KV head, 1 to 16
+    queries   tokens of a row, 1 to 16
+    pages     contiguous, and pages of 256, 64 and 16 tokens in random order
+    ragged    rows of 1k to 64k tokens beside as many tokens in rows of one length
+    bits      16 bits, int8 and e4m3, with a scale a head and a scale a token
+    tiles     other plans of the kernel: keys of a tile, tiles of a span, stages, programs, registers
+
+The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from conf.program import program
+from kernels import flash_attention_with_kvcache, kvcache_workspace
+from kernels.decode import check_kvcache_call
+from kernels.device import l2_bytes, num_sms
+from kernels.portable.decode import launch_flash_decode
+from kernels.portable.tuning import DecodeTile, decode_tile
+from scripts.bench.clock import measure
+from scripts.bench.report import Columns, Report, Row, refuse_unknown, table
+from training.hardware import HardwareConfig, set_up
+
+FAMILIES = ("context", "group", "queries", "pages", "ragged", "bits", "tiles")
+SDPA = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
+CACHES = {"bf16": torch.bfloat16, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+FLOOR_US, OF_BANDWIDTH = 5.0, 0.90  # the goal
+
+
+@dataclass
+class BenchConfig:
+    family: list[str] = field(default_factory=lambda: [*FAMILIES[:-1]])
+    attention: list[str] = field(default_factory=lambda: ["flash", *SDPA])
+    batch: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
+    context: list[int] = field(default_factory=lambda: [1024, 4096, 8192, 32768, 131072])
+    heads: list[str] = field(default_factory=lambda: ["32/8/128", "12/12/64", "64/4/128"])  # Hq/Hkv/D
+    largest_gib: float = 36.0  # of K and V; larger cells are left out
+    replays: int = 7  # of a graph; the median counts
+
+    def __post_init__(self) -> None:
+        refuse_unknown("bench", self, family=FAMILIES, attention=("flash", *SDPA))
+
+
+@dataclass
+class BenchSettings:
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One call."""
+
+    family: str
+    lengths: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    queries: int = 1
+    page: int = 0
+    cache: str = "bf16"
+    scale: str = "head"  # of 8 bits: head | token
+    attention: str = "flash"
+    tile: DecodeTile | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        per_key = 2 * self.num_kv_heads * (self.head_dim * CACHES[self.cache].itemsize)
+        if self.cache != "bf16" and self.scale == "token":
+            per_key += 2 * self.num_kv_heads * 4
+        return sum(self.lengths) * per_key
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self.lengths) * max(self.lengths) * 2 * self.num_kv_heads * self.head_dim * 2
+
+    @property
+    def row(self) -> Row:
+        mean = sum(self.lengths) // len(self.lengths)
+        row = asdict(self) | {"batch": len(self.lengths), "context": mean, "kv_mib": self.kv_bytes / 2**20}
+        shown = self.tile and f"{self.tile.block_k}x{self.tile.span} w{self.tile.num_warps} s{self.tile.num_stages}"
+        shown = shown and f"{shown} p{self.tile.per_sm} r{self.tile.max_registers}"
+        order = (self.lengths[0] > self.lengths[-1]) - (self.lengths[0] < self.lengths[-1])
+        return row | {"lengths": ("uniform", "falling", "rising")[order], "tile": shown}
+
+
+def cells(bench: BenchConfig) -> Iterator[Cell]:
+    base = Cell("", (8192,) * 16, 32, 8, 128)
+    for family in bench.family:
+        one = replace(base, family=family)
+        if family == "context":
+            for heads, context, batch, name in product(bench.heads, bench.context, bench.batch, bench.attention):
+                yield Cell(family, (context,) * batch, *map(int, heads.split("/")), attention=name)
+        elif family == "group":
+            yield from (replace(one, num_heads=8 * group) for group in (1, 2, 4, 8, 16))
+        elif family == "queries":
+            yield from (replace(one, queries=queries) for queries in (1, 2, 4, 8, 16))
+        elif family == "pages":
+            for lengths, page in product(((1024,), (8192,) * 16), (0, 256, 64, 16)):
+                yield replace(one, lengths=lengths, page=page)
+        elif family == "ragged":
+            lengths = (65536, 32768, 16384, 16384, 8192, 8192, 4096, 4096, 4096, *(2048,) * 3, *(1024,) * 4)
+            mean = sum(lengths) // len(lengths)
+            yield from (replace(one, lengths=x) for x in ((mean,) * len(lengths), lengths, lengths[::-1]))
+        elif family == "bits":
+            for cache, scale in (("bf16", "head"), *product(("int8", "e4m3"), ("head", "token"))):
+                yield replace(one, lengths=(16384,) * 16, cache=cache, scale=scale)
+        else:
+            yield from tile_cells(one)
+
+
+def tile_cells(one: Cell) -> Iterator[Cell]:
+    for lengths, cache in product(((1024,), (8192,), (131072,), (8192,) * 16), ("bf16", "int8")):
+        cell = replace(one, lengths=lengths, cache=cache)
+        own = decode_tile(CACHES[cache], one.head_dim, 16, paged=False)
+        others = [replace(own, num_stages=4, per_sm=2, max_registers=None)]
+        if cache == "bf16":
+            others += [
+                replace(own, per_sm=2, max_registers=None),
+                replace(own, span=8),
+                replace(own, span=32),
+                replace(own, block_k=32, per_sm=4, max_registers=128),
+                replace(own, block_k=128, num_warps=8, per_sm=1, max_registers=None),
+            ]
+        else:
+            others += [replace(own, per_sm=3, max_registers=168), replace(own, block_k=64, per_sm=3, max_registers=168)]
+        yield from (replace(cell, tile=tile) for tile in (own, *others))
+
+
+@program("tool", BenchSettings, run_dir="runs/bench_decode")
+def main(settings: BenchSettings, run_dir: Path) -> None:
+    hardware, bench = set_up(settings.hardware), settings.bench
+    report = Report("decode", run_dir, hardware.description)
+    chosen = [cell for cell in cells(bench) if cell.held_bytes <= bench.largest_gib * 2**30]
+    bench_machine = Machine(hardware.device, max(cell.held_bytes for cell in chosen) // 4, bench.replays)
+    bandwidth = bench_machine.read_bandwidth()
+    report.more = {"read_bytes_per_second": bandwidth}
+    for cell in chosen:
+        row = cell.row
+        try:
+            row["us"] = bench_machine.microseconds(cell)
+        except RuntimeError as error:  # PyTorch's answer where a named SDPA kernel does not take the call
+            if cell.attention not in SDPA:
+                raise
+            row["error"] = str(error).split("\n")[0][:80]
+        else:
+            row["tb_per_s"] = cell.kv_bytes / row["us"] / 1e6
+            row["goal_us"] = FLOOR_US + 1e6 * cell.kv_bytes / (OF_BANDWIDTH * bandwidth)
+            row["of_goal"] = row["us"] / row["goal_us"]
+        report.rows.append(row)
+    caption = f"A kernel that only reads: {bandwidth / 1e12:.2f} TB/s."
+    ours = [row["of_goal"] for row in report.rows if row["attention"] == "flash" and row["family"] == "context"]
+    last = {"read_tb_per_s": bandwidth / 1e12, "cells": len(ours), "past_the_goal": sum(x > 1.0 for x in ours)}
+    report.finish(table(report.rows, NAMES, FIGURES, "attention over a cache", caption), last=last)
+
+
+NAMES: Columns = {
+    "family": "{family}",
+    "call": "B{batch} H{num_heads}/{num_kv_heads} N{context} {lengths} D{head_dim} Nq{queries}",
+    "cache": "{cache} {scale} page {page}",
+    "attention": "{attention}",
+    "tile": "{tile}",
+}
+FIGURES: Columns = {
+    "K and V, MiB": "{kv_mib:.0f}", "us": "{us:.1f}", "TB/s": "{tb_per_s:.2f}", "goal, us": "{goal_us:.1f}",
+    "us / goal": "{of_goal:.2f}",
+}  # fmt: skip
+
+
+@triton.jit
+def read_kernel(x, out, num_elements, BLOCK: tl.constexpr):
+    """Programs read blocks in turns and keep the sums of what they have read."""
+    total = tl.zeros([BLOCK], tl.float32)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    while start < num_elements:
+        total += tl.load(x + start + tl.arange(0, BLOCK), eviction_policy="evict_first")
+        start += tl.num_programs(0) * BLOCK
+    tl.store(out + tl.program_id(0), tl.sum(total, 0))
+
+
+class Machine:
+    """Memory for keys and values, which all cells share, and the clock."""
+
+    def __init__(self, device: torch.device, elements: int, replays: int):
+        self.device, self.replays = device, replays
+        self.on_cuda = device.type == "cuda"
+        make = {"device": device, "generator": torch.Generator(device).manual_seed(0)}
+        self.elements = elements + 64 * 1024
+        self.keys, self.values = (torch.randn(self.elements, dtype=torch.bfloat16, **make) for _ in range(2))
+        self.eight: dict[str, tuple[Tensor, Tensor]] = {}
+        flush_bytes = 2 * l2_bytes(device.index or 0) if self.on_cuda else 1024
+        self.cold = torch.ones(flush_bytes // 4, device=device)
+
+    def read_bandwidth(self) -> float:
+        """Bytes a second of a kernel that only reads, the best of some grids."""
+        words = self.keys.view(torch.float32)[: 2**29]
+        programs = [num_sms(self.device.index or 0) * k for k in (4, 8, 16)] if self.on_cuda else [4]
+        out = torch.empty(max(programs), device=self.device)
+        size = words.numel() // 4096 * 4096
+        times = [self.time(lambda p=p: read_kernel[(p,)](words, out, size, BLOCK=4096, num_warps=8)) for p in programs]
+        return 4 * size / min(times) * 1e6
+
+    def microseconds(self, cell: Cell) -> float:
+        return self.time(self.call(cell))
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Microseconds of a call; on a CPU without a graph."""
+        if not self.on_cuda:
+            return 1e3 * measure(call, self.device).p50
+        out = torch.empty((), device=self.device)
+        flush = lambda: torch.sum(self.cold, 0, out=out)  # noqa: E731  reads: written lines would still be on their way
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                flush()
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        runs = max(3, min(20, int(4.0 / max(begin.elapsed_time(end), 1e-3))))
+        both, alone = (self.graph(parts, runs) for parts in ((flush, call), (flush,)))
+        return 1e3 * (both - alone) / runs
+
+    def graph(self, parts: tuple[Callable[[], object], ...], runs: int) -> float:
+        """Milliseconds of a captured graph that has the parts in turn, `runs` times; the median of its replays."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(runs):
+                for part in parts:
+                    part()
+        graph.replay()
+        spans = []
+        for _ in range(self.replays):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            spans.append((begin, end))
+        torch.cuda.synchronize()
+        return sorted(begin.elapsed_time(end) for begin, end in spans)[len(spans) // 2]
+
+    def call(self, cell: Cell) -> Callable[[], object]:
+        batch, longest = len(cell.lengths), max(cell.lengths)
+        q = torch.randn(batch, cell.num_heads, cell.queries, cell.head_dim, device=self.device, dtype=torch.bfloat16)
+        pages = math.ceil(longest / cell.page) if cell.page else 1
+        tokens = cell.page or longest
+        shape = (batch * pages, cell.num_kv_heads, tokens, cell.head_dim)
+        stored = (self.keys, self.values) if cell.cache == "bf16" else self.in_eight_bits(cell.cache)
+        k_cache, v_cache = (x[: math.prod(shape)].view(shape) for x in stored)
+        if cell.attention != "flash":
+            return lambda: sdpa(cell.attention, q, k_cache, v_cache)
+        named = {
+            "cache_seqlens": torch.tensor(cell.lengths, dtype=torch.int32, device=self.device),
+            "workspace": kvcache_workspace(batch, cell.num_heads, self.device),
+        }
+        if cell.page:
+            named["block_table"] = torch.randperm(batch * pages, device=self.device).reshape(batch, pages).int()
+        if cell.cache != "bf16":
+            scales = (cell.num_kv_heads,) if cell.scale == "head" else shape[:3]
+            named |= {name: torch.full(scales, 0.02, device=self.device) for name in ("k_scale", "v_scale")}
+        if cell.tile is None:
+            return lambda: flash_attention_with_kvcache(q, k_cache, v_cache, **named)
+        names = ("cache_seqlens", "cache_leftpad", "block_table", "k_scale", "v_scale", "workspace")
+        call, options = check_kvcache_call(q, k_cache, v_cache, None, None, *(named.get(name) for name in names))
+        return lambda: launch_flash_decode(call, options, cell.tile)
+
+    def in_eight_bits(self, cache: str) -> tuple[Tensor, Tensor]:
+        if cache not in self.eight:
+            self.eight.clear()
+            self.eight[cache] = tuple((x * 40).to(CACHES[cache]) for x in (self.keys, self.values))
+        return self.eight[cache]
+
+
+def sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPA[name]):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,508 @@
+"""Attention over a cache: right against float64, each row's bits its own, nothing compiled or overwritten for it."""
+
+import inspect
+import random
+import re
+from itertools import product
+
+import pytest
+import torch
+
+from kernels import (
+    decode,
+    flash_attention_with_kvcache,
+    kvcache_workspace,
+    naive_attention_with_kvcache,
+)
+from kernels.launch import PLANS
+from tests.attention_checks import SOFTCAP_FACTOR, assert_within_budget
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def filled(shape, dtype, generator):
+    """Random numbers of any dtype of a cache."""
+    values = torch.randn(shape, generator=generator)
+    return (values * 40).to(dtype) if dtype in decode.EIGHT_BITS else values.to(dtype)
+
+
+def draw(seed: int, kind: int, longest: int, head_dims: tuple[int, ...]) -> tuple[list, dict]:
+    """A random call: positional and named arguments. What is no key of a row is NaN, where the cache has one.
+
+    Calls of a kind have one kernel, which a GPU takes seconds to compile.
+    """
+    chance = random.Random(kind)
+    dtype = chance.choice((torch.float32, *HALVES))
+    cached = chance.choice((dtype, dtype, torch.int8, torch.float8_e4m3fn))
+    page, scaled, appends = chance.choice((0, 0, 16, 32, 64)), chance.choice(("head", "token")), chance.random() < 0.6
+    group, num_q, head_dim = chance.choice((1, 2, 3, 4, 8)), chance.choice((1, 1, 2, 5, 16)), chance.choice(head_dims)
+    shares = {"pad": 0.3, "window": 0.3, "softcap": 0.2, "alibi": 0.2, "sinks": 0.2, "scale": 0.2}
+    with_option = {name for name, share in shares.items() if chance.random() < share}
+    named = {"causal": chance.random() < 0.8}
+
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    batch, kv_heads, slots = chance.randint(1, 4), chance.randint(1, 3), chance.randint(17, longest)
+    heads = kv_heads * group
+    q = torch.randn(batch, num_q, heads, head_dim, generator=generator).to(dtype).transpose(1, 2)
+    pages_of_row = -(-slots // page) if page else 0
+    pool = batch * pages_of_row + 2
+    outer = (pool, kv_heads, page) if page else (batch, kv_heads, slots)
+    caches = [filled((*outer, head_dim), cached, generator) for _ in range(2)]
+    if page:
+        named["block_table"] = torch.randperm(pool, generator=generator)[: pool - 2].reshape(batch, -1).int()
+        slots = page * pages_of_row
+    if cached in decode.EIGHT_BITS:
+        for name in ("k_scale", "v_scale"):
+            shape = (kv_heads,) if scaled == "head" else outer
+            named[name] = torch.rand(shape, generator=generator) * 0.02 + 0.01
+    room = slots - (num_q if appends else 0)
+    lengths = [chance.choice((0, -1, room, *[chance.randint(0, room)] * 5)) for _ in range(batch)]
+    named["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32)
+    if "pad" in with_option:
+        pads = [chance.randint(0, max(0, min(length, 20))) for length in lengths]
+        named["cache_leftpad"] = torch.tensor(pads, dtype=torch.int32)
+    if "window" in with_option:
+        named["window"] = (chance.choice((0, 7, 40)), 0 if named["causal"] else chance.choice((-1, 0, 3)))
+    if "softcap" in with_option:
+        named["softcap"] = 3.0
+    if "alibi" in with_option:
+        named["alibi_slopes"] = torch.rand(batch, heads, generator=generator) * 0.2
+    if "sinks" in with_option:
+        named["sinks"] = torch.randn(heads, generator=generator)
+    if "scale" in with_option:
+        named["scale"] = chance.choice((0.3, -0.2))
+    arguments = [q, *caches]
+    if appends:
+        arguments += [torch.randn(batch, kv_heads, num_q, head_dim, generator=generator).to(dtype) for _ in range(2)]
+    poison(arguments, named)
+    named = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in named.items()}
+    return [x.to(DEVICE) for x in arguments], named
+
+
+def slots_of(arguments, named) -> list[tuple]:
+    """For each row where its keys lie, as an index into a cache (..., heads, ..., D)."""
+    cache, table = arguments[1], named.get("block_table")
+    pads = named.get("cache_leftpad")
+    found = []
+    for row, length in enumerate(named["cache_seqlens"].tolist()):
+        slots = torch.arange(0 if pads is None else int(pads[row]), max(length, 0), device=cache.device)
+        if table is None:
+            found.append((row, slice(None), slots))
+        else:
+            page = cache.shape[2]
+            found.append((table[row].long()[slots // page], slice(None), slots % page))
+    return found
+
+
+def poison(arguments, named) -> None:
+    for cache in arguments[1:3]:
+        if cache.dtype not in decode.EIGHT_BITS:
+            clean = cache.clone()
+            cache.fill_(float("nan"))
+            for where in slots_of(arguments, named):
+                cache[where] = clean[where]
+
+
+def after_append(arguments, named) -> tuple[list, dict]:
+    """The same call when its new tokens are in the cache already."""
+    lengths = named["cache_seqlens"]
+    new = arguments[0].shape[2] if len(arguments) > 3 else 0
+    return arguments[:3], named | {"cache_seqlens": torch.where(lengths < 0, lengths, lengths + new)}
+
+
+def copied(arguments, named) -> tuple[list, dict]:
+    return [x.clone() for x in arguments], {
+        n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in named.items()
+    }
+
+
+def check(seed: int, kind: int, longest: int = 170, head_dims: tuple[int, ...] = (16, 24, 32)) -> None:
+    """One random call against the definition in float64, and the cache against the definition's."""
+    arguments, named = draw(seed, kind, longest, head_dims)
+    expected, expected_named = copied(arguments, named)
+    o, lse = flash_attention_with_kvcache(*arguments, **named, return_lse=True)
+    naive_attention_with_kvcache(*expected, **expected_named)
+    q, eight_bits = arguments[0], arguments[1].dtype in decode.EIGHT_BITS
+    for ours, theirs in zip(arguments[1:3], expected[1:3], strict=True):
+        if eight_bits:  # a quotient beside the middle of two numbers may go either way
+            # Triton's interpreter forgets the carry where e4m3 rounds up to a power of two
+            forgets = not GPU and ours.dtype == torch.float8_e4m3fn
+            assert (ours.float() != theirs.float()).float().mean() < (0.05 if forgets else 0.002)
+            if not forgets:
+                bound = {"rtol": 0, "atol": 1} if ours.dtype == torch.int8 else {"rtol": 0.125, "atol": 0.002}
+                torch.testing.assert_close(ours.float(), theirs.float(), **bound)
+        else:
+            assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+    for name in ("k_scale", "v_scale"):
+        if eight_bits:
+            torch.testing.assert_close(named[name], expected_named[name], rtol=1e-6, atol=0)
+    arguments, named = after_append(arguments, named)
+    wide = {n: x.double() if n in ("alibi_slopes", "sinks") else x for n, x in named.items()}
+    caches = [x if eight_bits else x.double() for x in arguments[1:]]
+    exact = naive_attention_with_kvcache(q.double(), *caches, **wide, return_lse=True)
+    if eight_bits:  # the plain formula has the keys in q's dtype
+        scales = [named.pop(name) for name in ("k_scale", "v_scale")]
+        scales = [x[None, :, None, None] if x.dim() == 1 else x[..., None] for x in scales]
+        arguments = [q, *((x.float() * s).to(q.dtype) for x, s in zip(arguments[1:], scales, strict=True))]
+    lowp = naive_attention_with_kvcache(*arguments, **named, return_lse=True)
+    results = [dict(zip(("o", "lse"), pair, strict=True)) for pair in ((o, lse), exact, lowp)]
+    assert_within_budget(*results, factor=SOFTCAP_FACTOR if named.get("softcap") else 2.0)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_calls(seed):
+    check(seed, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24, 224))
+def test_more_random_calls(seed):
+    check(seed, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", range(50))
+def test_random_calls_on_the_gpu(kind):
+    for seed in range(20):
+        check(1000 * kind + seed, kind, longest=5000 if seed % 2 else 300, head_dims=(16, 64, 80, 128, 128, 256))
+
+
+def bits_case(dtype, cached, head_dim, lengths, num_q=2, heads=4, kv_heads=2):
+    """q, keys and values (B, Hkv, the longest, D) and the named arguments of a batch, new tokens included."""
+    generator, batch, longest = torch.Generator().manual_seed(3), len(lengths), max(lengths)
+    q = torch.randn(batch, heads, num_q, head_dim, generator=generator).to(dtype)
+    caches = [filled((batch, kv_heads, longest, head_dim), cached, generator) for _ in range(2)]
+    new = [torch.randn(batch, kv_heads, num_q, head_dim, generator=generator).to(dtype) for _ in range(2)]
+    scales = [torch.rand(batch, kv_heads, longest, generator=generator) * 0.02 + 0.01 for _ in range(2)]
+    tensors = [x.to(DEVICE) for x in (q, *caches, *new, *scales)]
+    return *tensors, torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - num_q
+
+
+def laid_out(case, rows, capacity, page, seed=0):
+    """O and LSE of these rows, in this order, in a cache of this capacity or of pages in random order; appending."""
+    q, keys, values, k, v, k_scale, v_scale, lengths = (x[rows] for x in case)
+    batch, kv_heads, longest, _ = keys.shape
+    named = {"cache_seqlens": lengths, "sinks": torch.arange(q.shape[1], device=DEVICE).float(), "return_lse": True}
+    per_token = keys.dtype in decode.EIGHT_BITS
+    stored = [keys, values, *((k_scale, v_scale) if per_token else ())]
+    outer = []
+    for x in stored:
+        row = torch.zeros(batch, kv_heads, capacity, *x.shape[3:], dtype=x.dtype, device=DEVICE)
+        row[:, :, : min(longest, capacity)] = x[:, :, :capacity]
+        if page:
+            table = torch.randperm(batch * capacity // page, generator=torch.Generator().manual_seed(seed))
+            pages = row.unflatten(2, (capacity // page, page)).transpose(1, 2).flatten(0, 1)
+            row = torch.empty_like(pages)
+            row[table.to(DEVICE)] = pages
+            named["block_table"] = table.reshape(batch, -1).int().to(DEVICE)
+        outer.append(row)
+    named |= dict(zip(("k_scale", "v_scale"), outer[2:], strict=False))
+    return flash_attention_with_kvcache(q, *outer[:2], k, v, **named)
+
+
+BITS = [(torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float16, torch.int8)]
+BITS += [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)] if GPU else []
+
+
+@pytest.mark.parametrize(("dtype", "cached"), BITS, ids=str)
+def test_the_bits_of_a_row_are_its_own(dtype, cached):
+    """Alone, in any batch, capacity, page size and order: programs take tiles in the one and spans in the other."""
+    head_dim, lengths = (128, [300, 9000, 1100, 17, 40_000, 4096]) if GPU else (16, [100, 33, 160])
+    capacity = 65_536 if GPU else 192
+    case = bits_case(dtype, cached, head_dim, lengths)
+    rows = list(range(len(lengths)))
+    o, lse = laid_out(case, rows, capacity, 0)
+    layouts = [(capacity, 0), (2 * capacity, 0), (capacity, 16), (capacity, 64)]
+    calls = product([rows, rows[::-1], *([row] for row in rows), rows * 3], layouts)
+    if not GPU:  # the interpreter is slow
+        calls = [(rows[::-1], layouts[1]), *(([row], layouts[2 + row % 2]) for row in rows)]
+    for order, (size, page) in calls:
+        here = laid_out(case, order, size, page, seed=len(order))
+        assert torch.equal(here[0], o[order]), (order, size, page)
+        assert torch.equal(here[1], lse[order]), (order, size, page)
+
+
+def test_tiles_and_spans_give_the_same_bits():
+    """The same call when programs take tiles, spans, and when there are more programs than items."""
+    from kernels.portable import decode as portable
+
+    case = bits_case(torch.float32, torch.float32, 16, [250, 61], num_q=1, heads=2, kv_heads=1)
+    results = []
+    for programs, coarse_from in ((3, 1), (3, 500), (1, 1), (40, 500)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(portable, "cut_for", lambda *_, cut=(programs, coarse_from): cut)
+            PLANS.clear()
+            results.append(laid_out(case, [0, 1], 256, 0))
+    PLANS.clear()
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[8000], [300, 20_000, 65_536]], ids=["tiles", "spans"])
+def test_a_thousand_runs_give_the_same_bits(lengths):
+    """While another stream keeps some of the GPU busy, so that programs arrive in ever other orders."""
+    q, keys, values, *_, lengths = bits_case(torch.bfloat16, torch.bfloat16, 128, lengths, heads=16, kv_heads=4)
+    workspace, other = kvcache_workspace(len(lengths), 16, DEVICE), torch.cuda.Stream()
+    noise = torch.randn(4096, 4096, device=DEVICE)
+    named = {"cache_seqlens": lengths, "workspace": workspace, "return_lse": True}
+    o, lse = flash_attention_with_kvcache(q, keys, values, **named)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for run in range(1000):
+        if run % 3 == 0:
+            with torch.cuda.stream(other):
+                noise.add_(1.0)
+        again = flash_attention_with_kvcache(q, keys, values, **named)
+        wrong += (again[0] != o).sum() + (again[1] != lse).sum()
+    assert wrong == 0
+    assert not workspace.any()
+
+
+def test_a_workspace_is_left_as_it_was():
+    case = bits_case(torch.float32, torch.float32, 16, [220, 61, 5])
+    q, keys, values, *_, lengths = case
+    workspace = kvcache_workspace(3, 4, DEVICE)
+    first = flash_attention_with_kvcache(q, keys, values, cache_seqlens=lengths, workspace=workspace)
+    assert not workspace.any()
+    again = flash_attention_with_kvcache(q, keys, values, cache_seqlens=lengths, workspace=workspace)
+    assert torch.equal(first, again)
+    assert torch.equal(first, flash_attention_with_kvcache(q, keys, values, cache_seqlens=lengths))
+
+
+def launches(batch, capacity, page, num_q=1):
+    """(constants, how Triton specializes the arguments) of a call."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from kernels.portable import decode as portable
+
+    q = torch.zeros(batch, 4, num_q, 32, dtype=torch.float16, device=DEVICE)
+    if page:
+        cache = torch.zeros(batch * capacity // page, 2, page, 32, dtype=q.dtype, device=DEVICE)
+        table = torch.arange(batch * capacity // page, device=DEVICE, dtype=torch.int32).reshape(batch, -1)
+    else:
+        cache, table = torch.zeros(batch, 2, capacity, 32, dtype=q.dtype, device=DEVICE), None
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portable, "run", lambda plan, tensors, make: seen.extend(make(**tensors)))
+        new = torch.zeros(batch, 2, num_q, 32, dtype=q.dtype, device=DEVICE)
+        lengths = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+        flash_attention_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=lengths, block_table=table)
+    launch = seen[0]
+    names = list(inspect.signature(portable.flash_decode_kernel.fn).parameters)
+    types = []
+    for name, x in zip(names, launch.arguments, strict=False):
+        special = name not in portable.NOT_SPECIALIZED
+        types.append(native_specialize_impl(CUDABackend, x, False, special, special))
+    return launch.constants, types
+
+
+@pytest.mark.parametrize("page", [0, 32])
+def test_nothing_is_compiled_for_other_sizes(page):
+    """Batch, capacity, pool and lengths are no part of what Triton compiles for, nor is a count of 1 or 16."""
+    first = launches(2, 64, page)
+    for batch, capacity in ((1, 32), (16, 96), (3, 4096), (1, 160)) if page else ((1, 32), (16, 75), (3, 4096), (1, 1)):
+        assert launches(batch, capacity, page) == first
+
+
+@pytest.mark.gpu
+def test_kernels_compiled_are_counted():
+    from kernels.portable.decode import flash_decode_kernel
+
+    def call(batch, capacity, page, lengths):
+        q = torch.randn(batch, 8, 1, 64, device=DEVICE, dtype=torch.bfloat16)
+        rows = (batch * capacity // page, 2, page) if page else (batch, 2, capacity)
+        cache = torch.zeros(*rows, 64, device=DEVICE, dtype=q.dtype)
+        named = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device=DEVICE)}
+        if page:
+            named["block_table"] = torch.arange(rows[0], device=DEVICE, dtype=torch.int32).reshape(batch, -1)
+        flash_attention_with_kvcache(q, cache, cache.clone(), q[:, :2], q[:, :2], **named)
+
+    for page in (0, 16):
+        call(1, 64, page, [3])
+        compiled = flash_decode_kernel.device_caches[torch.cuda.current_device()][0]
+        count = len(compiled)
+        for batch, capacity in ((1, 64), (1, 2048), (4, 512), (16, 65_536), (33, 80)):
+            for length in (0, 1, 16, capacity - 1):
+                call(batch, capacity, page, [length] * batch)
+        assert len(compiled) == count
+
+
+@pytest.mark.gpu
+def test_one_graph_while_the_cache_grows():
+    """A captured graph appends and attends; only the device's lengths say where."""
+    q = torch.randn(2, 8, 1, 128, device=DEVICE, dtype=torch.bfloat16)
+    cache = [torch.zeros(2, 2, 3000, 128, device=DEVICE, dtype=q.dtype) for _ in range(2)]
+    new = torch.randn(2, 2, 1, 128, device=DEVICE, dtype=q.dtype)
+    lengths, workspace = torch.zeros(2, dtype=torch.int32, device=DEVICE), kvcache_workspace(2, 8, DEVICE)
+
+    def step():
+        o = flash_attention_with_kvcache(q, *cache, new, new, cache_seqlens=lengths, workspace=workspace)
+        lengths.add_(1)
+        return o
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = step()
+    lengths.copy_(torch.tensor([0, 900]))
+    expected_cache, expected = [x.clone() for x in cache], None
+    for i in range(1100):
+        new.normal_()
+        at = torch.tensor([i, 900 + i], dtype=torch.int32, device=DEVICE)
+        graph.replay()
+        for x in expected_cache:
+            x[torch.arange(2), :, [i, 900 + i]] = new[:, :, 0]
+        if i % 100 == 99:
+            expected = flash_attention_with_kvcache(q, *expected_cache, cache_seqlens=at + 1)
+            assert torch.equal(o, expected)
+
+
+def test_opcheck():
+    q, keys, values, k, v, *_, lengths = bits_case(torch.float32, torch.float32, 16, [9, 5], 1, 2, 1)
+    workspace = kvcache_workspace(2, 2, DEVICE)
+    arguments = (q, keys, values, k, v, lengths, None, None, None, None, workspace, True, 0.25)
+    torch.library.opcheck(decode.flash_kvcache, arguments)
+
+
+def test_compiles_without_a_copy_of_the_cache():
+    from torch._inductor.utils import run_and_get_code
+
+    torch.compiler.reset()
+    q, keys, values, k, v, *_, lengths = bits_case(torch.float32, torch.float32, 16, [40, 33])
+    q, k, v = q[:, :, :1], k[:, :, :1], v[:, :, :1]
+
+    def step(q, keys, values, k, v, lengths, workspace):
+        return flash_attention_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths, workspace=workspace)
+
+    def inputs():
+        return q, keys.clone(), values.clone(), k, v, lengths, kvcache_workspace(2, 4, DEVICE)
+
+    ours, theirs = inputs(), inputs()
+    expected = step(*theirs)
+    o, code = run_and_get_code(torch.compile(step, fullgraph=True), *ours)
+    assert all(torch.equal(a, b) for a, b in zip((o, *ours), (expected, *theirs), strict=True))
+    assert not torch.equal(ours[1], keys)
+    allocated = [line for line in "\n".join(code).splitlines() if "empty_strided" in line and "def " not in line]
+    assert not any(f"{tuple(keys.shape)}" in line for line in allocated), allocated
+
+
+@pytest.mark.parametrize("cached", [torch.float32, torch.int8], ids=str)
+def test_a_cpu_without_triton_runs_the_definition(cached, monkeypatch):
+    monkeypatch.setattr(decode, "interpreting", lambda: False)
+    monkeypatch.setattr("kernels.support.interpreting", lambda: False)
+    case = [x.cpu() for x in bits_case(torch.float32, cached, 16, [40, 33])]
+    q, keys, values, k, v, k_scale, v_scale, lengths = case
+    named = {"k_scale": k_scale, "v_scale": v_scale} if cached == torch.int8 else {}
+    theirs = [x.clone() for x in (keys, values)], {n: x.clone() for n, x in named.items()}
+    o = flash_attention_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths, **named)
+    assert torch.equal(o, naive_attention_with_kvcache(q, *theirs[0], k, v, cache_seqlens=lengths, **theirs[1]))
+    with pytest.raises(ValueError, match=r"row 1 has 39 tokens in the cache, 0 of them padding, and 2 new ones; the c"):
+        flash_attention_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths.new_tensor([5, 39]), **named)
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    table[0, 1] = 7
+    pages, scales = keys.new_zeros(6, 2, 16, 16), {n: torch.ones(6, 2, 16) for n in named}
+    with pytest.raises(ValueError, match=r"row 0 of block_table has a page that is not from 0 to 5"):
+        flash_attention_with_kvcache(q, pages, pages, cache_seqlens=lengths, block_table=table, **scales)
+
+
+@pytest.mark.parametrize("fault", ["length", "length by one", "page", "negative page", "padding"])
+def test_what_does_not_fit_is_nan_and_overwrites_nothing(fault):
+    q, _, _, k, v, *_, lengths = bits_case(torch.float32, torch.float32, 16, [40, 33])
+    table = torch.randperm(6, generator=torch.Generator().manual_seed(0)).reshape(2, 3).int().to(DEVICE)
+    pages = [torch.randn(6, 2, 16, 16, device=DEVICE) for _ in range(2)]
+    pad = torch.zeros_like(lengths)
+    good = flash_attention_with_kvcache(q[1:], *pages, cache_seqlens=lengths[1:] + 2, block_table=table[1:])
+    before = [x.clone() for x in pages]
+    if fault == "length":
+        lengths[0] = 2**31 - 1
+    elif fault == "length by one":
+        lengths[0] = 47  # of 48 slots, and two new tokens
+    elif fault == "padding":
+        pad[0] = 39
+    else:
+        table[0, 2] = 6 if fault == "page" else -1
+    workspace = kvcache_workspace(2, 4, DEVICE)
+    o, lse = flash_attention_with_kvcache(
+        q, *pages, k, v, cache_seqlens=lengths, block_table=table, cache_leftpad=pad, workspace=workspace,
+        return_lse=True,
+    )  # fmt: skip
+    assert o[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert workspace[0] == 1
+    assert not workspace[1:].any()
+    expected = flash_attention_with_kvcache(
+        q[1:], *before, k[1:], v[1:], cache_seqlens=lengths[1:], block_table=table[1:]
+    )
+    assert torch.equal(o[1:], expected)
+    assert not torch.equal(expected, good)
+    assert all(torch.equal(a, b) for a, b in zip(pages, before, strict=True))
+
+
+MISTAKES = {
+    "q has 17 tokens a row; attention over a cache takes 1 to 16: read a prompt": {"q": torch.zeros(2, 4, 17, 16)},
+    "k_cache has dtype torch.float16 but q has torch.float32; expected that, torch.int8": {
+        "k_cache": torch.zeros(2, 2, 40, 16).half()
+    },
+    "v_cache has shape torch.Size([2, 2, 41, 16]) but k_cache has": {"v_cache": torch.zeros(2, 2, 41, 16)},
+    "v_cache has stride": {"v_cache": torch.zeros(2, 40, 2, 16).transpose(1, 2)},
+    "k_cache has head_dim 32 but q has 16": {"k_cache": torch.zeros(2, 2, 40, 32)},
+    "v is None; pass k and v, or neither": {"k": torch.zeros(2, 2, 1, 16)},
+    "k has shape (2, 2, 3, 16)": {"k": torch.zeros(2, 2, 3, 16), "v": torch.zeros(2, 2, 3, 16)},
+    "cache_seqlens has dtype torch.int64 and shape (2,); expected int32": {"cache_seqlens": torch.zeros(2).long()},
+    "cache_leftpad has dtype torch.float32": {"cache_leftpad": torch.zeros(2)},
+    "k_cache has batch size 3 but q has 2": {"k_cache": torch.zeros(3, 2, 4, 16), "v_cache": torch.zeros(3, 2, 4, 16)},
+    "block_table has dtype torch.int64": {"block_table": torch.zeros(2, 1).long()},
+    "k_cache has pages of 40 tokens; expected a power of two from 16": {"block_table": torch.zeros(2, 1).int()},
+    "k_scale is given but the cache is in torch.float32": {"k_scale": torch.ones(2)},
+    "k_scale is None; a cache in 8 bits needs torch.float32 (2,) or (2, 2, 40)": {
+        "k_cache": torch.zeros(2, 2, 40, 16).to(torch.int8), "v_cache": torch.zeros(2, 2, 40, 16).to(torch.int8)
+    },
+    "workspace has dtype torch.int32 and 3 elements": {"workspace": torch.zeros(3).int()},
+    "k_cache asks for a gradient, and a cache's attention has none; use torch.no_grad()": {
+        "k_cache": torch.zeros(2, 2, 40, 16, requires_grad=True)
+    },
+    "softcap is -1.0": {"softcap": -1.0},
+    "q has 4 heads; it must be a multiple of k's 3 heads": {
+        "k_cache": torch.zeros(2, 3, 40, 16), "v_cache": torch.zeros(2, 3, 40, 16)
+    },
+    "takes neither cu_seqlens nor dropout_p": {"dropout_p": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+@pytest.mark.parametrize("attention", [flash_attention_with_kvcache, naive_attention_with_kvcache])
+def test_mistakes_are_named(message, attention):
+    named = {
+        "q": torch.zeros(2, 4, 1, 16), "k_cache": torch.zeros(2, 2, 40, 16), "v_cache": torch.zeros(2, 2, 40, 16),
+        "cache_seqlens": torch.zeros(2).int(),
+    } | MISTAKES[message]  # fmt: skip
+    if attention is flash_attention_with_kvcache and "dropout_p" in named:
+        pytest.skip("it has no such argument")
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        attention(**named)
+    assert "\n" not in str(error.value)
+
+
+def test_the_support_table_refuses():
+    lengths = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    q, keys = torch.zeros(1, 1, 1, 8, device=DEVICE), torch.zeros(1, 1, 40, 8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"head_dim 8 is not supported by kvcache \(16 to 256\); use naive_attention"):
+        flash_attention_with_kvcache(q, keys, keys, cache_seqlens=lengths)
+    q, keys = (torch.zeros(1, 1, n, 16, device=DEVICE, dtype=torch.float64) for n in (1, 40))
+    with pytest.raises(ValueError, match="full in float64 is not supported by kvcache; use flash_attention"):
+        flash_attention_with_kvcache(q, keys, keys, cache_seqlens=lengths, causal=False)
+
+
+def test_the_benchmark_has_calls_of_every_family():
+    from scripts.bench import decode as bench
+
+    settings = bench.BenchConfig(family=[*bench.FAMILIES], batch=[2], context=[48], heads=["4/2/16"])
+    found = list(bench.cells(settings))
+    assert {cell.family for cell in found} == set(bench.FAMILIES)
+    assert len({str(cell.row) for cell in found}) == len(found)
+    small = [bench.replace(cell, lengths=(33, 20)) for cell in found if cell.family in ("pages", "bits")]
+    machine = bench.Machine(torch.device(DEVICE), max(2 * cell.held_bytes for cell in small), 1)
+    for cell in small[:5]:
+        assert torch.isfinite(machine.call(cell)()).all()
