@@ -1,6 +1,5 @@
 """What a run does where memory is short: it says so first, names what fits, chooses micro-batches, explains an end."""
 
-import gc
 import os
 import re
 import resource
@@ -16,7 +15,6 @@ import torch
 import train as training
 from model import GPTConfig
 from tests.runs import SMALL, settings, small_run
-from tests.test_bad_input import told
 from training import memory
 from training.checkpoint import open_checkpoint
 from training.hardware import Hardware, set_up
@@ -261,17 +259,29 @@ def check_advice(error, device, run_dir):
     assert "llocate" in (run_dir / "error.log").read_text()  # for those who ask: what PyTorch said
 
 
+# a run whose process may have 64 MiB of the GPU, which its forecast does not know
+SCARCE = """
+import torch
+import train as program
+
+torch.cuda.set_per_process_memory_fraction(2**26 / torch.cuda.get_device_properties(0).total_memory)
+program.main()
+"""
+
+
+def ended(program, arguments, folder):
+    """`program` in a process of its own."""
+    environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"} | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit on the address space that holds")
 def test_a_run_that_is_really_starved_ends_with_advice(tmp_path):
     arguments = [*text_in(tmp_path), *SMALL, *LARGE, "hydra.run.dir=run", "hardware.num_threads=1"]
-    done = subprocess.run(
-        [sys.executable, "-c", STARVED, *arguments, "train.save_every=1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"} | {"PYTHONPATH": str(ROOT)},
-    )
+    done = ended(STARVED, [*arguments, "train.save_every=1"], tmp_path)
     assert done.returncode == 2, done.stderr
     check_advice(done.stderr, "cpu", tmp_path / "run")
     assert open_checkpoint(tmp_path / "run").step == 2  # what was saved before is whole
@@ -285,29 +295,17 @@ def test_memory_that_ends_while_the_model_is_built_ends_with_advice(tmp_path, mo
 
 
 @pytest.mark.gpu
-def test_a_gpu_whose_memory_really_runs_out(tmp_path, monkeypatch, capsys):
-    """This process may have only a little of it, which the forecast does not know: the allocator fails in step 1."""
+def test_a_gpu_whose_memory_really_runs_out(tmp_path):
+    """The allocator fails in step 1."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    arguments = [
-        *text_in(tmp_path),
-        *SMALL,
-        *LARGE,
-        "hardware.device=auto",
-        "hardware.compile=false",
-        "hydra.run.dir=run",
-    ]
-    monkeypatch.chdir(tmp_path)
-    gc.collect()  # what earlier tests left would be room that appears later
-    torch.cuda.empty_cache()
-    share = (torch.cuda.memory_reserved() + 2**26) / torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(share)
-    try:
-        ended = told("train", arguments, monkeypatch, capsys)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert ended.code == 2
-    check_advice(ended.error, "cuda", tmp_path / "run")
+    done = ended(
+        SCARCE,
+        [*text_in(tmp_path), *SMALL, *LARGE, "hardware.device=auto", "hardware.compile=false", "hydra.run.dir=run"],
+        tmp_path,
+    )
+    assert done.returncode == 2, done.stderr
+    check_advice(done.stderr, "cuda", tmp_path / "run")
 
 
 def test_a_run_chooses_its_micro_batch_and_refuses_what_cannot_fit(tmp_path, monkeypatch):

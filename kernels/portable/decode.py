@@ -256,7 +256,7 @@ def cut_for(device: torch.device, tile: DecodeTile) -> tuple[int, int]:
     if interpreting():
         return 3, 5  # few, so that tests meet both kinds of items and tickets
     sms = num_sms(device.index)
-    return tile.per_sm * sms, min(3 * sms // 4, MAX_SPANS)
+    return tile.per_sm * sms, min(sms // 4, MAX_SPANS)
 
 
 def launch_flash_decode(

@@ -180,14 +180,14 @@ def decode_tile(dtype: torch.dtype, head_dim: int, block_m: int, paged: bool) ->
         return DecodeTile(block_k=16, span=3, num_warps=4, num_stages=1, per_sm=1, groups=2)
     padded = max(16, 1 << (head_dim - 1).bit_length())
     if dtype == torch.float32:  # exact products are unrolled: more keys spill
-        return DecodeTile(max(16, 2048 // padded), 16, 4, 1, 2)
+        return DecodeTile(max(16, 2048 // padded), 8, 4, 1, 2)
     block_k = min(128, 16384 // (padded * dtype.itemsize))
     stages = 5 if paged else 3
     if block_m > 32:
-        return DecodeTile(block_k, 16, 8, stages, 1)  # 255 registers, 16 bytes spilled, 112 KB
+        return DecodeTile(block_k, 8, 8, stages, 1)  # 255 registers, 16 bytes spilled, 112 KB
     if block_m > 16 or padded > 128 or dtype.itemsize == 1:
-        return DecodeTile(block_k, 16, 4, stages, 2)  # 255 registers
-    return DecodeTile(block_k, 16, 4, stages, 3, max_registers=168)  # 70 KB, at most 8 bytes spilled
+        return DecodeTile(block_k, 8, 4, stages, 2)  # 255 registers
+    return DecodeTile(block_k, 8, 4, stages, 3, max_registers=168)  # 70 KB, at most 8 bytes spilled
 
 
 def variant_of(options: Options) -> str:
