@@ -271,7 +271,8 @@ program.main()
 
 def ended(program, arguments, folder):
     """`program` in a process of its own."""
-    environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"} | {"PYTHONPATH": str(ROOT)}
+    environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=300,

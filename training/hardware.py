@@ -86,6 +86,11 @@ def set_up(config: HardwareConfig) -> Hardware:
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
     compiled = config.compile if config.compile is not None else device.type == "cuda"
+    if compiled:
+        # torch.compile would choose orders of sums by which was faster just then: another process, other bits
+        from torch._inductor import config as inductor  # a second, so only where it is used
+
+        inductor.deterministic = True
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     elif device.type == "mps":

@@ -134,8 +134,8 @@ def tile_cells(one: Cell) -> Iterator[Cell]:
         if cache == "bf16":
             others += [
                 replace(own, per_sm=2, max_registers=None),
-                replace(own, span=8),
-                replace(own, span=32),
+                replace(own, span=4),
+                replace(own, span=16),
                 replace(own, block_k=32, per_sm=4, max_registers=128),
                 replace(own, block_k=128, num_warps=8, per_sm=1, max_registers=None),
             ]
