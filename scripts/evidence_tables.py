@@ -148,12 +148,18 @@ LOSS = plain(
 EIGHT_BITS = plain(
     SHAPE | {"attention": "{attention}"}, {"TFLOP/s": "{tflops:.0f}", "error of O": "{relative_error:.2%}"}
 )
+DECODE = plain(
+    {"call": "B{batch} H{num_heads}/{num_kv_heads} N{context} {lengths} D{head_dim} Nq{queries} page {page}",
+     "cache": "{cache} {scale}", "attention": "{attention}"},
+    {"us": "{us:.1f}", "TB/s": "{tb_per_s:.2f}", "over 5 us and 90 % of reading": "{of_goal:.2f}"},
+)  # fmt: skip
 BENCH = "bench_training.json"
 PAGE = (
     Part("Attention beside its peers", "attention/peers/attention.json", beside_peers),
     Part("Attention beside more peers", "attention/speed/attention.json", beside_peers),
     Part("Attention's memory", "attention/long/attention.json", memory),
     Part("Attention in 8 bits", "attention/fp8/attention.json", EIGHT_BITS),
+    Part("Attention over a cache", "decode/decode.json", DECODE),
     Part("Attention's error", "attention/error_budget/error_budget.json", error_budget),
     Part("The training step of GPT-2 124M, compiled", f"training/compiled/{BENCH}", STEP),
     Part("The training step, eager, by length and activation checkpointing", f"training/grid/{BENCH}", STEP),

@@ -172,10 +172,10 @@ class DecodeTile:
 def decode_tile(dtype: torch.dtype, head_dim: int, block_m: int, paged: bool) -> DecodeTile:
     """The tile for a cache of this dtype; small ones in the interpreter.
 
-    16 KB of keys and 16 KB of values, so that two of them are on their way for each of three programs. Spans of 8 tiles:
-    with 16 a row of 8,192 keys takes 24.8 us for 21.8, and 16 such rows 137.6 for 142.0 (H200, 32/8 heads of 128).
-    Registers and shared memory are the compiler's. In pages Triton loads a page's number as many stages before the keys
-    as these before their use, so that two tiles take twice the stages.
+    16 KB of keys and 16 KB of values, so that two of them are on their way for each of three programs. With spans of 16
+    tiles in place of 8 a row of 8,192 keys takes 24.8 us for 21.8, and 16 such rows 137.6 for 142.0 (one H200, 32/8
+    heads of 128, torch 2.11.0). Registers and shared memory are the compiler's. In pages Triton loads a page's number
+    as many stages before the keys as these before their use, so that two tiles take twice the stages.
     """
     if interpreting():
         return DecodeTile(block_k=16, span=3, num_warps=4, num_stages=1, per_sm=1, groups=2)
