@@ -276,5 +276,7 @@ def _remove_if_empty(folder: Path) -> bool:
     """Hydra makes the run's folder before anything is checked; a refused run leaves none behind."""
     if folder.is_dir() and folder.resolve() != Path.cwd() and not any(folder.iterdir()):
         folder.rmdir()
+        if folder.parent.parent.name == "runs" and not any(folder.parent.iterdir()):  # nor a name without runs
+            folder.parent.rmdir()
         return True
     return not folder.exists()

@@ -202,6 +202,8 @@ def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Che
         if newest is None:
             raise ValueError(f"run {path} has no whole checkpoint; give another run or checkpoint")
         return newest
+    if found := sorted(path.glob("*/checkpoints")):
+        raise ValueError(f"{path} is a folder of runs; give one of them, such as {found[-1].parent}")
     for file in (*FILES, MANIFEST):
         if not (path / file).is_file():
             raise ValueError(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from rich import box
 from rich.console import Console
@@ -129,16 +130,19 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
     for row in rows:
         cells = ((row[key], form) for (_, key), form in columns.items())
         shown.add_row(*("-" if value is None else form.format(value) for value, form in cells))
-    Console(highlight=False, width=None if sys.stdout.isatty() else 150).print(shown)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console.print(shown)
+    files = [run["folder"] / "config.yaml" for run in runs]
+    if len({yaml.safe_load(file.read_text()).get("tokenizer") for file in files if file.is_file()}) > 1:
+        console.print("the runs have different tokenizers: a token of one is not one of another; compare bits per byte")
+    console.print(f"the curves over each other are in {path}", markup=False, soft_wrap=True)
     return {"picture": str(path), "equal": places, "runs": rows}
 
 
 def show_sweep(folders: list[Path]) -> None:
     """What is printed at a sweep's end: the table of its runs, and where their picture is."""
     if runs := [folder for folder in folders if (folder / "metrics.jsonl").is_file()]:
-        path = runs[0].parent / "compare.png"
-        compare(runs, path)
-        print(f"the curves over each other are in {path}")
+        compare(runs, runs[0].parent / "compare.png")
 
 
 def _row(run: dict[str, Any], name: str, places: dict[str, float]) -> dict[str, Any]:
@@ -159,6 +163,6 @@ def _row(run: dict[str, Any], name: str, places: dict[str, float]) -> dict[str, 
 
 
 def loss_at(run: dict[str, Any], measure: str, place: float) -> float | None:
-    """The training loss of the last record that is no further than `place`; None where the first is further."""
+    """The training loss at `place`, on the line between the records before and after it; None before the first."""
     far, losses = curve(run, "loss", measure)
-    return next((loss for x, loss in zip(far[::-1], losses[::-1], strict=True) if x <= place), None)
+    return float(np.interp(place, far, losses)) if far and place >= far[0] else None

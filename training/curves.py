@@ -5,6 +5,7 @@ loss. What is read may be a run that is under way or was killed: half a last lin
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -93,7 +94,10 @@ def draw_run(run: dict[str, Any], path: Path) -> None:
     with picture(path, 1, 3, size=(13, 4.2), margins=margins, width_ratios=[2, 1, 1]) as (losses, rate, norm):
         draw_losses(losses, run, "step", "C0")
         losses.set_title("loss, nats per token", fontsize=10)
-        for axes, key, name in ((rate, "lr", "learning rate"), (norm, "grad_norm", "gradient norm, before clipping")):
+        for axes, key, name in (
+            (rate, "lr", "learning rate (optim.lr)"),
+            (norm, "grad_norm", "gradient norm, before clipping"),
+        ):
             axes.plot(*curve(run, key), color="C0", linewidth=1)
             axes.set_title(name, fontsize=10)
             axes.set_ylim(0, None)
@@ -125,6 +129,7 @@ class LossPicture:
             return
         import matplotlib.figure  # noqa: F401  once, so it is no part of what a drawing takes
 
+        logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it would tell of its fonts among the steps
         began = time.perf_counter()
         try:
             draw_run(read_run(self.path.parent), self.path)

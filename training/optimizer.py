@@ -130,6 +130,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, config: OptimConfig, dtype: torch.dtype = torch.float32) -> None:
         self.parts = _build(model, config)
+        assert all(type(part) in MOMENTS for part in self.parts), "an optimizer without its row in MOMENTS"
         self.parameters = [p for part in self.parts for group in part.param_groups for p in group["params"]]
         self.grad_clip = config.grad_clip
         device = self.parameters[0].device

@@ -122,13 +122,16 @@ class Run:
             f"hardware   {self.hardware.description}",
             f"attention  {self.model.attention} ({self.attention_reason})",
             f"loss       {self.model.loss} ({self.loss_reason})",
-            f"model      {model.num_parameters():,} parameters, {self.model.num_layers} layers",
+            f"model      {model.num_parameters():,} parameters, {self.model.num_layers} layers, "
+            f"{self.seq_len:,} tokens of context",
             f"data       {len(dataset.train):,} training tokens, {len(dataset.validation):,} validation tokens; "
             f"{steps:,} steps of {tokens:,} tokens are {steps * tokens / len(dataset.train):.1f} epochs",
         ]
         if (warmup := optim.warmup_within(steps)) != optim.warmup_steps:
             asked = f"optim.warmup_steps={optim.warmup_steps}"
             lines.append(f"warm-up    {warmup} steps, as train.steps={steps} has no room for {asked}")
+        if self.settings["resume"] == "auto" and not self.resumed:
+            lines.append(f"resumed    nothing: no run in {run_dir.parent} has a checkpoint yet; this is a new one")
         if self.initial:
             lines.append(f"weights    of {self.initial.path} after {self.initial.step} steps; all else begins anew")
         if self.hardware.device.type == "cpu":

@@ -36,6 +36,7 @@ from kernels import (
     naive_attention_varlen,
     quantize_per_head,
 )
+from kernels.device import interpreting
 from kernels.support import why_not_fp8
 from scripts.bench.clock import measure, peak_bytes
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_unknown, table
@@ -115,6 +116,8 @@ class Cell:
 @program("tool", BenchSettings, run_dir="runs/bench_attention")
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware, bench = set_up(settings.hardware), settings.bench
+    if hardware.device.type != "cuda" and not interpreting() and {"flash", "fp8"} & {*bench.attention}:
+        raise ValueError("bench.attention=flash needs an NVIDIA GPU; use one, or bench.attention=[naive] on a CPU")
     report = Report("attention", run_dir, hardware.description)
     dtype = str(hardware.dtype).removeprefix("torch.")
     for group, head_dim, mask, seq_len in product(bench.group, bench.head_dim, bench.mask, bench.seq_len):

@@ -46,10 +46,10 @@ FLOOR_US, OF_BANDWIDTH = 5.0, 0.90  # the goal
 
 @dataclass
 class BenchConfig:
-    family: list[str] = field(default_factory=lambda: [*FAMILIES[:-1]])
-    attention: list[str] = field(default_factory=lambda: ["flash", *SDPA])
-    batch: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
-    context: list[int] = field(default_factory=lambda: [1024, 4096, 8192, 32768, 131072])
+    family: list[str] = field(default_factory=lambda: [*FAMILIES[:-1]])  # what is varied; the program's page lists them
+    attention: list[str] = field(default_factory=lambda: ["flash", *SDPA])  # of the family context
+    batch: list[int] = field(default_factory=lambda: [1, 4, 16, 64])  # of the family context: rows
+    context: list[int] = field(default_factory=lambda: [1024, 4096, 8192, 32768, 131072])  # and keys of a row
     heads: list[str] = field(default_factory=lambda: ["32/8/128", "12/12/64", "64/4/128"])  # Hq/Hkv/D
     largest_gib: float = 36.0  # of K and V; larger cells are left out
     replays: int = 7  # of a graph; the median counts
