@@ -101,7 +101,9 @@ class Checkpoint:
             value, nested, kind = values[key], isinstance(expected, Mapping), f"a {type(values[key]).__name__}"
             wrong = not isinstance(value, Mapping if nested else expected)
             wrong |= isinstance(value, bool) and expected is not bool
-            if not wrong and isinstance(value, int | float) and not (0 <= value < 2**63 or value == math.inf):
+            # only the best loss is infinite, before there was one
+            number = not wrong and isinstance(value, int | float)
+            if number and not (0 <= value < 2**63 or (value == math.inf and file == STATE)):
                 wrong, kind = True, "a number past 2^63" if abs(value) >= 2**63 else f"{value}"
             if wrong:
                 raise ValueError(f"checkpoint {self.path}: {file} has {kind} as its {name}; use another checkpoint")
