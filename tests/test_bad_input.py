@@ -5,6 +5,7 @@ run. Nothing that was there may be changed, and nothing may appear but tokenized
 """
 
 import importlib
+import io
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +140,19 @@ def crafted(name: str, content: Callable[[bytes], bytes]) -> Setup:
         path.write_text(json.dumps(manifest | {name: checkpoints.fingerprint(path.with_name(name))}))
 
     return write
+
+
+def pickled(code: bytes) -> Setup:
+    """A state of which the pickle is `code`, in an archive as torch.save writes it."""
+
+    def archive(content: bytes) -> bytes:
+        target = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(target, "w") as new:
+            for name in old.namelist():
+                new.writestr(name, code if name.endswith("/data.pkl") else old.read(name))
+        return target.getvalue()
+
+    return crafted("state.pt", archive)
 
 
 class Bomb:
@@ -455,6 +470,10 @@ CHECKPOINTS = [
     Case("state no archive", RESUME, ["state.pt", "use a"], crafted("state.pt", lambda _: b"junk" * 99)),
     Case("state cut, with its manifest", RESUME, ["state.pt cannot be read", "use another"], crafted(
         "state.pt", lambda content: content[:-99])),
+    *(Case(f"state's pickle: {name}", RESUME, ["state.pt cannot be read", "use another"], pickled(b"\x80\x02" + code))
+      for name, code in (
+          ("cut in a number", b"X\1"), ("a storage that is none", b"K\1Q."),
+          ("a tensor of a number", b"ctorch._utils\n_rebuild_tensor_v2\n(K\1K\0))\x89}tR."))),
     Case("weights no safetensors", RESUME, ["model.safetensors cannot be read", "use another"], crafted(
         "model.safetensors", lambda _: b"junk" * 99)),
     Case("moments of a smaller model", RESUME, ["state.pt does not fit", "moments of 1 parameters, expected"],
