@@ -259,6 +259,15 @@ COMMAND_LINES = [
     Case("run folder in use", ["hydra.run.dir=first"], ["run folder first already holds a run", "resume=auto"]),
     Case("range without -m", ["train.steps=range(1,3)"], ["train.steps=range(1,3) is several values", "-m"]),
     Case("mapping for a list", ["logger.tags={a:1}"], ["logger.tags={a:1} has the wrong type", "--cfg job"]),
+    *(
+        Case(
+            f"run folder with a {name}",
+            ["hydra.run.dir=."],
+            [f"has a {name}", "give another hydra.run.dir"],
+            text(b"mine", name),
+        )
+        for name in ("config.yaml", "summary.json", "loss.png")
+    ),
     Case("sweep", ["-m", "train.steps=0"], ["train.steps=0 must be at least 1"]),
 ]
 
