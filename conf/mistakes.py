@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, ValidationError
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.keys import GROUPS, Key
@@ -18,6 +18,8 @@ from conf.keys import GROUPS, Key
 # what Hydra says -> what we say
 _HYDRAS = {
     r"Ambiguous value for argument '(.*?)'": "{} is several values; use -m for one run each, or one value",
+    r"Sweep parameters '(.*?)' requires": "{} is several values; use -m for one run each, or one value",
+    r"Error merging override (.*)": "{} has the wrong type; write a value as `--cfg job` shows it",
     r"Additional config directory '(.*?)' not found": "--config-dir={} is not a folder; name one",
     r"Config group override must be a .* Got (\w+)": "a group takes the name of a file, not {}; write model=tiny, say",
 }
@@ -30,6 +32,8 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
     keys: `known_keys` of the schema. cfg: what was composed, where it got so far; a wrong value is read from it.
     """
     text = str(error).strip().split("\n")[0]
+    if not text and isinstance(error.__cause__, OmegaConfBaseException):  # Hydra's wrapper has no words of its own
+        error = error.__cause__
     match error:
         case OmegaConfBaseException():
             return _of_omegaconf(error, keys, cfg)
@@ -70,13 +74,13 @@ def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, Key], cfg: Dict
     if isinstance(error, ConfigKeyError):
         return _unknown_key(key, keys)
     if isinstance(error, ValidationError):
-        found = re.search(r"Value '(.*?)'", str(error), flags=re.S)
+        found = re.search(r"Value '(.*?)'(?: of type '\w+')? (?:is|could)\b", str(error), flags=re.S)
         value = found.group(1) if found else OmegaConf.select(cfg, key) if cfg is not None and key else None
         expected = _type_name(keys[key].type) if key in keys else "another kind of value"
         return f"{key}={'null' if value is None else value} has the wrong type: expected {expected}"
     if missing := re.search(r"Missing mandatory value: (\S+)", text):
         return no_value(missing.group(1))
-    if "nterpolation" in text:
+    if "nterpolation" in text or isinstance(error, GrammarParseError):
         key = key or next((key for key in keys if cfg is not None and not _resolves(cfg, key)), "a value")
         return f"{key} refers to what cannot be had ({text}); write the value itself"
     return text

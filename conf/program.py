@@ -164,7 +164,6 @@ def settings_from(cfg: DictConfig, schema: type[S]) -> S:
             raise ConfigError(f"{name}={cfg[name]} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
-        OmegaConf.resolve(merged.copy())  # names the key that cannot be; `to_object` would resolve it a second time
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(error, keys, cfg)) from error

@@ -50,7 +50,7 @@ class DataConfig:
         if self.documents not in DOCUMENTS:
             raise ValueError(f"data.documents={self.documents} is not known; use one of {', '.join(DOCUMENTS)}")
         if self.files is not None:
-            self.files = [self.files] if isinstance(self.files, str) else list(self.files)
+            self.files = list(self.files) if isinstance(self.files, list | tuple) else [self.files]
             if not all(isinstance(file, str) and file for file in self.files):
                 raise ValueError(
                     f"data.files={self.files} must be paths; use data.files=a.txt or data.files=[a.txt,b.txt]"

@@ -79,7 +79,7 @@ def open_source(data: DataConfig) -> Source:
 
 def _hub(data: DataConfig) -> Source:
     """A dataset of the hub, or its copy in data.local_dir, which may also hold WikiText's own files."""
-    label = (data.config or (data.name or "hub").rpartition("/")[2]).replace("/", "_")
+    label = re.sub(r"[^\w.+-]", "_", data.config or (data.name or "hub").rpartition("/")[2])  # part of a file's name
     folder = expanded("local_dir", data.local_dir) if data.local_dir else None
     if folder and not folder.is_dir():
         raise ValueError(f"data.local_dir={folder} is not a folder; give a path from {Path.cwd()}")

@@ -5,12 +5,15 @@ run. Nothing that was there may be changed, and nothing may appear but tokenized
 """
 
 import importlib
+import io
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +142,19 @@ def crafted(name: str, content: Callable[[bytes], bytes]) -> Setup:
     return write
 
 
+def pickled(code: bytes) -> Setup:
+    """A state of which the pickle is `code`, in an archive as torch.save writes it."""
+
+    def archive(content: bytes) -> bytes:
+        target = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(target, "w") as new:
+            for name in old.namelist():
+                new.writestr(name, code if name.endswith("/data.pkl") else old.read(name))
+        return target.getvalue()
+
+    return crafted("state.pt", archive)
+
+
 class Bomb:
     """Unpickling it as pickle would leaves a file behind."""
 
@@ -241,6 +257,17 @@ COMMAND_LINES = [
     Case("run folder is a file", ["hydra.run.dir={p}/corpus.txt"], ["hydra.run.dir={p}/corpus.txt", "name another"]),
     Case("run folder below a file", ["hydra.run.dir={p}/corpus.txt/x"], ["hydra.run.dir=", "Not a directory"]),
     Case("run folder in use", ["hydra.run.dir=first"], ["run folder first already holds a run", "resume=auto"]),
+    Case("range without -m", ["train.steps=range(1,3)"], ["train.steps=range(1,3) is several values", "-m"]),
+    Case("mapping for a list", ["logger.tags={a:1}"], ["logger.tags={a:1} has the wrong type", "--cfg job"]),
+    *(
+        Case(
+            f"run folder with a {name}",
+            ["hydra.run.dir=."],
+            [f"has a {name}", "give another hydra.run.dir"],
+            text(b"mine", name),
+        )
+        for name in ("config.yaml", "summary.json", "loss.png")
+    ),
     Case("sweep", ["-m", "train.steps=0"], ["train.steps=0 must be at least 1"]),
 ]
 
@@ -293,6 +320,13 @@ CONFIGURATIONS = [
         b"# @package _global_\nmodel:\n  num_layerz: 3\n")),
     Case("not YAML", MINE, ["{p}/experiment/mine.yaml line 3"], experiment(b"# @package _global_\nmodel: {a: [1\n")),
     Case("tab in YAML", MINE, ["mine.yaml line 2"], experiment(b"model:\n\tnum_layers: 1\n")),
+    Case("set in YAML", MINE, ["train.steps=set has the wrong type", "a whole number"], experiment(
+        b"# @package _global_\ntrain:\n  steps: !!set {a, b}\n")),
+    Case("half a reference in YAML", MINE, ["train.eval_every refers to what cannot be had", "write the value"],
+         experiment(b"# @package _global_\ntrain:\n  eval_every: '${'\n")),
+    Case("mapping for a number", ["train.steps={a:{b:1}}"], ["train.steps={'a': {'b': 1}} has the wrong type"]),
+    *(Case(f"tags that are {tags}", [f"logger.tags={tags}"], ["must be words; use logger.tags=[a,b]"])
+      for tags in ("[[1]]", "[{a:1}]", "${train.seed}")),
     Case("file not UTF-8", MINE, ["configuration file is not UTF-8"], experiment(b"\xff\xfe")),
     Case("file without package", MINE, ["# @package _global_"], experiment(b"train:\n  steps: 3\n")),
     Case("file overrides nothing", MINE, ["model=nope", "tiny"], experiment(
@@ -349,6 +383,8 @@ DATA = [
              (place.path / "set").mkdir(), (place.path / "set" / "en.txt").write_text("a\n"),
              (place.path / "set" / "README.md").write_text(
                  "---\nconfigs:\n- config_name: en\n  data_files: en.txt\n---\n"))),
+    Case("hub: part of odd signs", [*HUB, "data.local_dir={p}/cache", "data.config='**/*'"],
+         ["data.local_dir={p}/cache cannot be read", "data.config"]),
     Case("WikiText from no folder", [*WIKITEXT, "data.local_dir=x"], ["data.local_dir=x is not a folder"]),
     Case("WikiText without a split", [*WIKITEXT, "data.local_dir={p}"], ["no validation split"],
          text(b"x", "train.txt")),
@@ -365,6 +401,9 @@ DATA = [
         lambda folder: (shutil.rmtree(folder), folder.write_text("")))),
     Case("prepare: missing", ["data=text", "data.files=x.txt"], ["data.files=x.txt does not exist"],
          program="scripts.prepare"),
+    *(Case(f"prepare: files are {files}", ["--config-dir={p}", "data=mine"], ["must be paths; use data.files=a.txt"],
+           experiment(f"source: text\nfiles: {files}\n".encode(), "data"), "scripts.prepare")
+      for files in ("3", "{a.txt: 1}")),
     Case("prepare: unknown text", ["data=book"], ["data=book", "embedded"], program="scripts.prepare"),
     Case("prepare: unknown tokenizer", ["tokenizer=gpt5"], ["tokenizer=gpt5", "gpt2"], program="scripts.prepare"),
     Case("prepare: nothing to verify", ["data=text", "data.files={p}/corpus.txt", "data.cache_dir={p}/x",
@@ -416,6 +455,8 @@ CHECKPOINTS = [
         "checkpoint.json", lambda content: content.replace(b'"step": 4', b'"step": -1'))),
     Case("step past all counting", RESUME, ["has a number past 2^63 as its step"], crafted(
         "checkpoint.json", lambda content: content.replace(b'"step": 4', b'"step": 4' + b"0" * 400))),
+    Case("seconds without end", RESUME, ["checkpoint.json has a number past 2^63 as its seconds", "use another"],
+         rewritten(meta=lambda meta: meta.update(seconds=math.inf))),
     Case("description 100,000 deep", RESUME, ["checkpoint.json is damaged", "use another"], crafted(
         "checkpoint.json", lambda content: content.replace(b'"step"', b'"x": ' + DEEP + b', "step"'))),
     Case("guard without keys", RESUME, ["state.pt has no number_check.spikes", "use another"], rewritten(
@@ -438,6 +479,10 @@ CHECKPOINTS = [
     Case("state no archive", RESUME, ["state.pt", "use a"], crafted("state.pt", lambda _: b"junk" * 99)),
     Case("state cut, with its manifest", RESUME, ["state.pt cannot be read", "use another"], crafted(
         "state.pt", lambda content: content[:-99])),
+    *(Case(f"state's pickle: {name}", RESUME, ["state.pt cannot be read", "use another"], pickled(b"\x80\x02" + code))
+      for name, code in (
+          ("cut in a number", b"X\1"), ("a storage that is none", b"K\1Q."),
+          ("a tensor of a number", b"ctorch._utils\n_rebuild_tensor_v2\n(K\1K\0))\x89}tR."))),
     Case("weights no safetensors", RESUME, ["model.safetensors cannot be read", "use another"], crafted(
         "model.safetensors", lambda _: b"junk" * 99)),
     Case("moments of a smaller model", RESUME, ["state.pt does not fit", "moments of 1 parameters, expected"],

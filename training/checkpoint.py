@@ -21,6 +21,7 @@ import os
 import pickle
 import re
 import shutil
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -40,6 +41,11 @@ FILES = (META, WEIGHTS, STATE)  # what the manifest vouches for
 LINKS = ("last", "best")
 VISIBLE = re.compile(r"step_[0-9]{6,}")
 LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed)?\.[0-9]+")  # see `_hidden`
+# what torch.load raises where there is no archive, or a strange one
+_STRANGE = (
+    *(RuntimeError, EOFError, LookupError, TypeError, ValueError),
+    *(AssertionError, AttributeError, struct.error),
+)
 # keys that a mapping must have; each names a type, or the form of what it holds. Numbers are counts, times and losses
 Form = Mapping[str, Any]
 
@@ -86,7 +92,7 @@ class Checkpoint:
                 f"checkpoint {self.path}: {STATE} holds more than tensors and plain values, so it was not written by "
                 "this program and is not read; use a checkpoint of your own"
             ) from error
-        except (RuntimeError, EOFError, LookupError, TypeError, ValueError) as error:  # no archive, or a strange one
+        except _STRANGE as error:
             reason = repr(error).partition("\\n")[0]
             raise ValueError(
                 f"checkpoint {self.path}: {STATE} cannot be read ({reason}); use another checkpoint"
@@ -101,7 +107,9 @@ class Checkpoint:
             value, nested, kind = values[key], isinstance(expected, Mapping), f"a {type(values[key]).__name__}"
             wrong = not isinstance(value, Mapping if nested else expected)
             wrong |= isinstance(value, bool) and expected is not bool
-            if not wrong and isinstance(value, int | float) and not (0 <= value < 2**63 or value == math.inf):
+            # only the best loss is infinite, before there was one
+            number = not wrong and isinstance(value, int | float)
+            if number and not (0 <= value < 2**63 or (value == math.inf and file == STATE)):
                 wrong, kind = True, "a number past 2^63" if abs(value) >= 2**63 else f"{value}"
             if wrong:
                 raise ValueError(f"checkpoint {self.path}: {file} has {kind} as its {name}; use another checkpoint")

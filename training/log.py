@@ -50,6 +50,10 @@ EVALUATION_FORMS = {
 }
 
 
+# what a run writes beside metrics.jsonl: in a folder that somebody names, they may be somebody's own
+REPLACED = ("config.yaml", "run.json", "summary.json", "loss.png")
+
+
 class RunLog:
     """Open with `with`; `metrics` records a step, `say` prints a line above the progress bar.
 
@@ -82,6 +86,12 @@ class RunLog:
         self._file = MetricsFile(
             run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say, expected=expected
         )
+        for name in () if resumes else REPLACED:
+            if os.path.lexists(run_dir / name):
+                raise ValueError(
+                    f"run folder {run_dir} has a {name}, which a new run would replace; give another hydra.run.dir, or "
+                    "go on with the run that wrote it (resume=auto)"
+                )
         self.picture = LossPicture(run_dir, self.say)
         self._steps, self._paced_from = steps, (first_step, math.inf)  # the first step compiles: no measure of the pace
         self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resumed=resumes, commit=git_commit)

@@ -35,6 +35,8 @@ class LoggerConfig:
     def __post_init__(self) -> None:
         if self.wandb not in WANDB_MODES:
             raise ValueError(f"logger.wandb={self.wandb} is not one of {', '.join(WANDB_MODES)}")
+        if not isinstance(self.tags, list) or not all(isinstance(tag, str) for tag in self.tags):
+            raise ValueError(f"logger.tags={self.tags} must be words; use logger.tags=[a,b]")
 
 
 def wandb_mode(config: LoggerConfig) -> tuple[str, str]:
