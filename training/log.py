@@ -370,7 +370,7 @@ def git_commit() -> str | None:
 
     def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, errors="replace", check=True
         ).stdout.strip()
 
     if "GIT_COMMIT" in os.environ:
