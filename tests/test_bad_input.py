@@ -415,7 +415,7 @@ CHECKPOINTS = [
     Case("resume from a number", ["resume=3"], ["checkpoint 3 does not exist"]),
     Case("resume from a list", ["resume=[a]"], ["checkpoint [a] does not exist"]),
     Case("resume from a file", ["resume={p}/corpus.txt"], ["{p}/corpus.txt has no checkpoint.json"]),
-    Case("resume from another folder", ["resume={p}"], ["{p} has no checkpoint.json"]),
+    Case("resume from another folder", ["resume={p}"], ["{p} is a folder of runs; give one of them", "{p}/first"]),
     Case("link to a deleted one", RESUME, ["{p}/first/checkpoints/last does not exist"],
          lambda place: shutil.rmtree((place.path / LAST).resolve())),
     Case("weights truncated", RESUME, ["model.safetensors is damaged", "use another"], in_checkpoint(
