@@ -98,9 +98,8 @@ def run(
     evaluation = EvaluationSet.of(windows, dataset.tokenizer)
 
     # --- what is written down: the log, the description, checkpoints
-    steps = {"first_step": first_step, "steps": config.steps, "resumes": settings.resume is not None}
-    steps["resumed"] = resumed
-    log = RunLog(run_dir, settings.logger, chosen.settings, **steps, wandb=chosen.wandb)
+    going_on = {"first_step": first_step, "resumes": settings.resume is not None, "resumed": resumed}
+    log = RunLog(run_dir, settings.logger, chosen.settings, steps=config.steps, **going_on, wandb=chosen.wandb)
     saver = Saver(run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every, say=log.say)
     write_description(run_dir, chosen.settings, chosen.left_open, dataset.manifest, evaluation.protocol)
     profiler = StepProfiler(run_dir / "profile", hardware, log.console) if settings.profile else None
@@ -125,8 +124,8 @@ def run(
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
         epoch, window = batches.position(step)
-        progress = {"step": step, "seconds": seconds(), "data_position": {"epoch": epoch, "window": window}}
-        progress["metric_lines"] = log.lines
+        progress = {"step": step, "seconds": seconds(), "metric_lines": log.lines}
+        progress["data_position"] = {"epoch": epoch, "window": window}
         saver.save(model, state, progress | description, best=best)
 
     with (

@@ -3,6 +3,7 @@
 import inspect
 import re
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -37,6 +38,12 @@ class Key:
         return self.type in (str, str | None, Any)
 
 
+def is_folder_name(name: str) -> bool:
+    """Whether it can be one folder below runs/, on any system."""
+    return bool(re.fullmatch(r"\w[\w .+=-]*", name))
+
+
+@cache  # it reads source
 def known_keys(schema: type) -> dict[str, Key]:
     """Every dotted key of a dataclass of dataclasses."""
     comments = {}

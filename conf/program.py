@@ -30,10 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.console import protect_console
-from conf.keys import Key, help_page, known_keys
+from conf.keys import Key, help_page, is_folder_name, known_keys
 from conf.mistakes import explain, no_value, of_the_system
-from conf.resumed import with_earlier_settings
-from conf.schema import is_folder_name
 from training.lock import InUse
 
 EXIT_USER_ERROR = 2
@@ -93,6 +91,8 @@ def program(
                 try:
                     _refuse_missing_in_files()
                     if "resume" in cfg:
+                        from conf.resumed import with_earlier_settings  # it needs PyTorch, and tools may not
+
                         given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, not resolved
                         given = [override for override in given if override not in defaults]
                         cfg = with_earlier_settings(cfg, given, folder, set(known_keys(schema)))

@@ -3,20 +3,15 @@
 YAML keys, dataclass fields and the README use the same words. Nothing below `train.py` sees OmegaConf.
 """
 
-import re
 from dataclasses import dataclass, field
 
+from conf.keys import is_folder_name
 from data import DataConfig, check_tokenizer
 from model import GPTConfig
 from training.hardware import HardwareConfig
 from training.log import LoggerConfig
 from training.optimizer import OptimConfig
 from training.run import TrainConfig
-
-
-def is_folder_name(name: str) -> bool:
-    """Whether it can be one folder below runs/, on any system."""
-    return bool(re.fullmatch(r"\w[\w .+=-]*", name))
 
 
 @dataclass

@@ -4,6 +4,7 @@ A run may be finished, under way or killed; the runs of a sweep are called by wh
 """
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def labels(folders: list[Path]) -> list[str]:
     files = [folder / "config.yaml" for folder in folders]
     if len(folders) == 1 or not all(file.is_file() for file in files):
         return by_folder
-    settings = [_flat(yaml.safe_load(file.read_text())) for file in files]
-    keys = list(dict.fromkeys(key for each in settings for key in each))
+    settings = [flat(yaml.safe_load(file.read_text())) for file in files]
+    keys = list(dict.fromkeys(key for each in settings for key in each if key.split(".")[0] not in _NOT_COMPARED))
     keys = [key for key in keys if len({_shown(each.get(key)) for each in settings}) > 1]
     if len(keys) > 3 and len({folder.resolve().parent for folder in folders}) == 1:
         keys = _as_few(keys, settings)
@@ -66,13 +67,12 @@ def _as_few(keys: list[str], settings: list[dict[str, Any]]) -> list[str]:
     return chosen
 
 
-def _flat(settings: dict[str, Any], group: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted keys; a group that is not compared is left out."""
-    flat: dict[str, Any] = {}
+def flat(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted keys."""
+    values: dict[str, Any] = {}
     for key, value in settings.items():
-        if group or key not in _NOT_COMPARED:
-            flat |= _flat(value, f"{group}{key}.") if isinstance(value, dict) else {f"{group}{key}": value}
-    return flat
+        values |= flat(value, f"{group}{key}.") if isinstance(value, Mapping) else {f"{group}{key}": value}
+    return values
 
 
 def _shown(value: Any) -> str:

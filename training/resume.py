@@ -15,6 +15,7 @@ import yaml
 
 from model import GPT
 from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
+from training.comparison import flat
 from training.numbers import SPIKE_WINDOW, NumberCheck
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
@@ -193,11 +194,3 @@ def print_changes(checkpoint: Checkpoint, description: Mapping[str, Any], say: C
     texts = [of["data_fingerprint"] for of in (checkpoint.meta, description)]
     if texts[0] != texts[1]:
         say(f"changed    the text itself {texts[0][:12]} -> {texts[1][:12]}")
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value."""
-    values: dict[str, Any] = {}
-    for key, value in settings.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return values

@@ -12,6 +12,7 @@ from data import Dataset, open_dataset, tokenizer_state
 from model import GPT, GPTConfig, resolve_model
 from training import memory, resume
 from training.checkpoint import Checkpoint, open_checkpoint
+from training.comparison import flat
 from training.evaluate import prompt_of
 from training.hardware import Hardware, set_up
 from training.memory import Plan
@@ -199,7 +200,7 @@ def resolve(
         text |= {"resumed": resumed, "initial": initial}
     plan = memory.plan(settings, model, hardware, vocab_size)
     chosen = asdict(replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch)))
-    before, now = resume.flat(asked), resume.flat(chosen)
+    before, now = flat(asked), flat(chosen)
     return Run(
         hardware=hardware,
         model=model,
