@@ -4,7 +4,13 @@ The package imports torch only. Triton is loaded when a kernel is launched for t
 """
 
 from .api import flash_attention, flash_attention_varlen
-from .decode import flash_attention_with_kvcache, kvcache_workspace, naive_attention_with_kvcache
+from .decode import (
+    flash_attention_with_kvcache,
+    kvcache_workspace,
+    naive_attention_with_kvcache,
+    read_kvcache,
+    write_kvcache,
+)
 from .documents import place_documents
 from .fused.cross_entropy import cross_entropy
 from .fused.linear_cross_entropy import linear_cross_entropy
@@ -28,8 +34,10 @@ __all__ = [
     "naive_attention_with_kvcache",
     "place_documents",
     "quantize_per_head",
+    "read_kvcache",
     "rotate_and_split",
     "tiled_attention",
     "tiled_attention_varlen",
     "why_not",
+    "write_kvcache",
 ]

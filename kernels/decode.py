@@ -252,10 +252,10 @@ def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
         where = (line, slice(None), slots % page if pages is not None else slots)
         if new and length >= 0:
             behind = (line[-new:], slice(None), where[2][-new:])
-            _write(behind, call.k_new[row], call.k_cache, call.k_scale)
-            _write(behind, call.v_new[row], call.v_cache, call.v_scale)
-        k = _read(where, call.k_cache, call.k_scale, q.dtype)
-        v = _read(where, call.v_cache, call.v_scale, q.dtype)
+            write_kvcache(call.k_cache, call.k_scale, behind, call.k_new[row])
+            write_kvcache(call.v_cache, call.v_scale, behind, call.v_new[row])
+        k = read_kvcache(call.k_cache, call.k_scale, where, q.dtype)
+        v = read_kvcache(call.v_cache, call.v_scale, where, q.dtype)
         slopes = None if options.alibi_slopes is None else options.alibi_slopes[row : row + 1]
         result = naive_attention(
             q[row : row + 1].to(k.dtype), k, v, causal=options.causal, scale=options.scale,
@@ -266,8 +266,8 @@ def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-def _write(where: tuple, new: Tensor, cache: Tensor, scale: Tensor | None) -> None:
-    """Write new (Hkv, N, D) to the slots of `where`, rounded to the cache's dtype."""
+def write_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, new: Tensor) -> None:
+    """Write new (Hkv, N, D) to `places` of a cache, an index of N tokens, rounded as the operator rounds."""
     values = new.transpose(0, 1)  # (N, Hkv, D)
     if scale is not None:
         largest = EIGHT_BITS[cache.dtype]
@@ -275,18 +275,18 @@ def _write(where: tuple, new: Tensor, cache: Tensor, scale: Tensor | None) -> No
         if scale.dim() == 1:
             factor = scale[None, :].expand(values.shape[:2])
         else:
-            factor = scale[where] = (values.abs().amax(-1).float() / largest).clamp(min=_SMALLEST_SCALE)
+            factor = scale[places] = (values.abs().amax(-1).float() / largest).clamp(min=_SMALLEST_SCALE)
         values = (values / factor[..., None]).clamp(-largest, largest)
         values = values.round() if cache.dtype == torch.int8 else values
-    cache[where] = values.to(cache.dtype)
+    cache[places] = values.to(cache.dtype)
 
 
-def _read(where: tuple, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The keys or values (1, Hkv, N, D) in the slots of `where`."""
-    values = cache[where]  # (N, Hkv, D)
+def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The keys or values (1, Hkv, N, D) in `places` of a cache; those of 8 bits in float32, or wider `dtype`."""
+    values = cache[places]  # (N, Hkv, D)
     if scale is not None:
         values = values.to(torch.promote_types(dtype, torch.float32))
-        values = values * (scale[None, :, None] if scale.dim() == 1 else scale[where][..., None])
+        values = values * (scale[None, :, None] if scale.dim() == 1 else scale[places][..., None])
     return values.transpose(0, 1)[None]
 
 

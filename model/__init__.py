@@ -3,8 +3,8 @@
 from model.attention import ATTENTION, attend_with, resolve_attention
 from model.cache import KVCache, PagedKVCache
 from model.config import GPTConfig, resolve_model
+from model.generation import generate
 from model.gpt import GPT
-from model.sampling import generate
 
 __all__ = [
     "ATTENTION",

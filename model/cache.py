@@ -1,154 +1,57 @@
-"""The keys and values of the tokens already seen, so that a step of generation computes one token.
+"""The keys and values of the tokens already seen, so that a step of generation computes one token a row.
 
-A layer has one line for either cache: `cache.attend(layer, q, k, v, attend)`. The model then calls `advance` once, so
-that no layer has to know that it is the last one. Keys are stored after RoPE: positions never change.
+A layer has one line for any cache: `cache.attend(layer, q, k, v, attend)`. Before a call of the model `extend` makes
+room for the tokens it will bring, on the host; the call stores them and then moves the lengths, on the device, so that
+the same call can be a CUDA graph. Keys are stored after RoPE: positions never change.
 """
 
 import torch
 from torch import Tensor
 
-from kernels import flash_attention_with_kvcache, kvcache_workspace
-from model.attention import ALL, AttentionFunction, flash
+from kernels import flash_attention_with_kvcache, kvcache_workspace, read_kvcache, write_kvcache
+from model.attention import ALL, AttentionFunction, Documents, flash
+from model.config import GPTConfig
 
 MAX_QUERIES = 16  # of a row, from which on attention over a cache is `flash_attention`'s
 ABSENT = -1  # the length of a row that is not in use
 
 
 class KVCache:
-    """Preallocated keys and values of every layer, owned by the caller.
+    """Preallocated keys and values of every layer, for rows of lengths of their own; each row has its own place.
 
-    All rows are of one length, `length` on the host and `lengths` (B,) int32 on the device.
+    A row that is not in use has the length -1, and no kernel touches it.
 
     Args:
-        num_layers, batch_size, num_kv_heads, head_dim: sizes of the model and of the batch.
-        max_tokens: room for so many tokens a sequence.
-        device, dtype: of the stored keys and values (the dtype attention runs in).
+        config: the model's.
+        num_rows: rows that can be in use at a time.
+        max_tokens: the longest row.
+        device: of the stored keys and values.
+        dtype: of them, the one attention runs in, or int8 or float8_e4m3fn, which have a scale for each token and head.
     """
+
+    block_table: Tensor | None = None
+    last: Tensor | None = None  # of which tokens the model gives logits; None: of all
 
     def __init__(
         self,
-        num_layers: int,
-        batch_size: int,
-        num_kv_heads: int,
+        config: GPTConfig,
+        num_rows: int,
         max_tokens: int,
-        head_dim: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ):
-        shape = (num_layers, batch_size, num_kv_heads, max_tokens, head_dim)
-        self.keys = torch.empty(shape, device=device, dtype=dtype)  # (L, B, Hkv, max_tokens, D)
-        self.values = torch.empty(shape, device=device, dtype=dtype)  # (L, B, Hkv, max_tokens, D)
-        self.length = 0  # tokens stored in every layer
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        self._hold((config.num_layers, num_rows, config.kv_heads, max_tokens, config.head_dim), device, dtype)
         self.max_tokens = max_tokens
+        self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
+        self.length_of = [ABSENT] * num_rows  # the same on the host, with those for which there is room
         self.workspace: Tensor | None = None  # of the kernels, once they are asked
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, window: tuple[int, int] = ALL
-    ) -> Tensor:
-        """Store the new tokens of one layer, and attend over all tokens so far, new ones included.
-
-        Args:
-            q: (B, Hq, N, D); k, v: (B, Hkv, N, D), the new tokens.
-            attend: the model's attention; `flash` reads up to 16 tokens by `flash_attention_with_kvcache`.
-
-        Returns (B, Hq, N, D). Raises as `append`.
-        """
-        if attend is not flash or q.size(2) > MAX_QUERIES:
-            k, v = self.append(layer, k, v)
-            return attend(q, k, v, causal=True, window=window)
-        self._check(k)
-        if self.workspace is None:
-            self.workspace = kvcache_workspace(q.size(0), q.size(1), q.device)
-        return flash_attention_with_kvcache(
-            q, self.keys[layer], self.values[layer], k, v, cache_seqlens=self.lengths, window=window,
-            workspace=self.workspace,
-        )  # fmt: skip
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens of one layer behind the old ones.
-
-        Args:
-            layer: index of the layer.
-            k, v: (B, Hkv, N, D), the new tokens.
-
-        Returns:
-            Keys and values of all tokens so far, new ones included: views (B, Hkv, length + N, D).
-
-        Raises:
-            ValueError: batch or dtype differ from the cache's, or the tokens do not fit.
-        """
-        end = self._check(k)
-        self.keys[layer, :, :, self.length : end] = k
-        self.values[layer, :, :, self.length : end] = v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-
-    def _check(self, k: Tensor) -> int:
-        """The length with the new tokens."""
-        end = self.length + k.size(2)
-        if end > self.max_tokens:
-            raise ValueError(
-                f"the KV cache has room for {self.max_tokens} tokens and would hold {end}; "
-                "call reset() or make a larger one"
-            )
-        if k.dtype != self.keys.dtype or k.size(0) != self.keys.size(1):
-            raise ValueError(
-                f"the KV cache holds {self.keys.size(1)} sequences in {self.keys.dtype} and was given "
-                f"{k.size(0)} in {k.dtype}; make it under the same autocast and for the same batch"
-            )
-        return end
-
-    def advance(self, num_tokens: int) -> None:
-        """Count `num_tokens` as stored, once every layer has appended them."""
-        self.length += num_tokens
-        self.lengths += num_tokens
-
-    def reset(self) -> None:
-        """Forget everything; the memory stays."""
-        self.length = 0
-        self.lengths.zero_()
-
-
-class PagedKVCache:
-    """Keys and values of rows of any lengths in pages of one pool, which rows take as they grow and give back.
-
-    Rows may share full pages (`fork`). What is allocated is known on the host. Lengths and the table of pages are also
-    on the device, where attention reads them. A row that is not in use has the length -1, and no kernel touches it.
-
-    Args:
-        num_layers, num_kv_heads, head_dim: sizes of the model.
-        num_rows: rows that can be in use at a time.
-        num_pages: of the pool; page: tokens in each, a power of two from 16.
-        max_tokens: the longest row.
-        device, dtype: of the stored keys and values. int8 and float8_e4m3fn have a scale for each token and head.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_rows: int,
-        num_kv_heads: int,
-        num_pages: int,
-        page: int,
-        max_tokens: int,
-        head_dim: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-    ):
-        shape = (num_layers, num_pages, num_kv_heads, page, head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.scales: list[Tensor] = []  # of keys and of values (L, P, Hkv, page)
+    def _hold(self, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> None:
+        # zeros: what is behind a row's last key is loaded with it, and 0 times NaN is NaN
+        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.scales: list[Tensor] = []  # of keys and of values
         if dtype.itemsize == 1:
             self.scales = [torch.ones(shape[:4], device=device) for _ in range(2)]
-        self.page, self.max_tokens = page, max_tokens
-        self.block_table = torch.zeros(num_rows, -(-max_tokens // page), dtype=torch.int32, device=device)
-        self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)
-        self.length_of = [ABSENT] * num_rows  # the same on the host
-        self.pages_of: list[list[int]] = [[] for _ in range(num_rows)]
-        self.free_pages = list(range(num_pages))[::-1]  # the last is the next
-        self.users_of = [0] * num_pages
-        self.workspace: Tensor | None = None  # of the kernels, once they are asked
 
     def allocate(self, row: int) -> None:
         """Put a row that is not in use into use, without tokens."""
@@ -156,26 +59,145 @@ class PagedKVCache:
             raise ValueError(f"row {row} of the KV cache is in use with {self.length_of[row]} tokens; free it first")
         self._set_length(row, 0)
 
-    def reserve(self, row: int, num_tokens: int) -> None:
-        """Give a row pages for `num_tokens` more tokens. Where they do not fit nothing changes: ValueError."""
+    def extend(self, rows: list[int], num_tokens: int) -> None:
+        """Make room for `num_tokens` more tokens of each row, which the next call stores.
+
+        ValueError where they do not fit, and then nothing changes.
+        """
+        for row in rows:
+            self._check_in_use(row)
+            end = self.length_of[row] + num_tokens
+            if end > self.max_tokens:
+                raise ValueError(
+                    f"row {row} of the KV cache would hold {end} tokens and a row has room for {self.max_tokens}; "
+                    "free it or make a cache with larger max_tokens"
+                )
+        for row in rows:
+            self.length_of[row] += num_tokens
+
+    def free(self, row: int) -> None:
+        """Take a row out of use."""
         self._check_in_use(row)
-        end = self.length_of[row] + num_tokens
-        if end > self.max_tokens:
-            raise ValueError(
-                f"row {row} of the KV cache would hold {end} tokens and a row has room for {self.max_tokens}; "
-                "free it or make a cache with larger max_tokens"
-            )
-        self._take(row, -(-end // self.page) - len(self.pages_of[row]))
+        self._set_length(row, ABSENT)
+
+    def prompts(self, rows: list[int]) -> "Prompts":
+        """What a call of the model takes for its cache to read the first tokens of some rows, packed end to end."""
+        return Prompts(self, rows)
+
+    def positions(self, num_tokens: int) -> Tensor:
+        """Of `num_tokens` new tokens a row, row after row: (rows * num_tokens,) int64."""
+        new = torch.arange(num_tokens, device=self.lengths.device)
+        return (self.lengths.clamp(min=0)[:, None] + new).flatten()
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, window: tuple[int, int] = ALL
+    ) -> Tensor:
+        """Store the new tokens of one layer, for which `extend` has made room, and attend over each row's tokens.
+
+        Args:
+            q: (1, Hq, rows * N, D); k, v: (1, Hkv, rows * N, D): N new tokens of each row, row after row.
+            attend: the model's attention; `flash` reads up to 16 tokens a row by `flash_attention_with_kvcache`, others
+                read row after row.
+
+        Returns (1, Hq, rows * N, D); rows that are not in use give 0.
+        """
+        q, k, v = (x[0].unflatten(1, (len(self.length_of), -1)).transpose(0, 1) for x in (q, k, v))  # (rows, H, N, D)
+        if attend is flash and q.size(2) <= MAX_QUERIES:
+            if self.workspace is None:
+                self.workspace = kvcache_workspace(q.size(0), q.size(1), q.device)
+            named = dict(zip(("k_scale", "v_scale"), (x[layer] for x in self.scales), strict=False))
+            o = flash_attention_with_kvcache(
+                q, self.keys[layer], self.values[layer], k, v, cache_seqlens=self.lengths,
+                block_table=self.block_table, window=window, workspace=self.workspace, **named,
+            )  # fmt: skip
+        else:
+            o = torch.zeros_like(q)
+            for row, length in enumerate(self.lengths.tolist()):
+                if length != ABSENT:
+                    slots = torch.arange(length + q.size(2), device=q.device)
+                    places = self.places(torch.full_like(slots, row), slots)
+                    new = tuple(x[-q.size(2) :] if isinstance(x, Tensor) else x for x in places)
+                    self.store(layer, new, k[row], v[row])
+                    keys, values = self.read(layer, places, q.dtype)
+                    o[row] = attend(q[row][None], keys, values, causal=True, window=window)[0]
+        return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+
+    def advance(self, num_tokens: int) -> None:
+        """Count `num_tokens` as stored in each row in use, on the device, once every layer has attended."""
+        self.lengths += num_tokens * (self.lengths != ABSENT)
+
+    def places(self, rows: Tensor, slots: Tensor) -> tuple:
+        """The index of tokens (N,) in the keys of a layer."""
+        return rows, slice(None), slots
+
+    def store(self, layer: int, places: tuple, k: Tensor, v: Tensor) -> None:
+        """Write k, v (Hkv, N, D) to the places of N tokens."""
+        for kind, (new, stored) in enumerate(((k, self.keys), (v, self.values))):
+            write_kvcache(stored[layer], self.scales[kind][layer] if self.scales else None, places, new)
+
+    def read(self, layer: int, places: tuple, dtype: torch.dtype) -> list[Tensor]:
+        """Keys and values (1, Hkv, N, D) of the places of N tokens, in `dtype`."""
+        return [
+            read_kvcache(stored[layer], self.scales[kind][layer] if self.scales else None, places).to(dtype)
+            for kind, stored in enumerate((self.keys, self.values))
+        ]
+
+    def _check_in_use(self, row: int) -> None:
+        if self.length_of[row] == ABSENT:
+            raise ValueError(f"row {row} of the KV cache is not in use; allocate it first")
+
+    def _set_length(self, row: int, length: int) -> None:
+        self.length_of[row] = length
+        self.lengths[row] = length
+
+
+class PagedKVCache(KVCache):
+    """The same in pages of one pool, which rows take as they grow and give back; rows may share full pages.
+
+    Args:
+        config, num_rows, max_tokens, device, dtype: as of `KVCache`.
+        num_pages: of the pool.
+        page: tokens in each, a power of two from 16.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        num_rows: int,
+        max_tokens: int,
+        num_pages: int,
+        page: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.page = page
+        self.users_of = [0] * num_pages
+        super().__init__(config, num_rows, max_tokens, device, dtype)
+        self.block_table = torch.zeros(num_rows, -(-max_tokens // page), dtype=torch.int32, device=device)
+        self.pages_of: list[list[int]] = [[] for _ in range(num_rows)]
+        self.free_pages = list(range(num_pages))[::-1]  # the last is the next
+
+    def _hold(self, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> None:
+        num_layers, _, num_kv_heads, _, head_dim = shape
+        super()._hold((num_layers, len(self.users_of), num_kv_heads, self.page, head_dim), device, dtype)
+
+    def extend(self, rows: list[int], num_tokens: int) -> None:
+        before = list(self.length_of)
+        super().extend(rows, num_tokens)
+        try:
+            self._take({row: -(-self.length_of[row] // self.page) - len(self.pages_of[row]) for row in rows})
+        except ValueError:
+            self.length_of = before
+            raise
 
     def free(self, row: int) -> None:
         """Take a row out of use, and give back the pages that no other row shares."""
-        self._check_in_use(row)
+        super().free(row)
         for page in reversed(self.pages_of[row]):
             self.users_of[page] -= 1
             if self.users_of[page] == 0:
                 self.free_pages.append(page)
         self.pages_of[row] = []
-        self._set_length(row, ABSENT)
 
     def fork(self, source: int, target: int) -> None:
         """Make `target`, not in use, a copy of `source`: full pages are shared, the growing one is copied."""
@@ -190,7 +212,7 @@ class PagedKVCache:
         self._set_length(target, self.length_of[source])
         if rest:
             try:
-                self._take(target, 1)
+                self._take({target: 1})
             except ValueError:
                 self.free(target)
                 raise
@@ -198,46 +220,67 @@ class PagedKVCache:
             for stored in (self.keys, self.values, *self.scales):
                 stored[:, ours] = stored[:, theirs]
 
+    def places(self, rows: Tensor, slots: Tensor) -> tuple:
+        return self.block_table[rows, slots // self.page].long(), slice(None), slots % self.page
+
+    def _take(self, pages_for: dict[int, int]) -> None:
+        """Give rows so many pages more; those of all rows go to the device in one copy."""
+        wanted = sum(pages_for.values())
+        if wanted > len(self.free_pages):
+            row = next(row for row, count in pages_for.items() if count)
+            raise ValueError(
+                f"row {row} of the KV cache needs a page, {wanted} with the other rows, and {len(self.free_pages)} of "
+                f"{len(self.users_of)} are free; free a row or make a cache with more pages"
+            )
+        rows, columns, pages = [], [], []
+        for row, count in pages_for.items():
+            for _ in range(count):
+                page = self.free_pages.pop()
+                self.users_of[page] = 1
+                rows.append(row)
+                columns.append(len(self.pages_of[row]))
+                pages.append(page)
+                self.pages_of[row].append(page)
+        if pages:
+            rows, columns, pages = torch.tensor([rows, columns, pages]).to(self.block_table.device)
+            self.block_table[rows, columns] = pages.int()
+
+
+class Prompts:
+    """The first tokens of some rows of a cache, end to end without padding, as a call of the model reads them.
+
+    Args:
+        cache: theirs, in which `extend` has made room for them.
+        rows: which rows, in the order of their tokens; they hold no tokens yet.
+    """
+
+    def __init__(self, cache: KVCache, rows: list[int]):
+        device = cache.lengths.device
+        counts = torch.tensor([cache.length_of[row] for row in rows])
+        self.cache, self.counts = cache, counts.tolist()
+        self._positions = torch.cat([torch.arange(count) for count in self.counts]).to(device)
+        self.rows = torch.tensor(rows, device=device)
+        self.lengths = counts.int().to(device)
+        ends = counts.cumsum(0)
+        self.last = (ends - 1).to(device)  # (rows,) int64: each row's last token among all
+        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int().to(device)
+        self.documents = Documents(cu_seqlens, max(self.counts))
+        self.places = cache.places(self.rows.repeat_interleave(counts.to(device)), self._positions)
+
+    def positions(self, num_tokens: int) -> Tensor:
+        """Of all tokens, (num_tokens,) int64."""
+        return self._positions
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, window: tuple[int, int] = ALL
     ) -> Tensor:
-        """Store the new tokens of one layer, for which `reserve` has made room, and attend over each row's tokens.
-
-        q (rows, Hq, N, D), k, v (rows, Hkv, N, D), N from 1 to 16; rows not in use give 0. Every `attend` is
-        `flash_attention_with_kvcache` here, which on a CPU is plain PyTorch. Raises as that does.
-        """
-        if self.workspace is None:
-            self.workspace = kvcache_workspace(q.size(0), q.size(1), q.device)
-        named = dict(zip(("k_scale", "v_scale"), (x[layer] for x in self.scales), strict=False))
-        return flash_attention_with_kvcache(
-            q, self.keys[layer], self.values[layer], k, v, cache_seqlens=self.lengths, block_table=self.block_table,
-            window=window, workspace=self.workspace, **named,
-        )  # fmt: skip
+        """Store k, v (1, Hkv, tokens, D), and attend within each row: (1, Hq, tokens, D)."""
+        self.cache.store(layer, self.places, k[0], v[0])
+        if attend is flash and len(self.counts) > 1:
+            return attend(q, k, v, causal=True, window=window, documents=self.documents)
+        each = zip(*(x.split(self.counts, dim=2) for x in (q, k, v)), strict=True)
+        return torch.cat([attend(*row, causal=True, window=window) for row in each], dim=2)
 
     def advance(self, num_tokens: int) -> None:
-        """Count `num_tokens` as stored in each row in use, once every layer has attended."""
-        self.length_of = [x if x == ABSENT else x + num_tokens for x in self.length_of]
-        self.lengths += num_tokens * (self.lengths != ABSENT)
-
-    def _check_in_use(self, row: int) -> None:
-        if self.length_of[row] == ABSENT:
-            raise ValueError(f"row {row} of the KV cache is not in use; allocate it first")
-
-    def _set_length(self, row: int, length: int) -> None:
-        self.length_of[row] = length
-        self.lengths[row] = length
-
-    def _take(self, row: int, num_pages: int) -> None:
-        if num_pages <= 0:
-            return
-        if num_pages > len(self.free_pages):
-            raise ValueError(
-                f"row {row} of the KV cache needs {num_pages} pages and {len(self.free_pages)} of "
-                f"{len(self.users_of)} are free; free a row or make a cache with more pages"
-            )
-        taken = [self.free_pages.pop() for _ in range(num_pages)]
-        for page in taken:
-            self.users_of[page] = 1
-        first = len(self.pages_of[row])
-        self.pages_of[row] += taken
-        self.block_table[row, first : first + num_pages] = torch.tensor(taken, dtype=torch.int32)
+        """Count the tokens as stored."""
+        self.cache.lengths[self.rows] = self.lengths

@@ -4,6 +4,7 @@ Letters in the shapes: B sequences, N tokens in each, C = n_embd, Hq query heads
 D = head_dim, V = vocab_size.
 """
 
+import copy
 import math
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from kernels import cross_entropy, linear_cross_entropy, rotate_and_split
 from model.attention import ATTENTION, AttentionFunction, Documents
-from model.cache import KVCache
+from model.cache import KVCache, PagedKVCache, Prompts
 from model.config import GPTConfig, round_up
 from model.embedding import embed
 from model.recompute import recompute, recomputes_blocks
@@ -66,7 +67,7 @@ class CausalSelfAttention(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        kv_cache: KVCache | None = None,
+        kv_cache: KVCache | Prompts | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
         B, N, C = x.shape
@@ -119,7 +120,7 @@ class Block(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        kv_cache: KVCache | None = None,
+        kv_cache: KVCache | Prompts | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
         x = x + F.dropout(self.attention(rms_norm(x), cos, sin, kv_cache, documents), self.dropout, self.training)
@@ -208,7 +209,7 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
-        kv_cache: KVCache | None = None,
+        kv_cache: KVCache | Prompts | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
@@ -216,28 +217,33 @@ class GPT(nn.Module):
         Args:
             tokens: (B, N) int64.
             targets: (B, N) int64, the id that follows each token; -1 is ignored.
-            kv_cache: earlier tokens, to which these are appended (without targets).
+            kv_cache: earlier tokens of B rows, to which these are appended (without targets); or `Prompts`, whose
+                tokens (1, N) these are, and only the last of each prompt is then predicted from.
             cu_seqlens: (documents + 1,) int32: where documents begin among the B * N tokens, each row beginning one,
                 and B * N. Tokens then see only their own document, and positions begin anew in each.
 
         Returns:
-            Without targets the logits (B, N, vocab_size). With targets the cross-entropy in nats, summed over
-            the tokens that count, an fp32 scalar: the caller divides by the tokens of its whole step.
+            Without targets the logits (B, N, vocab_size), of `Prompts` (1, rows, vocab_size). With targets the
+            cross-entropy in nats, summed over the tokens that count, an fp32 scalar: the caller divides by the tokens
+            of its whole step.
 
         Raises:
             ValueError: the context would be longer than seq_len.
         """
         assert kv_cache is None or (targets is None and cu_seqlens is None)
-        shape = tokens.shape
-        start = 0 if kv_cache is None else kv_cache.length
-        end = start + tokens.size(1)
-        if end > self.seq_len:
-            raise ValueError(f"a context of {end} tokens is longer than the model's seq_len={self.seq_len}; shorten it")
-        cos, sin, documents = self.cos[start:end], self.sin[start:end], None  # (N, 1, D)
-        if cu_seqlens is not None:
-            documents = Documents(cu_seqlens, max_seqlen=tokens.size(1))
+        shape, documents = tokens.shape, None
+        if kv_cache is None and tokens.size(1) > self.seq_len:
+            raise ValueError(
+                f"a context of {tokens.size(1)} tokens is longer than the model's seq_len={self.seq_len}; shorten it"
+            )
+        cos, sin = self.cos[: tokens.size(1)], self.sin[: tokens.size(1)]  # (N, 1, D)
+        if kv_cache is not None or cu_seqlens is not None:
             tokens = tokens.reshape(1, -1)  # one row: from here on B is 1 and N all tokens
-            positions = positions_in(cu_seqlens, tokens.size(1))
+            if kv_cache is not None:
+                positions = kv_cache.positions(shape[1])
+            else:
+                documents = Documents(cu_seqlens, max_seqlen=shape[1])
+                positions = positions_in(cu_seqlens, tokens.size(1))
             cos, sin = self.cos[positions], self.sin[positions]
         x = F.dropout(embed(tokens, self.embedding.weight), self.config.dropout, self.training)  # (B, N, C)
         mode = self.config.activation_checkpointing
@@ -248,7 +254,9 @@ class GPT(nn.Module):
             else:
                 x = block(x, cos, sin, kv_cache, documents)
         if kv_cache is not None:
-            kv_cache.advance(tokens.size(1))
+            kv_cache.advance(shape[1])
+            if kv_cache.last is not None:
+                x, shape = x[:, kv_cache.last], (1, len(kv_cache.last))
         table = self.embedding.weight if self.head is None else self.head.weight  # (padded V, C)
         h = rms_norm(x)
         if targets is not None and self.config.loss == "chunked":
@@ -258,21 +266,35 @@ class GPT(nn.Module):
             return logits[..., : self.vocab_size].view(*shape, -1)  # the padding is cut off
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.vocab_size)
 
-    def make_cache(self, batch_size: int) -> KVCache:
-        """An empty cache for seq_len tokens, on the model's device, in the dtype attention runs in now."""
+    def make_cache(
+        self, num_rows: int, max_tokens: int | None = None, page: int | None = None, dtype: torch.dtype | None = None
+    ) -> KVCache:
+        """A cache for rows of up to `max_tokens` tokens (None: seq_len), none of them in use, on the model's device.
+
+        With `page` it is in pages of so many tokens, enough for all rows; `dtype` None is what attention runs in now.
+        """
+        max_tokens = max_tokens or self.seq_len
+        if max_tokens > self.seq_len:
+            raise ValueError(f"rows of {max_tokens} tokens are longer than the model's seq_len={self.seq_len}")
+        device, dtype = self.embedding.weight.device, dtype or self.compute_dtype
+        if page is None:
+            return KVCache(self.config, num_rows, max_tokens, device, dtype)
+        return PagedKVCache(self.config, num_rows, max_tokens, num_rows * -(-max_tokens // page), page, device, dtype)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What products and attention run in now: autocast's dtype where it is on, else the weights'."""
         weight = self.embedding.weight
         autocast = torch.is_autocast_enabled(weight.device.type)
-        dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
-        config = self.config
-        return KVCache(
-            config.num_layers,
-            batch_size,
-            config.kv_heads,
-            self.seq_len,
-            config.head_dim,
-            weight.device,
-            dtype,
-        )
+        return torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+
+    def for_inference(self, dtype: torch.dtype) -> "GPT":
+        """A copy in eval mode whose weights are in `dtype`, once and for all; those that are already are shared."""
+        memo = {
+            id(weight): nn.Parameter(weight.detach().to(dtype), requires_grad=False) for weight in self.parameters()
+        }
+        memo |= {id(table): table for table in (self.cos, self.sin)}
+        return copy.deepcopy(self, memo).eval()
 
     def num_parameters(self) -> int:
         """Number of weights, padded rows included."""

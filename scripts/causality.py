@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data import document_starts
 from kernels import why_not
-from model import GPT, GPTConfig, attend_with, resolve_model
+from model import GPT, GPTConfig, KVCache, PagedKVCache, attend_with, resolve_model
 from training.hardware import Hardware
 from training.step import packed_rows
 
@@ -49,6 +49,7 @@ def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
         "model": (_plain, config),
         "packing" if packing is config else f"packing ({packing.attention})": (_packing, packing),
         "KV cache": (_cache, config),
+        "paged KV cache": (_pages, config),
     }
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_float32_matmul_precision("highest")  # TF32 would need a tolerance of its own
@@ -92,10 +93,31 @@ def _packing(model: GPT, hardware: Hardware) -> Iterator[str]:
 
 def _cache(model: GPT, hardware: Hardware) -> Iterator[str]:
     """A prompt in pieces, then single tokens."""
+    return _cached(model, hardware, lambda: model.make_cache(1), row=0)
 
+
+def _pages(model: GPT, hardware: Hardware) -> Iterator[str]:
+    """The same in pages whose order is not that of their numbers."""
+
+    def cache() -> PagedKVCache:
+        pages = model.make_cache(2, page=16)
+        pages.allocate(0)
+        pages.extend([0], 1)  # has the first page until row 1 has taken the second
+        return pages
+
+    return _cached(model, hardware, cache, row=1)
+
+
+def _cached(model: GPT, hardware: Hardware, make: Callable[[], KVCache], row: int) -> Iterator[str]:
     def run(tokens: Tensor) -> Tensor:
-        cache = model.make_cache(batch_size=1)
-        return torch.cat([model(piece, kv_cache=cache)[0] for piece in tokens.split(list(PIECES), dim=1)])
+        cache, logits = make(), []
+        cache.allocate(row)
+        for piece in tokens.split(list(PIECES), dim=1):
+            cache.extend([row], piece.size(1))
+            if row and cache.length_of[0] >= 0:
+                cache.free(0)
+            logits.append(model(piece.expand(row + 1, -1), kv_cache=cache)[row])
+        return torch.cat(logits)
 
     return _faults(model, hardware, run, _tokens(1, hardware.device), pieces=PIECES)
 

@@ -1,14 +1,16 @@
 """Generate text from a checkpoint: `python -m scripts.sample checkpoint=PATH prompt="To be, or not to be"`.
 
-Without `checkpoint` the newest run is taken. `prompts=FILE` continues each line of a file. One sample is streamed as it
-is drawn; several are drawn as one batch and printed one after the other. The prompt stands in [brackets]. The last line
-is one JSON object.
+Without `checkpoint` the newest run is taken. `prompts=FILE` continues each line of a file, all of them side by side.
+Without either a terminal is asked for prompts, one after the other, until an empty line; elsewhere a document begins.
+One text is streamed as it is drawn; several are printed in their order, each when it has ended. The prompt stands in
+[brackets]. The last line is one JSON object.
 """
 
 import codecs
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import get_type_hints
@@ -23,6 +25,7 @@ from model.sampling import check_sampling, marked
 from training.checkpoint import META, newest_checkpoint, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 
+CACHES = {None: None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 # of a checkpoint's description
 NEEDED = {
     "settings": {"model": {}, "data": {"seq_len": int}},
@@ -39,7 +42,7 @@ class SampleModelConfig:
 @dataclass
 class SampleSettings:
     checkpoint: str | None = None  # a checkpoint or a run's folder; null: the newest under runs/
-    prompt: str = ""  # text to continue, as typed; empty: the end-of-text token, where a document begins
+    prompt: str = ""  # text to continue, as typed; empty: a terminal is asked, elsewhere a document begins
     prompts: str | None = None  # a UTF-8 file whose lines are continued, each by itself; blank lines are left out
     num_samples: int = 1  # continuations of each prompt
     max_new_tokens: int = 256  # length of a continuation; the end-of-text token ends it earlier
@@ -47,14 +50,20 @@ class SampleSettings:
     top_k: int | None = 200  # only the k likeliest tokens; null: all
     top_p: float | None = None  # only the likeliest tokens that make up this probability; null: all
     seed: int = 0  # of the draws, the same for each prompt
+    batch_size: int = 64  # texts that are continued at a time
+    cache: str | None = None  # keys and values on a GPU: null: as attention | int8 | e4m3, in half the room
     model: SampleModelConfig = field(default_factory=SampleModelConfig)
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    hardware: HardwareConfig = field(default_factory=lambda: HardwareConfig(compile=False))  # pays from minutes on
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise ValueError(f"num_samples={self.num_samples} must be at least 1")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+        if self.cache not in CACHES:
+            raise ValueError(f"cache={self.cache} is not one of null, int8, e4m3")
         check_sampling(self.temperature, self.top_k, self.top_p)
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
@@ -100,31 +109,51 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
     model = GPT(config, checkpoint.meta["vocab_size"], trained["data"]["seq_len"], device=hardware.device)
     checkpoint.load_weights(model)
 
-    encoded = [(text, tokenizer.encode_ordinary(text) or [tokenizer.eot_token]) for text in settings.texts()]
+    if settings.cache and config.attention != "flash":
+        raise ValueError(f"cache={settings.cache} needs model.attention=flash, which runs on a GPU; leave it out")
+    nothing_given = not settings.prompt and settings.prompts is None
+    asked = typed_prompts() if nothing_given and sys.stdin.isatty() else [settings.texts()]
     print(f"{checkpoint.path} after {checkpoint.step} steps, seed {settings.seed}\n", file=sys.stderr)
-    drawn, started = 0, time.perf_counter()
-    for text, prompt in encoded:
+    drawn, seconds = 0, 0.0
+    for texts in asked:
+        started = time.perf_counter()
         with hardware.autocast():
-            drawn += continue_prompt(model, text, prompt, tokenizer, settings)
-    seconds = time.perf_counter() - started
+            drawn += continue_texts(model, texts, tokenizer, settings, hardware.compile)
+        seconds += time.perf_counter() - started
     result = {
         "checkpoint": str(checkpoint.path),
         "step": checkpoint.step,
         "tokens": drawn,
-        "tokens_per_second": round(drawn / seconds, 1),
+        "tokens_per_second": round(drawn / max(seconds, 1e-9), 1),
     }
     print(json.dumps(result))
 
 
-def continue_prompt(
-    model: GPT, text: str, prompt: list[int], tokenizer: tiktoken.Encoding, settings: SampleSettings
+def typed_prompts() -> Iterator[list[str]]:
+    """What somebody types, line by line, until an empty line or the end of the input."""
+    print("a prompt a line; an empty line ends", file=sys.stderr)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        if not line:
+            return
+        yield [line]
+
+
+def continue_texts(
+    model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, settings: SampleSettings, compile: bool
 ) -> int:
-    """Print `text`, whose tokens are `prompt`, and what follows it; return how many tokens were drawn."""
-    samples: list[list[int]] = [[] for _ in range(settings.num_samples)]
-    stream = Stream(text) if settings.num_samples == 1 else None
-    for tokens in generate(
+    """Print each text and what follows it; return how many tokens were drawn."""
+    prompts = [tokenizer.encode_ordinary(text) or [tokenizer.eot_token] for text in texts]
+    count = len(texts) * settings.num_samples
+    stream = Stream(texts[0]) if count == 1 else None
+    samples: list[list[int]] = [[] for _ in range(count)]
+    ended, printed = set(), 0
+    for step in generate(
         model,
-        torch.tensor(prompt, device=model.embedding.weight.device),
+        prompts,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         top_k=settings.top_k,
@@ -132,18 +161,24 @@ def continue_prompt(
         seed=settings.seed,
         num_samples=settings.num_samples,
         stop_token=tokenizer.eot_token,
+        batch_size=settings.batch_size,
+        cache_dtype=CACHES[settings.cache],
+        compile=compile,
     ):
-        for sample, token in zip(samples, tokens.tolist(), strict=True):
-            if tokenizer.eot_token not in sample[-1:]:
-                sample.append(token)
-        if stream and samples[0][-1] != tokenizer.eot_token:
-            stream.write(tokenizer.decode_bytes(samples[0][-1:]))
+        for number, token in step:
+            samples[number].append(token)
+            if token == tokenizer.eot_token or len(samples[number]) == settings.max_new_tokens:
+                ended.add(number)
+            if stream and token != tokenizer.eot_token:
+                stream.write(tokenizer.decode_bytes([token]))
+        while not stream and printed in ended:
+            text, number = texts[printed // settings.num_samples], printed % settings.num_samples + 1
+            heading = f"--- {number}\n" if settings.num_samples > 1 else ""
+            continuation = tokenizer.decode_bytes([token for token in samples[printed] if token != tokenizer.eot_token])
+            print(f"{heading}{marked(text)}{continuation.decode('utf-8', errors='replace')}\n", flush=True)
+            printed += 1
     if stream:
         stream.close()
-    else:
-        for number, sample in enumerate(samples, 1):
-            continuation = tokenizer.decode_bytes([token for token in sample if token != tokenizer.eot_token])
-            print(f"--- {number}\n{marked(text)}{continuation.decode('utf-8', errors='replace')}\n")
     return sum(map(len, samples))
 
 

@@ -6,37 +6,48 @@ import pytest
 import torch
 
 from kernels import naive_attention
-from model import KVCache, PagedKVCache, attention
+from model import GPTConfig, KVCache, PagedKVCache, attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+CONFIG = GPTConfig(num_layers=1, num_heads=HEADS, num_kv_heads=KV_HEADS, n_embd=HEADS * HEAD_DIM)
 
 
 def paged(num_rows=3, num_pages=8, max_tokens=64, dtype=torch.float32) -> PagedKVCache:
-    return PagedKVCache(1, num_rows, KV_HEADS, num_pages, 16, max_tokens, HEAD_DIM, DEVICE, dtype)
+    return PagedKVCache(CONFIG, num_rows, max_tokens, num_pages, 16, DEVICE, dtype)
 
 
 def tokens(num_rows: int, count: int, seed: int) -> list[torch.Tensor]:
-    """q, k, v of new tokens."""
+    """q, k, v of `count` new tokens of each row, (1, H, num_rows * count, D) as a layer has them."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(num_rows, heads, count, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    shapes = [(1, heads, num_rows * count, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     return [torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes]
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (5, -1)])
 def test_flash_reads_the_cache_as_the_views_do(window):
-    caches = [KVCache(1, 2, KV_HEADS, 40, HEAD_DIM, DEVICE) for _ in range(2)]
+    """Two rows in each kind of cache, of which one begins later."""
+    caches = [KVCache(CONFIG, 2, 40, DEVICE), KVCache(CONFIG, 2, 40, DEVICE), paged(2), paged(2)]
+    for cache in caches:
+        cache.allocate(0)
     for step, count in enumerate((20, 1, 1, 4, 1)):  # a prompt, then tokens
         q, k, v = tokens(2, count, step)
-        ours = caches[0].attend(0, q, k, v, attention.flash, window)
-        theirs = caches[1].attend(0, q, k, v, attention.naive, window)
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        for cache in caches:
+        results = []
+        for cache, attend in zip(caches, (attention.naive, attention.flash) * 2, strict=True):
+            if step == 2:
+                cache.allocate(1)
+            in_use = [row for row in range(2) if cache.length_of[row] >= 0]
+            cache.extend(in_use, count)
+            results.append(cache.attend(0, q, k, v, attend, window))
             cache.advance(count)
-    assert torch.equal(caches[0].keys[..., :27, :], caches[1].keys[..., :27, :])
-    assert caches[0].lengths.tolist() == [27, 27]
-    with pytest.raises(ValueError, match="the KV cache has room for 40 tokens and would hold 43; call reset"):
-        caches[0].attend(0, *tokens(2, 16, 0), attention.flash)
+        for result in results[1:]:
+            torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-5)
+    for cache in caches:
+        assert cache.lengths.tolist() == cache.length_of == [27, 6]
+    assert torch.equal(caches[0].keys[:, 0, :, :27], caches[1].keys[:, 0, :, :27])
+    with pytest.raises(ValueError, match="row 0 of the KV cache would hold 43 tokens and a row has room for 40; free"):
+        caches[0].extend([1, 0], 16)
+    assert caches[0].length_of == [27, 6]
 
 
 def test_rows_in_pages_attend_to_their_own_tokens(monkeypatch):
@@ -59,17 +70,47 @@ def test_rows_in_pages_attend_to_their_own_tokens(monkeypatch):
                 cache.free(0)
                 del seen[0]
             q, k, v = tokens(3, 1, step)
+            cache.extend(list(seen), 1)
             for row in seen:
-                cache.reserve(row, 1)
-                seen[row] = [torch.cat((old, new[row]), 1) for old, new in zip(seen[row], (k, v), strict=True)]
+                new = (x[0, :, row : row + 1] for x in (k, v))
+                seen[row] = [torch.cat((old, x), 1) for old, x in zip(seen[row], new, strict=True)]
             o = cache.attend(0, q, k, v, attention.flash)
             cache.advance(1)
             for row in range(3):
-                expected = torch.zeros_like(o[row])
+                expected = torch.zeros_like(o[0, :, row])
                 if row in seen:
-                    expected = naive_attention(q[row][None], *(x[None] for x in seen[row]))[0]
-                assert (o[row] - expected).abs().max() < allowed, (step, row)
+                    expected = naive_attention(q[:, :, row : row + 1], *(x[None] for x in seen[row]))[0, :, 0]
+                assert (o[0, :, row] - expected).abs().max() < allowed, (step, row)
         assert cache.lengths.tolist() == cache.length_of == [-1, 21, 24]
+
+
+@pytest.mark.parametrize("attend", [attention.flash, attention.sdpa])
+@pytest.mark.parametrize("make", [paged, lambda: KVCache(CONFIG, 3, 64, DEVICE)])
+def test_prompts_are_read_without_padding(make, attend):
+    """Rows read end to end attend within themselves, and what they leave in the cache serves the next token."""
+    cache, counts = make(), {2: 17, 0: 5}
+    for row, count in counts.items():
+        cache.allocate(row)
+        cache.extend([row], count)
+    prompts = cache.prompts(list(counts))
+    q, k, v = tokens(1, 22, 0)
+    o = prompts.attend(0, q, k, v, attend)
+    prompts.advance(22)
+    parts = {2: slice(0, 17), 0: slice(17, 22)}
+    for part in parts.values():
+        expected = naive_attention(*(x[:, :, part] for x in (q, k, v)), causal=True)
+        torch.testing.assert_close(o[:, :, part], expected, rtol=1e-4, atol=1e-5)
+    assert prompts.positions(22).tolist() == [*range(17), *range(5)]
+    assert prompts.last.tolist() == [16, 21]
+    assert cache.lengths.tolist() == cache.length_of == [5, -1, 17]
+    cache.extend([0, 2], 1)
+    new = tokens(3, 1, 1)
+    o = cache.attend(0, *new, attention.naive)
+    for row, part in parts.items():
+        one = [x[:, :, row : row + 1] for x in new]
+        keys, values = (torch.cat((x[:, :, part], y), 2) for x, y in zip((k, v), one[1:], strict=True))
+        expected = naive_attention(one[0], keys, values, causal=True)
+        torch.testing.assert_close(o[:, :, row : row + 1], expected, rtol=1e-4, atol=1e-5)
 
 
 def check_pages(cache: PagedKVCache) -> None:
@@ -100,9 +141,7 @@ def test_no_page_leaks(steps):
                 cache.fork(row, other)
             else:
                 count = chance.randint(1, 9)
-                for used in range(6):
-                    if cache.length_of[used] >= 0:
-                        cache.reserve(used, count)
+                cache.extend([used for used in range(6) if cache.length_of[used] >= 0], count)
                 cache.advance(count)
         except ValueError:
             refused += 1
@@ -122,12 +161,14 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="row 0 of the KV cache is in use with 0 tokens; free it first"):
         cache.allocate(0)
     with pytest.raises(ValueError, match="row 1 of the KV cache is not in use; allocate it first"):
-        cache.reserve(1, 1)
+        cache.extend([1], 1)
     with pytest.raises(ValueError, match="row 0 of the KV cache would hold 41 tokens and a row has room for 40; f"):
-        cache.reserve(0, 41)
-    cache.reserve(0, 40)
+        cache.extend([0], 41)
+    cache.extend([0], 40)
     cache.advance(40)
-    with pytest.raises(ValueError, match="row 1 of the KV cache needs 1 pages and 0 of 3 are free; free a row or make"):
+    with pytest.raises(
+        ValueError, match="row 1 of the KV cache needs a page, 1 with the other rows, and 0 of 3 are free; fr"
+    ):
         cache.fork(0, 1)
     check_pages(cache)
     assert cache.length_of == [40, -1]

@@ -335,4 +335,4 @@ def test_the_page_on_a_gpu(tmp_path, capsys, monkeypatch):
     print(json.dumps(report))
     assert set(report["wrong"]) <= {"versions"}
     assert report["checks"]["attention"]["facts"]["name"] == "flash"
-    assert set(report["checks"]["causality"]["facts"]) == {"model", "packing", "KV cache"}
+    assert set(report["checks"]["causality"]["facts"]) == {"model", "packing", "KV cache", "paged KV cache"}

@@ -86,7 +86,9 @@ def test_a_window_hides_what_is_further_back(attention):
 def test_a_window_holds_in_the_kv_cache():
     model = gpt("naive", window=4).eval()
     tokens = torch.randint(1, VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    cache = model.make_cache(batch_size=1)
+    cache = model.make_cache(1)
+    cache.allocate(0)
+    cache.extend([0], SEQ_LEN)
     with torch.no_grad():
         steps = [model(tokens[:, i : i + 1], kv_cache=cache) for i in range(SEQ_LEN)]
         torch.testing.assert_close(torch.cat(steps, 1), model(tokens), rtol=1e-4, atol=1e-4)

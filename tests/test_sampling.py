@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import GPT, GPTConfig, KVCache, generate
-from model.sampling import choose_next_token
+from model import GPT, GPTConfig, generate
+from model.sampling import choose_next_token, likeliest
 
 VOCAB = 65
 SEQ_LEN = 32
@@ -28,65 +28,85 @@ def prompt(length: int, rows: int = 1) -> torch.Tensor:
     return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def text(model: GPT, tokens, **options) -> torch.Tensor:
-    """All of a generation at once, (num_samples, tokens)."""
-    return torch.stack(list(generate(model, tokens, **options)), dim=1)
+def text(model: GPT, tokens, **options) -> list[list[int]]:
+    """All samples of one prompt at once."""
+    return texts(model, [list(map(int, tokens))], **options)
+
+
+def texts(model: GPT, prompts: list[list[int]], **options) -> list[list[int]]:
+    """All of a generation at once: the tokens of each sequence."""
+    found = [[] for _ in range(len(prompts) * options.get("num_samples", 1))]
+    for step in generate(model, prompts, **options):
+        for sequence, token in step:
+            found[sequence].append(token)
+    return found
 
 
 # ---- KV cache
 
 
+@pytest.mark.parametrize("page", [None, 16])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("pieces", [[32], [10, 1, 1, 20], [1] * 6])
-def test_cached_logits_are_the_uncached_ones(num_kv_heads, pieces):
+def test_cached_logits_are_the_uncached_ones(num_kv_heads, pieces, page):
     model = small_gpt(num_kv_heads=num_kv_heads, qk_norm=True).eval()
     tokens = prompt(sum(pieces), rows=2)
-    cache = model.make_cache(batch_size=2)
+    cache = model.make_cache(2, page=page)
+    actual = []
+    for row in range(2):
+        cache.allocate(row)
     with torch.no_grad():
-        expected = model(tokens)
-        actual = torch.cat([model(piece, kv_cache=cache) for piece in tokens.split(pieces, dim=1)], dim=1)
-    assert cache.length == sum(pieces)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+        for piece in tokens.split(pieces, dim=1):
+            cache.extend([0, 1], piece.size(1))
+            actual.append(model(piece, kv_cache=cache))
+        torch.testing.assert_close(torch.cat(actual, dim=1), model(tokens), rtol=0, atol=1e-4)
+    assert cache.lengths.tolist() == [sum(pieces)] * 2
 
 
-def test_a_reset_cache_is_a_new_one():
+def test_prompts_predict_from_their_last_tokens():
     model = small_gpt().eval()
-    tokens = prompt(8, rows=2)
-    cache = model.make_cache(batch_size=2)
+    tokens = prompt(12)[0]
+    cache = model.make_cache(3, page=16)
+    for row, count in ((1, 8), (0, 4)):
+        cache.allocate(row)
+        cache.extend([row], count)
     with torch.no_grad():
-        model(tokens.flip(1), kv_cache=cache)
-        cache.reset()
-        assert torch.equal(model(tokens, kv_cache=cache), model(tokens))
-
-
-def test_a_cache_refuses_what_does_not_fit():
-    cache = KVCache(num_layers=1, batch_size=1, num_kv_heads=2, max_tokens=4, head_dim=16)
-    k = torch.zeros(1, 2, 3, 16)
-    cache.append(0, k, k)
-    cache.advance(3)
-    with pytest.raises(ValueError, match="room for 4 tokens and would hold 6"):
-        cache.append(0, k, k)
-    cache.reset()
-    with pytest.raises(ValueError, match=r"float32 and was given 1 in torch.bfloat16"):
-        cache.append(0, k.bfloat16(), k.bfloat16())
-    with pytest.raises(ValueError, match="holds 1 sequences"):
-        cache.append(0, k.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1))
+        logits = model(tokens[None], kv_cache=cache.prompts([1, 0]))
+        expected = torch.cat([model(part[None])[:, -1:] for part in (tokens[:8], tokens[8:])], dim=1)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
 def test_a_cache_holds_the_autocast_dtype():
     model = small_gpt().eval()
-    tokens = prompt(8, rows=2)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        cache = model.make_cache(batch_size=2)
+        cache = model.make_cache(1)
+        cache.allocate(0)
+        cache.extend([0], 8)
         assert cache.keys.dtype == torch.bfloat16
-        assert torch.isfinite(model(tokens, kv_cache=cache)).all()
+        assert torch.isfinite(model(prompt(8), kv_cache=cache)).all()
+    with pytest.raises(ValueError, match="rows of 33 tokens are longer than the model's seq_len=32"):
+        model.make_cache(1, 33)
+
+
+def test_a_copy_for_inference_shares_what_it_can():
+    model = small_gpt(dropout=0.5).train()
+    same, half = model.for_inference(torch.float32), model.for_inference(torch.bfloat16)
+    assert same.head.weight.data_ptr() == model.head.weight.data_ptr()
+    assert half.head.weight.dtype == torch.bfloat16
+    assert half.cos is model.cos
+    assert model.training
+    assert not (same.training or half.blocks[0].mlp.training)
+    assert same.blocks[0] is not model.blocks[0]
+    assert not same.head.weight.requires_grad
+    assert model.head.weight.requires_grad
 
 
 # ---- the choice of a token
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def seeded(seed: int, rows: int = 1) -> torch.Tensor:
+    """Uniform numbers, one a row."""
+    return torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 logit_rows = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=20)
@@ -98,7 +118,7 @@ def test_only_the_nucleus_of_the_top_k_is_drawn(values, top_k, top_p, temperatur
     logits = torch.tensor(values)
     rows = logits.expand(64, -1)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    drawn = set(choose_next_token(rows, seeded(seed), **options).tolist())
+    drawn = set(choose_next_token(rows, seeded(seed, 64), **options).tolist())
 
     # The definition, token by token: the likeliest k, then the fewest of them whose share reaches p.
     probs = (logits.double() / temperature).softmax(0)
@@ -137,7 +157,7 @@ def test_frequencies_follow_the_truncated_distribution(top_k, top_p, kept):
     expected[kept] = probs[kept]
     expected /= expected.sum()
     draws = 40_000
-    tokens = choose_next_token(probs.log().expand(draws, -1), seeded(0), top_k=top_k, top_p=top_p)
+    tokens = choose_next_token(probs.log().float().expand(draws, -1), seeded(0, draws), top_k=top_k, top_p=top_p)
     actual = torch.bincount(tokens, minlength=5) / draws
     assert (actual - expected).abs().max() < 0.01  # four standard errors of a share of 0.4
 
@@ -145,8 +165,21 @@ def test_frequencies_follow_the_truncated_distribution(top_k, top_p, kept):
 def test_temperature_sharpens_and_flattens():
     logits = torch.tensor([1.0, 0.0]).expand(20_000, -1)
     for temperature in (0.5, 1.0, 2.0):
-        share = 1 - choose_next_token(logits, seeded(0), temperature=temperature).double().mean()
+        share = 1 - choose_next_token(logits, seeded(0, 20_000), temperature=temperature).double().mean()
         assert abs(share - torch.tensor(1 / temperature).sigmoid()) < 0.015
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([-2.5, -0.0, 0.0, 1e-40, 1.5, 3.0]), min_size=2, max_size=30), st.integers(1, 30))
+def test_equal_logits_come_in_the_order_of_their_ids(values, count):
+    """On every device: a top-k of its own choice among equals would give other texts."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        logits = torch.tensor(values).to(dtype)[None]
+        found, ids = likeliest(logits, count)
+        order = sorted(range(len(values)), key=lambda i: (-logits[0, i].item(), i))[:count]
+        assert ids[0].tolist() == order
+        assert found.dtype == torch.float64
+        assert found[0].tolist() == [logits[0, i].item() for i in order]
 
 
 @pytest.mark.parametrize(
@@ -158,12 +191,14 @@ def test_temperature_sharpens_and_flattens():
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"num_samples": 0}, "num_samples=0"),
-        ({"prompt_tokens": []}, "at least one token"),
-        ({"prompt_tokens": [VOCAB]}, "outside 0..64"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": [[1], [0, VOCAB]]}, "an id of prompt 1 lies outside 0..64"),
     ],
 )
 def test_impossible_options_are_refused_at_the_call(options, message):
-    arguments = {"prompt_tokens": [1], "max_new_tokens": 3} | options
+    arguments = {"prompts": [[1]], "max_new_tokens": 3} | options
     with pytest.raises(ValueError, match=message):
         generate(small_gpt(), **arguments)
 
@@ -171,40 +206,62 @@ def test_impossible_options_are_refused_at_the_call(options, message):
 # ---- the loop
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 4])
-def test_greedy_text_is_that_of_uncached_forwards(num_kv_heads):
-    model = small_gpt(num_kv_heads=num_kv_heads).eval()
-    expected = prompt(5)
+def uncached(model: GPT, tokens: list[int], count: int) -> list[int]:
+    """`count` greedy tokens by the definition: a whole forward for each."""
+    tokens, first, length = list(tokens), max(0, len(tokens) - SEQ_LEN), len(tokens)  # `first`: of the context
     with torch.no_grad():
-        for _ in range(20):
-            expected = torch.cat((expected, model(expected)[:, -1].argmax(-1, keepdim=True)), dim=1)
-    assert torch.equal(text(model, prompt(5)[0], max_new_tokens=20, temperature=0.0), expected[:, 5:])
-    assert expected[0, 5:].unique().numel() > 2  # a text that repeats one token would prove little
-
-
-def test_beyond_seq_len_the_last_half_is_read_again():
-    model = small_gpt().eval()
-    actual = text(model, prompt(30)[0], max_new_tokens=40, temperature=0.0)[0].tolist()
-    tokens, first = prompt(30)[0].tolist(), 0  # `first`: where the context begins
-    with torch.no_grad():
-        for _ in range(40):
+        for _ in range(count):
             if len(tokens) - first > SEQ_LEN:
                 first = len(tokens) - SEQ_LEN // 2
             tokens.append(model(torch.tensor([tokens[first:]]))[0, -1].argmax().item())
-    assert actual == tokens[30:]
+    return tokens[length:]
 
 
-def test_of_a_long_prompt_the_end_counts():
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+def test_greedy_text_is_that_of_uncached_forwards(num_kv_heads):
+    model = small_gpt(num_kv_heads=num_kv_heads).eval()
+    expected = uncached(model, prompt(5)[0].tolist(), 20)
+    assert text(model, prompt(5)[0], max_new_tokens=20, temperature=0.0) == [expected]
+    assert len(set(expected)) > 2  # a text that repeats one token would prove little
+
+
+@pytest.mark.parametrize("length", [30, SEQ_LEN, 50])
+def test_beyond_seq_len_the_last_half_is_read_again(length):
+    model = small_gpt().eval()
+    tokens = prompt(length)[0].tolist()
+    assert text(model, tokens, max_new_tokens=40, temperature=0.0) == [uncached(model, tokens, 40)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.2, "top_k": 9, "seed": 5}])
+def test_a_text_does_not_depend_on_who_is_continued_beside_it(options, batch_size, monkeypatch):
+    """Seven prompts of all lengths, two samples each, that stop at different times, against one at a time."""
     model = small_gpt()
-    long = prompt(50)[0]
-    assert torch.equal(text(model, long, max_new_tokens=5), text(model, long[-SEQ_LEN:], max_new_tokens=5))
+    monkeypatch.setattr("model.generation.PROMPT_TOKENS", 40)  # so that prompts are read in several calls
+    prompts = [prompt(length)[0].tolist() for length in (1, 31, 7, 32, 2, 16, 40)]
+    options |= {"max_new_tokens": 25, "num_samples": 2, "stop_token": 14}
+    alone = [sample for one in prompts for sample in texts(model, [one], **options)]
+    assert texts(model, prompts, batch_size=batch_size, **options) == alone
+    assert len({len(one) for one in alone}) > 3  # they do stop at different times
 
 
-def test_a_prompt_read_by_pieces_gives_the_same_text(monkeypatch):
-    model = small_gpt()
-    expected = text(model, prompt(20)[0], max_new_tokens=10, temperature=0.0)
-    monkeypatch.setattr("model.sampling.PREFILL_TOKENS", 7)
-    assert torch.equal(text(model, prompt(20)[0], max_new_tokens=10, temperature=0.0), expected)
+def test_rows_and_pages_are_all_given_back(monkeypatch):
+    caches = []
+    real = GPT.make_cache
+    monkeypatch.setattr(GPT, "make_cache", lambda *arguments: caches.append(real(*arguments)) or caches[-1])
+    texts(small_gpt(), [[1] * 20, [2], [3] * 9], max_new_tokens=30, num_samples=3, batch_size=4, stop_token=14)
+    (cache,) = caches
+    assert cache.length_of == [-1] * 4
+    assert not any(cache.users_of)
+    assert sorted(cache.free_pages) == list(range(len(cache.users_of)))
+
+
+def test_samples_of_a_prompt_read_it_once(monkeypatch):
+    read = []
+    real = GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, x, **o: read.append(x.numel()) or real(self, x, **o))
+    texts(small_gpt(), [[1] * 20, [2] * 9], max_new_tokens=2, num_samples=3)
+    assert read == [29, 6]
 
 
 def test_the_seed_alone_decides_and_nothing_global_is_drawn():
@@ -214,46 +271,47 @@ def test_the_seed_alone_decides_and_nothing_global_is_drawn():
     first = text(model, [1, 2, 3], seed=4, **options)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(100)
-    assert torch.equal(text(model, [1, 2, 3], seed=4, **options), first)
-    assert not torch.equal(text(model, [1, 2, 3], seed=5, **options), first)
-    assert not torch.equal(first[0], first[1])  # samples side by side are different texts
+    assert text(model, [1, 2, 3], seed=4, **options) == first
+    assert text(model, [1, 2, 3], seed=5, **options) != first
+    assert first[0] != first[1]  # samples side by side are different texts
+
+
+def test_the_text_of_a_seed_stays_the_one_it_was():
+    """Frozen when samples were drawn by one call of the generator a step."""
+    model = small_gpt()
+    drawn = text(model, [1, 2, 3], seed=4, max_new_tokens=8, num_samples=2, temperature=1.5, top_k=20)
+    assert drawn == [[33, 33, 64, 45, 29, 30, 9, 57], [48, 3, 48, 0, 44, 1, 13, 16]]
 
 
 def test_the_model_is_as_it_was_between_tokens():
     model = small_gpt().train()
-    for token in generate(model, [1], max_new_tokens=3, num_samples=2):
+    for step in generate(model, [[1]], max_new_tokens=3, num_samples=2):
         assert model.training
         assert model.blocks[0].mlp.training
         assert torch.is_grad_enabled()
-        assert token.shape == (2,)
-        assert token.dtype == torch.int64
-        assert not token.requires_grad
+        assert [sequence for sequence, _ in step] == [0, 1]
 
 
 def test_an_interrupted_text_is_the_beginning_of_the_whole():
     model = small_gpt()
-    whole = text(model, [1, 2], max_new_tokens=10, seed=3)
-    stream = generate(model, [1, 2], max_new_tokens=10, seed=3)
-    beginning = [next(stream).item() for _ in range(4)]
-    assert beginning == whole[0, :4].tolist()
+    whole = text(model, [1, 2], max_new_tokens=10, seed=3)[0]
+    stream = generate(model, [[1, 2]], max_new_tokens=10, seed=3)
+    assert [next(stream)[0][1] for _ in range(4)] == whole[:4]
 
 
 def test_each_sample_stops_by_itself():
     model = small_gpt()
     options = {"max_new_tokens": 60, "num_samples": 3, "temperature": 3.0, "seed": 0}
     free = text(model, [1], **options)
-    stop = free[0, 5].item()
+    stop = free[0][5]
     stopped = text(model, [1], stop_token=stop, **options)
-    ends = []
-    for row in stopped:
-        hits = (row == stop).nonzero()
-        end = hits[0].item() if len(hits) else len(row)
-        assert (row[end:] == stop).all()
-        ends.append(end)
-    assert ends[0] <= 5
-    assert len(set(ends)) > 1
-    assert stopped.size(1) == min(max(ends) + 1, 60)  # over as soon as the last one is
+    for whole, part in zip(free, stopped, strict=True):
+        end = whole.index(stop) + 1 if stop in whole else 60
+        assert part == whole[:end]
+    assert len(stopped[0]) <= 6
+    assert len({len(part) for part in stopped}) > 1
 
 
 def test_no_tokens_asked_for_none_given():
-    assert list(generate(small_gpt(), [1], max_new_tokens=0)) == []
+    assert list(generate(small_gpt(), [[1]], max_new_tokens=0)) == []
+    assert list(generate(small_gpt(), [], max_new_tokens=5)) == []

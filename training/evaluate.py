@@ -124,15 +124,8 @@ def sample(
 ) -> str:
     """The prompt in brackets and what the model continues it with; no number is drawn from a training stream."""
     with hardware.autocast():
-        stream = generate(
-            model,
-            torch.tensor(prompt, device=hardware.device),
-            max_new_tokens=new_tokens,
-            temperature=0.8,
-            top_k=200,
-            seed=seed,
-        )
-        drawn = [int(step[0]) for step in stream]
+        steps = generate(model, [prompt], max_new_tokens=new_tokens, temperature=0.8, top_k=200, seed=seed)
+        drawn = [token for step in steps for _, token in step]
     shown, continuation = (tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (prompt, drawn))
     return marked(shown) + continuation
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import naive_attention
-from model import GPTConfig, KVCache, attention
+from model import GPTConfig, KVCache, PagedKVCache, attention
 from scripts import causality
 from scripts.causality import probe
 from tests.runs import replaced
@@ -13,7 +13,8 @@ from training.hardware import HardwareConfig, set_up
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HARDWARE = set_up(HardwareConfig(device=DEVICE))
 BOTH_DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-ALL_RIGHT = {"model": None, "packing": None, "KV cache": None}
+CACHES = ("KV cache", "paged KV cache")
+ALL_RIGHT = dict.fromkeys(("model", "packing", *CACHES))
 
 
 def config(name: str = "naive", **changes) -> GPTConfig:
@@ -30,7 +31,7 @@ def test_what_is_right_is_found_right(name, changes, dtype):
 
 def test_packing_is_probed_with_an_attention_that_can():
     other = "flash" if HARDWARE.device.type == "cuda" else "naive"
-    assert probe(config("sdpa"), HARDWARE) == {"model": None, f"packing ({other})": None, "KV cache": None}
+    assert probe(config("sdpa"), HARDWARE) == dict.fromkeys(("model", f"packing ({other})", *CACHES))
 
 
 @pytest.mark.gpu
@@ -91,6 +92,7 @@ def documents_one_late(q, k, v, *, documents=None, **options):
         (masked(lambda i, j: (j < i) | (i + j == 0)), {}, "model", "token 1 does not see token 1"),
         (masked(lambda i, j: j * i < 0), {}, "model", "token 0 does not see token 0"),
         (top_left, {}, "KV cache", "token 5 does not see token 1"),
+        (top_left, {}, "paged KV cache", "token 5 does not see token 1"),
         (wider_window, {"window": 9}, "model", "token 5 sees token 0"),
         (no_documents, {}, "packing", "token 7 sees token 0"),
         (documents_one_late, {}, "packing", "token 7 sees token 0"),
@@ -135,16 +137,25 @@ def test_positions_that_do_not_begin_at_0_are_named(first, dtype, monkeypatch):
 
 
 def test_a_cache_that_forgets_is_named(monkeypatch):
-    real = KVCache.append
+    real = KVCache.read
 
-    def append(self, layer, k, v):
-        keys, values = real(self, layer, k, v)
-        return keys, values.roll(1, dims=2) if self.length else values
+    def read(self, layer, places, dtype):
+        keys, values = real(self, layer, places, dtype)
+        return keys, values.roll(1, dims=2)
 
-    monkeypatch.setattr(KVCache, "append", append)
+    monkeypatch.setattr(KVCache, "read", read)
     found = probe(config(), HARDWARE)
-    assert found == ALL_RIGHT | {"KV cache": found["KV cache"]}
-    assert found["KV cache"]
+    assert found == ALL_RIGHT | {name: found[name] for name in CACHES}
+    assert all(found[name] for name in CACHES)
+
+
+def test_a_page_in_another_s_place_is_named(monkeypatch):
+    """Both pages of the row are taken for the first."""
+    real = PagedKVCache.places
+    monkeypatch.setattr(PagedKVCache, "places", lambda self, rows, slots: real(self, rows, slots % self.page))
+    found = probe(config(), HARDWARE)
+    assert found == ALL_RIGHT | {"paged KV cache": found["paged KV cache"]}
+    assert found["paged KV cache"]
 
 
 @BOTH_DTYPES
@@ -155,8 +166,10 @@ def test_cached_positions_that_begin_anew_are_named(dtype, monkeypatch):
         model = real(*arguments)
 
         def forget(block, inputs):
-            x, _, _, *rest = inputs
-            return x, model.cos[: x.size(1)], model.sin[: x.size(1)], *rest
+            x, _, _, cache, *rest = inputs
+            rows = len(cache.length_of)
+            positions = torch.arange(x.size(1) // rows, device=x.device).repeat(rows)
+            return x, model.cos[positions], model.sin[positions], cache, *rest
 
         for block in model.blocks:
             block.register_forward_pre_hook(lambda b, i: forget(b, i) if i[3] is not None else None)
@@ -164,5 +177,5 @@ def test_cached_positions_that_begin_anew_are_named(dtype, monkeypatch):
 
     monkeypatch.setattr(causality, "_small_model", small_model)
     found = probe(config(), set_up(HardwareConfig(device=DEVICE, dtype=dtype)))
-    assert found == ALL_RIGHT | {"KV cache": found["KV cache"]}
-    assert "has other logits than alone" in found["KV cache"]
+    assert found == ALL_RIGHT | {name: found[name] for name in CACHES}
+    assert all("has other logits than alone" in found[name] for name in CACHES)

@@ -1,0 +1,276 @@
+"""Continuing texts: many at a time, each for as long as it takes, one token of each a step.
+
+Sequences wait in line for a row of a paged KV cache. Prompts that get a row at the same time are read in one call, end
+to end without padding; samples of one prompt share its pages. Then each step is the same work whatever the rows hold,
+so that on a GPU it is one CUDA graph: the model's call, the choice of tokens, their way into the next call. The host
+reads a step's tokens while the next step runs; a row whose text has ended goes to the next in line.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.cache import KVCache, PagedKVCache, Prompts
+from model.gpt import GPT
+from model.sampling import check_sampling, choose_next_token
+
+PAGE = 64  # tokens
+PROMPT_TOKENS = 32768  # read in one call, where there is more than one prompt
+Drawn = list[tuple[int, int]]  # (sequence, token)
+
+
+def generate(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    num_samples: int = 1,
+    stop_token: int | None = None,
+    batch_size: int = 64,
+    cache_dtype: torch.dtype | None = None,
+    compile: bool = False,
+) -> Iterator[Drawn]:
+    """Continue prompts of any lengths, token by token as they come.
+
+    When a context reaches the model's seq_len its last half is read again and its text goes on; of a longer prompt the
+    last seq_len tokens count. The text of a sequence follows from its prompt, the seed and the number of its sample,
+    not from what is generated beside it, up to the rounding of the logits. Random numbers come from a generator of this
+    call alone, and the model is copied to the dtype it would run in now (weights that are in it already are shared), so
+    generating in the middle of training changes nothing.
+
+    Args:
+        model: not a compiled one.
+        prompts: of each the ids to continue, at least one.
+        max_new_tokens: how many tokens to add to each sequence.
+        temperature, top_k, top_p: as in `choose_next_token`.
+        seed: of the draws, the same for each prompt.
+        num_samples: continuations of each prompt; sequence i is sample i % num_samples of prompt i // num_samples.
+        stop_token: a sequence that has drawn it ends.
+        batch_size: the most sequences that are continued at a time.
+        cache_dtype: of keys and values: None, as attention; int8 and float8_e4m3fn take half the room (attention=flash).
+        compile: compile the step by torch.compile, which takes about a minute (CUDA with attention=flash).
+
+    Yields:
+        What a step, or the reading of prompts, has drawn: (sequence, token) of each sequence that goes on.
+
+    Raises:
+        ValueError: an impossible option, at the call and not at the first token.
+    """
+    check_sampling(temperature, top_k, top_p)
+    for number, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {number} is empty; give at least one token")
+        if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+            raise ValueError(
+                f"an id of prompt {number} lies outside 0..{model.vocab_size - 1}; use the model's tokenizer"
+            )
+    for name, value, least in (
+        ("num_samples", num_samples, 1), ("batch_size", batch_size, 1), ("max_new_tokens", max_new_tokens, 0)
+    ):  # fmt: skip
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    if not prompts or max_new_tokens == 0:
+        return iter(())
+    contexts = [list(prompt[-model.seq_len :]) for prompt in prompts]
+    sequences = [
+        Continued(index * num_samples + sample, sample, context)
+        for index, context in enumerate(contexts)
+        for sample in range(num_samples)
+    ]
+    longest = max(map(len, contexts)) + max_new_tokens
+    with torch.no_grad():
+        twin = model.for_inference(model.compute_dtype)
+        cache = twin.make_cache(min(batch_size, len(sequences)), min(longest, model.seq_len), PAGE, cache_dtype)
+    uniform = torch.rand(
+        max_new_tokens, num_samples, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    choose = partial(choose_next_token, temperature=temperature, top_k=top_k, top_p=top_p)
+    return Generation(twin, cache, uniform.T, choose, stop_token, compile).run(sequences)
+
+
+@dataclass(eq=False)
+class Continued:
+    """A text that is being continued."""
+
+    number: int
+    sample: int  # which of its prompt's
+    context: list[int]  # what is to be read, or was; samples of a prompt have one list
+    new: list[int] = field(default_factory=list)  # what followed it, as far as the host knows
+    drawn: int = 0  # tokens that the device was asked for
+    stopped: bool = False
+
+
+class Step(NamedTuple):
+    """Tokens on their way to the host."""
+
+    sequences: list[Continued | None]
+    tokens: Tensor  # (sequences,) int64 on the host; those of None mean nothing
+    arrived: torch.cuda.Event | None
+
+
+class Generation:
+    """The rows of a cache and the texts that have them.
+
+    Args:
+        model: in the dtype to run in.
+        cache: of the model, no row in use.
+        uniform: (samples, tokens) float64: what decides each draw of each sample.
+        choose: (logits (S, V), uniform (S,)) -> tokens (S,).
+        stop_token, compile: as in `generate`.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        cache: PagedKVCache,
+        uniform: Tensor,
+        choose: Callable[[Tensor, Tensor], Tensor],
+        stop_token: int | None,
+        compile: bool,
+    ):
+        self.model, self.cache, self.choose, self.stop_token = model, cache, choose, stop_token
+        self.device, num_rows = cache.lengths.device, len(cache.length_of)
+        self.uniform = uniform.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
+        self.sequence_of: list[Continued | None] = [None] * num_rows
+        self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)  # the newest of each row
+        self.sample = torch.zeros_like(self.tokens)  # which of its prompt's a row is
+        self.drawn = torch.zeros_like(self.tokens)  # tokens of a row's text
+        self.on_cuda = self.device.type == "cuda"
+        self.next_logits, self.step = model, self._step
+        if self.on_cuda and model.config.attention == "flash":  # others ask the host for lengths
+            if compile:
+                self.next_logits = torch.compile(model, dynamic=False, fullgraph=True)
+            self.step = captured(self._step)
+
+    @torch.no_grad()
+    def run(self, sequences: list[Continued]) -> Iterator[Drawn]:
+        """Continue the sequences until all have ended."""
+        waiting, on_their_way = deque(sequences), deque()
+        while True:
+            if waiting and None in self.sequence_of:
+                on_their_way.append(self._read_prompts(waiting))
+            rows = [row for row, sequence in enumerate(self.sequence_of) if sequence]
+            full = [row for row in rows if self.cache.length_of[row] == self.cache.max_tokens]
+            if rows and not full:
+                on_their_way.append(self._launch(rows))
+            elif not on_their_way and not waiting and not full:
+                return
+            while len(on_their_way) > (1 if rows and not full else 0):
+                if drawn := self._arrived(on_their_way.popleft()):
+                    yield drawn
+            for row in full:  # all of their tokens have arrived
+                if sequence := self.sequence_of[row]:
+                    self._release(sequence)
+                    half = max(1, self.cache.max_tokens // 2)
+                    sequence.context, sequence.new = (sequence.context + sequence.new)[-half:], []
+                    waiting.appendleft(sequence)
+
+    def _read_prompts(self, waiting: deque[Continued]) -> Step:
+        """Give free rows to those who wait, read their contexts in one call, draw a token of each."""
+        taken: list[tuple[int, Continued]] = []
+        readers: list[int] = []  # rows that read; the others are forks of the last reader before them
+        reader_of, tokens = [], []
+        for row in [row for row, sequence in enumerate(self.sequence_of) if sequence is None]:
+            if not waiting:
+                break
+            context = waiting[0].context
+            if not taken or context is not taken[-1][1].context:
+                if readers and len(tokens) + len(context) > PROMPT_TOKENS:
+                    break
+                readers.append(row)
+                tokens += context
+                self.cache.allocate(row)
+                self.cache.extend([row], len(context))
+            taken.append((row, waiting.popleft()))
+            reader_of.append(len(readers) - 1)
+        prompts = self.cache.prompts(readers)
+        logits = self._logits(torch.tensor([tokens], device=self.device), prompts, self.model)[0]  # (readers, V)
+        for (row, _), reader in zip(taken, reader_of, strict=True):
+            if row != readers[reader]:
+                self.cache.fork(readers[reader], row)
+        rows = torch.tensor([row for row, _ in taken], device=self.device)
+        self.sample[rows] = torch.tensor([sequence.sample for _, sequence in taken], device=self.device)
+        self.drawn[rows] = torch.tensor([sequence.drawn for _, sequence in taken], device=self.device)
+        self.tokens[rows] = self._draw(logits[reader_of], self.sample[rows], self.drawn[rows])
+        self.drawn[rows] += 1
+        for row, sequence in taken:
+            self.sequence_of[row] = sequence
+        return self._send(self.tokens[rows], [sequence for _, sequence in taken])
+
+    def _launch(self, rows: list[int]) -> Step:
+        """One more token of each row in use."""
+        self.cache.extend(rows, 1)
+        self.step()
+        return self._send(self.tokens, list(self.sequence_of))
+
+    def _step(self) -> None:
+        """The device's part of a step, the same for whatever the rows hold."""
+        logits = self._logits(self.tokens[:, None], self.cache, self.next_logits)[:, 0]  # (rows, V)
+        self.tokens.copy_(self._draw(logits, self.sample, self.drawn))
+        self.drawn += 1
+
+    def _logits(self, tokens: Tensor, cache: KVCache | Prompts, model: Callable[..., Tensor]) -> Tensor:
+        with torch.autocast(self.device.type, enabled=False):  # the weights have its dtype
+            return model(tokens, kv_cache=cache)
+
+    def _draw(self, logits: Tensor, sample: Tensor, drawn: Tensor) -> Tensor:
+        """A token for each row of logits (S, V); `drawn` of rows that are not in use goes past the last draw."""
+        return self.choose(logits, self.uniform[sample, drawn.clamp(max=self.uniform.size(1) - 1)])
+
+    def _send(self, tokens: Tensor, sequences: list[Continued | None]) -> Step:
+        """Start the tokens' way to the host. A sequence that has now asked for all of its tokens leaves its row."""
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=self.on_cuda)
+        host.copy_(tokens, non_blocking=True)
+        arrived = torch.cuda.Event() if self.on_cuda else None
+        if arrived:
+            arrived.record()
+        for sequence in filter(None, sequences):
+            sequence.drawn += 1
+            if sequence.drawn == self.uniform.size(1):
+                self._release(sequence)
+        return Step(sequences, host, arrived)
+
+    def _arrived(self, step: Step) -> Drawn:
+        """Wait for a step's tokens and hand them to their sequences; one that stops leaves its row."""
+        if step.arrived:
+            step.arrived.synchronize()
+        drawn = []
+        for sequence, token in zip(step.sequences, step.tokens.tolist(), strict=True):
+            if sequence and not sequence.stopped:  # a stopped one had a token more before the host knew
+                sequence.new.append(token)
+                drawn.append((sequence.number, token))
+                if token == self.stop_token:
+                    sequence.stopped = True
+                    if sequence in self.sequence_of:
+                        self._release(sequence)
+        return drawn
+
+    def _release(self, sequence: Continued) -> None:
+        row = self.sequence_of.index(sequence)
+        self.sequence_of[row] = None
+        self.cache.free(row)
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The step as a CUDA graph, after it has run twice: once to be compiled, once to show what it allocates."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(stream):
+        step()
+        step()
+        graph = torch.cuda.CUDAGraph()
+        # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
+        graph.capture_begin(capture_error_mode="thread_local")
+        step()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
