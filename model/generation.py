@@ -56,7 +56,7 @@ def generate(
         num_samples: continuations of each prompt; sequence i is sample i % num_samples of prompt i // num_samples.
         stop_token: a sequence that has drawn it ends.
         batch_size: the most sequences that are continued at a time.
-        cache_dtype: of keys and values: None, as attention; int8 and float8_e4m3fn take half the room (attention=flash).
+        cache_dtype: of keys and values: None, as attention; int8 and float8_e4m3fn take half the room.
         compile: compile the step by torch.compile, which takes about a minute (CUDA with attention=flash).
 
     Yields:

@@ -95,7 +95,8 @@ def test_a_copy_for_inference_shares_what_it_can():
     assert half.head.weight.dtype == torch.bfloat16
     assert half.cos is model.cos
     assert model.training
-    assert not (same.training or half.blocks[0].mlp.training)
+    assert not same.training
+    assert not half.blocks[0].mlp.training
     assert same.blocks[0] is not model.blocks[0]
     assert not same.head.weight.requires_grad
     assert model.head.weight.requires_grad
