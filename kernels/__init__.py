@@ -15,6 +15,7 @@ from .documents import place_documents
 from .fused.cross_entropy import cross_entropy
 from .fused.linear_cross_entropy import linear_cross_entropy
 from .fused.rotary import rotate_and_split
+from .fused.skinny_linear import skinny_linear, takes_skinny_linear
 from .hopper.fp8 import flash_attention_fp8, naive_attention_fp8, quantize_per_head
 from .reference import naive_attention, naive_attention_varlen
 from .support import why_not
@@ -36,6 +37,8 @@ __all__ = [
     "quantize_per_head",
     "read_kvcache",
     "rotate_and_split",
+    "skinny_linear",
+    "takes_skinny_linear",
     "tiled_attention",
     "tiled_attention_varlen",
     "why_not",

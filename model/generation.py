@@ -145,13 +145,14 @@ class Generation:
         self.sample = torch.zeros_like(self.tokens)  # which of its prompt's a row is
         self.drawn = torch.zeros_like(self.tokens)  # tokens of a row's text
         self.on_cuda = self.device.type == "cuda"
-        self.next_logits, self.step = model, self._step
+        self.step = self._step
         if self.on_cuda and model.config.attention == "flash":  # others ask the host for lengths
             if compile:
-                self.next_logits = torch.compile(model, dynamic=False, fullgraph=True)
+                # a product with one row is then a sum that its neighbours are fused into, not a library's call
+                how = {"coordinate_descent_tuning": True}
+                self._next_tokens = torch.compile(self._next_tokens, dynamic=False, fullgraph=True, options=how)
             self.step = captured(self._step)
 
-    @torch.no_grad()
     def run(self, sequences: list[Continued]) -> Iterator[Drawn]:
         """Continue the sequences until all have ended."""
         waiting, on_their_way = deque(sequences), deque()
@@ -174,6 +175,7 @@ class Generation:
                     sequence.context, sequence.new = (sequence.context + sequence.new)[-half:], []
                     waiting.appendleft(sequence)
 
+    @torch.no_grad()
     def _read_prompts(self, waiting: deque[Continued]) -> Step:
         """Give free rows to those who wait, read their contexts in one call, draw a token of each."""
         taken: list[tuple[int, Continued]] = []
@@ -193,7 +195,7 @@ class Generation:
             taken.append((row, waiting.popleft()))
             reader_of.append(len(readers) - 1)
         prompts = self.cache.prompts(readers)
-        logits = self._logits(torch.tensor([tokens], device=self.device), prompts, self.model)[0]  # (readers, V)
+        logits = self._logits(torch.tensor([tokens], device=self.device), prompts)[0]  # (readers, V)
         for (row, _), reader in zip(taken, reader_of, strict=True):
             if row != readers[reader]:
                 self.cache.fork(readers[reader], row)
@@ -206,6 +208,7 @@ class Generation:
             self.sequence_of[row] = sequence
         return self._send(self.tokens[rows], [sequence for _, sequence in taken])
 
+    @torch.no_grad()
     def _launch(self, rows: list[int]) -> Step:
         """One more token of each row in use."""
         self.cache.extend(rows, 1)
@@ -214,13 +217,16 @@ class Generation:
 
     def _step(self) -> None:
         """The device's part of a step, the same for whatever the rows hold."""
-        logits = self._logits(self.tokens[:, None], self.cache, self.next_logits)[:, 0]  # (rows, V)
-        self.tokens.copy_(self._draw(logits, self.sample, self.drawn))
+        self.tokens.copy_(self._next_tokens())
         self.drawn += 1
 
-    def _logits(self, tokens: Tensor, cache: KVCache | Prompts, model: Callable[..., Tensor]) -> Tensor:
+    def _next_tokens(self) -> Tensor:
+        logits = self._logits(self.tokens[:, None], self.cache)[:, 0]  # (rows, V)
+        return self._draw(logits, self.sample, self.drawn)
+
+    def _logits(self, tokens: Tensor, cache: KVCache | Prompts) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):  # the weights have its dtype
-            return model(tokens, kv_cache=cache)
+            return self.model(tokens, kv_cache=cache)
 
     def _draw(self, logits: Tensor, sample: Tensor, drawn: Tensor) -> Tensor:
         """A token for each row of logits (S, V); `drawn` of rows that are not in use goes past the last draw."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import cross_entropy, linear_cross_entropy, rotate_and_split
+from kernels import cross_entropy, linear_cross_entropy, rotate_and_split, skinny_linear, takes_skinny_linear
 from model.attention import ATTENTION, AttentionFunction, Documents
 from model.cache import KVCache, PagedKVCache, Prompts
 from model.config import GPTConfig, round_up
@@ -70,8 +70,19 @@ class CausalSelfAttention(nn.Module):
         kv_cache: KVCache | Prompts | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        B, N, C = x.shape
-        qkv = self.qkv(x).view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
+        return self.out(self.heads(self.qkv(x), cos, sin, kv_cache, documents))  # (B, N, C)
+
+    def heads(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: KVCache | Prompts | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Attention between its two products: (B, N, (Hq + 2 Hkv) D) -> (B, N, C)."""
+        B, N, _ = qkv.shape
+        qkv = qkv.view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
         if self.qk_norm:
             qk, v = qkv.split([self.num_heads + self.kv_heads, self.kv_heads], dim=2)
             qkv = torch.cat((rms_norm(qk).to(v.dtype), v), dim=2)
@@ -81,7 +92,7 @@ class CausalSelfAttention(nn.Module):
         else:
             dropout_p = self.dropout_p if self.training else 0.0
             o = self.attend(q, k, v, causal=True, window=self.window, dropout_p=dropout_p, documents=documents)
-        return self.out(o.transpose(1, 2).reshape(B, N, C))  # (B, N, C)
+        return o.transpose(1, 2).reshape(B, N, -1)  # (B, N, C)
 
 
 class MLP(nn.Module):
@@ -126,6 +137,15 @@ class Block(nn.Module):
         x = x + F.dropout(self.attention(rms_norm(x), cos, sin, kv_cache, documents), self.dropout, self.training)
         x = x + F.dropout(self.mlp(rms_norm(x)), self.dropout, self.training)
         return x  # (B, N, C)
+
+    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache) -> Tensor:
+        """`forward` of the few tokens of a step of generation: four products, and all but attention is part of one."""
+        attention, mlp = self.attention, self.mlp
+        qkv = skinny_linear(x, attention.qkv.weight, norm_eps=NORM_EPS)
+        o = attention.heads(qkv, cos, sin, kv_cache)
+        x = skinny_linear(o, attention.out.weight, residual=x)
+        h = skinny_linear(x, mlp.up.weight, norm_eps=NORM_EPS, activation=mlp.kind)
+        return skinny_linear(h, mlp.down.weight, residual=x)  # (B, N, C)
 
     def costly_products(self) -> tuple[nn.Linear, ...]:
         """The products whose outputs activation_checkpointing=selective keeps, beside attention's.
@@ -247,8 +267,11 @@ class GPT(nn.Module):
             cos, sin = self.cos[positions], self.sin[positions]
         x = F.dropout(embed(tokens, self.embedding.weight), self.config.dropout, self.training)  # (B, N, C)
         mode = self.config.activation_checkpointing
+        skinny = kv_cache is not None and takes_skinny_linear(x)
         for block in self.blocks:
-            if kv_cache is None and recomputes_blocks(mode):
+            if skinny:
+                x = block.decode(x, cos, sin, kv_cache)
+            elif kv_cache is None and recomputes_blocks(mode):
                 keep = block.costly_products() if mode == "selective" else None
                 x = recompute(block, x, cos, sin, None, documents, keep=keep)
             else:
@@ -258,6 +281,9 @@ class GPT(nn.Module):
             if kv_cache.last is not None:
                 x, shape = x[:, kv_cache.last], (1, len(kv_cache.last))
         table = self.embedding.weight if self.head is None else self.head.weight  # (padded V, C)
+        if skinny:
+            logits = skinny_linear(x, table, norm_eps=NORM_EPS)
+            return logits[..., : self.vocab_size].view(*shape, -1)
         h = rms_norm(x)
         if targets is not None and self.config.loss == "chunked":
             return linear_cross_entropy(h.flatten(0, 1), table, targets.flatten(), self.vocab_size)

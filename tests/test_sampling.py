@@ -102,6 +102,22 @@ def test_a_copy_for_inference_shares_what_it_can():
     assert model.head.weight.requires_grad
 
 
+@pytest.mark.parametrize("changes", [{"mlp": "swiglu", "qk_norm": True}, {"mlp": "relu2"}, {"mlp": "gelu"}])
+def test_a_block_s_few_launches_are_the_block(changes):
+    block = small_gpt(**changes).eval().blocks[1]
+    model = small_gpt(**changes).eval()
+    x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(2))
+    found = []
+    for call in (block.decode, block.forward):
+        cache = model.make_cache(3, page=16)
+        for row in (0, 2):
+            cache.allocate(row)
+        cache.extend([0, 2], 1)
+        with torch.no_grad():
+            found.append(call(x, model.cos[[0, 0, 0]], model.sin[[0, 0, 0]], cache))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 # ---- the choice of a token
 
 
@@ -316,3 +332,104 @@ def test_each_sample_stops_by_itself():
 def test_no_tokens_asked_for_none_given():
     assert list(generate(small_gpt(), [[1]], max_new_tokens=0)) == []
     assert list(generate(small_gpt(), [], max_new_tokens=5)) == []
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+def test_flash_generates_through_its_own_kernels(cache_dtype):
+    """Prompts as packed documents and decode over pages, in 32 and in 8 bits, against whole forwards."""
+    model = small_gpt(attention="flash", num_layers=1, n_embd=32, num_heads=2, num_kv_heads=1)
+    tokens = [prompt(length)[0].tolist() for length in (5, 9)]
+    found = texts(model, tokens, max_new_tokens=4, temperature=0.0, cache_dtype=cache_dtype)
+    assert found == [uncached(model, one, 4) for one in tokens]
+
+
+class TestOnTheGpu:
+    """GPT-2's shape with fewer layers, in bfloat16, as a CUDA graph."""
+
+    pytestmark = pytest.mark.gpu
+    PROMPTS, NEW = 100, 256
+
+    @pytest.fixture(scope="class")
+    def model(self) -> GPT:
+        config = GPTConfig(num_layers=4, attention="flash", loss="chunked")
+        model = GPT(config, 50257, 1024, device="cuda", generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.5)
+        return model.for_inference(torch.bfloat16)
+
+    @pytest.fixture(scope="class")
+    def prompts(self) -> list[list[int]]:
+        chance = torch.Generator().manual_seed(1)
+        return [torch.randint(50257, (1 + 4 * i,), generator=chance).tolist() for i in range(self.PROMPTS)]
+
+    @pytest.fixture(scope="class")
+    def batched(self, model, prompts) -> list[list[int]]:
+        return texts(model, prompts, max_new_tokens=self.NEW, temperature=0.0, batch_size=64)
+
+    def explain(self, model: GPT, prompts, found: list[list[int]]) -> int:
+        """Each token is the likeliest of an uncached forward over what precedes it, or as near to it as rounding is;
+        returns how many are not the likeliest."""
+        ties = 0
+        for before, text_ in zip(prompts, found, strict=True):
+            assert len(text_) == self.NEW
+            with torch.no_grad():
+                logits = model(torch.tensor([before + text_], device="cuda"))[0, len(before) - 1 : -1].float()
+            drawn = logits.gather(1, torch.tensor(text_, device="cuda")[:, None])[:, 0]
+            gap = logits.amax(1) - drawn
+            ties += int((gap > 0).sum())
+            assert (gap <= 2**-6 * logits.amax(1).abs()).all(), gap.max()  # four roundings of bfloat16
+        return ties
+
+    def test_uncached_cached_batched_and_paged_texts_are_one(self, model, prompts, batched):
+        assert self.explain(model, prompts, batched) < 0.02 * self.PROMPTS * self.NEW
+        assert len({tuple(one) for one in batched}) == self.PROMPTS
+        alone = [texts(model, [one], max_new_tokens=self.NEW, temperature=0.0)[0] for one in prompts[::10]]
+        self.explain(model, prompts[::10], alone)
+        cache = model.make_cache(self.PROMPTS)  # contiguous, by hand
+        for row, one in enumerate(prompts):
+            cache.allocate(row)
+            cache.extend([row], len(one))
+        packed = torch.tensor([[token for one in prompts for token in one]], device="cuda")
+        with torch.no_grad():
+            steps = [model(packed, kv_cache=cache.prompts(list(range(self.PROMPTS))))[0].argmax(-1)]
+            for _ in range(self.NEW - 1):
+                cache.extend(list(range(self.PROMPTS)), 1)
+                steps.append(model(steps[-1][:, None], kv_cache=cache)[:, 0].argmax(-1))
+        by_hand = torch.stack(steps, 1).tolist()
+        self.explain(model, prompts, by_hand)
+        same = sum(a == b for a, b in zip(batched, by_hand, strict=True))
+        assert same >= 0.8 * self.PROMPTS  # the others part at a tie, which `explain` has seen
+
+    def test_texts_do_not_depend_on_their_neighbours(self, model, prompts, batched):
+        """The shapes of a step are those of the batch, so the same batch with other neighbours gives the same bits."""
+        others = texts(model, prompts[:64][::-1], max_new_tokens=self.NEW, temperature=0.0, batch_size=64)
+        same = sum(a == b for a, b in zip(batched[:64], others[::-1], strict=True))
+        assert same >= 60
+
+    def test_a_step_copies_its_tokens_to_the_host_and_nothing_else(self, model, prompts):
+        options = {"max_new_tokens": 40, "temperature": 0.8, "top_k": 50}
+        stream = generate(model, prompts[:8], **options)
+        for _ in range(4):
+            next(stream)
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+            for _ in range(20):
+                next(stream)
+        count = {event.key: event.count for event in profile.key_averages()}
+        assert sum(n for name, n in count.items() if "DtoH" in name) == 20
+        assert count.get("cudaStreamSynchronize", 0) == 0
+        assert count["cudaGraphLaunch"] == 20
+
+    @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+    def test_eight_bits_keep_most_of_a_text(self, model, prompts, batched, cache_dtype):
+        found = texts(
+            model, prompts[:20], max_new_tokens=self.NEW, temperature=0.0, batch_size=20, cache_dtype=cache_dtype
+        )
+        first = [a[:8] == b[:8] for a, b in zip(batched, found, strict=False)]
+        assert sum(first) >= 10
+
+    def test_sampling_and_the_compiled_step(self, model, prompts):
+        options = {"max_new_tokens": 64, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 3}
+        graph, compiled = (texts(model, prompts[:4], compile=c, **options) for c in (False, True))
+        same = sum(a[:8] == b[:8] for a, b in zip(graph, compiled, strict=True))
+        assert same >= 2

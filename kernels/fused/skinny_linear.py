@@ -1,0 +1,76 @@
+"""A product of a few rows with a weight, and what stands around it in a block, in one launch without gradients.
+
+A step of generation has one row a text. Its products take as long as their weights take to arrive, and the launches of
+norms, non-linearities and sums between them as long as the products. Here each of those is part of a product.
+
+This file is the contract (torch only); the kernel loads when a CUDA tensor, or the interpreter, needs it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..device import interpreting
+
+MAX_ROWS = 64
+ACTIVATIONS = ("gelu", "swiglu", "relu2")
+
+
+def takes_skinny_linear(x: Tensor) -> bool:
+    """Whether the product is one launch: on CUDA, in 16 bit, with few rows and no gradient."""
+    few = x.numel() // max(1, x.size(-1)) <= MAX_ROWS
+    return x.is_cuda and x.dtype.itemsize == 2 and few and not torch.is_grad_enabled()
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm_eps: float | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """activation(rms_norm(x) weight^T) + residual, each part but the product left out where it is None.
+
+    A row's bits do not depend on the number of rows: every product runs over the columns of x in the same order.
+
+    Args:
+        x: (..., C), at most 64 rows in all, contiguous.
+        weight: (N, C), x's dtype, rows contiguous; (2 N, C) with swiglu, the gates first.
+        norm_eps: of the RMS norm of x, without a gain; it scales the product, so x is not rounded in between.
+        activation: None, "gelu" (tanh), "relu2" or "swiglu".
+        residual: (..., N), x's dtype, contiguous.
+
+    Returns:
+        (..., N) in x's dtype.
+
+    Raises:
+        ValueError: more rows than 64, or an unknown activation.
+
+    Triton on CUDA and in its interpreter, PyTorch's own operators elsewhere. No gradient.
+    """
+    rows = x.numel() // x.size(-1)
+    if rows > MAX_ROWS:
+        raise ValueError(f"x has {rows} rows; a skinny product takes at most {MAX_ROWS}: use F.linear")
+    if activation not in (None, *ACTIVATIONS):
+        raise ValueError(f"activation={activation} is not one of None, {', '.join(ACTIVATIONS)}")
+    if not x.is_cuda and not interpreting():
+        return _composed(x, weight, norm_eps, activation, residual)
+    from .skinny_linear_kernel import launch_skinny_linear
+
+    return launch_skinny_linear(x, weight, norm_eps, activation, residual)
+
+
+def _composed(x, weight, norm_eps, activation, residual) -> Tensor:
+    """The definition."""
+    if norm_eps is not None:
+        x = F.rms_norm(x, (x.size(-1),), eps=norm_eps)
+    y = F.linear(x, weight)
+    if activation == "gelu":
+        y = F.gelu(y, approximate="tanh")
+    elif activation == "relu2":
+        y = F.relu(y).square()
+    elif activation == "swiglu":
+        gate, value = y.chunk(2, dim=-1)
+        y = F.silu(gate) * value
+    return y if residual is None else residual + y

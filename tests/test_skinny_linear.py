@@ -1,0 +1,58 @@
+"""Products of a few rows with what is fused into them, against the operators they stand for."""
+
+import pytest
+import torch
+
+from kernels.fused.skinny_linear import ACTIVATIONS, _composed, skinny_linear, takes_skinny_linear
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def tensors(rows: int, width: int, outputs: int, dtype=torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    shapes = ((rows, width), (outputs, width), (rows, outputs))
+    x, weight, residual = (torch.randn(shape, generator=generator) for shape in shapes)
+    return [t.to(DEVICE, dtype) for t in (3 * x, weight * width**-0.5, residual)]
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("norm_eps", [None, 0.5])
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 48, 40), (3, 200, 16), (17, 130, 33), (64, 16, 100)])
+def test_it_is_what_it_stands_for(rows, width, outputs, norm_eps, activation):
+    x, weight, residual = tensors(rows, width, outputs)
+    if activation == "swiglu":
+        weight = torch.cat((weight, weight.flip(0) * 0.7))
+    for given in (None, residual):
+        expected = _composed(*(t if t is None else t.double() for t in (x, weight)), norm_eps, activation, given)
+        actual = skinny_linear(x, weight, norm_eps=norm_eps, activation=activation, residual=given)
+        torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_it_is_rounded_once(dtype):
+    x, weight, residual = tensors(5, 96, 24, dtype)
+    wide = (t.double() for t in (x, weight))
+    expected = _composed(*wide, 1e-6, "gelu", residual.double())
+    actual = skinny_linear(x[None], weight, norm_eps=1e-6, activation="gelu", residual=residual[None])
+    assert actual.shape == (1, 5, 24)
+    rounded = expected.to(dtype)
+    assert ((actual[0].double() - expected).abs() <= (rounded.double() - expected).abs() * 1.01 + 2e-5).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_s_bits_do_not_depend_on_the_number_of_rows(dtype):
+    x, weight, residual = tensors(64, 1000, 70, dtype)
+    options = {"norm_eps": 1e-6, "activation": "gelu"}
+    together = skinny_linear(x, weight, residual=residual, **options)
+    for rows in (slice(0, 1), slice(5, 6), slice(9, 26), slice(30, 62)):
+        assert torch.equal(skinny_linear(x[rows], weight, residual=residual[rows], **options), together[rows])
+
+
+def test_what_it_does_not_take():
+    x, weight, _ = tensors(65, 16, 8)
+    with pytest.raises(ValueError, match="x has 65 rows; a skinny product takes at most 64: use"):
+        skinny_linear(x, weight)
+    with pytest.raises(ValueError, match="activation=tanh is not one of None, gelu, swiglu, relu2"):
+        skinny_linear(x[:1], weight, activation="tanh")
+    assert not takes_skinny_linear(x[:64].cpu())
