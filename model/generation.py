@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.cache import KVCache, PagedKVCache, Prompts
+from model.cache import ABSENT, KVCache, PagedKVCache, Prompts
 from model.gpt import GPT
 from model.sampling import check_sampling, choose_next_token
 
@@ -37,7 +37,6 @@ def generate(
     stop_token: int | None = None,
     batch_size: int = 64,
     cache_dtype: torch.dtype | None = None,
-    compile: bool = False,
 ) -> Iterator[Drawn]:
     """Continue prompts of any lengths, token by token as they come.
 
@@ -57,7 +56,6 @@ def generate(
         stop_token: a sequence that has drawn it ends.
         batch_size: the most sequences that are continued at a time.
         cache_dtype: of keys and values: None, as attention; int8 and float8_e4m3fn take half the room.
-        compile: compile the step by torch.compile, which takes about a minute (CUDA with attention=flash).
 
     Yields:
         What a step, or the reading of prompts, has drawn: (sequence, token) of each sequence that goes on.
@@ -94,7 +92,7 @@ def generate(
         max_new_tokens, num_samples, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
     choose = partial(choose_next_token, temperature=temperature, top_k=top_k, top_p=top_p)
-    return Generation(twin, cache, uniform.T, choose, stop_token, compile).run(sequences)
+    return Generation(twin, cache, uniform.T, choose, stop_token).run(sequences)
 
 
 @dataclass(eq=False)
@@ -125,7 +123,7 @@ class Generation:
         cache: of the model, no row in use.
         uniform: (samples, tokens) float64: what decides each draw of each sample.
         choose: (logits (S, V), uniform (S,)) -> tokens (S,).
-        stop_token, compile: as in `generate`.
+        stop_token: as in `generate`.
     """
 
     def __init__(
@@ -135,7 +133,6 @@ class Generation:
         uniform: Tensor,
         choose: Callable[[Tensor, Tensor], Tensor],
         stop_token: int | None,
-        compile: bool,
     ):
         self.model, self.cache, self.choose, self.stop_token = model, cache, choose, stop_token
         self.device, num_rows = cache.lengths.device, len(cache.length_of)
@@ -145,13 +142,7 @@ class Generation:
         self.sample = torch.zeros_like(self.tokens)  # which of its prompt's a row is
         self.drawn = torch.zeros_like(self.tokens)  # tokens of a row's text
         self.on_cuda = self.device.type == "cuda"
-        self.step = self._step
-        if self.on_cuda and model.config.attention == "flash":  # others ask the host for lengths
-            if compile:
-                # a product with one row is then a sum that its neighbours are fused into, not a library's call
-                how = {"coordinate_descent_tuning": True}
-                self._next_tokens = torch.compile(self._next_tokens, dynamic=False, fullgraph=True, options=how)
-            self.step = captured(self._step)
+        self.step: Callable[[], None] | None = None
 
     def run(self, sequences: list[Continued]) -> Iterator[Drawn]:
         """Continue the sequences until all have ended."""
@@ -211,18 +202,39 @@ class Generation:
     @torch.no_grad()
     def _launch(self, rows: list[int]) -> Step:
         """One more token of each row in use."""
+        if self.step is None:
+            # other attentions ask the host for lengths
+            graph = self.on_cuda and self.model.config.attention == "flash"
+            self.step = self._captured() if graph else self._step
         self.cache.extend(rows, 1)
         self.step()
         return self._send(self.tokens, list(self.sequence_of))
 
     def _step(self) -> None:
         """The device's part of a step, the same for whatever the rows hold."""
-        self.tokens.copy_(self._next_tokens())
+        logits = self._logits(self.tokens[:, None], self.cache)[:, 0]  # (rows, V)
+        self.tokens.copy_(self._draw(logits, self.sample, self.drawn))
         self.drawn += 1
 
-    def _next_tokens(self) -> Tensor:
-        logits = self._logits(self.tokens[:, None], self.cache)[:, 0]  # (rows, V)
-        return self._draw(logits, self.sample, self.drawn)
+    def _captured(self) -> Callable[[], None]:
+        """The step as a CUDA graph, after it has run twice without rows: to compile, and to know what it allocates."""
+        state = (self.cache.lengths, self.tokens, self.drawn)
+        before = [x.clone() for x in state]
+        self.cache.lengths.fill_(ABSENT)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step()
+            self._step()
+            graph = torch.cuda.CUDAGraph()
+            # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
+            graph.capture_begin(capture_error_mode="thread_local")
+            self._step()
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        for x, value in zip(state, before, strict=True):
+            x.copy_(value)
+        return graph.replay
 
     def _logits(self, tokens: Tensor, cache: KVCache | Prompts) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):  # the weights have its dtype
@@ -264,19 +276,3 @@ class Generation:
         row = self.sequence_of.index(sequence)
         self.sequence_of[row] = None
         self.cache.free(row)
-
-
-def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as a CUDA graph, after it has run twice: once to be compiled, once to show what it allocates."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(stream):
-        step()
-        step()
-        graph = torch.cuda.CUDAGraph()
-        # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
-        graph.capture_begin(capture_error_mode="thread_local")
-        step()
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph.replay

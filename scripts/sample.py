@@ -53,7 +53,7 @@ class SampleSettings:
     batch_size: int = 64  # texts that are continued at a time
     cache: str | None = None  # keys and values on a GPU: null: as attention | int8 | e4m3, in half the room
     model: SampleModelConfig = field(default_factory=SampleModelConfig)
-    hardware: HardwareConfig = field(default_factory=lambda: HardwareConfig(compile=False))  # pays from minutes on
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -118,7 +118,7 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
     for texts in asked:
         started = time.perf_counter()
         with hardware.autocast():
-            drawn += continue_texts(model, texts, tokenizer, settings, hardware.compile)
+            drawn += continue_texts(model, texts, tokenizer, settings)
         seconds += time.perf_counter() - started
     result = {
         "checkpoint": str(checkpoint.path),
@@ -142,9 +142,7 @@ def typed_prompts() -> Iterator[list[str]]:
         yield [line]
 
 
-def continue_texts(
-    model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, settings: SampleSettings, compile: bool
-) -> int:
+def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, settings: SampleSettings) -> int:
     """Print each text and what follows it; return how many tokens were drawn."""
     prompts = [tokenizer.encode_ordinary(text) or [tokenizer.eot_token] for text in texts]
     count = len(texts) * settings.num_samples
@@ -163,7 +161,6 @@ def continue_texts(
         stop_token=tokenizer.eot_token,
         batch_size=settings.batch_size,
         cache_dtype=CACHES[settings.cache],
-        compile=compile,
     ):
         for number, token in step:
             samples[number].append(token)

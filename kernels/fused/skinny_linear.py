@@ -32,7 +32,7 @@ def skinny_linear(
 ) -> Tensor:
     """activation(rms_norm(x) weight^T) + residual, each part but the product left out where it is None.
 
-    A row's bits do not depend on the number of rows: every product runs over the columns of x in the same order.
+    A row's bits are the same among 2 to 64 rows; one row alone is multiplied in another order.
 
     Args:
         x: (..., C), at most 64 rows in all, contiguous.
