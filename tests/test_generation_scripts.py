@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import naive_attention
 from model import GPT, GPTConfig
 from scripts.bench import cache_bits, generation
 from scripts.bench.generation import BenchConfig
@@ -25,19 +24,6 @@ TINY = ("model.num_layers=1", "data.seq_len=16", "train.batch_tokens=32", "train
 def by_the_definition(monkeypatch):
     """What a CPU runs; the kernel in Triton's interpreter, which is slow, has tests of its own."""
     monkeypatch.setattr("kernels.decode.interpreting", lambda: False)
-
-
-@pytest.mark.usefixtures("by_the_definition")
-def test_pages_are_read_as_the_formula_says():
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 37, 16) for heads in (4, 2, 2))
-    right = naive_attention(q, k, v, causal=True, window=(20, -1))
-    for dtype, limit in ((torch.float32, 1e-5), (torch.int8, 0.03), (torch.float8_e4m3fn, 0.2)):
-        for at_once in (1, 16):
-            pages = cache_bits.Pages(k, 37, dtype, 16, 4)
-            o = pages.read(q, k, v, at_once, window=(20, -1))
-            assert ((o - right).norm() / right.norm()) < limit
-            assert pages.lengths.tolist() == [37, 37]
 
 
 @pytest.mark.usefixtures("by_the_definition")

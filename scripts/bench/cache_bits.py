@@ -5,36 +5,38 @@ A row is a dtype of the cache; 8 bits have a scale for each token and head, whic
     memory    what the cache of `bench.batch` rows of `bench.context` tokens holds, by the allocator where it counts
     latency   of one more token a row over that cache, in pages: median and 99th percentile of replays of one CUDA graph
     error     of that call's O against float64, relative, on normal random numbers
-    loss      held out, of a small GPT whose attention reads its cache token by token, less the loss without a cache
+    loss      held out, of a small GPT that reads the text token by token through its cache, and how much more that is
+              than the loss of the same weights without a cache
 
 The GPT is trained here as `python train.py` would with the same arguments, or loaded by `init_from=CHECKPOINT`. The
 run's folder gets cache_bits.json and a picture. The last line is one JSON object.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from conf.program import program
 from conf.schema import Settings
 from data import fixed_windows
-from kernels import flash_attention_with_kvcache, kvcache_workspace, naive_attention
-from model import GPT, attend_with
+from kernels import naive_attention
+from model import GPT, GPTConfig, KVCache, PagedKVCache
+from model.attention import flash
 from scripts.bench.clock import Milliseconds, measure
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, table
 from train import train
 from training.checkpoint import open_checkpoint
 from training.curves import picture
-from training.evaluate import EvaluationSet, evaluate
 from training.hardware import Hardware, set_up
 from training.run import resolve
 
 EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
-AT_ONCE = 16  # tokens of a row that one call can append
 
 
 @dataclass
@@ -86,42 +88,6 @@ FIGURES: Columns = {
 }  # fmt: skip
 
 
-class Pages:
-    """A layer's cache in pages that lie in random order, with rows of one length.
-
-    Args:
-        like: (B, Hkv, any, D), of keys.
-        num_tokens: room for each row.
-        dtype: of what is stored.
-    """
-
-    def __init__(self, like: Tensor, num_tokens: int, dtype: torch.dtype, page: int, num_heads: int):
-        (batch, num_kv_heads, _, head_dim), device = like.shape, like.device
-        pages = math.ceil(num_tokens / page)
-        self.keys, self.values = (
-            torch.zeros(batch * pages, num_kv_heads, page, head_dim, dtype=dtype, device=device) for _ in range(2)
-        )
-        self.named = {}
-        if dtype in EIGHT_BITS.values():
-            scales = (torch.ones(self.keys.shape[:3], device=device) for _ in range(2))
-            self.named = dict(zip(("k_scale", "v_scale"), scales, strict=True))
-        self.named["block_table"] = torch.randperm(batch * pages, device=device).reshape(batch, pages).int()
-        self.named["cache_seqlens"] = self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.named["workspace"] = kvcache_workspace(batch, num_heads, device)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        """Append up to 16 tokens, without counting them, and attend over all: (B, Hq, N, D)."""
-        return flash_attention_with_kvcache(q, self.keys, self.values, k, v, **self.named, **options)
-
-    def read(self, q: Tensor, k: Tensor, v: Tensor, at_once: int = 1, **options) -> Tensor:
-        """Append N tokens, `at_once` in a call, each of which attends to those before it: (B, Hq, N, D)."""
-        parts = []
-        for part in zip(*(x.split(at_once, dim=2) for x in (q, k, v)), strict=True):
-            parts.append(self.attend(*part, **options))
-            self.lengths += part[0].size(2)
-        return torch.cat(parts, dim=2)
-
-
 @torch.no_grad()
 def one_more_token(bench: BenchConfig, dtype: torch.dtype, hardware: Hardware) -> Row:
     """Memory, latency and error of a call that appends the last token of a full cache in `dtype`."""
@@ -129,25 +95,43 @@ def one_more_token(bench: BenchConfig, dtype: torch.dtype, hardware: Hardware) -
     make = {"dtype": hardware.dtype, "device": device, "generator": torch.Generator(device).manual_seed(0)}
     k, v = (torch.randn(bench.batch, bench.num_kv_heads, bench.context, bench.head_dim, **make) for _ in range(2))
     q = torch.randn(bench.batch, bench.num_heads, 1, bench.head_dim, **make)
+    one_layer = GPTConfig(1, bench.num_heads, bench.num_kv_heads, bench.num_heads * bench.head_dim)
+    pages = bench.batch * math.ceil(bench.context / bench.page)
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    pages = Pages(k, bench.context, dtype, bench.page, bench.num_heads)
+    cache = PagedKVCache(one_layer, bench.batch, bench.context, pages, bench.page, device, dtype)
     if device.type == "cuda":
         size = torch.cuda.memory_allocated(device) - held
     else:
-        size = sum(x.nbytes for x in (pages.keys, pages.values, *pages.named.values()))
-    before, last = ([x[:, :, part] for x in (k, v)] for part in (slice(-1), slice(-1, None)))
-    for part in zip(*(x.split(AT_ONCE, dim=2) for x in before), strict=True):
-        pages.attend(q.expand(-1, -1, part[0].size(2), -1), *part)
-        pages.lengths += part[0].size(2)
-    o = pages.attend(q, *last)
-    right = torch.cat([naive_attention(*(x[row, None].double() for x in (q, k, v))) for row in range(bench.batch)])
-    times = latency(partial(pages.attend, q, *last), device, bench.replays)
+        size = sum(x.nbytes for x in (cache.keys, cache.values, *cache.scales))
+    rows = in_use(cache)
+    cache.extend(rows, bench.context - 1)
+    read = cache.prompts(rows)
+    cache.store(0, read.places, *(end_to_end(x[:, :, :-1])[0] for x in (k, v)))
+    read.advance(bench.context - 1)
+    cache.extend(rows, 1)
+    call = partial(cache.attend, 0, *(end_to_end(x[:, :, -1:]) for x in (q, k, v)), flash)
+    o = call()[0].transpose(0, 1)[:, :, None]  # (B, Hq, 1, D)
+    right = torch.cat([naive_attention(*(x[row, None].double() for x in (q, k, v))) for row in rows])
+    times = latency(call, device, bench.replays)
     return {
         "mib": size / 2**20,
         "p50_us": 1e3 * times.p50,
         "p99_us": 1e3 * times.p99,
         "relative_error": ((o - right).norm() / right.norm()).item(),
     }
+
+
+def in_use(cache: KVCache) -> list[int]:
+    """All rows of a new cache, in use and empty."""
+    rows = list(range(len(cache.length_of)))
+    for row in rows:
+        cache.allocate(row)
+    return rows
+
+
+def end_to_end(x: Tensor) -> Tensor:
+    """(B, H, N, D) as a cache takes it, (1, H, B * N, D)."""
+    return x.transpose(0, 1).flatten(1, 2)[None]
 
 
 def latency(call: partial, device: torch.device, replays: int) -> Milliseconds:
@@ -167,19 +151,32 @@ def held_out(settings: BenchSettings, path: str, dtypes: dict[str, torch.dtype])
     run = resolve(settings)
     model = GPT(run.model, run.vocab_size, run.seq_len, device=run.hardware.device)
     open_checkpoint(path).load_weights(model)
+    model = model.for_inference(run.hardware.dtype)
     windows = fixed_windows(run.dataset.validation, run.seq_len, settings.train.eval_windows)
-    evaluation = EvaluationSet.of(windows, run.dataset.tokenizer)
+    inputs, targets = (x.to(run.hardware.device) for x in windows)
+    loss = partial(mean_loss, model, inputs, targets, run.micro_batch)
+    page = settings.bench.page
+    return loss(None), {name: loss(partial(model.make_cache, page=page, dtype=x)) for name, x in dtypes.items()}
 
-    def by_tokens(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], **_) -> Tensor:
-        """Attention of a layer, which is all that looks at other tokens: what follows sees what a step would."""
-        return Pages(k, k.size(2), dtype, settings.bench.page, q.size(1)).read(q, k, v, window=window)
 
-    losses = {}
-    for name, dtype in dtypes.items():
-        attend = partial(by_tokens, dtype)
-        with attend_with(model, lambda layer, named, attend=attend: attend):
-            losses[name] = evaluate(model, evaluation, run.micro_batch, run.hardware)["val_loss"]
-    return evaluate(model, evaluation, run.micro_batch, run.hardware)["val_loss"], losses
+@torch.no_grad()
+def mean_loss(
+    model: GPT, inputs: Tensor, targets: Tensor, at_once: int, make_cache: Callable[[int], KVCache] | None
+) -> float:
+    """Of so many sequences at once: each in one call, or with a cache token by token."""
+    total = 0.0
+    for tokens, wanted in zip(inputs.split(at_once), targets.split(at_once), strict=True):
+        if make_cache is None:
+            logits = model(tokens)
+        else:
+            cache, steps = make_cache(len(tokens)), []
+            rows = in_use(cache)
+            for token in tokens.split(1, dim=1):
+                cache.extend(rows, 1)
+                steps.append(model(token, kv_cache=cache))
+            logits = torch.cat(steps, dim=1)
+        total += F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum").item()
+    return total / targets.numel()
 
 
 def draw(rows: list[Row], path: Path, title: str) -> None:
