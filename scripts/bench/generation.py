@@ -244,7 +244,7 @@ def load_peer(model: GPT) -> Any:
             f"model.window={config.window}; use gelu or relu2, false and null, or bench.which=[gpt,gpt_compiled]"
         )
     weight = model.embedding.weight
-    theirs = ArceeConfig(
+    shape = ArceeConfig(
         vocab_size=model.vocab_size, hidden_size=config.n_embd, intermediate_size=config.mlp_width,
         num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
         num_key_value_heads=config.kv_heads, hidden_act=ACTIVATIONS[config.mlp], rms_norm_eps=NORM_EPS,
@@ -252,7 +252,9 @@ def load_peer(model: GPT) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    peer = ArceeForCausalLM(theirs).to(weight.device, weight.dtype).eval()
+    peer = ArceeForCausalLM(shape).to(weight.device).eval()
+    for parameter in peer.parameters():  # and not its table of frequencies, which bfloat16 would spoil
+        parameter.data = parameter.data.to(weight.dtype)
     missing, unexpected = peer.load_state_dict(peer_weights(model), strict=False)
     if unexpected or any("norm" not in name for name in missing):  # its gains are 1, and ours have none
         raise RuntimeError(f"transformers' ArceeForCausalLM has other weights: {unexpected or missing}")
@@ -283,10 +285,8 @@ def peer_weights(model: GPT) -> dict[str, Tensor]:
 def continued_by(peer: Any, prompts: Prompts, new_tokens: int, **options: Any) -> Prompts:
     """Greedy tokens, on the host."""
     tokens = torch.tensor(prompts, device=peer.device)
-    found = peer.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
-        do_sample=False, **options,
-    )  # fmt: skip
+    asked = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": new_tokens, "do_sample": False}
+    found = peer.generate(tokens, **asked, **options)
     return found[:, tokens.size(1) :].tolist()
 
 
