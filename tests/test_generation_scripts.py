@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,13 @@ def test_copies_and_waits_are_counted_by_the_step(monkeypatch):
     assert generation.counted(lambda: steps(100)) == {"copies_per_step": 1.0, "waits_per_step": 0.5}
     assert drawn[100] == 24
     assert generation.counted(lambda: steps(20)) == {}
+
+
+@pytest.mark.gpu
+def test_a_step_copies_nothing_to_the_host_but_its_tokens():
+    model = small_gpt(attention="flash", n_embd=64).cuda().for_inference(torch.bfloat16)
+    begin = partial(generation.steps_of, model, {"temperature": 0.8, "top_k": 5}, [[1, 2, 3], [4, 5]], 40)
+    assert generation.counted(begin)["copies_per_step"] == 1.0
 
 
 def small_gpt(**changed):

@@ -34,10 +34,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from conf.program import program
 from kernels import flash_attention_with_kvcache, kvcache_workspace
 from kernels.decode import check_kvcache_call
-from kernels.device import l2_bytes, num_sms
+from kernels.device import num_sms
 from kernels.portable.decode import launch_flash_decode
 from kernels.portable.tuning import DecodeTile, decode_tile
-from scripts.bench.clock import measure
+from scripts.bench.clock import GraphClock
 from scripts.bench.report import Columns, Report, Row, refuse_unknown, table
 from training.curves import picture
 from training.hardware import HardwareConfig, set_up
@@ -252,48 +252,21 @@ def read_kernel(x, out, num_elements, BLOCK: tl.constexpr):
     tl.store(out + tl.program_id(0), tl.sum(total, 0))
 
 
-class Graph:
-    """A captured graph that has the parts in turn, `runs` times; it keeps them, as it reads their tensors."""
-
-    def __init__(self, parts: tuple[Callable[[], object], ...], runs: int):
-        self.parts, self.graph = parts, torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            for _ in range(runs):
-                for part in parts:
-                    part()
-
-    def milliseconds(self, replays: int) -> float:
-        """The median of so many replays, after one that is not counted."""
-        self.graph.replay()
-        spans = []
-        for _ in range(replays):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            self.graph.replay()
-            end.record()
-            spans.append((begin, end))
-        torch.cuda.synchronize()
-        return sorted(begin.elapsed_time(end) for begin, end in spans)[len(spans) // 2]
-
-
 class Machine:
     """Memory for keys and values, which all cells share, and the clock."""
 
     def __init__(self, device: torch.device, elements: int, replays: int):
-        self.device, self.replays = device, replays
-        self.on_cuda = device.type == "cuda"
+        self.device, self.timed = device, GraphClock(device, replays)
         make = {"device": device, "generator": torch.Generator(device).manual_seed(0)}
         self.elements = elements + 64 * 1024
         self.keys, self.values = (torch.randn(self.elements, dtype=torch.bfloat16, **make) for _ in range(2))
         self.growing: tuple[Cell, Tensor, Callable[[], float]] | None = None  # the last one's call, lengths and clock
         self.eight: dict[str, tuple[Tensor, Tensor]] = {}
-        flush_bytes = 2 * l2_bytes(device.index or 0) if self.on_cuda else 1024
-        self.cold = torch.ones(flush_bytes // 4, device=device)
 
     def read_bandwidth(self) -> float:
         """Bytes a second of a kernel that only reads, the best of some grids."""
         words = self.keys.view(torch.float32)[: 2**29]
-        programs = [num_sms(self.device.index or 0) * k for k in (4, 8, 16)] if self.on_cuda else [4]
+        programs = [num_sms(self.device.index or 0) * k for k in (4, 8, 16)] if self.device.type == "cuda" else [4]
         out = torch.empty(max(programs), device=self.device)
         size = words.numel() // 4096 * 4096
         reads = [partial(read_kernel[(p,)], words, out, size, BLOCK=4096, num_warps=8) for p in programs]
@@ -310,28 +283,6 @@ class Machine:
         _, lengths, replay = self.growing
         lengths.fill_(cell.lengths[0] - 1)
         return replay()
-
-    def timed(self, call: Callable[[], object], fewest: int = 3) -> Callable[[], float]:
-        """Capture `call` at least `fewest` times; what is returned gives its microseconds, on a CPU without a graph."""
-        if not self.on_cuda:
-            return lambda: 1e3 * measure(call, self.device).p50
-        out = torch.empty((), device=self.device)
-        flush = lambda: torch.sum(self.cold, 0, out=out)  # noqa: E731  reads: written lines would still be on their way
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                flush()
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        runs = max(fewest, min(20, int(4.0 / max(begin.elapsed_time(end), 1e-3))))
-        both, alone = Graph((flush, call), runs), Graph((flush,), runs)
-        return lambda: 1e3 * (both.milliseconds(self.replays) - alone.milliseconds(self.replays)) / runs
 
     def call(self, cell: Cell, lengths: Tensor | None = None) -> Callable[[], object]:
         """The call of a cell, which appends a token where it has a capacity. lengths: (B,) int32; None: the cell's."""
