@@ -88,6 +88,12 @@ def memory(found: Reports) -> Table:
     return pivot(rows_of(found), names, "{attention}", "{peak_extra_mib:,.0f}", "MiB beyond the inputs:")
 
 
+def growing(found: Reports) -> Table:
+    title = "Share of the bandwidth of a kernel that only reads; a column is one captured graph:"
+    names, across = {"keys a row": "{context:,}"}, "B {batch}, page {page}"
+    return pivot(rows_of(found), names, across, "{of_read:.2f} ({kv_mib:,.0f} MiB)", title)
+
+
 def error_budget(found: Reports) -> Table:
     worst: dict[tuple, Row] = {}
     for row in rows_of(found):
@@ -153,6 +159,18 @@ DECODE = plain(
      "cache": "{cache} {scale}", "attention": "{attention}"},
     {"us": "{us:.1f}", "TB/s": "{tb_per_s:.2f}", "over 5 us and 90 % of reading": "{of_goal:.2f}"},
 )  # fmt: skip
+GENERATION = plain(
+    {"model": "{model}", "choice": "{choice}", "prompts": "{batch} x {prompt_tokens:,}", "new": "{new_tokens}"},
+    {"tokens/s": "{tokens_per_second:,.0f}", "of steps": "{tokens_per_second_after:,.0f}",
+     "first, ms": "{first_ms:.2f}", "step, ms": "{step_ms:.3f}", "p99": "{step_p99_ms:.3f}",
+     "GiB beyond weights": "{extra_gib:.2f}", "copies a step": "{copies_per_step:.2f}",
+     "time / forward": "{of_forward:.2f}"},
+)  # fmt: skip
+CACHE_BITS = plain(
+    {"cache": "{cache}"},
+    {"MiB": "{mib:,.0f}", "p50, us": "{p50_us:.1f}", "p99, us": "{p99_us:.1f}", "error of O": "{relative_error:.1e}",
+     "held-out loss": "{val_loss:.5f}", "more than without a cache": "{more_loss:+.1e}"},
+)  # fmt: skip
 BENCH = "bench_training.json"
 PAGE = (
     Part("Attention beside its peers", "attention/peers/attention.json", beside_peers),
@@ -160,6 +178,9 @@ PAGE = (
     Part("Attention's memory", "attention/long/attention.json", memory),
     Part("Attention in 8 bits", "attention/fp8/attention.json", EIGHT_BITS),
     Part("Attention over a cache", "decode/decode.json", DECODE),
+    Part("Attention over a cache that grows", "decode/growing/decode.json", growing),
+    Part("A cache in 8 bits", "decode/bits/cache_bits.json", CACHE_BITS),
+    Part("Generation beside transformers", "generation/bench_generation.json", GENERATION),
     Part("Attention's error", "attention/error_budget/error_budget.json", error_budget),
     Part("The training step of GPT-2 124M, compiled", f"training/compiled/{BENCH}", STEP),
     Part("The training step, eager, by length and activation checkpointing", f"training/grid/{BENCH}", STEP),

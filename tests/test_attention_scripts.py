@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conf.schema import HardwareConfig
-from scripts.bench import attention, error_budget
+from scripts.bench import attention, decode, error_budget
 from scripts.bench.attention import MASKS, BenchConfig, BenchSettings, Cell, relative_error, run_cell
 from scripts.bench.clock import measure
 
@@ -126,3 +126,51 @@ def test_measuring_takes_the_median():
     times = measure(lambda: None, CPU)
     assert 0 <= times.p50 <= times.p99
     assert times.runs == 3
+
+
+def test_a_growing_cache_is_one_call_whose_lengths_change(monkeypatch):
+    found = [cell for cell in decode.cells(decode.BenchConfig(family=["growing"])) if cell.page]
+    assert {cell.capacity for cell in found} == {2**17}
+    assert {max(cell.lengths) for cell in found} >= {2**10, 2**17}
+    small = replace(found[0], num_heads=2, num_kv_heads=1, head_dim=16, page=16, capacity=48)
+    machine = decode.Machine(CPU, small.held_bytes // 4, 1)
+    made, seen = machine.call, []
+    monkeypatch.setattr(machine, "call", lambda *given: seen.append(given) or made(*given))
+    for length in (20, 33, 48):
+        assert machine.microseconds(replace(small, lengths=(length,))) > 0
+    ((cell, lengths),) = seen
+    assert (cell.lengths, lengths.tolist()) == ((48,), [47])  # a token is appended to the 47 of the last call
+
+
+def test_the_verdict_on_a_growing_cache_is_of_each_line_and_of_large_caches(tmp_path):
+    def row(page, mib, share):
+        return {"batch": 1, "page": page, "kv_mib": mib, "of_read": share}
+
+    small = [row(0, 4, 0.9), row(0, 32, 0.1)]
+    rows = [*small, row(0, 128, 0.6), row(0, 512, 0.8), row(0, 256, 0.58), row(64, 512, 0.3)]
+    assert decode.least_kept(rows) == 0.58 / 0.6
+    assert decode.least_kept([*rows, row(0, 1024, 0.4)]) == 0.5
+    decode.draw_growing(rows, tmp_path / "x.png", "t")
+    assert (tmp_path / "x.png").stat().st_size > 5_000
+
+
+def test_the_cells_cover_the_goal_and_those_past_it_are_listed(tmp_path, capsys, monkeypatch):
+    cells = [cell for cell in decode.cells(decode.BenchConfig()) if cell.family == "context"]
+    for head_dim in (64, 128):
+        of = [cell for cell in cells if cell.head_dim == head_dim and cell.attention == "flash"]
+        assert {cell.num_heads // cell.num_kv_heads for cell in of} == {1, 2, 4, 8, 16}
+        assert {(len(cell.lengths), cell.lengths[0]) for cell in of} >= {
+            (1, 2**10),
+            (64, 2**10),
+            (1, 2**17),
+            (64, 2**17),
+        }
+    assert {len(cell.lengths) for cell in cells if cell.lengths[0] == 512} == {1, 64}
+    bench = decode.BenchConfig(["context"], ["flash"], batch=[2], context=[16, 32], heads=["2/1/16"])
+    monkeypatch.setattr(decode.Machine, "read_bandwidth", lambda self: 1e12)
+    monkeypatch.setattr(decode.Machine, "microseconds", lambda self, cell: 1.0 if cell.lengths[0] == 16 else 50.0)
+    decode.main.__wrapped__(decode.BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["cells"] == 4
+    assert list(last["past_the_goal"]) == [f"B{b} H{h} N{n} uniform D{d} Nq1" for b, h, n, d in
+                                           ((2, "2/1", 32, 16), (1, "12/12", 512, 64))]  # fmt: skip

@@ -1,5 +1,6 @@
 """What a call takes of a device: time over many runs with a cold L2 cache, memory; and the parts of a training step."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +64,65 @@ def measure(call: Callable[[], object], device: torch.device, budget_ms: float =
         torch.cuda.synchronize(device)
     spans = sorted(1e3 * begin.seconds_to(end) for begin, end in marks)
     return Milliseconds(spans[len(spans) // 2], spans[min(len(spans) - 1, int(0.99 * len(spans)))], len(spans))
+
+
+class GraphClock:
+    """Microseconds of the device for a call inside a CUDA graph with a cold L2 cache, as in a loop of generation.
+
+    A graph of reads and calls in turn, less a graph of the reads alone; the median of `replays` of each.
+    """
+
+    def __init__(self, device: torch.device, replays: int):
+        self.device, self.replays = device, replays
+        if device.type == "cuda":
+            self.cold = torch.ones(l2_bytes(device.index or 0) // 2, device=device)  # twice the cache
+            self.sum = torch.empty((), device=device)
+
+    def __call__(self, call: Callable[[], object], fewest: int = 3) -> Callable[[], float]:
+        """Capture `call` at least `fewest` times; what is returned gives its microseconds. A CPU has no graph."""
+        if self.device.type != "cuda":
+            return lambda: 1e3 * measure(call, self.device).p50
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.flush()
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        begin = Mark(self.device)
+        call()
+        end = Mark(self.device)
+        torch.cuda.synchronize()
+        runs = max(fewest, min(20, int(4e-3 / max(begin.seconds_to(end), 1e-6))))
+        both, alone = _Graph((self.flush, call), runs), _Graph((self.flush,), runs)
+        return lambda: 1e6 * (both.seconds(self.replays) - alone.seconds(self.replays)) / runs
+
+    def flush(self) -> None:
+        """By reading: written lines would still be on their way."""
+        torch.sum(self.cold, 0, out=self.sum)
+
+
+class _Graph:
+    """A captured graph that has the parts in turn, `runs` times; it keeps them, as it reads their tensors."""
+
+    def __init__(self, parts: tuple[Callable[[], object], ...], runs: int):
+        self.parts, self.graph = parts, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for _ in range(runs):
+                for part in parts:
+                    part()
+
+    def seconds(self, replays: int) -> float:
+        """The median of so many replays, after one that is not counted."""
+        device = torch.device("cuda")
+        self.graph.replay()
+        marks = []
+        for _ in range(replays):
+            begin = Mark(device)
+            self.graph.replay()
+            marks.append((begin, Mark(device)))
+        torch.cuda.synchronize()
+        return statistics.median(begin.seconds_to(end) for begin, end in marks)
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:

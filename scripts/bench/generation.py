@@ -1,0 +1,316 @@
+"""Speed of generate(): `python -m scripts.bench.generation` times it beside transformers' in one process.
+
+One GPT of GPT-2 124M's shape with random weights, in the dtype of the run, four times:
+
+    gpt                   ours; on CUDA a step is one graph
+    gpt_compiled          the same with generate(compile=True)
+    transformers          ArceeForCausalLM, which has our architecture, with the same weights: generate() as it comes
+    transformers_static   the same with cache_implementation="static", which compiles its step on CUDA
+
+A row is a call of generate(), the medians of some rounds in which all take turns: tokens a second of all of it, and
+after the first token of each prompt; milliseconds to the first token and of a step (transformers' is the mean, as it
+says nothing between steps); memory beyond the weights at the fullest moment of the first call; and what a step of ours
+asks of the host, counted by PyTorch's profiler: copies from the device and waits for it. Rows of one new token are the
+reading of prompts, beside the model's plain forward of the same tokens. That both are the same model is shown first:
+the largest difference of logits and the share of greedy tokens that are equal (in 16 bits ties part them).
+
+transformers is no dependency: `uv run --group hf python -m scripts.bench.generation`. Without it ours are timed alone.
+The last line is one JSON object.
+"""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from conf.program import program
+from model import GPT, GPTConfig, generate, resolve_model
+from model.embedding import embed
+from model.gpt import NORM_EPS, rms_norm
+from scripts.bench.clock import peak_bytes
+from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
+from training.hardware import HardwareConfig, set_up
+
+OURS = {"gpt": {}, "gpt_compiled": {"compile": True}}
+PEERS = {"transformers": {}, "transformers_static": {"cache_implementation": "static"}}
+CHOICES = {"greedy": {"temperature": 0.0}, "top_k 200, 0.8": {"temperature": 0.8, "top_k": 200}}  # the peers': greedy
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # CUDA's names of what the host waits in
+UNCOUNTED_STEPS, COUNTED_STEPS = 8, 16  # of a call whose copies and waits are counted
+MOST_APART = 0.05  # of the largest logit: two bfloat16 models differ by 0.01, others by 1
+
+Prompts = list[list[int]]
+Marks = list[float]  # seconds: the beginning of a call, then each moment at which tokens were on the host
+
+
+@dataclass
+class BenchConfig:
+    which: list[str] = field(default_factory=lambda: [*OURS, *PEERS])  # gpt | gpt_compiled | transformers | ..._static
+    batch: list[int] = field(default_factory=lambda: [1, 64])  # prompts
+    prompt_tokens: int = 256  # of each
+    new_tokens: int = 256
+    prefill_batch: int = 8  # prompts that are read and continued by one token
+    prefill_tokens: int = 4096  # of each
+    rounds: int = 5  # in which all take turns, after a first call each; medians count
+    vocab_size: int = 50304  # GPT-2's 50,257, padded for both to what products are fast with
+    seed: int = 0  # of weights and prompts
+
+    def __post_init__(self) -> None:
+        refuse_unknown("bench", self, which=(*OURS, *PEERS))
+        sizes = "batch", "prompt_tokens", "new_tokens", "prefill_batch", "prefill_tokens", "rounds", "vocab_size"
+        refuse_below_one("bench.", self, *sizes)
+
+
+@dataclass
+class BenchSettings:
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    model: GPTConfig = field(default_factory=GPTConfig)  # GPT-2 124M's sizes; gelu or relu2, as ArceeForCausalLM has
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+
+
+# hardware.compile would hold all of Inductor, the peer's too, to choices that are the same in every process
+@program("tool", BenchSettings, run_dir="runs/bench_generation", overrides=("hardware.compile=false",))
+@torch.no_grad()
+def main(settings: BenchSettings, run_dir: Path) -> None:
+    hardware, bench = set_up(settings.hardware), settings.bench
+    device = hardware.device
+    report = Report("bench_generation", run_dir, hardware.description)
+    config, *_ = resolve_model(settings.model, device, hardware.dtype)
+    seq_len = max(bench.prompt_tokens + bench.new_tokens, bench.prefill_tokens + 1)
+    drawn = torch.Generator().manual_seed(bench.seed)
+    model = GPT(config, bench.vocab_size, seq_len, device=device, generator=drawn).for_inference(hardware.dtype)
+    peer = load_peer(model) if set(bench.which) & PEERS.keys() else None
+    which = [name for name in bench.which if name in OURS or peer is not None]
+    said = "Ours alone."
+    if peer is not None:
+        report.more = same_model(model, peer, prompts_of(bench, 4, min(64, bench.prompt_tokens)))
+        said = SAME_MODEL.format_map(report.more)
+
+    def caller(name: str, choice: str) -> Callable[[Prompts, int], Marks]:
+        if name in OURS:
+            return partial(call_ours, model, OURS[name] | CHOICES[choice])
+        return partial(call_peer, peer, PEERS[name])
+
+    for batch, choice in product(bench.batch, CHOICES):
+        prompts = prompts_of(bench, batch, bench.prompt_tokens)
+        calls = {name: caller(name, choice) for name in which if name in OURS or choice == "greedy"}
+        for name, row in rounds(calls, prompts, bench.new_tokens, bench.rounds, device).items():
+            if name in OURS and device.type == "cuda":
+                row |= counted(partial(steps_of, model, OURS[name] | CHOICES[choice], prompts, bench.new_tokens))
+            report.rows.append({"model": name, "choice": choice, **row})
+
+    prompts = prompts_of(bench, bench.prefill_batch, bench.prefill_tokens)
+    calls = {name: caller(name, "greedy") for name in which if name in ("gpt", "transformers")}
+    calls["forward"] = partial(call_forward, model)
+    rows = rounds(calls, prompts, 1, bench.rounds, device)
+    for name, row in rows.items():
+        row["of_forward"] = row["first_ms"] / rows["forward"]["first_ms"]
+        report.rows.append({"model": name, "choice": "reading", **row})
+    report.finish(table(report.rows, NAMES, FIGURES, "generate()", said))
+
+
+SAME_MODEL = (
+    "With the same weights transformers {transformers} gives logits {logits_apart:.1e} of the largest apart, and "
+    "{equal_tokens:.1%} of {tokens} greedy tokens are equal."
+)
+NAMES: Columns = {
+    "model": "{model}",
+    "choice": "{choice}",
+    "prompts": "{batch} x {prompt_tokens:,}",
+    "new": "{new_tokens}",
+}
+FIGURES: Columns = {
+    "tokens/s": "{tokens_per_second:,.0f}", "of steps": "{tokens_per_second_after:,.0f}",
+    "first, ms": "{first_ms:.2f}", "step, ms": "{step_ms:.3f}", "p99": "{step_p99_ms:.3f}", "GiB": "{extra_gib:.2f}",
+    "copies": "{copies_per_step:.2f}", "waits": "{waits_per_step:.2f}", "/ forward": "{of_forward:.2f}",
+}  # fmt: skip
+
+
+def prompts_of(bench: BenchConfig, batch: int, tokens: int) -> Prompts:
+    drawn = torch.Generator().manual_seed(bench.seed)
+    return torch.randint(bench.vocab_size, (batch, tokens), generator=drawn).tolist()
+
+
+# --- calls
+
+
+def steps_of(model: GPT, options: dict[str, Any], prompts: Prompts, new_tokens: int) -> Iterator[Any]:
+    return generate(model, prompts, max_new_tokens=new_tokens, batch_size=len(prompts), **options)
+
+
+def call_ours(model: GPT, options: dict[str, Any], prompts: Prompts, new_tokens: int) -> Marks:
+    marks = [time.perf_counter()]
+    marks += [time.perf_counter() for _ in steps_of(model, options, prompts, new_tokens)]
+    return marks
+
+
+def call_peer(peer: Any, options: dict[str, Any], prompts: Prompts, new_tokens: int) -> Marks:
+    begin = time.perf_counter()
+    continued_by(peer, prompts, new_tokens, **options)
+    return [begin, time.perf_counter()]
+
+
+def call_forward(model: GPT, prompts: Prompts, new_tokens: int) -> Marks:
+    begin = time.perf_counter()
+    last_logits(model, torch.tensor(prompts, device=model.embedding.weight.device)).argmax(-1).tolist()
+    return [begin, time.perf_counter()]
+
+
+def last_logits(model: GPT, tokens: Tensor) -> Tensor:
+    """What reading prompts is at least: the network, and the head at each prompt's last token, (B, vocab_size)."""
+    x = embed(tokens, model.embedding.weight)
+    for block in model.blocks:
+        x = block(x, model.cos[: tokens.size(1)], model.sin[: tokens.size(1)])
+    table = model.embedding.weight if model.head is None else model.head.weight
+    return F.linear(rms_norm(x[:, -1]), table)[:, : model.vocab_size]
+
+
+# --- figures
+
+
+def rounds(
+    calls: dict[str, Callable[[Prompts, int], Marks]], prompts: Prompts, new_tokens: int, number: int,
+    device: torch.device,
+) -> dict[str, Row]:  # fmt: skip
+    """A row of figures for each call, over `number` rounds in which they take turns, after a first call of each."""
+    sizes = {"batch": len(prompts), "prompt_tokens": len(prompts[0]), "new_tokens": new_tokens}
+    rows: dict[str, Row] = {}
+    for name, call in calls.items():
+        extra = peak_bytes(partial(call, prompts, new_tokens), device)
+        rows[name] = sizes | {"extra_gib": extra and extra / 2**30}
+        call(prompts, 1)
+    wholes, firsts, steps = ({name: [] for name in calls} for _ in range(3))  # seconds
+    for _, (name, call) in product(range(number), calls.items()):
+        begin, *marks = call(prompts, new_tokens)
+        wholes[name].append(marks[-1] - begin)
+        if len(marks) == new_tokens:
+            firsts[name].append(marks[0] - begin)
+            steps[name] += [later - earlier for earlier, later in pairwise(marks)]
+        else:  # it says nothing between steps
+            begin, end = call(prompts, 1)
+            firsts[name].append(end - begin)
+            steps[name].append((wholes[name][-1] - firsts[name][-1]) / (new_tokens - 1))
+    for name, row in rows.items():
+        row["tokens_per_second"] = len(prompts) * new_tokens / statistics.median(wholes[name])
+        row["first_ms"] = 1e3 * statistics.median(firsts[name])
+        if steps[name]:
+            row["step_ms"] = 1e3 * statistics.median(steps[name])
+            row["tokens_per_second_after"] = 1e3 * len(prompts) / row["step_ms"]
+        if len(steps[name]) > number:
+            row["step_p99_ms"] = 1e3 * sorted(steps[name])[int(0.99 * len(steps[name]))]
+    return rows
+
+
+def counted(begin: Callable[[], Iterator[Any]]) -> Row:
+    """Copies from the device and waits for it, a step, by PyTorch's profiler; {} of a call with too few steps."""
+    steps = begin()
+    for _ in range(UNCOUNTED_STEPS):
+        next(steps, None)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
+        done = sum(next(steps, None) is not None for _ in range(COUNTED_STEPS))
+    steps.close()
+    names = Counter(event.name for event in watched.events())
+    if done < COUNTED_STEPS:
+        return {}
+    copies = sum(number for name, number in names.items() if name.startswith("Memcpy DtoH"))
+    return {"copies_per_step": copies / done, "waits_per_step": sum(names[name] for name in WAITS) / done}
+
+
+# --- the peer
+
+
+def load_peer(model: GPT) -> Any:
+    """`model` in transformers, with its weights; None, and a line, where transformers is not installed."""
+    try:
+        from transformers import ArceeConfig, ArceeForCausalLM
+    except ImportError as error:
+        print(f"transformers cannot be imported ({error}): ours alone; `uv run --group hf` brings it")
+        return None
+    config = model.config
+    if config.mlp not in ACTIVATIONS or config.qk_norm or config.window:
+        raise ValueError(
+            f"ArceeForCausalLM has no model.mlp={config.mlp}, model.qk_norm={config.qk_norm}, "
+            f"model.window={config.window}; use gelu or relu2, false and null, or bench.which=[gpt,gpt_compiled]"
+        )
+    weight = model.embedding.weight
+    shape = ArceeConfig(
+        vocab_size=model.vocab_size, hidden_size=config.n_embd, intermediate_size=config.mlp_width,
+        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
+        num_key_value_heads=config.kv_heads, hidden_act=ACTIVATIONS[config.mlp], rms_norm_eps=NORM_EPS,
+        max_position_embeddings=model.seq_len, tie_word_embeddings=config.tie_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    peer = ArceeForCausalLM(shape).to(weight.device).eval()
+    for parameter in peer.parameters():  # and not its table of frequencies, which bfloat16 would spoil
+        parameter.data = parameter.data.to(weight.dtype)
+    missing, unexpected = peer.load_state_dict(peer_weights(model), strict=False)
+    if unexpected or any("norm" not in name for name in missing):  # its gains are 1, and ours have none
+        raise RuntimeError(f"transformers' ArceeForCausalLM has other weights: {unexpected or missing}")
+    return peer
+
+
+ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "relu2": "relu2"}  # model.mlp -> transformers' hidden_act
+
+
+def peer_weights(model: GPT) -> dict[str, Tensor]:
+    """Our weights under the names of ArceeForCausalLM."""
+    config = model.config
+    table = model.embedding.weight[: model.vocab_size]
+    weights = {
+        "model.embed_tokens.weight": table,
+        "lm_head.weight": table if model.head is None else model.head.weight[: model.vocab_size],
+    }
+    heads = [count * config.head_dim for count in (config.num_heads, config.kv_heads, config.kv_heads)]
+    for number, block in enumerate(model.blocks):
+        q, k, v = block.attention.qkv.weight.split(heads)
+        named = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
+        named |= {"self_attn.o_proj": block.attention.out.weight}
+        named |= {"mlp.up_proj": block.mlp.up.weight, "mlp.down_proj": block.mlp.down.weight}
+        weights |= {f"model.layers.{number}.{name}.weight": weight for name, weight in named.items()}
+    return weights
+
+
+def continued_by(peer: Any, prompts: Prompts, new_tokens: int, **options: Any) -> Prompts:
+    """Greedy tokens, on the host."""
+    tokens = torch.tensor(prompts, device=peer.device)
+    asked = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": new_tokens, "do_sample": False}
+    found = peer.generate(tokens, **asked, **options)
+    return found[:, tokens.size(1) :].tolist()
+
+
+def same_model(model: GPT, peer: Any, prompts: Prompts) -> dict[str, Any]:
+    """How far logits are apart, over the largest, and the share of equal greedy tokens. RuntimeError: another model."""
+    tokens = torch.tensor(prompts, device=model.embedding.weight.device)
+    ours, theirs = model(tokens).float(), peer(tokens).logits.float()
+    apart = ((ours - theirs).abs().max() / ours.abs().max()).item()
+    if not apart < MOST_APART:
+        raise RuntimeError(f"transformers' logits are {apart:.2g} of the largest apart: it is another model")
+    count = tokens.size(1)
+    drawn: Prompts = [[] for _ in prompts]
+    for step in steps_of(model, CHOICES["greedy"], prompts, count):
+        for sequence, token in step:
+            drawn[sequence].append(token)
+    theirs = continued_by(peer, prompts, count)
+    equal = [a == b for rows in zip(drawn, theirs, strict=True) for a, b in zip(*rows, strict=True)]
+    return {
+        "transformers": version("transformers"),
+        "logits_apart": apart,
+        "tokens": len(equal),
+        "equal_tokens": sum(equal) / len(equal),
+    }
+
+
+if __name__ == "__main__":
+    main()
