@@ -65,12 +65,14 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count >= vocab_size or logits.dtype == torch.float64:
         ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
         return ordered[:, :count], ids[:, :count]
-    # One integer says logit and id, so that no device is left a choice among equal logits. The bits of a float32 are in
-    # the order of its value, those of negative ones the other way round.
-    bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0: there is one zero
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
-    backwards = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
-    ids = vocab_size - 1 - ((order | backwards).topk(count, dim=-1).values & 0xFFFFFFFF)
+    # One integer says logit and id, so that no device is left a choice among equal logits. The bits of a float are in
+    # the order of its value, those of negative ones the other way round. Logits of 16 bits need half as wide a one.
+    width = 16 if logits.element_size() == 2 and vocab_size <= 1 << 16 else 32
+    narrow, wide = (torch.int16, torch.int32) if width == 16 else (torch.int32, torch.int64)
+    bits = ((logits if width == 16 else logits.float()) + 0.0).view(narrow)  # + 0.0: there is one zero
+    order = (bits ^ ((bits >> (width - 1)) & ((1 << (width - 1)) - 1))).to(wide) << width
+    backwards = torch.arange(vocab_size - 1, -1, -1, device=logits.device, dtype=wide)
+    ids = vocab_size - 1 - ((order | backwards).topk(count, dim=-1).values & ((1 << width) - 1)).long()
     return logits.gather(1, ids).double(), ids
 
 

