@@ -8,9 +8,8 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..device import capability, interpreting
+from ..device import interpreting
 from ..launch import on_device
 
 TOKENS = 16  # of a program
@@ -38,12 +37,8 @@ def rotary_kernel(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     INVERSE: tl.constexpr,
-    EARLY: tl.constexpr,  # launched before its predecessor has ended, as in skinny_linear_kernel.py
 ):
     """One program: TOKENS tokens of HEADS heads, which are all query, all key or all value heads."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     head_blocks: tl.constexpr = (NUM_HEADS + 2 * KV_HEADS) // HEADS
     program = tl.program_id(0)
     first_head = (program % head_blocks) * HEADS
@@ -98,7 +93,6 @@ def launch_rotary(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, 
     batch, tokens, _, head_dim = packed.shape
     num_heads, kv_heads = q.shape[1], k.shape[1]
     heads = math.gcd(num_heads, kv_heads, MAX_HEADS)
-    early = not interpreting() and capability(packed.device.index) >= (9, 0)
     blocks = batch * triton.cdiv(tokens, TOKENS) * ((num_heads + 2 * kv_heads) // heads)
     with on_device(packed):
         rotary_kernel[(blocks,)](
@@ -106,7 +100,7 @@ def launch_rotary(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, 
             packed.stride()[:3], q.stride()[:3], k.stride()[:3], v.stride()[:3], cos.stride(0), tokens,
             NUM_HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2,
             BLOCK_HALF=triton.next_power_of_2(head_dim // 2), TOKENS=TOKENS, HEADS=heads, INVERSE=inverse,
-            EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+            num_warps=4,
         )  # fmt: skip
     return None
 
