@@ -156,6 +156,39 @@ def test_each_line_of_a_file_is_continued(trained, monkeypatch, capsys, tmp_path
     assert sampled(trained, monkeypatch, capsys, "prompt=日本").out.splitlines()[0] in alone
 
 
+@pytest.mark.parametrize("end", ["", EOFError])
+def test_a_terminal_is_asked_for_prompts(trained, monkeypatch, capsys, end):
+    typed = iter(["To be", "日本", end])
+
+    def answer(question: str) -> str:
+        line = next(typed)
+        if line is EOFError:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    outcome = sampled(trained, monkeypatch, capsys)
+    assert outcome.code == 0, outcome.error
+    assert outcome.out.startswith("[To be]")
+    assert outcome.out.count("[日本]") == 1
+    assert next(typed, None) is None
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    assert "[" not in sampled(trained, monkeypatch, capsys, "seed=3").out.splitlines()[0][:1]  # a document begins
+
+
+def test_texts_side_by_side_are_those_of_one_at_a_time(trained, monkeypatch, capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_text("To be\nthe\nif\n", encoding="utf-8")
+    texts = [
+        sampled(trained, monkeypatch, capsys, f"prompts={tmp_path / 'prompts.txt'}", f"batch_size={size}").out
+        for size in (1, 64)
+    ]
+    assert texts[0].splitlines()[:-1] == texts[1].splitlines()[:-1]
+    refused = sampled(trained, monkeypatch, capsys, "cache=int8", "prompt=a")
+    assert (refused.code, refused.error.count("\n")) == (2, 1)
+    assert "cache=int8 needs model.attention=flash, which runs on a GPU; leave it out" in refused.error
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
