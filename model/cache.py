@@ -97,7 +97,7 @@ class KVCache:
         Args:
             q: (1, Hq, rows * N, D); k, v: (1, Hkv, rows * N, D): N new tokens of each row, row after row.
             attend: the model's attention; `flash` reads up to 16 tokens a row by `flash_attention_with_kvcache`, others
-                read row after row.
+                read all rows of one length at a time.
 
         Returns (1, Hq, rows * N, D); rows that are not in use give 0.
         """
@@ -112,19 +112,25 @@ class KVCache:
             )  # fmt: skip
         else:
             o = torch.zeros_like(q)
-            for row, length in enumerate(self.lengths.tolist()):
-                if length != ABSENT:
-                    slots = torch.arange(length + q.size(2), device=q.device)
-                    places = self.places(torch.full_like(slots, row), slots)
-                    new = tuple(x[-q.size(2) :] if isinstance(x, Tensor) else x for x in places)
-                    self.store(layer, new, k[row], v[row])
-                    keys, values = self.read(layer, places, q.dtype)
-                    o[row] = attend(q[row][None], keys, values, causal=True, window=window)[0]
+            lengths = self.lengths.tolist()
+            for length in sorted(set(lengths) - {ABSENT}):  # rows of one length are one call
+                rows = torch.tensor([row for row, other in enumerate(lengths) if other == length], device=q.device)
+                stored = self._append(layer, rows, length, k[rows], v[rows])
+                o[rows] = attend(q[rows], *stored, causal=True, window=window)
         return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
     def advance(self, num_tokens: int) -> None:
         """Count `num_tokens` as stored in each row in use, on the device, once every layer has attended."""
         self.lengths += num_tokens * (self.lengths != ABSENT)
+
+    def _append(self, layer: int, rows: Tensor, length: int, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Store k, v (n, Hkv, N, D) behind n rows of `length` tokens; all keys and values then, in k's dtype."""
+        count = k.size(2)
+        slots = torch.arange(length + count, device=rows.device).expand(len(rows), -1)  # (n, length + N)
+        places = self.places(rows[:, None].expand_as(slots).flatten(), slots.flatten())
+        new = self.places(rows.repeat_interleave(count), slots[:, length:].flatten())
+        self.store(layer, new, *(x.transpose(0, 1).flatten(1, 2) for x in (k, v)))
+        return [x[0].unflatten(1, slots.shape).transpose(0, 1) for x in self.read(layer, places, k.dtype)]
 
     def places(self, rows: Tensor, slots: Tensor) -> tuple:
         """The index of tokens (N,) in the keys of a layer."""

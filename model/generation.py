@@ -217,14 +217,13 @@ class Generation:
         self.drawn += 1
 
     def _captured(self) -> Callable[[], None]:
-        """The step as a CUDA graph, after it has run twice without rows: to compile, and to know what it allocates."""
+        """The step as a CUDA graph, after it has run once without rows, so that all is compiled."""
         state = (self.cache.lengths, self.tokens, self.drawn)
         before = [x.clone() for x in state]
         self.cache.lengths.fill_(ABSENT)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step()
             self._step()
             graph = torch.cuda.CUDAGraph()
             # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile

@@ -7,8 +7,8 @@ One GPT of GPT-2 124M's shape with random weights, in the dtype of the run, thre
     transformers_static   the same with cache_implementation="static", which compiles its step on CUDA
 
 A row is a call of generate(), the medians of some rounds in which all take turns: tokens a second of all of it, and
-after the first token of each prompt; milliseconds to the first token and of a step (transformers' is the mean, as it
-says nothing between steps); memory beyond the weights at the fullest moment of the first call; and what a step of ours
+after the first token of each prompt; milliseconds to the first token and of a step (transformers says nothing between
+steps: a step is then the mean of all, the prompt's reading among them); memory beyond the weights at the fullest moment of the first call; and what a step of ours
 asks of the host, counted by PyTorch's profiler: copies from the device and waits for it. Rows of one new token are the
 reading of prompts, beside the model's plain forward of the same tokens. That both are the same model is shown first:
 the largest difference of logits and the share of greedy tokens that are equal (in 16 bits ties part them).
@@ -187,7 +187,6 @@ def rounds(
     for name, call in calls.items():
         extra = peak_bytes(partial(call, prompts, new_tokens), device)
         rows[name] = sizes | {"extra_gib": extra and extra / 2**30}
-        call(prompts, 1)
     wholes, firsts, steps = ({name: [] for name in calls} for _ in range(3))  # seconds
     for _, (name, call) in product(range(number), calls.items()):
         begin, *marks = call(prompts, new_tokens)
@@ -196,12 +195,11 @@ def rounds(
             firsts[name].append(marks[0] - begin)
             steps[name] += [later - earlier for earlier, later in pairwise(marks)]
         else:  # it says nothing between steps
-            begin, end = call(prompts, 1)
-            firsts[name].append(end - begin)
-            steps[name].append((wholes[name][-1] - firsts[name][-1]) / (new_tokens - 1))
+            steps[name].append(wholes[name][-1] / new_tokens)
     for name, row in rows.items():
         row["tokens_per_second"] = len(prompts) * new_tokens / statistics.median(wholes[name])
-        row["first_ms"] = 1e3 * statistics.median(firsts[name])
+        if firsts[name]:
+            row["first_ms"] = 1e3 * statistics.median(firsts[name])
         if steps[name]:
             row["step_ms"] = 1e3 * statistics.median(steps[name])
             row["tokens_per_second_after"] = 1e3 * len(prompts) / row["step_ms"]
