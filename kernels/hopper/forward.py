@@ -41,8 +41,7 @@ from ..launch import (
 )
 from ..portable.prepare import documents_launches
 from ..portable.record import record
-from ..portable.tiles import LN_2, Mask
-from ..portable.tiles import LOG2_E as LOG2_E_CONSTANT
+from ..portable.tiles import LN_2, LOG2_E, Mask
 from . import tma
 from .pipeline import Barriers, Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows
 from .schedule import (
@@ -60,7 +59,6 @@ from .schedule import (
 from .softmax import add_p_v, log2_factor, softmax_step
 from .tma import slot, tile_width
 
-LOG2_E = LOG2_E_CONSTANT.value
 L2_SHARE = 1 / 6  # of the keys and values of the heads that are worked on together
 
 
@@ -174,8 +172,6 @@ def _query_tile(
     row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
     row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
     lse_log2 = running_max * log2_factor(scale_log2, softcap) + gl.log2(row_sum)
-    if softcap is not None:
-        lse_log2 += softcap * LOG2_E_CONSTANT
     inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
     row = rows + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
     gl.store(lse_row(lse_ptr, batch_head, sizes.num_q, call.document) + row, lse_log2 * LN_2, mask=row < sizes.num_q)
@@ -369,7 +365,7 @@ def _launches(
         describe(q, 64, tile), describe(k, schedule.block_k, tile), describe(v, schedule.block_k, tile),
         describe(o, 64, tile), lse,
         num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
-        options.scale * LOG2_E, options.softcap or None, *window_bounds(options, num_q, num_k),
+        options.scale * LOG2_E.value, options.softcap or None, *window_bounds(options, num_q, num_k),
         given.get("starts_q"), given.get("starts_k"), num_docs,
     )  # fmt: skip
     constants = {

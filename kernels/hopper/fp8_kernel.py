@@ -38,9 +38,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..call import Options, key_of
 from ..launch import Launch, heads_per_section, plan_of, run
-from ..portable.tiles import LN_2, Mask
+from ..portable.tiles import LN_2, LOG2_E, Mask
 from . import tma
-from .forward import L2_SHARE, LOG2_E, ForwardPlan, grid_of
+from .forward import L2_SHARE, ForwardPlan, grid_of
 from .fp8_values import launch_values
 from .pipeline import Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows, take_baton
 from .schedule import Sizes, key_tiles, num_turns, turn_tile
@@ -371,7 +371,7 @@ def _launches(options: Options, plan: ForwardPlan | None, q, k, values, o, lse, 
         tma.descriptor(q, 64), tma.descriptor(k, plan.block_k), tma.descriptor(values, head_dim, plan.block_k),
         tma.descriptor(o, 64), lse, q_scale, k_scale, v_scale,
         num_heads, num_heads // k.shape[1], batch * num_heads, num_q, k.shape[2], heads_per_section(q, k, L2_SHARE),
-        options.scale * LOG2_E,
+        options.scale * LOG2_E.value,
     )  # fmt: skip
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_K": plan.block_k, "CONSUMERS": plan.consumers, "STAGES": plan.stages,

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..portable.scores import half_tanh
 from ..portable.tiles import LOG2_E
 from .pipeline import pass_baton, take_baton
 from .tma import slot
@@ -38,18 +39,17 @@ def hide(scores, row, key, mask, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def logits(scores, scale_log2, softcap):
-    """Times `log2_factor` these are the scaled scores in base 2, with a soft-cap less softcap * log2(e).
+    """Times `log2_factor` these are the scaled scores in base 2.
 
-    softcap * tanh(x / softcap) = softcap - 2 softcap / (1 + exp(2 x / softcap)). The first term is the same for all
-    keys, so softmax does not see it and LSE adds it at the end; the factor 2 softcap goes into the multiply-add with
-    the row maximum. That leaves an exp2 and a reciprocal for a score. tanh.approx would be one instruction, but its
-    error of 2^-11 is softcap * 2^-11 in a score and in LSE; this has the portable kernel's, softcap * 2^-23.
+    With a soft-cap they are tanh(x / softcap) / 2, from an exp2 and a reciprocal for a score. tanh.approx would be one
+    instruction, but its error of 2^-11 is softcap * 2^-11 in a score and in LSE.
     """
     if softcap is not None:
-        exponentials = gl.exp2(scores * (2.0 * scale_log2 / softcap))
-        return gl.inline_asm_elementwise(  # -1 / (1 + e); a quotient would cost the scaling of its operands
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [-1.0 - exponentials], dtype=gl.float32, is_pure=True, pack=1
+        y = scores * (2.0 * scale_log2 / softcap)
+        reciprocal = gl.inline_asm_elementwise(  # a quotient would cost the scaling of its operands
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + gl.exp2(y)], dtype=gl.float32, is_pure=True, pack=1
         )
+        return half_tanh(y, reciprocal)
     else:
         return scores
 
