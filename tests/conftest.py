@@ -17,6 +17,13 @@ else:
     torch.set_num_threads(2)
 
 
+def pytest_configure():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests import interpreter  # imports Triton
+
+        interpreter.make_quick()
+
+
 def pytest_xdist_auto_num_workers(config):
     """One process a core; one in all where there is a GPU, whose memory and time some tests look at."""
     return 1 if torch.cuda.is_available() else None

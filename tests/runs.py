@@ -1,5 +1,6 @@
 """Small runs for tests: settings composed as the command line composes them, and what a run left, by its bits."""
 
+import copy
 import hashlib
 import importlib
 import json
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,14 @@ SMALL = (
 
 def settings(*overrides: str, schema: type = Settings, config: str = "config", experiment: str | None = "quickstart"):
     """The settings that a program of this schema and experiment would run; by default `python train.py <overrides>`."""
-    register(schema)
     if config == "config" and experiment and not any(override.startswith("experiment=") for override in overrides):
         overrides = (*overrides, f"experiment={experiment}")
+    return copy.deepcopy(composed(overrides, schema, config))  # tests write into theirs
+
+
+@cache
+def composed(overrides: tuple[str, ...], schema: type, config: str):
+    register(schema)
     with initialize_config_module("conf", version_base="1.3"):
         cfg = compose(config, overrides=list(overrides))
     OmegaConf.set_struct(cfg, False)
@@ -65,7 +72,12 @@ def small_run(tmp_path: Path, *overrides: str) -> Settings:
     corpus = tmp_path / "corpus.txt"
     if not corpus.exists():
         corpus.write_text(CORPUS)
-    return settings("data=text", f"data.files={corpus}", f"data.cache_dir={tmp_path / 'cache'}", *SMALL, *overrides)
+    made = settings("data=text", "data.files=corpus.txt", *SMALL, *overrides)
+    if made.data.files == ["corpus.txt"]:
+        made.data.files = [str(corpus)]
+    if not any(override.startswith("data.cache_dir=") for override in overrides):
+        made.data.cache_dir = str(tmp_path / "cache")
+    return made
 
 
 def digest(value: Any) -> str:

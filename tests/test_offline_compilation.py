@@ -18,14 +18,13 @@ def test_every_plan_compiles_and_fits(arch):
 
 def test_a_changed_kernel_is_seen_and_an_unchanged_one_is_not(tmp_path):
     """By the hashes of its instructions and its PTX, beside the output of an earlier run."""
-    arguments = ("arch=80", "only='fwd 80 16 bf16 causal 128'")
-    earlier = compiled(*arguments)
-    (row,) = earlier["rows"]
+    plan, path = "fwd 80 16 bf16 causal 128x64 w4 s2", tmp_path / "earlier.txt"
+    path.write_text(json.dumps({"rows": [{"plan": plan, "sass": "0", "ptx": "0"}]}))
+    found = compiled("arch=80", f"only='{plan}'", f"against={path}")
+    (row,) = found["rows"]
+    assert found["differ"] == [row["plan"]] == [plan]
     for changed, same in (({}, True), ({"sass": "0"}, True), ({"ptx": "0"}, True), ({"sass": "0", "ptx": "0"}, False)):
         assert same_program(row, row | changed) == same
-    path = tmp_path / "earlier.txt"
-    path.write_text(json.dumps({"rows": [row | {"sass": "0", "ptx": "0"}]}))
-    assert compiled(*arguments, f"against={path}")["differ"] == [row["plan"]]
 
 
 def test_instructions_have_neither_addresses_nor_names():

@@ -24,6 +24,9 @@ HEAP = 1.5  # a CPU run's resident memory grows by 1.25 to 1.52 times the foreca
 REMEDIES = ("attention", "loss", "activation_checkpointing")  # fields of the model that a remedy may change
 
 
+_HELD: dict[str, dict[str, Counter]] = {}  # what steps hold, by their description: programs ask of one again and again
+
+
 class DoesNotFit(ValueError):
     """There is too little memory, and nothing else is wrong."""
 
@@ -46,7 +49,10 @@ class Plan:
     def moments(self) -> dict[str, Counter]:
         """What is held at the fullest moment of forward, backward and optimizer: bytes by (kind, module)."""
         shape = self.vocab_size, self.seq_len, self.sequences, self.micro_batch
-        return held_by_step(self.model, self.optim, self.hardware, *shape)
+        step = repr((self.model, self.optim, self.hardware, *shape))
+        if step not in _HELD:
+            _HELD[step] = held_by_step(self.model, self.optim, self.hardware, *shape)
+        return _HELD[step]
 
     @property
     def fullest(self) -> str:
