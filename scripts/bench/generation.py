@@ -9,7 +9,7 @@ One GPT of GPT-2 124M's shape with random weights, in the dtype of the run, thre
 A row is a call of generate(), the medians of some rounds in which all take turns: tokens a second of all of it, and
 after the first token of each prompt; milliseconds to the first token and of a step (transformers says nothing between
 steps: a step is then the mean of all, the reading of the prompt among them); memory beyond the weights at the fullest
-moment of the first call; and what a step of ours asks of the host, counted by PyTorch's profiler: copies from the device
+moment of the first call; and what a step of ours asks of the host, by PyTorch's profiler: copies from the device
 and waits for it. Rows of one new token are the reading of prompts, beside the model's plain forward of the same tokens.
 That both are the same model is shown first: the largest difference of logits and the share of greedy tokens that are
 equal (in 16 bits ties part them).
