@@ -58,7 +58,7 @@ class BenchConfig:
     which: list[str] = field(default_factory=lambda: [OURS, *PEERS])  # gpt | transformers | transformers_static
     batch: list[int] = field(default_factory=lambda: [1, 64])  # prompts
     prompt_tokens: int = 256  # of each
-    new_tokens: int = 256
+    new_tokens: int = 256  # that follow each
     prefill_batch: int = 8  # prompts that are read and continued by one token
     prefill_tokens: int = 4096  # of each
     rounds: int = 5  # in which all take turns, after a first call each; medians count
