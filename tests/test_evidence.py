@@ -113,7 +113,11 @@ def small_evidence(folder):
     ]
     write(folder / "decode" / "peers" / "decode.json", report | {"rows": calls + peers})
     asked = {"choice": "greedy", "prompt_tokens": 9, "new_tokens": 9}
-    speeds = [asked | {"model": name, "batch": batch, "tokens_per_second": 1e3 * batch} for name in ("gpt", "transformers_static") for batch in (1, 64)]  # fmt: skip
+    speeds = [
+        asked | {"model": name, "batch": batch, "tokens_per_second": 1e3 * batch}
+        for name in ("gpt", "transformers_static")
+        for batch in (1, 64)
+    ]
     write(folder / "generation" / "bench_generation.json", report | {"rows": speeds})
     noise = {span: {"typical": 1e-5, "limit": 1e-3} for span in ("early", "whole")}
     verdict = {"passes": True, "distances": {"early": 2e-5, "whole": 3e-4}, "val_loss": 5.07163}
