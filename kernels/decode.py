@@ -69,7 +69,8 @@ def flash_attention_with_kvcache(
     Args:
         q: (B, Hq, Nq, D) float32, bfloat16 or float16, Nq from 1 to 16, D from 16 to 256.
         k_cache, v_cache: (B, Hkv, S, D), or pages (P, Hkv, page, D) with `block_table`; q's dtype, int8 or
-            float8_e4m3fn. Both have the same strides, the last one 1. Hq is a multiple of Hkv.
+            float8_e4m3fn, whose NaN a GPU reads as 480. Both have the same strides, the last one 1. Hq is a multiple
+            of Hkv.
         k, v: (B, Hkv, Nq, D), q's dtype: the same tokens' keys and values, written behind each row's last key.
         cache_seqlens: (B,) int32 on q's device: the slots in use before the call. A negative length says that the
             row is absent: it sees and writes nothing.

@@ -7,6 +7,8 @@ from itertools import product
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from kernels import (
     decode,
@@ -15,6 +17,7 @@ from kernels import (
     naive_attention_with_kvcache,
 )
 from kernels.launch import PLANS
+from kernels.portable.widen import widened
 from tests.attention_checks import SOFTCAP_FACTOR, assert_within_budget
 
 GPU = torch.cuda.is_available()
@@ -268,6 +271,27 @@ def test_a_workspace_is_left_as_it_was():
     again = flash_attention_with_kvcache(q, keys, values, cache_seqlens=lengths, workspace=workspace)
     assert torch.equal(first, again)
     assert torch.equal(first, flash_attention_with_kvcache(q, keys, values, cache_seqlens=lengths))
+
+
+@triton.jit
+def widen_kernel(pairs, even, odd, stored: tl.constexpr):
+    places = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    even_values, odd_values = widened(tl.load(pairs + places), even.dtype.element_ty, stored)
+    tl.store(even + places, even_values)
+    tl.store(odd + places, odd_values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else []), ids=str)
+@pytest.mark.parametrize("stored", decode.EIGHT_BITS, ids=str)
+def test_eight_bits_are_widened_exactly(stored, dtype):
+    """Every pair of neighbors but those with e4m3's NaN."""
+    pairs = torch.arange(-(2**15), 2**15, device=DEVICE).short()
+    even, odd = torch.empty(2, 2**16, dtype=dtype, device=DEVICE)
+    widen_kernel[(64,)](pairs, even, odd, tl.int8 if stored == torch.int8 else tl.float8e4nv)
+    expected = pairs.view(stored).to(dtype).reshape(-1, 2)
+    known = expected.isfinite().all(1)
+    assert known.sum() >= 254**2
+    assert torch.equal(torch.stack((even, odd), 1)[known], expected[known])
 
 
 def launches(batch, capacity, page, num_q=1):

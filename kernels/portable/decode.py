@@ -25,6 +25,7 @@ from .scores import Scoring, logits_of, slope_of
 from .split import Batch, Parts, extent, fold, folded, last_of, put, row_of, totals
 from .tiles import LN_2, LOG2_E, Mask, mask_scores
 from .tuning import DecodeTile, decode_tile, fitting
+from .widen import widened
 
 NEVER = 2**30  # a window's bound that no distance reaches
 # integers that may be 1, or a multiple of 16, in one call and not in the next, which would compile again
@@ -36,8 +37,15 @@ NOT_SPECIALIZED = (
 
 
 @triton.jit
-def _attend(q_tile, query, start, num_keys, k, v, k_scale, v_scale, cache, scoring, BLOCK_K: tl.constexpr, SCALES):
-    """One tile of keys: (sum of p V, maximum of the logits, sum of p), nothing of other tiles in it."""
+def _attend(
+    q_tile, q_odd, query, start, num_keys, k, v, k_scale, v_scale, cache, scoring, BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr, WORDS: tl.constexpr, STORED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: (sum of p V, its odd columns, maximum of the logits, sum of p), nothing of other tiles in it.
+
+    WORDS: a word of k and v is two columns of STORED, 8 bits. What is (..., D) then has the even columns, and the odd
+    ones are beside it, which are read nowhere else.
+    """
     keys = start + tl.arange(0, BLOCK_K)
     inside = keys < num_keys
     keep = kept_keys(inside, cache)
@@ -47,7 +55,12 @@ def _attend(q_tile, query, start, num_keys, k, v, k_scale, v_scale, cache, scori
     # what is not a key reads as 0: 0 * NaN is NaN
     k_tile = tl.load(k_rows[:, None] + columns[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
     v_tile = tl.load(v_rows[:, None] + columns[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
-    scores = tl.dot(q_tile, k_tile.to(q_tile.dtype).T, input_precision=scoring.PRECISION)
+    if WORDS:
+        k_even, k_odd = widened(k_tile, q_tile.dtype, STORED)
+        scores = tl.dot(q_tile, k_even.T, input_precision=scoring.PRECISION)
+        scores = tl.dot(q_odd, k_odd.T, scores, input_precision=scoring.PRECISION)
+    else:
+        scores = tl.dot(q_tile, k_tile.to(q_tile.dtype).T, input_precision=scoring.PRECISION)
     if SCALES == 2:
         rows = key_pointers(k_scale, cache.scale_strides, start, inside, cache, BLOCK_K)
         scores *= tl.load(rows, mask=inside, other=0.0)[None, :]
@@ -62,8 +75,15 @@ def _attend(q_tile, query, start, num_keys, k, v, k_scale, v_scale, cache, scori
     if SCALES == 2:
         rows = key_pointers(v_scale, cache.scale_strides, start, inside, cache, BLOCK_K)
         probs *= tl.load(rows, mask=inside, other=0.0)[None, :]
-    acc = tl.dot(probs.to(q_tile.dtype), v_tile.to(q_tile.dtype), input_precision=scoring.PRECISION)
-    return acc, maximum, total
+    probs = probs.to(q_tile.dtype)
+    if WORDS:
+        v_even, v_odd = widened(v_tile, q_tile.dtype, STORED)
+        acc = tl.dot(probs, v_even, input_precision=scoring.PRECISION)
+        odd = tl.dot(probs, v_odd, input_precision=scoring.PRECISION)
+    else:
+        acc = tl.dot(probs, v_tile.to(q_tile.dtype), input_precision=scoring.PRECISION)
+        odd = acc
+    return acc, odd, maximum, total
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -115,6 +135,7 @@ def flash_decode_kernel(
     SCALES: tl.constexpr,  # 0: none, 1: a head, 2: a token and head
     UNIT: tl.constexpr,
     CACHE_UNIT: tl.constexpr,
+    WORDS: tl.constexpr,  # of 8 bits two columns are read as a word
     APPEND: tl.constexpr,
     CAUSAL: tl.constexpr,
     LOCAL: tl.constexpr,  # a window (left, right) in place of CAUSAL
@@ -181,22 +202,40 @@ def flash_decode_kernel(
                 tl.debug_barrier()  # other threads of this program read them below; other programs do not
 
         q_rows = q + row.to(tl.int64) * (q_batch * UNIT) + head * (q_head * UNIT) + query * (q_token * UNIT)
-        q_tile = tl.load(
-            q_rows[:, None] + columns[None, :], mask=real[:, None] & (columns < HEAD_DIM)[None, :], other=0.0
-        )
+        if WORDS:
+            even = 2 * tl.arange(0, BLOCK_D // 2)
+            q_keep = real[:, None] & (even < HEAD_DIM)[None, :]
+            q_tile = tl.load(q_rows[:, None] + even[None, :], mask=q_keep, other=0.0)
+            q_odd = tl.load(q_rows[:, None] + even[None, :] + 1, mask=q_keep, other=0.0)
+            k_read = k_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+            v_read = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+            HALF: tl.constexpr = CACHE_UNIT // 2
+            strides = (cache_row * HALF, cache_head * HALF, cache_slot * HALF)
+            cache = Cached(pages, row, kv_head, pad, strides, scale_strides, HEAD_DIM // 2, BLOCK_D // 2, PAGE)
+        else:
+            k_read, v_read = k_cache, v_cache
+            q_keep = real[:, None] & (columns < HEAD_DIM)[None, :]
+            q_tile = tl.load(q_rows[:, None] + columns[None, :], mask=q_keep, other=0.0)
+            q_odd = q_tile
         slope = 0.0
         if switches.alibi_slopes is not None:
             slope = slope_of(row, head, num_heads, switches)[:, None]
         mask = Mask(num_q, keys, (window_left, window_right), CAUSAL, LOCAL)
         scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, 0, PRECISION)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if WORDS else BLOCK_D], tl.float32)
+        odd = acc
         maximum = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         for tile in range(begin, end):
-            part, part_maximum, part_total = _attend(
-                q_tile, query, tile * BLOCK_K, keys, k_cache, v_cache, k_scale, v_scale, cache, scoring, BLOCK_K, SCALES
-            )
+            part, part_odd, part_maximum, part_total = _attend(
+                q_tile, q_odd, query, tile * BLOCK_K, keys, k_read, v_read, k_scale, v_scale, cache, scoring, BLOCK_K,
+                SCALES, WORDS, k_cache.dtype.element_ty,
+            )  # fmt: skip
+            if WORDS:
+                odd, _, _ = fold(odd, maximum, total, part_odd, part_maximum, part_total)
             acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+        if WORDS:
+            acc = tl.join(acc, odd).reshape(BLOCK_M, BLOCK_D)
         total = tl.where(fault, float("nan"), total)
 
         done = begin >= 0
@@ -319,6 +358,9 @@ def _launches(options: Options, tile: DecodeTile, **given: Tensor | None) -> lis
     table = given["block_table"]
     unit, cache_unit = _unit(q, k_new, given["v_new"]), _unit(k_cache, given["v_cache"])
     programs, coarse_from = cut_for(q.device, tile)
+    # a product then runs over half of the columns, and over no fewer than 16
+    words = k_cache.element_size() == 1 and q.element_size() == 2 and head_dim > 16 and head_dim % 2 == 0
+    words &= cache_unit > 1 and all(given[name].data_ptr() % 16 == 0 for name in ("k_cache", "v_cache"))
     scales = 0 if k_scale is None else 1 if k_scale.dim() == 1 else 2
     strides = [stride // unit for stride in q.stride()[:3]]
     strides += [stride // cache_unit for stride in k_cache.stride()[:3]]
@@ -335,8 +377,8 @@ def _launches(options: Options, tile: DecodeTile, **given: Tensor | None) -> lis
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": _rows(q, k_cache)[1], "BLOCK_K": tile.block_k,
         "SPAN": tile.span, "GROUPS": tile.groups, "PAGE": 0 if table is None else page, "SCALES": scales, "UNIT": unit,
-        "CACHE_UNIT": cache_unit, "APPEND": k_new is not None, "CAUSAL": options.causal, "LOCAL": options.local,
-        "PRECISION": dot_precision(q),
+        "CACHE_UNIT": cache_unit, "WORDS": words, "APPEND": k_new is not None, "CAUSAL": options.causal,
+        "LOCAL": options.local, "PRECISION": dot_precision(q),
     }  # fmt: skip
     return [fitting(tile, lambda tile: Launch(flash_decode_kernel, programs, arguments, constants, tile.how))]
 

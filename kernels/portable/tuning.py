@@ -186,7 +186,7 @@ def decode_tile(dtype: torch.dtype, head_dim: int, block_m: int, paged: bool) ->
     stages = 5 if paged else 3
     if block_m > 32:
         return DecodeTile(block_k, 8, 8, stages, 1)  # 255 registers, 16 bytes spilled, 112 KB
-    if block_m > 16 or padded > 128 or dtype.itemsize == 1:
+    if block_m > 16 or padded > 128 or (dtype.itemsize == 1 and paged):
         return DecodeTile(block_k, 8, 4, stages, 2)  # 255 registers
     return DecodeTile(block_k, 8, 4, stages, 3, max_registers=168)  # 70 KB, at most 8 bytes spilled
 
