@@ -61,6 +61,7 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
         while len(parts) > 2:
             unions = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
             first = unions.index(min(unions))
+            assert unions[first] < ranks[token], f"{token} is no union of tokens before it"
             parts[first : first + 2] = [parts[first] + parts[first + 1]]
         if len(parts) == 2:
             merges.append((parts[0], parts[1]))

@@ -29,7 +29,7 @@ from model import GPT
 from model.huggingface import architecture, config_json, tensors
 from training.checkpoint import META, Checkpoint, newest_checkpoint, open_checkpoint
 from training.checkpoint_files import flush, write_json, write_weights
-from training.curves import curve, read_run
+from training.curves import read_run
 from training.trained import trained
 
 # of a checkpoint's description, for the card
@@ -51,11 +51,11 @@ def main(settings: ExportSettings, run_dir: Path) -> None:
     checkpoint = open_checkpoint(settings.checkpoint or newest_checkpoint(Path("runs")))
     model, tokenizer = trained(checkpoint, "cpu", torch.float32, attention="naive")
     checkpoint.refuse_without(NEEDED, checkpoint.meta, META)
-    found = architecture(model.config)
+    name = architecture(model.config).name
     write_folder(folder, model, tokenizer, model_card(folder.name, checkpoint, model))
-    print(f"{checkpoint.path} after {checkpoint.step} steps is {found.name} in {folder}")
-    result = {"checkpoint": str(checkpoint.path), "folder": str(folder), "architecture": found.name}
-    print(json.dumps(result | {"parameters": sum(weight.numel() for weight in tensors(model).values())}))
+    print(f"{checkpoint.path} after {checkpoint.step} steps is {name} in {folder}")
+    result = {"checkpoint": str(checkpoint.path), "folder": str(folder), "architecture": name}
+    print(json.dumps(result | {"parameters": num_parameters(model)}))
 
 
 def free_folder(path: str) -> Path:
@@ -100,6 +100,11 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def num_parameters(model: GPT) -> int:
+    """Number of weights in the folder: without padded rows, and with the gains that ours have not."""
+    return sum(weight.numel() for weight in tensors(model).values())
+
+
 def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
     """README.md: how to use the model, what it was trained on and how well it does, and with which settings."""
     settings = checkpoint.meta["settings"]
@@ -108,7 +113,7 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
     text = " ".join(filter(None, [data["source"], data.get("name"), data.get("config"), files]))
     commit = (checkpoint.meta.get("provenance") or {}).get("commit")
     figures = {
-        "architecture": f"{architecture(model.config).name}, {model.num_parameters():,} parameters",
+        "architecture": f"{architecture(model.config).name}, {num_parameters(model):,} parameters",
         "data": f"{text}, fingerprint {checkpoint.meta['data_fingerprint'][:12]}",
         "tokenizer": f"{settings['tokenizer']}, {model.vocab_size:,} tokens",
         "context": f"{model.seq_len:,} tokens",
@@ -116,6 +121,8 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
         **validation(checkpoint),
         "commit": commit or "unknown",
     }
+    if settings.get("init_from"):
+        figures["trained on"] += ", from the weights of an earlier run"
     rows = "\n".join(f"| {key} | {value} |" for key, value in figures.items())
     shown = {key: settings[key] for key in ("model", "optim", "train")}
     return CARD.format(name=name, rows=rows, settings=yaml.safe_dump(shown, sort_keys=False).strip())
@@ -124,17 +131,14 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
 def validation(checkpoint: Checkpoint) -> dict[str, str]:
     """The last figures on held-out text up to this checkpoint, from the metrics of the run in whose folder it lies."""
     run = checkpoint.path.parent.parent
-    losses, bits = ([], []), ([], [])
-    if (run / "metrics.jsonl").is_file():
-        read = read_run(run)
-        losses, bits = (curve(read, key) for key in ("val_loss", "val_bits_per_byte"))
-    until = [n for n, step in enumerate(losses[0]) if step <= checkpoint.step]
-    if not until:
+    records = read_run(run)["records"] if (run / "metrics.jsonl").is_file() else []
+    evaluated = [r for r in records if r.get("val_loss") is not None and r["step"] <= checkpoint.step]
+    if not evaluated:
         return {"validation loss": "not known: the run's metrics.jsonl has none for this checkpoint"}
-    step, loss, bits_per_byte = losses[0][until[-1]], losses[1][until[-1]], bits[1][until[-1]]
+    last = evaluated[-1]
     return {
-        "validation loss": f"{loss:.4f} nats a token, after {step:,} steps",
-        "bits per byte": f"{bits_per_byte:.4f}",
+        "validation loss": f"{last['val_loss']:.4f} nats a token, after {last['step']:,} steps",
+        "bits per byte": f"{last['val_bits_per_byte']:.4f}",
     }
 
 
@@ -146,7 +150,7 @@ pipeline_tag: text-generation
 
 # {name}
 
-A language model trained from scratch. It continues text; it was not taught to follow instructions.
+A language model. It continues text; it was not taught to follow instructions.
 
 | | |
 |---|---|
@@ -156,7 +160,7 @@ A language model trained from scratch. It continues text; it was not taught to f
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
-prompt = tokenizer("To be, or not to be", return_tensors="pt")
+prompt = tokenizer("The", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50, do_sample=True, top_k=200, temperature=0.8)[0]))
 ```
 

@@ -10,9 +10,9 @@ A row is a call of generate(), the medians of some rounds in which all take turn
 after the first token of each prompt; milliseconds to the first token and of a step (transformers says nothing between
 steps: a step is then the mean of all, the prompt's reading among them); memory beyond the weights at the fullest moment
 of the first call; and what a step of ours asks of the host, counted by PyTorch's profiler: copies from the device and
-waits for it. Rows of one new token are the reading of prompts, beside the model's plain forward of the same tokens. That
-both are the same model is shown first: the largest difference of logits and the share of greedy tokens that are equal
-(in 16 bits ties part them).
+waits for it. Rows of one new token are the reading of prompts, beside the model's plain forward of the same tokens.
+That both are the same model is shown first: the largest difference of logits and the share of greedy tokens that are
+equal (in 16 bits ties part them).
 
 transformers is no dependency: `uv run --group hf python -m scripts.bench.generation`. Without it ours are timed alone.
 The last line is one JSON object.
