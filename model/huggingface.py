@@ -117,7 +117,7 @@ def architecture(config: GPTConfig) -> Architecture:
         if value:
             raise ValueError(
                 f"model.{key}={value} with model.mlp={config.mlp} is no architecture of transformers; "
-                f"train with model.mlp=swiglu or model.{key}={without}"
+                f"train again and use model.mlp=swiglu or model.{key}={without}"
             )
     return ARCEE
 

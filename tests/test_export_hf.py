@@ -17,7 +17,6 @@ from data.tokenizer_json import LETTERS, merges_of, tokenizer_json
 from model import GPT, GPTConfig, generate, huggingface
 from scripts import export_hf
 from tests.runs import CORPUS, small_run, told
-from tests.test_data_tokenizer import CACHED_GPT2
 from train import train
 from training.checkpoint import open_checkpoint
 
@@ -69,17 +68,6 @@ def cut(text: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def gpt2():
-    with pytest.MonkeyPatch.context() as patch:
-        if CACHED_GPT2.is_dir():
-            patch.setenv("TIKTOKEN_CACHE_DIR", str(CACHED_GPT2))
-        try:
-            return build_tokenizer("gpt2")
-        except ValueError as error:
-            pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A run of two steps, a Mistral whose embeddings are not tied."""
     folder = tmp_path_factory.mktemp("exported")
@@ -120,6 +108,7 @@ def test_a_run_becomes_a_folder_of_six_files(run, exported, tmp_path, monkeypatc
     vocab_size = open_checkpoint(run).meta["vocab_size"]
     assert vocab_size % 64
     assert (config["vocab_size"], config["sliding_window"], config["num_key_value_heads"]) == (vocab_size, 8, 1)
+    assert config["tie_word_embeddings"] is False
     assert config["eos_token_id"] == config["bos_token_id"] == vocab_size - 1
     shapes = {name.replace("layers.1", "layers.0"): tuple(tensor.shape) for name, tensor in found.items()}
     layer, width = "model.layers.0.", config["intermediate_size"]
@@ -188,8 +177,8 @@ def test_figures_are_those_of_the_checkpoint_and_not_made_up(run, tmp_path):
 
 @pytest.mark.parametrize("mlp", ["gelu", "relu2"])
 @pytest.mark.parametrize(("changed", "remedy"), [
-    ({"qk_norm": True}, r"model.qk_norm=True with model.mlp=\w+ .* model.mlp=swiglu or model.qk_norm=false"),
-    ({"window": 5}, r"model.window=5 with model.mlp=\w+ .* model.mlp=swiglu or model.window=null"),
+    ({"qk_norm": True}, r"model.qk_norm=True with model.mlp=\w+ .* use model.mlp=swiglu or model.qk_norm=false"),
+    ({"window": 5}, r"model.window=5 with model.mlp=\w+ .* use model.mlp=swiglu or model.window=null"),
     ({"window": 5, "qk_norm": True}, r"model.qk_norm=True with"),
 ])  # fmt: skip
 def test_a_pair_without_a_home_is_refused_by_its_key(mlp, changed, remedy):
