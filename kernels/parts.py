@@ -9,5 +9,6 @@ _KERNELS = {
     ),
     "cross-entropy": ("cross_entropy_fwd_kernel", "cross_entropy_bwd_kernel"),
     "rotary": ("rotary_kernel",),
+    "matmul": ("skinny_linear_kernel", "one_row_linear_kernel"),
 }
 PART_OF_KERNEL = {kernel: part for part, kernels in _KERNELS.items() for kernel in kernels}

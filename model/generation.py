@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,8 @@ def generate(
     """
     check_sampling(temperature, top_k, top_p)
     for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, Sequence | Tensor):
+            raise ValueError(f"prompt {number} is {prompt!r}; give a list of prompts, each a list of ids")
         if len(prompt) == 0:
             raise ValueError(f"prompt {number} is empty; give at least one token")
         if min(prompt) < 0 or max(prompt) >= model.vocab_size:
@@ -78,10 +81,10 @@ def generate(
             raise ValueError(f"{name}={value} must be at least {least}")
     if not prompts or max_new_tokens == 0:
         return iter(())
-    contexts = [list(prompt[-model.seq_len :]) for prompt in prompts]
+    contexts = [list(map(index, prompt[-model.seq_len :])) for prompt in prompts]
     sequences = [
-        Continued(index * num_samples + sample, sample, context)
-        for index, context in enumerate(contexts)
+        Continued(number * num_samples + sample, sample, context)
+        for number, context in enumerate(contexts)
         for sample in range(num_samples)
     ]
     longest = max(map(len, contexts)) + max_new_tokens

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,35 @@ def memory(found: Reports) -> Table:
     return pivot(rows_of(found), names, "{attention}", "{peak_extra_mib:,.0f}", "MiB beyond the inputs:")
 
 
+CALL: Columns = {"heads, D, keys": "{num_heads}/{num_kv_heads}, {head_dim}, {context:,}"}
+
+
+def over_a_cache(found: Reports) -> Table:
+    rows = rows_of(found)
+    within = sum(row["of_goal"] <= 1.0 for row in rows)
+    title = "Microseconds of one query a row; in parentheses over 5 us and the bytes at 90 % of reading's bandwidth:"
+    caption = f"{within} of {len(rows)} calls take no longer than that."
+    return pivot(rows, CALL, "B {batch}", "{us:.1f} ({of_goal:.2f})", title, caption)
+
+
+def over_a_cache_beside_peers(found: Reports) -> Table:
+    rows = [row for row in rows_of(found) if row.get("us")]
+    for row in rows:
+        row["name"] = PEERS.get(row["attention"], "flash")
+    best: dict[tuple, float] = {}
+    for row in rows:
+        if row["attention"] != "flash":
+            key = row["num_heads"], row["context"], row["batch"]
+            best[key] = min(best.get(key, math.inf), row["us"])
+    ahead = [best[key] / row["us"] for row in rows if row["attention"] == "flash"
+             if (key := (row["num_heads"], row["context"], row["batch"])) in best]  # fmt: skip
+    caption = (
+        f"Flash is {min(ahead):.2f} to {max(ahead):.2f} times as fast as the faster of its peers." if ahead else ""
+    )
+    names = CALL | {"B": "{batch}"}
+    return pivot(rows, names, "{name}", "{us:.1f}", "Microseconds of one query a row:", caption)
+
+
 def growing(found: Reports) -> Table:
     title = "Share of the bandwidth of a kernel that only reads; a column is one captured graph:"
     names, across = {"keys a row": "{context:,}"}, "B {batch}, page {page}"
@@ -154,9 +184,9 @@ LOSS = plain(
 EIGHT_BITS = plain(
     SHAPE | {"attention": "{attention}"}, {"TFLOP/s": "{tflops:.0f}", "error of O": "{relative_error:.2%}"}
 )
-DECODE = plain(
-    {"call": "B{batch} H{num_heads}/{num_kv_heads} N{context} {lengths} D{head_dim} Nq{queries} page {page}",
-     "cache": "{cache} {scale}", "attention": "{attention}"},
+VARIANTS = plain(
+    {"what varies": "{family}", "call": "B{batch} H{num_heads}/{num_kv_heads} N{context} {lengths} D{head_dim}",
+     "queries a row": "{queries}", "page": "{page}", "cache": "{cache}, a scale a {scale}"},
     {"us": "{us:.1f}", "TB/s": "{tb_per_s:.2f}", "over 5 us and 90 % of reading": "{of_goal:.2f}"},
 )  # fmt: skip
 GENERATION = plain(
@@ -177,7 +207,11 @@ PAGE = (
     Part("Attention beside more peers", "attention/speed/attention.json", beside_peers),
     Part("Attention's memory", "attention/long/attention.json", memory),
     Part("Attention in 8 bits", "attention/fp8/attention.json", EIGHT_BITS),
-    Part("Attention over a cache", "decode/decode.json", DECODE),
+    Part("Attention over a cache", "decode/context/decode.json", over_a_cache),
+    Part("Attention over a cache beside its peers", "decode/peers/decode.json", over_a_cache_beside_peers),
+    Part(
+        "Attention over a cache: groups, queries, pages, ragged rows, 8 bits", "decode/variants/decode.json", VARIANTS
+    ),
     Part("Attention over a cache that grows", "decode/growing/decode.json", growing),
     Part("A cache in 8 bits", "decode/bits/cache_bits.json", CACHE_BITS),
     Part("Generation beside transformers", "generation/bench_generation.json", GENERATION),
@@ -225,6 +259,19 @@ def headline(folder: Path) -> str:
             if (row["attention"], row["seq_len"]) == ("flash", 1024) and not row.get("error"):
                 step = "{tokens_per_second:,} tokens/s in {peak_memory_gib:.1f} GiB, {batch_tokens:,} tokens a step"
                 lines.append(f"- **Training**: GPT-2 124M at {cell(step, row)} in sequences of 1,024 ({_brief(found)})")
+    if found := reports(folder, "generation/bench_generation.json"):
+        speed = {
+            (row["model"], row["batch"]): row["tokens_per_second"]
+            for row in rows_of(found)
+            if row["choice"] == "greedy"
+        }
+        names = {"gpt": "ours", "transformers_static": "transformers with its static cache"}
+        drawn = [
+            f"{speed[model, 1]:,.0f} alone and {speed[model, 64]:,.0f} in a batch of 64 ({name})"
+            for model, name in names.items()
+            if {(model, 1), (model, 64)} <= speed.keys()
+        ]
+        lines.append(f"- **Generation**: tokens/s of GPT-2 124M in bf16: {', '.join(drawn)} ({_brief(found)})")
     found = reports(folder, "parity/*/parity.json")
     judged = {name: found[name] for name in found if name != "mutants" and "flash" in found[name]["verdicts"]}
     if judged:

@@ -105,6 +105,20 @@ def small_evidence(folder):
     saved = [{"attention": "flash", "seq_len": 1024, "save_ms": 24.0, "save_every_at_promise": 11} | STEP]
     for name, its_rows in (("compiled", steps), ("saving", saved)):
         write(folder / "training" / name / "bench_training.json", report | {"rows": its_rows})
+    call = {"num_heads": 12, "num_kv_heads": 4, "head_dim": 64, "context": 512, "of_goal": 0.9}
+    calls = [call | {"batch": batch, "attention": "flash", "us": 10.0 * batch} for batch in (1, 2)]
+    write(folder / "decode" / "context" / "decode.json", report | {"rows": calls})
+    peers = [
+        call | {"batch": 1, "attention": name, "us": us} for name, us in (("sdpa_cudnn", 30.0), ("sdpa_flash", 25.0))
+    ]
+    write(folder / "decode" / "peers" / "decode.json", report | {"rows": calls + peers})
+    asked = {"choice": "greedy", "prompt_tokens": 9, "new_tokens": 9}
+    speeds = [
+        asked | {"model": name, "batch": batch, "tokens_per_second": 1e3 * batch}
+        for name in ("gpt", "transformers_static")
+        for batch in (1, 64)
+    ]
+    write(folder / "generation" / "bench_generation.json", report | {"rows": speeds})
     noise = {span: {"typical": 1e-5, "limit": 1e-3} for span in ("early", "whole")}
     verdict = {"passes": True, "distances": {"early": 2e-5, "whole": 3e-4}, "val_loss": 5.07163}
     write(folder / "parity" / "books" / "parity.json", report | {"noise": noise, "verdicts": {"flash": verdict}})
@@ -136,7 +150,11 @@ def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys):
     assert "| books | flash | pass | 2.0e-05 (1.0e-03) | 3.0e-04 (1.0e-03) | 5.0716 |" in text
     assert "| mutants | no rescaling | FAIL |" in text
     tables = text.split("\n## ")[1:]
-    assert len(tables) == 5
+    assert "| 12/4, 64, 512 | 10.0 (0.90) | 20.0 (0.90) |" in text
+    assert "2 of 2 calls take no longer than that." in text
+    assert "| 12/4, 64, 512 | 1 | 10.0 | 30.0 | 25.0 |" in text
+    assert "Flash is 2.50 to 2.50 times as fast as the faster of its peers." in text
+    assert len(tables) == 8
     for part in tables:  # each says where it comes from, the table of the parity runs for each of its two
         origins = 2 if "mutants" in part else 1
         assert (
@@ -147,9 +165,10 @@ def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys):
         assert title not in text
     assert readme.read_text() == f"before\n<!-- figures -->\n{headline(tmp_path)}\n<!-- /figures -->\nafter\n"
     lines = readme.read_text().splitlines()[2:-2]
-    assert len(lines) == 2  # cuDNN's backward was not measured
+    assert len(lines) == 3  # cuDNN's backward was not measured
     assert "590,395 tokens/s in 18.4 GiB" in lines[0]
-    assert "rounding alone in 1 of 1 parity runs" in lines[1]
+    assert "1,000 alone and 64,000 in a batch of 64 (ours), 1,000 alone" in lines[1]
+    assert "rounding alone in 1 of 1 parity runs" in lines[2]
     for line in lines:
         assert line.endswith("(X, torch 2.11.0, commit c0ffee)")
 

@@ -211,6 +211,7 @@ def test_equal_logits_come_in_the_order_of_their_ids(values, count):
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": [1, 2]}, "prompt 0 is 1; give a list of prompts, each a list of ids"),
         ({"prompts": [[1], [0, VOCAB]]}, "an id of prompt 1 lies outside 0..64"),
     ],
 )

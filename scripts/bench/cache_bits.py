@@ -43,11 +43,11 @@ EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 class BenchConfig:
     batch: int = 16  # rows of the cache
     context: int = 16384  # tokens of each
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
+    num_heads: int = 32  # of queries
+    num_kv_heads: int = 8  # of keys and values
+    head_dim: int = 128  # width of a head
     page: int = 64  # tokens
-    replays: int = 300
+    replays: int = 300  # of the captured call
 
     def __post_init__(self) -> None:
         sizes = "batch", "context", "num_heads", "num_kv_heads", "head_dim", "page", "replays"

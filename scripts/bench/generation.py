@@ -8,9 +8,9 @@ One GPT of GPT-2 124M's shape with random weights, in the dtype of the run, thre
 
 A row is a call of generate(), the medians of some rounds in which all take turns: tokens a second of all of it, and
 after the first token of each prompt; milliseconds to the first token and of a step (transformers says nothing between
-steps: a step is then the mean of all, the prompt's reading among them); memory beyond the weights at the fullest moment
-of the first call; and what a step of ours asks of the host, counted by PyTorch's profiler: copies from the device and
-waits for it. Rows of one new token are the reading of prompts, beside the model's plain forward of the same tokens.
+steps: a step is then the mean of all, the reading of the prompt among them); memory beyond the weights at the fullest
+moment of the first call; and what a step of ours asks of the host, by PyTorch's profiler: copies from the device
+and waits for it. Rows of one new token are the reading of prompts, beside the model's plain forward of the same tokens.
 That both are the same model is shown first: the largest difference of logits and the share of greedy tokens that are
 equal (in 16 bits ties part them).
 
@@ -59,7 +59,7 @@ class BenchConfig:
     which: list[str] = field(default_factory=lambda: [OURS, *PEERS])  # gpt | transformers | transformers_static
     batch: list[int] = field(default_factory=lambda: [1, 64])  # prompts
     prompt_tokens: int = 256  # of each
-    new_tokens: int = 256
+    new_tokens: int = 256  # that follow each
     prefill_batch: int = 8  # prompts that are read and continued by one token
     prefill_tokens: int = 4096  # of each
     rounds: int = 5  # in which all take turns, after a first call each; medians count
