@@ -6,12 +6,11 @@
     swiglu        true      any      Qwen3ForCausalLM
     gelu, relu2   false     null     ArceeForCausalLM
 
-Each class has one table, from its tensors' names to ours, which can be read in both directions. transformers is not
-imported: these are names and shapes.
+Each class has one table, from the names of its weights to ours, that can be read in both directions. transformers is
+not imported: these are names and shapes.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,76 +20,50 @@ from model.config import GPTConfig
 from model.gpt import GPT, INIT_STD, NORM_EPS
 
 ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu_pytorch_tanh", "relu2": "relu2"}  # model.mlp -> hidden_act
-
-Size = Callable[[GPT], int]
-
-
-class Rows(NamedTuple):
-    """A matrix of theirs: rows of one of ours, those that follow the rows of the line before it in the table."""
-
-    theirs: str
-    ours: str
-    size: Size
+GAINS = "gain", "head_gain"
 
 
-class Gain(NamedTuple):
-    """The gain of a norm of theirs, which ours have not: ones.
+class Part(NamedTuple):
+    """A weight of theirs, one of ours, and how they belong together, a key of `sizes`.
 
-    `ours` is the matrix that follows the norm, into whose columns a gain other than ones can be multiplied; None where
-    none follows at once.
+    gain, head_gain: theirs is the gain of a norm. Ours have none, so it is ones. `ours` is the matrix after that norm,
+        into whose columns another gain could be multiplied; "" where something stands between.
+    any other: theirs is so many rows of ours, those that follow the rows of the table's lines before it.
     """
 
     theirs: str
-    ours: str | None
-    size: Size
+    ours: str
+    how: str
 
 
-def _width(model: GPT) -> int:
-    return model.config.n_embd
+def sizes(model: GPT) -> dict[str, int]:
+    """Rows of a weight of theirs, by `Part.how`."""
+    config = model.config
+    return {
+        "vocabulary": model.vocab_size,  # our tables have more rows, which no token uses
+        "width": config.n_embd,
+        "mlp_width": config.mlp_width,
+        "heads": config.num_heads * config.head_dim,
+        "kv_heads": config.kv_heads * config.head_dim,
+        "gain": config.n_embd,
+        "head_gain": config.head_dim,
+    }
 
 
-def _mlp_width(model: GPT) -> int:
-    return model.config.mlp_width
-
-
-def _head_dim(model: GPT) -> int:
-    return model.config.head_dim
-
-
-def _q_rows(model: GPT) -> int:
-    return model.config.num_heads * model.config.head_dim
-
-
-def _kv_rows(model: GPT) -> int:
-    return model.config.kv_heads * model.config.head_dim
-
-
-def _vocab_size(model: GPT) -> int:  # our tables have more rows, which no token uses
-    return model.vocab_size
-
-
-Table = tuple[Rows | Gain, ...]
-ENDS: Table = (
-    Rows("model.embed_tokens.weight", "embedding.weight", _vocab_size),
-    Gain("model.norm.weight", "head.weight", _width),
-    Rows("lm_head.weight", "head.weight", _vocab_size),  # absent from both where embeddings are tied
-)
+HEAD = Part("lm_head", "head", "vocabulary")  # neither of us has it where embeddings are tied
+ENDS = (Part("model.embed_tokens", "embedding", "vocabulary"), Part("model.norm", "head", "gain"), HEAD)
 # of each layer, after "model.layers.N." of theirs and "blocks.N." of ours
-UNGATED: Table = (
-    Gain("input_layernorm.weight", "attention.qkv.weight", _width),
-    Rows("self_attn.q_proj.weight", "attention.qkv.weight", _q_rows),
-    Rows("self_attn.k_proj.weight", "attention.qkv.weight", _kv_rows),
-    Rows("self_attn.v_proj.weight", "attention.qkv.weight", _kv_rows),
-    Rows("self_attn.o_proj.weight", "attention.out.weight", _width),
-    Gain("post_attention_layernorm.weight", "mlp.up.weight", _width),
-    Rows("mlp.up_proj.weight", "mlp.up.weight", _mlp_width),
-    Rows("mlp.down_proj.weight", "mlp.down.weight", _width),
+ATTENTION = (
+    Part("input_layernorm", "attention.qkv", "gain"),
+    Part("self_attn.q_proj", "attention.qkv", "heads"),
+    Part("self_attn.k_proj", "attention.qkv", "kv_heads"),
+    Part("self_attn.v_proj", "attention.qkv", "kv_heads"),
+    Part("self_attn.o_proj", "attention.out", "width"),
+    Part("post_attention_layernorm", "mlp.up", "gain"),
 )
-GATED: Table = (*UNGATED[:-2], Rows("mlp.gate_proj.weight", "mlp.up.weight", _mlp_width), *UNGATED[-2:])
-QK_NORM: Table = (
-    Gain("self_attn.q_norm.weight", None, _head_dim),
-    Gain("self_attn.k_norm.weight", None, _head_dim),
-)
+QK_NORM = (Part("self_attn.q_norm", "", "head_gain"), Part("self_attn.k_norm", "", "head_gain"))
+GATE = (Part("mlp.gate_proj", "mlp.up", "mlp_width"),)
+MLP = (Part("mlp.up_proj", "mlp.up", "mlp_width"), Part("mlp.down_proj", "mlp.down", "width"))
 
 
 class Architecture(NamedTuple):
@@ -98,13 +71,13 @@ class Architecture(NamedTuple):
 
     name: str
     model_type: str
-    layer: Table
+    layer: tuple[Part, ...]
 
 
-LLAMA = Architecture("LlamaForCausalLM", "llama", GATED)
-MISTRAL = Architecture("MistralForCausalLM", "mistral", GATED)
-QWEN3 = Architecture("Qwen3ForCausalLM", "qwen3", GATED + QK_NORM)
-ARCEE = Architecture("ArceeForCausalLM", "arcee", UNGATED)
+LLAMA = Architecture("LlamaForCausalLM", "llama", ATTENTION + GATE + MLP)
+MISTRAL = Architecture("MistralForCausalLM", "mistral", ATTENTION + GATE + MLP)
+QWEN3 = Architecture("Qwen3ForCausalLM", "qwen3", ATTENTION + QK_NORM + GATE + MLP)
+ARCEE = Architecture("ArceeForCausalLM", "arcee", ATTENTION + MLP)
 
 
 def architecture(config: GPTConfig) -> Architecture:
@@ -155,30 +128,23 @@ def config_json(model: GPT, end_of_text: int | None = None) -> dict[str, Any]:
     return contents
 
 
-def table(model: GPT) -> list[Rows | Gain]:
-    """The lines of all tensors that `model` has in transformers, with the names in full."""
-    ends = [part for part in ENDS if part.theirs != "lm_head.weight" or not model.config.tie_embeddings]
-    layers = [
-        part._replace(theirs=f"model.layers.{n}.{part.theirs}", ours=part.ours and f"blocks.{n}.{part.ours}")
-        for n in range(model.config.num_layers)
-        for part in architecture(model.config).layer
-    ]
-    return [*ends, *layers]
+def table(model: GPT) -> list[Part]:
+    """All weights that `model` has in transformers, with the names in full."""
+    parts = [part for part in ENDS if part is not HEAD or model.head is not None]
+    for n in range(model.config.num_layers):
+        for theirs, ours, how in architecture(model.config).layer:
+            parts.append(Part(f"model.layers.{n}.{theirs}", ours and f"blocks.{n}.{ours}", how))
+    return parts
 
 
 def tensors(model: GPT) -> dict[str, Tensor]:
     """The weights of `model` under their names in transformers; they share its memory, all but the gains."""
-    own = {name: weight.detach() for name, weight in model.named_parameters()}
-    taken: Counter[str] = Counter()  # rows, by our names
-    found = {}
-    for part in table(model):
-        size = part.size(model)
-        if isinstance(part, Gain):
-            found[part.theirs] = torch.ones(size).to(model.embedding.weight)
+    own = {name.removesuffix(".weight"): weight.detach() for name, weight in model.named_parameters()}
+    size, taken, found = sizes(model), Counter[str](), {}
+    for theirs, ours, how in table(model):
+        if how in GAINS:
+            found[f"{theirs}.weight"] = torch.ones(size[how]).to(model.embedding.weight)
         else:
-            first = taken[part.ours]
-            found[part.theirs] = own[part.ours][first : first + size]
-            taken[part.ours] += size
-    padded = {"embedding.weight", "head.weight"}
-    assert all(taken[name] == len(weight) or name in padded for name, weight in own.items()), taken
+            found[f"{theirs}.weight"] = own[ours][taken[ours] : taken[ours] + size[how]]
+            taken[ours] += size[how]
     return found

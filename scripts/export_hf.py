@@ -34,7 +34,7 @@ from training.trained import trained
 
 # of a checkpoint's description, for the card
 NEEDED = {
-    "settings": {"data": {"source": str, "files": list}, "tokenizer": str, "optim": {}, "train": {"batch_tokens": int}},
+    "settings": {"data": {"source": str}, "tokenizer": str, "optim": {}, "train": {"batch_tokens": int}},
     "data_fingerprint": str,
 }
 
@@ -59,11 +59,11 @@ def main(settings: ExportSettings, run_dir: Path) -> None:
 
 
 def free_folder(path: str) -> Path:
-    """The absolute `path` if nothing is there yet; ValueError otherwise."""
+    """Where `path` leads, if nothing is there yet; ValueError otherwise."""
     if not path:
         raise ValueError("folder= is not given; name a new folder, such as folder=exported")
-    folder = Path(os.path.abspath(path))
-    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
+    folder = Path(path).resolve()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"folder={path} exists and is not an empty folder; give another, nothing is overwritten")
     return folder
 
@@ -109,7 +109,7 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
     """README.md: how to use the model, what it was trained on and how well it does, and with which settings."""
     settings = checkpoint.meta["settings"]
     data, train = settings["data"], settings["train"]
-    files = ", ".join(Path(str(file)).name for file in data["files"])
+    files = ", ".join(Path(file).name for file in data.get("files") or [])
     text = " ".join(filter(None, [data["source"], data.get("name"), data.get("config"), files]))
     commit = (checkpoint.meta.get("provenance") or {}).get("commit")
     figures = {
@@ -132,7 +132,7 @@ def validation(checkpoint: Checkpoint) -> dict[str, str]:
     """The last figures on held-out text up to this checkpoint, from the metrics of the run in whose folder it lies."""
     run = checkpoint.path.parent.parent
     records = read_run(run)["records"] if (run / "metrics.jsonl").is_file() else []
-    evaluated = [r for r in records if r.get("val_loss") is not None and r["step"] <= checkpoint.step]
+    evaluated = [r for r in records if r.get("val_bits_per_byte") is not None and r["step"] <= checkpoint.step]
     if not evaluated:
         return {"validation loss": "not known: the run's metrics.jsonl has none for this checkpoint"}
     last = evaluated[-1]

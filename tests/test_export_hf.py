@@ -131,8 +131,8 @@ def test_each_row_of_ours_has_one_place(home, tied):
     found, again = huggingface.tensors(model), {}
     assert huggingface.architecture(model.config).name == home.split()[0]
     for part in huggingface.table(model):
-        if isinstance(part, huggingface.Rows):
-            again.setdefault(part.ours, []).append(found.pop(part.theirs))
+        if part.how not in huggingface.GAINS:
+            again.setdefault(f"{part.ours}.weight", []).append(found.pop(f"{part.theirs}.weight"))
     own = dict(model.named_parameters())
     assert again.keys() == own.keys()
     for name, rows in again.items():
@@ -156,6 +156,19 @@ def test_the_card_has_the_figures_of_the_run(run, exported):
     ):
         assert line in card
     assert str(run.parent) not in card  # paths of a machine are nobody's business
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"source": "embedded", "files": None}, "| data | embedded, fingerprint "),
+    ({"source": "hub", "files": None, "name": "a/b", "config": "c"}, "| data | hub a/b c, fingerprint "),
+])  # fmt: skip
+def test_the_card_names_other_data(changed, said, run):
+    checkpoint = open_checkpoint(run)
+    checkpoint.meta["settings"]["data"] |= changed
+    checkpoint.meta["settings"]["init_from"] = "runs/another"
+    card = export_hf.model_card("it", checkpoint, gpt(**SWIGLU))
+    assert said in card
+    assert "| trained on | 512 tokens, 2 steps, from the weights of an earlier run |" in card
 
 
 def test_figures_are_those_of_the_checkpoint_and_not_made_up(run, tmp_path):
@@ -196,15 +209,14 @@ def test_nothing_is_overwritten_and_nothing_half_written_is_left(run, tmp_path, 
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name in ("full", "file", "link"):
+    for name in ("full", "file"):
         assert f"folder={tmp_path / name} exists and is not an empty folder; give another" in refused(tmp_path / name)
     assert "folder= is not given; name a new folder" in refused("")
     assert "file cannot be used (File exists)" in refused(tmp_path / "file" / "below")
     with monkeypatch.context() as patch:
         patch.setattr(export_hf, "write_weights", full_disk)
         assert "No space left" in refused(tmp_path / "new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "link"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
 
 
@@ -227,9 +239,12 @@ def test_a_folder_filled_meanwhile_is_left_alone(run, tmp_path, monkeypatch, cap
     assert [path.name for path in (tmp_path / "it").iterdir()] == ["theirs"]
 
 
-def test_an_empty_folder_is_taken(run, tmp_path):
-    export_hf.main.__wrapped__(export_hf.ExportSettings(str(run), str(tmp_path)), Path("."))
-    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+def test_an_empty_folder_is_taken_and_one_behind_a_link(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    export_hf.main.__wrapped__(export_hf.ExportSettings(str(run), str(tmp_path / "link")), Path("."))
+    assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == FILES
+    assert (tmp_path / "link").is_symlink()
 
 
 # --- the tokenizer
@@ -250,6 +265,9 @@ def test_merges_are_recovered_from_ranks():
     encoding = small_bpe()
     contents = tokenizer_json(encoding)
     assert len(contents["model"]["merges"]) == 100
+    assert [(token["id"], token["content"], token["special"]) for token in contents["added_tokens"]] == [
+        (encoding.eot_token, END_OF_TEXT, True)
+    ]
     multiple = 0
     for piece in cut(CORPUS[:300] + TEXT + " lllllll thethethe 漢漢漢 ïïï"):
         ids = encoding.encode_ordinary(piece)
@@ -286,16 +304,18 @@ def check_same_ids(encoding: tiktoken.Encoding, theirs, texts=TEXTS) -> None:
     assert len(theirs) == encoding.n_vocab
 
 
-def opened_by_transformers(encoding, folder):
+def opened_by_transformers(encoding, folder, home="LlamaForCausalLM"):
     transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
-    export_hf.write_folder(folder, gpt(vocab_size=encoding.n_vocab, mlp="swiglu"), encoding, "")
+    export_hf.write_folder(folder, gpt(vocab_size=encoding.n_vocab, **HOMES[home]), encoding, "")
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("number", range(3))
-def test_transformers_gives_the_same_ids(number, tmp_path):
+def test_transformers_gives_the_same_ids(number, home, tmp_path):
+    """Whatever tokenizer the class was published with."""
     encoding = tokenizers_of(ALPHABET)[number]
-    theirs = opened_by_transformers(encoding, tmp_path / "it")
+    theirs = opened_by_transformers(encoding, tmp_path / "it", home)
     check_same_ids(encoding, theirs)
     if encoding.name == "characters":
         with pytest.raises(Exception, match="WordLevel"):  # the library has no other class for it
