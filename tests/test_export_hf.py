@@ -110,6 +110,11 @@ def test_a_run_becomes_a_folder_of_six_files(run, exported, tmp_path, monkeypatc
     assert (config["vocab_size"], config["sliding_window"], config["num_key_value_heads"]) == (vocab_size, 8, 1)
     assert config["tie_word_embeddings"] is False
     assert config["eos_token_id"] == config["bos_token_id"] == vocab_size - 1
+    generation = json.loads((exported / "generation_config.json").read_text())
+    assert generation == dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), vocab_size - 1)
+    tokenizer_config = json.loads((exported / "tokenizer_config.json").read_text())
+    assert tokenizer_config["clean_up_tokenization_spaces"] is False  # transformers 4 would
+    assert tokenizer_config["model_input_names"] == ["input_ids", "attention_mask"]  # and give token_type_ids
     shapes = {name.replace("layers.1", "layers.0"): tuple(tensor.shape) for name, tensor in found.items()}
     layer, width = "model.layers.0.", config["intermediate_size"]
     assert shapes == {
