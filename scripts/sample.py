@@ -11,27 +11,20 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_type_hints
 
 import tiktoken
 import torch
 
 from conf.program import program
-from data import tokenizer_from_state
-from model import GPT, GPTConfig, generate, resolve_model
+from model import GPT, generate
 from model.sampling import check_sampling, marked
-from training.checkpoint import META, newest_checkpoint, open_checkpoint
+from training.checkpoint import newest_checkpoint, open_checkpoint
 from training.hardware import HardwareConfig, set_up
+from training.trained import trained
 
 CACHES = {None: None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
-# of a checkpoint's description
-NEEDED = {
-    "settings": {"model": {}, "data": {"seq_len": int}},
-    "tokenizer": {"name": str, "alphabet": str},
-    "vocab_size": int,
-}
 
 
 @dataclass
@@ -87,29 +80,8 @@ class SampleSettings:
 def main(settings: SampleSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     checkpoint = open_checkpoint(settings.checkpoint or newest_checkpoint(Path("runs")))
-    checkpoint.refuse_without(NEEDED, checkpoint.meta, META)
-    tokenizer = tokenizer_from_state(checkpoint.meta["tokenizer"])
-    trained = checkpoint.meta["settings"]
-    unknown = trained["model"].keys() - {field.name for field in fields(GPTConfig)}
-    if unknown:
-        raise ValueError(
-            f"checkpoint {checkpoint.path} has model.{min(unknown)}, which this version does not know; "
-            f"use the commit that wrote it ({(checkpoint.meta.get('provenance') or {}).get('commit')})"
-        )
-    kinds = get_type_hints(GPTConfig)
-    expected = {"settings": {"model": {key: kinds[key] for key in trained["model"]}}}
-    checkpoint.refuse_without(expected, checkpoint.meta, META)
-    if tokenizer.n_vocab != checkpoint.meta["vocab_size"]:
-        raise ValueError(
-            f"checkpoint {checkpoint.path} has vocab_size={checkpoint.meta['vocab_size']}, its tokenizer "
-            f"{tokenizer.n_vocab}; use another checkpoint"
-        )
-    config = GPTConfig(**trained["model"] | {"attention": settings.model.attention})
-    config, *_ = resolve_model(config, hardware.device, hardware.dtype)
-    model = GPT(config, checkpoint.meta["vocab_size"], trained["data"]["seq_len"], device=hardware.device)
-    checkpoint.load_weights(model)
-
-    if settings.cache and config.attention != "flash":
+    model, tokenizer = trained(checkpoint, hardware.device, hardware.dtype, attention=settings.model.attention)
+    if settings.cache and model.config.attention != "flash":
         raise ValueError(f"cache={settings.cache} needs model.attention=flash, which runs on a GPU; leave it out")
     nothing_given = not settings.prompt and settings.prompts is None
     asked = typed_prompts() if nothing_given and sys.stdin.isatty() else [settings.texts()]

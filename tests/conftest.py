@@ -2,9 +2,12 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+
+CACHED_GPT2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
 
 # before any test module imports triton: the interpreter is chosen when a kernel is decorated
 if not torch.cuda.is_available():
@@ -71,3 +74,17 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def gpt2():
+    """GPT-2's tokenizer, from a folder beside the repository where there is one."""
+    from data import build_tokenizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        if CACHED_GPT2.is_dir():
+            patch.setenv("TIKTOKEN_CACHE_DIR", str(CACHED_GPT2))
+        try:
+            return build_tokenizer("gpt2")
+        except ValueError as error:
+            pytest.skip(str(error))

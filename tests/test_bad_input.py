@@ -230,6 +230,7 @@ X, PARQUET, JSONL = (["data.files={p}/x." + kind] for kind in ("txt", "parquet",
 MINE = ["--config-dir={p}", "experiment=mine"]
 RESUME = ["resume={p}/" + LAST, "train.steps=9"]
 SAMPLE = ["checkpoint={p}/" + LAST, "hardware.device=cpu", "max_new_tokens=2"]
+EXPORT = ["checkpoint={p}/" + LAST, "folder={p}/new"]
 HUB = ["data=hub", "~data.files", "data.seq_len=32"]
 WIKITEXT = ["data=wikitext2", "~data.files", "data.seq_len=32"]
 ROWS = ["hello world " * 10] * 200
@@ -521,6 +522,17 @@ CHECKPOINTS = [
          rewritten(meta=lambda meta: meta["tokenizer"].update(name="characters")), "scripts.sample"),
     Case("sample: unknown tokenizer", SAMPLE, ["tokenizer=gpt9", "bytes"], rewritten(
         meta=lambda meta: meta["tokenizer"].update(name="gpt9")), "scripts.sample"),
+    Case("export: no tokenizer", EXPORT, ["checkpoint.json has no tokenizer", "use another"],
+         rewritten(meta=without("tokenizer")), "scripts.export_hf"),
+    Case("export: nothing of the data", EXPORT, ["checkpoint.json has no data_fingerprint", "use another"],
+         rewritten(meta=without("data_fingerprint")), "scripts.export_hf"),
+    Case("export: damaged", EXPORT, ["model.safetensors is damaged"], in_checkpoint(
+        "model.safetensors", lambda content: content[:99]), "scripts.export_hf"),
+    Case("export: no architecture", EXPORT, ["model.window=5 with model.mlp=gelu", "model.mlp=swiglu"], rewritten(
+        weights=lambda weights: weights.update({key: weights[key][:128] for key in weights if "mlp.up" in key}),
+        meta=lambda meta: meta["settings"]["model"].update(window=5, mlp="gelu")), "scripts.export_hf"),
+    Case("export: folder in use", [EXPORT[0], "folder={p}/first"], ["folder={p}/first exists", "give another"],
+         program="scripts.export_hf"),
     Case("a group of its own for one choice", [*SAMPLE, "hardware=cpu"],
          ["hardware=cpu is no value", "hardware.KEY=VALUE"], program="scripts.sample"),
     Case("evidence: unknown part", ["speed"], ["only=speed begins no name", "tables"], program="scripts.evidence"),

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,22 +12,9 @@ from hypothesis import strategies as st
 from data import build_tokenizer, tokenizer_from_state, tokenizer_state
 from data.tokenize import Counts, head, pieces, tail, tokenize
 
-CACHED_GPT2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
-
 # many line ends, blanks and apostrophes, where GPT-2's pattern is touchy
 SNIPPETS = ["\n", "\n\n\n", "  ", "\t", "\r", "a", "'s", " 1", ".", "é", "–", "\u2003", "\x1c", "\x85", "漢", "😀"]
 PROSE = st.lists(st.sampled_from(SNIPPETS), max_size=60).map("".join)
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    with pytest.MonkeyPatch.context() as patch:
-        if CACHED_GPT2.is_dir():
-            patch.setenv("TIKTOKEN_CACHE_DIR", str(CACHED_GPT2))
-        try:
-            return build_tokenizer("gpt2")
-        except ValueError as error:
-            pytest.skip(str(error))
 
 
 @given(st.text())

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 DEEPEST = 16  # a description is nested four deep
 
 
-def write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
+def write_weights(weights: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file; OSError where the disk is full."""
     try:
-        save_file({name: value.contiguous() for name, value in weights.items()}, path)
+        save_file({name: value.contiguous() for name, value in weights.items()}, path, metadata)
     except SafetensorError as error:  # how that library reports a full disk
         raise OSError(f"{path}: {error}") from error
 

@@ -37,7 +37,8 @@ from torch.profiler import ProfilerActivity, profile
 from conf.program import program
 from model import GPT, GPTConfig, generate, resolve_model
 from model.embedding import embed
-from model.gpt import NORM_EPS, rms_norm
+from model.gpt import rms_norm
+from model.huggingface import config_json, tensors
 from scripts.bench.clock import peak_bytes
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
 from training.hardware import HardwareConfig, set_up
@@ -236,48 +237,19 @@ def load_peer(model: GPT) -> Any:
         print(f"transformers cannot be imported ({error}): ours alone; `uv run --group hf` brings it")
         return None
     config = model.config
-    if config.mlp not in ACTIVATIONS or config.qk_norm or config.window:
+    if config.mlp == "swiglu" or config.qk_norm or config.window:
         raise ValueError(
             f"ArceeForCausalLM has no model.mlp={config.mlp}, model.qk_norm={config.qk_norm}, "
             f"model.window={config.window}; use gelu or relu2, false and null, or bench.which=[gpt]"
         )
     weight = model.embedding.weight
-    shape = ArceeConfig(
-        vocab_size=model.vocab_size, hidden_size=config.n_embd, intermediate_size=config.mlp_width,
-        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
-        num_key_value_heads=config.kv_heads, hidden_act=ACTIVATIONS[config.mlp], rms_norm_eps=NORM_EPS,
-        max_position_embeddings=model.seq_len, tie_word_embeddings=config.tie_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    peer = ArceeForCausalLM(shape).to(weight.device).eval()
+    peer = ArceeForCausalLM(ArceeConfig.from_dict(config_json(model))).to(weight.device).eval()
     for parameter in peer.parameters():  # and not its table of frequencies, which bfloat16 would spoil
         parameter.data = parameter.data.to(weight.dtype)
-    missing, unexpected = peer.load_state_dict(peer_weights(model), strict=False)
-    if unexpected or any("norm" not in name for name in missing):  # its gains are 1, and ours have none
+    missing, unexpected = peer.load_state_dict(tensors(model), strict=False)
+    if unexpected or missing != (["lm_head.weight"] if config.tie_embeddings else []):  # tied, it is the embedding
         raise RuntimeError(f"transformers' ArceeForCausalLM has other weights: {unexpected or missing}")
     return peer
-
-
-ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "relu2": "relu2"}  # model.mlp -> transformers' hidden_act
-
-
-def peer_weights(model: GPT) -> dict[str, Tensor]:
-    """Our weights under the names of ArceeForCausalLM."""
-    config = model.config
-    table = model.embedding.weight[: model.vocab_size]
-    weights = {
-        "model.embed_tokens.weight": table,
-        "lm_head.weight": table if model.head is None else model.head.weight[: model.vocab_size],
-    }
-    heads = [count * config.head_dim for count in (config.num_heads, config.kv_heads, config.kv_heads)]
-    for number, block in enumerate(model.blocks):
-        q, k, v = block.attention.qkv.weight.split(heads)
-        named = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
-        named |= {"self_attn.o_proj": block.attention.out.weight}
-        named |= {"mlp.up_proj": block.mlp.up.weight, "mlp.down_proj": block.mlp.down.weight}
-        weights |= {f"model.layers.{number}.{name}.weight": weight for name, weight in named.items()}
-    return weights
 
 
 def continued_by(peer: Any, prompts: Prompts, new_tokens: int, **options: Any) -> Prompts:

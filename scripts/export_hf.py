@@ -1,0 +1,179 @@
+"""Hand a trained model on: `python -m scripts.export_hf checkpoint=RUN folder=FOLDER`.
+
+FOLDER is then what transformers and the Hugging Face hub call a model, and opens with
+
+    model = AutoModelForCausalLM.from_pretrained(FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+
+It holds config.json and generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json, and
+README.md, a model card with the run's figures. Which class of transformers each model becomes is said in
+model/huggingface.py; a model without one is refused. transformers is not needed here. Without `checkpoint` the newest
+run is taken. FOLDER appears when it is whole, and nothing is overwritten. The last line is one JSON object.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+import torch
+import yaml
+
+from conf.program import program
+from data.tokenizer import END_OF_TEXT
+from data.tokenizer_json import tokenizer_json
+from model import GPT
+from model.huggingface import architecture, config_json, tensors
+from training.checkpoint import META, Checkpoint, newest_checkpoint, open_checkpoint
+from training.checkpoint_files import flush, write_json, write_weights
+from training.curves import read_run
+from training.trained import trained
+
+# of a checkpoint's description, for the card
+NEEDED = {
+    "settings": {"data": {"source": str}, "tokenizer": str, "optim": {}, "train": {"batch_tokens": int}},
+    "data_fingerprint": str,
+}
+
+
+@dataclass
+class ExportSettings:
+    checkpoint: str | None = None  # a checkpoint or a run's folder; null: the newest under runs/
+    folder: str = ""  # where the model will be: a new folder, or an empty one
+
+
+@program("tool", ExportSettings)
+def main(settings: ExportSettings, run_dir: Path) -> None:
+    folder = free_folder(settings.folder)
+    checkpoint = open_checkpoint(settings.checkpoint or newest_checkpoint(Path("runs")))
+    model, tokenizer = trained(checkpoint, "cpu", torch.float32, attention="naive")
+    checkpoint.refuse_without(NEEDED, checkpoint.meta, META)
+    name = architecture(model.config).name
+    write_folder(folder, model, tokenizer, model_card(folder.name, checkpoint, model))
+    print(f"{checkpoint.path} after {checkpoint.step} steps is {name} in {folder}")
+    result = {"checkpoint": str(checkpoint.path), "folder": str(folder), "architecture": name}
+    print(json.dumps(result | {"parameters": num_parameters(model)}))
+
+
+def free_folder(path: str) -> Path:
+    """Where `path` leads, if nothing is there yet; ValueError otherwise."""
+    if not path:
+        raise ValueError("folder= is not given; name a new folder, such as folder=exported")
+    folder = Path(path).resolve()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"folder={path} exists and is not an empty folder; give another, nothing is overwritten")
+    return folder
+
+
+def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: str) -> None:
+    """Write all files under a hidden name beside `folder`, then rename it; OSError where the disk is full."""
+    end_of_text = tokenizer.eot_token
+    contents: dict[str, Any] = {
+        "config.json": config_json(model, end_of_text),
+        "generation_config.json": dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text),
+        "tokenizer.json": tokenizer_json(tokenizer),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",  # else that of the original Llama or Qwen takes its place
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "model_max_length": model.seq_len,
+        },
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    temporary.mkdir()
+    try:
+        write_weights(tensors(model), temporary / "model.safetensors", metadata={"format": "pt"})
+        for name, content in contents.items():
+            write_json(content, temporary / name)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        for path in (*temporary.iterdir(), temporary):
+            flush(path)
+        temporary.rename(folder)  # of an empty folder it takes the place; one that was filled meanwhile is an OSError
+        flush(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def num_parameters(model: GPT) -> int:
+    """Number of weights in the folder: without padded rows, and with the gains that ours have not."""
+    return sum(weight.numel() for weight in tensors(model).values())
+
+
+def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
+    """README.md: how to use the model, what it was trained on and how well it does, and with which settings."""
+    settings = checkpoint.meta["settings"]
+    data, train = settings["data"], settings["train"]
+    files = ", ".join(Path(file).name for file in data.get("files") or [])
+    text = " ".join(filter(None, [data["source"], data.get("name"), data.get("config"), files]))
+    commit = (checkpoint.meta.get("provenance") or {}).get("commit")
+    figures = {
+        "architecture": f"{architecture(model.config).name}, {num_parameters(model):,} parameters",
+        "data": f"{text}, fingerprint {checkpoint.meta['data_fingerprint'][:12]}",
+        "tokenizer": f"{settings['tokenizer']}, {model.vocab_size:,} tokens",
+        "context": f"{model.seq_len:,} tokens",
+        "trained on": f"{checkpoint.step * train['batch_tokens']:,} tokens, {checkpoint.step:,} steps",
+        **validation(checkpoint),
+        "commit": commit or "unknown",
+    }
+    if settings.get("init_from"):
+        figures["trained on"] += ", from the weights of an earlier run"
+    rows = "\n".join(f"| {key} | {value} |" for key, value in figures.items())
+    shown = {key: settings[key] for key in ("model", "optim", "train")}
+    return CARD.format(name=name, rows=rows, settings=yaml.safe_dump(shown, sort_keys=False).strip())
+
+
+def validation(checkpoint: Checkpoint) -> dict[str, str]:
+    """The last figures on held-out text up to this checkpoint, from the metrics of the run in whose folder it lies."""
+    run = checkpoint.path.parent.parent
+    records = read_run(run)["records"] if (run / "metrics.jsonl").is_file() else []
+    evaluated = [r for r in records if r.get("val_bits_per_byte") is not None and r["step"] <= checkpoint.step]
+    if not evaluated:
+        return {"validation loss": "not known: the run's metrics.jsonl has none for this checkpoint"}
+    last = evaluated[-1]
+    return {
+        "validation loss": f"{last['val_loss']:.4f} nats a token, after {last['step']:,} steps",
+        "bits per byte": f"{last['val_bits_per_byte']:.4f}",
+    }
+
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {name}
+
+A language model. It continues text; it was not taught to follow instructions.
+
+| | |
+|---|---|
+{rows}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+prompt = tokenizer("The", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50, do_sample=True, top_k=200, temperature=0.8)[0]))
+```
+
+## Settings
+
+```yaml
+{settings}
+```
+
+## License
+
+None is stated: that is for whoever trained it to say, by the terms of the text above. The training code is under MIT.
+"""
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""The exported folder: its files by themselves, and, where transformers is installed, as transformers opens it."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import regex
+import tiktoken
+import torch
+from safetensors import safe_open
+
+from data import build_tokenizer
+from data.tokenizer import END_OF_TEXT
+from data.tokenizer_json import LETTERS, merges_of, tokenizer_json
+from model import GPT, GPTConfig, generate, huggingface
+from scripts import export_hf
+from tests.runs import CORPUS, small_run, told
+from train import train
+from training.checkpoint import open_checkpoint
+
+FILES = ["README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+         "tokenizer_config.json"]  # fmt: skip
+SWIGLU, WINDOW = {"mlp": "swiglu"}, {"window": 5}
+# what decides the class, with and without a window where both have one
+HOMES = {
+    "LlamaForCausalLM": SWIGLU,
+    "MistralForCausalLM": SWIGLU | WINDOW,
+    "Qwen3ForCausalLM": SWIGLU | {"qk_norm": True},
+    "Qwen3ForCausalLM window": SWIGLU | WINDOW | {"qk_norm": True},
+    "ArceeForCausalLM gelu": {"mlp": "gelu"},
+    "ArceeForCausalLM relu2": {"mlp": "relu2", "mlp_hidden": 48, "rope_base": 500.0},
+}
+TEXT = "Wörter, naïve café 漢字 😀\n\n  it's 12345 don't\t'll \x85 \u2003 x\r\n\n 'S\x1c END!!"
+# GPT-2's
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+N = 24  # tokens of a test's context, several windows
+
+
+def gpt(seed=0, vocab_size=100, **changed) -> GPT:
+    """A GPT with weights so large that each layer changes the logits, and no two of them are nearly equal."""
+    sizes = {"num_layers": 2, "num_heads": 4, "n_embd": 32, "attention": "naive", "loss": "plain"}
+    config = GPTConfig(**sizes | changed)
+    model = GPT(config, vocab_size, 64, generator=torch.Generator().manual_seed(seed)).eval()
+    for weight in model.parameters():
+        weight.data *= 8
+    return model
+
+
+def small_bpe(merges=100) -> tiktoken.Encoding:
+    """A tokenizer that cuts text as GPT-2's does, with tokens learned from a text; bytes are not in their order."""
+    ranks = {bytes([byte]): rank for rank, byte in enumerate((*range(128, 256), *range(128)))}
+    pieces = [[bytes([byte]) for byte in piece.encode()] for piece in cut(CORPUS[:400] + TEXT * 3)]
+    while len(ranks) < 256 + merges:
+        counts = Counter(pair for piece in pieces for pair in pairwise(piece))
+        first, second = max(counts, key=lambda pair: (counts[pair], pair))
+        ranks.setdefault(first + second, len(ranks))
+        for piece in pieces:
+            for n in range(len(piece) - 1):
+                if piece[n : n + 2] == [first, second]:
+                    piece[n : n + 2] = [first + second]
+    return tiktoken.Encoding("small", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
+
+
+def cut(text: str) -> list[str]:
+    return regex.findall(PATTERN, text)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run of two steps, a Mistral whose embeddings are not tied."""
+    folder = tmp_path_factory.mktemp("exported")
+    changed = ["train.steps=2", "model.mlp=swiglu", "model.window=8", "model.num_kv_heads=1", "model.attention=naive"]
+    made = small_run(folder, *changed, "model.tie_embeddings=false", "tokenizer=characters")
+    (folder / "run").mkdir()
+    train(made, folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(run) -> Path:
+    folder = run.parent / "folder"
+    export_hf.main.__wrapped__(export_hf.ExportSettings(str(run), str(folder)), Path("."))
+    return folder
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        return {name: file.get_tensor(name) for name in file.offset_keys()}
+
+
+# --- the folder by itself
+
+
+def test_a_run_becomes_a_folder_of_six_files(run, exported, tmp_path, monkeypatch, capsys):
+    done = told("scripts.export_hf", [f"checkpoint={run}", f"folder={tmp_path / 'new' / 'it'}"], monkeypatch, capsys)
+    assert (done.code, done.error) == (0, "")
+    said = json.loads(done.out.splitlines()[-1])
+    assert said["architecture"] == "MistralForCausalLM"
+    assert sorted(path.name for path in (tmp_path / "new" / "it").iterdir()) == FILES
+    for name in FILES[1:]:
+        assert (tmp_path / "new" / "it" / name).read_bytes() == (exported / name).read_bytes()
+    found = tensors_in(exported)
+    assert said["parameters"] == sum(tensor.numel() for tensor in found.values())
+    config = json.loads((exported / "config.json").read_text())
+    vocab_size = open_checkpoint(run).meta["vocab_size"]
+    assert vocab_size % 64
+    assert (config["vocab_size"], config["sliding_window"], config["num_key_value_heads"]) == (vocab_size, 8, 1)
+    assert config["tie_word_embeddings"] is False
+    assert config["eos_token_id"] == config["bos_token_id"] == vocab_size - 1
+    generation = json.loads((exported / "generation_config.json").read_text())
+    assert generation == dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), vocab_size - 1)
+    tokenizer_config = json.loads((exported / "tokenizer_config.json").read_text())
+    assert tokenizer_config["clean_up_tokenization_spaces"] is False  # transformers 4 would
+    assert tokenizer_config["model_input_names"] == ["input_ids", "attention_mask"]  # and give token_type_ids
+    shapes = {name.replace("layers.1", "layers.0"): tuple(tensor.shape) for name, tensor in found.items()}
+    layer, width = "model.layers.0.", config["intermediate_size"]
+    assert shapes == {
+        "model.embed_tokens.weight": (vocab_size, 32), "lm_head.weight": (vocab_size, 32), "model.norm.weight": (32,),
+        f"{layer}input_layernorm.weight": (32,), f"{layer}post_attention_layernorm.weight": (32,),
+        f"{layer}self_attn.q_proj.weight": (32, 32), f"{layer}self_attn.k_proj.weight": (16, 32),
+        f"{layer}self_attn.v_proj.weight": (16, 32), f"{layer}self_attn.o_proj.weight": (32, 32),
+        f"{layer}mlp.gate_proj.weight": (width, 32), f"{layer}mlp.up_proj.weight": (width, 32),
+        f"{layer}mlp.down_proj.weight": (32, width),
+    }  # fmt: skip
+    assert all(bool((found[name] == 1).all()) for name in found if "norm" in name)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_row_of_ours_has_one_place(home, tied):
+    """Read backwards, the table gives our weights again."""
+    model = gpt(tie_embeddings=tied, num_kv_heads=2, **HOMES[home])
+    found, again = huggingface.tensors(model), {}
+    assert huggingface.architecture(model.config).name == home.split()[0]
+    for part in huggingface.table(model):
+        if part.how not in huggingface.GAINS:
+            again.setdefault(f"{part.ours}.weight", []).append(found.pop(f"{part.theirs}.weight"))
+    own = dict(model.named_parameters())
+    assert again.keys() == own.keys()
+    for name, rows in again.items():
+        assert torch.equal(torch.cat(rows), own[name][: 100 if name in ("embedding.weight", "head.weight") else None])
+    assert all(bool((gain == 1).all()) for gain in found.values())
+
+
+def test_the_card_has_the_figures_of_the_run(run, exported):
+    card = (exported / "README.md").read_text()
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    meta = open_checkpoint(run).meta
+    for line in (
+        "| data | text corpus.txt, fingerprint " + meta["data_fingerprint"][:12],
+        f"| tokenizer | characters, {meta['vocab_size']} tokens |",
+        "| trained on | 512 tokens, 2 steps |",
+        f"| validation loss | {last['val_loss']:.4f} nats a token, after 2 steps |",
+        f"| bits per byte | {last['val_bits_per_byte']:.4f} |",
+        f"| commit | {meta['provenance']['commit'] or 'unknown'} |",
+        "  window: 8",
+        "None is stated",
+    ):
+        assert line in card
+    assert str(run.parent) not in card  # paths of a machine are nobody's business
+
+
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"source": "embedded", "files": None}, "| data | embedded, fingerprint "),
+    ({"source": "hub", "files": None, "name": "a/b", "config": "c"}, "| data | hub a/b c, fingerprint "),
+])  # fmt: skip
+def test_the_card_names_other_data(changed, said, run):
+    checkpoint = open_checkpoint(run)
+    checkpoint.meta["settings"]["data"] |= changed
+    checkpoint.meta["settings"]["init_from"] = "runs/another"
+    card = export_hf.model_card("it", checkpoint, gpt(**SWIGLU))
+    assert said in card
+    assert "| trained on | 512 tokens, 2 steps, from the weights of an earlier run |" in card
+
+
+def test_figures_are_those_of_the_checkpoint_and_not_made_up(run, tmp_path):
+    checkpoint = open_checkpoint(run)
+    lines = [{"step": 1, "loss": 1.0, "tokens": 9, "val_loss": 7.0, "val_bits_per_byte": 8.0},
+             {"step": 5, "loss": 1.0, "tokens": 9, "val_loss": 1.0, "val_bits_per_byte": 1.0}]  # fmt: skip
+    (tmp_path / "checkpoints").mkdir()
+    checkpoint.path = tmp_path / "checkpoints" / "step_000002"
+    assert "not known" in export_hf.validation(checkpoint)["validation loss"]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert export_hf.validation(checkpoint) == {
+        "validation loss": "7.0000 nats a token, after 1 steps",
+        "bits per byte": "8.0000",
+    }
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "relu2"])
+@pytest.mark.parametrize(("changed", "remedy"), [
+    ({"qk_norm": True}, r"model.qk_norm=True with model.mlp=\w+ .* use model.mlp=swiglu or model.qk_norm=false"),
+    ({"window": 5}, r"model.window=5 with model.mlp=\w+ .* use model.mlp=swiglu or model.window=null"),
+    ({"window": 5, "qk_norm": True}, r"model.qk_norm=True with"),
+])  # fmt: skip
+def test_a_pair_without_a_home_is_refused_by_its_key(mlp, changed, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        huggingface.architecture(GPTConfig(mlp=mlp, **changed))
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_is_left(run, tmp_path, monkeypatch, capsys):
+    def refused(folder):
+        done = told("scripts.export_hf", [f"checkpoint={run}", f"folder={folder}"], monkeypatch, capsys)
+        assert done.code == 2
+        assert done.error.count("\n") == 1
+        return done.error
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    (tmp_path / "file").touch()
+    for name in ("full", "file"):
+        assert f"folder={tmp_path / name} exists and is not an empty folder; give another" in refused(tmp_path / name)
+    assert "folder= is not given; name a new folder" in refused("")
+    assert "file cannot be used (File exists)" in refused(tmp_path / "file" / "below")
+    with monkeypatch.context() as patch:
+        patch.setattr(export_hf, "write_weights", full_disk)
+        assert "No space left" in refused(tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
+
+
+def full_disk(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_folder_filled_meanwhile_is_left_alone(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "it").mkdir()
+    write = export_hf.write_weights
+
+    def write_while_another_does(*arguments, **options):
+        (tmp_path / "it" / "theirs").touch()
+        write(*arguments, **options)
+
+    monkeypatch.setattr(export_hf, "write_weights", write_while_another_does)
+    done = told("scripts.export_hf", [f"checkpoint={run}", f"folder={tmp_path / 'it'}"], monkeypatch, capsys)
+    assert done.code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+    assert [path.name for path in (tmp_path / "it").iterdir()] == ["theirs"]
+
+
+def test_an_empty_folder_is_taken_and_one_behind_a_link(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    export_hf.main.__wrapped__(export_hf.ExportSettings(str(run), str(tmp_path / "link")), Path("."))
+    assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == FILES
+    assert (tmp_path / "link").is_symlink()
+
+
+# --- the tokenizer
+
+
+def read_by_hand(contents: dict, piece: str) -> list[int]:
+    """Ids of a piece of text by the definition of byte-pair encoding: the earliest merge of the list goes first."""
+    order = {tuple(merge.split(" ")): rank for rank, merge in enumerate(contents["model"]["merges"])}
+    parts = [LETTERS[byte] for byte in piece.encode()]
+    while found := [pair for pair in pairwise(parts) if pair in order]:
+        pair = min(found, key=order.__getitem__)
+        first = list(pairwise(parts)).index(pair)
+        parts[first : first + 2] = ["".join(pair)]
+    return [contents["model"]["vocab"][part] for part in parts]
+
+
+def test_merges_are_recovered_from_ranks():
+    encoding = small_bpe()
+    contents = tokenizer_json(encoding)
+    assert len(contents["model"]["merges"]) == 100
+    assert [(token["id"], token["content"], token["special"]) for token in contents["added_tokens"]] == [
+        (encoding.eot_token, END_OF_TEXT, True)
+    ]
+    multiple = 0
+    for piece in cut(CORPUS[:300] + TEXT + " lllllll thethethe 漢漢漢 ïïï"):
+        ids = encoding.encode_ordinary(piece)
+        multiple += len(ids) < len(piece.encode())
+        assert read_by_hand(contents, piece) == ids
+    assert multiple > 30
+    # where two ways lead to a token, it is the one by which its bytes are merged
+    ranks = {b"a": 0, b"b": 1, b"c": 2, b"bc": 3, b"ab": 4, b"abc": 5}
+    assert merges_of(ranks) == [(b"b", b"c"), (b"a", b"b"), (b"a", b"bc")]
+
+
+def test_gpt2s_merges(gpt2):
+    contents = tokenizer_json(gpt2)
+    assert contents["model"]["merges"][:3] == ["Ġ t", "Ġ a", "h e"]  # as in GPT-2's merges.txt
+    assert (len(contents["model"]["merges"]), len(contents["model"]["vocab"])) == (50_000, 50_257)
+    for piece in (" understanding", "Straßenbahn", " 漢字"):
+        assert read_by_hand(contents, piece) == gpt2.encode_ordinary(piece)
+
+
+def tokenizers_of(alphabet: str) -> list[tiktoken.Encoding]:
+    return [build_tokenizer("bytes"), build_tokenizer("characters", alphabet), small_bpe()]
+
+
+TEXTS = [TEXT, "", " ", f"one{END_OF_TEXT}two{END_OF_TEXT}{END_OF_TEXT} three ", "ab" * 300, CORPUS]
+ALPHABET = "".join(sorted(set("".join(TEXTS))))
+
+
+def check_same_ids(encoding: tiktoken.Encoding, theirs, texts=TEXTS) -> None:
+    for text in texts:
+        ids = encoding.encode(text, allowed_special="all")
+        assert theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == theirs.bos_token_id == encoding.eot_token
+    assert len(theirs) == encoding.n_vocab
+
+
+def opened_by_transformers(encoding, folder, home="LlamaForCausalLM"):
+    transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
+    export_hf.write_folder(folder, gpt(vocab_size=encoding.n_vocab, **HOMES[home]), encoding, "")
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("number", range(3))
+def test_transformers_gives_the_same_ids(number, home, tmp_path):
+    """Whatever tokenizer the class was published with."""
+    encoding = tokenizers_of(ALPHABET)[number]
+    theirs = opened_by_transformers(encoding, tmp_path / "it", home)
+    check_same_ids(encoding, theirs)
+    if encoding.name == "characters":
+        with pytest.raises(Exception, match="WordLevel"):  # the library has no other class for it
+            theirs("Ж")
+
+
+def test_transformers_gives_gpt2s_ids(gpt2, tmp_path):
+    theirs = opened_by_transformers(gpt2, tmp_path / "it")
+    points = [*range(0x20), *range(0x7F, 0xA1), *range(0x2000, 0x2070), 0x3000, 0xFEFF, 0x1F600]
+    blanks = "".join(f"a{chr(point)}{chr(point)} b{chr(point)}'s9" for point in points)
+    check_same_ids(gpt2, theirs, [*TEXTS, blanks])
+
+
+# --- the model, as transformers opens it
+
+
+def opened(folder, model, encoding=None):
+    transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
+    if encoding is not None:
+        export_hf.write_folder(folder, model, encoding, "")
+    found, said = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(said.values()), said  # neither missing nor unexpected
+    return found
+
+
+def check_same_model(model: GPT, theirs, vocab_size: int) -> None:
+    assert theirs.dtype == torch.float32
+    assert type(theirs).__name__ == huggingface.architecture(model.config).name
+    prompts = torch.randint(vocab_size - 1, (2, N), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours = model(prompts)
+        assert ours.abs().max() > 0.5
+        torch.testing.assert_close(theirs(prompts).logits, ours, atol=1e-4, rtol=0)
+    drawn = [[], []]
+    for step in generate(model, prompts.tolist(), max_new_tokens=20, temperature=0.0, stop_token=vocab_size - 1):
+        for row, token in step:
+            drawn[row].append(token)
+    found = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=20, do_sample=False)
+    for row, tokens in zip(drawn, found[:, N:].tolist(), strict=True):
+        assert row == tokens[: len(row)]
+        assert len(row) == 20 or row[-1] == vocab_size - 1
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_transformers_computes_the_same(home, tied, kv_heads, tmp_path):
+    model = gpt(vocab_size=257, tie_embeddings=tied, num_kv_heads=kv_heads, **HOMES[home])
+    check_same_model(model, opened(tmp_path / "it", model, build_tokenizer("bytes")), 257)
+
+
+def test_a_trained_run_in_transformers(run, exported):
+    transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
+    model, encoding = export_hf.trained(open_checkpoint(run), "cpu", torch.float32, attention="naive")
+    check_same_model(model, opened(exported, model), encoding.n_vocab)
+    theirs = transformers.AutoTokenizer.from_pretrained(exported)
+    text = "quick brown fox"
+    assert theirs(text)["input_ids"] == encoding.encode_ordinary(text)
+    assert theirs.decode(theirs(text)["input_ids"]) == text

@@ -1,0 +1,53 @@
+"""The network and the tokenizer that a checkpoint holds, for programs that use what was trained."""
+
+from dataclasses import fields
+from typing import get_type_hints
+
+import tiktoken
+import torch
+
+from data import tokenizer_from_state
+from model import GPT, GPTConfig, resolve_model
+from training.checkpoint import META, Checkpoint
+
+# of a checkpoint's description
+NEEDED = {
+    "settings": {"model": {}, "data": {"seq_len": int}},
+    "tokenizer": {"name": str, "alphabet": str},
+    "vocab_size": int,
+}
+
+
+def trained(
+    checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype, *, attention: str
+) -> tuple[GPT, tiktoken.Encoding]:
+    """The GPT of `checkpoint` with its weights on `device`, and its tokenizer.
+
+    Args:
+        dtype: what attention will run in.
+        attention: takes the place of the run's own; all else is as it was trained.
+
+    Raises:
+        ValueError: the description is damaged or of another version, or that attention cannot run here.
+    """
+    checkpoint.refuse_without(NEEDED, checkpoint.meta, META)
+    tokenizer = tokenizer_from_state(checkpoint.meta["tokenizer"])
+    settings = checkpoint.meta["settings"]
+    unknown = settings["model"].keys() - {field.name for field in fields(GPTConfig)}
+    if unknown:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} has model.{min(unknown)}, which this version does not know; "
+            f"use the commit that wrote it ({(checkpoint.meta.get('provenance') or {}).get('commit')})"
+        )
+    kinds = get_type_hints(GPTConfig)
+    expected = {"settings": {"model": {key: kinds[key] for key in settings["model"]}}}
+    checkpoint.refuse_without(expected, checkpoint.meta, META)
+    if tokenizer.n_vocab != checkpoint.meta["vocab_size"]:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} has vocab_size={checkpoint.meta['vocab_size']}, its tokenizer "
+            f"{tokenizer.n_vocab}; use another checkpoint"
+        )
+    config, *_ = resolve_model(GPTConfig(**settings["model"] | {"attention": attention}), device, dtype)
+    model = GPT(config, checkpoint.meta["vocab_size"], settings["data"]["seq_len"], device=device)
+    checkpoint.load_weights(model)
+    return model, tokenizer
