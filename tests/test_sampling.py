@@ -403,8 +403,6 @@ class TestOnTheGpu:
                 steps.append(model(steps[-1][:, None], kv_cache=cache)[:, 0].argmax(-1))
         by_hand = torch.stack(steps, 1).tolist()
         assert self.explain(model, prompts, by_hand) < allowed
-        same = [sum(a == b for a, b in zip(batched, x, strict=False)) for x in (others[::-1], by_hand)]
-        assert min(same) >= self.PROMPTS / 2, same  # most texts meet no such place
 
     def test_a_step_copies_its_tokens_to_the_host_and_nothing_else(self, model, prompts):
         options = {"max_new_tokens": 40, "temperature": 0.8, "top_k": 50}

@@ -195,7 +195,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
             f"Growing: {'PASS' if passes else 'FAIL'}. Past {GROWING_FROM_MIB} MiB of K and V the share of the "
             f"bandwidth is never below {least:.2f} of its best so far; {GROWING_KEEPS} is asked."
         )
-        draw_growing(growing, run_dir / "decode_growing.png", said[-1])
+        draw_growing(growing, run_dir / "decode_growing.png", said[-1].replace(" of its best", "\nof its best"))
     report.finish(table(report.rows, NAMES, FIGURES, "attention over a cache", "\n\n".join(said)), last=last)
 
 
