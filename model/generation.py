@@ -145,7 +145,9 @@ class Generation:
         self.sample = torch.zeros_like(self.tokens)  # which of its prompt's a row is
         self.drawn = torch.zeros_like(self.tokens)  # tokens of a row's text
         self.on_cuda = self.device.type == "cuda"
-        self.step: Callable[[], None] | None = None
+        # other attentions ask the host for lengths
+        self.takes_graph = self.on_cuda and model.config.attention == "flash"
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, sequences: list[Continued]) -> Iterator[Drawn]:
         """Continue the sequences until all have ended."""
@@ -205,12 +207,13 @@ class Generation:
     @torch.no_grad()
     def _launch(self, rows: list[int]) -> Step:
         """One more token of each row in use."""
-        if self.step is None:
-            # other attentions ask the host for lengths
-            graph = self.on_cuda and self.model.config.attention == "flash"
-            self.step = self._captured() if graph else self._step
+        if self.takes_graph and self.graph is None:
+            self.graph = self._captured()
         self.cache.extend(rows, 1)
-        self.step()
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
         return self._send(self.tokens, list(self.sequence_of))
 
     def _step(self) -> None:
@@ -219,7 +222,7 @@ class Generation:
         self.tokens.copy_(self._draw(logits, self.sample, self.drawn))
         self.drawn += 1
 
-    def _captured(self) -> Callable[[], None]:
+    def _captured(self) -> torch.cuda.CUDAGraph:
         """The step as a CUDA graph, after it has run once without rows, so that all is compiled."""
         state = (self.cache.lengths, self.tokens, self.drawn)
         before = [x.clone() for x in state]
@@ -236,7 +239,7 @@ class Generation:
         torch.cuda.current_stream().wait_stream(stream)
         for x, value in zip(state, before, strict=True):
             x.copy_(value)
-        return graph.replay
+        return graph
 
     def _logits(self, tokens: Tensor, cache: KVCache | Prompts) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):  # the weights have its dtype
