@@ -4,6 +4,7 @@ In every picture of runs a colour is a run; a thin pale line is its training los
 loss. What is read may be a run that is under way or was killed: half a last line is left out.
 """
 
+import gc
 import json
 import logging
 import time
@@ -133,6 +134,7 @@ class LossPicture:
         began = time.perf_counter()
         try:
             draw_run(read_run(self.path.parent), self.path)
+            gc.collect()  # a figure is a cycle that holds megabytes of pixels, and the collector counts objects
         except (OSError, ValueError) as error:
             if not self._failed:
                 self._say(f"not drawn: {self.path}: {error}; the run goes on")
