@@ -105,10 +105,10 @@ class KVCache:
         if attend is flash and q.size(2) <= MAX_QUERIES:
             if self.workspace is None:
                 self.workspace = kvcache_workspace(q.size(0), q.size(1), q.device)
-            named = dict(zip(("k_scale", "v_scale"), (x[layer] for x in self.scales), strict=False))
+            (keys, k_scale), (values, v_scale) = self._of(layer)
             o = flash_attention_with_kvcache(
-                q, self.keys[layer], self.values[layer], k, v, cache_seqlens=self.lengths,
-                block_table=self.block_table, window=window, workspace=self.workspace, **named,
+                q, keys, values, k, v, cache_seqlens=self.lengths, block_table=self.block_table, window=window,
+                k_scale=k_scale, v_scale=v_scale, workspace=self.workspace,
             )  # fmt: skip
         else:
             o = torch.zeros_like(q)
@@ -138,15 +138,17 @@ class KVCache:
 
     def store(self, layer: int, places: tuple, k: Tensor, v: Tensor) -> None:
         """Write k, v (Hkv, N, D) to the places of N tokens."""
-        for kind, (new, stored) in enumerate(((k, self.keys), (v, self.values))):
-            write_kvcache(stored[layer], self.scales[kind][layer] if self.scales else None, places, new)
+        for new, (stored, scale) in zip((k, v), self._of(layer), strict=True):
+            write_kvcache(stored, scale, places, new)
 
     def read(self, layer: int, places: tuple, dtype: torch.dtype) -> list[Tensor]:
         """Keys and values (1, Hkv, N, D) of the places of N tokens, in `dtype`."""
-        return [
-            read_kvcache(stored[layer], self.scales[kind][layer] if self.scales else None, places).to(dtype)
-            for kind, stored in enumerate((self.keys, self.values))
-        ]
+        return [read_kvcache(stored, scale, places).to(dtype) for stored, scale in self._of(layer)]
+
+    def _of(self, layer: int) -> list[tuple[Tensor, Tensor | None]]:
+        """Keys and their scales, values and theirs; a scale is None where the cache has 16 or 32 bits."""
+        scales = [scale[layer] for scale in self.scales] or [None, None]
+        return [(self.keys[layer], scales[0]), (self.values[layer], scales[1])]
 
     def _check_in_use(self, row: int) -> None:
         if self.length_of[row] == ABSENT:
