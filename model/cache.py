@@ -8,7 +8,7 @@ the same call can be a CUDA graph. Keys are stored after RoPE: positions never c
 import torch
 from torch import Tensor
 
-from kernels import flash_attention_with_kvcache, kvcache_workspace, read_kvcache, write_kvcache
+from kernels import flash_attention_with_kvcache, kvcache_workspace, place_documents, read_kvcache, write_kvcache
 from model.attention import ALL, AttentionFunction, Documents, flash
 from model.config import GPTConfig
 
@@ -271,8 +271,9 @@ class Prompts:
         self.lengths = counts.int().to(device)
         ends = counts.cumsum(0)
         self.last = (ends - 1).to(device)  # (rows,) int64: each row's last token among all
-        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int().to(device)
-        self.documents = Documents(cu_seqlens, max(self.counts))
+        longest = max(self.counts)
+        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int()
+        self.documents = Documents(place_documents(cu_seqlens, longest, device), longest)
         self.places = cache.places(self.rows.repeat_interleave(counts.to(device)), self._positions)
 
     def positions(self, num_tokens: int) -> Tensor:
@@ -284,7 +285,11 @@ class Prompts:
     ) -> Tensor:
         """Store k, v (1, Hkv, tokens, D), and attend within each row: (1, Hq, tokens, D)."""
         self.cache.store(layer, self.places, k[0], v[0])
-        if attend is flash and len(self.counts) > 1:
+        if len(set(self.counts)) == 1:  # a batch: dense kernels are faster
+            q, k, v = (x[0].unflatten(1, (len(self.counts), -1)).transpose(0, 1) for x in (q, k, v))
+            o = attend(q, k, v, causal=True, window=window)  # (rows, Hq, N, D)
+            return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+        if attend is flash:
             return attend(q, k, v, causal=True, window=window, documents=self.documents)
         each = zip(*(x.split(self.counts, dim=2) for x in (q, k, v)), strict=True)
         return torch.cat([attend(*row, causal=True, window=window) for row in each], dim=2)
