@@ -95,6 +95,7 @@ class Run:
     model: GPTConfig  # its attention and loss are names of what will run
     attention_reason: str  # why this attention, in a sentence
     loss_reason: str
+    optimizer_line: str  # what the optimizer is, and why
     vocab_size: int
     seq_len: int  # tokens
     micro_batch: int  # sequences of one forward and backward
@@ -123,6 +124,7 @@ class Run:
             f"hardware   {self.hardware.description}",
             f"attention  {self.model.attention} ({self.attention_reason})",
             f"loss       {self.model.loss} ({self.loss_reason})",
+            f"optimizer  {self.optimizer_line}",
             f"model      {model.num_parameters():,} parameters, {self.model.num_layers} layers, "
             f"{self.seq_len:,} tokens of context",
             f"data       {len(dataset.train):,} training tokens, {len(dataset.validation):,} validation tokens; "
@@ -179,9 +181,12 @@ def resolve(
             value, the limit and a remedy in one line.
     """
     hardware = hardware or set_up(settings.hardware)
+    asked = asdict(settings)
+    optim, optimizer_line = settings.optim.resolved(hardware.device)
+    settings = replace(settings, optim=optim)
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
-    asked, text = asdict(settings), {}
+    text = {}
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)
         vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)
@@ -206,6 +211,7 @@ def resolve(
         model=model,
         attention_reason=reasons[0],
         loss_reason=reasons[1],
+        optimizer_line=optimizer_line,
         vocab_size=vocab_size,
         seq_len=settings.data.seq_len,
         micro_batch=plan.micro_batch,
