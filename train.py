@@ -32,6 +32,7 @@ from model.attention import AttentionFunction
 from training import resume
 from training.comparison import show_sweep
 from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
+from training.graph import StepGraphs
 from training.lock import locked
 from training.log import RunLog, provenance, step_record, write_description
 from training.memory import advice_when_out_of_memory
@@ -42,7 +43,7 @@ from training.random_states import seed_everything
 from training.run import Run, resolve
 from training.saver import Saver
 from training.speed import Speed
-from training.step import Step, training_step
+from training.step import Step, step_graphs, training_step
 from training.stop import StopRequest
 
 OnStep = Callable[[Step], None]
@@ -113,9 +114,14 @@ def run(
         config.on_nonfinite, run_dir, model, forward, optimizer, hardware, check, saver, description, log.say
     )
 
-    def run_step(forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    graphs = step_graphs(forward, optimizer, hardware, config.batch_tokens) if chosen.graphs else None
+
+    def run_step(
+        forward: Callable[..., torch.Tensor], batch: Batch, graphs: StepGraphs | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
-        return training_step(forward, optimizer, inputs, targets, chosen.micro_batch, hardware, starts)
+        sizes = inputs, targets, chosen.micro_batch
+        return training_step(forward, optimizer, *sizes, hardware, starts, graphs=graphs)
 
     def seconds() -> float:
         """Time spent on this run, by the processes before this one too."""
@@ -152,7 +158,7 @@ def run(
         while step < config.steps:
             optimizer.set_lr_factor(lr_factor(step, config.steps, settings.optim))
             batch = next(prefetcher)
-            loss, grad_norm = run_step(forward, batch)
+            loss, grad_norm = run_step(forward, batch, graphs)
             step += 1
             on_step(Step(step, batch, loss, grad_norm, optimizer))
 

@@ -17,6 +17,7 @@ class HardwareConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16: the autocast format; weights and optimizer stay float32
     tf32: bool = True  # tensor cores for float32 matrix products on CUDA; false: full float32
     compile: bool | None = None  # torch.compile; null: on CUDA only
+    cuda_graphs: bool | None = None  # launch the training step as CUDA graphs; null: where memory is ample
     num_threads: int | None = None  # CPU threads of PyTorch; null: PyTorch's own choice
 
     def __post_init__(self) -> None:
@@ -36,6 +37,7 @@ class Hardware:
     dtype: torch.dtype  # of the forward pass's matrix products
     compile: bool
     description: str
+    graphs: bool | None = False  # whether the training step is CUDA graphs; None: if memory is ample
 
     def autocast(self) -> AbstractContextManager:
         if self.dtype == torch.float32:
@@ -66,6 +68,8 @@ def set_up(config: HardwareConfig) -> Hardware:
         raise ValueError(
             f"hardware.device={config.device} but there are {torch.cuda.device_count()} of them; use cuda:0"
         )
+    if config.cuda_graphs and device.type != "cuda":
+        raise ValueError(f"hardware.cuda_graphs=true but hardware.device is {device.type}; leave it out")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
 
@@ -103,4 +107,5 @@ def set_up(config: HardwareConfig) -> Hardware:
     if device.type == "cuda":
         words.append("TF32 on" if config.tf32 else "TF32 off")
     words.append("compiled" if compiled else "eager")
-    return Hardware(device, dtype, compiled, ", ".join(words))
+    graphs = config.cuda_graphs if device.type == "cuda" else False
+    return Hardware(device, dtype, compiled, ", ".join(words), graphs)

@@ -101,6 +101,8 @@ class Run:
     micro_batch: int  # sequences of one forward and backward
     sequences_per_step: int
     plan: Plan  # of memory
+    graphs: bool  # whether the step is CUDA graphs
+    graphs_reason: str
     settings: dict[str, Any] = field(repr=False)  # all of the configuration as plain values, with the choices filled in
     left_open: dict[str, Any]  # dotted key -> what the configuration said where `settings` has a choice
     dataset: Dataset | None = None
@@ -133,6 +135,8 @@ class Run:
         if (warmup := optim.warmup_within(steps)) != optim.warmup_steps:
             asked = f"optim.warmup_steps={optim.warmup_steps}"
             lines.append(f"warm-up    {warmup} steps, as train.steps={steps} has no room for {asked}")
+        if self.hardware.device.type == "cuda":
+            lines.append(f"graphs     {'on' if self.graphs else 'off'} ({self.graphs_reason})")
         if self.settings["resume"] == "auto" and not self.resumed:
             lines.append(f"resumed    nothing: no run in {run_dir.parent} has a checkpoint yet; this is a new one")
         if self.initial:
@@ -205,6 +209,7 @@ def resolve(
         text |= {"resumed": resumed, "initial": initial}
     plan = memory.plan(settings, model, hardware, vocab_size)
     chosen = asdict(replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch)))
+    graphs = resolve_graphs(hardware, plan, document_mask)
     before, now = flat(asked), flat(chosen)
     return Run(
         hardware=hardware,
@@ -217,7 +222,21 @@ def resolve(
         micro_batch=plan.micro_batch,
         sequences_per_step=settings.sequences_per_step,
         plan=plan,
+        graphs=graphs[0],
+        graphs_reason=graphs[1],
         settings=chosen,
         left_open={key: value for key, value in before.items() if value != now[key]},
         **text,
     )
+
+
+def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple[bool, str]:
+    """Whether a run's step is to be graphs, and why."""
+    if hardware.graphs is not None:
+        return hardware.graphs, "as configured"
+    if document_mask:
+        return False, "documents differ in number from step to step"
+    # graphs keep what a micro-batch needs, and evaluations and samples then need theirs beside it
+    if plan.free is not None and plan.peak > plan.free / 2:
+        return False, "the forecast is more than half of the memory; hardware.cuda_graphs=true tries all the same"
+    return True, "forward and backward, and the optimizer"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from data import Batch
 from kernels import place_documents
+from training.graph import StepGraphs
 from training.hardware import Hardware
 from training.optimizer import Optimizer
 from training.profile import region
@@ -33,26 +35,52 @@ def training_step(
     hardware: Hardware,
     starts: Tensor | None = None,
     region: Callable[[str], AbstractContextManager] = region,
+    graphs: StepGraphs | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over (sequences, seq_len) tokens, `micro_batch` sequences at a time.
 
     `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
     the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
-    CPU. `region` names the parts of the step for whoever watches. Returns the mean loss (nats a token) and the
+    CPU. `region` names the parts of the step for whoever watches. `graphs` are of the same network, optimizer and
+    sizes; with documents, whose number changes, they are not used. Returns the mean loss (nats a token) and the
     gradient norm, both still on the device.
     """
+    if starts is not None:
+        graphs = None
+    compute = graphs.compute if graphs else partial(compute_gradients, forward, optimizer, hardware, targets.numel())
     step_loss = torch.zeros((), device=hardware.device)
     for start in range(0, len(inputs), micro_batch):
         part = slice(start, start + micro_batch)
         documents = packed_rows(starts, start, *inputs[part].shape, hardware.device)
-        with region("forward"), hardware.autocast():
-            loss = forward(inputs[part], targets[part], **documents) / targets.numel()
-        with region("backward"):
-            optimizer.scaled(loss).backward()
-        step_loss += loss.detach()
+        step_loss += compute(inputs[part], targets[part], **documents, region=region)
     with region("optimizer"):
-        grad_norm = optimizer.step(step_loss)
+        grad_norm = graphs.update(step_loss) if graphs else optimizer.step(step_loss)
     return step_loss, grad_norm
+
+
+def compute_gradients(
+    forward: Callable[..., Tensor],
+    optimizer: Optimizer,
+    hardware: Hardware,
+    batch_tokens: int,
+    inputs: Tensor,
+    targets: Tensor,
+    region: Callable[[str], AbstractContextManager] = region,
+    **documents: Tensor,
+) -> Tensor:
+    """Forward and backward of a micro-batch, whose part of the step's mean loss it returns."""
+    with region("forward"), hardware.autocast():
+        loss = forward(inputs, targets, **documents) / batch_tokens
+    with region("backward"):
+        optimizer.scaled(loss).backward()
+    return loss.detach()
+
+
+def step_graphs(
+    forward: Callable[..., Tensor], optimizer: Optimizer, hardware: Hardware, batch_tokens: int
+) -> StepGraphs:
+    """`training_step` of so many tokens as CUDA graphs."""
+    return StepGraphs(partial(compute_gradients, forward, optimizer, hardware, batch_tokens), optimizer)
 
 
 def packed_rows(
