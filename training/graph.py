@@ -33,7 +33,7 @@ class Captured:
     def __call__(self, *arguments: Tensor) -> Tensor:
         if not self._arguments:
             self._arguments = [x.clone() for x in arguments]
-            return self._function(*arguments)
+            return self._function(*self._arguments)
         for place, x in zip(self._arguments, arguments, strict=True):
             place.copy_(x)
         if self.graph is None:
