@@ -111,13 +111,13 @@ def test_it_is_pytorchs_muon_but_for_the_quintics(monkeypatch):
     rest = torch.optim.AdamW([peer.embedding.weight], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(4):
         tokens = torch.randint(11, (64,), generator=torch.Generator().manual_seed(step))
-        peer(tokens).backward()
+        (peer(tokens) * (-1) ** step).backward()  # or Nesterov's look ahead is none
         for part in (theirs, rest):
             part.step()
             part.zero_grad()
-        take_step(net, optimizer, seed=step)
+        take_step(net, optimizer, (-1) ** step, seed=step)
     for ours, p, before in zip(net.parameters(), peer.parameters(), start, strict=True):
-        assert (ours - p).norm() < 0.1 * (p - before).norm()
+        assert (ours - p).norm() < 0.2 * (p - before).norm()
     other = built()[1]
     other.load_state_dict({"optimizer": [rest.state_dict(), theirs.state_dict()]})
     for p, q in zip(matrices, other.parts[1].param_groups[0]["params"], strict=True):

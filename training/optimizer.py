@@ -239,7 +239,7 @@ def _refuse_other_moments(part: torch.optim.Optimizer, saved: Any) -> None:
         raise ValueError(f"optimizer without moments by parameter: {type(saved).__name__}")
     if moments and moments.keys() != set(range(len(parameters))):
         raise ValueError(f"moments of {len(moments)} parameters, expected {len(parameters)}")
-    kinds = MOMENTS[type(part)]
+    kinds, places = MOMENTS[type(part)], set()
     for index, values in moments.items():
         if not isinstance(values, dict) or values.keys() != kinds.keys():
             found = ", ".join(map(str, values)) if isinstance(values, dict) else type(values).__name__
@@ -247,6 +247,9 @@ def _refuse_other_moments(part: torch.optim.Optimizer, saved: Any) -> None:
         for key, value in values.items():
             like = torch.zeros(()) if key == "step" else parameters[index]
             _refuse_other_tensor(f"{key} of parameter {index}", value, like, below_zero=kinds[key])
+            places.add(value.data_ptr())
+    if len(places) < len(moments) * len(kinds):
+        raise ValueError("moments that share their memory")
 
 
 def _refuse_other_tensor(name: str, value: Any, like: Tensor, *, below_zero: bool) -> None:
