@@ -17,6 +17,7 @@ from training.evaluate import prompt_of
 from training.hardware import Hardware, set_up
 from training.memory import Plan
 from training.numbers import POLICIES
+from training.parallel import ALONE, World
 from training.profile import refuse_too_few
 from training.speed import slow_on_a_cpu
 from training.wandb_run import wandb_mode
@@ -99,7 +100,7 @@ class Run:
     vocab_size: int
     seq_len: int  # tokens
     micro_batch: int  # sequences of one forward and backward
-    sequences_per_step: int
+    sequences_per_step: int  # of this process
     plan: Plan  # of memory
     graphs: bool  # whether the step is CUDA graphs
     graphs_reason: str
@@ -170,6 +171,7 @@ def resolve(
     vocab_size: int | None = None,
     hardware: Hardware | None = None,
     report: Callable[[str], None] = print,
+    world: World = ALONE,
 ) -> Run:
     """Make every choice that `settings` leaves open; `settings` itself stays as it is.
 
@@ -179,15 +181,19 @@ def resolve(
         vocab_size: for a program that trains on random tokens: no text is opened and no checkpoint looked for.
         hardware: for a program that plans for a machine elsewhere; None: what settings.hardware is here.
         report: told of text that is being prepared and of checkpoints that are passed over.
+        world: the processes of the run; the first one prepares text and chooses, the others then do the same.
 
     Raises:
         ValueError: whatever cannot be: hardware, attention, text, prompt, checkpoint, profile, wandb, memory; the
             value, the limit and a remedy in one line.
     """
-    hardware = hardware or set_up(settings.hardware)
+    hardware = hardware or set_up(settings.hardware, world)
+    if not world.is_first:
+        settings = _as_the_first_chose(settings, **world.exchange(None)[0])
     asked = asdict(settings)
     optim, optimizer_line = settings.optim.resolved(hardware.device)
     settings = replace(settings, optim=optim)
+    share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
     text = {}
@@ -207,7 +213,10 @@ def resolve(
         wandb = wandb_mode(settings.logger)
         text = {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "wandb": wandb}
         text |= {"resumed": resumed, "initial": initial}
-    plan = memory.plan(settings, model, hardware, vocab_size)
+    plan = memory.plan(settings, model, hardware, vocab_size, share)
+    if world.is_first:
+        resumed_path = str(text["resumed"].path) if text.get("resumed") else None
+        world.exchange({"micro_batch": plan.micro_batch, "resume": resumed_path})
     chosen = asdict(replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch)))
     graphs = resolve_graphs(hardware, plan, document_mask)
     before, now = flat(asked), flat(chosen)
@@ -220,7 +229,7 @@ def resolve(
         vocab_size=vocab_size,
         seq_len=settings.data.seq_len,
         micro_batch=plan.micro_batch,
-        sequences_per_step=settings.sequences_per_step,
+        sequences_per_step=share,
         plan=plan,
         graphs=graphs[0],
         graphs_reason=graphs[1],
@@ -240,3 +249,8 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
     if plan.free is not None and plan.peak > plan.free / 2:
         return False, "the forecast is more than half of the memory; hardware.cuda_graphs=true tries all the same"
     return True, "forward and backward, and the optimizer"
+
+
+def _as_the_first_chose(settings: Any, micro_batch: int, resume: str | None) -> Any:
+    """`settings` with what the first process found for what they leave open."""
+    return replace(settings, resume=resume, train=replace(settings.train, micro_batch=micro_batch))
