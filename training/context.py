@@ -1,0 +1,129 @@
+"""Rows of tokens that several processes share: which are whose, and a model that sees only its part of them.
+
+How attention exchanges what a part lacks is in model/context.py.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from kernels import place_documents, why_not
+from model import GPT, GPTConfig, attend_with
+from model.attention import Documents, Part
+from model.context import WAYS, documents_of_chunks, part_of
+from model.gpt import positions_in
+
+METHODS = ("auto", *WAYS)
+
+
+class Context:
+    """What one of the W processes that share each row does with it.
+
+    Args:
+        group: those processes.
+        method: heads, gather or ring.
+        seq_len: N, tokens of a row.
+        device: the model's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, method: str, seq_len: int, device: torch.device) -> None:
+        self.group, self.method, self.seq_len = group, method, seq_len
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.positions = self.part(torch.arange(seq_len)[None])[0].to(device)
+
+    def part(self, x: Tensor) -> Tensor:
+        """This process's tokens of x (B, N)."""
+        return part_of(x, self.rank, self.world, self.method)
+
+    @contextmanager
+    def attention(self, model: GPT) -> Iterator[None]:
+        """Within it `model` attends over the parts; backward belongs into it, as blocks may be recomputed there."""
+        with attend_with(model, lambda layer, named: partial(WAYS[self.method], named, group=self.group)):
+            yield
+
+    def over(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`forward(inputs, targets, cu_seqlens)` of whole rows: it takes this process's part of them.
+
+        `forward` is the model's or a compiled model's. With autograd on the loss is that of this part, without it the
+        whole one, added up in the order of ranks.
+        """
+
+        def forward_part(inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+            loss = forward(self.part(inputs), self.part(targets), part=self._place(cu_seqlens))
+            if torch.is_grad_enabled():
+                return loss
+            return collectives.wait_tensor(collectives.all_gather_tensor(loss[None], 0, self.group)).sum()
+
+        return forward_part
+
+    def _place(self, cu_seqlens: Tensor | None) -> Part:
+        if cu_seqlens is None:
+            return Part(self.positions, None)
+        positions = self.part(positions_in(cu_seqlens, self.seq_len)[None])[0]
+        if self.method == "heads":
+            return Part(positions, Documents(cu_seqlens, self.seq_len))
+        chunks = documents_of_chunks(cu_seqlens.cpu(), self.seq_len, self.rank, self.world)  # waits for the GPU, once
+        return Part(positions, tuple(Documents(self._placed(*chunk), chunk.max_seqlen) for chunk in chunks))
+
+    def _placed(self, cu_seqlens: tuple[Tensor, Tensor], max_seqlen: tuple[int, int]) -> tuple[Tensor, ...]:
+        device = self.positions.device
+        placed = [place_documents(x, bound, device) for x, bound in zip(cu_seqlens, max_seqlen, strict=True)]
+        for x in placed:
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        return tuple(placed)
+
+
+def resolve_method(
+    asked: str, world: int, model: GPTConfig, dtype: torch.dtype, seq_len: int, micro_batch: int, document_mask: bool
+) -> tuple[str, str]:
+    """The method that a run will use, and why, in a sentence.
+
+    Args:
+        asked: parallel.context_method.
+        world: parallel.context.
+        model: its attention is a resolved name.
+        dtype: what attention runs in.
+
+    Raises:
+        ValueError: what cannot be combined: the value, the limit and the remedy.
+    """
+    if asked not in METHODS:
+        raise ValueError(f"parallel.context_method={asked} is not one of {', '.join(METHODS)}")
+    method, reason = asked, "asked for by name"
+    if asked == "auto" and model.kv_heads % world == 0:
+        method, reason = "heads", f"auto: {world} divides the {model.kv_heads} KV heads"
+    elif asked == "auto":
+        method, reason = "gather", f"auto: {world} does not divide the {model.kv_heads} KV heads"
+    pieces = world if method == "heads" else 2 * world
+    if seq_len % pieces:
+        nearest = max(pieces, round(seq_len / pieces) * pieces)
+        raise ValueError(
+            f"data.seq_len={seq_len} cannot be cut into {pieces} equal pieces, as parallel.context={world} with "
+            f"parallel.context_method={method} does; use data.seq_len={nearest}"
+        )
+    if method == "heads" and model.kv_heads % world:
+        raise ValueError(
+            f"parallel.context_method=heads needs parallel.context={world} to divide the model's {model.kv_heads} KV "
+            "heads; use parallel.context_method=gather"
+        )
+    if document_mask and micro_batch > 1:
+        raise ValueError(
+            f"train.micro_batch={micro_batch} is more than one row, which data.document_mask with parallel.context="
+            f"{world} cannot share; use train.micro_batch=1"
+        )
+    beyond = {
+        "model.window": model.window is not None,
+        "data.document_mask": document_mask,
+        "model.attention_dropout": model.attention_dropout > 0,
+    }
+    if method == "ring":
+        for key in (key for key, used in beyond.items() if used):
+            raise ValueError(f"parallel.context_method=ring takes no {key}; use parallel.context_method=gather")
+        if obstacle := why_not(model.attention, dtype, ("lse",)):
+            raise ValueError(f"parallel.context_method=ring cannot run: {obstacle}")
+    return method, reason
