@@ -10,8 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
-
 import torch
 import torch._dynamo  # once, before the processes part
 import torch.distributed as dist
@@ -21,10 +19,13 @@ from kernels import place_documents
 from model import ATTENTION, GPT, GPTConfig
 from model.attention import Documents, flash, naive
 from model.context import WAYS, documents_of_chunks, part_of
-from tests import interpreter
 from training.context import Context
 
-interpreter.make_quick()
+if not torch.cuda.is_available():  # as tests/conftest.py does
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tests import interpreter
+
+    interpreter.make_quick()
 
 PROCESSES = 4
 STARTS = (0, 3, 4, 11, 12, 13, 19)  # of documents, in a row; some end within a chunk and some are one token
@@ -142,14 +143,46 @@ def model_case(
     return {name: float((got[name] - x).abs().max() / x.abs().max()) for name, x in want.items()}
 
 
+def gpu_case(
+    group: dist.ProcessGroup, method: str, *, packed: bool = False, compiled: bool = False, **options
+) -> float:
+    """bfloat16 through NCCL and our kernels: the largest error over what is allowed, twice one GPU's and a rounding."""
+    rank, world, tokens = dist.get_rank(group), dist.get_world_size(group), 1536
+    draw = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, tokens, heads, 64) for heads in (8, 4, 4, 8)]
+    qkv_do = [torch.randn(s, generator=draw, device="cuda").bfloat16().transpose(1, 2) for s in shapes]
+    options = {"causal": True, **options}
+    alone, shared = dict(options), dict(options)
+    if packed:
+        cu_seqlens = torch.tensor([0, 100, 101, 700, 900, tokens], dtype=torch.int32, device="cuda")
+        alone["documents"] = shared["documents"] = Documents(cu_seqlens, tokens)
+        if method == "gather":
+            shared["documents"] = documents_of_chunks(cu_seqlens, tokens, rank, world)
+    wide = [x.double() for x in qkv_do]
+    exact = gradients(partial(naive, **alone), wide[:3], wide[3], {})
+    single = gradients(partial(flash, **alone), qkv_do[:3], qkv_do[3], {})
+    way = partial(WAYS[method], flash, group=group, **shared)
+    parts = [part_of(x, rank, world, method, dim=2) for x in qkv_do]
+    got = gradients(torch.compile(way, fullgraph=True) if compiled else way, parts[:3], parts[3], {})
+    worst = 0.0
+    for name, x in exact.items():
+        allowed = 2 * (single[name] - x).abs().max() + torch.finfo(torch.bfloat16).eps * x.abs().max()
+        error = (got[name] - part_of(x, rank, world, method, dim=2)).abs().max()
+        worst = max(worst, float(error / allowed))
+    return worst
+
+
 Case = tuple[int, Callable, tuple, dict]  # processes, function, its arguments after the group
 
 
-def work(rank: int, folder: Path, cases: dict[str, Case]) -> None:
+def work(rank: int, folder: Path, cases: dict[str, Case], processes: int = PROCESSES, backend: str = "gloo") -> None:
     """All cases, one after the other; what came of each is written to the folder."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
-    groups = {size: dist.new_group(range(size)) for size in range(1, PROCESSES + 1)}
+    if backend == "nccl":
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+    groups = {size: dist.new_group(range(size)) for size in range(1, processes + 1)}
     found = {}
     for name, (size, function, arguments, options) in cases.items():
         if rank < size:

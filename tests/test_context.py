@@ -37,7 +37,8 @@ for method in ("heads", "gather"):
     CASES[f"{method} compiled, 2"] = (2, attention_case, (method, "naive"), {"compiled": True})
 ATTENTION_CASES = list(CASES)
 
-FLASH_CASES = [f"{method} of flash, 2" for method in ("heads", "gather", "ring")]
+# with a GPU there is no interpreter for the kernels on a CPU, and test_parts_of_two_gpus instead
+FLASH_CASES = [f"{method} of flash, 2" for method in ("heads", "gather", "ring") if not torch.cuda.is_available()]
 for name in FLASH_CASES:
     CASES[name] = (2, attention_case, (name.split()[0], "flash", torch.float32), {"chunk": 5})
 
@@ -78,6 +79,30 @@ def found(tmp_path_factory):
     mp.start_processes(context_worker.work, (folder, CASES), nprocs=PROCESSES, start_method="forkserver")
     each = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
     return {name: [results[name] for results in each if name in results] for name in CASES}
+
+
+GPU_CASES = {
+    f"{method} {name}": (2, context_worker.gpu_case, (method,), options)
+    for method in ("heads", "gather", "ring")
+    for name, options in {
+        "causal": {},
+        "full": {"causal": False},
+        "window": {"window": (200, -1)},
+        "documents": {"packed": True},
+        "compiled": {"compiled": True},
+    }.items()
+    if method != "ring" or name in ("causal", "full")
+}
+
+
+@pytest.mark.gpu
+def test_parts_of_two_gpus(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+    mp.start_processes(context_worker.work, (tmp_path, GPU_CASES, 2, "nccl"), nprocs=2, start_method="spawn")
+    for rank in range(2):
+        errors = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
+        assert all(error <= 1 for error in errors.values()), errors
 
 
 def worst(results: list[dict[str, float]]) -> dict[str, float]:
