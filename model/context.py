@@ -243,7 +243,7 @@ class _Ring(torch.autograd.Function):
             arriving = None if is_last else _pass_on(kv, group)
             block = attend(q[:, :, rows], *_heads_first(kv[:, cols]), causal=masked, return_lse=True, **options)
             if o is None:  # the rank's own keys, which all its queries see
-                o, lse = block[0].to(block[1].dtype), block[1]
+                o, lse = (x.to(block[1].dtype, copy=True) for x in block)  # selective checkpointing keeps what it saw
             else:
                 _merge(o[:, :, rows], lse[:, :, rows], *block)
             kv = None if is_last else collectives.wait_tensor(arriving)
