@@ -4,6 +4,7 @@
 scale=), the definition in float64 and our kernels in fewer bits.
 """
 
+import hashlib
 import os
 import pickle
 from collections.abc import Callable
@@ -19,7 +20,10 @@ from kernels import place_documents
 from model import ATTENTION, GPT, GPTConfig
 from model.attention import Documents, flash, naive
 from model.context import WAYS, documents_of_chunks, part_of
+from tests.runs import metrics, small_run
+from train import train
 from training.context import Context
+from training.parallel import ALONE, World
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # tests/conftest.py has set it
     from tests import interpreter  # imports Triton
@@ -135,10 +139,10 @@ def model_case(
 
     want = losses_and_gradients(model, lambda x: x)
     context = Context(group, method, tokens, torch.device("cpu"))
-    with context.attention(model):
-        got = losses_and_gradients(context.over(model), over_group)
+    with context.over(model, model) as over_parts:
+        got = losses_and_gradients(over_parts, over_group)
         if twice:
-            want = losses_and_gradients(context.over(model), over_group)
+            want = losses_and_gradients(over_parts, over_group)
     return {name: float((got[name] - x).abs().max() / x.abs().max()) for name, x in want.items()}
 
 
@@ -171,16 +175,36 @@ def gpu_case(
     return worst
 
 
+def training_case(group: dist.ProcessGroup, folder: Path, common: list[str], *runs: list[str]) -> list[dict] | None:
+    """The process 0 of a run of one process and then of `runs`: each logged line, and the weights' digest."""
+    store = dist.PrefixStore("training", dist.distributed_c10d._get_default_store())
+    folder.mkdir(exist_ok=True)
+    found = []
+    for number, overrides in enumerate([[], *runs]):
+        run_dir = folder / f"run_{number}"
+        rank, size = (dist.get_rank(group), dist.get_world_size(group)) if number else (0, 1)
+        if number or dist.get_rank(group) == 0:
+            world = World(rank, size, rank, dist.PrefixStore(run_dir.as_posix(), store), group) if number else ALONE
+            train(small_run(folder, *common, *overrides), run_dir, world=world)
+        if dist.get_rank(group) == 0:
+            weights = (run_dir / "checkpoints" / "last" / "model.safetensors").read_bytes()
+            found.append({"lines": metrics(run_dir), "weights": hashlib.sha256(weights).hexdigest()})
+    return found
+
+
 Case = tuple[int, Callable, tuple, dict]  # processes, function, its arguments after the group
 
 
-def work(rank: int, folder: Path, cases: dict[str, Case], processes: int = PROCESSES, backend: str = "gloo") -> None:
+def work(
+    rank: int, folder: Path, port: int, cases: dict[str, Case], processes: int = PROCESSES, backend: str = "gloo"
+) -> None:
     """All cases, one after the other; what came of each is written to the folder."""
     torch.set_num_threads(1)
     if backend == "nccl":
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+    store = dist.TCPStore("localhost", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=processes)
     groups = {size: dist.new_group(range(size)) for size in range(1, processes + 1)}
     found = {}
     for name, (size, function, arguments, options) in cases.items():

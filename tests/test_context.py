@@ -4,12 +4,14 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from model import GPTConfig
 from tests import context_worker
-from tests.context_worker import PROCESSES, attention_case, model_case, refusal_case
+from tests.context_worker import PROCESSES, attention_case, model_case, refusal_case, training_case
 from training.context import resolve_method
+from training.parallel import ParallelConfig
 
 EXACT = 1e-13  # float64, of the largest value
 KERNELS = 2e-6  # float32 through the kernels, beside the definition in one process, in float32 too
@@ -71,15 +73,27 @@ REFUSED = {
 for name, (method, given, _) in REFUSED.items():
     CASES[f"refused {name}"] = (PROCESSES, refusal_case, (method,), given)
 
+SHORT = ["train.steps=3", "train.log_every=1", "train.eval_every=2", "train.sample_tokens=4", "optim.warmup_steps=1"]
+RUNS = {  # what all have, and what those of four processes have beside it
+    "rows and tokens dealt": ([*SHORT, "train.micro_batch=2"], ["parallel.context=2"], ["parallel.context=2"]),
+    "documents": (
+        [*SHORT, "train.micro_batch=1", "data.document_mask=true", "model.attention=naive", "model.window=9"],
+        ["parallel.context=4", "model.activation_checkpointing=full"],
+    ),
+}
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What came of each case, in each of its processes; they are forked from a server that has imported PyTorch."""
     folder = tmp_path_factory.mktemp("context")
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     mp.get_context("forkserver").set_forkserver_preload(["tests.context_worker"])
-    mp.start_processes(context_worker.work, (folder, CASES), nprocs=PROCESSES, start_method="forkserver")
+    training = {name: (PROCESSES, training_case, (folder / name, *runs), {}) for name, runs in RUNS.items()}
+    arguments = folder, store.port, CASES | training
+    mp.start_processes(context_worker.work, arguments, nprocs=PROCESSES, start_method="forkserver")
     each = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
-    return {name: [results[name] for results in each if name in results] for name in CASES}
+    return {name: [results[name] for results in each if name in results] for name in CASES | RUNS}
 
 
 GPU_CASES = {
@@ -100,7 +114,9 @@ GPU_CASES = {
 def test_parts_of_two_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two NVIDIA GPUs")
-    mp.start_processes(context_worker.work, (tmp_path, GPU_CASES, 2, "nccl"), nprocs=2, start_method="spawn")
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    arguments = tmp_path, store.port, GPU_CASES, 2, "nccl"
+    mp.start_processes(context_worker.work, arguments, nprocs=2, start_method="spawn")
     for rank in range(2):
         errors = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
         assert all(error <= 1 for error in errors.values()), errors
@@ -135,6 +151,16 @@ def test_a_model_over_parts_of_its_rows(found, case):
     assert all(error <= most[name] for name, error in errors.items()), errors
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_shares_rows(found, name):
+    """Its losses, gradient norms and evaluations are one process's but for rounding; the same run has the same bits."""
+    alone, *shared = found[name][0]
+    for run in shared:
+        for line, expected in zip(run["lines"], alone["lines"], strict=True):
+            assert line == pytest.approx(expected, rel=1e-4)
+    assert all(run == shared[0] for run in shared)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_way_cannot_do_is_refused(found, name):
     for message in found[f"refused {name}"]:
@@ -143,7 +169,8 @@ def test_what_a_way_cannot_do_is_refused(found, name):
 
 def resolved(asked="auto", world=2, seq_len=16, micro_batch=1, document_mask=False, **model) -> tuple[str, str]:
     model = GPTConfig(**{"num_heads": 4, "n_embd": 64, "attention": "naive", **model})
-    return resolve_method(asked, world, model, torch.float32, seq_len, micro_batch, document_mask)
+    parallel = ParallelConfig(context=world, context_method=asked)
+    return resolve_method(parallel, model, torch.float32, seq_len, micro_batch, document_mask)
 
 
 def test_auto_takes_heads_where_it_can():

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 
 from kernels import place_documents, why_not
@@ -17,8 +17,7 @@ from model import GPT, GPTConfig, attend_with
 from model.attention import Documents, Part
 from model.context import WAYS, documents_of_chunks, part_of
 from model.gpt import positions_in
-
-METHODS = ("auto", *WAYS)
+from training.parallel import ParallelConfig, World
 
 
 class Context:
@@ -36,32 +35,26 @@ class Context:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.positions = self.part(torch.arange(seq_len)[None])[0].to(device)
 
+    @classmethod
+    def among(cls, world: World, method: str, seq_len: int, device: torch.device) -> "Context":
+        """Of this process with its neighbours in `world`."""
+        return cls(world.mesh(device, world.context).get_group("context"), method, seq_len, device)
+
     def part(self, x: Tensor) -> Tensor:
         """This process's tokens of x (B, N)."""
         return part_of(x, self.rank, self.world, self.method)
 
     @contextmanager
-    def attention(self, model: GPT) -> Iterator[None]:
-        """Within it `model` attends over the parts; backward belongs into it, as blocks may be recomputed there."""
-        with attend_with(model, lambda layer, named: partial(WAYS[self.method], named, group=self.group)):
-            yield
+    def over(self, model: GPT, forward: Callable[..., Tensor]) -> Iterator["OverParts"]:
+        """`forward`, which is `model` or what was compiled from it, over parts: it is called with whole rows.
 
-    def over(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`forward(inputs, targets, cu_seqlens)` of whole rows: it takes this process's part of them.
-
-        `forward` is the model's or a compiled model's. With autograd on the loss is that of this part, without it the
-        whole one, added up in the order of ranks.
+        Within it `model` attends over the parts. Backward belongs into it, as blocks may be recomputed there.
         """
+        with attend_with(model, lambda layer, named: partial(WAYS[self.method], named, group=self.group)):
+            yield OverParts(forward, self)
 
-        def forward_part(inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-            loss = forward(self.part(inputs), self.part(targets), part=self._place(cu_seqlens))
-            if torch.is_grad_enabled():
-                return loss
-            return collectives.wait_tensor(collectives.all_gather_tensor(loss[None], 0, self.group)).sum()
-
-        return forward_part
-
-    def _place(self, cu_seqlens: Tensor | None) -> Part:
+    def place(self, cu_seqlens: Tensor | None) -> Part:
+        """Where this process's tokens stand in rows whose documents begin at cu_seqlens."""
         if cu_seqlens is None:
             return Part(self.positions, None)
         positions = self.part(positions_in(cu_seqlens, self.seq_len)[None])[0]
@@ -78,22 +71,50 @@ class Context:
         return tuple(placed)
 
 
+class OverParts(nn.Module):
+    """A network of whole rows, computed from this process's part of them.
+
+    With autograd on, the loss is that of the part, and so are the gradients: whoever trains adds them over the
+    processes. Without it, it is that of the whole rows, added in the order of ranks.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor], context: Context) -> None:
+        super().__init__()
+        self.inner, self._context = forward, context
+        self.training = forward.training
+
+    def forward(self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        context = self._context
+        loss = self.inner(context.part(inputs), context.part(targets), part=context.place(cu_seqlens))
+        if torch.is_grad_enabled():
+            return loss
+        return collectives.wait_tensor(collectives.all_gather_tensor(loss[None], 0, context.group)).sum()
+
+
+@contextmanager
+def shared_rows(context: Context | None, model: GPT, forward: nn.Module, world: World) -> Iterator[nn.Module]:
+    """What computes whole rows: `forward`, or with the processes of `world` that share them, `Context.over` it."""
+    if context is None or world.context == 1:  # or this process diagnoses a step alone
+        yield forward
+        return
+    with context.over(model, forward) as over_parts, world.communicating():
+        yield over_parts
+
+
 def resolve_method(
-    asked: str, world: int, model: GPTConfig, dtype: torch.dtype, seq_len: int, micro_batch: int, document_mask: bool
+    parallel: ParallelConfig, model: GPTConfig, dtype: torch.dtype, seq_len: int, micro_batch: int, document_mask: bool
 ) -> tuple[str, str]:
     """The method that a run will use, and why, in a sentence.
 
     Args:
-        asked: parallel.context_method.
-        world: parallel.context.
+        parallel: how many processes share a row, and the method that was asked for.
         model: its attention is a resolved name.
         dtype: what attention runs in.
 
     Raises:
         ValueError: what cannot be combined: the value, the limit and the remedy.
     """
-    if asked not in METHODS:
-        raise ValueError(f"parallel.context_method={asked} is not one of {', '.join(METHODS)}")
+    world, asked = parallel.context, parallel.context_method
     method, reason = asked, "asked for by name"
     if asked == "auto" and model.kv_heads % world == 0:
         method, reason = "heads", f"auto: {world} divides the {model.kv_heads} KV heads"

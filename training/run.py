@@ -13,6 +13,7 @@ from model import GPT, GPTConfig, resolve_model
 from training import memory, resume
 from training.checkpoint import Checkpoint, open_checkpoint
 from training.comparison import flat
+from training.context import resolve_method
 from training.evaluate import prompt_of
 from training.hardware import Hardware, set_up
 from training.memory import Plan
@@ -107,6 +108,7 @@ class Run:
     tokenizer: dict[str, str] | None = None  # what rebuilds it
     prompt: list[int] = field(default_factory=list)  # tokens that a printed sample continues
     resumed: Checkpoint | None = None  # where the run goes on
+    context: tuple[str, str] | None = None  # how processes share rows, and why; None where they do not
     initial: Checkpoint | None = None  # whose weights a new run begins with
     wandb: tuple[str, str] = ("disabled", "nothing is logged")  # mode, and why
 
@@ -129,6 +131,9 @@ class Run:
             f"data       {len(dataset.train):,} training tokens, {len(dataset.validation):,} validation tokens; "
             f"{steps:,} steps of {tokens:,} tokens are {steps * tokens / len(dataset.train):.1f} epochs",
         ]
+        if self.context:
+            method, reason = self.context
+            lines.append(f"context    {method}: {self.hardware.world.context} processes share each row ({reason})")
         if (warmup := optim.warmup_within(steps)) != optim.warmup_steps:
             asked = f"optim.warmup_steps={optim.warmup_steps}"
             lines.append(f"warm-up    {warmup} steps, as train.steps={steps} has no room for {asked}")
@@ -184,6 +189,7 @@ def resolve(
     hardware = hardware or set_up(settings.hardware, world)
     if not world.is_first:
         settings = _as_the_first_chose(settings, **world.exchange(None)[0])
+    world.share_rows(settings.parallel.context)
     share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
@@ -208,7 +214,13 @@ def resolve(
     if world.is_first:
         resumed_path = str(text["resumed"].path) if text.get("resumed") else None
         world.exchange({"micro_batch": plan.micro_batch, "resume": resumed_path})
-    chosen = asdict(replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch)))
+    chosen = replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch))
+    context = None
+    if world.context > 1:
+        rows = settings.data.seq_len, plan.micro_batch, document_mask
+        context = resolve_method(settings.parallel, model, hardware.dtype, *rows)
+        chosen = replace(chosen, parallel=replace(settings.parallel, context_method=context[0]))
+    chosen = asdict(chosen)
     before, now = flat(asked), flat(chosen)
     return Run(
         hardware=hardware,
@@ -220,6 +232,7 @@ def resolve(
         micro_batch=plan.micro_batch,
         sequences_per_step=share,
         plan=plan,
+        context=context,
         settings=chosen,
         left_open={key: value for key, value in before.items() if value != now[key]},
         **text,

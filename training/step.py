@@ -43,18 +43,21 @@ def training_step(
     `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
     the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
     CPU. `region` names the parts of the step for whoever watches. Each process of `hardware.world` has as many rows
-    of the step. With `dropout` each micro-batch draws from a stream of its own. Returns the mean loss (nats a
-    token) and the gradient norm of the whole step, both still on the device.
+    of the step, and where several share rows, `forward` takes its part of them (training/context.py). With `dropout`
+    each micro-batch draws from a stream of its own. Returns the mean loss (nats a token) and the gradient norm of the
+    whole step, both still on the device.
     """
     world = hardware.world
-    tokens, micro_batches = targets.numel() * world.size, -(-len(inputs) // micro_batch)
+    place, micro_batches = world.place, -(-len(inputs) // micro_batch)
+    tokens = targets.numel() * place["world_size"]
     gradients = GradientSum(optimizer.parameters, world)
     world.begin_step(hardware.device)
     with micro_batch_streams(hardware.device) if dropout else nullcontext(lambda number: None) as use_stream:
         for number in range(micro_batches):
             part = slice(number * micro_batch, (number + 1) * micro_batch)
             documents = packed_rows(starts, part.start, *inputs[part].shape, hardware.device)
-            use_stream(world.rank * micro_batches + number)
+            # those that share rows draw for their own tokens
+            use_stream((place["rank"] * micro_batches + number) * world.context + world.rank % world.context)
             with region("forward"), hardware.autocast():
                 loss = forward(inputs[part], targets[part], **documents) / tokens
             with region("backward"):
