@@ -73,7 +73,7 @@ REFUSED = {
 for name, (method, given, _) in REFUSED.items():
     CASES[f"refused {name}"] = (PROCESSES, refusal_case, (method,), given)
 
-SHORT = ["train.steps=3", "train.log_every=1", "train.eval_every=2", "train.sample_tokens=4", "optim.warmup_steps=1"]
+SHORT = ["train.steps=3", "train.log_every=1", "train.eval_every=2", "train.sample_tokens=4", "optim.lr=3e-4"]
 RUNS = {  # what all have, and what those of four processes have beside it
     "rows and tokens dealt": ([*SHORT, "train.micro_batch=2"], ["parallel.context=2"], ["parallel.context=2"]),
     "documents": (

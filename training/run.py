@@ -253,7 +253,13 @@ def resolve(
 
 
 def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple[bool, str]:
-    """Whether a run's step is to be graphs, and why."""
+    """Whether a run's step is to be graphs, and why; ValueError where they are asked for and cannot be."""
+    if (context := hardware.world.context) > 1 and hardware.graphs is not False:
+        if hardware.graphs:
+            raise ValueError(
+                f"hardware.cuda_graphs=true has not been made to work with parallel.context={context}; leave it out"
+            )
+        return False, "processes that share rows exchange in the middle of the step"
     if hardware.graphs is not None:
         return hardware.graphs, "as configured"
     if document_mask:
