@@ -82,7 +82,9 @@ class StopRequest:
                     continue
                 self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not the main thread: Python allows no handlers there
-            pass
+            return self
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # train.py blocks SIGUSR1 before its slow imports
         return self
 
     def __exit__(self, *exc_info: object) -> None:
