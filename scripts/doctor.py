@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import scripts.cluster as cluster
 import scripts.machine as machine
 from conf.program import program
 from conf.schema import Settings
@@ -74,6 +75,7 @@ class Page(dict[str, Finding]):
 def examine(settings: Settings, folder: Path) -> Page:
     """Every question whose ground is there; a question may also use what is `known`, or None."""
     page = Page()
+    page.ask("launch", cluster.launch)
     page.ask("gpu", machine.gpu)
     page.ask("versions", machine.versions)
     hardware = page.ask("hardware", chosen_hardware, settings)
