@@ -17,6 +17,7 @@ from training.evaluate import prompt_of
 from training.hardware import Hardware, set_up
 from training.memory import Plan
 from training.numbers import POLICIES
+from training.parallel import ALONE, World
 from training.profile import refuse_too_few
 from training.speed import slow_on_a_cpu
 from training.wandb_run import wandb_mode
@@ -98,7 +99,7 @@ class Run:
     vocab_size: int
     seq_len: int  # tokens
     micro_batch: int  # sequences of one forward and backward
-    sequences_per_step: int
+    sequences_per_step: int  # of this process
     plan: Plan  # of memory
     settings: dict[str, Any] = field(repr=False)  # all of the configuration as plain values, with the choices filled in
     left_open: dict[str, Any]  # dotted key -> what the configuration said where `settings` has a choice
@@ -164,6 +165,7 @@ def resolve(
     vocab_size: int | None = None,
     hardware: Hardware | None = None,
     report: Callable[[str], None] = print,
+    world: World = ALONE,
 ) -> Run:
     """Make every choice that `settings` leaves open; `settings` itself stays as it is.
 
@@ -173,12 +175,16 @@ def resolve(
         vocab_size: for a program that trains on random tokens: no text is opened and no checkpoint looked for.
         hardware: for a program that plans for a machine elsewhere; None: what settings.hardware is here.
         report: told of text that is being prepared and of checkpoints that are passed over.
+        world: the processes of the run; the first one prepares text and chooses, the others then do the same.
 
     Raises:
         ValueError: whatever cannot be: hardware, attention, text, prompt, checkpoint, profile, wandb, memory; the
             value, the limit and a remedy in one line.
     """
-    hardware = hardware or set_up(settings.hardware)
+    hardware = hardware or set_up(settings.hardware, world)
+    if not world.is_first:
+        settings = _as_the_first_chose(settings, **world.exchange(None)[0])
+    share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
     asked, text = asdict(settings), {}
@@ -198,7 +204,10 @@ def resolve(
         wandb = wandb_mode(settings.logger)
         text = {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "wandb": wandb}
         text |= {"resumed": resumed, "initial": initial}
-    plan = memory.plan(settings, model, hardware, vocab_size)
+    plan = memory.plan(settings, model, hardware, vocab_size, share)
+    if world.is_first:
+        resumed_path = str(text["resumed"].path) if text.get("resumed") else None
+        world.exchange({"micro_batch": plan.micro_batch, "resume": resumed_path})
     chosen = asdict(replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch)))
     before, now = flat(asked), flat(chosen)
     return Run(
@@ -209,9 +218,14 @@ def resolve(
         vocab_size=vocab_size,
         seq_len=settings.data.seq_len,
         micro_batch=plan.micro_batch,
-        sequences_per_step=settings.sequences_per_step,
+        sequences_per_step=share,
         plan=plan,
         settings=chosen,
         left_open={key: value for key, value in before.items() if value != now[key]},
         **text,
     )
+
+
+def _as_the_first_chose(settings: Any, micro_batch: int, resume: str | None) -> Any:
+    """`settings` with what the first process found for what they leave open."""
+    return replace(settings, resume=resume, train=replace(settings.train, micro_batch=micro_batch))
