@@ -4,6 +4,7 @@ tests/slurm/ shows the same on a real one, where it is installed.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,18 +97,18 @@ def cluster(tmp_path) -> Callable[[str], Cluster]:
     return start
 
 
-@pytest.mark.parametrize("tasks", [1])
 @pytest.mark.usefixtures("one_thread")
-def test_a_job_that_is_signalled_ends_with_the_bits_of_one_that_is_not(cluster, tasks):
+def test_a_job_that_is_signalled_ends_with_the_bits_of_one_that_is_not(cluster):
+    """Two tasks, one of which gets the signal; beside it a run of one process."""
     job = cluster(SIGNALLED)
-    own = ["train.steps=6", "train.log_every=1", "train.eval_every=2", "model.dropout=0.1"]
+    own = ["train.steps=8", "train.log_every=1", "train.eval_every=2", "model.dropout=0.1", "train.micro_batch=4"]
     train(small_run(job.folder, *own), job.folder / "whole")
     text = ["data=text", f"data.files={job.folder / 'corpus.txt'}", f"data.cache_dir={job.folder / 'cache'}"]
-    first, second = job.sbatch(*text, *SMALL, *own, tasks=tasks)
+    first, second = job.sbatch(*text, *SMALL, *own, tasks=2)
     assert (first.returncode, second.returncode) == (138, 0), first.stderr + second.stderr
     assert "stopped by SIGUSR1" in first.stdout
-    assert f"resumed    from {job.folder.resolve()}/runs/flashgpt/{JOB}/checkpoints/step_000003" in second.stdout
     run = job.folder / "runs" / "flashgpt" / JOB
+    assert re.search(rf"resumed    from {run.resolve()}/checkpoints/step_00000[345] ", second.stdout), second.stdout
     assert contents(open_checkpoint(run)) == contents(open_checkpoint(job.folder / "whole"))
     assert metrics(run) == metrics(job.folder / "whole")
 
@@ -131,7 +132,7 @@ sys.exit(int(code))
 """
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 65, 75, 129, 130, 137, 138, 143])
+@pytest.mark.parametrize("code", [0, 1, 2, 65, 75, 137, 138, 143])
 def test_what_is_requeued(cluster, code):
     """Only a run that has saved and has more to do."""
     ended = cluster(ENDING).sbatch(str(code), "steps")

@@ -13,9 +13,16 @@ from training.checkpoint import open_checkpoint
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))]
 
-TASKS = 1
+TASKS = 4
 STEPS = 400
-OWN = ("train.log_every=1", "train.eval_every=50", "train.sample_every=0", "model.dropout=0.1", f"train.steps={STEPS}")
+OWN = (
+    "train.log_every=1",
+    "train.eval_every=50",
+    "train.sample_every=0",
+    "model.dropout=0.1",
+    "train.micro_batch=2",
+    f"train.steps={STEPS}",
+)
 
 
 @pytest.fixture(scope="module")
