@@ -3,10 +3,17 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
 
 from scripts.machine import Finding
+from training.hardware import Hardware
+from training.parallel import ranks
 
 Environment = Mapping[str, str]
+PATIENCE = timedelta(seconds=60)  # of a process until the others have imported PyTorch, and for the network itself
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,38 @@ COMBINATIONS = (
 
 
 def launch(environment: Environment = os.environ) -> Finding:
+    """Its value is the number of processes."""
     for found in COMBINATIONS:
         if found.when(environment):
             says, fix = (text.format_map(environment) for text in (found.says, found.fix))
-            return Finding(says, fix, wrong=found.wrong)
-    if "SLURM_JOB_ID" not in environment:
-        return Finding("by torchrun" if by_torchrun(environment) else "one process, outside of SLURM")
-    restarts = environment.get("SLURM_RESTART_COUNT", "0")
-    return Finding(f"{tasks(environment)} tasks of SLURM job {environment['SLURM_JOB_ID']}, requeued {restarts} times")
+            return Finding(says, fix, value=None if found.wrong else ranks(environment)[1], wrong=found.wrong)
+    _, size, _ = ranks(environment)
+    said = "one process" if size == 1 else f"{size} processes"
+    if "SLURM_JOB_ID" in environment:
+        said += " of SLURM job {SLURM_JOB_ID}".format_map(environment)
+    return Finding(said, facts={"processes": size}, value=size)
+
+
+def network(hardware: Hardware) -> Finding:
+    """Meets the other processes, which call this too, and adds a number of each: by NCCL on GPUs, else by gloo."""
+    rank, size, local_rank = ranks()
+    backend, device = "gloo", hardware.device
+    if device.type == "cuda":
+        backend, device = "nccl", torch.device("cuda", local_rank % torch.cuda.device_count())
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # what takes too long raises here, and does not end the process
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=PATIENCE)
+        number = torch.ones(1, device=device)
+        dist.all_reduce(number)
+        number.item()
+    except RuntimeError as error:
+        place = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"rank {rank} of {size} does not reach the others by {backend}, to meet at {place} ({reason}); "
+            "NCCL_SOCKET_IFNAME=INTERFACE or GLOO_SOCKET_IFNAME=INTERFACE for another network, NCCL_DEBUG=INFO for more"
+        ) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return Finding(f"{size} processes reach each other by {backend}")

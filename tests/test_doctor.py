@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
@@ -17,11 +18,12 @@ import torch
 from data import open_dataset
 from kernels import naive_attention
 from model import ATTENTION, GPT, GPTConfig
-from scripts import doctor, machine, selftest
+from scripts import cluster, doctor, machine, selftest
 from scripts.doctor import Page, examine
 from scripts.machine import Finding
 from tests.runs import small_run, without_network
 from train import train
+from training.hardware import Hardware
 from training.lock import locked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -175,7 +177,8 @@ CASES = [
     Case("torchrun in each task", "launch", "srun started 4 tasks, and each is a torchrun", "without torchrun",
          setup=job(TORCHELASTIC_RUN_ID="77", WORLD_SIZE="16")),
     Case("torchrun in a job", "launch", "torchrun dies of SIGUSR1", "sbatch scripts/train.sbatch", status=NOTE,
-         setup=job(TORCHELASTIC_RUN_ID="77", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NUM_NODES="2")),
+         setup=job(TORCHELASTIC_RUN_ID="77", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NUM_NODES="2", WORLD_SIZE="1",
+                   RANK="0", LOCAL_RANK="0")),
     Case("an allocation without srun", "launch", "job 77 has 4 tasks, and srun did not start this",
          "srun before python", setup=environment(SLURM_JOB_ID="77", SLURM_NTASKS="4")),
     Case("a shell of srun in an allocation", "launch", "it would train alone", "sbatch scripts/train.sbatch",
@@ -292,6 +295,24 @@ def test_a_run_that_is_fine(place):
     assert found["data"].facts["fingerprint"] == meta["data_fingerprint"]
     assert found["disk"].facts["checkpoint_bytes"] >= (before / "model.safetensors").stat().st_size
     assert not place.runs.exists(), "nothing is written"
+
+
+def test_processes_that_do_not_reach_each_other(place):
+    """The second of two, where nobody is; and one that is all there are."""
+    with socket.socket() as taken:  # bound, and not listening: nobody else can
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        job(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1", SLURM_LOCALID="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)(
+            place
+        )
+        place.patch.setattr(cluster, "PATIENCE", timedelta(seconds=0.1))
+        found = page_of(place)["network"]
+    assert found.wrong
+    assert found.text.startswith(f"rank 1 of 2 does not reach the others by gloo, to meet at 127.0.0.1:{port} (")
+    assert "NCCL_SOCKET_IFNAME=INTERFACE" in found.fix
+    job(SLURM_STEP_NUM_TASKS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)(place)
+    alone = cluster.network(Hardware(torch.device("cpu"), torch.float32, False, ""))
+    assert alone.text == "1 processes reach each other by gloo"
 
 
 def test_two_jobs_in_one_folder(place):
