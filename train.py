@@ -37,6 +37,7 @@ from model.attention import AttentionFunction
 from training import resume
 from training.comparison import show_sweep
 from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
+from training.graph import StepGraphs
 from training.hardware import Hardware
 from training.lock import locked
 from training.log import RunLog, provenance, step_record, write_description
@@ -49,7 +50,7 @@ from training.random_states import seed_everything
 from training.run import Run, resolve
 from training.saver import Saver
 from training.speed import Speed
-from training.step import Step, training_step
+from training.step import Step, step_graphs, training_step
 from training.stop import StopRequest
 
 OnStep = Callable[[Step], None]
@@ -124,10 +125,17 @@ def run(
         config.on_nonfinite, run_dir, model, forward, optimizer, hardware, check, saver, description, log.say
     )
 
-    def run_step(forward: Callable[..., torch.Tensor], batch: Batch, hardware: Hardware = hardware) -> tuple:
+    graphs = step_graphs(forward, optimizer, hardware, config.batch_tokens) if chosen.graphs else None
+
+    def run_step(
+        forward: Callable[..., torch.Tensor],
+        batch: Batch,
+        hardware: Hardware = hardware,
+        graphs: StepGraphs | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
         split = chosen.micro_batch, hardware, starts
-        return training_step(forward, optimizer, inputs, targets, *split, dropout=chosen.model.draws)
+        return training_step(forward, optimizer, inputs, targets, *split, graphs=graphs, dropout=chosen.model.draws)
 
     def seconds() -> float:
         """Time spent on this run, by the processes before this one too."""
@@ -164,7 +172,7 @@ def run(
         while step < config.steps:
             optimizer.set_lr_factor(lr_factor(step, config.steps, settings.optim))
             batch = next(prefetcher)
-            loss, grad_norm = run_step(forward, batch)
+            loss, grad_norm = run_step(forward, batch, graphs=graphs)
             step += 1
             on_step(Step(step, batch, loss, grad_norm, optimizer))
 

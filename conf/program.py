@@ -115,11 +115,18 @@ def program(
                     if processes:
                         cfg = OmegaConf.create(processes.told(OmegaConf.to_container(cfg)))
                     main(settings_from(cfg, schema), folder)
-                    _remove_if_empty(folder)
+                    if not processes or processes.is_first:
+                        _remove_if_empty(folder)
                 except (ValueError, OSError) as error:
                     message = of_the_system(error) if isinstance(error, OSError) else str(error)
                     # the run had begun; in a folder that is another process's, it had not
-                    if not _remove_if_empty(folder) and _listing(folder) != found and not isinstance(error, InUse):
+                    mine = processes is None or processes.is_first
+                    if (
+                        mine
+                        and not _remove_if_empty(folder)
+                        and _listing(folder) != found
+                        and not isinstance(error, InUse)
+                    ):
                         message += _keep_traceback(folder / "error.log")
                     if processes and processes.size > 1:
                         _end_all(processes, folder, message, EXIT_USER_ERROR)

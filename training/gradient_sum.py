@@ -11,10 +11,13 @@ class GradientSum:
 
     Call `add` after each backward pass. Autograd adds every second micro-batch's gradient to the first's; pairs and
     what is made of them are added like the digits of a binary counter, so log2(micro-batches) gradients are held.
+
+    Args:
+        copied: whether the next backward pass writes where this one did, as a CUDA graph does.
     """
 
-    def __init__(self, parameters: list[Tensor], world: World) -> None:
-        self._parameters, self._world = parameters, world
+    def __init__(self, parameters: list[Tensor], world: World, *, copied: bool = False) -> None:
+        self._parameters, self._world, self._copied = parameters, world, copied
         self._loss: Tensor | None = None  # of an odd micro-batch, whose gradient is in `grad`
         self._pending: list[tuple[int, list[Tensor]]] = []  # (level, gradients and loss), the highest level first
 
@@ -44,6 +47,8 @@ class GradientSum:
     def _push(self) -> None:
         """Put what is in `grad` among the terms; those of equal level become one of the next."""
         level, terms = 1, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
+        if self._copied:
+            terms = [term.clone() for term in terms]
         terms.append(self._loss)
         self._loss = None
         for parameter in self._parameters:

@@ -19,6 +19,7 @@ class HardwareConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16: the autocast format; weights and optimizer stay float32
     tf32: bool = True  # tensor cores for float32 matrix products on CUDA; false: full float32
     compile: bool | None = None  # torch.compile; null: on CUDA only
+    cuda_graphs: bool | None = None  # launch the training step as CUDA graphs; null: where memory is ample
     num_threads: int | None = None  # CPU threads of PyTorch; null: PyTorch's own choice
 
     def __post_init__(self) -> None:
@@ -38,6 +39,7 @@ class Hardware:
     dtype: torch.dtype  # of the forward pass's matrix products
     compile: bool
     description: str
+    graphs: bool | None = False  # whether the training step is CUDA graphs; None: if memory is ample
     world: World = field(default=ALONE, repr=False, compare=False)  # the processes that each have such a device
 
     def autocast(self) -> AbstractContextManager:
@@ -69,6 +71,8 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
         raise ValueError(
             f"hardware.device={config.device} but there are {torch.cuda.device_count()} of them; use cuda:0"
         )
+    if config.cuda_graphs and device.type != "cuda":
+        raise ValueError(f"hardware.cuda_graphs=true but hardware.device is {device.type}; leave it out")
     if world.size > 1:
         device = _own_device(device, config.device, world)
     if config.num_threads is not None:
@@ -108,9 +112,10 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
     if device.type == "cuda":
         words.append("TF32 on" if config.tf32 else "TF32 off")
     words.append("compiled" if compiled else "eager")
+    graphs = config.cuda_graphs if device.type == "cuda" else False
     if world.size > 1:
         words.append(f"{world.size} processes")
-    return Hardware(device, dtype, compiled, ", ".join(words), world)
+    return Hardware(device, dtype, compiled, ", ".join(words), graphs, world)
 
 
 def _own_device(device: torch.device, asked: str, world: World) -> torch.device:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.watch import Failure, Watch
+from training.watch import LIMITS, Failure, Limits, Watch
 
 MODES = ("replicate",)
 NUM_VOTES = 8  # reasons to stop that a process can vote for, training/stop.py
@@ -346,12 +346,16 @@ def ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
 
 @cache
 def this_world() -> World:
-    """The processes that this one was started with; they meet at MASTER_ADDR:MASTER_PORT.
+    """The processes that this one was started with, as the environment says; ValueError where it says half of it."""
+    return meet(*ranks())
+
+
+def meet(rank: int, size: int, local_rank: int, limits: Limits = LIMITS) -> World:
+    """This process among `size` that meet at MASTER_ADDR:MASTER_PORT.
 
     Raises:
-        ValueError: the environment says only half of it, or the others are not there within five minutes.
+        ValueError: they are not there within five minutes.
     """
-    rank, size, local_rank = ranks()
     if size == 1:
         return ALONE
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -367,5 +371,5 @@ def this_world() -> World:
         raise ValueError(
             f"rank {rank} of {size} cannot meet the others at {place} ({reason}); are all started?"
         ) from error
-    world.watch = Watch(world, store)
+    world.watch = Watch(world, store, limits)
     return world
