@@ -15,12 +15,17 @@ file with one idea; this is the only training loop.
 """
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and hasattr(signal, "pthread_sigmask"):
+    # to import PyTorch takes seconds: what SLURM sends near a time limit waits until StopRequest takes it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 import torch
 
