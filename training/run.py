@@ -181,6 +181,8 @@ def resolve(
     hardware = hardware or set_up(settings.hardware)
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
+    if model.mask is not None and settings.train.sample_tokens and vocab_size is None:
+        raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
     asked, text = asdict(settings), {}
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)

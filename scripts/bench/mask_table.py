@@ -8,9 +8,9 @@ kind. All but prefix, images and bigbird are causal.
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from kernels.block_masks import MaskMod
-
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 TOKENS = 16_384
 
 
@@ -50,7 +50,7 @@ def masks(num_tokens: int, device: torch.device | str = "cpu") -> dict[str, Mask
         near = (q - k).abs() < size(384)
         return near | (q < size(256)) | (k < size(256)) | random[q // size(128), k // size(128)]
 
-    table: dict[str, Callable] = {
+    return {
         "causal": causal,
         "documents": both(documents, causal),
         "documents, window": both(documents, within(window)),
@@ -63,4 +63,3 @@ def masks(num_tokens: int, device: torch.device | str = "cpu") -> dict[str, Mask
         "dilated": lambda b, h, q, k: (k <= q) & (q - k < 2 * window) & ((q - k) % 2 == 0),
         "strided": lambda b, h, q, k: (k <= q) & ((q - k < size(128)) | ((q - k) % size(128) == 0)),
     }
-    return table
