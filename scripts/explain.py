@@ -213,8 +213,10 @@ def explain_attention(settings: ExplainSettings) -> tuple[dict, list[Table | str
     if settings.model.mask is not None:
         report["mask"] = found = mask_blocks(settings.model.mask, settings.model.window, settings.seq_len)
         masked.append(
-            "model.mask={mask}: of {blocks:,} blocks of 128 x 128 {visited:,} are visited, {partial:,} of them partial, "
-            "and {skipped:,} skipped; causal attention visits {causal:,}.\n".format(mask=settings.model.mask, **found)
+            "model.mask={mask}: of {blocks:,} blocks of 128 x 128 {visited:,} are visited, {partial:,} of them partial "
+            "ones, and {skipped:,} skipped; causal attention visits {causal:,}.\n".format(
+                mask=settings.model.mask, **found
+            )
         )
     return report, [
         *masked,

@@ -31,30 +31,15 @@ def masks(num_tokens: int, device: torch.device | str = "cpu") -> dict[str, Mask
     random = (torch.rand(blocks, blocks, generator=generator) < 0.05).to(device)
     window = size(1024)
 
-    def within(distance: int) -> MaskMod:
-        return lambda b, h, q, k: (k <= q) & (q - k < distance)
-
-    def both(*mods: MaskMod) -> MaskMod:
-        def mod(b, h, q, k):
-            return torch.stack([one(b, h, q, k) for one in mods]).all(0)
-
-        return mod
-
-    def documents(b, h, q, k):
-        return document[q] == document[k]
-
-    def causal(b, h, q, k):
-        return k <= q
-
     def bigbird(b, h, q, k):
         near = (q - k).abs() < size(384)
         return near | (q < size(256)) | (k < size(256)) | random[q // size(128), k // size(128)]
 
     return {
-        "causal": causal,
-        "documents": both(documents, causal),
-        "documents, window": both(documents, within(window)),
-        "window": within(window),
+        "causal": lambda b, h, q, k: k <= q,
+        "documents": lambda b, h, q, k: (k <= q) & (document[q] == document[k]),
+        "documents, window": lambda b, h, q, k: (k <= q) & (q - k < window) & (document[q] == document[k]),
+        "window": lambda b, h, q, k: (k <= q) & (q - k < window),
         "window, sinks": lambda b, h, q, k: (k <= q) & ((q - k < window) | (k < 4)),
         "chunks": lambda b, h, q, k: (k <= q) & (q // size(2048) == k // size(2048)),
         "prefix": lambda b, h, q, k: (k <= q) | (k < size(2048)),
