@@ -202,6 +202,8 @@ def resolve(
     share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
+    if model.mask is not None and settings.train.sample_tokens and vocab_size is None:
+        raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
     text = {}
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)
