@@ -26,13 +26,14 @@ class Speed:
     """Measures a run's steps, without what is between them: evaluation, samples, saving, compilation.
 
     Args:
-        batch_tokens: tokens of a step.
+        batch_tokens: tokens of a step, over all processes.
         first_step: steps done before this process.
     """
 
     def __init__(self, model: GPT, hardware: Hardware, batch_tokens: int, first_step: int) -> None:
         self._hardware, self._batch_tokens, self._first_step = hardware, batch_tokens, first_step
-        self._flops, self._peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
+        self._flops, peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
+        self._peak = peak and peak * hardware.world.size
         self.restart(first_step)
 
     def restart(self, step: int) -> None:

@@ -6,6 +6,7 @@ what `flash` keeps, and packed documents are as long as their row. Not counted: 
 fragments.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from model import GPT, GPTConfig
 from model.attention import naive, sdpa
 from training.hardware import Hardware
 from training.optimizer import OptimConfig, Optimizer
+from training.parallel import ALONE
 from training.step import training_step
 
 CUBLAS_BYTES = 2 * 32 * 2**20  # workspaces of the forward's and of the backward's thread on Hopper; less elsewhere
@@ -160,9 +162,15 @@ def held_by_step(
                 weight.grad = torch.empty_like(weight)
             optimizer.step()
         tracker.moments.clear()
-        inputs, targets = tokens[:2, : 2 * micro_batch]  # a third micro-batch holds what the second does
-        on_cpu = replace(hardware, device=torch.device("cpu"))
+        inputs, targets = tokens[:2, : 2 * micro_batch]
+        on_cpu = replace(hardware, device=torch.device("cpu"), world=ALONE)
         training_step(model, optimizer, inputs, targets, micro_batch, on_cpu, region=tracker.region)
+    gradients = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    sums = max(0, math.ceil(math.log2(sequences / micro_batch)) - 1)  # of pairs, of pairs of pairs (GradientSum)
+    for part in ("forward", "backward"):
+        tracker.moments[part]["sums of gradients", ""] = sums * gradients
+    if hardware.world.size > 1:
+        tracker.moments["optimizer"]["gradients received", ""] = gradients
     return tracker.moments
 
 
