@@ -154,7 +154,10 @@ def products_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, f"this {device.type.upper()} has no bfloat16 units that PyTorch knows"
 
 
-def newton_schulz_flops(parameters: list[nn.Parameter]) -> float:
+def newton_schulz_flops(parameters: list[nn.Parameter], dtype: torch.dtype) -> float:
     """What `orthogonalize` costs a step."""
-    sides = [sorted(p.shape) for p in parameters]
-    return sum(len(QUINTICS) * (4 * short**2 * long + 2 * short**3) for short, long in sides)
+    n, flops = len(QUINTICS), 0.0
+    for short, long in (sorted(p.shape) for p in parameters):
+        over_long, over_short = (2, 4 * n - 3) if dtype == torch.float32 else (2 * n, n)
+        flops += 2 * short**2 * (over_long * long + over_short * short)
+    return flops
