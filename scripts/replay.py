@@ -160,7 +160,8 @@ def run_again(
     micro_batch = settings["train"]["micro_batch"] or len(inputs)
     restore_random_states(state["random"], hardware.device)
     with attend_with(model, lambda _, attend: disguise or attend), watched(model, rerun):
-        loss, norm = training_step(model, optimizer, inputs, targets, micro_batch, hardware, starts)
+        split = micro_batch, hardware, starts
+        loss, norm = training_step(model, optimizer, inputs, targets, *split, dropout=config.draws)
     rerun.loss, rerun.grad_norm = loss.item(), norm.item()
     return rerun
 

@@ -37,7 +37,7 @@ RUN = (
 Case = Callable[[int, parallel.World], None]  # what a rank does
 
 
-def processes(folder: Path, size: int, case: Case, *, may_hang: bool = False) -> dict[str, Any]:
+def processes(folder: Path, size: int, case: Case, *, stopped: int | None = None) -> dict[str, Any]:
     """Fork `size` processes that meet and run `case`; what became of each, by rank."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
@@ -49,8 +49,8 @@ def processes(folder: Path, size: int, case: Case, *, may_hang: bool = False) ->
         pid, status = os.wait()
         codes[children.index(pid)] = os.waitstatus_to_exitcode(status)
         left = [rank for rank in range(size) if rank not in codes]
-        if may_hang and len(left) == 1:  # the one that hangs; its test is over
-            os.kill(children[left[0]], signal.SIGKILL)
+        if left == [stopped]:  # its test is over
+            os.kill(children[stopped], signal.SIGKILL)
     said = [[(folder / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(size)]
     return {"codes": [codes[rank] for rank in range(size)], "out": [s[0] for s in said], "err": [s[1] for s in said]}
 
@@ -62,6 +62,7 @@ def _forked(folder: Path, rank: int, size: int, case: Case) -> int:
     try:
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
         world = parallel.this_world()
         case(rank, world)
@@ -152,10 +153,10 @@ def numbers(folder: Path) -> dict[str, Any]:
 
 def lost(folder: Path) -> dict[str, Any]:
     """Ranks that die, stop, hang, part or raise."""
-    parallel.IN_A_STEP, parallel.CHECK_EVERY = 1.0, 1
 
     def hang_in_step(rank: int, world: parallel.World) -> None:
         def attend(q, k, v, **options):
+            parallel.IN_A_STEP = 1.0
             if rank == 1 and world.step == 3:
                 threading.Event().wait()
             return ATTENTION["sdpa"](q, k, v, **options)
@@ -163,25 +164,25 @@ def lost(folder: Path) -> dict[str, Any]:
         training(folder, "hung", attend=attend)(rank, world)
 
     def part(rank: int, step: Step) -> None:
+        parallel.CHECK_EVERY = 1
         if (rank, step.number) == (1, 3):
             with torch.no_grad():
                 step.optimizer.parameters[0][0, 0] += 1e-3
 
     save = "train.save_every=1"
     cases = {
-        "killed": (2, training(folder, "killed", save, on_step=at(5, 1, kill_me(signal.SIGKILL))), False),
-        "first_killed": (2, training(folder, "first_killed", save, on_step=at(5, 0, kill_me(signal.SIGKILL))), False),
-        "stopped": (2, training(folder, "stopped", save, on_step=at(5, 1, kill_me(signal.SIGSTOP))), True),
-        "hung": (2, hang_in_step, True),
-        "parted": (2, training(folder, "parted", save, on_step=part), False),
+        "killed": training(folder, "killed", save, on_step=at(5, 1, kill_me(signal.SIGKILL))),
+        "first_killed": training(folder, "first_killed", save, on_step=at(5, 0, kill_me(signal.SIGKILL))),
+        "stopped": training(folder, "stopped", save, on_step=at(5, 1, kill_me(signal.SIGSTOP))),
+        "hung": hang_in_step,
+        "parted": training(folder, "parted", save, on_step=part),
     }
     found = {}
-    for name, (size, case, may_hang) in cases.items():
-        found[name] = processes(folder / f"said_{name}", size, case, may_hang=may_hang)
-        checkpoint = (
-            newest_complete(folder / name / "checkpoints") if (folder / name / "checkpoints").exists() else None
-        )
-        found[name]["step"] = checkpoint and checkpoint.step
+    for name, case in cases.items():
+        found[name] = processes(folder / f"said_{name}", 2, case, stopped=1 if name == "stopped" else None)
+        if (folder / name / "checkpoints").exists():
+            checkpoint = newest_complete(folder / name / "checkpoints")
+            found[name]["step"] = checkpoint and checkpoint.step
     return found
 
 

@@ -73,7 +73,7 @@ def what_it_was_given(patch, module, call):
     """The bits of all that decides what the `call`-th step of `module` computes; filled in when it comes."""
     real, calls, given = module.training_step, itertools.count(1), {}
 
-    def step(forward, optimizer, inputs, targets, micro_batch, hardware, starts=None):
+    def step(forward, optimizer, inputs, targets, micro_batch, hardware, starts=None, **options):
         if next(calls) == call:
             given["weights"] = digest([weight.detach() for weight in optimizer.parameters])
             given["moments"] = digest([part["state"] for part in optimizer.state_dict()["optimizer"]])
@@ -82,8 +82,8 @@ def what_it_was_given(patch, module, call):
             given["random"] = digest(random_states())
             if module is program:  # what makes it a bad one
                 return real(lambda *a, **o: forward(*a, **o) * math.nan, optimizer, inputs, targets, micro_batch,
-                            hardware, starts)  # fmt: skip
-        return real(forward, optimizer, inputs, targets, micro_batch, hardware, starts)
+                            hardware, starts, **options)  # fmt: skip
+        return real(forward, optimizer, inputs, targets, micro_batch, hardware, starts, **options)
 
     patch.setattr(module, "training_step", step)
     return given
