@@ -174,7 +174,9 @@ def held_by_step(
     return tracker.moments
 
 
-def flash_operator(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple, dropout_p: float, **_) -> Tensor:
+def flash_operator(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, causal: bool = False, window: tuple = (-1, -1), **_
+) -> Tensor:
     """Attention that keeps an output and a log-sum-exp: the operator itself, which asks for no GPU."""
     seed = torch.empty((), dtype=torch.int64) if dropout_p else None
     options = {"window_left": window[0], "window_right": window[1], "dropout_p": dropout_p, "dropout_seed": seed}
