@@ -31,6 +31,7 @@ class GPTConfig:
     mlp_hidden: int | None = None  # null: 4 n_embd; with swiglu 8/3 n_embd, which has as many weights
     qk_norm: bool = False  # RMSNorm on the heads of q and k: bounds the scores
     tie_embeddings: bool = True  # the output head is the embedding table
+    zero_init: bool = False  # what writes to the residual stream, and a head of its own, begin at zero
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
     attention_dropout: float = 0.0  # on the softmax's probabilities; one mask for all backends, not for sdpa
     window: int | None = None  # tokens that each token sees, itself included; null: all before it
