@@ -274,8 +274,9 @@ class GPT(nn.Module):
         if targets is not None and self.prefix > 1:
             targets = targets.index_fill(1, torch.arange(self.prefix - 1, device=targets.device), -1)
             share = (shape[1] - self.prefix + 1) / shape[1]
-        cos, sin = self.cos[: tokens.size(1)], self.sin[: tokens.size(1)]  # (N, 1, D)
-        if kv_cache is not None or cu_seqlens is not None:
+        if kv_cache is None and cu_seqlens is None:
+            cos, sin = self.cos[: tokens.size(1)], self.sin[: tokens.size(1)]  # (N, 1, D)
+        else:
             tokens = tokens.reshape(1, -1)  # one row: from here on B is 1 and N all tokens
             if kv_cache is not None:
                 positions = kv_cache.positions(shape[1])
