@@ -7,8 +7,8 @@ FOLDER is then what transformers and the Hugging Face hub call a model, and open
 
 It holds config.json and generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json, and
 README.md, a model card with the run's figures. Which class of transformers each model becomes is said in
-model/huggingface.py; a model without one is refused. transformers is not needed here. Without `checkpoint` the newest
-run is taken. FOLDER appears when it is whole, and nothing is overwritten. The last line is one JSON object.
+model/huggingface_weights.py; a model without one is refused. transformers is not needed here. Without `checkpoint` the
+newest run is taken. FOLDER appears when it is whole, and nothing is overwritten. The last line is one JSON object.
 """
 
 import json
@@ -26,7 +26,7 @@ from conf.program import program
 from data.tokenizer import END_OF_TEXT
 from data.tokenizer_json import tokenizer_json
 from model import GPT
-from model.huggingface import architecture, config_json, tensors
+from model.huggingface_weights import architecture, config_json, tensors
 from training.checkpoint import META, Checkpoint, newest_checkpoint, open_checkpoint
 from training.checkpoint_files import flush, write_json, write_weights
 from training.curves import read_run
