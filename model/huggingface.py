@@ -93,9 +93,7 @@ def mask(
     last = torch.where(real, keys + 1, 0).amax(1).maximum(first)
     _refuse_holes(last - first != real.sum(1))
     beginning = not isinstance(q_offset, Tensor) and q_offset == 0 and kv_length == q_length > MAX_QUERIES
-    if (causal and beginning) or (
-        windowed and not causal
-    ):  # queries and keys are the same tokens: padding costs nothing
+    if beginning if causal else windowed:  # queries and keys are the same tokens: padding has neither
         rows = first, last, first, last
     else:
         end = torch.zeros_like(first) + end if causal else last
@@ -156,7 +154,7 @@ def attention(
     ):
         o = flash_attention_with_kvcache(
             query, key, value, cache_seqlens=ranges[1], cache_leftpad=ranges[0], **options,
-            workspace=_shared(attention_mask, "workspace", lambda: _workspace(query)),
+            workspace=_shared(attention_mask, query.shape[1], lambda: _workspace(query)),
         )  # fmt: skip
         return o.transpose(1, 2), None
     options["dropout_p"] = dropout
@@ -250,14 +248,16 @@ def _packing(
 def _shared(owner: Tensor, name: object, make: Callable):
     """`make()`, once for `owner`: layers share what costs launches. A compiler shares by itself."""
     if torch.compiler.is_compiling():
-        return None if name == "workspace" else make()
+        return make()
     derived = _DERIVED.setdefault(owner, {})
     if name not in derived:
         derived[name] = make()
     return derived[name]
 
 
-def _workspace(query: Tensor) -> Tensor:
+def _workspace(query: Tensor) -> Tensor | None:
+    if torch.compiler.is_compiling():  # one that is written to would have to be copied
+        return None
     return kernels.kvcache_workspace(query.shape[0], query.shape[1], query.device)
 
 
