@@ -8,7 +8,7 @@ the same call can be a CUDA graph. Keys are stored after RoPE: positions never c
 import torch
 from torch import Tensor
 
-from kernels import flash_attention_with_kvcache, kvcache_workspace, read_kvcache, write_kvcache
+from kernels import flash_attention_with_kvcache, kvcache_workspace, place_documents, read_kvcache, write_kvcache
 from model.attention import ALL, AttentionFunction, Documents, flash
 from model.config import GPTConfig
 
@@ -105,10 +105,10 @@ class KVCache:
         if attend is flash and q.size(2) <= MAX_QUERIES:
             if self.workspace is None:
                 self.workspace = kvcache_workspace(q.size(0), q.size(1), q.device)
-            named = dict(zip(("k_scale", "v_scale"), (x[layer] for x in self.scales), strict=False))
+            (keys, k_scale), (values, v_scale) = self._of(layer)
             o = flash_attention_with_kvcache(
-                q, self.keys[layer], self.values[layer], k, v, cache_seqlens=self.lengths,
-                block_table=self.block_table, window=window, workspace=self.workspace, **named,
+                q, keys, values, k, v, cache_seqlens=self.lengths, block_table=self.block_table, window=window,
+                k_scale=k_scale, v_scale=v_scale, workspace=self.workspace,
             )  # fmt: skip
         else:
             o = torch.zeros_like(q)
@@ -138,15 +138,17 @@ class KVCache:
 
     def store(self, layer: int, places: tuple, k: Tensor, v: Tensor) -> None:
         """Write k, v (Hkv, N, D) to the places of N tokens."""
-        for kind, (new, stored) in enumerate(((k, self.keys), (v, self.values))):
-            write_kvcache(stored[layer], self.scales[kind][layer] if self.scales else None, places, new)
+        for new, (stored, scale) in zip((k, v), self._of(layer), strict=True):
+            write_kvcache(stored, scale, places, new)
 
     def read(self, layer: int, places: tuple, dtype: torch.dtype) -> list[Tensor]:
         """Keys and values (1, Hkv, N, D) of the places of N tokens, in `dtype`."""
-        return [
-            read_kvcache(stored[layer], self.scales[kind][layer] if self.scales else None, places).to(dtype)
-            for kind, stored in enumerate((self.keys, self.values))
-        ]
+        return [read_kvcache(stored, scale, places).to(dtype) for stored, scale in self._of(layer)]
+
+    def _of(self, layer: int) -> list[tuple[Tensor, Tensor | None]]:
+        """Keys and their scales, values and theirs; a scale is None where the cache has 16 or 32 bits."""
+        scales = [scale[layer] for scale in self.scales] or [None, None]
+        return [(self.keys[layer], scales[0]), (self.values[layer], scales[1])]
 
     def _check_in_use(self, row: int) -> None:
         if self.length_of[row] == ABSENT:
@@ -269,8 +271,9 @@ class Prompts:
         self.lengths = counts.int().to(device)
         ends = counts.cumsum(0)
         self.last = (ends - 1).to(device)  # (rows,) int64: each row's last token among all
-        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int().to(device)
-        self.documents = Documents(cu_seqlens, max(self.counts))
+        longest = max(self.counts)
+        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).int()
+        self.documents = Documents(place_documents(cu_seqlens, longest, device), longest)
         self.places = cache.places(self.rows.repeat_interleave(counts.to(device)), self._positions)
 
     def positions(self, num_tokens: int) -> Tensor:
@@ -282,7 +285,11 @@ class Prompts:
     ) -> Tensor:
         """Store k, v (1, Hkv, tokens, D), and attend within each row: (1, Hq, tokens, D)."""
         self.cache.store(layer, self.places, k[0], v[0])
-        if attend is flash and len(self.counts) > 1:
+        if len(set(self.counts)) == 1:  # a batch: dense kernels are faster
+            q, k, v = (x[0].unflatten(1, (len(self.counts), -1)).transpose(0, 1) for x in (q, k, v))
+            o = attend(q, k, v, causal=True, window=window)  # (rows, Hq, N, D)
+            return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+        if attend is flash:
             return attend(q, k, v, causal=True, window=window, documents=self.documents)
         each = zip(*(x.split(self.counts, dim=2) for x in (q, k, v)), strict=True)
         return torch.cat([attend(*row, causal=True, window=window) for row in each], dim=2)

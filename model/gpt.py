@@ -256,8 +256,9 @@ class GPT(nn.Module):
             raise ValueError(
                 f"a context of {tokens.size(1)} tokens is longer than the model's seq_len={self.seq_len}; shorten it"
             )
-        cos, sin = self.cos[: tokens.size(1)], self.sin[: tokens.size(1)]  # (N, 1, D)
-        if kv_cache is not None or cu_seqlens is not None:
+        if kv_cache is None and cu_seqlens is None:
+            cos, sin = self.cos[: tokens.size(1)], self.sin[: tokens.size(1)]  # (N, 1, D)
+        else:
             tokens = tokens.reshape(1, -1)  # one row: from here on B is 1 and N all tokens
             if kv_cache is not None:
                 positions = kv_cache.positions(shape[1])

@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,16 +103,11 @@ def over_a_cache_beside_peers(found: Reports) -> Table:
     rows = [row for row in rows_of(found) if row.get("us")]
     for row in rows:
         row["name"] = PEERS.get(row["attention"], "flash")
-    best: dict[tuple, float] = {}
+    calls: dict[tuple, dict[str, float]] = {}  # of a call each attention's time
     for row in rows:
-        if row["attention"] != "flash":
-            key = row["num_heads"], row["context"], row["batch"]
-            best[key] = min(best.get(key, math.inf), row["us"])
-    ahead = [best[key] / row["us"] for row in rows if row["attention"] == "flash"
-             if (key := (row["num_heads"], row["context"], row["batch"])) in best]  # fmt: skip
-    caption = (
-        f"Flash is {min(ahead):.2f} to {max(ahead):.2f} times as fast as the faster of its peers." if ahead else ""
-    )
+        calls.setdefault((row["num_heads"], row["context"], row["batch"]), {})[row["attention"]] = row["us"]
+    ahead = [min(peers) / us["flash"] for us in calls.values() if (peers := [us[name] for name in us.keys() & PEERS])]
+    caption = f"Flash is {min(ahead):.2f} to {max(ahead):.2f} times as fast as the faster of its peers."
     names = CALL | {"B": "{batch}"}
     return pivot(rows, names, "{name}", "{us:.1f}", "Microseconds of one query a row:", caption)
 

@@ -119,8 +119,12 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
     prompts = [tokenizer.encode_ordinary(text) or [tokenizer.eot_token] for text in texts]
     count = len(texts) * settings.num_samples
     stream = Stream(texts[0]) if count == 1 else None
+
+    def ended(tokens: list[int]) -> bool:
+        return len(tokens) == settings.max_new_tokens or tokens[-1:] == [tokenizer.eot_token]
+
     samples: list[list[int]] = [[] for _ in range(count)]
-    ended, printed = set(), 0
+    printed = 0
     for step in generate(
         model,
         prompts,
@@ -136,11 +140,9 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
     ):
         for number, token in step:
             samples[number].append(token)
-            if token == tokenizer.eot_token or len(samples[number]) == settings.max_new_tokens:
-                ended.add(number)
             if stream and token != tokenizer.eot_token:
                 stream.write(tokenizer.decode_bytes([token]))
-        while not stream and printed in ended:
+        while not stream and printed < count and ended(samples[printed]):
             text, number = texts[printed // settings.num_samples], printed % settings.num_samples + 1
             heading = f"--- {number}\n" if settings.num_samples > 1 else ""
             continuation = tokenizer.decode_bytes([token for token in samples[printed] if token != tokenizer.eot_token])

@@ -231,7 +231,8 @@ def uncached(model: GPT, tokens: list[int], count: int) -> list[int]:
         for _ in range(count):
             if len(tokens) - first > SEQ_LEN:
                 first = len(tokens) - SEQ_LEN // 2
-            tokens.append(model(torch.tensor([tokens[first:]]))[0, -1].argmax().item())
+            context = torch.tensor([tokens[first:]], device=model.embedding.weight.device)
+            tokens.append(model(context)[0, -1].argmax().item())
     return tokens[length:]
 
 
@@ -339,6 +340,7 @@ def test_no_tokens_asked_for_none_given():
 def test_flash_generates_through_its_own_kernels(cache_dtype):
     """Prompts as packed documents and decode over pages, in 32 and in 8 bits, against whole forwards."""
     model = small_gpt(attention="flash", num_layers=1, n_embd=32, num_heads=2, num_kv_heads=1)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokens = [prompt(length)[0].tolist() for length in (5, 9)]
     found = texts(model, tokens, max_new_tokens=4, temperature=0.0, cache_dtype=cache_dtype)
     assert found == [uncached(model, one, 4) for one in tokens]

@@ -122,8 +122,7 @@ class LossPicture:
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         self.path, self._say, self._failed = run_dir / "loss.png", say, False
-        self._next = 0.0  # when it may be drawn again, on perf_counter
-        self._drawn = False
+        self._next = 0.0  # when it may be drawn again, on perf_counter; 0: it never was
 
     def draw(self, *, last: bool = False) -> None:
         """Draw it, or leave it where too little time has passed since it was drawn; `last`: in any case."""
@@ -133,7 +132,7 @@ class LossPicture:
 
         logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it would tell of its fonts among the steps
         began = time.perf_counter()
-        if self._drawn and not last:
+        if self._next and not last:
             gc.collect()  # the figure before is a cycle; it holds megabytes of pixels, and the collector counts objects
         try:
             draw_run(read_run(self.path.parent), self.path)
@@ -141,5 +140,4 @@ class LossPicture:
             if not self._failed:
                 self._say(f"not drawn: {self.path}: {error}; the run goes on")
             self._failed = True
-        self._drawn = True
         self._next = time.perf_counter() + (time.perf_counter() - began) / _SHARE_OF_TIME

@@ -157,7 +157,7 @@ def tile_cells(one: Cell) -> Iterator[Cell]:
                 replace(own, block_k=128, num_warps=8, per_sm=1, max_registers=None),
             ]
         else:
-            others += [replace(own, per_sm=3, max_registers=168), replace(own, block_k=64, per_sm=3, max_registers=168)]
+            others.append(replace(own, block_k=64, per_sm=3, max_registers=168))
         yield from (replace(cell, tile=tile) for tile in (own, *others))
 
 
