@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from model.attention import ATTENTION, resolve_attention
 from model.recompute import MODES
@@ -22,6 +23,7 @@ class GPTConfig:
         ValueError: an impossible value, naming the key, the value and the remedy.
     """
 
+    name: str | None = None  # a causal model of transformers, a folder or OWNER/NAME; null: a GPT of these sizes
     num_layers: int = 12  # blocks of attention and MLP
     num_heads: int = 12  # of queries; head_dim is n_embd / num_heads
     num_kv_heads: int | None = None  # heads of k and v, shared by groups of query heads; null: num_heads
@@ -122,10 +124,29 @@ def resolve_model(
     Raises:
         ValueError: an attention asked for by name that cannot run.
     """
+    if config.name is not None:
+        config = _of_transformers().sized(config)
     features = config.attention_features(document_mask)
     attention, why_attention = resolve_attention(config.attention, device, dtype, config.head_dim, features)
     loss, why_loss = resolve_loss(config.loss, torch.device(device).type)
     return replace(config, attention=attention, loss=loss), why_attention, why_loss
+
+
+def build_model(config: GPTConfig, vocab_size: int, seq_len: int, *, device: torch.device | str) -> nn.Module:
+    """The network of a resolved `config`: a `GPT`, or what it names in the interface of one."""
+    if config.name is not None:
+        return _of_transformers().PretrainedLM(config, vocab_size, seq_len, device=device)
+    from model.gpt import GPT
+
+    return GPT(config, vocab_size, seq_len, device=device)
+
+
+def _of_transformers():
+    try:
+        from model import huggingface_model
+    except ModuleNotFoundError as error:
+        raise ValueError(f"model.name needs transformers ({error}); `uv run --group hf` brings it") from error
+    return huggingface_model
 
 
 def resolve_loss(name: str, device: str) -> tuple[str, str]:

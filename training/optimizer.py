@@ -281,14 +281,16 @@ def _matrices_of_muon(model: nn.Module, config: OptimConfig) -> list[nn.Paramete
 def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """AdamW first; then, for muon, Muon on the matrices inside the blocks."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    # weights of norms and biases are not to decay and are not for Muon: a model that has some needs a group for them
-    assert all(p.ndim == 2 for _, p in named), "a weight that is no matrix"
     muon = _matrices_of_muon(model, config)
     in_muon = {id(p) for p in muon}
     adamw = [p for _, p in named if id(p) not in in_muon]
+    # gains of norms and biases, which a model of transformers has, do not decay
+    groups = [{"params": [p for p in adamw if p.ndim == 2], "peak_lr": config.lr}]
+    if others := [p for p in adamw if p.ndim != 2]:
+        groups.append({"params": others, "peak_lr": config.lr, "weight_decay": 0.0})
     parts: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
-            [{"params": adamw, "peak_lr": config.lr}],
+            groups,
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,

@@ -182,6 +182,7 @@ def resolve(
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
     asked, text = asdict(settings), {}
+    sized = asked | {"model": asdict(model)}  # a model of transformers brings its sizes
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)
         vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)
@@ -189,10 +190,10 @@ def resolve(
         resumed = resume.find(settings.resume, run_dir, report)
         initial = open_checkpoint(settings.init_from) if settings.init_from and not resumed else None
         if resumed:
-            resume.refuse_unless_same(resumed, asked, tokenizer, vocab_size)
+            resume.refuse_unless_same(resumed, sized, tokenizer, vocab_size)
             resume.refuse_another_text(resumed, asked, dataset.fingerprint)
         if initial:
-            resume.refuse_unless_it_fits(initial, asked, tokenizer, vocab_size)
+            resume.refuse_unless_it_fits(initial, sized, tokenizer, vocab_size)
         if settings.profile:
             refuse_too_few(settings.train.steps - (resumed.step if resumed else 0))
         wandb = wandb_mode(settings.logger)
