@@ -88,9 +88,11 @@ class PretrainedLM(nn.Module):
         super().__init__()
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
         theirs = their_config(config)
-        longest = getattr(theirs, "max_position_embeddings", None) or seq_len
-        if seq_len > longest:
-            raise ValueError(f"data.seq_len={seq_len} is longer than the {longest} tokens of {config.name}; shorten it")
+        self.longest = getattr(theirs, "max_position_embeddings", None) or seq_len
+        if seq_len > self.longest:
+            raise ValueError(
+                f"data.seq_len={seq_len} is longer than the {self.longest} tokens of {config.name}; shorten it"
+            )
         if vocab_size > theirs.vocab_size:
             raise ValueError(
                 f"the tokenizer has {vocab_size} tokens, {config.name} {theirs.vocab_size}; use tokenizer={config.name}"
@@ -140,13 +142,13 @@ class PretrainedLM(nn.Module):
 
     @torch.no_grad()
     def continued(self, prompt: list[int], new_tokens: int, seed: int, **how: Any) -> list[int]:
-        """Tokens that follow `prompt`, drawn as `generate` draws: from a stream of its own, within seq_len."""
+        """Tokens that follow `prompt`, drawn as `generate` draws, from a stream of its own."""
         was_training = self.training
         self.eval()
         generator, cache, drawn = torch.Generator().manual_seed(seed), DynamicCache(config=self.inner.config), []
         device = next(self.parameters()).device
         given = torch.tensor([prompt], device=device)
-        for _ in range(min(new_tokens, self.seq_len - len(prompt))):
+        for _ in range(min(new_tokens, self.longest - len(prompt))):
             logits = self.inner(input_ids=given, past_key_values=cache, use_cache=True).logits[:, -1, : self.vocab_size]
             uniform = torch.rand(1, dtype=torch.float64, generator=generator)
             given = choose_next_token(logits, uniform, **how)[:, None]
