@@ -111,7 +111,7 @@ class PretrainedLM(nn.Module):
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
         self.to(device)
         self.train()
-        self._positions: dict[tuple, Tensor] = {}
+        self._shared: dict[tuple, dict[str, Any]] = {}
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -123,13 +123,8 @@ class PretrainedLM(nn.Module):
     ) -> Tensor:
         """As `GPT.forward`, without our cache: logits (B, N, columns), or the loss summed over tokens that count."""
         assert kv_cache is None, "their cache is another; see `continued`"
-        asked: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-        if self.is_ours:  # made here, it costs no wait: their layers take it as it is
-            hidden = torch.empty((*tokens.shape, 0), device=tokens.device)
-            asked["attention_mask"] = masking_utils.create_masks_for_generate(self.inner.config, hidden, None, None)
-        if cu_seqlens is None:
-            asked["position_ids"] = self._positions_of(tokens)
-        else:
+        asked: dict[str, Any] = {"input_ids": tokens, "use_cache": False, **self._of_shape(tokens)}
+        if cu_seqlens is not None:
             asked["position_ids"] = positions_in(cu_seqlens, tokens.numel()).view(tokens.shape)
             asked |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         if targets is not None and self.config.loss == "chunked":
@@ -169,12 +164,18 @@ class PretrainedLM(nn.Module):
         """A folder that transformers opens, without the tokenizer."""
         self.inner.save_pretrained(folder)
 
-    def _positions_of(self, tokens: Tensor) -> Tensor:
-        """0, 1, ... of each row; the same tensor each time, of which it is known that it packs nothing."""
+    @torch.compiler.disable
+    def _of_shape(self, tokens: Tensor) -> dict[str, Any]:
+        """Positions and masks, once for each shape: their layers take them as they are, and nobody waits to look."""
         key = (*tokens.shape, tokens.device)
-        if key not in self._positions:
-            self._positions[key] = torch.arange(tokens.size(1), device=tokens.device).expand(tokens.shape)
-        return self._positions[key]
+        if key not in self._shared:
+            positions = torch.arange(tokens.size(1), device=tokens.device).expand(tokens.shape)
+            self._shared[key] = {"position_ids": positions}
+            if self.is_ours:
+                hidden = torch.empty((*tokens.shape, 0), device=tokens.device)
+                masks = masking_utils.create_masks_for_generate(self.inner.config, hidden, None, None)
+                self._shared[key]["attention_mask"] = masks
+        return self._shared[key]
 
     @torch.no_grad()
     def _refuse_other_heads(self) -> None:
