@@ -32,17 +32,20 @@ from model.attention import AttentionFunction
 from training import resume
 from training.comparison import show_sweep
 from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
+from training.graph import StepGraphs
+from training.hardware import Hardware
 from training.lock import locked
 from training.log import RunLog, provenance, step_record, write_description
 from training.memory import advice_when_out_of_memory
 from training.numbers import BadSteps, NumberCheck
 from training.optimizer import Optimizer, lr_factor
+from training.parallel import ALONE, World, this_world
 from training.profile import StepProfiler
 from training.random_states import seed_everything
 from training.run import Run, resolve
 from training.saver import Saver
 from training.speed import Speed
-from training.step import Step, training_step
+from training.step import Step, step_graphs, training_step
 from training.stop import StopRequest
 
 OnStep = Callable[[Step], None]
@@ -54,20 +57,22 @@ def train(
     *,
     attend: AttentionFunction | None = None,
     on_step: OnStep | None = None,
+    world: World = ALONE,
 ) -> dict[str, Any]:
     """Train as `settings` says, keep everything in `run_dir`, return the summary.
 
     Args:
         attend: called in place of the attention that `settings` names, with the same arguments (model/attention.py).
         on_step: called after each step, before anything else is done with it; it must change nothing.
+        world: the processes that train together, each by this call; only the first one writes.
 
     Raises:
         ValueError: what cannot be, before anything is written or allocated.
     """
     began = time.perf_counter()
-    with locked(run_dir):
+    with world.first(locked)(run_dir):
         # what this run will be; whatever cannot be is refused here, before anything is written or allocated
-        chosen = resolve(settings, run_dir)
+        chosen = resolve(settings, run_dir, world=world)
         with advice_when_out_of_memory(chosen.plan):
             return run(settings, chosen, run_dir, began, attend, on_step or (lambda step: None))
 
@@ -78,6 +83,7 @@ def run(
     """The story of a run, in a folder that is this process's own."""
     config = settings.train
     hardware, dataset, resumed, first_step = chosen.hardware, chosen.dataset, chosen.resumed, chosen.first_step
+    world, first = hardware.world, hardware.world.first  # first(f) is f in the first process, and nothing in others
     print(f"memory     {chosen.plan}")
 
     # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
@@ -93,16 +99,17 @@ def run(
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
 
     # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
-    batches = TokenBatches(dataset.train, chosen.seq_len, chosen.sequences_per_step, config.window_seed)
+    batches = TokenBatches(dataset.train, chosen.seq_len, chosen.sequences_per_step, config.window_seed, **world.place)
     windows = fixed_windows(dataset.validation, chosen.seq_len, config.eval_windows)
     evaluation = EvaluationSet.of(windows, dataset.tokenizer)
 
     # --- what is written down: the log, the description, checkpoints
     going_on = {"first_step": first_step, "resumes": settings.resume is not None, "resumed": resumed}
-    log = RunLog(run_dir, settings.logger, chosen.settings, steps=config.steps, **going_on, wandb=chosen.wandb)
-    saver = Saver(run_dir / "checkpoints", keep_last=config.keep_last, keep_every=config.keep_every, say=log.say)
-    write_description(run_dir, chosen.settings, chosen.left_open, dataset.manifest, evaluation.protocol)
-    profiler = StepProfiler(run_dir / "profile", hardware, log.console) if settings.profile else None
+    log = first(RunLog)(run_dir, settings.logger, chosen.settings, steps=config.steps, **going_on, wandb=chosen.wandb)
+    kept = {"keep_last": config.keep_last, "keep_every": config.keep_every}
+    saver = first(Saver)(run_dir / "checkpoints", **kept, say=log.say)
+    first(write_description)(run_dir, chosen.settings, chosen.left_open, dataset.manifest, evaluation.protocol)
+    profiler = first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
     description = chosen.description | {"provenance": provenance()}
 
     # --- what is done about a loss or gradient that is not finite
@@ -113,9 +120,17 @@ def run(
         config.on_nonfinite, run_dir, model, forward, optimizer, hardware, check, saver, description, log.say
     )
 
-    def run_step(forward: Callable[..., torch.Tensor], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    graphs = step_graphs(forward, optimizer, hardware, config.batch_tokens) if chosen.graphs else None
+
+    def run_step(
+        forward: Callable[..., torch.Tensor],
+        batch: Batch,
+        hardware: Hardware = hardware,
+        graphs: StepGraphs | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
-        return training_step(forward, optimizer, inputs, targets, chosen.micro_batch, hardware, starts)
+        split = chosen.micro_batch, hardware, starts
+        return training_step(forward, optimizer, inputs, targets, *split, graphs=graphs, dropout=chosen.model.draws)
 
     def seconds() -> float:
         """Time spent on this run, by the processes before this one too."""
@@ -131,7 +146,7 @@ def run(
     with (
         log,
         saver,
-        StopRequest(config.max_hours, began) as stop,
+        StopRequest(config.max_hours, began, world=world) as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=chosen.end_of_text) as prefetcher,
         profiler or nullcontext(),
         attend_with(model, lambda layer, named: attend or named),
@@ -152,7 +167,7 @@ def run(
         while step < config.steps:
             optimizer.set_lr_factor(lr_factor(step, config.steps, settings.optim))
             batch = next(prefetcher)
-            loss, grad_norm = run_step(forward, batch)
+            loss, grad_norm = run_step(forward, batch, graphs=graphs)
             step += 1
             on_step(Step(step, batch, loss, grad_norm, optimizer))
 
@@ -192,7 +207,7 @@ def run(
                 save(step, best=is_best)
                 speed.restart(step)
 
-            if config.sample_tokens and config.is_due(config.sample_every, step):
+            if world.is_first and config.sample_tokens and config.is_due(config.sample_every, step):
                 text = sample(model, chosen.prompt, config.sample_tokens, config.seed, dataset.tokenizer, hardware)
                 log.say(f"--- a sample after {step} steps, its prompt in brackets\n{text}\n---")
                 speed.restart(step)
@@ -206,12 +221,12 @@ def run(
         saved = saver.wait() or (resumed and resumed.path)
         summary = log.finish(results, check, stop if step < config.steps else None, saved)
         saver.check()
-    return summary
+    return world.told(summary)
 
 
-@program("config", Settings, experiment="quickstart", after_sweep=show_sweep)
+@program("config", Settings, experiment="quickstart", after_sweep=show_sweep, world=this_world)
 def main(settings: Settings, run_dir: Path) -> None:
-    if exit_code := train(settings, run_dir)["exit_code"]:
+    if exit_code := train(settings, run_dir, world=this_world())["exit_code"]:
         sys.exit(exit_code)
 
 

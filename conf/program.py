@@ -13,12 +13,13 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -33,6 +34,9 @@ from conf.console import protect_console
 from conf.keys import Key, help_page, is_folder_name, known_keys
 from conf.mistakes import explain, no_value, of_the_system
 from training.lock import InUse
+
+if TYPE_CHECKING:
+    from training.parallel import World
 
 EXIT_USER_ERROR = 2
 SIGNALLED = 128  # exit codes above it are 128 + a signal
@@ -53,6 +57,7 @@ def program(
     overrides: tuple[str, ...] = (),
     positional: str | None = None,
     after_sweep: Callable[[list[Path]], None] | None = None,
+    world: "Callable[[], World] | None" = None,
 ) -> Callable[[Callable[[S, Path], Any]], Callable[[], None]]:
     """Decorate `main(settings, run_dir)`: `settings` is a checked `schema`, `run_dir` the folder of this run.
 
@@ -62,6 +67,8 @@ def program(
         run_dir: a folder of the date and time below it is made for each run; ".": nothing is written.
         positional: the key, a list, of arguments that are not key=value.
         after_sweep: called with the folders of a sweep's runs when all are done.
+        world: finds the processes that run `main` together, where there can be several. The first one's settings and
+            folder are those of all, and only it prints; what another one fails of is in rank_N.log in that folder.
 
     `--help` prints the docstring of the program's module and all keys, those that `schema` itself adds first.
     """
@@ -81,10 +88,19 @@ def program(
             typed, exit_codes, folders = sys.argv, [], []
             flags, values, wants_help = _arguments(typed[1:], defaults, positional, known_keys(schema))
             register(schema)
+            try:
+                processes = world() if world else None
+            except ValueError as error:
+                sys.exit(fail(str(error)))
+            if processes and not processes.is_first:
+                sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+                values += [f"hydra.{mode}.dir={tempfile.gettempdir()}" for mode in ("run", "sweep")]
 
             @wraps(main)
             def task(cfg: DictConfig) -> None:
                 folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
+                if processes:
+                    folder = Path(processes.told(str(folder)))
                 found = _listing(folder)
                 folders.append(folder)
                 sys.argv = typed  # for the provenance of what the program writes
@@ -96,6 +112,8 @@ def program(
                         given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, not resolved
                         given = [override for override in given if override not in defaults]
                         cfg = with_earlier_settings(cfg, given, folder, set(known_keys(schema)))
+                    if processes:
+                        cfg = OmegaConf.create(processes.told(OmegaConf.to_container(cfg)))
                     main(settings_from(cfg, schema), folder)
                     _remove_if_empty(folder)
                 except (ValueError, OSError) as error:
@@ -103,13 +121,22 @@ def program(
                     # the run had begun; in a folder that is another process's, it had not
                     if not _remove_if_empty(folder) and _listing(folder) != found and not isinstance(error, InUse):
                         message += _keep_traceback(folder / "error.log")
+                    if processes and processes.size > 1:
+                        _end_all(processes, folder, message, EXIT_USER_ERROR)
                     if show_traceback:
                         raise ConfigError(message) from error
                     exit_codes.append(fail(message))  # the other runs of a sweep go on
                 except SystemExit as stopped:
                     if not isinstance(stopped.code, int) or stopped.code > SIGNALLED:  # whoever sends it means them all
+                        if processes:
+                            processes.close()
                         raise
                     exit_codes.append(stopped.code)
+                except BaseException as error:
+                    if processes and processes.size > 1:
+                        traceback.print_exc()
+                        _end_all(processes, folder, f"{type(error).__name__}: {error}", 1)
+                    raise
 
             try:
                 if wants_help:
@@ -118,6 +145,8 @@ def program(
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(task)()
                 if after_sweep and len(folders) > 1:
                     after_sweep(folders)
+                if processes:
+                    processes.close()
             except KeyboardInterrupt:  # before there was anything to save
                 sys.exit(128 + signal.SIGINT)
             # `task` explains its own errors, so a ValueError or OSError here is about arguments or the run's folder
@@ -255,6 +284,16 @@ def _run_dir(resume: str | None, name: str | None, experiment: str, time: str) -
         if (run / "checkpoints").is_dir() and checkpoint.is_dir() and (not name or str(name) in run.parts):
             return str(run)
     return f"{runs}/{time}"
+
+
+def _end_all(processes: "World", folder: Path, message: str, code: int) -> NoReturn:
+    """End this one of several processes, and let the others know why they must, too."""
+    if processes.is_first:
+        fail(message)
+    else:
+        message += _keep_traceback(folder / f"rank_{processes.rank}.log")
+    processes.fail(message, code)
+    sys.exit(code)
 
 
 def _listing(folder: Path) -> dict[str, int]:

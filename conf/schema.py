@@ -11,6 +11,7 @@ from model import GPTConfig
 from training.hardware import HardwareConfig
 from training.log import LoggerConfig
 from training.optimizer import OptimConfig
+from training.parallel import ParallelConfig
 from training.run import TrainConfig
 
 
@@ -27,6 +28,7 @@ class Settings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     profile: bool = False  # record a few steps: a trace and where the time went, in the run's folder
     name: str | None = None  # the run's folder is runs/<name>/<time>; null: the experiment's name
     resume: str | None = None  # go on with a run: its folder, a checkpoint, or auto: the newest of that name

@@ -46,6 +46,10 @@ class TokenBatches:
         windows = [int(self._orders[s // self.windows_per_epoch][s % self.windows_per_epoch]) for s in samples]
         return gather(self.tokens, windows, self.seq_len)
 
+    def whole(self) -> "TokenBatches":
+        """The same with the rows of all ranks in each batch."""
+        return TokenBatches(self.tokens, self.seq_len, self.batch_size * self.world_size, self.seed)
+
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, windows of that epoch already taken) when the step begins, over all ranks."""
         return divmod(step * self.batch_size * self.world_size, self.windows_per_epoch)

@@ -42,6 +42,11 @@ class Prefetcher:
         if self._device.type == "cuda":
             self._ahead = Ahead(self._copy, step)
 
+    def whole(self, step: int) -> Batch:
+        """The batch of `step` with the rows of all ranks, beside those that are iterated over."""
+        inputs, targets = self._batches.whole().batch(step)
+        return inputs.to(self._device), targets.to(self._device), self._starts(inputs)
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

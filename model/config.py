@@ -51,6 +51,11 @@ class GPTConfig:
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
+    @property
+    def draws(self) -> bool:
+        """Whether a forward pass in training draws random numbers."""
+        return self.dropout + self.attention_dropout > 0
+
     def attention_features(self, document_mask: bool = False) -> tuple[str, ...]:
         """What the network asks of attention, in the words of kernels/support.py."""
         used = {

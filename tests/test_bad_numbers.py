@@ -14,8 +14,6 @@ from training.optimizer import (
     LossScale,
     OptimConfig,
     Optimizer,
-    step_and_restore_if,
-    step_fused_unless,
 )
 
 INF = float("inf")
@@ -70,33 +68,6 @@ def test_a_loss_that_is_not_finite_is_enough():
     backward(net)
     optimizer.step(torch.tensor(INF))
     assert same(bits(net, optimizer), before)
-
-
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_what_a_gpu_does_without_asking_the_host(name, steps_before):
-    """On a GPU the verdict stays there; the same two ways of not taking a step, here with CPU tensors."""
-    torch.manual_seed(0)
-    net = Net()
-    if name == "muon":
-        part, unless = Optimizer(net, OptimConfig(name="muon")).parts[1], step_and_restore_if
-    else:
-        part, unless = torch.optim.AdamW(net.parameters(), fused=True), step_fused_unless
-    for skip in [False] * steps_before + [True]:
-        backward(net, INF if skip else 1.0)
-        before = copy.deepcopy(net.state_dict()), copy.deepcopy(part.state_dict()["state"])
-        unless(part, torch.tensor(skip))
-        part.zero_grad()
-        for p in net.parameters():
-            p.grad = None
-    assert same(net.state_dict(), before[0])
-    if steps_before or name == "muon":
-        assert same(part.state_dict()["state"], before[1])
-    else:  # fused AdamW made its state in this step: that of a first one
-        assert all(not value.any() for state in part.state.values() for value in state.values())
-    backward(net)
-    unless(part, torch.tensor(False))
-    assert not same(net.state_dict(), before[0])
 
 
 # --- float16

@@ -277,7 +277,7 @@ def test_a_short_run_has_a_short_warm_up_and_says_so(here, train):
 
 
 def test_a_large_model_on_a_cpu_is_announced_with_its_hours():
-    run = settings("model=gpt2_124m", "optim=muon")
+    run = settings("model=gpt2_124m", "optim=muon", "optim.muon_dtype=bfloat16")
 
     def said(optim, bfloat16: float, config=run.model) -> str | None:
         model = GPT(resolve_model(config, "cpu", torch.float32)[0], 50257, 1024, device="meta")

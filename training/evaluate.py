@@ -59,16 +59,22 @@ class EvaluationSet:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, windows: EvaluationSet, micro_batch: int, hardware: Hardware, end_of_text: int | None = None
+    model: nn.Module,
+    windows: EvaluationSet,
+    micro_batch: int,
+    hardware: Hardware,
+    end_of_text: int | None = None,
 ) -> dict[str, float]:
     """Run the model over all windows; the mode it was in is restored, no random number is drawn.
 
-    With `end_of_text` documents do not see each other, as in training.
+    With `end_of_text` documents do not see each other, as in training. The processes of `hardware.world` share the
+    windows, and the losses are added in the windows' order, however many there are.
     """
+    world = hardware.world
     was_training = model.training
     model.eval()
-    total = torch.zeros((), dtype=torch.float64)
-    for start in range(0, len(windows.inputs), micro_batch):
+    losses = []
+    for start in range(world.rank * micro_batch, len(windows.inputs), world.size * micro_batch):
         inputs = windows.inputs[start : start + micro_batch]
         targets = windows.targets[start : start + micro_batch]
         if len(inputs) < micro_batch:  # one shape for all batches, so that nothing is compiled twice
@@ -81,9 +87,11 @@ def evaluate(
             documents = packed_rows(starts, 0, *inputs.shape, hardware.device)
         with hardware.autocast():
             loss = model(inputs.to(hardware.device), targets.to(hardware.device), **documents)
-        total += loss.cpu().double()  # mps has no float64
+        losses.append(loss.item())  # fp32, added as float64
     model.train(was_training)
-    return windows.metrics(total.item() / windows.targets.numel())
+    shares = world.exchange(losses)
+    in_order = (shares[i % world.size][i // world.size] for i in range(sum(map(len, shares))))
+    return windows.metrics(sum(in_order) / windows.targets.numel())
 
 
 def prompt_of(text: str, dataset: Dataset, seq_len: int) -> list[int]:

@@ -2,9 +2,11 @@
 
 import re
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from training.parallel import ALONE, World
 
 MAX_THREADS = 1024  # more than a machine has cores; a million makes PyTorch hang
 TENSOR_CORES = (7, 0)  # Volta and Turing multiply float16 on them and know no bfloat16; before, float16 gains nothing
@@ -17,6 +19,7 @@ class HardwareConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16: the autocast format; weights and optimizer stay float32
     tf32: bool = True  # tensor cores for float32 matrix products on CUDA; false: full float32
     compile: bool | None = None  # torch.compile; null: on CUDA only
+    cuda_graphs: bool | None = None  # launch the training step as CUDA graphs; null: where memory is ample
     num_threads: int | None = None  # CPU threads of PyTorch; null: PyTorch's own choice
 
     def __post_init__(self) -> None:
@@ -36,6 +39,8 @@ class Hardware:
     dtype: torch.dtype  # of the forward pass's matrix products
     compile: bool
     description: str
+    graphs: bool | None = False  # whether the training step is CUDA graphs; None: if memory is ample
+    world: World = field(default=ALONE, repr=False, compare=False)  # the processes that each have such a device
 
     def autocast(self) -> AbstractContextManager:
         if self.dtype == torch.float32:
@@ -54,7 +59,7 @@ class Hardware:
         return torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
 
 
-def set_up(config: HardwareConfig) -> Hardware:
+def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
     """Resolve `auto`, set PyTorch's global switches, raise ValueError where a named choice cannot be had."""
     has_cuda = torch.cuda.is_available()
     if config.device.startswith("cuda") and not has_cuda:
@@ -66,6 +71,10 @@ def set_up(config: HardwareConfig) -> Hardware:
         raise ValueError(
             f"hardware.device={config.device} but there are {torch.cuda.device_count()} of them; use cuda:0"
         )
+    if config.cuda_graphs and device.type != "cuda":
+        raise ValueError(f"hardware.cuda_graphs=true but hardware.device is {device.type}; leave it out")
+    if world.size > 1:
+        device = _own_device(device, config.device, world)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
 
@@ -103,4 +112,29 @@ def set_up(config: HardwareConfig) -> Hardware:
     if device.type == "cuda":
         words.append("TF32 on" if config.tf32 else "TF32 off")
     words.append("compiled" if compiled else "eager")
-    return Hardware(device, dtype, compiled, ", ".join(words))
+    graphs = config.cuda_graphs if device.type == "cuda" else False
+    if world.size > 1:
+        words.append(f"{world.size} processes")
+    return Hardware(device, dtype, compiled, ", ".join(words), graphs, world)
+
+
+def _own_device(device: torch.device, asked: str, world: World) -> torch.device:
+    """The device of one of several processes; a GPU of its own, which from here on is the current one."""
+    if device.type == "mps":
+        raise ValueError(f"hardware.device={asked} is one GPU, for one process and not {world.size}; start one")
+    if device.type == "cpu":
+        return device
+    if asked.startswith("cuda:"):
+        raise ValueError(f"hardware.device={asked} is one GPU for {world.size} processes; use hardware.device=cuda")
+    count = torch.cuda.device_count()
+    index = world.local_rank if count > 1 else 0  # srun may show each task only its own
+    if index < count:
+        torch.cuda.set_device(index)
+    own = f"{world.hosts[world.rank]} {torch.cuda.get_device_properties(index).uuid}" if index < count else None
+    owners = world.exchange(own)
+    if own is None or owners.count(own) > 1:
+        raise ValueError(
+            f"hardware.device={asked}: process {world.local_rank} of {world.hosts[world.rank]}, counted from 0, has no "
+            f"GPU of its own among {count}; start one process a GPU"
+        )
+    return torch.device("cuda", index)

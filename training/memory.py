@@ -162,19 +162,20 @@ class Plan:
         return said if self.peak <= limit else f"{said}, which may not be enough; {self.advice(limit)}"
 
 
-def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int) -> Plan:
+def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, sequences: int | None = None) -> Plan:
     """What a run will do about memory; with train.micro_batch=auto it takes as many sequences at a time as fit.
 
     Args:
         settings: the run's groups of settings.
         model: theirs, with resolved names.
+        sequences: of a step, that this process computes; None: all.
 
     Raises:
         DoesNotFit: the forecast is above what is free (on a GPU more than 10 % above it), or no micro-batch fits,
             with the cheapest changes that fit.
     """
     asked, seq_len = settings.train.micro_batch, settings.data.seq_len
-    sequences = settings.train.batch_tokens // seq_len
+    sequences = sequences or settings.train.batch_tokens // seq_len
     micro_batch = sequences if asked in (None, "auto") else asked
     features = model.attention_features(settings.data.document_mask)
     shape = vocab_size, seq_len, sequences, micro_batch

@@ -10,7 +10,7 @@ rollback  weights and moments go back to the newest good checkpoint; steps, sche
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from training import checkpoint as checkpoints
 from training.hardware import Hardware
 from training.hooks import watched, watched_compiled
 from training.optimizer import Optimizer
+from training.parallel import ALONE
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
 from training.stop import StopRequest, command_to_go_on
@@ -37,7 +38,7 @@ SPIKE_WINDOW = 64  # losses that the next one is compared with
 SPIKE_LEAST = 16  # fewer say little about their spread
 SPIKE_DEVIATIONS = 6.0  # of normal noise one in 1e9 is further out; a diverging run is within a few steps
 
-RunStep = Callable[[Callable[..., Tensor], Batch], Any]  # computes a step with the given network
+RunStep = Callable[[Callable[..., Tensor], Batch, Hardware], Any]  # computes a step with the given network
 OTHER_MASKS = " (run module by module, with other dropout masks than compiled)"
 
 
@@ -72,9 +73,9 @@ class NumberCheck:
 
     def __init__(self, optimizer: Optimizer, hardware: Hardware, say: Callable[[str], None]) -> None:
         self.spikes = self.bad_steps = self.in_a_row = 0
-        self._optimizer, self._device, self._say = optimizer, hardware.device, say
+        self._optimizer, self._device, self._say, self._world = optimizer, hardware.device, say, hardware.world
         self._late = steps_late(hardware.device)
-        # a step, what it says of (held, loss, norm) in host memory, and when that is there
+        # a step, what it says of (held, loss, norm) and other processes in host memory, and when that is there
         self._pending: deque[tuple[BadStep, Tensor, torch.cuda.Event | None]] = deque()
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._before = random_states(self._device)
@@ -86,9 +87,11 @@ class NumberCheck:
         first that was not finite: model and optimizer are as they were before it, and stay so until `go_on`.
         """
         numbers = torch.stack([self._optimizer.held.float(), loss.float(), grad_norm.float()])
+        if self._world.size > 1:
+            numbers = torch.cat([numbers, self._world.tail])
         copied = None
         if numbers.is_cuda:
-            numbers = torch.empty(3, pin_memory=True).copy_(numbers, non_blocking=True)
+            numbers = torch.empty(len(numbers), pin_memory=True).copy_(numbers, non_blocking=True)
             copied = torch.cuda.current_stream(self._device).record_event()
         after = random_states(self._device)
         self._pending.append((BadStep(step, math.nan, math.nan, self._before, after), numbers, copied))
@@ -97,7 +100,9 @@ class NumberCheck:
             oldest, numbers, copied = self._pending.popleft()
             if copied is not None:
                 copied.synchronize()
-            held, oldest.loss, oldest.grad_norm = numbers.tolist()
+            held, oldest.loss, oldest.grad_norm, *tail = numbers.tolist()
+            for line in self._world.read(oldest.step, tail):
+                self._say(line)
             if held:
                 self._pending.clear()
                 return oldest
@@ -192,12 +197,13 @@ class BadSteps:
 
         If not, everything is as it was before that step, and `stop` has the reason.
         """
-        batches.seek(bad.step - 1)
-        batch = next(batches)
+        batches.seek(bad.step)
         what = "gradient" if math.isfinite(bad.loss) else "loss"
-        first = self._diagnose(bad, lambda forward: run_step(forward, batch))
-        self.say(f"bad step   {bad.step}: its {what} is not finite; first in {in_words(first)}")
-        self._dump(bad, batch, {"what": what, "first": first})
+        if self.hardware.world.is_first:  # one process computes the whole step, with the same bits
+            batch, alone = batches.whole(bad.step - 1), replace(self.hardware, world=ALONE)
+            first = self._diagnose(bad, lambda forward: run_step(forward, batch, alone))
+            self.say(f"bad step   {bad.step}: its {what} is not finite; first in {in_words(first)}")
+            self._dump(bad, batch, {"what": what, "first": first})
         goes_on, action = self._follow(bad.step)
         self.say(f"on_nonfinite={self.policy}: {action}")
         restore_random_states(bad.after if goes_on else bad.before, self.hardware.device)
@@ -216,16 +222,24 @@ class BadSteps:
             return False, f"the run stops; more than {MOST_IN_A_ROW} bad steps in a row are not the batch's doing"
         if self.policy == "skip":
             return True, "the step is not taken; the run goes on with the next batch"
+        good = self.hardware.world.told(self.hardware.world.first(self._newest_good)(step))
+        if good is None:
+            return False, f"the run stops; {self.saver.folder} has no good checkpoint yet: lower train.save_every"
+        found = checkpoints.open_checkpoint(good, verify=())
+        found.load_weights(self.model)
+        self.optimizer.load_state_dict(found.load_state())
+        return True, f"back to the weights of {found.path}; the run goes on with the next batch"
+
+    def _newest_good(self, step: int) -> str | None:
+        """The path of the newest whole checkpoint before `step` whose weights are finite."""
         self.saver.wait()
         last = step - 1
         while found := checkpoints.newest_complete(self.saver.folder, self.say, last):
             if all(value.isfinite().all() for value in load_file(found.path / checkpoints.WEIGHTS).values()):
-                found.load_weights(self.model)
-                self.optimizer.load_state_dict(found.load_state())
-                return True, f"back to the weights of {found.path}; the run goes on with the next batch"
+                return str(found.path)
             self.say(f"passed over: checkpoint {found.path}: its weights are not finite")
             last = found.step - 1
-        return False, f"the run stops; {self.saver.folder} has no good checkpoint yet: lower train.save_every"
+        return None
 
     def _diagnose(self, bad: BadStep, again: Callable[[Callable[..., Tensor]], Any]) -> dict[str, Any]:
         """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where that is not known.
@@ -236,7 +250,7 @@ class BadSteps:
         seen = FirstBad()
         seen.weights(self.model)
         compiled = self.forward is not self.model
-        masks_differ = compiled and self.model.config.dropout + self.model.config.attention_dropout > 0
+        masks_differ = compiled and self.model.config.draws
         ways = [False]  # whether to watch it compiled
         if compiled and self.check.bad_steps < MOST_DUMPS:  # it compiles for up to a minute
             ways = [True, False] if masks_differ else [False, True]

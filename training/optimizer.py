@@ -1,17 +1,22 @@
 """Optimizers, the learning-rate schedule, and the loss scale of float16.
 
-AdamW (Loshchilov and Hutter 2019), or Muon (Jordan 2024; `torch.optim.Muon`) for the hidden matrices with AdamW for
-the embedding and the output head. The schedule is a pure function of the step.
+AdamW (Loshchilov and Hutter 2019), or Muon (training/muon.py) for the hidden matrices with AdamW for the embedding and
+the output head. The schedule is a pure function of the step. A step asks the host nothing, and all that it reads and
+writes lies where it lay at the construction, so a CUDA graph can replay it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from training.hardware import DTYPES
+from training.muon import Muon, newton_schulz_flops, products_dtype
+
 OPTIMIZERS = ("adamw", "muon")
+MUON_DTYPES = ("auto", "float32", "bfloat16")
 SCHEDULES = ("cosine", "wsd", "constant")
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # good steps until the loss scale is doubled
@@ -20,7 +25,7 @@ LEAST_SCALE = 1.0  # an overflow without any scaling is no matter of scale
 # what an optimizer holds of a parameter, and whether it may be below zero
 MOMENTS = {
     torch.optim.AdamW: {"step": False, "exp_avg": True, "exp_avg_sq": False},
-    torch.optim.Muon: {"momentum_buffer": True},
+    Muon: {"momentum_buffer": True},
 }
 
 
@@ -32,6 +37,9 @@ class OptimConfig:
     beta1: float = 0.9  # AdamW's, of the mean of gradients
     beta2: float = 0.95  # AdamW's, of the mean of their squares
     momentum: float = 0.95  # Muon's
+    muon_dtype: str = (
+        "auto"  # auto | float32 | bfloat16: of Muon's products; auto: bfloat16 where the device is fast in it
+    )
     weight_decay: float = 0.1  # decoupled
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, linear decay) | constant
@@ -44,6 +52,8 @@ class OptimConfig:
             raise ValueError(f"optim.name={self.name} is not one of {', '.join(OPTIMIZERS)}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optim.schedule={self.schedule} is not one of {', '.join(SCHEDULES)}")
+        if self.muon_dtype not in MUON_DTYPES:
+            raise ValueError(f"optim.muon_dtype={self.muon_dtype} is not one of {', '.join(MUON_DTYPES)}")
         for key in ("lr", "muon_lr_ratio"):
             if not 0 < getattr(self, key) <= LARGEST_RATE:
                 raise ValueError(
@@ -58,6 +68,16 @@ class OptimConfig:
         for key in ("decay_fraction", "min_lr_ratio"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"optim.{key}={getattr(self, key)} must lie in [0, 1]")
+
+    def resolved(self, device: torch.device) -> tuple["OptimConfig", str]:
+        """With muon_dtype chosen for `device`, and a line that says what will run and why."""
+        if self.name != "muon":
+            return self, self.name
+        if self.muon_dtype != "auto":
+            return self, f"muon, Newton-Schulz in {self.muon_dtype} (as configured)"
+        dtype, reason = products_dtype(device)
+        chosen = replace(self, muon_dtype=str(dtype).removeprefix("torch."))
+        return chosen, f"muon, Newton-Schulz in {chosen.muon_dtype} ({reason})"
 
     def warmup_within(self, steps: int) -> int:
         """Warm-up steps of a run of `steps`: warmup_steps, or a tenth of a run that has no room for them."""
@@ -130,22 +150,26 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, config: OptimConfig, dtype: torch.dtype = torch.float32) -> None:
         self.parts = _build(model, config)
-        assert all(type(part) in MOMENTS for part in self.parts), "an optimizer without its row in MOMENTS"
-        self.parameters = [p for part in self.parts for group in part.param_groups for p in group["params"]]
+        groups = [group for part in self.parts for group in part.param_groups]
+        self.parameters = [p for group in groups for p in group["params"]]
         self.grad_clip = config.grad_clip
         device = self.parameters[0].device
         self.held = torch.zeros((), dtype=torch.bool, device=device)
         self.loss_scale = LossScale(device) if dtype == torch.float16 else None
+        self._peaks = torch.tensor([group["peak_lr"] for group in groups], device=device)
+        self._rates = self._peaks.clone()
+        self._lr_factor = 1.0
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate  # where the device reads it
 
     def set_lr_factor(self, factor: float) -> None:
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = group["peak_lr"] * factor
+        self._lr_factor = factor
+        torch.mul(self._peaks, factor, out=self._rates)
 
     @property
     def lr(self) -> float:
         """AdamW's learning rate now."""
-        return self.parts[0].param_groups[0]["lr"]
+        return self.parts[0].param_groups[0]["peak_lr"] * self._lr_factor
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What to call `backward` on."""
@@ -162,8 +186,10 @@ class Optimizer:
         overflow = ~norm.isfinite()
         bad = overflow if self.loss_scale is None else overflow & self.loss_scale.exhausted()
         self.held |= bad if loss is None else bad | ~loss.isfinite()
+        skip = (self.held | overflow).float()
         for part in self.parts:
-            step_unless(part, self.held | overflow)
+            part.found_inf = skip  # read by the kernels, as torch.amp.GradScaler leaves it to them
+            part.step()
             part.zero_grad(set_to_none=True)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow, self.held)
@@ -175,14 +201,17 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it; the tensors are not copies."""
+        parts = [part.state_dict() for part in self.parts]
+        for group in (group for part in parts for group in part["param_groups"]):
+            group["lr"] = group["peak_lr"] * self._lr_factor
         scale = self.loss_scale and {"scale": self.loss_scale.scale, "good_steps": self.loss_scale.good_steps}
-        return {"optimizer": [part.state_dict() for part in self.parts], "loss_scale": scale}
+        return {"optimizer": parts, "loss_scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take moments and loss scale of `state`; rates, decay and betas stay the configuration's, which may differ.
 
-        ValueError where they are not this model's, and nothing has changed. Before its first step, an optimizer may
-        have none.
+        Values are copied to where those of before lay. ValueError where they are not this model's, and nothing has
+        changed. Before its first step, an optimizer may have none.
         """
         if len(state["optimizer"]) != len(self.parts):
             raise ValueError(f"the state of {len(state['optimizer'])} optimizers, expected {len(self.parts)}")
@@ -194,7 +223,9 @@ class Optimizer:
                 value = scale.get(key) if isinstance(scale, dict) else None
                 _refuse_other_tensor(f"{key} of loss_scale", value, getattr(self.loss_scale, key), below_zero=False)
         for part, saved in zip(self.parts, state["optimizer"], strict=True):
-            part.load_state_dict(saved | {"param_groups": part.state_dict()["param_groups"]})
+            for index, p in enumerate(_parameters(part)):
+                for key, value in part.state[p].items():
+                    value.copy_(saved["state"][index][key]) if saved["state"] else value.zero_()
         if scale is not None:
             self.loss_scale.scale.copy_(scale["scale"])
             self.loss_scale.good_steps.copy_(scale["good_steps"])
@@ -202,13 +233,13 @@ class Optimizer:
 
 def _refuse_other_moments(part: torch.optim.Optimizer, saved: Any) -> None:
     """ValueError where `saved` is not what `part.state_dict()` would give after some steps."""
-    parameters = [p for group in part.param_groups for p in group["params"]]
+    parameters = _parameters(part)
     moments = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(moments, dict):
         raise ValueError(f"optimizer without moments by parameter: {type(saved).__name__}")
     if moments and moments.keys() != set(range(len(parameters))):
         raise ValueError(f"moments of {len(moments)} parameters, expected {len(parameters)}")
-    kinds, storages = MOMENTS[type(part)], set()
+    kinds, places = MOMENTS[type(part)], set()
     for index, values in moments.items():
         if not isinstance(values, dict) or values.keys() != kinds.keys():
             found = ", ".join(map(str, values)) if isinstance(values, dict) else type(values).__name__
@@ -216,8 +247,8 @@ def _refuse_other_moments(part: torch.optim.Optimizer, saved: Any) -> None:
         for key, value in values.items():
             like = torch.zeros(()) if key == "step" else parameters[index]
             _refuse_other_tensor(f"{key} of parameter {index}", value, like, below_zero=kinds[key])
-            storages.add(value.untyped_storage().data_ptr())
-    if len(storages) < len(moments) * len(kinds):
+            places.add(value.data_ptr())
+    if len(places) < len(moments) * len(kinds):
         raise ValueError("moments that share their memory")
 
 
@@ -228,54 +259,24 @@ def _refuse_other_tensor(name: str, value: Any, like: Tensor, *, below_zero: boo
     if value.shape != like.shape or value.dtype != like.dtype:
         found, expected = (f"{tuple(tensor.shape)} in {tensor.dtype}" for tensor in (value, like))
         raise ValueError(f"{name} is {found}, expected {expected}")
-    if not value.is_contiguous() or value.requires_grad:
-        raise ValueError(f"{name} is a view or has a gradient, expected values alone")
     if value.isnan().any() or (not below_zero and (value < 0).any()):
         raise ValueError(f"{name} holds {'NaN' if below_zero else 'what is below zero or NaN'}, expected numbers")
 
 
-def step_unless(part: torch.optim.Optimizer, skip: Tensor) -> None:
-    """`part.step()`, or nothing where `skip` (0-d bool, on the parameters' device), without waiting for a GPU."""
-    if not skip.is_cuda:
-        if not skip:
-            part.step()
-    elif part.defaults.get("fused"):
-        step_fused_unless(part, skip)
-    else:
-        step_and_restore_if(part, skip)
+def flops_of_muon(model: nn.Module, config: OptimConfig) -> float:
+    """What Muon's products cost a step; 0 for AdamW."""
+    return newton_schulz_flops(_matrices_of_muon(model, config))
 
 
-def step_fused_unless(part: torch.optim.Optimizer, skip: Tensor) -> None:
-    """A fused kernel reads the verdict itself, where torch.amp.GradScaler leaves it."""
-    part.found_inf = skip.float()
-    part.step()
-
-
-@torch.no_grad()
-def step_and_restore_if(part: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Muon has no such kernel: take the step, and put everything back where it should not have been taken.
-
-    It costs five passes over its weights and momenta, little beside the matrix products of the step itself.
-    """
-    kept = [p for group in part.param_groups for p in group["params"]]
-    kept += [value for p in kept for value in part.state[p].values()]
-    before = [value.clone() for value in kept]
-    part.step()
-    for value, old in zip(kept, before, strict=True):
-        torch.where(skip, old, value, out=value)
-
-
-def newton_schulz_flops(model: nn.Module, config: OptimConfig) -> float:
-    """What Muon's five iterations over each of its matrices cost a step, in bfloat16; 0 for AdamW."""
-    sides = [sorted(p.shape) for p in _matrices_of_muon(model, config)]
-    return sum(5 * (4 * short**2 * long + 2 * short**3) for short, long in sides)
+def _parameters(part: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in part.param_groups for p in group["params"]]
 
 
 def _matrices_of_muon(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
     """Those inside the blocks."""
     if config.name != "muon":
         return []
-    return [p for name, p in model.named_parameters() if p.requires_grad and name.startswith("blocks.")]
+    return [p for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and name.startswith("blocks.")]
 
 
 def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
@@ -291,22 +292,17 @@ def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]
     parts: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
             groups,
-            lr=config.lr,
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
-            fused=adamw[0].is_cuda,  # one kernel for all tensors in place of a loop over them
+            fused=True,  # one kernel for all tensors, which reads rate and verdict itself
+            capturable=True,
         )
     ]
+    for p in adamw:  # as its first step would, but there before it
+        zeros = {key: torch.zeros_like(p, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+        parts[0].state[p] = {"step": torch.zeros((), device=p.device)} | zeros
     if muon:
-        muon_lr = config.lr * config.muon_lr_ratio
-        parts.append(
-            torch.optim.Muon(
-                [{"params": muon, "peak_lr": muon_lr}],
-                lr=muon_lr,
-                momentum=config.momentum,
-                weight_decay=config.weight_decay,
-            )
-        )
-        for p in muon:  # as its first step would, but there even if that step is put back
-            parts[-1].state[p]["momentum_buffer"] = torch.zeros_like(p)
+        dtype = DTYPES[config.resolved(muon[0].device)[0].muon_dtype]
+        group = {"params": muon, "peak_lr": config.lr * config.muon_lr_ratio}
+        parts.append(Muon(group, momentum=config.momentum, weight_decay=config.weight_decay, dtype=dtype))
     return parts

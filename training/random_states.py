@@ -1,7 +1,8 @@
 """The random streams a run may draw from, as plain values that a checkpoint can hold without pickled code."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,31 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # every device's too
+
+
+@contextmanager
+def micro_batch_streams(device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Within it, call what it yields with a micro-batch's number in the step before that draws its dropout masks.
+
+    The masks then are a function of one number drawn for the step and of the micro-batch's own, whatever process
+    computes it and after which others. Afterwards the streams are as that one number left them, in every process.
+    """
+    step_seed = int(torch.randint(2**62, ()))  # of the CPU's stream, which all processes have alike
+    after = torch.get_rng_state()
+    yield lambda micro_batch: _seed(device, step_seed + 1 + micro_batch)
+    _seed(device, step_seed)
+    torch.set_rng_state(after)
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Start the stream that `device` draws from, and no other."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 def random_states(device: torch.device | str = "cpu") -> dict[str, Any]:

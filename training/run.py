@@ -17,6 +17,7 @@ from training.evaluate import prompt_of
 from training.hardware import Hardware, set_up
 from training.memory import Plan
 from training.numbers import POLICIES
+from training.parallel import ALONE, World
 from training.profile import refuse_too_few
 from training.speed import slow_on_a_cpu
 from training.wandb_run import wandb_mode
@@ -95,11 +96,14 @@ class Run:
     model: GPTConfig  # its attention and loss are names of what will run
     attention_reason: str  # why this attention, in a sentence
     loss_reason: str
+    optimizer_line: str  # what the optimizer is, and why
     vocab_size: int
     seq_len: int  # tokens
     micro_batch: int  # sequences of one forward and backward
-    sequences_per_step: int
+    sequences_per_step: int  # of this process
     plan: Plan  # of memory
+    graphs: bool  # whether the step is CUDA graphs
+    graphs_reason: str
     settings: dict[str, Any] = field(repr=False)  # all of the configuration as plain values, with the choices filled in
     left_open: dict[str, Any]  # dotted key -> what the configuration said where `settings` has a choice
     dataset: Dataset | None = None
@@ -123,6 +127,7 @@ class Run:
             f"hardware   {self.hardware.description}",
             f"attention  {self.model.attention} ({self.attention_reason})",
             f"loss       {self.model.loss} ({self.loss_reason})",
+            f"optimizer  {self.optimizer_line}",
             f"model      {model.num_parameters():,} parameters, {self.model.num_layers} layers, "
             f"{self.seq_len:,} tokens of context",
             f"data       {len(dataset.train):,} training tokens, {len(dataset.validation):,} validation tokens; "
@@ -131,6 +136,8 @@ class Run:
         if (warmup := optim.warmup_within(steps)) != optim.warmup_steps:
             asked = f"optim.warmup_steps={optim.warmup_steps}"
             lines.append(f"warm-up    {warmup} steps, as train.steps={steps} has no room for {asked}")
+        if self.hardware.device.type == "cuda":
+            lines.append(f"graphs     {'on' if self.graphs else 'off'} ({self.graphs_reason})")
         if self.settings["resume"] == "auto" and not self.resumed:
             lines.append(f"resumed    nothing: no run in {run_dir.parent} has a checkpoint yet; this is a new one")
         if self.initial:
@@ -164,6 +171,7 @@ def resolve(
     vocab_size: int | None = None,
     hardware: Hardware | None = None,
     report: Callable[[str], None] = print,
+    world: World = ALONE,
 ) -> Run:
     """Make every choice that `settings` leaves open; `settings` itself stays as it is.
 
@@ -173,16 +181,22 @@ def resolve(
         vocab_size: for a program that trains on random tokens: no text is opened and no checkpoint looked for.
         hardware: for a program that plans for a machine elsewhere; None: what settings.hardware is here.
         report: told of text that is being prepared and of checkpoints that are passed over.
+        world: the processes of the run; the first one prepares text and chooses, the others then do the same.
 
     Raises:
         ValueError: whatever cannot be: hardware, attention, text, prompt, checkpoint, profile, wandb, memory; the
             value, the limit and a remedy in one line.
     """
-    hardware = hardware or set_up(settings.hardware)
+    hardware = hardware or set_up(settings.hardware, world)
+    if not world.is_first:
+        settings = _as_the_first_chose(settings, **world.exchange(None)[0])
+    asked = asdict(settings)
+    optim, optimizer_line = settings.optim.resolved(hardware.device)
+    settings = replace(settings, optim=optim)
+    share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
-    asked, text = asdict(settings), {}
-    sized = asked | {"model": asdict(model)}  # a model of transformers brings its sizes
+    text, sized = {}, asked | {"model": asdict(model)}  # a model of transformers brings its sizes
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)
         vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)
@@ -199,20 +213,46 @@ def resolve(
         wandb = wandb_mode(settings.logger)
         text = {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "wandb": wandb}
         text |= {"resumed": resumed, "initial": initial}
-    plan = memory.plan(settings, model, hardware, vocab_size)
+    plan = memory.plan(settings, model, hardware, vocab_size, share)
+    if world.is_first:
+        resumed_path = str(text["resumed"].path) if text.get("resumed") else None
+        world.exchange({"micro_batch": plan.micro_batch, "resume": resumed_path})
     chosen = asdict(replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch)))
+    graphs = resolve_graphs(hardware, plan, document_mask)
     before, now = flat(asked), flat(chosen)
     return Run(
         hardware=hardware,
         model=model,
         attention_reason=reasons[0],
         loss_reason=reasons[1],
+        optimizer_line=optimizer_line,
         vocab_size=vocab_size,
         seq_len=settings.data.seq_len,
         micro_batch=plan.micro_batch,
-        sequences_per_step=settings.sequences_per_step,
+        sequences_per_step=share,
         plan=plan,
+        graphs=graphs[0],
+        graphs_reason=graphs[1],
         settings=chosen,
         left_open={key: value for key, value in before.items() if value != now[key]},
         **text,
     )
+
+
+def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple[bool, str]:
+    """Whether a run's step is to be graphs, and why."""
+    if hardware.graphs is not None:
+        return hardware.graphs, "as configured"
+    if document_mask:
+        return False, "documents differ in number from step to step"
+    if plan.model.name is not None:
+        return False, "a model of transformers may ask the host; hardware.cuda_graphs=true tries all the same"
+    # graphs keep what a micro-batch needs, and evaluations and samples then need theirs beside it
+    if plan.free is not None and plan.peak > plan.free / 2:
+        return False, "the forecast is more than half of the memory; hardware.cuda_graphs=true tries all the same"
+    return True, "forward and backward, and the optimizer"
+
+
+def _as_the_first_chose(settings: Any, micro_batch: int, resume: str | None) -> Any:
+    """`settings` with what the first process found for what they leave open."""
+    return replace(settings, resume=resume, train=replace(settings.train, micro_batch=micro_batch))

@@ -15,8 +15,8 @@ import torch
 
 from kernels.device import dense_bf16_peak_flops
 from model import GPT
-from training.hardware import Hardware
-from training.optimizer import OptimConfig, newton_schulz_flops
+from training.hardware import DTYPES, Hardware
+from training.optimizer import OptimConfig, flops_of_muon
 
 SLOW_STEP_SECONDS = 10.0
 FEW_FLOPS = 1e11  # a step of so many is not slow on any CPU
@@ -26,13 +26,14 @@ class Speed:
     """Measures a run's steps, without what is between them: evaluation, samples, saving, compilation.
 
     Args:
-        batch_tokens: tokens of a step.
+        batch_tokens: tokens of a step, over all processes.
         first_step: steps done before this process.
     """
 
     def __init__(self, model: GPT, hardware: Hardware, batch_tokens: int, first_step: int) -> None:
         self._hardware, self._batch_tokens, self._first_step = hardware, batch_tokens, first_step
-        self._flops, self._peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
+        self._flops, peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
+        self._peak = peak and peak * hardware.world.size
         self.restart(first_step)
 
     def restart(self, step: int) -> None:
@@ -133,11 +134,12 @@ def slow_on_a_cpu(
     """What steps on a CPU will take, and what would be faster, in a line; None where they are not slow.
 
     An estimate from FLOPs at the `rate` of large matrix products in each format; nothing is drawn from a random stream.
+    `optim` has its muon_dtype resolved.
     """
-    flops, of_muon = model_flops(model)["causal"] * batch_tokens, newton_schulz_flops(model, optim)
+    flops, of_muon = model_flops(model)["causal"] * batch_tokens, flops_of_muon(model, optim)
     if flops + of_muon < FEW_FLOPS:
         return None
-    in_model, in_muon = flops / rate(dtype), of_muon / rate(torch.bfloat16) if of_muon else 0.0
+    in_model, in_muon = flops / rate(dtype), of_muon / rate(DTYPES[optim.muon_dtype]) if of_muon else 0.0
     seconds = in_model + in_muon
     if seconds < SLOW_STEP_SECONDS:
         return None

@@ -1,7 +1,8 @@
 """One optimizer step: forward and backward over micro-batches, then the update."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,9 +10,12 @@ from torch import Tensor
 
 from data import Batch
 from kernels import place_documents
+from training.gradient_sum import GradientSum
+from training.graph import StepGraphs
 from training.hardware import Hardware
 from training.optimizer import Optimizer
 from training.profile import region
+from training.random_states import micro_batch_streams
 
 
 class Step(NamedTuple):
@@ -33,26 +37,59 @@ def training_step(
     hardware: Hardware,
     starts: Tensor | None = None,
     region: Callable[[str], AbstractContextManager] = region,
+    *,
+    graphs: StepGraphs | None = None,
+    dropout: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over (sequences, seq_len) tokens, `micro_batch` sequences at a time.
 
     `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
     the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
-    CPU. `region` names the parts of the step for whoever watches. Returns the mean loss (nats a token) and the
-    gradient norm, both still on the device.
+    CPU. `region` names the parts of the step for whoever watches. Each process of `hardware.world` has as many rows
+    of the step. `graphs` are of the same network, optimizer and sizes; with documents, whose number changes, they are
+    not used. With `dropout` each micro-batch draws from a stream of its own. Returns the mean loss (nats a token) and
+    the gradient norm of the whole step, both still on the device.
     """
-    step_loss = torch.zeros((), device=hardware.device)
-    for start in range(0, len(inputs), micro_batch):
-        part = slice(start, start + micro_batch)
-        documents = packed_rows(starts, start, *inputs[part].shape, hardware.device)
-        with region("forward"), hardware.autocast():
-            loss = forward(inputs[part], targets[part], **documents) / targets.numel()
-        with region("backward"):
-            optimizer.scaled(loss).backward()
-        step_loss += loss.detach()
+    world, graphs = hardware.world, graphs if starts is None else None
+    tokens, micro_batches = targets.numel() * world.size, -(-len(inputs) // micro_batch)
+    compute = graphs.compute if graphs else partial(compute_gradients, forward, optimizer, hardware, tokens)
+    gradients = GradientSum(optimizer.parameters, world, copied=graphs is not None and micro_batches > 2)
+    world.begin_step(hardware.device)
+    with micro_batch_streams(hardware.device) if dropout else nullcontext(lambda number: None) as use_stream:
+        for number in range(micro_batches):
+            part = slice(number * micro_batch, (number + 1) * micro_batch)
+            documents = packed_rows(starts, part.start, *inputs[part].shape, hardware.device)
+            use_stream(world.rank * micro_batches + number)
+            gradients.add(compute(inputs[part], targets[part], **documents, region=region))
     with region("optimizer"):
-        grad_norm = optimizer.step(step_loss)
+        step_loss = gradients.total()
+        grad_norm = graphs.update(step_loss) if graphs else optimizer.step(step_loss)
     return step_loss, grad_norm
+
+
+def compute_gradients(
+    forward: Callable[..., Tensor],
+    optimizer: Optimizer,
+    hardware: Hardware,
+    batch_tokens: int,
+    inputs: Tensor,
+    targets: Tensor,
+    region: Callable[[str], AbstractContextManager] = region,
+    **documents: Tensor,
+) -> Tensor:
+    """Forward and backward of a micro-batch, whose part of the step's mean loss it returns."""
+    with region("forward"), hardware.autocast():
+        loss = forward(inputs, targets, **documents) / batch_tokens
+    with region("backward"):
+        optimizer.scaled(loss).backward()
+    return loss.detach()
+
+
+def step_graphs(
+    forward: Callable[..., Tensor], optimizer: Optimizer, hardware: Hardware, batch_tokens: int
+) -> StepGraphs:
+    """`training_step` of so many tokens as CUDA graphs."""
+    return StepGraphs(partial(compute_gradients, forward, optimizer, hardware, batch_tokens), optimizer)
 
 
 def packed_rows(

@@ -20,9 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from training.parallel import ALONE, World
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 SIGHUP = getattr(signal, "SIGHUP", None)
 EXIT_TIME_LIMIT = 75
+REASONS = (EXIT_TIME_LIMIT, *(128 + number for number in SIGNALS))  # exit codes, as processes vote by them
 SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -47,9 +50,12 @@ def command_to_go_on(run_dir: Path, *changes: str) -> str:
 class StopRequest:
     """Use with `with`; the loop reads `requested` between steps. Outside the main thread nothing is installed.
 
+    Of several processes each votes with its next step, and all stop at the same later one, whoever was asked.
+
     Args:
         max_hours: the time limit, None for none.
         began: when the limit's time began, on `clock`.
+        world: the processes of the run.
 
     Attributes:
         reason: why the run should stop ("SIGTERM", "train.max_hours=2"), None while it should not.
@@ -57,11 +63,15 @@ class StopRequest:
     """
 
     def __init__(
-        self, max_hours: float | None = None, began: float = 0.0, clock: Callable[[], float] = time.perf_counter
+        self,
+        max_hours: float | None = None,
+        began: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+        world: World = ALONE,
     ) -> None:
         self.reason: str | None = None
         self.exit_code = 0
-        self._max_hours, self._began, self._clock = max_hours, began, clock
+        self._max_hours, self._began, self._clock, self._world = max_hours, began, clock, world
         self._previous: dict[int, object] = {}
 
     @property
@@ -69,7 +79,16 @@ class StopRequest:
         limit = self._max_hours
         if self.reason is None and limit is not None and self._clock() - self._began >= limit * 3600:
             self.reason, self.exit_code = f"train.max_hours={limit:g}", EXIT_TIME_LIMIT
-        return self.reason is not None
+        if self._world.size == 1 or self.exit_code not in (0, *REASONS):
+            return self.reason is not None
+        if self.reason is not None:
+            self._world.vote(REASONS.index(self.exit_code))
+        if (verdict := self._world.verdict) is None:
+            return False
+        self.exit_code = REASONS[verdict]
+        by_limit = self.exit_code == EXIT_TIME_LIMIT
+        self.reason = f"train.max_hours={limit:g}" if by_limit else signal.Signals(self.exit_code - 128).name
+        return True
 
     def because(self, reason: str, exit_code: int) -> None:
         """Ask for it from within the run."""
@@ -92,8 +111,10 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason, self.exit_code = signal.Signals(number).name, 128 + number
         # the default action needs no Python to run: it ends a process that is deep in a compiler or a stuck disk
+        # torchrun passes on what the terminal has sent to all of us already
+        twice = (SIGHUP, number) if self._world.size > 1 else (SIGHUP,)
         for other in self._previous:
-            signal.signal(other, signal.SIG_IGN if other == SIGHUP else signal.SIG_DFL)
+            signal.signal(other, signal.SIG_IGN if other in twice else signal.SIG_DFL)
         # the progress bar hid it, and may not get to show it again; a closed terminal takes nothing
         if sys.stdout is not None and sys.stdout.isatty():
             with suppress(OSError):

@@ -6,6 +6,7 @@ what `flash` keeps, and packed documents are as long as their row. Not counted: 
 fragments.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from model import GPT, GPTConfig
 from model.attention import naive, sdpa
 from training.hardware import Hardware
 from training.optimizer import OptimConfig, Optimizer
+from training.parallel import ALONE
 from training.step import training_step
 
 CUBLAS_BYTES = 2 * 32 * 2**20  # workspaces of the forward's and of the backward's thread on Hopper; less elsewhere
@@ -110,8 +112,6 @@ class Claims(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(function, "__self__", None) is Tensor.is_cuda:
             return self.on_cuda
-        if function is Tensor.__bool__:
-            return False  # asked of one number: whether the optimizer leaves the step out
         if function is F.dropout and self.on_cuda and kwargs["p"]:
             return torch.native_dropout(*args, kwargs["p"], True)[0]  # whose mask has a byte an element
         if function is Tensor.square and self.on_cuda and torch.is_autocast_enabled("cpu"):
@@ -154,15 +154,21 @@ def held_by_step(
         for block in model.blocks:
             block.attention.attend = attend
         tokens = torch.empty(4, sequences, seq_len, dtype=torch.int64)  # inputs and targets, the next step's too
-        optimizer = Optimizer(model, optim, hardware.dtype)
         with tracker.region("optimizer"):
+            optimizer = Optimizer(model, optim, hardware.dtype)
             for weight in model.parameters():
                 weight.grad = torch.empty_like(weight)
             optimizer.step()
         tracker.moments.clear()
-        inputs, targets = tokens[:2, : 2 * micro_batch]  # a third micro-batch holds what the second does
-        on_cpu = replace(hardware, device=torch.device("cpu"))
+        inputs, targets = tokens[:2, : 2 * micro_batch]
+        on_cpu = replace(hardware, device=torch.device("cpu"), world=ALONE)
         training_step(model, optimizer, inputs, targets, micro_batch, on_cpu, region=tracker.region)
+    gradients = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    sums = max(0, math.ceil(math.log2(sequences / micro_batch)) - 1)  # of pairs, of pairs of pairs (GradientSum)
+    for part in ("forward", "backward"):
+        tracker.moments[part]["sums of gradients", ""] = sums * gradients
+    if hardware.world.size > 1:
+        tracker.moments["optimizer"]["gradients received", ""] = gradients
     return tracker.moments
 
 

@@ -1,10 +1,10 @@
 """Training speed of a GPT: `python -m scripts.bench.training` times whole optimizer steps and prints a table.
 
 One row for each context length, attention, activation checkpointing and loss, at a constant number of tokens a step:
-the step of `train.py` itself (forward, backward, clipping and optimizer, timed apart too; compiled where the run would
-be), on random tokens. Out of memory is a row. `bench.saving=true` adds what a save in the background costs the loop
-(scripts/bench/saving.py). The run's folder gets bench_training.json and, where there is more than one context length, a
-chart of tokens a second and of peak memory. The last line is one JSON object.
+the step of `train.py` itself (compiled and as CUDA graphs where the run would be), on random tokens; beside it the
+parts of a step without graphs. Out of memory is a row. `bench.saving=true` adds what a save in the background costs the
+loop (scripts/bench/saving.py). The run's folder gets bench_training.json and, where there is more than one context
+length, a chart of tokens a second and of peak memory. The last line is one JSON object.
 
 `sdpa_flash` and `sdpa_cudnn` are PyTorch's scaled_dot_product_attention held to one of its kernels.
 """
@@ -28,12 +28,13 @@ from model.recompute import MODES
 from scripts.bench.clock import Mark, Parts
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_below_one, refuse_unknown, table
 from scripts.bench.saving import save_cost
+from training.graph import StepGraphs
 from training.hardware import Hardware, set_up
 from training.memory import DoesNotFit
 from training.optimizer import Optimizer
-from training.run import resolve
+from training.run import Run, resolve
 from training.speed import mfu, model_flops, peak_flops
-from training.step import training_step
+from training.step import step_graphs, training_step
 
 SDPA_KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -131,23 +132,22 @@ def one_row(
 
 def measure(attention: str, settings: BenchSettings, hardware: Hardware, run_dir: Path) -> Row:
     """Time the training step of one configuration; `error` in place of figures where it ran out of memory."""
-    config, micro_batch = settings.model, settings.train.micro_batch
+    config = settings.model
     row = {
         "attention": attention if attention in SDPA_KERNELS else config.attention,
         "seq_len": settings.data.seq_len,
         "activation_checkpointing": config.activation_checkpointing,
         "loss": config.loss,
         "batch_tokens": settings.train.batch_tokens,
-        "micro_batch": micro_batch or settings.sequences_per_step,
     }
-    if micro_batch == "auto":
-        try:
-            row["micro_batch"] = resolve(settings, vocab_size=settings.bench.vocab_size).micro_batch
-        except DoesNotFit as error:
-            return row | {"micro_batch": None, "error": "out of memory", "why": str(error)}
+    try:
+        chosen = resolve(settings, vocab_size=settings.bench.vocab_size, hardware=hardware)
+    except DoesNotFit as error:
+        return row | {"micro_batch": None, "error": "out of memory", "why": str(error)}
+    row |= {"micro_batch": chosen.micro_batch, "graphs": chosen.graphs}
     try:
         with held_to(attention):
-            row |= figures(settings, row["micro_batch"], hardware, run_dir)
+            row |= figures(settings, chosen, run_dir)
     except torch.OutOfMemoryError:
         row["error"] = "out of memory"
     # what the next row needs must not be held by this one
@@ -159,9 +159,9 @@ def measure(attention: str, settings: BenchSettings, hardware: Hardware, run_dir
     return row
 
 
-def figures(settings: BenchSettings, micro_batch: int, hardware: Hardware, run_dir: Path) -> Row:
+def figures(settings: BenchSettings, chosen: Run, run_dir: Path) -> Row:
     """Speed and memory of the step; times in ms, memory in GiB."""
-    bench, seq_len = settings.bench, settings.data.seq_len
+    bench, seq_len, hardware = settings.bench, settings.data.seq_len, chosen.hardware
     torch.manual_seed(settings.train.seed)
     model = GPT(settings.model, bench.vocab_size, seq_len, device=hardware.device)
     optimizer = Optimizer(model, settings.optim, hardware.dtype)
@@ -169,17 +169,24 @@ def figures(settings: BenchSettings, micro_batch: int, hardware: Hardware, run_d
     shape = settings.sequences_per_step, seq_len + 1
     tokens = torch.randint(bench.vocab_size, shape, device=hardware.device)
 
-    def step(region: Callable[[str], AbstractContextManager]) -> None:
-        training_step(forward, optimizer, tokens[:, :-1], tokens[:, 1:], micro_batch, hardware, region=region)
+    def step(region: Callable[[str], AbstractContextManager], graphs: StepGraphs | None = None) -> None:
+        sizes = tokens[:, :-1], tokens[:, 1:], chosen.micro_batch
+        training_step(forward, optimizer, *sizes, hardware, region=region, graphs=graphs)
 
-    marks, parts = [Mark(hardware.device)], []
-    for _ in range(bench.warmup_steps + bench.steps):
-        parts.append(Parts(hardware.device))
-        step(parts[-1])
-        marks.append(Mark(hardware.device))
-    hardware.synchronize()
-    seconds = [begin.seconds_to(end) for begin, end in pairwise(marks)][bench.warmup_steps :]
+    def seconds_of_steps(region: Callable[[], Callable], graphs: StepGraphs | None) -> list[float]:
+        marks = [Mark(hardware.device)]
+        for _ in range(bench.warmup_steps + bench.steps):
+            step(region(), graphs)
+            marks.append(Mark(hardware.device))
+        hardware.synchronize()
+        return [begin.seconds_to(end) for begin, end in pairwise(marks)][bench.warmup_steps :]
+
+    parts: list[Parts] = []
+    seconds = seconds_of_steps(lambda: parts.append(Parts(hardware.device)) or parts[-1], None)
     by_step = [part.seconds() for part in parts[bench.warmup_steps :]]
+    graphs = step_graphs(forward, optimizer, hardware, settings.train.batch_tokens) if chosen.graphs else None
+    if graphs:
+        seconds = seconds_of_steps(lambda: unwatched, graphs)
     rate = settings.train.batch_tokens / statistics.median(seconds)
     row = {
         "tokens_per_second": round(rate),
@@ -189,8 +196,12 @@ def figures(settings: BenchSettings, micro_batch: int, hardware: Hardware, run_d
         "peak_memory_gib": hardware.peak_memory_gib(),
     }
     if bench.saving:
-        row |= save_cost(lambda: step(lambda part: nullcontext()), model, optimizer, hardware, run_dir / "checkpoints")
+        row |= save_cost(lambda: step(unwatched, graphs), model, optimizer, hardware, run_dir / "checkpoints")
     return row
+
+
+def unwatched(part: str) -> AbstractContextManager:
+    return nullcontext()
 
 
 def held_to(attention: str) -> AbstractContextManager:

@@ -1,0 +1,63 @@
+"""The sum of a step's gradients, in an order that does not depend on how many processes share the step."""
+
+import torch
+from torch import Tensor
+
+from training.parallel import World
+
+
+class GradientSum:
+    """The sum of a step's gradients: of this process's micro-batches and of all processes, as one binary tree.
+
+    Call `add` after each backward pass. Autograd adds every second micro-batch's gradient to the first's; pairs and
+    what is made of them are added like the digits of a binary counter, so log2(micro-batches) gradients are held.
+
+    Args:
+        copied: whether the next backward pass writes where this one did, as a CUDA graph does.
+    """
+
+    def __init__(self, parameters: list[Tensor], world: World, *, copied: bool = False) -> None:
+        self._parameters, self._world, self._copied = parameters, world, copied
+        self._loss: Tensor | None = None  # of an odd micro-batch, whose gradient is in `grad`
+        self._pending: list[tuple[int, list[Tensor]]] = []  # (level, gradients and loss), the highest level first
+
+    def add(self, loss: Tensor) -> None:
+        """A micro-batch is done: its loss, and its gradients in `grad`."""
+        if self._loss is None:
+            self._loss = loss
+        else:
+            self._loss = self._loss + loss
+            self._push()
+
+    @torch.no_grad()
+    def total(self) -> Tensor:
+        """The loss of the whole step; its gradients are in `grad`."""
+        if self._loss is not None:
+            self._push()
+        terms = self._pending.pop()[1]
+        while self._pending:
+            terms = _added(self._pending.pop()[1], terms)
+        loss = terms.pop()
+        terms, loss = self._world.sum(terms, loss, self._parameters)
+        for parameter, gradient in zip(self._parameters, terms, strict=True):
+            parameter.grad = gradient
+        return loss
+
+    @torch.no_grad()
+    def _push(self) -> None:
+        """Put what is in `grad` among the terms; those of equal level become one of the next."""
+        level, terms = 1, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
+        if self._copied:
+            terms = [term.clone() for term in terms]
+        terms.append(self._loss)
+        self._loss = None
+        for parameter in self._parameters:
+            parameter.grad = None
+        while self._pending and self._pending[-1][0] == level:
+            level, terms = level + 1, _added(self._pending.pop()[1], terms)
+        self._pending.append((level, terms))
+
+
+def _added(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(earlier, later)
+    return earlier

@@ -1,0 +1,371 @@
+"""Several processes, one run: who they are, what they tell each other, and the sum of their gradients.
+
+`torchrun --nproc-per-node W train.py ...`, or one task a GPU by srun. Each process computes its share of a step's rows
+with the whole model. The gradients of all micro-batches are summed as one binary tree over their numbers in the step:
+its lower levels within a process, its upper ones between processes. So 1, 2, 4 or 8 processes add the same numbers in
+the same order and end with the same bits, as long as `train.micro_batch` is the same and the micro-batches of a process
+are a power of two. No arithmetic happens inside a communication library, and the traffic is that of a ring all-reduce.
+
+What is rare (the run's folder, an evaluation's losses, a summary) is told through the key-value store that the
+processes met at; what is needed at each step travels as the last elements of the gradient.
+"""
+
+import json
+import math
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.watch import Failure, Watch
+
+MODES = ("replicate",)
+NUM_VOTES = 8  # reasons to stop that a process can vote for, training/stop.py
+CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
+SLOW, SLOW_STEPS = 1.1, 50  # a process this many times slower than the others for so many steps is named
+ALIGNED = 64  # elements: each gradient begins as aligned in the flat buffer as a tensor of its own
+IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that one may be late; evaluation, samples, saving lie between steps
+FOREVER = timedelta(days=30)  # who never comes is found by training/watch.py, not by a timeout
+
+
+@dataclass
+class ParallelConfig:
+    data: str = "replicate"  # replicate: each process holds the whole model and computes its share of the rows
+    context: int = 1  # processes that share each row's tokens
+
+    def __post_init__(self) -> None:
+        if self.data not in MODES:
+            raise ValueError(f"parallel.data={self.data} is not one of {', '.join(MODES)}")
+        if self.context != 1:
+            raise ValueError(f"parallel.context={self.context}: rows are not shared between processes yet; use 1")
+
+
+class Nothing:
+    """Stands in processes other than the first for what only the first has: any use of it is Nothing again."""
+
+    def __getattr__(self, name: str) -> "Nothing":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "Nothing":
+        return self
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+
+class World:
+    """The processes of a run, as one of them sees them. Without a store it is alone, and nothing here communicates.
+
+    Attributes:
+        rank, size: this process's number, and how many there are.
+        local_rank: its number on its host: which GPU it takes.
+        hosts: of each rank.
+        step: steps done, as far as the host knows.
+        arrivals: how often it came to where all processes meet; those that wait for it have one more.
+        patience: seconds that the others wait for it where they meet, before it counts as hanging.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, local_rank: int = 0, store: dist.Store | None = None, group: Any = None
+    ) -> None:
+        self.rank, self.size, self.local_rank, self._store = rank, size, local_rank, store
+        self.step = self.arrivals = self._exchanges = self._sums = 0
+        self.patience = math.inf  # who prepares a text or compiles takes its time
+        self.tail: Tensor | None = None  # after a step's sum: its loss, votes, milliseconds and checks, on the device
+        self.watch: Watch | None = None
+        self._group = group
+        self._votes: set[int] = set()
+        self._heard: set[int] = set()
+        self._slow_for, self._named = [0] * size, set[int]()
+        self._clock = StepClock()
+        self._check = 0.0
+        self.hosts = self.exchange(socket.gethostname())
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def place(self) -> dict[str, int]:
+        """What `data.TokenBatches` calls it."""
+        return {"rank": self.rank, "world_size": self.size}
+
+    def describe(self, rank: int) -> str:
+        return f"rank {rank} of {self.size} on {self.hosts[rank]}"
+
+    # --- rare things, told through the store
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What each process gave, by rank; all come here, and nobody leaves before all have come. `value` is JSON."""
+        if self.size == 1:
+            return [value]
+        self._store.set(f"exchange/{self._exchanges}/{self.rank}", json.dumps(value))
+        self.arrivals += 1
+        keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self.size)]
+        with self._communicating():
+            self._store.wait(keys, FOREVER)
+            found = [json.loads(text) for text in self._store.multi_get(keys)]
+        if self._exchanges:  # who is here has read all of the one before
+            self._store.delete_key(f"exchange/{self._exchanges - 1}/{self.rank}")
+        self._exchanges += 1
+        return found
+
+    def told(self, value: Any) -> Any:
+        """What the first process gave here."""
+        return self.exchange(value if self.is_first else None)[0]
+
+    def first(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` in the first process; in the others what does nothing and returns `Nothing`."""
+        return function if self.is_first else Nothing()
+
+    def share(self, sequences: int, micro_batch: int | str | None, seq_len: int) -> int:
+        """This process's sequences of a step's; ValueError where they cannot be shared equally."""
+        share, rest = divmod(sequences, self.size)
+        if rest or not share:
+            nearest = sorted({max(1, share), share + 1})
+            nearest = " or ".join(str(number * self.size * seq_len) for number in nearest)
+            raise ValueError(
+                f"train.batch_tokens={sequences * seq_len} is {sequences} sequences, which {self.size} processes "
+                f"cannot share equally; use {nearest}"
+            )
+        if isinstance(micro_batch, int) and share % micro_batch:
+            raise ValueError(
+                f"train.micro_batch={micro_batch} does not divide the {share} sequences of a step that each of "
+                f"{self.size} processes has; use one that does"
+            )
+        return share
+
+    # --- what each step's sum carries
+
+    def vote(self, index: int) -> None:
+        """Ask all processes to stop, for reason number `index`; with the next step's sum they know."""
+        self._votes.add(index)
+
+    @property
+    def verdict(self) -> int | None:
+        """The reason for which some process asked to stop, the same in all; None while there is none."""
+        return min(self._heard, default=None)
+
+    def read(self, step: int, tail: list[float]) -> list[str]:
+        """Take note of what came with `step`'s sum, read by the host; lines that are worth saying.
+
+        Raises:
+            ValueError: a process's weights are not the first one's.
+        """
+        self.step = step
+        if self.size == 1:
+            return []
+        votes, times, checks = tail[1 : NUM_VOTES + 1], tail[-2 * self.size : -self.size], tail[-self.size :]
+        self._heard |= {index for index, votes in enumerate(votes) if votes}
+        for rank, check in enumerate(checks):
+            if check != checks[0] and check == check and checks[0] == checks[0]:
+                raise ValueError(
+                    f"{self.describe(rank)}, step {step}: its weights are not those of rank 0 (their norms are "
+                    f"{check!r} and {checks[0]!r}); is its hardware sound? Go on from a checkpoint before it"
+                )
+        lines = []
+        for rank, time_ms in enumerate(times):
+            others = statistics.median(times[:rank] + times[rank + 1 :])
+            self._slow_for[rank] = self._slow_for[rank] + 1 if time_ms > SLOW * others > 0 else 0
+            if self._slow_for[rank] >= SLOW_STEPS and rank not in self._named:
+                self._named.add(rank)
+                lines.append(
+                    f"slow       {self.describe(rank)} has taken more than {SLOW:g} times as long as the others for "
+                    f"{SLOW_STEPS} steps, at step {step} {time_ms:,.1f} ms and they {others:,.1f}"
+                )
+        return lines
+
+    def begin_step(self, device: torch.device) -> None:
+        if self.size > 1:
+            self._clock.begin(device)
+            if self._sums > 1:
+                self.patience = max(IN_A_STEP, self._clock.last_ms / 1e3)
+
+    @torch.no_grad()
+    def sum(self, terms: list[Tensor], loss: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """The sum of `terms` (fp32, any shapes) and `loss` over all processes, as a binary tree over ranks.
+
+        `terms` is emptied: each tensor's memory is free once it is copied. Each process adds a W-th of the elements.
+        """
+        if self.size == 1:
+            return terms, loss
+        device, shapes = loss.device, [term.shape for term in terms]
+        if self._sums % CHECK_EVERY == 0:
+            self._check = torch.stack(torch._foreach_norm(weights)).sum()
+        tail = torch.zeros(1 + NUM_VOTES + 2 * self.size, device=device)
+        tail[0] = loss
+        for index in self._votes:
+            tail[1 + index].fill_(1)
+        tail[1 + NUM_VOTES + self.rank].fill_(self._clock.end())
+        tail[1 + NUM_VOTES + self.size + self.rank] = self._check
+        pieces = []
+        for piece in (*terms, tail):
+            pieces += [piece.reshape(-1), torch.zeros(-piece.numel() % ALIGNED, device=device)]
+        length = sum(map(len, pieces))
+        pieces.append(torch.zeros(-length % (self.size * ALIGNED), device=device))
+        flat = torch.cat(pieces)
+        terms.clear()
+        pieces.clear()
+        flat = self._summed(flat)
+        parts, start = [], 0
+        for shape in shapes:
+            parts.append(flat[start : start + shape.numel()].view(shape))
+            start += shape.numel() + -shape.numel() % ALIGNED
+        self.tail = flat[start : start + len(tail)]
+        return parts, self.tail[0]
+
+    def _summed(self, flat: Tensor) -> Tensor:
+        """`flat`, whose length W divides, summed over all processes in the order of a binary tree over ranks."""
+        self.arrivals += 1
+        received = torch.empty_like(flat)
+        with self._communicating():
+            group = self._group_for(flat.device)
+            dist.all_to_all_single(received, flat, group=group)
+        rows = list(received.view(self.size, -1).unbind())
+        while len(rows) > 1:
+            pairs = [a.add_(b) for a, b in zip(rows[::2], rows[1::2], strict=False)]
+            rows = pairs + rows[len(pairs) * 2 :]
+        with self._communicating():
+            dist.all_gather_into_tensor(flat, rows[0], group=group)
+        self.patience = BETWEEN_STEPS
+        self._sums += 1
+        return flat
+
+    def _group_for(self, device: torch.device) -> Any:
+        """The process group, made at its first use: only then the device is known."""
+        if self._group is None:
+            backend = {"cpu": "gloo", "cuda": "nccl"}.get(device.type)
+            if backend is None:
+                raise ValueError(f"{self.size} processes cannot share hardware.device={device.type}; start one")
+            store = dist.PrefixStore("group", self._store)
+            own = device if device.type == "cuda" else None
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, device_id=own)
+            self._group = dist.group.WORLD
+        return self._group
+
+    def mesh(self, device: torch.device, context: int = 1) -> dist.DeviceMesh:
+        """The processes as (data, context): the `context` neighbours of a row of it share each row's tokens."""
+        self._group_for(device)
+        names = ("data", "context")
+        return dist.init_device_mesh(device.type, (self.size // context, context), mesh_dim_names=names)
+
+    # --- the end
+
+    @contextmanager
+    def _communicating(self) -> Iterator[None]:
+        """What fails within it is another process's end: the watch finds whose, says so and ends this one."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.watch is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.watch.wait_for_the_end(str(error))
+
+    def fail(self, message: str, code: int) -> None:
+        """Let the others know why this process ends before its time."""
+        if self.watch is not None:
+            self.watch.stop()
+            self.watch.post(Failure(self.rank, self.hosts[self.rank], self.step, message, code))
+
+    def close(self) -> None:
+        """Leave, once all are ready to."""
+        if self.size == 1:
+            return
+        self.exchange("end")
+        if self.watch is not None:
+            self.watch.stop()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group()
+        if not self.is_first:
+            self._store.set(f"left/{self.rank}", "")
+        else:  # the store may be its own
+            self._store.wait([f"left/{rank}" for rank in range(1, self.size)], timedelta(seconds=30))
+
+
+class StepClock:
+    """How long this process computes before it waits for the others, in ms; on CUDA that of the step before."""
+
+    def __init__(self) -> None:
+        self.last_ms = 0.0
+        self._began: Any = 0.0
+        self._pair: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._cuda = False
+
+    def begin(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._began = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
+        if self._cuda:
+            self._began.record()
+
+    def end(self) -> float:
+        if not self._cuda:
+            self.last_ms = 1e3 * (time.perf_counter() - self._began)
+            return self.last_ms
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        before, self._pair = self._pair, (self._began, ended)
+        self.last_ms = before[0].elapsed_time(before[1]) if before and before[1].query() else 0.0
+        return self.last_ms
+
+
+ALONE = World()
+
+
+def ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """(rank, processes, rank on this host): torchrun's, else those of a srun step of several tasks, else alone.
+
+    SLURM_NTASKS will not do: it is also set in a shell of salloc, where one process would wait for others for ever.
+    """
+    if "WORLD_SIZE" in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    elif int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    else:
+        return 0, 1, 0
+    if missing := [name for name in names if name not in environment]:
+        raise ValueError(f"{missing[0]} is not set beside {names[1]}; start with torchrun or srun, or unset {names[1]}")
+    rank, size, local_rank = (int(environment[name]) for name in names)
+    return rank, size, local_rank
+
+
+@cache
+def this_world() -> World:
+    """The processes that this one was started with; they meet at MASTER_ADDR:MASTER_PORT.
+
+    Raises:
+        ValueError: the environment says only half of it, or the others are not there within five minutes.
+    """
+    rank, size, local_rank = ranks()
+    if size == 1:
+        return ALONE
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ValueError(f"{name} is not set, and {size} processes must meet; torchrun sets it")
+    try:
+        meeting = dist.rendezvous("env://", rank=rank, world_size=size, timeout=timedelta(minutes=5))
+        store = dist.PrefixStore("run", next(iter(meeting))[0])
+        world = World(rank, size, local_rank, store)
+    except RuntimeError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"rank {rank} of {size} cannot meet the others at {place} ({reason}); are all started?"
+        ) from error
+    world.watch = Watch(world, store)
+    return world

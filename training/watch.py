@@ -1,0 +1,141 @@
+"""What ends a run of several processes when one of them dies or hangs: a thread in each that watches all.
+
+Each process writes a beat into the store that they met at: its step, and how often it came to where all meet. Who is
+not heard of for long is dead or stopped; who lets the others wait for long, and did not say that it is busy, hangs. The
+thread then says in one line which rank, step and host it was, and ends its process: the loop itself may be inside a
+collective operation that never returns. Checkpoints are whole at any moment, so nothing that was saved is lost.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from training.parallel import World
+
+EXIT_LOST = 69  # sysexits.h: a service is unavailable
+SHOW_CURSOR = "\x1b[?25h"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process ended, or has to be given up."""
+
+    rank: int
+    host: str
+    step: int  # done by then
+    message: str
+    code: int = EXIT_LOST  # of the processes that end because of it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """In seconds. A dead process's collective operations fail at once with gloo, with NCCL never."""
+
+    beat: float = 1.0
+    silent: float = 40.0  # without a beat: dead, or stopped by a debugger
+    silent_if_suspected: float = 8.0  # after communication failed here, or SIGTERM came
+    grace: float = 2.0  # for this process to end by itself, with what it has to say
+
+
+LIMITS = Limits()
+
+
+class Watch:
+    """Begins at once. `stop` it before the process leaves."""
+
+    def __init__(self, world: "World", store: dist.Store, limits: Limits = LIMITS) -> None:
+        self._world, self._limits = world, limits
+        self._store = store.clone()  # a connection of its own: the loop may be waiting in the other one
+        self._stopped = threading.Event()
+        self._suspicion = ""
+        now = time.monotonic()
+        self._heard = [("", now)] * world.size  # the last beat, and when it was new
+        self._late = [(0, now)] * world.size  # how often it had arrived, and since when others are ahead
+        self._beats = 0
+        self._beat()
+        world.exchange("watched")  # from here on each has a beat
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def suspect(self, reason: str) -> None:
+        """Something went wrong here that another's death explains."""
+        self._suspicion = self._suspicion or reason
+
+    def wait_for_the_end(self, reason: str) -> NoReturn:
+        """Called where communication failed: the thread finds out why and ends the process."""
+        self.suspect(reason)
+        self._thread.join(2 * self._limits.silent)
+        self._end(Failure(self._world.rank, self._world.hosts[self._world.rank], self._world.step, reason), [])
+
+    def post(self, failure: Failure) -> None:
+        """Tell all why this process ends; the first such word counts."""
+        with suppress(RuntimeError):  # nobody is left to be told
+            self._store.compare_set("failed", "", json.dumps(asdict(failure)))
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._limits.beat):
+            try:
+                found = self._look()
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                found = Failure(0, self._world.hosts[0], self._world.step, f"its store is gone ({reason})"), [0]
+            if found and not self._stopped.wait(self._limits.grace):
+                self._end(*found)
+
+    def _beat(self) -> None:
+        world, self._beats = self._world, self._beats + 1
+        text = json.dumps([self._beats, world.step, world.arrivals, world.patience])
+        self._store.set(f"beat/{world.rank}", text)
+
+    def _look(self) -> tuple[Failure, list[int]] | None:
+        """Who failed, if anybody, and which ranks no longer speak."""
+        world, limits, now = self._world, self._limits, time.monotonic()
+        self._beat()
+        beats = self._store.multi_get([f"beat/{rank}" for rank in range(world.size)])
+        for rank, beat in enumerate(beats):
+            if beat != self._heard[rank][0]:
+                self._heard[rank] = beat, now
+        if self._store.check(["failed"]):
+            failure = Failure(**json.loads(self._store.get("failed")))
+            return failure, [failure.rank]
+        patience = limits.silent_if_suspected if self._suspicion else limits.silent
+        silent = [rank for rank, (_, since) in enumerate(self._heard) if now - since > patience]
+        if silent:
+            rank = silent[0]
+            step = json.loads(self._heard[rank][0])[1]
+            message = f"it has not been heard of for {now - self._heard[rank][1]:.0f} s: killed, stopped or cut off"
+            return Failure(rank, world.hosts[rank], step, message), silent
+        return self._hanging([json.loads(beat) for beat in beats], now)
+
+    def _hanging(self, beats: list[list], now: float) -> tuple[Failure, list[int]] | None:
+        """Who lets the others wait."""
+        furthest = max(arrivals for _, _, arrivals, _ in beats)
+        for rank, (_, step, arrivals, patience) in enumerate(beats):
+            if arrivals == furthest or arrivals != self._late[rank][0]:
+                self._late[rank] = arrivals, now
+            elif now - self._late[rank][1] > patience:
+                message = f"the others have waited {now - self._late[rank][1]:.0f} s for it: it hangs"
+                return Failure(rank, self._world.hosts[rank], step, message), []
+        return None
+
+    def _end(self, failure: Failure, silent: list[int]) -> NoReturn:
+        """Say it, in one process of those that are left, and end this one."""
+        for thread in threading.enumerate():
+            if thread.name == "saver":  # a checkpoint that is nearly on disk
+                thread.join(self._limits.silent / 4)
+        if self._world.rank == min(rank for rank in range(self._world.size) if rank not in silent):
+            cursor = SHOW_CURSOR if sys.stdout is not None and sys.stdout.isatty() else ""
+            place = f"rank {failure.rank} of {self._world.size} on {failure.host}, after step {failure.step}"
+            print(f"{cursor}error: {place}: {' '.join(failure.message.split())}; all end", file=sys.stderr, flush=True)
+        os._exit(failure.code)
