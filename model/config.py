@@ -23,7 +23,6 @@ class GPTConfig:
         ValueError: an impossible value, naming the key, the value and the remedy.
     """
 
-    name: str | None = None  # a causal model of transformers, a folder or OWNER/NAME; null: a GPT of these sizes
     num_layers: int = 12  # blocks of attention and MLP
     num_heads: int = 12  # of queries; head_dim is n_embd / num_heads
     num_kv_heads: int | None = None  # heads of k and v, shared by groups of query heads; null: num_heads
@@ -39,6 +38,7 @@ class GPTConfig:
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
     loss: str = "auto"  # auto | chunked | plain: logits of a few thousand tokens at a time, or of all at once
     activation_checkpointing: str = "none"  # none | pointwise (the MLP's non-linearity) | full | selective
+    name: str | None = None  # a causal model of transformers, a folder or OWNER/NAME; null: a GPT of these sizes
 
     def __post_init__(self):
         self.validate()
