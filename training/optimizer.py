@@ -281,22 +281,23 @@ def _matrices_of_muon(model: nn.Module, config: OptimConfig) -> list[nn.Paramete
     """Those inside the blocks."""
     if config.name != "muon":
         return []
-    return [p for name, p in model.named_parameters() if p.requires_grad and name.startswith("blocks.")]
+    return [p for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and name.startswith("blocks.")]
 
 
 def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """AdamW first; then, for muon, Muon on the matrices inside the blocks."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    # weights of norms and biases are not to decay and are not for Muon: a model that has some needs a group for them
-    assert all(p.ndim == 2 for _, p in named), "a weight that is no matrix"
     muon = _matrices_of_muon(model, config)
     in_muon = {id(p) for p in muon}
     ratios = {"embedding.weight": config.embedding_lr_ratio, "head.weight": config.head_lr_ratio}
     adamw = [(ratios.get(name, 1.0), p) for name, p in named if id(p) not in in_muon]
-    groups = [
-        {"params": [p for _, p in some], "peak_lr": config.lr * ratio}
-        for ratio, some in groupby(adamw, key=lambda pair: pair[0])  # neighbours alone: a checkpoint counts parameters
-    ]
+    groups = []
+    for ratio, pairs in groupby(adamw, key=lambda pair: pair[0]):  # neighbours alone: a checkpoint counts parameters
+        some = [p for _, p in pairs]
+        groups.append({"params": [p for p in some if p.ndim == 2], "peak_lr": config.lr * ratio})
+        # gains of norms and biases, which a model of transformers has, do not decay
+        if others := [p for p in some if p.ndim != 2]:
+            groups.append({"params": others, "peak_lr": config.lr * ratio, "weight_decay": 0.0})
     parts: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
             groups,
