@@ -48,7 +48,9 @@ def test_experiment_composes(experiment):
     [(group, choice) for group in ("model", "optim") for choice in choices(group)],
 )
 def test_group_choice_composes(group, choice):
-    settings(f"{group}={choice}")
+    settings(
+        f"{group}={choice}", *(["model.name=openai-community/gpt2", "optim=adamw"] if choice == "huggingface" else [])
+    )
 
 
 def test_long_context_is_what_it_says():
@@ -82,7 +84,7 @@ def test_no_default_of_the_text_is_said_twice(choice):
 
 
 def test_there_are_few_yaml_files():
-    assert len(list((ROOT / "conf").rglob("*.yaml"))) <= 20
+    assert len(list((ROOT / "conf").rglob("*.yaml"))) < 20
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
