@@ -101,7 +101,7 @@ def cluster(tmp_path) -> Callable[[str], Cluster]:
 def test_a_job_that_is_signalled_ends_with_the_bits_of_one_that_is_not(cluster):
     """Two tasks, one of which gets the signal; beside it a run of one process."""
     job = cluster(SIGNALLED)
-    own = ["train.steps=8", "train.log_every=1", "train.eval_every=2", "model.dropout=0.1", "train.micro_batch=4"]
+    own = ["train.steps=8", "train.log_every=1", "train.eval_every=8", "model.dropout=0.1", "train.micro_batch=4"]
     train(small_run(job.folder, *own), job.folder / "whole")
     text = ["data=text", f"data.files={job.folder / 'corpus.txt'}", f"data.cache_dir={job.folder / 'cache'}"]
     first, second = job.sbatch(*text, *SMALL, *own, tasks=2)
