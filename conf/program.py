@@ -92,7 +92,10 @@ def program(
                 processes = world() if world else None
             except ValueError as error:
                 sys.exit(fail(str(error)))
-            if processes and not processes.is_first:
+            if processes and processes.size == 1:
+                processes = None
+            is_first = processes is None or processes.is_first
+            if not is_first:
                 sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
                 scratch = tempfile.TemporaryDirectory(prefix="rank_")  # the first one's folder is told when it is made
                 values += [f"hydra.{mode}.dir={scratch.name}" for mode in ("run", "sweep")]
@@ -113,23 +116,20 @@ def program(
                         given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, not resolved
                         given = [override for override in given if override not in defaults]
                         cfg = with_earlier_settings(cfg, given, folder, set(known_keys(schema)))
-                    if processes:
+                    settings = settings_from(cfg, schema) if is_first else None
+                    if processes:  # those of the first one, which are right
                         cfg = OmegaConf.create(processes.told(OmegaConf.to_container(cfg)))
-                    main(settings_from(cfg, schema), folder)
-                    if not processes or processes.is_first:
+                        settings = settings_from(cfg, schema)
+                    main(settings, folder)
+                    if is_first:
                         _remove_if_empty(folder)
                 except (ValueError, OSError) as error:
                     message = of_the_system(error) if isinstance(error, OSError) else str(error)
                     # the run had begun; in a folder that is another process's, it had not
-                    mine = processes is None or processes.is_first
-                    if (
-                        mine
-                        and not _remove_if_empty(folder)
-                        and _listing(folder) != found
-                        and not isinstance(error, InUse)
-                    ):
+                    has_begun = not isinstance(error, InUse) and _listing(folder) != found
+                    if is_first and not _remove_if_empty(folder) and has_begun:
                         message += _keep_traceback(folder / "error.log")
-                    if processes and processes.size > 1:
+                    if processes:
                         _end_all(processes, folder, message, EXIT_USER_ERROR)
                     if show_traceback or os.getpid() != process:  # in a launcher's job; its end is read in `process`
                         raise ConfigError(message) from error
@@ -141,8 +141,9 @@ def program(
                         raise
                     exit_codes.append(stopped.code)
                 except BaseException as error:
-                    if processes and processes.size > 1:
+                    if processes and is_first:
                         traceback.print_exc()
+                    if processes:
                         _end_all(processes, folder, f"{type(error).__name__}: {error}", 1)
                     raise
 

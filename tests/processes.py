@@ -66,8 +66,6 @@ def _forked(folder: Path, rank: int, size: int, case: Case) -> int:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
         world = parallel.this_world()
         case(rank, world)
-        world.close()
-        code = 0
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1
     except BaseException as error:
@@ -83,7 +81,9 @@ def training(folder: Path, run: str, *overrides: str, on_step: Callable[[Step], 
     def case(rank: int, world: parallel.World) -> None:
         settings = small_run(folder, *RUN, *overrides)
         watched = (lambda step: on_step(rank, step)) if on_step else None
-        sys.exit(train(settings, folder / run, world=world, on_step=watched, **options)["exit_code"])
+        summary = train(settings, folder / run, world=world, on_step=watched, **options)
+        world.close()
+        sys.exit(summary["exit_code"])
 
     return case
 

@@ -67,9 +67,9 @@ def test_what_costs_no_time_comes_first():
 
 
 def test_where_no_single_change_is_enough_they_come_together():
-    message = refused(plan(1.77, attention="naive", loss="plain"))
+    message = refused(plan(2.75, attention="naive", loss="plain"))
     assert "what fits: model.attention=flash model.loss=chunked model.activation_checkpointing=full" in message
-    assert "train.micro_batch=2 (" in message
+    assert "train.micro_batch=16 (" in message  # not fewer: sums of more gradients would be held
 
 
 def test_where_nothing_is_enough_that_is_said():
@@ -82,7 +82,7 @@ def test_a_forecast_near_the_limit_is_a_warning():
     assert "which may not be enough; what fits: train.micro_batch=32 (" in str(made)
 
 
-@pytest.mark.parametrize(("free", "expected"), [(80, 64), (8.9, 32), (6.2, 32), (4.2, 16)])
+@pytest.mark.parametrize(("free", "expected"), [(80, 64), (8.9, 32), (6.2, 32), (4.2, 8)])
 def test_auto_takes_the_largest_that_fits(free, expected):
     chosen = plan(free).checked(auto=True)
     assert (chosen.micro_batch, chosen.sequences) == (expected, 64)

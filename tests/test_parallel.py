@@ -181,6 +181,6 @@ def test_who_votes_and_what_is_agreed():
 
 
 def test_no_other_way_to_share_is_accepted():
-    for overrides in ({"data": "ddp"}, {"context": 2}):
+    for overrides in ({"data": "ddp"}, {"context": 0}, {"context_method": "tree"}):
         with pytest.raises(ValueError, match="parallel"):
             ParallelConfig(**overrides)

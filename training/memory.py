@@ -95,8 +95,10 @@ class Plan:
         lower = [n for n in range(1, math.isqrt(self.sequences) + 1) if self.sequences % n == 0]
         divisors = sorted({*lower, *(self.sequences // n for n in lower)})
         fewer = [replace(self, micro_batch=n) for n in divisors if n < self.micro_batch]
-        fitting = bisect_right(fewer, limit, key=lambda plan: plan.peak)
-        return fewer[fitting - 1] if fitting else None
+        # fewer at a time need less, but for the sums of gradients, which are more with more micro-batches
+        sums = "sums of gradients", ""
+        most = bisect_right(fewer, limit, key=lambda plan: plan.peak - plan.moments["backward"][sums])
+        return next((plan for plan in reversed(fewer[:most]) if plan.peak <= limit), None)
 
     def remedies(self, limit: float) -> list["Plan"]:
         """Plans that need less and at most `limit` bytes, those that cost least time first.
