@@ -94,7 +94,8 @@ def program(
                 sys.exit(fail(str(error)))
             if processes and not processes.is_first:
                 sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-                values += [f"hydra.{mode}.dir={tempfile.gettempdir()}" for mode in ("run", "sweep")]
+                scratch = tempfile.TemporaryDirectory(prefix="rank_")  # the first one's folder is told when it is made
+                values += [f"hydra.{mode}.dir={scratch.name}" for mode in ("run", "sweep")]
 
             @wraps(main)
             def task(cfg: DictConfig) -> None:

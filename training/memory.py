@@ -173,8 +173,11 @@ def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, s
     sequences = sequences or settings.train.batch_tokens // settings.data.seq_len
     micro_batch = sequences if asked in (None, "auto") else asked
     features = model.attention_features(settings.data.document_mask)
+    free, world = free_bytes(hardware.device), hardware.world
+    if free and hardware.device.type == "cpu":
+        free //= world.hosts.count(world.hosts[world.rank])  # processes that share it
     shape = vocab_size, seq_len, sequences, micro_batch
-    made = Plan(model, settings.optim, hardware, *shape, features, free_bytes(hardware.device))
+    made = Plan(model, settings.optim, hardware, *shape, features, free)
     return made.checked(auto=asked == "auto")
 
 

@@ -17,7 +17,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -91,18 +91,22 @@ class World:
         self, rank: int = 0, size: int = 1, local_rank: int = 0, store: dist.Store | None = None, group: Any = None
     ) -> None:
         self.rank, self.size, self.local_rank, self._store = rank, size, local_rank, store
-        self.step = self.arrivals = self._exchanges = self._sums = 0
+        self.arrivals = self._exchanges = 0
         self.context = 1
-        self.patience = math.inf  # who prepares a text or compiles takes its time
-        self.tail: Tensor | None = None  # after a step's sum: its loss, votes, milliseconds and checks, on the device
         self.watch: Watch | None = None
         self._group = group
-        self._votes: set[int] = set()
-        self._heard: set[int] = set()
-        self._slow_for, self._named = [0] * size, set[int]()
-        self._clock = StepClock()
-        self._check = 0.0
+        self.begin_run()
         self.hosts = self.exchange(socket.gethostname())
+
+    def begin_run(self) -> None:
+        """A run begins, perhaps not the first one of these processes: of a sweep each trains all."""
+        self.step = self._sums = 0
+        self.patience = math.inf  # who prepares a text or compiles takes its time
+        self.tail: Tensor | None = None  # after a step's sum: its loss, votes, milliseconds and checks, on the device
+        self._votes, self._heard = set[int](), set[int]()
+        self._slow_for, self._named = [0] * self.size, set[int]()
+        self._clock = StepClock()
+        self._check: Tensor | float = 0.0
 
     @property
     def is_first(self) -> bool:
@@ -312,7 +316,8 @@ class World:
         if not self.is_first:
             self._store.set(f"left/{self.rank}", "")
         else:  # the store may be its own
-            self._store.wait([f"left/{rank}" for rank in range(1, self.size)], timedelta(seconds=30))
+            with suppress(RuntimeError):
+                self._store.wait([f"left/{rank}" for rank in range(1, self.size)], timedelta(seconds=30))
 
 
 class StepClock:

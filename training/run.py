@@ -192,6 +192,7 @@ def resolve(
         ValueError: whatever cannot be: hardware, attention, text, prompt, checkpoint, profile, wandb, memory; the
             value, the limit and a remedy in one line.
     """
+    world.begin_run()
     hardware = hardware or set_up(settings.hardware, world)
     if not world.is_first:
         settings = _as_the_first_chose(settings, **world.exchange(None)[0])

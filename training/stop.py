@@ -111,6 +111,8 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason, self.exit_code = signal.Signals(number).name, 128 + number
         # the default action needs no Python to run: it ends a process that is deep in a compiler or a stuck disk
+        if number == signal.SIGTERM and self._world.watch:  # what torchrun sends to the others when one has died
+            self._world.watch.suspect("SIGTERM")
         # torchrun passes on what the terminal has sent to all of us already
         twice = (SIGHUP, number) if self._world.size > 1 else (SIGHUP,)
         for other in self._previous:
