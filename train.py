@@ -15,12 +15,17 @@ file with one idea; this is the only training loop.
 """
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and hasattr(signal, "pthread_sigmask"):
+    # to import PyTorch takes seconds: what SLURM sends near a time limit waits until StopRequest takes it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 import torch
 
@@ -132,9 +137,9 @@ def run(
         graphs: StepGraphs | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
-        split = {"graphs": graphs, "dropout": chosen.model.draws}
+        split = chosen.micro_batch, hardware, starts
         with shared_rows(context, model, forward, hardware.world) as whole:
-            return training_step(whole, optimizer, inputs, targets, chosen.micro_batch, hardware, starts, **split)
+            return training_step(whole, optimizer, inputs, targets, *split, graphs=graphs, dropout=chosen.model.draws)
 
     def evaluated() -> dict[str, float]:
         with shared_rows(context, model, forward, world) as whole:

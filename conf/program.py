@@ -85,7 +85,7 @@ def program(
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
             protect_console(prints_only=config == "tool" or run_dir == ".")
-            typed, exit_codes, folders = sys.argv, [], []
+            typed, exit_codes, folders, process = sys.argv, [], [], os.getpid()
             flags, values, wants_help = _arguments(typed[1:], defaults, positional, known_keys(schema))
             register(schema)
             try:
@@ -131,7 +131,7 @@ def program(
                         message += _keep_traceback(folder / "error.log")
                     if processes and processes.size > 1:
                         _end_all(processes, folder, message, EXIT_USER_ERROR)
-                    if show_traceback:
+                    if show_traceback or os.getpid() != process:  # in a launcher's job; its end is read in `process`
                         raise ConfigError(message) from error
                     exit_codes.append(fail(message))  # the other runs of a sweep go on
                 except SystemExit as stopped:

@@ -67,9 +67,16 @@ def sdpa(
     window: tuple[int, int] = ALL,
     dropout_p: float = 0.0,
     documents: Documents | None = None,
+    block_mask: kernels.BlockMask | None = None,
 ) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, which picks its own kernel. Window, dropout, documents: ValueError."""
-    asked = {"window": window != ALL, "dropout": dropout_p > 0, "varlen": documents is not None}
+    """PyTorch's scaled_dot_product_attention, which picks its own kernel. Window, dropout, documents: ValueError.
+
+    A block mask becomes Nq x Nk booleans in memory.
+    """
+    asked = {
+        "causal": causal and block_mask is not None, "window": window != ALL, "dropout": dropout_p > 0,
+        "varlen": documents is not None, "block_mask": block_mask is not None,
+    }  # fmt: skip
     beyond = [name for name, used in asked.items() if used]
     if obstacle := kernels.why_not("sdpa", q.dtype, beyond):
         raise ValueError(obstacle)
@@ -83,6 +90,11 @@ def sdpa(
             mask = mask.tril(num_keys - num_queries)
         causal = False
     grouped = q.size(1) != k.size(1)
+    if block_mask is not None:
+        mask = block_mask.dense()
+        empty = ~mask.any(-1, keepdim=True)  # a row that sees no key is 0, where PyTorch's kernels differ
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | empty, scale=scale, enable_gqa=grouped)
+        return o.masked_fill(empty, 0.0)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 

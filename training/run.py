@@ -197,12 +197,14 @@ def resolve(
     if not world.is_first:
         settings = _as_the_first_chose(settings, **world.exchange(None)[0])
     asked = asdict(settings)
+    world.share_rows(settings.parallel.context)
     optim, optimizer_line = settings.optim.resolved(hardware.device)
     settings = replace(settings, optim=optim)
-    world.share_rows(settings.parallel.context)
     share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
+    if model.mask is not None and settings.train.sample_tokens and vocab_size is None:
+        raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
     text = {}
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)
@@ -244,9 +246,9 @@ def resolve(
         micro_batch=plan.micro_batch,
         sequences_per_step=share,
         plan=plan,
-        context=context,
         graphs=graphs[0],
         graphs_reason=graphs[1],
+        context=context,
         settings=chosen,
         left_open={key: value for key, value in before.items() if value != now[key]},
         **text,
@@ -265,6 +267,8 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
         return hardware.graphs, "as configured"
     if document_mask:
         return False, "documents differ in number from step to step"
+    if hardware.world.context > 1:
+        return False, "processes that share rows talk to each other in each layer"
     # graphs keep what a micro-batch needs, and evaluations and samples then need theirs beside it
     if plan.free is not None and plan.peak > plan.free / 2:
         return False, "the forecast is more than half of the memory; hardware.cuda_graphs=true tries all the same"

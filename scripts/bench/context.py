@@ -34,10 +34,10 @@ from training.speed import attention_flops
 class ContextBenchSettings:
     gpus: int = 2  # processes, one a GPU
     seq_len: list[int] = field(default_factory=lambda: [131072, 262144])  # tokens of the shared row
-    methods: list[str] = field(default_factory=lambda: list(WAYS))
+    methods: list[str] = field(default_factory=lambda: list(WAYS))  # heads | gather | ring
     num_heads: int = 12  # of q
-    num_kv_heads: int = 12
-    head_dim: int = 64
+    num_kv_heads: int = 12  # of k and v
+    head_dim: int = 64  # elements
     runs: int = 7  # of each, after two that are not counted
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
