@@ -118,6 +118,8 @@ def resolve_method(
     """
     world, asked = parallel.context, parallel.context_method
     if model.mask is not None:
+        raise ValueError(f"model.mask={model.mask} is of whole rows, and parallel.context={world} cuts them; use 1")
+    if model.mask is not None:
         raise ValueError(
             f"model.mask={model.mask} cannot be shared by parallel.context={world} processes; use 1 of them"
         )
