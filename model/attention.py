@@ -11,7 +11,7 @@ of a seed drawn from torch's generator, the same for every backend. Who can do w
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,13 @@ class Documents(NamedTuple):
 
     cu_seqlens: Tensor  # (documents + 1,) int32: where each starts, and the number of tokens
     max_seqlen: int  # an upper bound on a document's length
+
+
+class Part(NamedTuple):
+    """Where a process's tokens stand in rows that several processes share (training/context.py)."""
+
+    positions: Tensor  # (N,) int64: each token's, in its row or document
+    documents: Any  # for attention, as the function that replaces it takes them
 
 
 def _packing(documents: Documents | None) -> dict:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import cross_entropy, linear_cross_entropy, rotate_and_split, skinny_linear, takes_skinny_linear
-from model.attention import ATTENTION, AttentionFunction, Documents
+from model.attention import ATTENTION, AttentionFunction, Documents, Part
 from model.cache import KVCache, PagedKVCache, Prompts
 from model.config import GPTConfig, round_up
 from model.embedding import embed
@@ -245,6 +245,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         kv_cache: KVCache | Prompts | None = None,
         cu_seqlens: Tensor | None = None,
+        part: Part | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
 
@@ -255,6 +256,7 @@ class GPT(nn.Module):
                 tokens (1, N) these are, and only the last of each prompt is then predicted from.
             cu_seqlens: (documents + 1,) int32: where documents begin among the B * N tokens, each row beginning one,
                 and B * N. Tokens then see only their own document, and positions begin anew in each.
+            part: where the tokens stand, in place of cu_seqlens, if they are this process's part of longer rows.
 
         Returns:
             Without targets the logits (B, N, vocab_size), of `Prompts` (1, rows, vocab_size). With targets the
@@ -274,7 +276,9 @@ class GPT(nn.Module):
         if targets is not None and self.prefix > 1:
             targets = targets.index_fill(1, torch.arange(self.prefix - 1, device=targets.device), -1)
             share = (shape[1] - self.prefix + 1) / shape[1]
-        if kv_cache is None and cu_seqlens is None:
+        if part is not None:
+            documents, cos, sin = part.documents, self.cos[part.positions], self.sin[part.positions]
+        elif kv_cache is None and cu_seqlens is None:
             cos, sin = self.cos[: tokens.size(1)], self.sin[: tokens.size(1)]  # (N, 1, D)
         else:
             tokens = tokens.reshape(1, -1)  # one row: from here on B is 1 and N all tokens
