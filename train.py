@@ -15,12 +15,17 @@ file with one idea; this is the only training loop.
 """
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and hasattr(signal, "pthread_sigmask"):
+    # to import PyTorch takes seconds: what SLURM sends near a time limit waits until StopRequest takes it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
 import torch
 
@@ -31,6 +36,7 @@ from model import attend_with, build_model
 from model.attention import AttentionFunction
 from training import resume
 from training.comparison import show_sweep
+from training.context import Context, shared_rows
 from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
 from training.graph import StepGraphs
 from training.hardware import Hardware
@@ -102,6 +108,8 @@ def run(
     batches = TokenBatches(dataset.train, chosen.seq_len, chosen.sequences_per_step, config.window_seed, **world.place)
     windows = fixed_windows(dataset.validation, chosen.seq_len, config.eval_windows)
     evaluation = EvaluationSet.of(windows, dataset.tokenizer)
+    # ... and several processes can share each row
+    context = chosen.context and Context.among(world, chosen.context[0], chosen.seq_len, hardware.device)
 
     # --- what is written down: the log, the description, checkpoints
     going_on = {"first_step": first_step, "resumes": settings.resume is not None, "resumed": resumed}
@@ -130,7 +138,12 @@ def run(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
         split = chosen.micro_batch, hardware, starts
-        return training_step(forward, optimizer, inputs, targets, *split, graphs=graphs, dropout=chosen.model.draws)
+        with shared_rows(context, model, forward, hardware.world) as whole:
+            return training_step(whole, optimizer, inputs, targets, *split, graphs=graphs, dropout=chosen.model.draws)
+
+    def evaluated() -> dict[str, float]:
+        with shared_rows(context, model, forward, world) as whole:
+            return evaluate(whole, evaluation, chosen.micro_batch, hardware, chosen.end_of_text)
 
     def seconds() -> float:
         """Time spent on this run, by the processes before this one too."""
@@ -160,7 +173,7 @@ def run(
         step, results = first_step, {}
         if step >= config.steps:  # it was killed after its last save: its summary is all that may be missing
             log.say(f"complete   all of train.steps={config.steps} are done; raise train.steps to go on")
-            results = evaluate(forward, evaluation, chosen.micro_batch, hardware, chosen.end_of_text)
+            results = evaluated()
 
         # --- the loop
         speed = Speed(model, hardware, config.batch_tokens, first_step)
@@ -195,7 +208,7 @@ def run(
                 record |= {"tokens": step * config.batch_tokens, "seconds": seconds()}
                 record["peak_memory_gib"] = hardware.peak_memory_gib()
             if config.is_due(config.eval_every, step):
-                results = evaluate(forward, evaluation, chosen.micro_batch, hardware, chosen.end_of_text)
+                results = evaluated()
                 is_best = results["val_loss"] < best_loss
                 best_loss = min(best_loss, results["val_loss"])
                 record |= results

@@ -85,7 +85,7 @@ def program(
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
             protect_console(prints_only=config == "tool" or run_dir == ".")
-            typed, exit_codes, folders = sys.argv, [], []
+            typed, exit_codes, folders, process = sys.argv, [], [], os.getpid()
             flags, values, wants_help = _arguments(typed[1:], defaults, positional, known_keys(schema))
             register(schema)
             try:
@@ -115,15 +115,22 @@ def program(
                     if processes:
                         cfg = OmegaConf.create(processes.told(OmegaConf.to_container(cfg)))
                     main(settings_from(cfg, schema), folder)
-                    _remove_if_empty(folder)
+                    if not processes or processes.is_first:
+                        _remove_if_empty(folder)
                 except (ValueError, OSError) as error:
                     message = of_the_system(error) if isinstance(error, OSError) else str(error)
                     # the run had begun; in a folder that is another process's, it had not
-                    if not _remove_if_empty(folder) and _listing(folder) != found and not isinstance(error, InUse):
+                    mine = processes is None or processes.is_first
+                    if (
+                        mine
+                        and not _remove_if_empty(folder)
+                        and _listing(folder) != found
+                        and not isinstance(error, InUse)
+                    ):
                         message += _keep_traceback(folder / "error.log")
                     if processes and processes.size > 1:
                         _end_all(processes, folder, message, EXIT_USER_ERROR)
-                    if show_traceback:
+                    if show_traceback or os.getpid() != process:  # in a launcher's job; its end is read in `process`
                         raise ConfigError(message) from error
                     exit_codes.append(fail(message))  # the other runs of a sweep go on
                 except SystemExit as stopped:

@@ -4,6 +4,7 @@ The package imports torch only. Triton is loaded when a kernel is launched for t
 """
 
 from .api import flash_attention, flash_attention_varlen
+from .block_masks import BlockMask, block_mask
 from .decode import (
     flash_attention_with_kvcache,
     kvcache_workspace,
@@ -22,6 +23,8 @@ from .support import why_not
 from .tiled import tiled_attention, tiled_attention_varlen
 
 __all__ = [
+    "BlockMask",
+    "block_mask",
     "cross_entropy",
     "flash_attention",
     "flash_attention_fp8",

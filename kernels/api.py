@@ -4,6 +4,7 @@ Triton."""
 from torch import Tensor
 
 from . import ops
+from .block_masks import BlockMask
 from .call import autocast_inputs, check_call, key_of, plain_options
 from .documents import call_packed
 from .launch import plan_of
@@ -25,6 +26,7 @@ def flash_attention(
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
     max_seqlen: int | tuple[int, int] | None = None,
+    block_mask: BlockMask | None = None,
     return_lse: bool = False,
     deterministic: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -58,6 +60,9 @@ def flash_attention(
             addresses memory outside the call's tensors.
         max_seqlen: an upper bound on a document's length, or a pair; checked with cu_seqlens, N by default. No launch
             depends on it, so a constant bound serves every packing.
+        block_mask: any mask, from `kernels.block_mask` or `BlockMask.from_dense`, or torch's BlockMask with blocks of
+            128, which is converted once. It says all of who sees whom (not with causal, window or cu_seqlens), with a
+            batch of 1 or B and 1 or Hq heads. Only the blocks that it shows are visited, forward and backward.
         return_lse: also return the log of the softmax denominator.
         deterministic: stated for the reader; there is no other mode.
 
@@ -75,7 +80,7 @@ def flash_attention(
     plan = options = given = None
     seen = ops.watched(q, k, v)
     if not seen:
-        plain = alibi_slopes is sinks is cu_seqlens is max_seqlen is None and deterministic is True
+        plain = alibi_slopes is sinks is cu_seqlens is max_seqlen is block_mask is None and deterministic is True
         given = plain_options(causal, scale, window, softcap, dropout_p) if plain else None
         if given is not None:
             plan = plan_of(key_of("forward", given, q, k, v))
@@ -84,7 +89,7 @@ def flash_attention(
         q, k, v, options = check_call(
             q, k, v, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
             dropout_p=dropout_p, dropout_seed=dropout_seed, sinks=sinks, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-            deterministic=deterministic,
+            block_mask=block_mask, deterministic=deterministic,
         )  # fmt: skip
         if options.scale <= 0.0:  # the kernels scale the row maximum instead of every score, which needs scale > 0
             q, scale = (-q, -options.scale) if options.scale < 0.0 else (q * 0.0, 1.0)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .block_masks import BlockMask, check_block_mask
+
 # A scale or a soft-cap is multiplied and divided in float32, which ends at 1e-38 and 3e38.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
@@ -34,6 +36,9 @@ class Options(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0  # an upper bound on a document's length; 0 without documents
     max_seqlen_k: int = 0
+    mask_starts: Tensor | None = None  # the three tensors of a BlockMask
+    mask_visits: Tensor | None = None
+    mask_bits: Tensor | None = None
 
     @property
     def local(self) -> bool:
@@ -42,12 +47,17 @@ class Options(NamedTuple):
 
     @property
     def without_tensors(self) -> bool:
-        return self.alibi_slopes is self.sinks is self.dropout_seed is self.cu_seqlens_q is None
+        return self.alibi_slopes is self.sinks is self.dropout_seed is self.cu_seqlens_q is self.mask_starts is None
 
     @property
     def packed(self) -> bool:
         """Documents end to end in one row of tokens."""
         return self.cu_seqlens_q is not None
+
+    @property
+    def masked(self) -> bool:
+        """A block mask says who sees whom."""
+        return self.mask_starts is not None
 
 
 def key_of(kind: object, options: Options, *tensors: Tensor) -> tuple:
@@ -59,6 +69,8 @@ def key_of(kind: object, options: Options, *tensors: Tensor) -> tuple:
     described = []
     for x in tensors:
         described += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
+    if options.masked:  # of any length: no launch depends on them
+        options = options._replace(mask_visits=None, mask_bits=None)
     if not options.without_tensors:
         options = tuple([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in options])
     return kind, options, *described
@@ -97,6 +109,7 @@ def check_call(
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | tuple[Tensor, Tensor] | None = None,
     max_seqlen: int | tuple[int, int] | None = None,
+    block_mask: BlockMask | None = None,
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Options]:
     """Check a call; return q, k, v, cast where autocast is on, and the options in canonical form.
@@ -122,6 +135,7 @@ def check_call(
         _check_sinks(sinks, heads, device, q.dtype),
         *_check_dropout(dropout_p, dropout_seed, device),
         *packing,
+        *(() if block_mask is None else check_block_mask(block_mask, batch, heads, q.shape[2], k.shape[2], device)),
     )
     return q, k, v, options
 

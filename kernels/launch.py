@@ -273,9 +273,13 @@ class Switches(NamedTuple):
     dropout_p: float | None = None
     cu_seqlens_q: Tensor | None = None  # (documents + 1,) int32
     cu_seqlens_k: Tensor | None = None
+    mask_starts: Tensor | None = None  # of a BlockMask, all int32
+    mask_visits: Tensor | None = None
+    mask_bits: Tensor | None = None
 
 
-_TENSORS = ("alibi_slopes", "sinks", "dropout_seed", "cu_seqlens_q", "cu_seqlens_k")
+_MASK = ("mask_starts", "mask_visits", "mask_bits")
+_TENSORS = ("alibi_slopes", "sinks", "dropout_seed", "cu_seqlens_q", "cu_seqlens_k", *_MASK)
 
 
 def option_tensors(options: Options) -> dict[str, Tensor]:
@@ -298,6 +302,7 @@ def switches_of(options: Options, given: dict[str, Tensor]) -> Switches:
         dropout_p=options.dropout_p or None,
         cu_seqlens_q=given.get("starts_q"),
         cu_seqlens_k=given.get("starts_k"),
+        **{name: given.get(name) for name in _MASK},
     )
 
 

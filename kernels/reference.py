@@ -9,9 +9,11 @@ import math
 import torch
 from torch import Tensor
 
+from .block_masks import pairs_of
 from .call import Options, check_call
 from .documents import call_packed, check_documents
 from .philox import keep_mask
+from .support import features_of, why_not
 
 
 def naive_attention(
@@ -44,6 +46,9 @@ def naive_attention_varlen(
 
 def by_documents(attention, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """O and LSE by attention(q, k, v, options, first_row, first_col), called once, or for each document."""
+    features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+    if options.masked and (reason := why_not("naive", q.dtype, features)):
+        raise ValueError(reason)
     if not options.packed:
         return attention(q, k, v, options)
     check_documents(options, q.shape[2], k.shape[2])
@@ -63,8 +68,11 @@ def by_documents(attention, q: Tensor, k: Tensor, v: Tensor, options: Options) -
 def visible_pairs(rows: Tensor, cols: Tensor, num_q: int, num_k: int, options: Options) -> Tensor | None:
     """Which query sees which key, as booleans of rows against cols; None where all see all.
 
-    Aligned bottom-right: query i stands at key i + num_k - num_q.
+    Aligned bottom-right: query i stands at key i + num_k - num_q. Of a block mask, which counts both from 0, it has two
+    more dimensions in front, batch and heads, of 1 where the mask does not tell them apart.
     """
+    if options.masked:
+        return pairs_of(options.mask_starts, options.mask_visits, options.mask_bits, rows, cols, num_q, num_k)
     distance = cols - (rows + (num_k - num_q))
     if options.causal:
         return distance <= 0
@@ -114,8 +122,8 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0
         column = options.sinks[None, :, None, None].expand(batch, heads, num_q, 1).to(scores.dtype)
         scores = torch.cat([scores, column], dim=-1)
     probs = torch.softmax(scores, dim=-1)[..., :num_k]
-    if visible is not None and num_q > num_k:
-        # the first rows may see no key: their softmax is 0/0, and its gradient must not escape
+    if visible is not None and (num_q > num_k or options.masked):
+        # rows may see no key: their softmax is 0/0, and its gradient must not escape
         probs = probs.masked_fill(~visible, 0.0)
     probs = probs.to(q.dtype)
     if options.dropout_p:

@@ -34,7 +34,10 @@ FEATURES = {
     "sinks": "attention sinks (H,) with their gradient",
     "dropout": "counter-based: the seed alone decides the mask, in every implementation",
     "varlen": "packed documents that do not see each other",
+    "block_mask": "any mask as data, in blocks of 128 x 128, of 1 or B and 1 or Hq; says all of who sees whom",
 }
+# What a block mask says itself, so that no call may say it beside one.
+IN_THE_MASK = ("causal", "window", "varlen")
 
 _ALL = frozenset(FEATURES)
 _ALL_DTYPES = frozenset(DTYPES)
@@ -65,7 +68,7 @@ IMPLEMENTATIONS = {
         # PyTorch's own, as the model calls it; its dropout draws from a stream of its own
         Implementation(
             "sdpa",
-            frozenset({"full", "causal", "gqa", "head_dim_v"}),
+            frozenset({"full", "causal", "gqa", "head_dim_v", "block_mask"}),
             _ALL_DTYPES,
             instead="model.attention=flash or model.attention=naive",
         ),
@@ -120,6 +123,9 @@ def why_not(
 
     "window with dropout in float32 is not supported by NAME; use model.attention=OTHER"
     """
+    features = tuple(features)
+    if "block_mask" in features and (twice := [f for f in features if f in IN_THE_MASK]):
+        return f"block_mask with {' and '.join(twice)} is not supported; put all of it into the mask"
     if implementation == "flash":
         reason = head_dim is not None and _flash_head_dim_reason(head_dim)
         reason = reason or (device is not None and _flash_device_reason(torch.device(device), dtype))
@@ -255,7 +261,7 @@ def _unaddressable_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 def features_of(options: Options, num_heads: int, num_kv_heads: int, head_dim: int, head_dim_v: int) -> list[str]:
     """The features that a checked call uses, in the matrix's order."""
     used = {
-        "full": not options.causal and not options.local,
+        "full": not options.causal and not options.local and not options.masked,
         "causal": options.causal,
         "gqa": num_heads != num_kv_heads,
         "head_dim_v": head_dim != head_dim_v,
@@ -266,6 +272,7 @@ def features_of(options: Options, num_heads: int, num_kv_heads: int, head_dim: i
         "sinks": options.sinks is not None,
         "dropout": options.dropout_p > 0.0,
         "varlen": options.packed,
+        "block_mask": options.masked,
     }
     return [name for name in FEATURES if used[name]]
 

@@ -3,11 +3,13 @@
 It has the kernels' rounding points and their order of options: soft-cap, ALiBi, mask.
 """
 
+import itertools
 import math
 
 import torch
 from torch import Tensor
 
+from .block_masks import BLOCK, HIDDEN, block_table
 from .call import Options, check_call
 from .documents import call_packed
 from .reference import alibi_bias, by_documents, kept_pairs, visible_pairs
@@ -82,6 +84,14 @@ def tile_order(
 
 
 def _visible_tiles(num_q: int, num_k: int, options: Options, block_q: int, block_k: int):
+    if options.masked:  # tiles of any size: those that touch a block which is shown to some row of some head
+        table = block_table(options.mask_starts, options.mask_visits, num_q, num_k)
+        shown = (table != HIDDEN).any(0).any(0).cpu()
+        for q_start, k_start in itertools.product(range(0, num_q, block_q), range(0, num_k, block_k)):
+            q_end, k_end = min(q_start + block_q, num_q), min(k_start + block_k, num_k)
+            if shown[q_start // BLOCK : -(-q_end // BLOCK), k_start // BLOCK : -(-k_end // BLOCK)].any():
+                yield slice(q_start, q_end), slice(k_start, k_end)
+        return
     ahead = 0 if options.causal else options.window_right
     for q_start in range(0, num_q, block_q):
         q_end = min(q_start + block_q, num_q)
@@ -109,6 +119,9 @@ class _Tile:
             bias = alibi_bias(self.rows, self.cols, num_q, num_k, options.alibi_slopes)
             scores = scores + bias.reshape(self.shape).to(scores.dtype)
         visible = visible_pairs(self.rows, self.cols, num_q, num_k, options)
+        if visible is not None and visible.dim() == 4:
+            batch, kv_heads, group, *tile = self.shape
+            visible = visible.expand(batch, kv_heads * group, *tile).reshape(self.shape)
         self.scores = scores if visible is None else scores.masked_fill(~visible, -math.inf)
 
     def kept(self) -> Tensor:

@@ -11,7 +11,7 @@ of a seed drawn from torch's generator, the same for every backend. Who can do w
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,13 @@ class Documents(NamedTuple):
 
     cu_seqlens: Tensor  # (documents + 1,) int32: where each starts, and the number of tokens
     max_seqlen: int  # an upper bound on a document's length
+
+
+class Part(NamedTuple):
+    """Where a process's tokens stand in rows that several processes share (training/context.py)."""
+
+    positions: Tensor  # (N,) int64: each token's, in its row or document
+    documents: Any  # for attention, as the function that replaces it takes them
 
 
 def _packing(documents: Documents | None) -> dict:
@@ -60,9 +67,16 @@ def sdpa(
     window: tuple[int, int] = ALL,
     dropout_p: float = 0.0,
     documents: Documents | None = None,
+    block_mask: kernels.BlockMask | None = None,
 ) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, which picks its own kernel. Window, dropout, documents: ValueError."""
-    asked = {"window": window != ALL, "dropout": dropout_p > 0, "varlen": documents is not None}
+    """PyTorch's scaled_dot_product_attention, which picks its own kernel. Window, dropout, documents: ValueError.
+
+    A block mask becomes Nq x Nk booleans in memory.
+    """
+    asked = {
+        "causal": causal and block_mask is not None, "window": window != ALL, "dropout": dropout_p > 0,
+        "varlen": documents is not None, "block_mask": block_mask is not None,
+    }  # fmt: skip
     beyond = [name for name, used in asked.items() if used]
     if obstacle := kernels.why_not("sdpa", q.dtype, beyond):
         raise ValueError(obstacle)
@@ -76,6 +90,11 @@ def sdpa(
             mask = mask.tril(num_keys - num_queries)
         causal = False
     grouped = q.size(1) != k.size(1)
+    if block_mask is not None:
+        mask = block_mask.dense()
+        empty = ~mask.any(-1, keepdim=True)  # a row that sees no key is 0, where PyTorch's kernels differ
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | empty, scale=scale, enable_gqa=grouped)
+        return o.masked_fill(empty, 0.0)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from model.attention import ATTENTION, resolve_attention
+from model.masks import parse_mask
 from model.recompute import MODES
 
 MLPS = ("gelu", "swiglu", "relu2")
@@ -34,6 +35,7 @@ class GPTConfig:
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
     attention_dropout: float = 0.0  # on the softmax's probabilities; one mask for all backends, not for sdpa
     window: int | None = None  # tokens that each token sees, itself included; null: all before it
+    mask: str | None = None  # prefix:N | bigbird:N | dilated:N, see model/masks.py; null: all before it, in its window
     rope_base: float = 10000.0  # longest wavelength of the rotary positions, in tokens / 2 pi
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
     loss: str = "auto"  # auto | chunked | plain: logits of a few thousand tokens at a time, or of all at once
@@ -64,7 +66,10 @@ class GPTConfig:
             "dropout": self.attention_dropout > 0,
             "varlen": document_mask,
         }
-        return ("causal", *(name for name, is_used in used.items() if is_used))
+        if self.mask is not None:  # which holds the window
+            used["window"] = False
+        seen = "causal" if self.mask is None else "block_mask"
+        return (seen, *(name for name, is_used in used.items() if is_used))
 
     @property
     def mlp_width(self) -> int:
@@ -93,6 +98,8 @@ class GPTConfig:
             value = getattr(self, key)
             if value not in allowed:
                 raise ValueError(f"model.{key}={value} is unknown; use one of {', '.join(allowed)}")
+        if self.mask is not None and parse_mask(self.mask)[0] == "bigbird" and self.window is None:
+            raise ValueError(f"model.mask={self.mask} hides nothing without a window; set model.window")
         if self.n_embd % self.num_heads:
             raise ValueError(
                 f"model.n_embd={self.n_embd} is not a multiple of model.num_heads={self.num_heads}; "
@@ -133,6 +140,8 @@ def resolve_model(
     """
     if config.name is not None:
         config = _of_transformers().sized(config)
+    if config.mask is not None and document_mask:
+        raise ValueError(f"model.mask={config.mask} keeps no documents apart; use data.document_mask=false")
     features = config.attention_features(document_mask)
     attention, why_attention = resolve_attention(config.attention, device, dtype, config.head_dim, features)
     loss, why_loss = resolve_loss(config.loss, torch.device(device).type)

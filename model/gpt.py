@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import cross_entropy, linear_cross_entropy, rotate_and_split, skinny_linear, takes_skinny_linear
-from model.attention import ATTENTION, AttentionFunction, Documents
+from model.attention import ATTENTION, AttentionFunction, Documents, Part
 from model.cache import KVCache, PagedKVCache, Prompts
 from model.config import GPTConfig, round_up
 from model.embedding import embed
+from model.masks import Pattern, parse_mask
 from model.recompute import recompute, recomputes_blocks
 
 NORM_EPS = 1e-6  # small beside the mean square of a fresh embedding, 0.02 ** 2 = 4e-4
@@ -58,6 +59,7 @@ class CausalSelfAttention(nn.Module):
         self.layer = layer  # our place in the KV cache
         self.window = (-1 if config.window is None else config.window - 1, -1)  # its right bound is causal's
         self.dropout_p = config.attention_dropout
+        self.pattern: Pattern | None = None  # of model.mask, in place of causal and window
         self.attend = attend
         self.qkv = nn.Linear(config.n_embd, (self.num_heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -91,7 +93,10 @@ class CausalSelfAttention(nn.Module):
             o = kv_cache.attend(self.layer, q, k, v, self.attend, window=self.window)  # (B, Hq, N, D)
         else:
             dropout_p = self.dropout_p if self.training else 0.0
-            o = self.attend(q, k, v, causal=True, window=self.window, dropout_p=dropout_p, documents=documents)
+            seen = {"causal": True, "window": self.window}
+            if self.pattern is not None:
+                seen = {"block_mask": self.pattern(N)}
+            o = self.attend(q, k, v, **seen, dropout_p=dropout_p, documents=documents)
         return o.transpose(1, 2).reshape(B, N, -1)  # (B, N, C)
 
 
@@ -210,6 +215,15 @@ class GPT(nn.Module):
         if torch.device(device).type != "meta":
             self.to_empty(device="cpu")
             self.init_weights(generator)
+        self.prefix = 0  # tokens that see each other both ways
+        if config.mask is not None:
+            name, number = parse_mask(config.mask)
+            self.prefix = number if name == "prefix" else 0
+            if self.prefix > seq_len:
+                raise ValueError(f"model.mask={config.mask} leaves nothing to predict of data.seq_len={seq_len} tokens")
+            pattern = Pattern(config.mask, config.window, seq_len, device)
+            for block in self.blocks:
+                block.attention.pattern = pattern
         cos, sin = rope_tables(seq_len, config.head_dim, config.rope_base)
         self.register_buffer("cos", cos, persistent=False)  # recomputed, never part of a checkpoint
         self.register_buffer("sin", sin, persistent=False)
@@ -231,6 +245,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         kv_cache: KVCache | Prompts | None = None,
         cu_seqlens: Tensor | None = None,
+        part: Part | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
 
@@ -241,11 +256,12 @@ class GPT(nn.Module):
                 tokens (1, N) these are, and only the last of each prompt is then predicted from.
             cu_seqlens: (documents + 1,) int32: where documents begin among the B * N tokens, each row beginning one,
                 and B * N. Tokens then see only their own document, and positions begin anew in each.
+            part: where the tokens stand, in place of cu_seqlens, if they are this process's part of longer rows.
 
         Returns:
             Without targets the logits (B, N, vocab_size), of `Prompts` (1, rows, vocab_size). With targets the
             cross-entropy in nats, summed over the tokens that count, an fp32 scalar: the caller divides by the tokens
-            of its whole step.
+            of its whole step. A prefix (model.mask) sees what follows its tokens: they count as the mean of the others.
 
         Raises:
             ValueError: the context would be longer than seq_len.
@@ -256,7 +272,13 @@ class GPT(nn.Module):
             raise ValueError(
                 f"a context of {tokens.size(1)} tokens is longer than the model's seq_len={self.seq_len}; shorten it"
             )
-        if kv_cache is None and cu_seqlens is None:
+        share = 1.0  # of the tokens that are predicted
+        if targets is not None and self.prefix > 1:
+            targets = targets.index_fill(1, torch.arange(self.prefix - 1, device=targets.device), -1)
+            share = (shape[1] - self.prefix + 1) / shape[1]
+        if part is not None:
+            documents, cos, sin = part.documents, self.cos[part.positions], self.sin[part.positions]
+        elif kv_cache is None and cu_seqlens is None:
             cos, sin = self.cos[: tokens.size(1)], self.sin[: tokens.size(1)]  # (N, 1, D)
         else:
             tokens = tokens.reshape(1, -1)  # one row: from here on B is 1 and N all tokens
@@ -287,11 +309,11 @@ class GPT(nn.Module):
             return logits[..., : self.vocab_size].view(*shape, -1)
         h = rms_norm(x)
         if targets is not None and self.config.loss == "chunked":
-            return linear_cross_entropy(h.flatten(0, 1), table, targets.flatten(), self.vocab_size)
+            return linear_cross_entropy(h.flatten(0, 1), table, targets.flatten(), self.vocab_size) / share
         logits = F.linear(h, table)  # (B, N, padded V)
         if targets is None:
             return logits[..., : self.vocab_size].view(*shape, -1)  # the padding is cut off
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.vocab_size)
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.vocab_size) / share
 
     def make_cache(
         self, num_rows: int, max_tokens: int | None = None, page: int | None = None, dtype: torch.dtype | None = None
@@ -300,6 +322,8 @@ class GPT(nn.Module):
 
         With `page` it is in pages of so many tokens, enough for all rows; `dtype` None is what attention runs in now.
         """
+        if self.config.mask is not None:
+            raise ValueError(f"model.mask={self.config.mask} has no KV cache: this model cannot generate text")
         max_tokens = max_tokens or self.seq_len
         if max_tokens > self.seq_len:
             raise ValueError(f"rows of {max_tokens} tokens are longer than the model's seq_len={self.seq_len}")

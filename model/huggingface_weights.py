@@ -82,6 +82,8 @@ ARCEE = Architecture("ArceeForCausalLM", "arcee", ATTENTION + MLP)
 
 def architecture(config: GPTConfig) -> Architecture:
     """The class of transformers that computes what a GPT of `config` does; ValueError where there is none."""
+    if config.mask is not None:
+        raise ValueError(f"model.mask={config.mask} is no mask of transformers; train again with model.mask=null")
     if config.mlp == "swiglu":
         if config.qk_norm:
             return QWEN3

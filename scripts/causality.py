@@ -20,6 +20,7 @@ from torch import Tensor
 from data import document_starts
 from kernels import why_not
 from model import GPT, GPTConfig, KVCache, PagedKVCache, attend_with, resolve_model
+from model.masks import parse_mask
 from training.hardware import Hardware
 from training.step import packed_rows
 
@@ -41,6 +42,8 @@ def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
     config: the run's, with attention resolved. Where that refuses documents, packing is probed with the attention that
     `auto` would take for them, which the part's name then says.
     """
+    if config.mask is not None:  # takes neither documents nor a cache
+        return _probed({"model": (_plain, config)}, hardware)
     packing, features = config, config.attention_features(document_mask=True)
     if why_not(config.attention, hardware.dtype, features):
         automatic = replace(config, attention="auto")
@@ -51,6 +54,11 @@ def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
         "KV cache": (_cache, config),
         "paged KV cache": (_pages, config),
     }
+    return _probed(parts, hardware)
+
+
+def _probed(parts: dict[str, tuple], hardware: Hardware) -> dict[str, str | None]:
+    """The first fault of each part, or None."""
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_float32_matmul_precision("highest")  # TF32 would need a tolerance of its own
     torch.set_num_threads(1)  # the calls are tiny: on a busy machine two threads take 100 times as long
@@ -68,7 +76,13 @@ def _small_model(config: GPTConfig, hardware: Hardware) -> GPT:
     heads = 4 if grouped else 2
     sizes = {"num_layers": 2, "num_heads": heads, "num_kv_heads": 2, "n_embd": heads * config.head_dim}
     window = None if config.window is None else min(config.window, 5)  # short enough to end within SEQ_LEN
-    small = replace(config, **sizes, mlp_hidden=64, window=window, loss="plain", activation_checkpointing="none")
+    mask = config.mask
+    if mask is not None:
+        pattern, number = parse_mask(mask)
+        mask = f"{pattern}:{min(number, 5)}"
+    small = replace(
+        config, **sizes, mlp_hidden=64, window=window, mask=mask, loss="plain", activation_checkpointing="none"
+    )
     generator = torch.Generator().manual_seed(0)
     model = GPT(small, VOCAB, SEQ_LEN, device=hardware.device, generator=generator)
     for weight in model.parameters():
@@ -137,7 +151,10 @@ def _faults(
     distance = number[:, None] - number
     sees = (distance >= 0) & (document_of[:, None] == document_of)
     moves = sees.clone()
-    if (window := model.config.window) is not None:
+    if model.config.mask is not None:
+        sees = model.blocks[0].attention.pattern(len(number)).dense()[0, 0].cpu()
+        moves = torch.linalg.matrix_power(sees.float(), len(model.blocks)) > 0
+    elif (window := model.config.window) is not None:
         sees &= distance < window
         moves &= distance <= len(model.blocks) * (window - 1)
     ends = torch.tensor(pieces or (len(number),)).cumsum(0).tolist()

@@ -7,7 +7,8 @@ written.
 
 Exit code 1 where something must be mended before the run, else 0. The last line is one JSON object.
 
-Without a GPU the kernels run in Triton's interpreter, on a tiny call.
+In a SLURM job `srun python -m scripts.doctor` with the same arguments finds what is wrong with the job, or between its
+processes, of which the first prints the page. Without a GPU the kernels run in Triton's interpreter, on a tiny call.
 """
 
 import json
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import scripts.cluster as cluster
 import scripts.machine as machine
 from conf.program import program
 from conf.schema import Settings
@@ -37,6 +39,7 @@ from scripts.selftest import self_test
 from training import memory, resume
 from training.hardware import Hardware, set_up
 from training.log import wandb_mode
+from training.parallel import ranks
 from training.run import resolve
 
 FAILED = 1  # exit code
@@ -46,6 +49,10 @@ USUAL_HEAD_DIM = 64  # of the kernels' self-test where the run's attention is an
 @program("config", Settings, experiment="quickstart", run_dir=".")
 def main(settings: Settings, run_dir: Path) -> None:
     began = time.perf_counter()
+    if ranks()[0] > 0:  # the first of several processes asks, and only has to meet the others
+        if cluster.launch().value:
+            cluster.network(set_up(settings.hardware))
+        return
     page = examine(settings, Path("runs") if run_dir == Path(".") else run_dir)  # hydra.run.dir=FOLDER is the run's
     show(page)
     wrong = [name for name, finding in page.items() if finding.wrong]
@@ -74,9 +81,12 @@ class Page(dict[str, Finding]):
 def examine(settings: Settings, folder: Path) -> Page:
     """Every question whose ground is there; a question may also use what is `known`, or None."""
     page = Page()
+    processes = page.ask("launch", cluster.launch)
     page.ask("gpu", machine.gpu)
     page.ask("versions", machine.versions)
     hardware = page.ask("hardware", chosen_hardware, settings)
+    if processes and processes > 1:
+        page.ask("network", cluster.network, hardware)
     page.ask("compiler", machine.compiler, hardware)
     model = page.ask("attention", attention, settings, hardware)
     sound = page.ask("kernels", kernels, hardware, model=model)

@@ -39,6 +39,11 @@ GPU = "experiment=parity_gpu"
 FEW = ("parity.nulls=5", "parity.seeds=2", "parity.attention=[flash]")  # where each run takes long
 STEPS_1000 = ("train.steps=1000", "train.batch_tokens=4096", *FEW)
 TEN_STEPS = ("bench.steps=10", "bench.warmup_steps=3")
+SMALL = (  # nanoGPT's GPU recipe for tinyshakespeare: its network, context, dropout and tokens a step
+    "model=tiny", "model.num_layers=6", "model.num_heads=6", "model.n_embd=384", "model.mlp=gelu", "model.dropout=0.2",
+    "train.batch_tokens=16384", "bench.seq_len=[256]", "bench.vocab_size=65", "bench.steps=60",
+    "bench.warmup_steps=20", "hardware.compile=true",
+)  # fmt: skip
 PROFILE = (
     "model=gpt2_124m", *BOOKS, "optim=adamw", "data.seq_len=1024", "train.batch_tokens=65536", "train.steps=8",
     "optim.warmup_steps=1", "train.eval_windows=1", "train.sample_tokens=0", "profile=true",
@@ -127,6 +132,7 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "bench.checkpointing=[none,pointwise,selective,full]", "bench.seq_len=[1024]", *TEN_STEPS
     ),
     "training/saving": ("bench.saving=true", *TEN_STEPS),
+    **{f"training/small_{optim}": (*SMALL, f"optim={optim}") for optim in ("adamw", "muon")},
     "training/grid": (
         "hardware.compile=false", "bench.attention=[flash,naive]", "bench.checkpointing=[none,full,selective]",
         "bench.seq_len=[512,1024,2048,4096,8192,16384,32768,65536,131072]", "train.batch_tokens=131072",

@@ -170,6 +170,14 @@ STEP = plain(
         "GiB": "{peak_memory_gib:.1f}", "ms a save": "{save_ms:.0f}", "steps a save for 2 %": "{save_every_at_promise}",
     },
 )  # fmt: skip
+SMALL_STEP = plain(
+    {"optimizer": "{experiment}", "CUDA graphs": "{graphs}"},
+    {
+        "tokens/s": "{tokens_per_second:,}", "ms a step": "{step_ms:.2f}", "MFU": "{mfu:.1%}",
+        "ms without graphs: forward": "{forward_ms:.1f}", "backward": "{backward_ms:.1f}",
+        "optimizer": "{optimizer_ms:.1f}",
+    },
+)  # fmt: skip
 LOSS = plain(
     {"head and loss": "{name}"},
     {"ms": "{ms:.1f}", "GiB beyond inputs": "{extra_gib:.2f}", "dh error": "{dh_error:.1e}",
@@ -213,6 +221,7 @@ PAGE = (
     Part("The training step of GPT-2 124M, compiled", f"training/compiled/{BENCH}", STEP),
     Part("The training step, eager, by length and activation checkpointing", f"training/grid/{BENCH}", STEP),
     Part("The training step, compiled, by activation checkpointing", f"training/checkpointing/{BENCH}", STEP),
+    Part("The training step of 10.7 million parameters, compiled", f"training/small_*/{BENCH}", SMALL_STEP),
     Part("What a save costs the training", f"training/saving/{BENCH}", STEP),
     Part("Output head and loss", "training/loss/bench_loss.json", LOSS),
     Part("The same training with each attention", "parity/*/parity.json", parity),

@@ -2,7 +2,8 @@
 
 Prints memory term by term, FLOPs, HBM traffic of the two loop orders, arithmetic intensity, and which side of the GPU's
 roofline each falls on. What is measured beside it: `scripts.bench.attention`; what a tile takes of shared memory:
-`scripts.bench.compile_kernels`. The last line is one JSON object.
+`scripts.bench.compile_kernels`. The last line is one JSON object. With `model.mask=prefix:512`, or another pattern, it
+also counts the blocks of 128 x 128 pairs that the kernels visit and skip.
 
 `what=memory` explains instead what a training step holds, for the arguments that train.py would get, on this machine's
 GPU or else on one elsewhere: `python -m scripts.explain what=memory experiment=long_context model.attention=naive`.
@@ -24,7 +25,10 @@ from rich.console import Console
 
 from conf.program import program
 from conf.schema import Settings
+from kernels import block_mask
+from kernels.block_masks import BLOCK
 from kernels.device import GPU, GPUS
+from model.masks import mask_mod
 from scripts.bench.report import Table, refuse_below_one, table
 from training.hardware import DTYPES, Hardware
 from training.memory import GIB, Plan
@@ -167,6 +171,13 @@ def hbm_bytes(shape: Shape) -> dict[str, float]:
     }
 
 
+def mask_blocks(mask: str, window: int | None, seq_len: int) -> dict[str, int]:
+    """Blocks of a head under model.mask, and those of causal attention."""
+    counts = block_mask(mask_mod(mask, window), None, None, seq_len, seq_len, "cpu").counts()
+    blocks = -(-seq_len // BLOCK)
+    return counts | {"skipped": counts["blocks"] - counts["visited"], "causal": blocks * (blocks + 1) // 2}
+
+
 def roofline(shape: Shape, gpu: GPU) -> list[dict]:
     """The least time of a forward: the longer of arithmetic and memory traffic. What the softmax needs is not
     counted."""
@@ -198,7 +209,17 @@ def explain_attention(settings: ExplainSettings) -> tuple[dict, list[Table | str
     least = [row | {"mib": row["bytes"] / MIB, "ms": 1e3 * row["seconds"]} for row in report["roofline"]]
     peaks = f"{gpu.dense_flops / 1e12:.0f} TFLOP/s, {gpu.memory_bytes_per_second / 1e12:.2f} TB/s"
     shares = report["flops"]["recomputation"].items()
+    masked = []
+    if settings.model.mask is not None:
+        report["mask"] = found = mask_blocks(settings.model.mask, settings.model.window, settings.seq_len)
+        masked.append(
+            "model.mask={mask}: of {blocks:,} blocks of 128 x 128 {visited:,} are visited, {partial:,} of them partial "
+            "ones, and {skipped:,} skipped; causal attention visits {causal:,}.\n".format(
+                mask=settings.model.mask, **found
+            )
+        )
     return report, [
+        *masked,
         sizes(kept, MIB, 1, "memory that one layer keeps for its backward, MiB"),
         "standard: 4BHND + 2BHN^2 numbers; flash: 4BHND numbers and BHN float32 statistics. "
         f"{settings.num_layers} layers: {'; '.join(in_layers)}.\n",

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from kernels.device import interpreting
 from scripts.bench.report import installed_gpus
 from training.hardware import Hardware
+from training.lock import holder
 from training.run import TrainConfig
 
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
@@ -104,7 +105,9 @@ def compiler(hardware: Hardware) -> Finding:
 
 
 def disk(train: TrainConfig, folder: Path, *, parameters: int | None) -> Finding:
-    """Room for the checkpoints that will lie beside each other, in the run's folder."""
+    """Room for the checkpoints that will lie beside each other, in the run's folder, which nobody else may hold."""
+    if other := holder(folder):
+        raise ValueError(f"{folder} is in use by {other}; wait for its end, stop it, or hydra.run.dir=FOLDER")
     if obstacle := not_writable(folder):
         raise ValueError(f"{folder} {obstacle}; hydra.run.dir=FOLDER")
     free = shutil.disk_usage(existing(folder)).free

@@ -3,6 +3,7 @@
 import torch
 
 from kernels import (
+    BlockMask,
     flash_attention,
     flash_attention_varlen,
     naive_attention,
@@ -20,6 +21,8 @@ ATTENTION = {
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 16
 NUM_Q, NUM_K = 37, 52  # two tiles each way in the interpreter, ragged, unequal
 
+_GENERATOR = torch.Generator().manual_seed(0)
+
 # feature -> the options that switch it on; seeds and values are arbitrary
 OPTIONS = {
     "full": {},
@@ -33,6 +36,7 @@ OPTIONS = {
     "sinks": {"sinks": torch.tensor([0.4, -1.1])},
     "dropout": {"dropout_p": 0.3, "dropout_seed": 0x1234_5678_9ABC},
     "varlen": {},
+    "block_mask": {"block_mask": BlockMask.from_dense(torch.rand(NUM_Q, NUM_K, generator=_GENERATOR) < 0.4)},
 }
 # with documents: one with more queries than keys, one without queries, one without keys, one without both
 LENGTHS_Q = [20, 0, 33, 0, 5]
@@ -46,7 +50,7 @@ def call_for(features, dtype: torch.dtype, device: str = "cpu"):
     options = {}
     for feature in features:
         for name, value in OPTIONS[feature].items():
-            options[name] = value.to(device) if isinstance(value, torch.Tensor) else value
+            options[name] = value.to(device) if isinstance(value, torch.Tensor | BlockMask) else value
     kind = {"head_dim_v": head_dim_v, "dtype": dtype, "device": device}
     if "varlen" in features:
         qkv, arguments = make_packed(LENGTHS_Q, LENGTHS_K, HEADS, kv_heads, HEAD_DIM, **kind)

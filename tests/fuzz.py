@@ -19,7 +19,7 @@ from collections import Counter
 
 import torch
 
-from kernels import flash_attention, flash_attention_varlen, support
+from kernels import BlockMask, flash_attention, flash_attention_varlen, support
 from kernels.launch import PLANS
 from tests.attention_checks import (
     FLOAT32_FLOOR,
@@ -89,6 +89,13 @@ CONFIGURATIONS = [
     ("bfloat16", 64, 64, False, ("window", "softcap")),
     ("bfloat16", 128, 128, True, ("varlen",)),
     ("float16", 128, 128, True, ("varlen", "window", "softcap")),
+    ("bfloat16", 64, 64, False, ("block_mask",)),
+    ("bfloat16", 128, 128, False, ("block_mask",)),
+    ("bfloat16", 40, 40, False, ("block_mask",)),
+    ("float16", 64, 128, False, ("block_mask", "sinks")),
+    ("float32", 64, 64, False, ("block_mask",)),
+    ("bfloat16", 128, 128, False, ("block_mask", "softcap", "alibi")),
+    ("float16", 256, 256, False, ("block_mask", "dropout")),
 ]
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 193, 255, 256, 257, 384, 513, 700, 1000, 1023)
 WINDOWS = (-1, 0, 1, 31, 63, 64, 65, 127, 128, 129, 500, 5000)
@@ -143,6 +150,10 @@ def make_case(number: int, seed: int) -> dict:
     if "varlen" in options:
         case["lengths"] = [(draw.choice((0, *LENGTHS[:16])), draw.choice((0, *LENGTHS[:16]))) for _ in range(5)]
         case["lengths"][0] = (draw.choice(LENGTHS[:16]), draw.choice(LENGTHS[:16]))
+    if "block_mask" in options:
+        case["block_mask"] = draw.choice(
+            [(1, 1), (1, case["heads"]), (case["batch"], 1), (case["batch"], case["heads"])]
+        )
     case["kernels"] = draw.choice(KERNELS)
     return case
 
@@ -173,6 +184,19 @@ def shaped(kind: str, q, k, v):
     return tuple(x.requires_grad_() for x in (q, k, v))
 
 
+def random_mask(batch: int, heads: int, num_q: int, num_k: int, generator: torch.Generator) -> BlockMask:
+    """Hidden, full, random and causal blocks of 128, and a few rows and columns that are hidden throughout."""
+    blocks = [-(-n // 128) for n in (num_q, num_k)]
+    kind = torch.randint(4, (batch, heads, *blocks), generator=generator)
+    kind = kind.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :num_q, :num_k]
+    row, col = torch.arange(num_q)[:, None], torch.arange(num_k)
+    random = torch.rand(kind.shape, generator=generator) < torch.rand((), generator=generator)
+    visible = torch.where(kind == 3, col <= row, torch.where(kind == 2, random, kind == 1))
+    visible &= torch.rand((num_q, 1), generator=generator) > 0.02
+    visible &= torch.rand((1, num_k), generator=generator) > 0.02
+    return BlockMask.from_dense(visible)
+
+
 def run_case(case: dict, device: str) -> str | None:
     """None where the case passes, otherwise what is wrong."""
     dtype = getattr(torch, case["dtype"])
@@ -195,6 +219,8 @@ def run_case(case: dict, device: str) -> str | None:
     if "alibi" in case:
         shape = (case["heads"],) if case["alibi"] == "heads" else (rows, case["heads"])
         options["alibi_slopes"] = torch.rand(shape, generator=generator).to(device)
+    if "block_mask" in case:
+        options["block_mask"] = random_mask(*case["block_mask"], case["num_q"], case["num_k"], generator).to(device)
     if "sinks" in case:
         options["sinks"] = torch.randn(case["heads"], generator=generator).to(device)
     if case["kind"] != "normal" and qkv[0].numel() and qkv[1].numel():

@@ -8,6 +8,7 @@ import torch
 
 from conf.schema import HardwareConfig
 from scripts.bench import attention, decode, error_budget
+from scripts.bench import masks as bench_masks
 from scripts.bench.attention import MASKS, BenchConfig, BenchSettings, Cell, relative_error, run_cell
 from scripts.bench.clock import measure
 
@@ -174,3 +175,14 @@ def test_the_cells_cover_the_goal_and_those_past_it_are_listed(tmp_path, capsys,
     assert last["cells"] == 4
     assert list(last["past_the_goal"]) == [f"B{b} H{h} N{n} uniform D{d} Nq1" for b, h, n, d in
                                            ((2, "2/1", 32, 16), (1, "12/12", 512, 64))]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
+def test_a_mask_is_timed_in_both_passes_and_a_block_beside_the_dense_kernels():
+    bench = bench_masks.BenchConfig(seq_len=128, hidden=16, rounds=1)
+    forward, backward = bench_masks.rows_of("all partial", 16, bench, CPU, torch.float32)
+    assert (forward["visited"], forward["partial"], forward["pass"], backward["pass"]) == (1, 1, "forward", "backward")
+    assert forward["of_dense"] == forward["dense_ms"] / forward["ms"]
+    assert forward["build_ms"] > 0
+    with pytest.raises(ValueError, match=r"bench.mask=squares is not one of causal, documents"):
+        bench_masks.BenchConfig(mask=["squares"])

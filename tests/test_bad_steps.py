@@ -224,7 +224,7 @@ def test_a_compiled_run_that_cannot_be_watched_is_diagnosed_by_module_and_that_i
 
 
 def check_watched_compiled(device):
-    """The compiled model's own dropout masks: the same loss, bit by bit, which the model as it is does not give."""
+    """The compiled model's own dropout masks: the same loss, on a CPU bit by bit, which the model as it is has not."""
     torch.manual_seed(0)
     config = GPTConfig(num_layers=2, num_heads=2, n_embd=32, dropout=0.3, attention="naive", loss="plain")
     model = GPT(config, 64, 16, device=device)
@@ -238,8 +238,11 @@ def check_watched_compiled(device):
     expected, plain = loss_of(torch.compile(model, dynamic=False)), loss_of(model)
     with watched_compiled(model, lambda *what: counted.append(what)) as forward:
         found = loss_of(forward)
-    assert torch.equal(found, expected)
-    assert not torch.equal(plain, expected)
+    if device == "cpu":
+        assert torch.equal(found, expected)
+    else:  # what is watched is written out, so Inductor fuses otherwise there and a sum may round otherwise
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert not torch.allclose(plain, expected, rtol=1e-4)
     with watched(model, lambda module, tensor, _: named.append((module, tensor))):
         model(tokens, tokens)
     assert [what[:2] for what in counted] == named
@@ -255,9 +258,7 @@ def test_a_compiled_model_is_watched_with_its_own_masks():
 def test_on_the_gpu_a_compiled_model_is_watched_with_its_own_masks():
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    # two compilations round alike only where none chooses an order of sums by how long it took
-    with torch._inductor.config.patch(deterministic=True):
-        check_watched_compiled("cuda")
+    check_watched_compiled("cuda")
 
 
 def flip(monkeypatch, name, step):

@@ -2,10 +2,13 @@
 
 import contextlib
 import json
+import os
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
@@ -15,11 +18,13 @@ import torch
 from data import open_dataset
 from kernels import naive_attention
 from model import ATTENTION, GPT, GPTConfig
-from scripts import doctor, machine, selftest
+from scripts import cluster, doctor, machine, selftest
 from scripts.doctor import Page, examine
 from scripts.machine import Finding
 from tests.runs import small_run, without_network
 from train import train
+from training.hardware import Hardware
+from training.lock import locked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -151,6 +156,12 @@ def environment(**variables: str) -> Setup:
     return lambda place: [place.patch.setenv(name, value) for name, value in variables.items()]
 
 
+def job(**variables: str) -> Setup:
+    """In a step of a SLURM job of four tasks on a node, one of which this process is."""
+    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    return environment(**{"SLURM_JOB_ID": "77", **step, "MASTER_ADDR": "node1", "MASTER_PORT": "1077", **variables})
+
+
 def no_login(place: Place) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_BASE_URL"):
         place.patch.delenv(name, raising=False)
@@ -163,6 +174,19 @@ def no_interpreter(place: Place) -> None:
 
 
 CASES = [
+    Case("torchrun in each task", "launch", "srun started 4 tasks, and each is a torchrun", "without torchrun",
+         setup=job(TORCHELASTIC_RUN_ID="77", WORLD_SIZE="16")),
+    Case("torchrun in a job", "launch", "torchrun dies of SIGUSR1", "sbatch scripts/train.sbatch", status=NOTE,
+         setup=job(TORCHELASTIC_RUN_ID="77", SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NUM_NODES="2", WORLD_SIZE="1",
+                   RANK="0", LOCAL_RANK="0")),
+    Case("an allocation without srun", "launch", "job 77 has 4 tasks, and srun did not start this",
+         "srun before python", setup=environment(SLURM_JOB_ID="77", SLURM_NTASKS="4")),
+    Case("a shell of srun in an allocation", "launch", "it would train alone", "sbatch scripts/train.sbatch",
+         setup=job(SLURM_STEP_NUM_TASKS="1")),
+    Case("tasks without a place to meet", "launch", "MASTER_ADDR and MASTER_PORT do not say", "export both",
+         setup=job(MASTER_PORT="")),
+    Case("each node meets itself", "launch", "MASTER_ADDR=127.0.0.1 is another machine on each of 2 nodes", "scontrol",
+         setup=job(SLURM_STEP_NUM_NODES="2", MASTER_ADDR="127.0.0.1")),
     Case("the GPU is hidden", "gpu", "CUDA_VISIBLE_DEVICES= hides it", "unset CUDA_VISIBLE_DEVICES",
          setup=driver_sees(SMI, CUDA_VISIBLE_DEVICES="")),
     Case("PyTorch for the CPU beside a GPU", "gpu", "was built for the CPU", "uv sync", setup=driver_sees(SMI, None)),
@@ -231,6 +255,8 @@ CASES = [
 def place(tmp_path, monkeypatch):
     """The kernels' own self-test is replaced: it takes a second, and has tests of its own below."""
     monkeypatch.setattr(doctor, "self_test", lambda *_: RIGHT)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_"))]:
+        monkeypatch.delenv(name)  # the tests themselves may run in a job
     return Place(tmp_path, monkeypatch, tmp_path / "runs")
 
 
@@ -262,13 +288,41 @@ def test_a_run_that_is_fine(place):
     found = page_of(place, f"resume={before}", "train.steps=9")
     assert {finding.status for finding in found.values()} == {"ok"}, found
     assert list(found) == [
-        "gpu", "versions", "hardware", "compiler", "attention", "kernels", "causality", "data", "tokenizer", "model",
-        "memory", "disk", "wandb", "resume", "start",
+        "launch", "gpu", "versions", "hardware", "compiler", "attention", "kernels", "causality", "data", "tokenizer",
+        "model", "memory", "disk", "wandb", "resume", "start",
     ]  # fmt: skip
     meta = json.loads((before / "checkpoint.json").read_text())
     assert found["data"].facts["fingerprint"] == meta["data_fingerprint"]
     assert found["disk"].facts["checkpoint_bytes"] >= (before / "model.safetensors").stat().st_size
     assert not place.runs.exists(), "nothing is written"
+
+
+def test_processes_that_do_not_reach_each_other(place):
+    """The second of two, where nobody is; and one that is all there are."""
+    with socket.socket() as taken:  # bound, and not listening: nobody else can
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        job(SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1", SLURM_LOCALID="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)(
+            place
+        )
+        place.patch.setattr(cluster, "PATIENCE", timedelta(seconds=0.1))
+        found = page_of(place)["network"]
+    assert found.wrong
+    assert found.text.startswith(f"rank 1 of 2 does not reach the others by gloo, to meet at 127.0.0.1:{port} (")
+    assert "NCCL_SOCKET_IFNAME=INTERFACE" in found.fix
+    job(SLURM_STEP_NUM_TASKS="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)(place)
+    alone = cluster.network(Hardware(torch.device("cpu"), torch.float32, False, ""))
+    assert alone.text == "1 processes reach each other by gloo"
+
+
+def test_two_jobs_in_one_folder(place):
+    place.patch.setenv("SLURM_JOB_ID", "77")
+    with locked(place.runs):
+        found = page_of(place)["disk"]
+    assert found.wrong
+    assert found.text == f"{place.runs} is in use by process {os.getpid()} on {socket.gethostname()}, SLURM job 77"
+    assert "hydra.run.dir=FOLDER" in found.fix
+    assert not page_of(place)["disk"].wrong
 
 
 def test_the_page_and_its_json(place, capsys, monkeypatch):

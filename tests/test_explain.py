@@ -125,3 +125,13 @@ def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, 
 def test_an_unknown_gpu_is_refused():
     with pytest.raises(ValueError, match="gpu=v100 is not in the table; use one of t4, rtx4090"):
         ExplainSettings(gpu="v100")
+
+
+def test_blocks_visited_and_skipped():
+    """16 blocks each way: a prefix of two sees one block more than causal, every third token back no block less."""
+    prefix = explain.mask_blocks("prefix:256", None, 2048)
+    assert prefix == {"blocks": 256, "visited": 137, "partial": 14, "skipped": 119, "causal": 136}
+    assert explain.mask_blocks("prefix:128", 256, 2048)["visited"] == 1 + 2 + 3 + 13 * 4
+    report, shown = explain.explain_attention(settings("model.mask=dilated:3", "seq_len=512", schema=ExplainSettings))
+    assert report["mask"]["visited"] == report["mask"]["causal"] == 10
+    assert shown[0].startswith("model.mask=dilated:3: of 16 blocks of 128 x 128 10 are visited, 10 of them partial")

@@ -9,6 +9,10 @@ from data import document_starts
 from kernels import place_documents
 from model import GPT, GPTConfig, resolve_attention, resolve_model
 from model.gpt import positions_in
+from scripts.causality import probe
+from tests.runs import settings
+from training.hardware import Hardware
+from training.run import resolve
 from training.step import packed_rows
 
 VOCAB, SEQ_LEN, END = 20, 24, 0
@@ -17,7 +21,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def gpt(attention: str, **changes) -> GPT:
     sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "n_embd": 32}
-    config = GPTConfig(**sizes, attention=attention, loss="plain", **changes)
+    config = GPTConfig(**sizes, attention=attention, **{"loss": "plain"} | changes)
     return GPT(config, VOCAB, SEQ_LEN, device=DEVICE, generator=torch.Generator().manual_seed(0))
 
 
@@ -151,3 +155,74 @@ def test_documents_are_checked_before_they_go_to_the_gpu():
         place_documents(right, 4, DEVICE)
     with pytest.raises(ValueError, match="cu_seqlens_q falls at document 1"):
         place_documents(torch.tensor([0, 5, 3, 8], dtype=torch.int32), 8, DEVICE)
+
+
+# ---- model.mask
+
+MASKS = ({"mask": "prefix:3", "window": 4}, {"mask": "bigbird:2", "window": 3}, {"mask": "dilated:3", "window": 5})
+
+
+@pytest.mark.parametrize("kind", MASKS, ids=lambda kind: kind["mask"])
+def test_every_attention_understands_a_mask(kind):
+    tokens = torch.randint(1, VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    results = {}
+    for attention in ("naive", "tiled", "sdpa", "flash"):
+        model = gpt(attention, **kind)
+        loss = model(tokens, tokens.roll(-1, 1))
+        results[attention] = [model(tokens), *torch.autograd.grad(loss, list(model.parameters()))]
+    shorter = model(tokens[:, :-3])
+    torch.testing.assert_close(shorter, results["flash"][0][:, :-3], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(results["naive"][0], gpt("naive")(tokens), atol=1e-2)
+    for attention in ("tiled", "sdpa", "flash"):
+        for a, b in zip(results[attention], results["naive"], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
+def test_a_prefix_predicts_nothing_that_it_sees(loss):
+    """A token of the prefix sees the next one: only the last of them, and those behind it, are in the loss."""
+    model = gpt("naive", mask="prefix:6", loss=loss)
+    tokens = torch.randint(1, VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    targets = tokens.roll(-1, 1)
+    expected = torch.nn.functional.cross_entropy(model(tokens)[:, 5:].flatten(0, 1), targets[:, 5:].flatten())
+    torch.testing.assert_close(model(tokens, targets) / targets.numel(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_compiles_into_one_graph():
+    model = gpt("flash", mask="prefix:6")
+    tokens = torch.randint(1, VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
+    torch.testing.assert_close(compiled(tokens, tokens), model(tokens, tokens))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"mask": "prefix"}, r"model.mask=prefix is unknown; use null or one of prefix:N \(the first N tokens"),
+        ({"mask": "strided:4"}, "model.mask=strided:4 is unknown"),
+        ({"mask": "bigbird:4"}, "model.mask=bigbird:4 hides nothing without a window; set model.window"),
+    ],
+)
+def test_masks_that_are_none(keys, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**keys)
+
+
+def test_what_a_masked_model_cannot_do_is_refused_in_a_line():
+    with pytest.raises(
+        ValueError, match=r"model.mask=dilated:2 keeps no documents apart; use data.document_mask=false"
+    ):
+        resolve_model(GPTConfig(mask="dilated:2"), "cpu", torch.float32, document_mask=True)
+    with pytest.raises(ValueError, match=r"model.mask=dilated:2 has no KV cache: this model cannot generate text"):
+        gpt("naive", mask="dilated:2").make_cache(1)
+    with pytest.raises(ValueError, match=f"model.mask=prefix:{SEQ_LEN + 1} leaves nothing to predict"):
+        gpt("naive", mask=f"prefix:{SEQ_LEN + 1}")
+    with pytest.raises(ValueError, match=r"model.mask=dilated:2 cannot generate text; use train.sample_tokens=0"):
+        resolve(settings("model.mask=dilated:2", "train.sample_tokens=5"))
+
+
+@pytest.mark.parametrize("kind", MASKS, ids=lambda kind: kind["mask"])
+def test_the_probe_of_who_sees_whom_knows_the_masks(kind):
+    hardware = Hardware(torch.device(DEVICE), torch.float32, False, "")
+    config = GPTConfig(num_layers=2, num_heads=2, n_embd=32, attention="naive", **kind)
+    assert probe(config, hardware) == {"model": None}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim._muon import _zeropower_via_newtonschulz
 
 from tests.test_bad_numbers import bits, same
 from training import muon
@@ -57,14 +58,14 @@ def moments_of(optimizer):
 
 def test_each_quintic_is_the_best_on_what_those_before_it_leave():
     """The largest error is reached with alternating signs at four points: no other odd quintic has a smaller one."""
-    low, high = 1e-3, 1.0
+    low, high = 5e-3, 1.0
     for a, b, c in muon.QUINTICS:
         inner = np.sqrt(np.roots([5 * c, 3 * b, a]).real)  # where the slope is zero
         points = np.array([low, *sorted(inner), high])
         errors = 1 - (a * points + b * points**3 + c * points**5)
         assert np.ptp(errors * [1, -1, 1, -1]) < 2e-5
         low, high = 1 - errors[0], 1 + errors[0]
-    assert (low, high) == pytest.approx((0.887, 1.113), abs=1e-3)
+    assert (low, high) == pytest.approx((0.917, 1.083), abs=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,12 +73,12 @@ def test_each_quintic_is_the_best_on_what_those_before_it_leave():
 def test_orthogonalized_matrices_keep_directions_and_lose_lengths(shape, dtype):
     generator = torch.Generator().manual_seed(0)
     u, _, vh = torch.linalg.svd(torch.randn(2, *shape, generator=generator), full_matrices=False)
-    lengths = torch.logspace(0, -2, min(shape))  # of Frobenius norm 1 the least is 0.005
+    lengths = torch.logspace(0, -2, min(shape))  # the least is 0.006 of what all are divided by
     found = orthogonalize(u * lengths @ vh, dtype)
     assert found.dtype == dtype
     inside = u.mT @ found.float() @ vh.mT  # diagonal, if the directions are kept
-    noise = 1e-4 if dtype == torch.float32 else 0.06
-    assert inside.diagonal(dim1=1, dim2=2).sub(1).abs().max() < 0.13 + noise
+    noise = 5e-3 if dtype == torch.float32 else 0.06
+    assert inside.diagonal(dim1=1, dim2=2).sub(1).abs().max() < 0.1 + noise
     assert (inside - torch.diag_embed(inside.diagonal(dim1=1, dim2=2))).abs().max() < noise
     assert not orthogonalize(torch.zeros(1, *shape), dtype).any()
 
@@ -100,10 +101,13 @@ def test_what_products_run_in_follows_from_the_device(monkeypatch):
 # --- steps
 
 
-def test_it_is_pytorchs_muon_but_for_the_quintics(monkeypatch):
+def test_it_is_pytorchs_muon_but_for_newton_schulz(monkeypatch):
     """With the same iteration the weights are torch.optim.Muon's, and its checkpoints are taken."""
-    monkeypatch.setattr(muon, "QUINTICS", ((3.4445, -4.7750, 2.0315),) * 5)
-    monkeypatch.setattr(muon, "SAFETY", 1.0)
+
+    def theirs_of_each(x, dtype):
+        return torch.stack([_zeropower_via_newtonschulz(one, (3.4445, -4.7750, 2.0315), 5, 1e-7) for one in x])
+
+    monkeypatch.setattr(muon, "orthogonalize", theirs_of_each)
     net, optimizer = built(grad_clip=0.0, muon_dtype="bfloat16", lr=0.01, muon_lr_ratio=2.0)
     peer, start = copy.deepcopy(net), copy.deepcopy(list(net.parameters()))
     matrices = [p for name, p in peer.named_parameters() if name.startswith("blocks.")]
@@ -117,7 +121,7 @@ def test_it_is_pytorchs_muon_but_for_the_quintics(monkeypatch):
             part.zero_grad()
         take_step(net, optimizer, (-1) ** step, seed=step)
     for ours, p, before in zip(net.parameters(), peer.parameters(), start, strict=True):
-        assert (ours - p).norm() < 0.2 * (p - before).norm()
+        assert (ours - p).norm() < 0.15 * (p - before).norm()
     other = built()[1]
     other.load_state_dict({"optimizer": [rest.state_dict(), theirs.state_dict()]})
     for p, q in zip(matrices, other.parts[1].param_groups[0]["params"], strict=True):

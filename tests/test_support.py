@@ -9,7 +9,7 @@ import torch
 
 from kernels import flash_attention, flash_attention_varlen
 from kernels.call import Options
-from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, PASSES, features_of, table, why_not
+from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, IN_THE_MASK, PASSES, features_of, table, why_not
 from model.attention import ATTENTION as MODEL_ATTENTION
 from tests.attention_cases import ATTENTION, OPTIONS, call_for
 from tests.attention_checks import compare_with_oracle, make_qkv
@@ -78,7 +78,9 @@ SENSIBLE_PAIRS = [
     ("sinks", "varlen"),
     ("alibi_slopes", "varlen"),
     ("dropout", "varlen"),
-    tuple(f for f in FEATURES if f not in ("full", "window")),
+    ("block_mask", "sinks"),
+    tuple(f for f in FEATURES if f not in ("full", "window", "block_mask")),
+    tuple(f for f in FEATURES if f not in ("full", "lse", *IN_THE_MASK)),  # lse's case is causal
 ]
 
 
@@ -99,8 +101,9 @@ def test_the_cases_do_what_they_say(feature):
 
 def test_features_are_read_off_the_options():
     everything = Options(
-        False, 1.0, 3, 4, 5.0, torch.ones(1, 4), torch.ones(4), 0.1, torch.zeros(()), torch.zeros(2), torch.zeros(2)
-    )
+        False, 1.0, 3, 4, 5.0, torch.ones(1, 4), torch.ones(4), 0.1, torch.zeros(()), torch.zeros(2), torch.zeros(2),
+        mask_starts=torch.zeros(1, 1, 2, 4),
+    )  # fmt: skip
     assert features_of(everything, 4, 2, 16, 32) == [f for f in FEATURES if f not in ("full", "causal", "lse")]
     assert features_of(Options(True, 1.0), 4, 4, 16, 16) == ["causal"]
     assert features_of(Options(False, 1.0), 4, 4, 16, 16) == ["full"]

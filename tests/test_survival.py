@@ -126,15 +126,16 @@ def test_a_second_signal_leaves_at_once(second):
     assert error == ""
 
 
-def test_a_closed_terminal_says_so_twice_and_a_second_word_is_not_a_second_signal():
-    """The shell's SIGHUP and the kernel's; what ends a stuck process is another signal."""
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
+def test_what_is_said_twice_is_no_second_signal(name):
+    """The shell's SIGHUP and the kernel's, SLURM's SIGUSR1 and a wrapper's; another signal ends a stuck process."""
     process = subprocess.Popen(
         [sys.executable, "-c", LOOP], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGHUP)
-    assert process.stdout.readline() == "SIGHUP\n"
-    process.send_signal(signal.SIGHUP)
+    process.send_signal(getattr(signal, name))
+    assert process.stdout.readline() == f"{name}\n"
+    process.send_signal(getattr(signal, name))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM

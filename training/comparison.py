@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from training.curves import curve, draw_losses, picture, read_run
-from training.lock import is_locked
+from training.lock import holder
 
 MEASURES = {"step": "steps", "tokens": "tokens", "seconds": "seconds of wall time"}  # key of a record -> an axis
 _NOT_COMPARED = ("logger", "resume", "profile")  # settings that change nothing of what is trained
@@ -32,7 +32,7 @@ def runs_below(folder: Path) -> list[Path]:
 def state(run: dict[str, Any]) -> str:
     """running | finished | stopped by ... | killed."""
     summary = run["summary"]
-    if is_locked(run["folder"]):
+    if holder(run["folder"]):
         return "running"
     if summary.get("steps", 0) < run["records"][-1]["step"]:  # none, or that of a stop before
         return "killed"

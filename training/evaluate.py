@@ -74,7 +74,8 @@ def evaluate(
     was_training = model.training
     model.eval()
     losses = []
-    for start in range(world.rank * micro_batch, len(windows.inputs), world.size * micro_batch):
+    place = world.place
+    for start in range(place["rank"] * micro_batch, len(windows.inputs), place["world_size"] * micro_batch):
         inputs = windows.inputs[start : start + micro_batch]
         targets = windows.targets[start : start + micro_batch]
         if len(inputs) < micro_batch:  # one shape for all batches, so that nothing is compiled twice
@@ -89,8 +90,8 @@ def evaluate(
             loss = model(inputs.to(hardware.device), targets.to(hardware.device), **documents)
         losses.append(loss.item())  # fp32, added as float64
     model.train(was_training)
-    shares = world.exchange(losses)
-    in_order = (shares[i % world.size][i // world.size] for i in range(sum(map(len, shares))))
+    shares = world.exchange(losses)[:: world.context]  # those that share rows have the same
+    in_order = (shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares))))
     return windows.metrics(sum(in_order) / windows.targets.numel())
 
 

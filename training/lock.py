@@ -45,21 +45,21 @@ def locked(run_dir: Path, report: Callable[[str], None] = print) -> Iterator[Non
                 run_dir.rmdir()
 
 
-def is_locked(run_dir: Path) -> bool:
-    """Whether a process holds `run_dir`; False where there are no such locks."""
+def holder(run_dir: Path) -> str:
+    """Who holds `run_dir`: "process 12 on node1"; empty where nobody does, or there are no such locks."""
     try:
         descriptor = os.open(run_dir / NAME, os.O_RDONLY)
     except OSError:  # no file, no holder
-        return False
+        return ""
     try:
         _lock(descriptor, shared=True)
     except BlockingIOError:
-        return True
+        return _written_in(descriptor)
     except OSError:
-        return False
+        return ""
     finally:
         os.close(descriptor)
-    return False
+    return ""
 
 
 def _take(path: Path, report: Callable[[str], None]) -> int:
@@ -70,10 +70,10 @@ def _take(path: Path, report: Callable[[str], None]) -> int:
         try:
             _lock(descriptor)
         except BlockingIOError as error:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "a process that just began"
+            other = _written_in(descriptor)
             os.close(descriptor)
             raise InUse(
-                f"run folder {path.parent} is in use by {holder}; wait for its end, stop it, or give another "
+                f"run folder {path.parent} is in use by {other}; wait for its end, stop it, or give another "
                 "hydra.run.dir"
             ) from error
         except OSError as error:
@@ -85,9 +85,14 @@ def _take(path: Path, report: Callable[[str], None]) -> int:
             current = False
         if current:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode(), 0)
             return descriptor
         os.close(descriptor)  # the lock of a file that its last holder has just removed
+
+
+def _written_in(descriptor: int) -> str:
+    return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "a process that just began"
 
 
 def _lock(descriptor: int, *, shared: bool = False) -> None:

@@ -174,8 +174,8 @@ def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, s
         DoesNotFit: the forecast is above what is free (on a GPU more than 10 % above it), or no micro-batch fits,
             with the cheapest changes that fit.
     """
-    asked, seq_len = settings.train.micro_batch, settings.data.seq_len
-    sequences = sequences or settings.train.batch_tokens // seq_len
+    asked, seq_len = settings.train.micro_batch, settings.data.seq_len // hardware.world.context
+    sequences = sequences or settings.train.batch_tokens // settings.data.seq_len
     micro_batch = sequences if asked in (None, "auto") else asked
     features = model.attention_features(settings.data.document_mask)
     shape = vocab_size, seq_len, sequences, micro_batch

@@ -264,8 +264,9 @@ def _refuse_other_tensor(name: str, value: Any, like: Tensor, *, below_zero: boo
 
 
 def flops_of_muon(model: nn.Module, config: OptimConfig) -> float:
-    """What Muon's products cost a step; 0 for AdamW."""
-    return newton_schulz_flops(_matrices_of_muon(model, config))
+    """What Muon's products cost a step, by its resolved muon_dtype; 0 for AdamW."""
+    matrices = _matrices_of_muon(model, config)
+    return newton_schulz_flops(matrices, DTYPES[config.muon_dtype]) if matrices else 0.0
 
 
 def _parameters(part: torch.optim.Optimizer) -> list[nn.Parameter]:

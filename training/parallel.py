@@ -27,9 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.watch import Failure, Watch
+from model.context import WAYS
+from training.watch import LIMITS, Failure, Limits, Watch
 
 MODES = ("replicate",)
+METHODS = ("auto", *WAYS)
 NUM_VOTES = 8  # reasons to stop that a process can vote for, training/stop.py
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
 SLOW, SLOW_STEPS = 1.1, 50  # a process this many times slower than the others for so many steps is named
@@ -42,12 +44,15 @@ FOREVER = timedelta(days=30)  # who never comes is found by training/watch.py, n
 class ParallelConfig:
     data: str = "replicate"  # replicate: each process holds the whole model and computes its share of the rows
     context: int = 1  # processes that share each row's tokens
+    context_method: str = "auto"  # auto | heads | gather | ring: how their attention exchanges what a part lacks
 
     def __post_init__(self) -> None:
         if self.data not in MODES:
             raise ValueError(f"parallel.data={self.data} is not one of {', '.join(MODES)}")
-        if self.context != 1:
-            raise ValueError(f"parallel.context={self.context}: rows are not shared between processes yet; use 1")
+        if self.context < 1:
+            raise ValueError(f"parallel.context={self.context} must be at least 1")
+        if self.context_method not in METHODS:
+            raise ValueError(f"parallel.context_method={self.context_method} is not one of {', '.join(METHODS)}")
 
 
 class Nothing:
@@ -78,6 +83,7 @@ class World:
         hosts: of each rank.
         step: steps done, as far as the host knows.
         arrivals: how often it came to where all processes meet; those that wait for it have one more.
+        context: processes that share each row's tokens, neighbours by rank; the others have rows of their own.
         patience: seconds that the others wait for it where they meet, before it counts as hanging.
     """
 
@@ -86,6 +92,7 @@ class World:
     ) -> None:
         self.rank, self.size, self.local_rank, self._store = rank, size, local_rank, store
         self.step = self.arrivals = self._exchanges = self._sums = 0
+        self.context = 1
         self.patience = math.inf  # who prepares a text or compiles takes its time
         self.tail: Tensor | None = None  # after a step's sum: its loss, votes, milliseconds and checks, on the device
         self.watch: Watch | None = None
@@ -103,8 +110,17 @@ class World:
 
     @property
     def place(self) -> dict[str, int]:
-        """What `data.TokenBatches` calls it."""
-        return {"rank": self.rank, "world_size": self.size}
+        """What `data.TokenBatches` calls it: processes that share rows take the same."""
+        return {"rank": self.rank // self.context, "world_size": self.size // self.context}
+
+    def share_rows(self, context: int) -> None:
+        """Let `context` neighbours share each row's tokens; ValueError where the processes do not part into such."""
+        if self.size % context:
+            raise ValueError(
+                f"parallel.context={context} does not divide {self.size}, the number of processes; start the run with "
+                f"torchrun --nproc-per-node {context}, or use parallel.context=1"
+            )
+        self.context = context
 
     def describe(self, rank: int) -> str:
         return f"rank {rank} of {self.size} on {self.hosts[rank]}"
@@ -118,7 +134,7 @@ class World:
         self._store.set(f"exchange/{self._exchanges}/{self.rank}", json.dumps(value))
         self.arrivals += 1
         keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self.size)]
-        with self._communicating():
+        with self.communicating():
             self._store.wait(keys, FOREVER)
             found = [json.loads(text) for text in self._store.multi_get(keys)]
         if self._exchanges:  # who is here has read all of the one before
@@ -136,10 +152,11 @@ class World:
 
     def share(self, sequences: int, micro_batch: int | str | None, seq_len: int) -> int:
         """This process's sequences of a step's; ValueError where they cannot be shared equally."""
-        share, rest = divmod(sequences, self.size)
+        groups = self.size // self.context
+        share, rest = divmod(sequences, groups)
         if rest or not share:
             nearest = sorted({max(1, share), share + 1})
-            nearest = " or ".join(str(number * self.size * seq_len) for number in nearest)
+            nearest = " or ".join(str(number * groups * seq_len) for number in nearest)
             raise ValueError(
                 f"train.batch_tokens={sequences * seq_len} is {sequences} sequences, which {self.size} processes "
                 f"cannot share equally; use {nearest}"
@@ -234,14 +251,14 @@ class World:
         """`flat`, whose length W divides, summed over all processes in the order of a binary tree over ranks."""
         self.arrivals += 1
         received = torch.empty_like(flat)
-        with self._communicating():
+        with self.communicating():
             group = self._group_for(flat.device)
             dist.all_to_all_single(received, flat, group=group)
         rows = list(received.view(self.size, -1).unbind())
         while len(rows) > 1:
             pairs = [a.add_(b) for a, b in zip(rows[::2], rows[1::2], strict=False)]
             rows = pairs + rows[len(pairs) * 2 :]
-        with self._communicating():
+        with self.communicating():
             dist.all_gather_into_tensor(flat, rows[0], group=group)
         self.patience = BETWEEN_STEPS
         self._sums += 1
@@ -268,7 +285,7 @@ class World:
     # --- the end
 
     @contextmanager
-    def _communicating(self) -> Iterator[None]:
+    def communicating(self) -> Iterator[None]:
         """What fails within it is another process's end: the watch finds whose, says so and ends this one."""
         try:
             yield
@@ -346,12 +363,16 @@ def ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
 
 @cache
 def this_world() -> World:
-    """The processes that this one was started with; they meet at MASTER_ADDR:MASTER_PORT.
+    """The processes that this one was started with, as the environment says; ValueError where it says half of it."""
+    return meet(*ranks())
+
+
+def meet(rank: int, size: int, local_rank: int, limits: Limits = LIMITS) -> World:
+    """This process among `size` that meet at MASTER_ADDR:MASTER_PORT.
 
     Raises:
-        ValueError: the environment says only half of it, or the others are not there within five minutes.
+        ValueError: they are not there within five minutes.
     """
-    rank, size, local_rank = ranks()
     if size == 1:
         return ALONE
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -367,5 +388,5 @@ def this_world() -> World:
         raise ValueError(
             f"rank {rank} of {size} cannot meet the others at {place} ({reason}); are all started?"
         ) from error
-    world.watch = Watch(world, store)
+    world.watch = Watch(world, store, limits)
     return world

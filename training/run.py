@@ -13,6 +13,7 @@ from model import GPT, GPTConfig, resolve_model
 from training import memory, resume
 from training.checkpoint import Checkpoint, open_checkpoint
 from training.comparison import flat
+from training.context import resolve_method
 from training.evaluate import prompt_of
 from training.hardware import Hardware, set_up
 from training.memory import Plan
@@ -110,6 +111,7 @@ class Run:
     tokenizer: dict[str, str] | None = None  # what rebuilds it
     prompt: list[int] = field(default_factory=list)  # tokens that a printed sample continues
     resumed: Checkpoint | None = None  # where the run goes on
+    context: tuple[str, str] | None = None  # how processes share rows, and why; None where they do not
     initial: Checkpoint | None = None  # whose weights a new run begins with
     wandb: tuple[str, str] = ("disabled", "nothing is logged")  # mode, and why
 
@@ -133,6 +135,9 @@ class Run:
             f"data       {len(dataset.train):,} training tokens, {len(dataset.validation):,} validation tokens; "
             f"{steps:,} steps of {tokens:,} tokens are {steps * tokens / len(dataset.train):.1f} epochs",
         ]
+        if self.context:
+            method, reason = self.context
+            lines.append(f"context    {method}: {self.hardware.world.context} processes share each row ({reason})")
         if (warmup := optim.warmup_within(steps)) != optim.warmup_steps:
             asked = f"optim.warmup_steps={optim.warmup_steps}"
             lines.append(f"warm-up    {warmup} steps, as train.steps={steps} has no room for {asked}")
@@ -191,11 +196,16 @@ def resolve(
     if not world.is_first:
         settings = _as_the_first_chose(settings, **world.exchange(None)[0])
     asked = asdict(settings)
+    world.share_rows(settings.parallel.context)
     optim, optimizer_line = settings.optim.resolved(hardware.device)
     settings = replace(settings, optim=optim)
     share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     document_mask = settings.data.document_mask
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
+    if model.mask is not None and settings.train.sample_tokens and vocab_size is None:
+        raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
+    if model.name is not None and hardware.world.context > 1:
+        raise ValueError(f"model.name={model.name} cannot share its rows among processes; use parallel.context=1")
     text, sized = {}, asked | {"model": asdict(model)}  # a model of transformers brings its sizes
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)
@@ -217,7 +227,13 @@ def resolve(
     if world.is_first:
         resumed_path = str(text["resumed"].path) if text.get("resumed") else None
         world.exchange({"micro_batch": plan.micro_batch, "resume": resumed_path})
-    chosen = asdict(replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch)))
+    chosen = replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch))
+    context = None
+    if world.context > 1:
+        rows = settings.data.seq_len, plan.micro_batch, document_mask
+        context = resolve_method(settings.parallel, model, hardware.dtype, *rows)
+        chosen = replace(chosen, parallel=replace(settings.parallel, context_method=context[0]))
+    chosen = asdict(chosen)
     graphs = resolve_graphs(hardware, plan, document_mask)
     before, now = flat(asked), flat(chosen)
     return Run(
@@ -233,6 +249,7 @@ def resolve(
         plan=plan,
         graphs=graphs[0],
         graphs_reason=graphs[1],
+        context=context,
         settings=chosen,
         left_open={key: value for key, value in before.items() if value != now[key]},
         **text,
@@ -240,13 +257,21 @@ def resolve(
 
 
 def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple[bool, str]:
-    """Whether a run's step is to be graphs, and why."""
+    """Whether a run's step is to be graphs, and why; ValueError where they are asked for and cannot be."""
+    if (context := hardware.world.context) > 1 and hardware.graphs is not False:
+        if hardware.graphs:
+            raise ValueError(
+                f"hardware.cuda_graphs=true has not been made to work with parallel.context={context}; leave it out"
+            )
+        return False, "processes that share rows exchange in the middle of the step"
     if hardware.graphs is not None:
         return hardware.graphs, "as configured"
     if document_mask:
         return False, "documents differ in number from step to step"
     if plan.model.name is not None:
         return False, "a model of transformers may ask the host; hardware.cuda_graphs=true tries all the same"
+    if hardware.world.context > 1:
+        return False, "processes that share rows talk to each other in each layer"
     # graphs keep what a micro-batch needs, and evaluations and samples then need theirs beside it
     if plan.free is not None and plan.peak > plan.free / 2:
         return False, "the forecast is more than half of the memory; hardware.cuda_graphs=true tries all the same"

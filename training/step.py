@@ -46,12 +46,14 @@ def training_step(
     `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
     the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
     CPU. `region` names the parts of the step for whoever watches. Each process of `hardware.world` has as many rows
-    of the step. `graphs` are of the same network, optimizer and sizes; with documents, whose number changes, they are
-    not used. With `dropout` each micro-batch draws from a stream of its own. Returns the mean loss (nats a token) and
-    the gradient norm of the whole step, both still on the device.
+    of the step, and where several share rows, `forward` takes its part of them (training/context.py). `graphs` are of
+    the same network, optimizer and sizes; with documents, whose number changes, they are not used. With `dropout` each
+    micro-batch draws from a stream of its own. Returns the mean loss (nats a token) and the gradient norm of the whole
+    step, both still on the device.
     """
     world, graphs = hardware.world, graphs if starts is None else None
-    tokens, micro_batches = targets.numel() * world.size, -(-len(inputs) // micro_batch)
+    place, micro_batches = world.place, -(-len(inputs) // micro_batch)
+    tokens = targets.numel() * place["world_size"]
     compute = graphs.compute if graphs else partial(compute_gradients, forward, optimizer, hardware, tokens)
     gradients = GradientSum(optimizer.parameters, world, copied=graphs is not None and micro_batches > 2)
     world.begin_step(hardware.device)
@@ -59,7 +61,8 @@ def training_step(
         for number in range(micro_batches):
             part = slice(number * micro_batch, (number + 1) * micro_batch)
             documents = packed_rows(starts, part.start, *inputs[part].shape, hardware.device)
-            use_stream(world.rank * micro_batches + number)
+            # those that share rows draw for their own tokens
+            use_stream((place["rank"] * micro_batches + number) * world.context + world.rank % world.context)
             gradients.add(compute(inputs[part], targets[part], **documents, region=region))
     with region("optimizer"):
         step_loss = gradients.total()

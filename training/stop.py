@@ -1,11 +1,12 @@
 """Being asked to stop: a signal or a time limit ends the run after the step it is in, with everything saved.
 
-Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (what `sbatch --signal=USR1@120` sends),
+Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (what scripts/train.sbatch asks SLURM for),
 129 after SIGHUP (a closed terminal), as a shell counts them: 128 + the signal; 75 (sysexits.h: try again later) after
 `train.max_hours`; 65 after numbers that were not finite (training/numbers.py). In each case the run goes on with
 `command_to_go_on`. (2 is a user's mistake, conf/program.py, and memory that ran out, training/memory.py: something has
-to be changed first.) A second signal takes its default action: the process is gone at once. Not so a second SIGHUP: a
-terminal that is closed sends two, the shell's and the kernel's. Where SIGHUP was ignored before (nohup), it still is.
+to be changed first.) A second signal takes its default action: the process is gone at once. Not so a second SIGHUP or
+SIGUSR1: a terminal that is closed sends two, the shell's and the kernel's; SLURM sends SIGUSR1 to a program that wraps
+the run, too, and that may pass it on. Where SIGHUP was ignored before (nohup), it still is.
 """
 
 import os
@@ -23,7 +24,7 @@ from types import FrameType
 from training.parallel import ALONE, World
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
-SIGHUP = getattr(signal, "SIGHUP", None)
+SIGHUP, SIGUSR1 = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)
 EXIT_TIME_LIMIT = 75
 REASONS = (EXIT_TIME_LIMIT, *(128 + number for number in SIGNALS))  # exit codes, as processes vote by them
 SHOW_CURSOR = b"\x1b[?25h"
@@ -101,7 +102,9 @@ class StopRequest:
                     continue
                 self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not the main thread: Python allows no handlers there
-            pass
+            return self
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # train.py blocks SIGUSR1 before its slow imports
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -112,7 +115,7 @@ class StopRequest:
         self.reason, self.exit_code = signal.Signals(number).name, 128 + number
         # the default action needs no Python to run: it ends a process that is deep in a compiler or a stuck disk
         # torchrun passes on what the terminal has sent to all of us already
-        twice = (SIGHUP, number) if self._world.size > 1 else (SIGHUP,)
+        twice = (SIGHUP, SIGUSR1, number) if self._world.size > 1 else (SIGHUP, SIGUSR1)
         for other in self._previous:
             signal.signal(other, signal.SIG_IGN if other in twice else signal.SIG_DFL)
         # the progress bar hid it, and may not get to show it again; a closed terminal takes nothing

@@ -64,6 +64,8 @@ class Tracker(TorchDispatchMode):
         module.register_forward_hook(leave, always_call=True)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._fused_adamw_.tensor_lr:
+            return None  # it makes nothing; PyTorch 2.11 has no form of it for fake tensors and would fill real ones
         out = function(*args, **(kwargs or {}))
         if self.compiled and self._part == "backward" and function is torch.ops.flashgpt.rotary_fwd.default:
             return out  # the compiler turns q and k again after the MLP's backward, which is the fullest
@@ -172,7 +174,9 @@ def held_by_step(
     return tracker.moments
 
 
-def flash_operator(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple, dropout_p: float, **_) -> Tensor:
+def flash_operator(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, causal: bool = False, window: tuple = (-1, -1), **_
+) -> Tensor:
     """Attention that keeps an output and a log-sum-exp: the operator itself, which asks for no GPU."""
     seed = torch.empty((), dtype=torch.int64) if dropout_p else None
     options = {"window_left": window[0], "window_right": window[1], "dropout_p": dropout_p, "dropout_seed": seed}

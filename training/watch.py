@@ -10,9 +10,9 @@ import json
 import os
 import sys
 import threading
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
@@ -37,7 +37,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Limits:
-    """In seconds. A dead process's collective operations fail at once with gloo, with NCCL never."""
+    """In seconds that this process watched: none count in which it or the store stood still itself.
+
+    Where a process dies, the collective operations of the others fail at once with gloo, and never with NCCL.
+    """
 
     beat: float = 1.0
     silent: float = 40.0  # without a beat: dead, or stopped by a debugger
@@ -51,14 +54,15 @@ LIMITS = Limits()
 class Watch:
     """Begins at once. `stop` it before the process leaves."""
 
-    def __init__(self, world: "World", store: dist.Store, limits: Limits = LIMITS) -> None:
+    def __init__(self, world: "World", store: dist.Store, limits: Limits) -> None:
         self._world, self._limits = world, limits
         self._store = store.clone()  # a connection of its own: the loop may be waiting in the other one
+        self._store.set_timeout(timedelta(seconds=limits.silent))
         self._stopped = threading.Event()
         self._suspicion = ""
-        now = time.monotonic()
-        self._heard = [("", now)] * world.size  # the last beat, and when it was new
-        self._late = [(0, now)] * world.size  # how often it had arrived, and since when others are ahead
+        self._looks = 0  # the clock here: one a beat
+        self._heard = [("", 0)] * world.size  # the last beat, and when it was new
+        self._late = [(0, 0)] * world.size  # how often it had arrived, and since when others are ahead
         self._beats = 0
         self._beat()
         world.exchange("watched")  # from here on each has a beat
@@ -100,7 +104,8 @@ class Watch:
 
     def _look(self) -> tuple[Failure, list[int]] | None:
         """Who failed, if anybody, and which ranks no longer speak."""
-        world, limits, now = self._world, self._limits, time.monotonic()
+        world, limits, now = self._world, self._limits, self._looks
+        self._looks += 1
         self._beat()
         beats = self._store.multi_get([f"beat/{rank}" for rank in range(world.size)])
         for rank, beat in enumerate(beats):
@@ -110,22 +115,22 @@ class Watch:
             failure = Failure(**json.loads(self._store.get("failed")))
             return failure, [failure.rank]
         patience = limits.silent_if_suspected if self._suspicion else limits.silent
-        silent = [rank for rank, (_, since) in enumerate(self._heard) if now - since > patience]
+        silent = [rank for rank, (_, since) in enumerate(self._heard) if (now - since) * limits.beat > patience]
         if silent:
             rank = silent[0]
             step = json.loads(self._heard[rank][0])[1]
-            message = f"it has not been heard of for {now - self._heard[rank][1]:.0f} s: killed, stopped or cut off"
+            message = f"it has not been heard of for {patience:g} s: killed, stopped or cut off"
             return Failure(rank, world.hosts[rank], step, message), silent
         return self._hanging([json.loads(beat) for beat in beats], now)
 
-    def _hanging(self, beats: list[list], now: float) -> tuple[Failure, list[int]] | None:
+    def _hanging(self, beats: list[list], now: int) -> tuple[Failure, list[int]] | None:
         """Who lets the others wait."""
         furthest = max(arrivals for _, _, arrivals, _ in beats)
         for rank, (_, step, arrivals, patience) in enumerate(beats):
             if arrivals == furthest or arrivals != self._late[rank][0]:
                 self._late[rank] = arrivals, now
-            elif now - self._late[rank][1] > patience:
-                message = f"the others have waited {now - self._late[rank][1]:.0f} s for it: it hangs"
+            elif (now - self._late[rank][1]) * self._limits.beat > patience:
+                message = f"the others have waited {patience:g} s for it: it hangs"
                 return Failure(rank, self._world.hosts[rank], step, message), []
         return None
 

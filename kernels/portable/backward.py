@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..block_masks import BLOCK
 from ..call import Options, key_of
 from ..launch import (
     Launch,
@@ -30,6 +31,7 @@ from .dq import flash_dq_kernel
 from .prepare import delta_launch, documents_launches
 from .tiles import LOG2_E, ROW_PADDING
 from .tuning import Tile, fitting, kernel_operands, tile_for
+from .visits import mask_constants, mask_tiles
 
 
 def launch_flash_bwd(
@@ -91,14 +93,16 @@ def _launches(
         constants = {
             "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "BLOCK_D": d, "BLOCK_DV": dv,
             "BLOCK_Q": rows_q, "BLOCK_K": rows_k, "CAUSAL": options.causal, "LOCAL": options.local, **even,
-            "PRECISION": dot_precision(q), "TMA": tma,
+            "PRECISION": dot_precision(q), "TMA": tma, **mask_constants(options),
         }  # fmt: skip
         return operands, strides, constants
 
     def launch_dkdv(tile: Tile) -> Launch:
-        even = not options.packed and num_q % tile.block_q == 0
+        even = not options.packed and num_q % (BLOCK if options.masked else tile.block_q) == 0
         operands, strides, constants = operands_and_constants(tile, EVEN_Q=even)
         num_tiles = grid_tiles(num_k, tile.block_k, options.cu_seqlens_k)[1]
+        if options.masked:
+            num_tiles = mask_tiles(num_k, tile.block_k)
         arguments = (
             *operands, lse_log2, delta, dk, dv, *strides, dk.stride()[:3], dv.stride()[:3],
             num_heads, group_size, batch * num_kv_heads, num_q, padded_rows, num_k, num_docs,
@@ -107,9 +111,11 @@ def _launches(
         return Launch(flash_dkdv_kernel, num_tiles * batch * num_kv_heads, arguments, constants, tile.how)
 
     def launch_dq(tile: Tile) -> Launch:
-        even = not options.packed and num_k % tile.block_k == 0
+        even = not options.packed and num_k % (BLOCK if options.masked else tile.block_k) == 0
         operands, strides, constants = operands_and_constants(tile, EVEN_K=even)
         num_tiles = grid_tiles(num_q, tile.block_q, options.cu_seqlens_q)[1]
+        if options.masked:
+            num_tiles = mask_tiles(num_q, tile.block_q)
         arguments = (
             *operands, lse_log2, delta, dq, *strides, dq.stride()[:3],
             num_heads, group_size, batch * num_heads, num_q, padded_rows, num_k, num_docs, section, *scales, switches,

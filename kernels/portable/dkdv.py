@@ -17,12 +17,13 @@ from .tiles import (
     seeing_queries,
     store_tile,
 )
+from .visits import bits_at, busiest_first, shown, visited, visits_of
 
 
 @triton.jit
 def _dkdv_step(
     k_tile, v_tile, k_start, q_rows, do_rows, lse_log2_ptr, delta_ptr, q_start, scoring, dk, dv,
-    MASKED: tl.constexpr, RAGGED: tl.constexpr,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr, bits=None,
 ):  # fmt: skip
     """Add one tile of queries to dK and dV.
 
@@ -35,7 +36,9 @@ def _dkdv_step(
     rows = q_start + tl.arange(0, q_tile.shape[0])[None, :]
     cols = k_start + tl.arange(0, k_tile.shape[0])[:, None]
     logits, factor, cap_gradient = logits_of(scores, rows, cols, scoring)
-    if MASKED:
+    if bits is not None:
+        logits = tl.where(shown(bits, k_start, q_start, k_tile.shape[0], q_tile.shape[0]), logits, -float("inf"))
+    elif MASKED:
         logits = mask_scores(logits, rows, cols, scoring.mask)
     probs = tl.exp2(logits * factor - lse_log2[None, :])
     do_tile = load_tile(do_rows, q_start, RAGGED)
@@ -104,6 +107,8 @@ def flash_dkdv_kernel(
     EVEN_Q: tl.constexpr,  # Nq is a multiple of BLOCK_Q; False where packed
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    MASK_OF_BATCH: tl.constexpr,  # dimensions of the block mask, where there is one
+    MASK_OF_HEAD: tl.constexpr,
 ):
     """One program writes one (BLOCK_K, HEAD_DIM) tile of dK and one (BLOCK_K, HEAD_DIM_V) tile of dV.
 
@@ -117,9 +122,16 @@ def flash_dkdv_kernel(
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
     num_kv_heads = num_heads // group_size
-    document, tile, batch_head = owned_tile(
-        k_tokens, switches.cu_seqlens_k, num_docs, num_batch_heads, heads_per_section, BLOCK_K, False
-    )
+    if switches.mask_starts is not None:
+        document = 0
+        tile, batch_head = busiest_first(
+            switches, num_heads, group_size, q_tokens, k_tokens, num_batch_heads, heads_per_section,
+            MASK_OF_BATCH, MASK_OF_HEAD, 1, BLOCK_K,
+        )  # fmt: skip
+    else:
+        document, tile, batch_head = owned_tile(
+            k_tokens, switches.cu_seqlens_k, num_docs, num_batch_heads, heads_per_section, BLOCK_K, False
+        )
     if document < 0:
         return
     q_row0, num_q = document_rows(document, switches.cu_seqlens_q, q_tokens)
@@ -140,7 +152,8 @@ def flash_dkdv_kernel(
     v_tile = load_tile(v_rows, k_start, True)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
-    full_start, full_end, masked_start, masked_end = seeing_queries(k_start, mask, BLOCK_Q, BLOCK_K)
+    if switches.mask_starts is None:
+        full_start, full_end, masked_start, masked_end = seeing_queries(k_start, mask, BLOCK_Q, BLOCK_K)
     for member in range(group_size):
         head = kv_head * group_size + member
         slope_log2 = slope_of(batch if switches.cu_seqlens_q is None else document, head, num_heads, switches)
@@ -152,14 +165,22 @@ def flash_dkdv_kernel(
         row_offset = q_head.to(tl.int64) * q_tokens_padded + padded_row0
         lse_base, delta_base = lse_log2_ptr + row_offset, delta_ptr + row_offset
         scoring = Scoring(mask, scale_log2, slope_log2, switches, q_head, q_row0, k_row0, PRECISION)
-        if CAUSAL or LOCAL:
+        if switches.mask_starts is not None:
+            visits = visits_of(
+                k_start, switches, batch, head, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD, 1
+            )
+            full_start, full_end, masked_start, masked_end = 0, visits.full, visits.full, visits.end
+        else:
+            visits = None
+        if CAUSAL or LOCAL or visits is not None:
             for position in range(masked_start, masked_end, BLOCK_Q):
-                q_start = masked_tile(position, full_start, full_end, LOCAL)
+                q_start = visited(masked_tile(position, full_start, full_end, LOCAL), visits)
                 dk, dv = _dkdv_step(
                     k_tile, v_tile, k_start, q_rows, do_rows, lse_base, delta_base, q_start, scoring, dk, dv,
-                    True, not EVEN_Q,
+                    True, not EVEN_Q, None if visits is None else bits_at(position, visits),
                 )  # fmt: skip
-        for q_start in range(full_start, full_end, BLOCK_Q):
+        for position in range(full_start, full_end, BLOCK_Q):
+            q_start = visited(position, visits)
             dk, dv = _dkdv_step(
                 k_tile, v_tile, k_start, q_rows, do_rows, lse_base, delta_base, q_start, scoring, dk, dv,
                 False, not EVEN_Q,

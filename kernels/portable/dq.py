@@ -17,12 +17,13 @@ from .tiles import (
     store_tile,
     visible_keys,
 )
+from .visits import bits_at, busiest_first, shown, visited, visits_of
 
 
 @triton.jit
 def _dq_step(
     q_tile, do_tile, lse_log2, delta, q_start, k_rows, v_rows, k_start, scoring, dq,
-    MASKED: tl.constexpr, RAGGED: tl.constexpr,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr, bits=None,
 ):  # fmt: skip
     """Add one tile of keys to dQ."""
     switches = scoring.switches
@@ -31,7 +32,9 @@ def _dq_step(
     rows = q_start + tl.arange(0, q_tile.shape[0])[:, None]
     cols = k_start + tl.arange(0, k_tile.shape[0])[None, :]
     logits, factor, cap_gradient = logits_of(scores, rows, cols, scoring)
-    if MASKED:
+    if bits is not None:
+        logits = tl.where(shown(bits, q_start, k_start, q_tile.shape[0], k_tile.shape[0]), logits, -float("inf"))
+    elif MASKED:
         logits = mask_scores(logits, rows, cols, scoring.mask)
     probs = tl.exp2(logits * factor - lse_log2[:, None])
     v_tile = load_tile(v_rows, k_start, RAGGED)
@@ -90,6 +93,8 @@ def flash_dq_kernel(
     EVEN_K: tl.constexpr,  # Nk is a multiple of BLOCK_K; False where packed
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    MASK_OF_BATCH: tl.constexpr,  # dimensions of the block mask, where there is one
+    MASK_OF_HEAD: tl.constexpr,
 ):
     """One program writes one (BLOCK_Q, HEAD_DIM) tile of dQ.
 
@@ -100,9 +105,16 @@ def flash_dq_kernel(
               perhaps inf.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
-    document, tile, batch_head = owned_tile(
-        q_tokens, switches.cu_seqlens_q, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL
-    )
+    if switches.mask_starts is not None:
+        document = 0
+        tile, batch_head = busiest_first(
+            switches, num_heads, 1, q_tokens, k_tokens, num_batch_heads, heads_per_section,
+            MASK_OF_BATCH, MASK_OF_HEAD, 0, BLOCK_Q,
+        )  # fmt: skip
+    else:
+        document, tile, batch_head = owned_tile(
+            q_tokens, switches.cu_seqlens_q, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL
+        )
     if document < 0:
         return
     q_row0, num_q = document_rows(document, switches.cu_seqlens_q, q_tokens)
@@ -131,13 +143,22 @@ def flash_dq_kernel(
     delta = tl.load(delta_ptr + padded)
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    full_start, full_end, masked_start, masked_end = visible_keys(q_start, mask, BLOCK_Q, BLOCK_K)
-    for k_start in range(full_start, full_end, BLOCK_K):
+    if switches.mask_starts is not None:
+        visits = visits_of(
+            q_start, switches, batch, head, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD, 0
+        )
+        full_start, full_end, masked_start, masked_end = 0, visits.full, visits.full, visits.end
+    else:
+        visits = None
+        full_start, full_end, masked_start, masked_end = visible_keys(q_start, mask, BLOCK_Q, BLOCK_K)
+    for position in range(full_start, full_end, BLOCK_K):
+        k_start = visited(position, visits)
         dq = _dq_step(q_tile, do_tile, lse_log2, delta, q_start, k_rows, v_rows, k_start, scoring, dq, False, False)
-    if CAUSAL or LOCAL or not EVEN_K:
+    if CAUSAL or LOCAL or not EVEN_K or visits is not None:
         for position in range(masked_start, masked_end, BLOCK_K):
-            k_start = masked_tile(position, full_start, full_end, LOCAL)
+            k_start = visited(masked_tile(position, full_start, full_end, LOCAL), visits)
             dq = _dq_step(
-                q_tile, do_tile, lse_log2, delta, q_start, k_rows, v_rows, k_start, scoring, dq, True, not EVEN_K
-            )
+                q_tile, do_tile, lse_log2, delta, q_start, k_rows, v_rows, k_start, scoring, dq, True, not EVEN_K,
+                None if visits is None else bits_at(position, visits),
+            )  # fmt: skip
     store_tile(dq_ptr, dq_strides, batch, head, q_row0, q_start, num_q, dq * scale, HEAD_DIM, BLOCK_D, BLOCK_Q)

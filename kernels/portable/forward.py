@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..block_masks import BLOCK
 from ..call import Options, key_of
 from ..launch import (
     Launch,
@@ -41,20 +42,26 @@ from .tiles import (
     visible_keys,
 )
 from .tuning import Tile, fitting, kernel_operands, tile_for
+from .visits import bits_at, busiest_first, mask_constants, mask_tiles, shown, visited, visits_of
 
 
 @triton.jit
 def _softmax_step(
     q_tile, q_start, k_rows, v_rows, k_start, scoring, acc, running_max, running_sum,
-    MASKED: tl.constexpr, RAGGED: tl.constexpr,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr, bits=None,
 ):  # fmt: skip
-    """Take in one tile of keys: online softmax in base 2, everything but the dots' operands in fp32."""
+    """Take in one tile of keys: online softmax in base 2, everything but the dots' operands in fp32.
+
+    MASKED by the call's mask, or by `bits` of a block mask.
+    """
     k_tile = load_tile(k_rows, k_start, RAGGED)
     scores = tl.dot(q_tile, k_tile.T, input_precision=scoring.PRECISION)  # (BLOCK_Q, BLOCK_K), unscaled
     rows = q_start + tl.arange(0, q_tile.shape[0])[:, None]
     cols = k_start + tl.arange(0, k_tile.shape[0])[None, :]
     logits, factor, _ = logits_of(scores, rows, cols, scoring)
-    if MASKED:
+    if bits is not None:
+        logits = tl.where(shown(bits, q_start, k_start, q_tile.shape[0], k_tile.shape[0]), logits, -float("inf"))
+    elif MASKED:
         logits = mask_scores(logits, rows, cols, scoring.mask)
     # the maximum of raw scores, scaled once a row, leaves one fused multiply-add and one exp2 for each score
     new_max = tl.maximum(running_max, tl.max(logits, 1) * factor)
@@ -113,19 +120,29 @@ def flash_fwd_kernel(
     EVEN_K: tl.constexpr,  # Nk is a multiple of BLOCK_K; False where packed
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    MASK_OF_BATCH: tl.constexpr,  # dimensions of the block mask, where there is one
+    MASK_OF_HEAD: tl.constexpr,
 ):
     """One program writes one (BLOCK_Q, HEAD_DIM_V) tile of O and its LSE; no tile holds two documents.
 
     Grid:     tiles of queries * B * Hq programs, heaviest causal tiles first (`owned_tile`).
     Math:     O = softmax(scale * Q K^T + mask) V; keys left to right: tiles that need no mask, then those
-              that do (the diagonal, a window's edges, the ragged tail).
+              that do (the diagonal, a window's edges, the ragged tail). Of a block mask the blocks of its list
+              in the same order; BLOCK_Q and BLOCK_K then divide its 128.
     Numerics: scores, running max, running sum and accumulator fp32; P rounded to V's dtype before P V.
     Needs:    head dimensions 16 to 256, scale > 0, Nk > 0; the launcher sees to it.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 1.
     """
-    document, tile, batch_head = owned_tile(
-        q_tokens, switches.cu_seqlens_q, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL
-    )
+    if switches.mask_starts is not None:
+        document = 0
+        tile, batch_head = busiest_first(
+            switches, num_heads, 1, q_tokens, k_tokens, num_batch_heads, heads_per_section,
+            MASK_OF_BATCH, MASK_OF_HEAD, 0, BLOCK_Q,
+        )  # fmt: skip
+    else:
+        document, tile, batch_head = owned_tile(
+            q_tokens, switches.cu_seqlens_q, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL
+        )
     if document < 0:
         return
     q_row0, num_q = document_rows(document, switches.cu_seqlens_q, q_tokens)
@@ -154,17 +171,26 @@ def flash_fwd_kernel(
     else:
         running_max = tl.full([BLOCK_Q], -float("inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_Q], tl.float32)
-    full_start, full_end, masked_start, masked_end = visible_keys(q_start, mask, BLOCK_Q, BLOCK_K)
-    for k_start in range(full_start, full_end, BLOCK_K):
+    if switches.mask_starts is not None:
+        visits = visits_of(
+            q_start, switches, batch, head, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD, 0
+        )
+        full_start, full_end, masked_start, masked_end = 0, visits.full, visits.full, visits.end
+    else:
+        visits = None
+        full_start, full_end, masked_start, masked_end = visible_keys(q_start, mask, BLOCK_Q, BLOCK_K)
+    for position in range(full_start, full_end, BLOCK_K):
+        k_start = visited(position, visits)
         acc, running_max, running_sum = _softmax_step(
             q_tile, q_start, k_rows, v_rows, k_start, scoring, acc, running_max, running_sum, False, False
         )
-    if CAUSAL or LOCAL or not EVEN_K:
+    if CAUSAL or LOCAL or not EVEN_K or visits is not None:
         for position in range(masked_start, masked_end, BLOCK_K):
-            k_start = masked_tile(position, full_start, full_end, LOCAL)
+            k_start = visited(masked_tile(position, full_start, full_end, LOCAL), visits)
             acc, running_max, running_sum = _softmax_step(
-                q_tile, q_start, k_rows, v_rows, k_start, scoring, acc, running_max, running_sum, True, not EVEN_K
-            )
+                q_tile, q_start, k_rows, v_rows, k_start, scoring, acc, running_max, running_sum, True, not EVEN_K,
+                None if visits is None else bits_at(position, visits),
+            )  # fmt: skip
 
     # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
     denominator = tl.where(running_sum == 0.0, 1.0, running_sum)
@@ -211,6 +237,9 @@ def _launches(
             tile, options, (q, tile.block_q, block_d), (k, tile.block_k, block_d), (v, tile.block_k, block_dv)
         )
         num_docs, num_tiles = grid_tiles(num_q, tile.block_q, options.cu_seqlens_q)
+        if options.masked:
+            num_tiles = mask_tiles(num_q, tile.block_q)
+        even = not options.packed and num_k % (BLOCK if options.masked else tile.block_k) == 0
         arguments = (
             *operands, o, lse, *strides, o.stride()[:3],
             num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, num_docs, heads_per_section(q, k),
@@ -219,7 +248,7 @@ def _launches(
         constants = {
             "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
             "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "CAUSAL": options.causal, "LOCAL": options.local,
-            "EVEN_K": not options.packed and num_k % tile.block_k == 0, "PRECISION": dot_precision(q), "TMA": tma,
+            "EVEN_K": even, "PRECISION": dot_precision(q), "TMA": tma, **mask_constants(options),
         }  # fmt: skip
         return Launch(flash_fwd_kernel, num_tiles * batch * num_heads, arguments, constants, tile.how)
 

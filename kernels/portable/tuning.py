@@ -44,11 +44,12 @@ class Tile:
 # Small, so that test shapes of 30 to 160 tokens cross tile borders; unequal, so that the diagonal of a key
 # tile spans more than one query tile.
 INTERPRETER = Tile(block_q=16, block_k=32, num_warps=4, num_stages=1)
+INTERPRETER_MASKED = Tile(block_q=64, block_k=64, num_warps=4, num_stages=1)  # parts of a mask's blocks of 128
 
 # 16-bit inputs on Hopper and data-center Blackwell (227 KB of shared memory): (kernel, head_dim padded to a
 # power of two, variant or "any") -> tile. A variant is "dropout" or "softcap", whose arithmetic takes registers,
-# then "varlen", else the mask: "window", "causal" or "full". TMA everywhere: pointer arithmetic costs 26 to 50
-# registers in the same kernel.
+# then "varlen", else the mask: "block_mask", "window", "causal" or "full". TMA everywhere: pointer arithmetic costs 26
+# to 50 registers in the same kernel.
 _HOPPER = {
     ("fwd", 16, "any"): Tile(128, 128, 8, 3, True),  # as 32; few use it
     ("fwd", 32, "any"): Tile(128, 128, 8, 3, True),  # 150 registers
@@ -77,6 +78,13 @@ _HOPPER = {
     ("dkdv", 128, "varlen"): Tile(64, 64, 4, 2, True),
     ("dq", 64, "varlen"): Tile(64, 64, 4, 2, True),
     ("dq", 128, "varlen"): Tile(64, 64, 4, 2, True),
+    # a block mask: the dense calls' tiles, all of which divide 128
+    ("fwd", 64, "block_mask"): Tile(64, 128, 4, 2, True),
+    ("fwd", 128, "block_mask"): Tile(64, 64, 4, 3, True),
+    ("dkdv", 64, "block_mask"): Tile(32, 64, 4, 3, True),
+    ("dkdv", 128, "block_mask"): Tile(64, 64, 4, 2, True),
+    ("dq", 64, "block_mask"): Tile(64, 64, 4, 2, True),
+    ("dq", 128, "block_mask"): Tile(64, 64, 4, 2, True),
     # dropout: Philox holds four words a score, and 128 x 128 spills 550 to 800 bytes
     ("fwd", 16, "dropout"): Tile(128, 64, 8, 2, True),
     ("fwd", 32, "dropout"): Tile(128, 64, 8, 2, True),
@@ -199,6 +207,8 @@ def variant_of(options: Options) -> str:
         return "softcap"
     if options.packed:
         return "varlen"
+    if options.masked:
+        return "block_mask"
     if options.local:
         return "window"
     return "causal" if options.causal else "full"
@@ -224,7 +234,7 @@ def table_tile(kernel: str, arch: tuple[int, int], element_bytes: int, head_dim:
 def tile_for(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, options: Options) -> Tile:
     """The tile to launch with on this device; small ones in the interpreter."""
     if interpreting():
-        return INTERPRETER
+        return INTERPRETER_MASKED if options.masked else INTERPRETER
     return table_tile(kernel, capability(device.index), dtype.itemsize, head_dim, variant_of(options))
 
 

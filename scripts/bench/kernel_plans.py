@@ -19,6 +19,7 @@ from triton.compiler import ASTSource, CompiledKernel, compile, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
+from kernels import BlockMask
 from kernels.call import Options
 from kernels.decode import Call, kvcache_workspace
 from kernels.hopper.backward import launch_hopper_bwd
@@ -44,6 +45,7 @@ DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn,
     "int8": torch.int8,
 }  # fmt: skip
+MASK_TENSORS = BlockMask._fields[:3]
 # what only some inputs of the portable kernels need: (head_dim, dtype, mask, words)
 SPECIAL = (
     (64, "bf16", "causal", ("even",)), (64, "bf16", "full", ("even",)), (64, "bf16", "causal", ("grouped",)),
@@ -52,7 +54,7 @@ SPECIAL = (
     (64, "bf16", "full", ("softcap",)), (64, "bf16", "full", ("dropout",)), (64, "fp16", "full", ("varlen",)),
     (64, "bf16", "window", ("softcap", "alibi", "sinks", "dropout", "varlen")),
     (64, "bf16", "causal", ("pointers", "varlen")), (48, "bf16", "window", ("pointers",)),
-    (48, "bf16", "causal", ("pointers", "even", "wider")),
+    (48, "bf16", "causal", ("pointers", "even", "wider")), (48, "bf16", "full", ("pointers", "block_mask")),
 )  # fmt: skip
 
 
@@ -87,8 +89,9 @@ def portable_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
     calls = list(SPECIAL)
     for dtype in ("bf16", "fp32"):
         for _, head_dim, variant in table_for(divmod(arch, 10), DTYPES[dtype].itemsize):
-            mask = variant if variant in ("full", "window") else "causal"
-            calls.append((head_dim, dtype, mask, (variant,) if variant in ("softcap", "dropout", "varlen") else ()))
+            mask = variant if variant in ("full", "window") else "full" if variant == "block_mask" else "causal"
+            words = (variant,) if variant in ("softcap", "dropout", "varlen", "block_mask") else ()
+            calls.append((head_dim, dtype, mask, words))
     for head_dim, dtype, mask, words in calls:
         q, k, v, options = call(head_dim, dtype, mask, words)
         which = divmod(arch, 10), q.itemsize, head_dim, variant_of(options)
@@ -162,6 +165,7 @@ def call(
         "sinks": {"sinks": torch.empty(4, device="meta")},
         "dropout": {"dropout_p": 0.1, "dropout_seed": torch.empty((), dtype=torch.int64, device="meta")},
         "varlen": {f"cu_seqlens_{x}": torch.empty(3, dtype=torch.int32, device="meta") for x in "qk"},
+        "block_mask": {f"mask_{x}": torch.empty(1, 1, 1, dtype=torch.int32, device="meta") for x in MASK_TENSORS},
     }
     options = Options(mask == "causal", 1.0, 1 if mask == "window" else -1)
     for word in given.keys() & set(words):

@@ -1,0 +1,304 @@
+"""Any mask as data: which blocks of 128 x 128 pairs to visit, which of them are partial, and the bits of those.
+
+A mask is built once, without a compiler and without Nq x Nk booleans in memory, and is then read by the kernels forward
+and backward: FlexAttention's idea (arXiv:2412.05496) with tables in place of generated code.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+BLOCK = 128  # queries and keys in a block, as in torch's BlockMask
+HIDDEN, FULL = -2, -1  # entries of `block_table`; the others are numbers of patterns
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+_PAIRS = 2**26  # evaluated together: 64 MiB of booleans
+_PATTERNS = 2**12  # transposed together
+_BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1 in a word: the highest byte has their bits in order
+_ODD = 0x5851F42D4C957F2D  # its powers weigh the words of a hash
+
+
+class BlockMask(NamedTuple):
+    """Which query sees which key, for a batch of 1 or B and for 1 or Hq heads; made by `block_mask` or `from_dense`.
+
+    The tensors are for the kernels, which trust them: a mask is never changed, another one is made.
+    """
+
+    starts: Tensor  # (batch, heads, blocks of queries, then of keys, 4) int32: first visit of a full block, first of a
+    # partial one, end; and the block that has the n-th most visits among the n
+    visits: Tensor  # (2 x visited blocks, 2) int32: block, pattern (0 for a full one); of the queries, then of the keys
+    bits: Tensor  # (patterns, 2, 128, 4) int32: rows of queries over keys, then rows of keys over queries
+    num_q: int
+    num_k: int
+
+    @staticmethod
+    def from_dense(visible: Tensor) -> "BlockMask":
+        """The mask of booleans (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk), True where a query sees a key."""
+        if visible.dtype != torch.bool or visible.dim() not in (2, 3, 4):
+            raise ValueError(
+                f"visible has dtype {visible.dtype} and shape {tuple(visible.shape)}; "
+                "expected booleans (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk)"
+            )
+        visible = visible[(None,) * (4 - visible.dim())]
+        _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), visible.shape, strict=True)))
+        padding = -visible.shape[3] % BLOCK
+
+        def rows(b: Tensor, h: Tensor, q: Tensor) -> Tensor:
+            return torch.nn.functional.pad(visible[b, h, q], (0, padding))
+
+        return _build(rows, *visible.shape, visible.device)
+
+    @staticmethod
+    def from_torch(mask: object, num_q: int | None = None, num_k: int | None = None) -> "BlockMask":
+        """Ours of torch's BlockMask with blocks of 128: its lists say what is visited, and inside a partial block its
+        mask_mod is asked. A call does it by itself, once for each mask, but not inside torch.compile.
+
+        num_q, num_k: tokens, where the mask's own lengths are theirs padded to whole blocks; None: its own.
+
+        Raises ValueError where its blocks are of another size or number.
+        """
+        return _from_torch(mask, num_q or mask.seq_lengths[0], num_k or mask.seq_lengths[1])
+
+    def to(self, device: torch.device | str) -> "BlockMask":
+        """The same mask on a device."""
+        return BlockMask(*(x.to(device) for x in self[:3]), self.num_q, self.num_k)
+
+    def dense(self) -> Tensor:
+        """The mask as booleans (batch, heads, Nq, Nk)."""
+        rows, cols = (torch.arange(n, device=self.bits.device) for n in (self.num_q, self.num_k))
+        return pairs_of(*self[:3], rows[:, None], cols[None, :], self.num_q, self.num_k)
+
+    def counts(self) -> dict[str, int]:
+        """Blocks in all, visited and partial, over the mask's batch and heads. Waits for the GPU."""
+        table = block_table(self.starts, self.visits, self.num_q, self.num_k)
+        return {
+            "blocks": table.numel(),
+            "visited": int((table != HIDDEN).sum()),
+            "partial": int((table >= 0).sum()),
+        }
+
+
+def block_mask(
+    mask_mod: MaskMod, B: int | None, H: int | None, Nq: int, Nk: int, device: torch.device | str = "cuda"
+) -> BlockMask:
+    """The mask of a function, as FlexAttention takes it.
+
+    Args:
+        mask_mod: mask_mod(b, h, q, k) -> () bool, whether query q sees key k, for () int64 tensors on `device`; called
+            under `torch.vmap`, for many rows and all keys at a time. What it reads must be on `device`.
+        B, H: batch and heads, of queries, that the mask tells apart; None or 1 where it does not.
+        Nq, Nk: numbers of queries and keys, both counted from 0.
+        device: where it is evaluated and kept.
+
+    Raises ValueError where it returns no boolean.
+    """
+    _check_sizes(B=B or 1, H=H or 1, Nq=Nq, Nk=Nk)
+    device = torch.device(device)
+    keys = torch.arange(-(-Nk // BLOCK) * BLOCK, device=device)
+    clamped = keys.clamp(max=Nk - 1)  # what the function reads may end there
+    each = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (0, 0, 0, None))
+
+    def rows(b: Tensor, h: Tensor, q: Tensor) -> Tensor:
+        return _booleans(each(b, h, q, clamped)) & (keys < Nk)
+
+    return _build(rows, B or 1, H or 1, Nq, Nk, device)
+
+
+def check_block_mask(given: object, batch: int, heads: int, num_q: int, num_k: int, device: torch.device) -> tuple:
+    """(starts, visits, bits) of a mask, ours or torch's, for a call of these sizes. Raises ValueError."""
+    if isinstance(given, BlockMask):
+        mask = given
+    elif hasattr(given, "kv_num_blocks") and hasattr(given, "mask_mod"):
+        if torch.compiler.is_compiling():
+            raise ValueError("block_mask is torch's; in torch.compile pass kernels.BlockMask.from_torch(block_mask)")
+        mask = _from_torch(given, num_q, num_k)
+    else:
+        raise ValueError(
+            f"block_mask has type {type(given).__name__}; expected a kernels.BlockMask, as kernels.block_mask and "
+            "BlockMask.from_dense make it, or torch's BlockMask"
+        )
+    if (mask.num_q, mask.num_k) != (num_q, num_k):
+        raise ValueError(f"block_mask is of {mask.num_q} x {mask.num_k} tokens; q and k have {num_q} x {num_k}")
+    for name, found, allowed in (("batch", mask.starts.shape[0], batch), ("heads", mask.starts.shape[1], heads)):
+        if found not in (1, allowed):
+            raise ValueError(f"block_mask has a {name} dimension of {found}; it must be 1 or q's {allowed}")
+    if mask.starts.device != device:
+        raise ValueError(f"block_mask is on {mask.starts.device} but q is on {device}; move them to one device")
+    return mask[:3]
+
+
+def block_table(starts: Tensor, visits: Tensor, num_q: int, num_k: int) -> Tensor:
+    """(batch, heads, blocks of queries, blocks of keys) int64: HIDDEN, FULL or the number of the block's pattern."""
+    q_blocks, k_blocks = -(-num_q // BLOCK), -(-num_k // BLOCK)
+    first, first_partial = starts[:, :, :q_blocks, :2].flatten(0, 2).unbind(1)
+    of_queries = visits[: visits.shape[0] // 2].long()
+    place = torch.arange(of_queries.shape[0], device=visits.device, dtype=torch.int32)
+    row = torch.searchsorted(first.contiguous(), place, right=True) - 1  # the last of those that begin there has it
+    entry = torch.where(place < first_partial[row], FULL, of_queries[:, 1])
+    table = torch.full((first.numel() * k_blocks,), HIDDEN, device=visits.device)
+    return table.scatter(0, row * k_blocks + of_queries[:, 0], entry).view(*starts.shape[:2], q_blocks, k_blocks)
+
+
+def pairs_of(
+    starts: Tensor, visits: Tensor, bits: Tensor, rows: Tensor, cols: Tensor, num_q: int, num_k: int
+) -> Tensor:
+    """Booleans (batch, heads, rows, cols) of queries (rows, 1) and keys (1, cols): the definition of the mask."""
+    entry = block_table(starts, visits, num_q, num_k)[:, :, rows // BLOCK, cols // BLOCK]
+    place = (entry.clamp(min=0) * 2 * BLOCK + rows % BLOCK) * 4 + cols % BLOCK // 32
+    bit = bits.flatten()[place] >> (cols % 32).to(torch.int32) & 1
+    return (entry == FULL) | (entry >= 0) & (bit == 1)
+
+
+# ---- building
+
+
+def _build(rows: Callable, batch: int, heads: int, num_q: int, num_k: int, device: torch.device) -> BlockMask:
+    """rows(b, h, q), three (n,) int64, gives booleans (n, Nk padded to whole blocks), False past Nk.
+
+    Rows past Nq repeat the last one, so that they make no block partial.
+    """
+    q_blocks, k_blocks = -(-num_q // BLOCK), -(-num_k // BLOCK)
+    lines = batch * heads * q_blocks  # of blocks
+    step = max(1, _PAIRS // (BLOCK * BLOCK * k_blocks))
+    full, partial, words = [], [], []
+    for first in range(0, lines, step):
+        row = torch.arange(first * BLOCK, min(first + step, lines) * BLOCK, device=device)
+        of_head, q = row // (q_blocks * BLOCK), row % (q_blocks * BLOCK)
+        seen = rows(of_head // heads, of_head % heads, q.clamp(max=num_q - 1))
+        found = _packed(seen).view(-1, BLOCK, k_blocks, 2).transpose(1, 2)
+        some, every = _kinds(found)
+        full.append(every)
+        partial.append(some & ~every)
+        words.append(found[partial[-1]])
+    shape = batch, heads, q_blocks, k_blocks
+    return _assemble(torch.cat(full).view(shape), torch.cat(partial).view(shape), torch.cat(words), num_q, num_k)
+
+
+def _packed(seen: Tensor) -> Tensor:
+    """Booleans (..., n) as int64 (..., n / 64), the first in the lowest bit."""
+    bytes_ = seen.contiguous().view(torch.int64) * _BITS_OF_BYTES >> 56
+    return bytes_.to(torch.uint8).view(torch.int64)
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """Booleans (..., 64 n) of int64 (..., n)."""
+    bytes_ = words.contiguous().view(torch.uint8)
+    return (bytes_[..., None] >> torch.arange(8, dtype=torch.uint8, device=words.device) & 1).bool().flatten(-2)
+
+
+def _kinds(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether blocks (..., 128, 2) show something, and whether they show everything."""
+    return (words != 0).flatten(-2).any(-1), (words == -1).flatten(-2).all(-1)
+
+
+def _assemble(full: Tensor, partial: Tensor, words: Tensor, num_q: int, num_k: int) -> BlockMask:
+    """full and partial (batch, heads, blocks of queries, blocks of keys) bool; words (partial ones, 128, 2) int64."""
+    words, numbers = _distinct(words)
+    pattern = torch.zeros(partial.shape, dtype=torch.int64, device=partial.device).masked_scatter_(partial, numbers)
+    starts, visits = [], []
+    for axes in ((2, 3), (3, 2)):  # a query's blocks of keys, then a key's blocks of queries
+        full, partial, pattern = (x.movedim(axes, (2, 3)) for x in (full, partial, pattern))
+        kinds = torch.stack((full, partial), dim=3)
+        b, h, row, kind, col = kinds.nonzero(as_tuple=True)
+        visits.append(torch.stack((col, pattern[b, h, row, col] * kind), dim=1))
+        ends = kinds.sum(-1).flatten().cumsum(0).view(kinds.shape[:-1]) + sum(map(len, visits[:-1]))
+        first, first_partial = (ends - kinds.sum(-1)).unbind(-1)
+        most = (ends[..., 1] - first).argsort(dim=-1, descending=True, stable=True)
+        starts.append(torch.stack((first, first_partial, ends[..., 1], most), dim=-1))
+    transposed = torch.cat([_packed(_unpacked(part).transpose(1, 2)) for part in words.split(_PATTERNS)])
+    return BlockMask(
+        torch.cat(starts, dim=2).to(torch.int32),
+        torch.cat(visits).to(torch.int32),
+        torch.stack((words, transposed), dim=1).view(torch.int32),
+        num_q,
+        num_k,
+    )
+
+
+def _distinct(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Different patterns (at least one), and the number of each given one's.
+
+    Found by a hash, which is then checked: where two patterns share one, all are kept as they are.
+    """
+    count = words.shape[0]
+    if count == 0:
+        return words.new_zeros(1, BLOCK, 2), words.new_zeros(0)
+    weights = torch.full((2 * BLOCK,), _ODD, device=words.device).cumprod(0)
+    mixed = words.flatten(1) * weights
+    mixed = (mixed ^ (mixed >> 29)) * _ODD  # else words that differ in their highest bits alone would cancel
+    _, numbers = torch.unique((mixed ^ (mixed >> 32)).sum(1), return_inverse=True)
+    order = torch.arange(count, device=words.device)
+    first = torch.full_like(order, count).scatter_reduce_(0, numbers, order, "amin")
+    kept = words[first[: int(numbers.max()) + 1]]
+    return (kept, numbers) if torch.equal(kept[numbers], words) else (words, order)
+
+
+# ---- torch's BlockMask
+
+# torch's mask, while it lives -> (the versions of its lists, sizes, our mask): a model's layers all pass the same one
+_CONVERTED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
+    """Converted once for each version of its lists, which waits for the GPU."""
+    lists = [(given.kv_num_blocks, given.kv_indices), (given.full_kv_num_blocks, given.full_kv_indices)]
+    described = given.mask_mod, num_q, num_k, *(x if x is None else x._version for pair in lists for x in pair)
+    if (kept := _CONVERTED.get(given)) is not None and kept[0] == described:
+        return kept[1]
+    if tuple(given.BLOCK_SIZE) != (BLOCK, BLOCK):
+        raise ValueError(f"block_mask has BLOCK_SIZE {given.BLOCK_SIZE}; make it with BLOCK_SIZE={BLOCK}")
+    q_blocks, k_blocks = -(-num_q // BLOCK), -(-num_k // BLOCK)
+    numbers = given.kv_num_blocks
+    if (
+        numbers.dim() != 3
+        or numbers.shape[2] != q_blocks
+        or any(
+            not small <= long <= BLOCK * blocks
+            for small, long, blocks in zip((num_q, num_k), given.seq_lengths, (q_blocks, k_blocks), strict=True)
+        )
+    ):
+        raise ValueError(f"block_mask is torch's of {tuple(given.shape)}; q and k have {num_q} x {num_k} tokens")
+    partial = _listed(*lists[0], k_blocks)
+    full = torch.zeros_like(partial) if lists[1][0] is None else _listed(*lists[1], k_blocks)
+    partial &= ~full
+    if num_k % BLOCK:  # keys past Nk are hidden, also in blocks that are called full
+        partial[..., -1] |= full[..., -1]
+    b, h, q, k = partial.nonzero(as_tuple=True)
+    within = torch.arange(BLOCK, device=numbers.device)
+    rows, cols = (q[:, None] * BLOCK + within).clamp(max=num_q - 1), k[:, None] * BLOCK + within
+    each = torch.vmap(torch.vmap(given.mask_mod, (None, None, None, 0)), (None, None, 0, None))
+    words = [torch.zeros(0, BLOCK, 2, dtype=torch.int64, device=b.device)]
+    for part in torch.arange(len(b), device=b.device).split(_PAIRS // BLOCK**2) if len(b) else ():
+        at = b[part], h[part], rows[part], cols[part].clamp(max=num_k - 1)
+        seen = _booleans(torch.vmap(each)(*at)) | full[b[part], h[part], q[part], k[part], None, None]
+        words.append(_packed(seen & (cols[part] < num_k)[:, None, :]))
+    words = torch.cat(words)
+    some, every = _kinds(words)
+    full = full & ~partial
+    full[b, h, q, k] = every
+    partial[b, h, q, k] = some & ~every
+    mask = _assemble(full, partial, words[some & ~every], num_q, num_k)
+    _CONVERTED[given] = described, mask
+    return mask
+
+
+def _listed(numbers: Tensor, indices: Tensor, blocks: int) -> Tensor:
+    """Which blocks (batch, heads, blocks of queries, blocks of keys) torch's lists name."""
+    named = torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
+    table = torch.zeros(*numbers.shape, blocks + 1, dtype=torch.bool, device=indices.device)
+    return table.scatter_(-1, torch.where(named, indices, blocks).long(), True)[..., :blocks]
+
+
+def _booleans(seen: Tensor) -> Tensor:
+    if seen.dtype != torch.bool:
+        raise ValueError(f"mask_mod returned {seen.dtype}; it must return a boolean, True where the query sees the key")
+    return seen
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}; it must be an integer of at least 1")

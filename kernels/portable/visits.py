@@ -1,0 +1,120 @@
+"""A block mask in a kernel: the blocks that a tile meets, and the bits of a partial one."""
+
+import triton
+import triton.language as tl
+
+from ..block_masks import BLOCK
+from ..call import Options
+from .record import record
+from .tiles import section_tile
+
+MASK_BLOCK = tl.constexpr(BLOCK)
+
+
+@record
+class Visits:
+    """What a row of blocks meets: first the full ones, then the partial ones. A visit takes 128 positions in a loop."""
+
+    entries: tl.tensor  # pointer to (block, pattern) of the first
+    full: tl.tensor  # the positions where the full ones end
+    end: tl.tensor
+    bits: tl.tensor  # pointer to the patterns
+    SIDE: tl.constexpr  # 0: rows are queries, 1: rows are keys
+
+
+@triton.jit
+def _line(switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr):
+    """Where the lists of a head of queries begin."""
+    which = 0
+    if OF_HEAD:
+        which = batch * num_heads + head if OF_BATCH else head
+    elif OF_BATCH:
+        which = batch
+    return switches.mask_starts + which * (tl.cdiv(q_tokens, MASK_BLOCK) + tl.cdiv(k_tokens, MASK_BLOCK)) * 4
+
+
+@triton.jit
+def busiest_first(
+    switches, num_heads, group_size, q_tokens, k_tokens, num_batch_heads, heads_per_section,
+    OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What this program owns, as (tile, batch * head): tiles of ROWS rows whose blocks have the most visits first.
+
+    group_size: query heads for each of the heads that are counted, whose first says the order.
+    """
+    num_tokens = k_tokens if SIDE else q_tokens
+    parts: tl.constexpr = MASK_BLOCK // ROWS
+    num_tiles = tl.cdiv(num_tokens, MASK_BLOCK) * parts
+    ordinal, batch_head = section_tile(tl.program_id(0), num_tiles, num_batch_heads, heads_per_section, False)
+    heads = num_heads // group_size
+    batch = batch_head // heads
+    head = (batch_head - batch * heads) * group_size
+    line = _line(switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD)
+    number = ordinal // parts
+    if SIDE:
+        number += tl.cdiv(q_tokens, MASK_BLOCK)
+    block = tl.load(line + number * 4 + 3)
+    return block * parts + ordinal % parts, batch_head
+
+
+@triton.jit
+def visits_of(
+    start, switches, batch, head, num_heads, q_tokens, k_tokens,
+    OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """The visits of the rows from `start` on, which lie in one block."""
+    number = start // MASK_BLOCK
+    if SIDE:
+        number += tl.cdiv(q_tokens, MASK_BLOCK)
+    entry = _line(switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD) + number * 4
+    first = tl.load(entry)
+    full, end = (tl.load(entry + 1) - first) * MASK_BLOCK, (tl.load(entry + 2) - first) * MASK_BLOCK
+    return Visits(switches.mask_visits + first.to(tl.int64) * 2, full, end, switches.mask_bits, SIDE)
+
+
+@triton.jit
+def visited(position, visits):
+    """The first token of the tile at a position; without visits the position itself."""
+    if visits is None:
+        return position
+    else:
+        place = position // MASK_BLOCK
+        return tl.load(visits.entries + place * 2) * MASK_BLOCK + (position - place * MASK_BLOCK)
+
+
+@triton.jit
+def bits_at(position, visits):
+    """Where the pattern of the partial block at a position begins."""
+    pattern = tl.load(visits.entries + position // MASK_BLOCK * 2 + 1)
+    return visits.bits + (pattern.to(tl.int64) * 2 + visits.SIDE) * (MASK_BLOCK * 4)
+
+
+@triton.jit
+def shown(bits, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Booleans (ROWS, COLS): which pairs a pattern shows from (row, col) on.
+
+    A word of 32 columns is loaded once a row; which word and which bit a column has is known to the compiler.
+    """
+    cols = tl.arange(0, COLS)[None, :]
+    words = bits + (row % MASK_BLOCK + tl.arange(0, ROWS)) * 4 + col % MASK_BLOCK // 32
+    word = tl.load(words)[:, None]
+    if COLS == 64:
+        word = tl.where(cols < 32, word, tl.load(words + 1)[:, None])
+    elif COLS == 128:
+        low = tl.where(cols < 32, word, tl.load(words + 1)[:, None])
+        high = tl.where(cols < 96, tl.load(words + 2)[:, None], tl.load(words + 3)[:, None])
+        word = tl.where(cols < 64, low, high)
+    bit = cols % 32 if COLS >= 32 else (col + cols) % 32
+    return ((word >> bit) & 1) != 0
+
+
+def mask_constants(options: Options) -> dict[str, bool]:
+    """Which dimensions a block mask has; of none without one."""
+    batch, heads = options.mask_starts.shape[:2] if options.masked else (1, 1)
+    return {"MASK_OF_BATCH": batch > 1, "MASK_OF_HEAD": heads > 1}
+
+
+def mask_tiles(num_tokens: int, block: int) -> int:
+    """Tiles to launch over num_tokens rows of a block mask: whole blocks of it."""
+    assert BLOCK % block == 0
+    return -(-num_tokens // BLOCK) * (BLOCK // block)

@@ -1,0 +1,349 @@
+"""Context parallelism: the ranks of a process group share each sequence, and attention exchanges what they lack.
+
+Three ways, over the attention that the model names; W is the number of ranks, n = N / W a rank's tokens:
+
+    way     a rank's tokens        exchanged                    kept for the backward, beside the model's q
+    heads   piece r of W           q, k, v and O, all-to-all    as one GPU: q, k, v, O of N tokens, H / W heads
+    gather  chunks r, 2W - 1 - r   K and V, all-gathered        K and V of all N tokens; O of n
+    ring    chunks r, 2W - 1 - r   K and V, passed on           q, k, v, O and LSE of n tokens
+
+`heads` (DeepSpeed-Ulysses, arXiv:2309.14509) moves least and needs W to divide Hkv: a rank computes all tokens of some
+heads, so it has one process's bits. In `gather` a rank's queries meet all keys up to their own by two ordinary calls,
+because the causal mask is aligned bottom-right; the first and the last chunk of 2W, the second and the last but one and
+so on are as much work for each rank (zig-zag). It keeps the gathered keys: with
+model.activation_checkpointing=full, which long sequences want anyway, they live for one layer and are gathered again
+once, where a backward that always gathers them would do it twice. `ring` (arXiv:2310.01889) holds the least, and the
+transfer of the next block hides behind the work on this one; each block's O is rounded to q's dtype before they are
+merged in float32, and it takes no window, documents or dropout.
+
+Every exchange is an all-to-all or an all-gather: sums over ranks are made here, in float32 and in the order of ranks,
+so that the same W gives the same bits whatever the network's library does. Gradients of weights and sinks are those of
+this rank's tokens or heads: whoever trains adds them over the group. `heads` and `gather` can be traced by
+torch.compile.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+
+from model.attention import ALL, AttentionFunction, Documents, flash
+
+KNOWN = {"scale", "softcap", "alibi_slopes", "sinks", "dropout_p"}  # options that mean the same to a part of the rows
+
+
+# --- which tokens are whose
+
+
+def part_of(x: Tensor, rank: int, world: int, method: str, dim: int = 1) -> Tensor:
+    """The rank's tokens of x, whose dimension `dim` holds all N, contiguous."""
+    if method == "heads":
+        return x.chunk(world, dim)[rank].contiguous()
+    chunks = x.chunk(2 * world, dim)
+    return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """(W, B, n, ...) zig-zag parts of all ranks -> (B, N, ...)."""
+    first, last = parts.unflatten(2, (2, -1)).unbind(2)
+    return torch.cat((*first, *reversed(last.unbind())), dim=1)
+
+
+def _in_parts(x: Tensor, world: int) -> Tensor:
+    """The inverse of `_in_order`."""
+    chunks = x.chunk(2 * world, dim=1)
+    paired = [chunk for rank in range(world) for chunk in (chunks[rank], chunks[-1 - rank])]
+    return torch.cat(paired, dim=1).unflatten(1, (world, -1)).movedim(1, 0)
+
+
+# --- exchanges; the functional collectives are those that torch.compile can trace
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(W, ...): piece w goes to rank w; returns what each rank sent here, in their order."""
+    return collectives.wait_tensor(collectives.all_to_all_single(x.contiguous(), None, None, group))
+
+
+class _AllToAll(torch.autograd.Function):
+    """`_all_to_all`, differentiable: it is its own inverse."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return _all_to_all(dx, ctx.group), None
+
+
+class _Keys(torch.autograd.Function):
+    """kv (B, n, 2 Hkv, D) of each rank -> those of the first `end` tokens, (B, end, 2 Hkv, D), for each of `ends`.
+
+    Backward adds up the gradients in float32, within the rank and then over the ranks: one rounding a rank on the way,
+    and one at the end.
+    """
+
+    @staticmethod
+    def forward(ctx, kv, group, ends):
+        ctx.group = group
+        world = dist.get_world_size(group)
+        parts = collectives.wait_tensor(collectives.all_gather_tensor(kv.contiguous(), 0, group))
+        ordered = _in_order(parts.unflatten(0, (world, -1)))
+        ctx.tokens = ordered.size(1)
+        return tuple(ordered[:, :end] for end in ends)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        like = gradients[0]
+        wide = torch.promote_types(like.dtype, torch.float32)
+        total = like.new_zeros(like.size(0), ctx.tokens, *like.shape[2:], dtype=wide)
+        for gradient in gradients:
+            total[:, : gradient.size(1)] += gradient
+        parts = _in_parts(total.to(like.dtype), dist.get_world_size(ctx.group))
+        return _all_to_all(parts, ctx.group).sum(0, dtype=wide).to(like.dtype), None, None
+
+
+def _pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send x to the next rank; returns what the one before sends, there after `collectives.wait_tensor`."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    sent, received = [0] * world, [0] * world
+    sent[(rank + 1) % world] = received[(rank - 1) % world] = x.numel()
+    return collectives.all_to_all_single(x.contiguous().view(-1), received, sent, group).view(x.shape)
+
+
+# --- the three ways
+
+
+def heads(
+    attend: AttentionFunction,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    causal: bool = False,
+    window: tuple[int, int] = ALL,
+    documents: Documents | None = None,
+    **options,
+) -> Tensor:
+    """Attention of sequences whose tokens lie in W pieces: each rank computes all tokens of 1 / W of the heads.
+
+    Args:
+        attend: the attention of one process.
+        q, k, v: (B, Hq, n, D), (B, Hkv, n, D) twice, this rank's piece; W divides Hkv.
+        documents: of the whole row of N tokens; B is 1.
+        options: scale, softcap, alibi_slopes (Hq,) or (B, Hq), sinks (Hq,), dropout_p, as `attend` takes them.
+            Dropout draws this rank's seed: the ranks' random streams must differ.
+
+    Returns (B, Hq, n, D). Raises ValueError where W does not divide Hkv.
+    """
+    _refuse_unknown("heads", options)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if k.size(1) % world:
+        raise ValueError(f"parallel.context={world} does not divide {k.size(1)} KV heads; use {_instead('heads')}")
+    for name in options.keys() & {"alibi_slopes", "sinks"}:
+        if options[name] is not None:
+            options[name] = options[name].chunk(world, dim=-1)[rank]
+    # tokens before heads: with B = 1 what arrives is in place
+    pieces = [x.unflatten(1, (world, -1)).permute(1, 0, 3, 2, 4) for x in (q, k, v)]  # (W, B, n, H / W, D)
+    qkv = _AllToAll.apply(torch.cat(pieces, dim=3), group).movedim(0, 1).flatten(1, 2)  # (B, N, all H / W, D)
+    whole = [x.transpose(1, 2) for x in qkv.split([piece.size(3) for piece in pieces], dim=2)]
+    o = attend(*whole, causal=causal, window=window, documents=documents, **_given(options))  # (B, Hq / W, N, D)
+    o = _AllToAll.apply(o.transpose(1, 2).unflatten(1, (world, -1)).movedim(1, 0), group)  # (W, B, n, Hq / W, D)
+    return o.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+
+
+def gather(
+    attend: AttentionFunction,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    causal: bool = False,
+    window: tuple[int, int] = ALL,
+    documents: tuple[Documents, ...] | None = None,
+    **options,
+) -> Tensor:
+    """Attention of zig-zag parts: each rank gathers K and V, and its two chunks of queries meet what they see.
+
+    Args and returns as `heads`, for any W; `documents` of each chunk, by `documents_of_chunks`. Raises ValueError for a
+    window or documents that are not causal.
+    """
+    _refuse_unknown("gather", options)
+    if not causal and (window != ALL or documents is not None):
+        raise ValueError("parallel.context_method=gather needs causal=True with a window or documents")
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if causal:
+        ends, queries = _chunk_ends(rank, world, q.size(2) * world), q.chunk(2, dim=2)
+    else:
+        ends, queries = (q.size(2) * world,), (q,)
+    outputs = []
+    for i, keys in enumerate(_Keys.apply(_tokens_first(k, v), group, ends)):
+        packed = None if documents is None else documents[i]
+        part = attend(
+            queries[i], *_heads_first(keys), causal=causal, window=window, documents=packed, **_given(options)
+        )
+        outputs.append(part.transpose(1, 2))
+    return torch.cat(outputs, dim=1).transpose(1, 2)
+
+
+def documents_of_chunks(cu_seqlens: Tensor, tokens: int, rank: int, world: int) -> tuple[Documents, Documents]:
+    """What `gather` needs of documents in a row of N = `tokens`: for each chunk, how much of each it asks and sees.
+
+    cu_seqlens: (documents + 1,) int32 of the whole row. A document ends for queries and keys where the chunk ends, so
+    that its last query still sees its last key; those before the chunk have keys and no queries.
+    """
+    size = tokens // (2 * world)
+    return tuple(
+        Documents(((cu_seqlens - (end - size)).clamp(0, size), cu_seqlens.clamp(max=end)), (size, end))
+        for end in _chunk_ends(rank, world, tokens)
+    )
+
+
+@torch.compiler.disable  # traced, each transfer is waited for at once, and torch 2.11 gave wrong gradients
+def ring(
+    attend: AttentionFunction,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: tuple[int, int] = ALL,
+    **others,
+) -> Tensor:
+    """Attention of zig-zag parts: K and V go round, each rank merges what it sees of each block by its LSE.
+
+    Args and returns as `heads`, for any W. `attend` also takes `return_lse`; scale is positive. Raises ValueError for
+    what it cannot do: window, documents, dropout, ALiBi, sinks.
+    """
+    beyond = [name for name, value in {"window": window != ALL, **others}.items() if _is_asked(value)]
+    if beyond:
+        raise ValueError(f"parallel.context_method=ring takes no {' or '.join(beyond)}; use {_instead('ring')}")
+    scale = q.size(3) ** -0.5 if scale is None else scale
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}; with parallel.context_method=ring it must be positive")
+    return _Ring.apply(q, _tokens_first(k, v), group, attend, causal, {"scale": scale, "softcap": softcap})
+
+
+class _Ring(torch.autograd.Function):
+    """Keeps q, k, v, O and LSE of the rank. K and V go round in both passes, and dK, dV with them in the second."""
+
+    @staticmethod
+    def forward(ctx, q, kv, group, attend, causal, options):
+        ctx.call = group, attend, causal, options
+        own, o, lse = kv, None, None
+        for rows, cols, masked, is_last in _blocks(group, causal, q.size(2)):
+            arriving = None if is_last else _pass_on(kv, group)
+            block = attend(q[:, :, rows], *_heads_first(kv[:, cols]), causal=masked, return_lse=True, **options)
+            if o is None:  # the rank's own keys, which all its queries see
+                o, lse = (x.to(block[1].dtype, copy=True) for x in block)  # selective checkpointing keeps what it saw
+            else:
+                _merge(o[:, :, rows], lse[:, :, rows], *block)
+            kv = None if is_last else collectives.wait_tensor(arriving)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, own, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        group, attend, causal, options = ctx.call
+        q, kv, o, lse = ctx.saved_tensors
+        gradients = _flash_gradients if attend is flash else _gradients_by_autograd
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
+        for rows, cols, masked, is_last in _blocks(group, causal, q.size(2)):
+            arriving = None if is_last else _pass_on(kv, group)
+            ours = (x[:, :, rows] for x in (do, q, o, lse))
+            block = gradients(attend, *ours, *_heads_first(kv[:, cols]), causal=masked, **options)
+            dq[:, :, rows] += block[0]
+            dkv = collectives.wait_tensor(dkv)  # it was on its way during the block
+            dkv[:, cols] += _tokens_first(*block[1:])
+            dkv = _pass_on(dkv, group)
+            kv = None if is_last else collectives.wait_tensor(arriving)
+        # passed on W times it is at home
+        return dq.to(q.dtype), collectives.wait_tensor(dkv).to(q.dtype), None, None, None, None
+
+
+def _blocks(group: dist.ProcessGroup, causal: bool, tokens: int) -> Iterator[tuple[slice, slice, bool, bool]]:
+    """For each step of the ring: the rows of q, the columns of k, whether their mask is causal, whether it is the last.
+
+    Of another rank's two chunks the causal mask shows all or nothing: of an earlier rank the first one to all queries,
+    of a later rank both to the second chunk of queries.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    everything = slice(0, tokens)
+    for step in range(world):
+        source = (rank - step) % world
+        rows = slice(tokens // 2, tokens) if causal and source > rank else everything
+        cols = slice(0, tokens // 2) if causal and source < rank else everything
+        yield rows, cols, causal and source == rank, step + 1 == world
+
+
+def _merge(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
+    """Put a block into O and LSE, weighted by its share of the softmax's denominator; in place."""
+    total = torch.logaddexp(lse, lse_block)
+    o.lerp_(o_block.to(o.dtype), torch.exp(lse_block - total)[..., None])
+    lse.copy_(total)
+
+
+def _flash_gradients(_, do, q, o, lse, k, v, *, causal, scale, softcap) -> tuple[Tensor, ...]:
+    """dQ, dK, dV of a block, by the kernels' backward: it takes O and LSE of whole rows."""
+    backward = torch.ops.flashgpt.flash_bwd.default
+    return backward(do, None, q, k, v, o, lse, causal, scale, softcap=softcap)[:3]
+
+
+def _gradients_by_autograd(attend, do, q, o, lse, k, v, **options) -> tuple[Tensor, ...]:
+    """dQ, dK, dV of a block, for any attention: O = sum of share * O_block, and share = exp(LSE_block - LSE)."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        o_block, lse_block = attend(*inputs, return_lse=True, **options)
+    do_block = do * torch.exp(lse_block.detach() - lse)[..., None]
+    dlse_block = (do_block * (o_block.detach() - o)).sum(-1)
+    return torch.autograd.grad((o_block, lse_block), inputs, (do_block.to(do.dtype), dlse_block.to(lse.dtype)))
+
+
+WAYS: dict[str, Callable[..., Tensor]] = {"heads": heads, "gather": gather, "ring": ring}
+
+
+# --- small things that the ways share
+
+
+def _chunk_ends(rank: int, world: int, tokens: int) -> tuple[int, int]:
+    """Where the rank's two chunks of the 2W end."""
+    size = tokens // (2 * world)
+    return (rank + 1) * size, (2 * world - rank) * size
+
+
+def _tokens_first(k: Tensor, v: Tensor) -> Tensor:
+    """(B, Hkv, n, D) twice -> (B, n, 2 Hkv, D), contiguous."""
+    return torch.cat((k.transpose(1, 2), v.transpose(1, 2)), dim=2)
+
+
+def _heads_first(kv: Tensor) -> list[Tensor]:
+    """The inverse of `_tokens_first`, by views."""
+    return [x.transpose(1, 2) for x in kv.chunk(2, dim=2)]
+
+
+def _given(options: dict) -> dict:
+    """Without those that are off, which not every attention knows."""
+    return {name: value for name, value in options.items() if _is_asked(value)}
+
+
+def _is_asked(value: object) -> bool:
+    return isinstance(value, Tensor) or value not in (None, False, 0.0)
+
+
+def _refuse_unknown(method: str, options: dict) -> None:
+    if unknown := sorted(options.keys() - KNOWN):
+        raise ValueError(f"parallel.context_method={method} takes no {', '.join(unknown)}; use parallel.context=1")
+
+
+def _instead(method: str) -> str:
+    return "parallel.context_method=gather" if method == "heads" else "parallel.context_method=heads or gather"

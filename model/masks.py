@@ -1,0 +1,71 @@
+"""Patterns of attention by name, `model.mask`: which token sees which, beside plain causal attention."""
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from kernels import BlockMask, block_mask
+
+# name -> what its number N counts, and who sees whom; all but prefix are causal. W is model.window.
+PATTERNS = {
+    "prefix": "the first N tokens see each other both ways, and all tokens see them",
+    "bigbird": "the W tokens before, the first N tokens, and one block of 64 x 64 in twenty, drawn once",
+    "dilated": "W tokens, every N-th one back",
+}
+RANDOM_BLOCK = 64  # tokens
+NO_WINDOW = 2**40
+
+
+def parse_mask(mask: str) -> tuple[str, int]:
+    """(name, N) of "name:N". Raises ValueError."""
+    found = re.fullmatch(r"(\w+):(\d+)", mask)
+    if found is None or found[1] not in PATTERNS or not 1 <= int(found[2]) <= 2**30:
+        known = ", ".join(f"{name}:N ({meaning})" for name, meaning in PATTERNS.items())
+        raise ValueError(f"model.mask={mask} is unknown; use null or one of {known}")
+    return found[1], int(found[2])
+
+
+def mask_mod(mask: str, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The pattern as `kernels.block_mask` takes it."""
+    name, n = parse_mask(mask)
+    w = NO_WINDOW if window is None else window
+
+    def prefix(b, h, q, k):
+        return (k <= q) & (q - k < w) | (k < n)
+
+    def bigbird(b, h, q, k):
+        # a hash in place of a table, so that it has no size
+        mixed = (q // RANDOM_BLOCK * 0x9E3779B1 + k // RANDOM_BLOCK * 0x85EBCA77 + 1) * 0xC2B2AE3D
+        return (k <= q) & ((q - k < w) | (k < n) | ((mixed >> 20) % 20 == 0))
+
+    def dilated(b, h, q, k):
+        return (k <= q) & ((q - k) % n == 0) & (q - k < w * n)
+
+    return {"prefix": prefix, "bigbird": bigbird, "dilated": dilated}[name]
+
+
+class Pattern(nn.Module):
+    """The block mask of `model.mask`, built once for the longest context; all layers share one.
+
+    On the meta device it is none: sizes do not depend on it.
+    """
+
+    def __init__(self, mask: str, window: int | None, seq_len: int, device: torch.device | str):
+        super().__init__()
+        self.mod, self.seq_len = mask_mod(mask, window), seq_len
+        made = self._made(seq_len, device) if torch.device(device).type != "meta" else None
+        for name in BlockMask._fields[:3]:  # tensors that move with the model, and are no part of a checkpoint
+            self.register_buffer(name, getattr(made, name, None), persistent=False)
+
+    def forward(self, num_tokens: int) -> BlockMask | None:
+        """The mask of the first tokens. A shorter context has one made for it at each call."""
+        if self.starts is None:
+            return None
+        if num_tokens != self.seq_len:
+            return self._made(num_tokens, self.starts.device)
+        return BlockMask(self.starts, self.visits, self.bits, num_tokens, num_tokens)
+
+    def _made(self, num_tokens: int, device: torch.device | str) -> BlockMask:
+        return block_mask(self.mod, None, None, num_tokens, num_tokens, device)

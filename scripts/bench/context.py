@@ -1,0 +1,163 @@
+"""Speed of context parallelism: `python -m scripts.bench.context gpus=2` times attention whose rows several GPUs share.
+
+It starts one process a GPU itself. One row for each length and way: p50 of forward and backward together, how many
+times as fast as `flash_attention` on one GPU with all tokens, the peak of memory beyond the inputs, and, for `heads`,
+whether O and all gradients have the bits of one GPU. Causal, batch 1. Where one GPU's memory does not suffice, the ways
+have no figure beside it.
+
+The last line is one JSON object. Without CUDA it is a smoke test over gloo: its figures mean nothing.
+"""
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from conf.program import program
+from model.attention import AttentionFunction, flash
+from model.context import WAYS, part_of
+from scripts.bench.clock import Mark, peak_bytes
+from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
+from training.hardware import Hardware, HardwareConfig, set_up
+from training.speed import attention_flops
+
+
+@dataclass
+class ContextBenchSettings:
+    gpus: int = 2  # processes, one a GPU
+    seq_len: list[int] = field(default_factory=lambda: [131072, 262144])  # tokens of the shared row
+    methods: list[str] = field(default_factory=lambda: list(WAYS))  # heads | gather | ring
+    num_heads: int = 12  # of q
+    num_kv_heads: int = 12  # of k and v
+    head_dim: int = 64  # elements
+    runs: int = 7  # of each, after two that are not counted
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+
+    def __post_init__(self) -> None:
+        refuse_unknown("bench", self, methods=WAYS)
+        refuse_below_one("", self, "gpus", "seq_len", "num_heads", "num_kv_heads", "head_dim", "runs")
+
+
+@program("tool", ContextBenchSettings, run_dir="runs/bench_context")
+def main(settings: ContextBenchSettings, run_dir: Path) -> None:
+    found = torch.cuda.device_count()
+    if torch.cuda.is_available() and found < settings.gpus:
+        raise ValueError(f"gpus={settings.gpus} but there are {found}; use gpus={found}")
+    hardware = set_up(settings.hardware)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (settings, folder), nprocs=settings.gpus)
+        rows = torch.load(f"{folder}/rows")
+    more = {"heads": [settings.num_heads, settings.num_kv_heads, settings.head_dim]}
+    report = Report("bench_context", run_dir, f"{settings.gpus} x {hardware.description}", rows, more)
+    title = f"attention, forward and backward, causal, {settings.num_heads} heads of {settings.head_dim}"
+    report.finish(table(rows, NAMES, FIGURES, title, "bits: O, dQ, dK and dV are one GPU's"))
+
+
+NAMES: Columns = {"tokens": "{seq_len:,}", "way": "{way}", "GPUs": "{gpus}"}
+FIGURES: Columns = {
+    "forward ms": "{forward_ms:.2f}",
+    "both ms": "{ms:.2f}",
+    "x one GPU": "{speedup:.3f}",
+    "TFLOP/s a GPU": "{tflops:.0f}",
+    "GiB beyond inputs": "{extra_gib:.2f}",
+    "bits": "{bits}",
+}
+
+
+def work(rank: int, settings: ContextBenchSettings, folder: str) -> None:
+    """One process: all cases; the first writes the rows."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast is not needed, and not allowed in every container
+    hardware = set_up(settings.hardware)
+    device = hardware.device
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    where = {"rank": rank, "world_size": settings.gpus, "device_id": device if backend == "nccl" else None}
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", **where)
+    rows: list[Row] = []
+    for seq_len in settings.seq_len:
+        tensors = make(settings, seq_len, device, hardware)
+        alone, exact = measured(flash, *tensors, settings.runs, device)
+        rows.append({"way": "one", "gpus": 1} | facts(settings, seq_len, 1, alone))
+        for method in settings.methods:
+            parts = [part_of(x, rank, settings.gpus, method, dim=2) for x in tensors]
+            row = {"way": method, "gpus": settings.gpus}
+            try:
+                way = partial(WAYS[method], flash, group=dist.group.WORLD)
+                shared, results = measured(way, *parts, settings.runs, device)
+                row |= facts(settings, seq_len, settings.gpus, shared) | {"speedup": alone["ms"] / shared["ms"]}
+                row["bits"] = same_bits(results, [part_of(x, rank, settings.gpus, method, dim=2) for x in exact])
+            except ValueError as error:
+                row |= {"seq_len": seq_len, "error": str(error)}
+            rows.append(row)
+    if rank == 0:
+        torch.save(rows, f"{folder}/rows")
+    dist.destroy_process_group()
+
+
+def make(settings: ContextBenchSettings, seq_len: int, device: torch.device, hardware: Hardware) -> list[Tensor]:
+    """q, k, v and dO as the model has them, (1, H, N, D) stored with tokens before heads; the same in each process."""
+    draw = torch.Generator(device).manual_seed(0)
+    heads = settings.num_heads, settings.num_kv_heads, settings.num_kv_heads, settings.num_heads
+    shapes = [(1, seq_len, number, settings.head_dim) for number in heads]
+    return [torch.randn(s, generator=draw, device=device, dtype=hardware.dtype).transpose(1, 2) for s in shapes]
+
+
+def measured(
+    attend: AttentionFunction, q: Tensor, k: Tensor, v: Tensor, do: Tensor, runs: int, device: torch.device
+) -> tuple[Row, list[Tensor]]:
+    """Milliseconds of forward and of both passes, of the slowest process; and O, dQ, dK, dV."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def both() -> list[Tensor]:
+        o = attend(*inputs, causal=True)
+        return [o.detach(), *torch.autograd.grad(o, inputs, do)]
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(*inputs, causal=True)
+
+    times = {"forward_ms": median_ms(forward, runs, device), "ms": median_ms(both, runs, device)}
+    extra = peak_bytes(both, device)
+    return times | {"extra_gib": None if extra is None else extra / 2**30}, both()
+
+
+def median_ms(call: Callable[[], object], runs: int, device: torch.device) -> float:
+    """All processes begin a run together and run as often; a run takes as long as in the slowest of them."""
+    spans = []
+    for _ in range(runs + 2):
+        dist.barrier()
+        begin = Mark(device)
+        call()
+        spans.append((begin, Mark(device)))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    times = torch.tensor([1e3 * begin.seconds_to(end) for begin, end in spans[2:]], device=device)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return statistics.median(times.tolist())
+
+
+def facts(settings: ContextBenchSettings, seq_len: int, gpus: int, times: Row) -> Row:
+    pairs = settings.num_heads * seq_len * (seq_len + 1) / 2
+    flops = 3.5 * attention_flops(pairs, settings.head_dim)  # backward has five products, forward two
+    return times | {"seq_len": seq_len, "tflops": flops / times["ms"] / 1e9 / gpus}
+
+
+def same_bits(got: list[Tensor], want: list[Tensor]) -> bool:
+    """In all processes."""
+    same = torch.tensor([int(all(map(torch.equal, got, want)))], device=got[0].device)
+    dist.all_reduce(same, dist.ReduceOp.MIN)
+    return bool(same.item())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Speed of block masks: `python -m scripts.bench.masks` times ours beside FlexAttention's in one process.
+
+A row is a mask of `scripts.bench.mask_table`, a head_dim and a pass: milliseconds of both with a cold L2 cache, the
+medians of rounds in which they take turns, and how often ours goes into FlexAttention's; on forward rows also how long
+each takes to build its mask. Two masks more say what a block costs: `all full` and `all partial`, beside the same call
+without a mask on the portable kernels ("dense": the share of its speed a block), and on those that are chosen.
+
+The last line is one JSON object. On a CPU with TRITON_INTERPRET=1, where FlexAttention is left out, it is a smoke test.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from conf.program import program
+from kernels import block_mask, flash_attention
+from kernels.call import Options
+from kernels.portable.backward import launch_flash_bwd
+from kernels.portable.forward import launch_flash_fwd
+from scripts.bench.clock import measure
+from scripts.bench.mask_table import masks
+from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
+from training.hardware import HardwareConfig, set_up
+
+BLOCKS = {"all full": lambda b, h, q, k: k >= 0, "all partial": lambda b, h, q, k: (q + k) % 64 > 0}
+KNOWN = (*masks(1), *BLOCKS)
+PASSES = ("forward", "backward")
+
+
+@dataclass
+class BenchConfig:
+    mask: list[str] = field(default_factory=lambda: list(KNOWN))  # of mask_table.py | all full | all partial
+    seq_len: int = 16384  # tokens of queries and of keys
+    head_dim: list[int] = field(default_factory=lambda: [64, 128])  # 16 to 256
+    hidden: int = 2048  # heads times head_dim
+    passes: list[str] = field(default_factory=lambda: list(PASSES))  # forward | backward
+    rounds: int = 3  # in which all take turns
+    budget_ms: float = 60.0  # of one call in one round
+
+    def __post_init__(self) -> None:
+        refuse_unknown("bench", self, mask=KNOWN, passes=PASSES)
+        refuse_below_one("bench.", self, "seq_len", "head_dim", "hidden", "rounds")
+
+
+@dataclass
+class BenchSettings:
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+
+
+@program("tool", BenchSettings, run_dir="runs/bench_masks")
+def main(settings: BenchSettings, run_dir: Path) -> None:
+    hardware, bench = set_up(settings.hardware), settings.bench
+    report = Report("masks", run_dir, hardware.description)
+    for name, head_dim in product(bench.mask, bench.head_dim):
+        report.rows += rows_of(name, head_dim, bench, hardware.device, hardware.dtype)
+    caption = "ratio: FlexAttention's time over ours. dense: ours a block against the portable kernels without a mask."
+    report.finish(table(report.rows, NAMES, FIGURES, f"block masks, {bench.seq_len:,} tokens", caption))
+
+
+NAMES: Columns = {"mask": "{mask}", "D": "{head_dim}", "pass": "{pass}"}
+FIGURES: Columns = {
+    "blocks": "{visited}",
+    "partial": "{partial}",
+    "ms": "{ms:.3f}",
+    "Flex": "{flex_ms:.3f}",
+    "ratio": "{ratio:.2f}",
+    "us a block": "{block_us:.2f}",
+    "dense": "{of_dense:.2f}",
+    "dense, chosen": "{of_chosen:.2f}",
+    "build": "{build_ms:.2f}",
+    "Flex builds": "{flex_build_ms:.2f}",
+}
+
+
+def rows_of(name: str, head_dim: int, bench: BenchConfig, device: torch.device, dtype: torch.dtype) -> list[Row]:
+    """A row for each pass of one mask."""
+    tokens, on_cuda = bench.seq_len, device.type == "cuda"
+    mod = (masks(tokens, device) | BLOCKS)[name]
+    sizes = None, None, tokens, tokens
+    mask = block_mask(mod, *sizes, device)
+    facts = {"mask": name, "head_dim": head_dim, "seq_len": tokens} | mask.counts()
+    built = {"build_ms": build_ms(partial(block_mask, mod, *sizes, device), device)}
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (1, tokens, bench.hidden // head_dim, head_dim)
+    q, k, v, do = (torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2) for _ in "qkvo")
+    calls: dict[str, Callable] = {"ms": partial(flash_attention, block_mask=mask)}
+    if on_cuda:
+        theirs = create_block_mask(mod, *sizes, device=device)
+        built["flex_build_ms"] = build_ms(partial(create_block_mask, mod, *sizes, device=device), device)
+        calls["flex_ms"] = partial(torch.compile(flex_attention, dynamic=False), block_mask=theirs)
+    if name in BLOCKS:
+        calls["chosen_ms"] = flash_attention
+    rows = []
+    for which in bench.passes:
+        ready = {key: prepared(call, which, q, k, v, do) for key, call in calls.items()}
+        if name in BLOCKS:
+            ready["dense_ms"] = portable(which, q, k, v, do)
+        rounds = [
+            {key: measure(call, device, bench.budget_ms).p50 for key, call in ready.items()}
+            for _ in range(bench.rounds)
+        ]
+        row = facts | {"pass": which} | {key: statistics.median(one[key] for one in rounds) for key in ready}
+        row["block_us"] = 1e3 * row["ms"] / (facts["visited"] * shape[2])
+        row |= {f"of_{key}": row[f"{key}_ms"] / row["ms"] for key in ("dense", "chosen") if name in BLOCKS}
+        rows.append(row | ({"ratio": row["flex_ms"] / row["ms"]} if on_cuda else {}) | built)
+        built = {}
+    torch.compiler.reset()  # a mask compiles anew; the limit on recompilations is for accidents
+    return rows
+
+
+def prepared(call: Callable, which: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callable[[], object]:
+    """One pass of call(q, k, v)."""
+    if which == "forward":
+        return torch.no_grad()(partial(call, q, k, v))
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = call(*inputs)
+    return partial(torch.autograd.grad, o, inputs, do, retain_graph=True)
+
+
+def portable(which: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callable[[], object]:
+    """One pass of the portable kernels without a mask."""
+    options = Options(False, q.shape[3] ** -0.5)
+    if which == "forward":
+        return partial(launch_flash_fwd, q, k, v, options)
+    o, lse = launch_flash_fwd(q, k, v, options)
+    return partial(launch_flash_bwd, do, None, q, k, v, o, lse, options)
+
+
+def build_ms(build: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Milliseconds until the mask is there, the median after one build more."""
+    spent = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        build()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        spent.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(spent[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""`python -m tests.processes FOLDER`: runs of several processes, most of them in ways that must not work.
+
+One process imports everything once and forks a child for each rank of each case. The last line printed is one JSON
+object: case -> what its processes left, and what they said.
+"""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import train as program
+from model import ATTENTION
+from tests.runs import SMALL, contents, metrics, small_run
+from train import train
+from training import parallel
+from training.checkpoint import newest_complete, open_checkpoint
+from training.step import Step
+from training.watch import Limits
+
+QUICK = Limits(beat=0.1, silent=6.0, silent_if_suspected=2.0, grace=0.5)
+RUN = (
+    *("train.steps=20", "train.batch_tokens=512", "train.micro_batch=2", "train.log_every=1"),
+    *("train.eval_every=5", "train.eval_windows=7", "train.keep_last=9", "model.dropout=0.1", "model.n_embd=16"),
+)
+Case = Callable[[int, parallel.World], None]  # what a rank does
+
+
+def processes(folder: Path, size: int, case: Case, *, may_hang: bool = False) -> dict[str, Any]:
+    """Fork `size` processes that meet and run `case`; what became of each, by rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    children = [_forked(folder, rank, size, case) for rank in range(size)]
+    codes = {}
+    while len(codes) < size:
+        pid, status = os.wait()
+        codes[children.index(pid)] = os.waitstatus_to_exitcode(status)
+        left = [rank for rank in range(size) if rank not in codes]
+        if may_hang and len(left) == 1:  # the one that hangs; its test is over
+            os.kill(children[left[0]], signal.SIGKILL)
+    said = [[(folder / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(size)]
+    return {"codes": [codes[rank] for rank in range(size)], "out": [s[0] for s in said], "err": [s[1] for s in said]}
+
+
+def _forked(folder: Path, rank: int, size: int, case: Case) -> int:
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+        world = parallel.this_world()
+        case(rank, world)
+        world.close()
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else 1
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def training(folder: Path, run: str, *overrides: str, on_step: Callable[[Step], None] | None = None, **options) -> Case:
+    """A case: train in `folder/run`. on_step is called with the rank too."""
+
+    def case(rank: int, world: parallel.World) -> None:
+        settings = small_run(folder, *RUN, *overrides)
+        watched = (lambda step: on_step(rank, step)) if on_step else None
+        sys.exit(train(settings, folder / run, world=world, on_step=watched, **options)["exit_code"])
+
+    return case
+
+
+def left_by(run: Path) -> dict[str, Any]:
+    """The bits of a run: of its last checkpoint, and of what it logged."""
+    checkpoint = open_checkpoint(run)
+    return {"step": checkpoint.step, "contents": contents(checkpoint), "metrics": metrics(run)}
+
+
+def at(step_number: int, culprit: int, act: Callable[[], Any]) -> Callable[[int, Step], None]:
+    """For `on_step`: `act` in rank `culprit` after that step."""
+
+    def on_step(rank: int, step: Step) -> None:
+        if (rank, step.number) == (culprit, step_number):
+            act()
+
+    return on_step
+
+
+def kill_me(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def sometimes_nan(q, k, v, **options):
+    """Attention that is not finite where its input says so: the same steps, however the rows are dealt."""
+    o = ATTENTION["sdpa"](q, k, v, **options)
+    first = q[0, 0, 0, 0].item()
+    return o * math.nan if math.isfinite(first) and int(abs(first) * 1e7) % 89 == 0 else o
+
+
+def same_bits(folder: Path) -> dict[str, Any]:
+    found = {}
+    for optimizer in ("adamw", "muon"):
+        for size in (1, 2, 4):
+            name = f"{optimizer}_{size}"
+            ended = processes(folder / f"said_{name}", size, training(folder, name, f"optim={optimizer}"))
+            found[name] = ended | left_by(folder / name)
+    return found
+
+
+def resumed_elsewhere(folder: Path) -> dict[str, Any]:
+    """1 -> 2 -> 1 processes; the second life is ended by a signal to one of its two."""
+    lives = (
+        (1, at(7, 0, kill_me(signal.SIGTERM))),
+        (2, at(11, 1, kill_me(signal.SIGUSR1))),
+        (1, None),
+    )
+    found = {}
+    for life, (size, on_step) in enumerate(lives):
+        resume = ["resume=auto"] if life else []
+        case = training(folder, "resumed", "optim=muon", *resume, on_step=on_step)
+        found[f"resumed_{life}"] = processes(folder / f"said_resumed_{life}", size, case)
+        found[f"resumed_{life}"] |= left_by(folder / "resumed")
+    return found
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    found = {}
+    for size in (1, 2):
+        name = f"nan_{size}"
+        case = training(folder, name, "train.on_nonfinite=skip", "train.steps=12", attend=sometimes_nan)
+        found[name] = processes(folder / f"said_{name}", size, case) | left_by(folder / name)
+        found[name]["summary"] = json.loads((folder / name / "summary.json").read_text())
+    return found
+
+
+def lost(folder: Path) -> dict[str, Any]:
+    """Ranks that die, stop, hang, part or raise."""
+    parallel.IN_A_STEP, parallel.CHECK_EVERY = 1.0, 1
+
+    def hang_in_step(rank: int, world: parallel.World) -> None:
+        def attend(q, k, v, **options):
+            if rank == 1 and world.step == 3:
+                threading.Event().wait()
+            return ATTENTION["sdpa"](q, k, v, **options)
+
+        training(folder, "hung", attend=attend)(rank, world)
+
+    def part(rank: int, step: Step) -> None:
+        if (rank, step.number) == (1, 3):
+            with torch.no_grad():
+                step.optimizer.parameters[0][0, 0] += 1e-3
+
+    save = "train.save_every=1"
+    cases = {
+        "killed": (2, training(folder, "killed", save, on_step=at(5, 1, kill_me(signal.SIGKILL))), False),
+        "first_killed": (2, training(folder, "first_killed", save, on_step=at(5, 0, kill_me(signal.SIGKILL))), False),
+        "stopped": (2, training(folder, "stopped", save, on_step=at(5, 1, kill_me(signal.SIGSTOP))), True),
+        "hung": (2, hang_in_step, True),
+        "parted": (2, training(folder, "parted", save, on_step=part), False),
+    }
+    found = {}
+    for name, (size, case, may_hang) in cases.items():
+        found[name] = processes(folder / f"said_{name}", size, case, may_hang=may_hang)
+        checkpoint = (
+            newest_complete(folder / name / "checkpoints") if (folder / name / "checkpoints").exists() else None
+        )
+        found[name]["step"] = checkpoint and checkpoint.step
+    return found
+
+
+def command_lines(folder: Path) -> dict[str, Any]:
+    """Through the command line's own entry."""
+    files = ("data=text", f"data.files={folder / 'corpus.txt'}", f"data.cache_dir={folder / 'cache'}")
+    os.chdir(folder)
+
+    def typed(*overrides: str, failing: int | None = None) -> Case:
+        def case(rank: int, world: parallel.World) -> None:
+            sys.argv = ["train.py", *SMALL, *RUN, *files, "train.steps=3", *overrides]
+            if rank == failing:
+                program.GPT = refuse
+            program.main()
+            sys.exit(0)  # it has left the others already
+
+        return case
+
+    def refuse(*arguments, **options):
+        raise ValueError("the moon is full; wait a week")
+
+    found = {}
+    for name, case in {
+        "told": typed("name=told"),
+        "refused": typed("name=refused", "train.micro_batch=3"),
+        "failed": typed("name=failed", failing=1),
+    }.items():
+        found[name] = processes(folder / f"said_{name}", 2, case)
+        runs = folder / "runs" / name
+        found[name]["runs"] = sorted(str(path.relative_to(runs)) for path in runs.rglob("*") if path.is_file())
+    return found
+
+
+def main(folder: Path) -> dict[str, Any]:
+    parallel.meet = partial(parallel.meet, limits=QUICK)
+    torch.set_num_threads(1)  # a forked child cannot use its parent's threads
+    settings = small_run(folder, *RUN, "train.steps=2")
+    train(settings, folder / "rehearsal")  # imports and prepares what every child would spend its time on
+    found = {}
+    for cases in (same_bits, resumed_elsewhere, numbers, command_lines, lost):
+        print(cases.__name__, time.monotonic(), file=sys.stderr)
+        found |= cases(folder)
+    return found
+
+
+if __name__ == "__main__":
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        result = main(Path(sys.argv[1]))
+    print(json.dumps(result))

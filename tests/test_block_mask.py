@@ -1,0 +1,332 @@
+"""Block masks: building one in each way, and every attention under it against the definition."""
+
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+from torch.nn.attention.flex_attention import create_block_mask, noop_mask
+
+from kernels import BlockMask, block_mask, block_masks, flash_attention, naive_attention, ops, tiled_attention
+from kernels.launch import PLANS
+from kernels.portable.visits import shown
+from model.attention import sdpa
+from scripts.bench.mask_table import masks
+from tests.attention_checks import assert_within_budget, compare_with_oracle, make_qkv, oracle, results
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TABLE = masks(1).keys()
+TOKENS = 300  # three blocks each way, the last one ragged
+
+
+@pytest.fixture(autouse=True)
+def _poison(poisoned_memory):
+    """Every test runs on memory that begins as NaN."""
+
+
+def random_mask(*shape: int, share: float = 0.3, seed: int = 0) -> torch.Tensor:
+    """Booleans with full, partial and empty blocks, and some empty rows."""
+    generator = torch.Generator().manual_seed(seed)
+    visible = torch.rand(shape, generator=generator) < share
+    visible[..., :128, 128:256] = False
+    visible[..., 128:, :128] = True
+    visible[..., 5:9, :] = False
+    visible[..., :, 30:32] = False
+    return visible.to(DEVICE)
+
+
+def evaluated(mask_mod, *sizes: int) -> torch.Tensor:
+    """Booleans (B, H, Nq, Nk) by one call a batch entry and head, on whole index tensors."""
+    b, h, q, k = (torch.arange(n, device=DEVICE) for n in sizes)
+    heads = [torch.stack([mask_mod(i, j, q[:, None], k[None, :]) for j in h]) for i in b]
+    return torch.stack(heads)
+
+
+# ---- building
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_mask_is_what_its_function_says(name):
+    mod = masks(TOKENS, DEVICE)[name]
+    built = block_mask(mod, None, None, TOKENS, TOKENS, DEVICE)
+    expected = evaluated(mod, 1, 1, TOKENS, TOKENS)
+    assert torch.equal(built.dense(), expected)
+    for one, other in zip(built, BlockMask.from_dense(expected), strict=True):
+        assert one == other if isinstance(one, int) else torch.equal(one, other)
+
+
+def test_batch_and_heads_and_evaluation_in_strips(monkeypatch):
+    shift = torch.tensor([0, 40], device=DEVICE)
+
+    def mod(b, h, q, k):
+        return (k <= q + shift[b]) | (k == 200 + h)
+
+    whole = block_mask(mod, 2, 3, 257, 300, DEVICE)
+    assert torch.equal(whole.dense(), evaluated(mod, 2, 3, 257, 300))
+    monkeypatch.setattr(block_masks, "_PAIRS", 1)
+    monkeypatch.setattr(block_masks, "_PATTERNS", 2)
+    for one, other in zip(block_mask(mod, 2, 3, 257, 300, DEVICE)[:3], whole[:3], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_counts_and_patterns_kept_once():
+    window = block_mask(lambda b, h, q, k: (k <= q) & (q - k < 200), 1, 1, 1024, 1024, DEVICE)
+    assert window.counts() == {"blocks": 64, "visited": 21, "partial": 21}
+    assert window.bits.shape[0] == 3  # of the diagonal, next to it, and two away
+    assert block_mask(lambda b, h, q, k: k >= 0, 1, 1, 130, 256, DEVICE).counts()["partial"] == 0  # rows past the last
+    assert block_mask(lambda b, h, q, k: k < 0, 1, 1, 130, 256, DEVICE).counts()["visited"] == 0
+
+
+def test_patterns_with_one_hash_are_told_apart(monkeypatch):
+    monkeypatch.setattr(block_masks, "_ODD", 0)
+    visible = random_mask(300, 300)
+    assert torch.equal(BlockMask.from_dense(visible).dense()[0, 0], visible)
+
+
+@pytest.mark.parametrize("sizes", [(256, 256), (300, 257)])
+def test_torchs_mask_is_taken_as_it_is(sizes):
+    def mod(b, h, q, k):
+        return (k <= q + 50 * h) & (q - k < 190) | (k == b)
+
+    theirs = create_block_mask(mod, 2, 2, *sizes, device=DEVICE)
+    ours = BlockMask.from_torch(theirs)
+    for one, other in zip(ours, block_mask(mod, 2, 2, *sizes, DEVICE), strict=True):
+        assert one == other if isinstance(one, int) else torch.equal(one, other)
+    q, k, v = make_qkv(2, 2, 1, *sizes, 16, device=DEVICE)
+    found = flash_attention(q, k, v, block_mask=theirs)
+    assert torch.equal(found, flash_attention(q, k, v, block_mask=ours))
+    theirs.kv_num_blocks.fill_(0)  # a new version of the lists is another mask
+    assert not torch.equal(found, flash_attention(q, k, v, block_mask=theirs))
+
+
+def test_torchs_lists_decide_and_its_function_is_asked_inside_partial_blocks_only():
+    """Full blocks that reach past the keys, a mask without a function, and the lists of a mask that was cut."""
+    counts = torch.tensor([[[1, 2]]], dtype=torch.int32, device=DEVICE)
+    blocks = torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32, device=DEVICE)
+    for arguments in ((counts, blocks), (counts * 0, blocks, counts, blocks)):
+        theirs = TorchBlockMask.from_kv_blocks(*arguments, mask_mod=noop_mask)
+        expected = torch.ones(200, 150, dtype=torch.bool, device=DEVICE)
+        expected[:128, :128] = False
+        assert torch.equal(BlockMask.from_torch(theirs, 200, 150).dense()[0, 0], expected)
+    whole = create_block_mask(lambda b, h, q, k: k <= q, 1, 1, 256, 256, device=DEVICE)
+    with pytest.raises(RuntimeError, match="sliced BlockMask"):  # pytorch#164702: never another mask in silence
+        BlockMask.from_torch(whole[:1])
+
+
+@triton.jit
+def _shown_kernel(bits, out, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    at = (row % 128 + tl.arange(0, ROWS))[:, None] * 128 + col % 128 + tl.arange(0, COLS)[None, :]
+    tl.store(out + at, shown(bits, row, col, ROWS, COLS))
+
+
+@pytest.mark.parametrize("tile", [(16, 16), (32, 16), (16, 32), (128, 64), (64, 128)], ids=str)
+def test_a_kernel_reads_the_bits_of_any_tile_from_either_side(tile):
+    visible = random_mask(128, 128)
+    bits = BlockMask.from_dense(visible).bits
+    for side, expected in enumerate((visible, visible.T)):
+        out = torch.zeros(128, 128, dtype=torch.int8, device=DEVICE)
+        for row in range(128, 256, tile[0]):
+            for col in range(256, 384, tile[1]):
+                _shown_kernel[(1,)](bits[0, side], out, row, col, *tile)
+        assert torch.equal(out.bool(), expected)
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_agrees_with_float64(name):
+    """Each row of the table: O, LSE and all gradients."""
+    mask = block_mask(masks(TOKENS, DEVICE)[name], None, None, TOKENS, TOKENS, DEVICE)
+    q, k, v = make_qkv(1, 1, 1, TOKENS, TOKENS, 16, device=DEVICE)
+    compare_with_oracle(flash_attention, q, k, v, block_mask=mask)
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
+def test_batch_and_head_dimensions_groups_and_empty_rows(dims):
+    mask = BlockMask.from_dense(random_mask(*dims, 192, 192))  # whole tiles, but no whole blocks, with NaN behind
+    q, k, v = make_qkv(2, 2, 1, 192, 192, 16, device=DEVICE, layout="padded")
+    ours = compare_with_oracle(flash_attention, q, k, v, block_mask=mask)
+    assert not ours["o"][:, :, 5:9].any()
+    assert (ours["lse"][:, :, 5:9] == -torch.inf).all()
+    assert not ours["dq"][:, :, 5:9].any()
+    assert not ours["dk"][:, :, 30:32].any()
+    assert not ours["dv"][:, :, 30:32].any()
+
+
+def test_the_other_implementations_agree():
+    mask = BlockMask.from_dense(random_mask(2, 2, 140, 257))
+    q, k, v = make_qkv(2, 2, 1, 140, 257, 16, device=DEVICE)
+    expected = naive_attention(q, k, v, block_mask=mask)
+    for attention in (tiled_attention, partial(tiled_attention, block_q=100, block_k=48, outer="keys"), sdpa):
+        ours = attention(q, k, v, block_mask=mask)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        grads = [torch.autograd.grad(o.square().sum(), (q, k, v), retain_graph=True) for o in (ours, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_naive_is_the_formula_over_the_booleans():
+    visible = random_mask(2, 60, 70)
+    q, k, v = (x.double() for x in make_qkv(1, 2, 2, 60, 70, 16, device=DEVICE))
+    scores = (q @ k.mT / 4).masked_fill(~visible, -torch.inf)
+    expected = torch.softmax(scores, -1).nan_to_num() @ v
+    o, lse = naive_attention(q, k, v, block_mask=BlockMask.from_dense(visible), return_lse=True)
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+def test_blocks_that_are_not_visited_are_not_read():
+    """They hold NaN: a product with one would show, however well it was masked."""
+    visible = random_mask(300, 300)
+    visible[:, 128:256] = False  # no query sees these keys,
+    visible[128:256] = False  # and these queries see no key
+    q, k, v = make_qkv(1, 1, 1, 300, 300, 16, device=DEVICE)
+    for x in (q, k, v):
+        x.data[:, :, 128:256] = torch.nan
+    o = flash_attention(q, k, v, block_mask=BlockMask.from_dense(visible))
+    do = torch.ones_like(o)
+    grads = torch.autograd.grad(o, (q, k, v), do)
+    for x in (o, *grads):
+        assert torch.isfinite(x).all()
+        assert not x[:, :, 128:256].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_two_bytes_padded_heads_and_the_same_bits_twice(dtype):
+    mask = BlockMask.from_dense(random_mask(140, 200))
+    q, k, v = make_qkv(1, 2, 1, 140, 200, 24, head_dim_v=40, dtype=dtype, device=DEVICE)
+    options = {"block_mask": mask, "softcap": 3.0, "sinks": torch.tensor([0.3, -0.4], device=DEVICE)}
+    first = compare_with_oracle(flash_attention, q, k, v, **options)
+    again = compare_with_oracle(flash_attention, q, k, v, **options)
+    assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+# ---- FlexAttention's open bugs, each by its number
+
+
+def test_pytorch_153799_finite_gradients_where_tokens_are_no_multiple_of_128():
+    """There: NaN in the backward of a causal mask with a bias of the distance."""
+    mask = block_mask(lambda b, h, q, k: q >= k, None, None, 129, 129, DEVICE)
+    q, k, v = make_qkv(1, 1, 1, 129, 129, 16, device=DEVICE)
+    compare_with_oracle(flash_attention, q, k, v, block_mask=mask, alibi_slopes=torch.ones(1, device=DEVICE))
+
+
+def test_pytorch_158212_gradients_of_several_masks_in_a_row():
+    """There: wrong dK and dV, once more than one mask of bands over three sections is compiled."""
+    section, step = 90, 4
+    q, k, v = make_qkv(1, 1, 1, 3 * section, 3 * section, 16, device=DEVICE)
+    for offset in range(2):
+
+        def mod(b, h, q, k, offset=offset):
+            inside, group = q - section, (q - section - offset) // step
+            first = (q < section) & (k < section) & (q > k - step)
+            middle = (section <= q) & (q < 2 * section) & (inside % step != offset)
+            before = middle & (k < section) & (k <= group * step + offset)
+            same = middle & (section <= k) & (k < 2 * section) & (group == (k - section - offset) // step)
+            after = middle & (k >= 2 * section) & (group == (k - 2 * section - offset) // step)
+            return first | before | same | after
+
+        mask = block_mask(mod, None, None, 3 * section, 3 * section, DEVICE)
+        assert not mask.dense()[0, 0, 2 * section :].any()
+        compare_with_oracle(flash_attention, q, k, v, block_mask=mask)
+
+
+def test_pytorch_139462_a_mask_longer_than_the_call():
+    """There: zeros for every batch entry but the first. Padded to whole blocks it is taken, else refused."""
+    q, k, v = make_qkv(2, 1, 1, 2, 2, 16, device=DEVICE)
+    fits, longer = (create_block_mask(lambda b, h, q, k: q >= k, 2, None, 128, n, device=DEVICE) for n in (128, 256))
+    expected = naive_attention(q, k, v, causal=True)
+    torch.testing.assert_close(flash_attention(q, k, v, block_mask=fits), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"block_mask is torch's of \(2, 1, 128, 256\); q and k have 2 x 2 tokens"):
+        flash_attention(q, k, v, block_mask=longer)
+
+
+def test_pytorch_141126_chunks_that_see_some_chunks_before():
+    """There: results far off under a mask of whole chunks with limited context."""
+    mask = block_mask(
+        lambda b, h, q, k: (k // 24 <= q // 24) & (k // 24 >= q // 24 - 3), None, None, 277, 277, DEVICE
+    )  # fmt: skip
+    q, k, v = make_qkv(2, 1, 1, 277, 277, 16, device=DEVICE)
+    expected = oracle(q, k, v, do := torch.randn_like(q), None, block_mask=mask)
+    ours, plain = (results(f, q, k, v, do, None, block_mask=mask) for f in (flash_attention, naive_attention))
+    assert_within_budget(ours, expected, plain)
+
+
+def test_pytorch_141486_other_masks_of_a_size_compile_nothing():
+    """There: another length of documents is another kernel. One plan, and so one kernel, serves them all."""
+    q, k, v = make_qkv(1, 1, 1, 200, 200, 16, device=DEVICE)
+    counts = []
+    for share in (0.1, 0.5, 1.0):
+        mask = BlockMask.from_dense(torch.rand(200, 200, device=DEVICE) < share)
+        torch.autograd.grad(flash_attention(q, k, v, block_mask=mask).sum(), (q, k, v))
+        counts.append(len(PLANS))
+    assert counts[0] == counts[-1]
+
+
+def test_attention_gym_60_one_query_over_many_keys():
+    mask = block_mask(lambda b, h, q, k: (k % 3 == 0) | (k > 280), None, None, 1, 300, DEVICE)
+    compare_with_oracle(flash_attention, *make_qkv(1, 4, 2, 1, 300, 16, device=DEVICE), block_mask=mask)
+
+
+# ---- the operator and refusals
+
+
+def test_opcheck_and_one_compiled_graph():
+    mask = BlockMask.from_dense(random_mask(1, 2, 20, 150))
+    q, k, v = make_qkv(1, 2, 1, 20, 150, 16, device=DEVICE)
+    arguments = (q, k, v, False, 0.25, -1, -1, 0.0, None, None, 0.0, None, None, None, 0, 0, *mask[:3])
+    torch.library.opcheck(ops.flash_fwd, arguments, test_utils=("test_schema", "test_faketensor"))
+
+    def loss(q, k, v, mask):
+        return flash_attention(q, k, v, block_mask=mask).square().sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for other in (mask, BlockMask.from_dense(random_mask(1, 2, 20, 150, seed=1, share=0.8))):
+        grads = [torch.autograd.grad(f(q, k, v, other), (q, k, v)) for f in (compiled, loss)]
+        assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"causal": True}, "block_mask with causal is not supported; put all of it into the mask"),
+        ({"causal": True, "window": (5, 0)}, "block_mask with window is not supported; put all of it into the mask"),
+        ({"block_mask": "causal"}, "block_mask has type str; expected a kernels.BlockMask"),
+        ({"block_mask": (1, 21, 30)}, "block_mask is of 21 x 30 tokens; q and k have 20 x 30"),
+        ({"block_mask": (3, 1, 20, 30)}, "block_mask has a batch dimension of 3; it must be 1 or q's 2"),
+        ({"block_mask": (2, 20, 30)}, "block_mask has a heads dimension of 2; it must be 1 or q's 4"),
+    ],
+)
+@pytest.mark.parametrize("attention", [flash_attention, naive_attention, tiled_attention])
+def test_refusals(attention, options, message):
+    q, k, v = make_qkv(2, 4, 2, 20, 30, 16, device=DEVICE)
+    given = options.get("block_mask", (20, 30))
+    mask = given if isinstance(given, str) else BlockMask.from_dense(torch.ones(given, dtype=torch.bool, device=DEVICE))
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, **(options | {"block_mask": mask}))
+
+
+def test_mistakes_in_building():
+    with pytest.raises(ValueError, match=r"visible has dtype torch.float32 and shape \(2, 2\); expected booleans"):
+        BlockMask.from_dense(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"mask_mod returned torch.int64; it must return a boolean"):
+        block_mask(lambda b, h, q, k: q - k, None, None, 4, 4, DEVICE)
+    with pytest.raises(ValueError, match="Nk is 0; it must be an integer of at least 1"):
+        block_mask(lambda b, h, q, k: q >= k, None, None, 4, 0, DEVICE)
+    theirs = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 256, 256, device=DEVICE, BLOCK_SIZE=64)
+    with pytest.raises(ValueError, match=r"block_mask has BLOCK_SIZE \(64, 64\); make it with BLOCK_SIZE=128"):
+        BlockMask.from_torch(theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 40)])
+def test_gpu_agrees_with_float64(name, dtype, head_dim):
+    """Sizes with many blocks of each kind: batch, groups, a ragged end."""
+    tokens = 1900
+    mask = block_mask(masks(tokens, DEVICE)[name], None, None, tokens, tokens, DEVICE)
+    q, k, v = make_qkv(2, 4, 2, tokens, tokens, head_dim, dtype=dtype, device=DEVICE, layout="bnhd")
+    compare_with_oracle(flash_attention, q, k, v, block_mask=mask)

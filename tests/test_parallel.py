@@ -1,0 +1,186 @@
+"""Several processes, one run: the same bits as one, and an end for all when one of them ends.
+
+tests/processes.py starts them; see there what each case does.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from training.gradient_sum import GradientSum
+from training.parallel import ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World, ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.processes", str(tmp_path_factory.mktemp("processes"))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_1_2_and_4_processes_end_with_the_same_bits(found, optimizer):
+    """Weights, moments, random streams, losses, norms, evaluations of 20 steps, with dropout and accumulation."""
+    runs = [found[f"{optimizer}_{size}"] for size in (1, 2, 4)]
+    for size, run in zip((1, 2, 4), runs, strict=True):
+        assert run["codes"] == [0] * size, run["err"]
+        assert run["step"] == 20
+    assert len({run["contents"] for run in runs}) == 1
+    assert runs[0]["metrics"] == runs[1]["metrics"] == runs[2]["metrics"]
+    assert len(runs[0]["metrics"]) == 20
+
+
+def test_a_run_goes_on_with_other_processes_and_the_same_bits(found):
+    first, second, last = (found[f"resumed_{life}"] for life in range(3))
+    assert (first["codes"], first["step"]) == ([143], 7)
+    # rank 1 alone was told, in step 12: its vote is in that step's sum
+    assert (second["codes"], second["step"]) == ([138, 138], 13)
+    assert last["codes"] == [0]
+    whole = found["muon_1"]
+    assert (last["contents"], last["metrics"]) == (whole["contents"], whole["metrics"])
+
+
+def test_a_bad_step_is_skipped_by_all(found):
+    alone, shared = found["nan_1"], found["nan_2"]
+    assert alone["summary"]["bad_steps"] == shared["summary"]["bad_steps"] > 0
+    assert (alone["contents"], alone["metrics"]) == (shared["contents"], shared["metrics"])
+    assert shared["codes"] == [0, 0], shared["err"]
+
+
+def test_only_the_first_prints_and_writes(found):
+    told = found["told"]
+    assert told["codes"] == [0, 0], told["err"]
+    assert len({name.partition("/")[0] for name in told["runs"]}) == 1, "one folder"
+    assert "2 processes" in told["out"][0]
+    assert "validation loss" in told["out"][0]
+    assert told["out"][1] == ""
+
+
+def test_a_mistake_is_one_line(found):
+    refused, failed = found["refused"], found["failed"]
+    assert refused["codes"] == failed["codes"] == [2, 2]
+    assert refused["err"][0].startswith("error: train.micro_batch=3 does not divide the 16 sequences")
+    assert refused["err"][0].count("\n") == 1
+    assert refused["runs"] == []
+    (line,) = failed["err"][0].splitlines()
+    assert line.startswith("error: rank 1 of 2 on ")
+    assert "the moon is full; wait a week" in line
+    (log,) = (name for name in failed["runs"] if name.endswith("rank_1.log"))
+    assert log in line
+
+
+@pytest.mark.parametrize(
+    ("case", "left", "says"),
+    [
+        ("killed", [69, -9], "rank 1 of 2 on HOST, after step 4: it has not been heard of"),
+        ("first_killed", [-9, 69], "rank 0 of 2 on HOST, after step"),
+        ("stopped", [69, -9], "rank 1 of 2 on HOST, after step 4:"),
+        ("hung", [69, 69], "rank 1 of 2 on HOST, after step 3: the others have waited"),
+        ("parted", [1, 1], "rank 1 of 2 on HOST, step 4: its weights are not those of rank 0"),
+    ],
+)
+def test_all_end_with_a_line_that_names_who_is_lost(found, case, left, says):
+    run = found[case]
+    assert run["codes"] == left, run["err"]
+    living = run["err"][left.index(-9) - 1 if -9 in left else 0]
+    before, _, after = says.partition("HOST")
+    assert before in living
+    assert after in living
+    if case != "hung":
+        assert run["step"] >= 3, "its checkpoints are whole"
+
+
+# --- without processes
+
+
+def gradients_of(order: list[torch.Tensor]) -> torch.Tensor:
+    """What `GradientSum` makes of these gradients, one a micro-batch."""
+    weight = torch.zeros_like(order[0], requires_grad=True)
+    total = GradientSum([weight], ALONE)
+    for gradient in order:
+        (weight * gradient).sum().backward()
+        total.add(gradient.sum())
+    total.total()
+    return weight.grad
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 16])
+def test_micro_batches_are_summed_as_a_binary_tree(count):
+    generator = torch.Generator().manual_seed(count)
+    terms = list(torch.randn(count, 1000, generator=generator))
+    expected = list(terms)
+    while len(expected) > 1:
+        pairs = [a + b for a, b in zip(expected[::2], expected[1::2], strict=False)]
+        expected = pairs + expected[len(pairs) * 2 :]
+    assert torch.equal(gradients_of(terms), expected[0])
+    if count >= 4:
+        assert not torch.equal(gradients_of(terms), sum(terms)), "the order must show, or this has shown nothing"
+
+
+def test_ranks():
+    assert ranks({}) == (0, 1, 0)
+    assert ranks({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == (3, 8, 1)
+    step = {"SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    assert ranks(step) == (2, 4, 0)
+    assert ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == (0, 1, 0), "a shell of salloc"
+    with pytest.raises(ValueError, match="RANK is not set beside WORLD_SIZE"):
+        ranks({"WORLD_SIZE": "2"})
+
+
+def several(size: int) -> World:
+    """One of `size` processes, without the others."""
+    world = World()
+    world.size, world.hosts = size, [f"host{rank}" for rank in range(size)]
+    world._slow_for = [0] * size
+    return world
+
+
+def test_sequences_that_cannot_be_shared_name_the_nearest_that_can():
+    with pytest.raises(ValueError, match=r"train.batch_tokens=320 is 10 sequences, .* use 256 or 384"):
+        several(4).share(10, None, 32)
+    with pytest.raises(ValueError, match=r"train.micro_batch=4 does not divide the 2 sequences"):
+        several(4).share(8, 4, 32)
+    assert several(4).share(8, 2, 32) == 2
+
+
+def test_a_slow_process_is_named_once():
+    world = several(4)
+    said = []
+    for step in range(1, 3 * SLOW_STEPS):
+        times = [10.0, 10.5, 11.9 if step > 3 else 10.0, 10.0]
+        lines = world.read(step, [1.0, *[0.0] * NUM_VOTES, *times, *[7.0] * 4])
+        said += [(step, line) for line in lines]
+    ((step, line),) = said
+    assert step == SLOW_STEPS + 3
+    assert "rank 2 of 4 on host2" in line
+    assert "11.9 ms" in line
+
+
+def test_who_votes_and_what_is_agreed():
+    world = several(2)
+    assert world.verdict is None
+    world.read(1, [1.0, *[0.0] * NUM_VOTES, 1.0, 1.0, 7.0, 7.0])
+    assert world.verdict is None
+    world.read(2, [1.0, 0.0, 2.0, *[0.0] * (NUM_VOTES - 2), 1.0, 1.0, 7.0, 7.0])
+    assert world.verdict == 1
+    with pytest.raises(ValueError, match="rank 1 of 2 on host1, step 3: its weights are not those of rank 0"):
+        world.read(3, [1.0, *[0.0] * NUM_VOTES, 1.0, 1.0, 7.0, math.nextafter(7.0, 8)])
+
+
+def test_no_other_way_to_share_is_accepted():
+    for overrides in ({"data": "ddp"}, {"context": 2}):
+        with pytest.raises(ValueError, match="parallel"):
+            ParallelConfig(**overrides)

@@ -1,0 +1,154 @@
+"""Rows of tokens that several processes share: which are whose, and a model that sees only its part of them.
+
+How attention exchanges what a part lacks is in model/context.py.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+
+from kernels import place_documents, why_not
+from model import GPT, GPTConfig, attend_with
+from model.attention import Documents, Part
+from model.context import WAYS, documents_of_chunks, part_of
+from model.gpt import positions_in
+from training.parallel import ParallelConfig, World
+
+
+class Context:
+    """What one of the W processes that share each row does with it.
+
+    Args:
+        group: those processes.
+        method: heads, gather or ring.
+        seq_len: N, tokens of a row.
+        device: the model's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, method: str, seq_len: int, device: torch.device) -> None:
+        self.group, self.method, self.seq_len = group, method, seq_len
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.positions = self.part(torch.arange(seq_len)[None])[0].to(device)
+
+    @classmethod
+    def among(cls, world: World, method: str, seq_len: int, device: torch.device) -> "Context":
+        """Of this process with its neighbours in `world`."""
+        return cls(world.mesh(device, world.context).get_group("context"), method, seq_len, device)
+
+    def part(self, x: Tensor) -> Tensor:
+        """This process's tokens of x (B, N)."""
+        return part_of(x, self.rank, self.world, self.method)
+
+    @contextmanager
+    def over(self, model: GPT, forward: Callable[..., Tensor]) -> Iterator["OverParts"]:
+        """`forward`, which is `model` or what was compiled from it, over parts: it is called with whole rows.
+
+        Within it `model` attends over the parts. Backward belongs into it, as blocks may be recomputed there.
+        """
+        with attend_with(model, lambda layer, named: partial(WAYS[self.method], named, group=self.group)):
+            yield OverParts(forward, self)
+
+    def place(self, cu_seqlens: Tensor | None) -> Part:
+        """Where this process's tokens stand in rows whose documents begin at cu_seqlens."""
+        if cu_seqlens is None:
+            return Part(self.positions, None)
+        positions = self.part(positions_in(cu_seqlens, self.seq_len)[None])[0]
+        if self.method == "heads":
+            return Part(positions, Documents(cu_seqlens, self.seq_len))
+        chunks = documents_of_chunks(cu_seqlens.cpu(), self.seq_len, self.rank, self.world)  # waits for the GPU, once
+        return Part(positions, tuple(Documents(self._placed(*chunk), chunk.max_seqlen) for chunk in chunks))
+
+    def _placed(self, cu_seqlens: tuple[Tensor, Tensor], max_seqlen: tuple[int, int]) -> tuple[Tensor, ...]:
+        device = self.positions.device
+        placed = [place_documents(x, bound, device) for x, bound in zip(cu_seqlens, max_seqlen, strict=True)]
+        for x in placed:
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        return tuple(placed)
+
+
+class OverParts(nn.Module):
+    """A network of whole rows, computed from this process's part of them.
+
+    With autograd on, the loss is that of the part, and so are the gradients: whoever trains adds them over the
+    processes. Without it, it is that of the whole rows, added in the order of ranks.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor], context: Context) -> None:
+        super().__init__()
+        self.inner, self._context = forward, context
+        self.training = forward.training
+
+    def forward(self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        context = self._context
+        loss = self.inner(context.part(inputs), context.part(targets), part=context.place(cu_seqlens))
+        if torch.is_grad_enabled():
+            return loss
+        return collectives.wait_tensor(collectives.all_gather_tensor(loss[None], 0, context.group)).sum()
+
+
+@contextmanager
+def shared_rows(context: Context | None, model: GPT, forward: nn.Module, world: World) -> Iterator[nn.Module]:
+    """What computes whole rows: `forward`, or with the processes of `world` that share them, `Context.over` it."""
+    if context is None or world.context == 1:  # or this process diagnoses a step alone
+        yield forward
+        return
+    with context.over(model, forward) as over_parts, world.communicating():
+        yield over_parts
+
+
+def resolve_method(
+    parallel: ParallelConfig, model: GPTConfig, dtype: torch.dtype, seq_len: int, micro_batch: int, document_mask: bool
+) -> tuple[str, str]:
+    """The method that a run will use, and why, in a sentence.
+
+    Args:
+        parallel: how many processes share a row, and the method that was asked for.
+        model: its attention is a resolved name.
+        dtype: what attention runs in.
+
+    Raises:
+        ValueError: what cannot be combined: the value, the limit and the remedy.
+    """
+    world, asked = parallel.context, parallel.context_method
+    if model.mask is not None:
+        raise ValueError(
+            f"model.mask={model.mask} cannot be shared by parallel.context={world} processes; use 1 of them"
+        )
+    method, reason = asked, "asked for by name"
+    if asked == "auto" and model.kv_heads % world == 0:
+        method, reason = "heads", f"auto: {world} divides the {model.kv_heads} KV heads"
+    elif asked == "auto":
+        method, reason = "gather", f"auto: {world} does not divide the {model.kv_heads} KV heads"
+    pieces = world if method == "heads" else 2 * world
+    if seq_len % pieces:
+        nearest = max(pieces, round(seq_len / pieces) * pieces)
+        raise ValueError(
+            f"data.seq_len={seq_len} cannot be cut into {pieces} equal pieces, as parallel.context={world} with "
+            f"parallel.context_method={method} does; use data.seq_len={nearest}"
+        )
+    if method == "heads" and model.kv_heads % world:
+        raise ValueError(
+            f"parallel.context_method=heads needs parallel.context={world} to divide the model's {model.kv_heads} KV "
+            "heads; use parallel.context_method=gather"
+        )
+    if document_mask and micro_batch > 1:
+        raise ValueError(
+            f"train.micro_batch={micro_batch} is more than one row, which data.document_mask with parallel.context="
+            f"{world} cannot share; use train.micro_batch=1"
+        )
+    beyond = {
+        "model.window": model.window is not None,
+        "data.document_mask": document_mask,
+        "model.attention_dropout": model.attention_dropout > 0,
+    }
+    if method == "ring":
+        for key in (key for key, used in beyond.items() if used):
+            raise ValueError(f"parallel.context_method=ring takes no {key}; use parallel.context_method=gather")
+        if obstacle := why_not(model.attention, dtype, ("lse",)):
+            raise ValueError(f"parallel.context_method=ring cannot run: {obstacle}")
+    return method, reason
