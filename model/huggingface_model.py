@@ -27,7 +27,7 @@ SIZES = {
     "num_kv_heads": "num_key_value_heads",
     "n_embd": "hidden_size",
 }
-OURS = ("mlp", "mlp_hidden", "qk_norm", "tie_embeddings", "window", "rope_base")
+OURS = ("mlp", "mlp_hidden", "qk_norm", "tie_embeddings", "window", "mask", "rope_base")
 MODES = ("none", "full")
 
 

@@ -205,6 +205,8 @@ def resolve(
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
     if model.mask is not None and settings.train.sample_tokens and vocab_size is None:
         raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
+    if model.name is not None and hardware.world.context > 1:
+        raise ValueError(f"model.name={model.name} cannot share its rows among processes; use parallel.context=1")
     text, sized = {}, asked | {"model": asdict(model)}  # a model of transformers brings its sizes
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)
