@@ -188,9 +188,6 @@ def register(schema: type) -> None:
     """
     defaults = OmegaConf.to_container(OmegaConf.structured(schema))
     ConfigStore.instance().store("schema", OmegaConf.create(defaults))
-    # model=huggingface model.name=FOLDER: a causal language model of transformers with its own tokenizer
-    theirs = OmegaConf.create({"model": {"name": ""}, "tokenizer": "${model.name}"})
-    ConfigStore.instance().store("huggingface", theirs, group="model", package="_global_")
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
 
 
@@ -264,7 +261,8 @@ def _refuse_missing_in_files() -> None:
     for folder in [Path(__file__).parent, *folders]:
         for group, name in hydra_config.runtime.choices.items():
             if (file := folder / group / f"{name}.yaml").is_file():
-                package = "" if group == "experiment" else group
+                first_line = file.read_text(encoding="utf-8").partition("\n")[0]
+                package = "" if "@package _global_" in first_line else group
                 for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package):
                     if key not in typed:
                         raise ConfigError(no_value(key))

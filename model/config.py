@@ -82,8 +82,6 @@ class GPTConfig:
 
     def validate(self) -> None:
         """Raise ValueError on the first key that cannot be; call it again after changing a field."""
-        if self.name == "":
-            raise ValueError("model.name is empty; give a folder that save_pretrained wrote, or OWNER/NAME of the hub")
         for key in ("num_layers", "num_heads", "num_kv_heads", "n_embd", "mlp_hidden", "window"):
             value = getattr(self, key)
             if value is not None and value < 1:

@@ -8,7 +8,6 @@ import torch
 transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
 
 import kernels  # noqa: E402
-from conf.program import ConfigError  # noqa: E402
 from data import build_tokenizer  # noqa: E402
 from data.tokenizer_json import tokenizer_json  # noqa: E402
 from model import GPTConfig, build_model, huggingface, resolve_model  # noqa: E402
@@ -115,8 +114,6 @@ def test_what_describes_a_gpt_of_ours_is_refused(folder, changed, match):
 
 
 def test_refusals(folder, tmp_path):
-    with pytest.raises(ConfigError, match=r"model.name is empty; give a folder"):
-        settings("model=huggingface", experiment=None)
     with pytest.raises(ValueError, match=r"model.name=.*nowhere is no model of transformers .*; give a folder"):
         resolved(tmp_path / "nowhere", "sdpa")
     with pytest.raises(ValueError, match=r"optim=muon is for a GPT of ours; with model.name use optim=adamw"):
