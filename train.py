@@ -32,7 +32,7 @@ import torch
 from conf.program import program
 from conf.schema import Settings
 from data import Batch, Prefetcher, TokenBatches, fixed_windows
-from model import GPT, attend_with
+from model import attend_with, build_model
 from model.attention import AttentionFunction
 from training import resume
 from training.comparison import show_sweep
@@ -94,7 +94,7 @@ def run(
 
     # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
-    model = GPT(chosen.model, chosen.vocab_size, chosen.seq_len, device=hardware.device)
+    model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=hardware.device)
     optimizer = Optimizer(model, settings.optim, hardware.dtype)
     best_loss, seconds_before, state = math.inf, 0.0, {}
     if resumed:

@@ -261,7 +261,8 @@ def _refuse_missing_in_files() -> None:
     for folder in [Path(__file__).parent, *folders]:
         for group, name in hydra_config.runtime.choices.items():
             if (file := folder / group / f"{name}.yaml").is_file():
-                package = "" if group == "experiment" else group
+                first_line = file.read_text(encoding="utf-8").partition("\n")[0]
+                package = "" if "@package _global_" in first_line else group
                 for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package):
                     if key not in typed:
                         raise ConfigError(no_value(key))

@@ -21,7 +21,9 @@ class Settings:
 
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    tokenizer: str = "bytes"  # bytes (built in code) | characters (of the training split) | gpt2 (downloaded once)
+    tokenizer: str = (
+        "bytes"  # bytes (built in code) | characters (of the training split) | gpt2 (downloaded once) | a folder
+    )
     optim: OptimConfig = field(default_factory=OptimConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
@@ -40,6 +42,11 @@ class Settings:
             if getattr(self, key) == "":
                 raise ValueError(f"{key} is empty; give a checkpoint or a run's folder, or leave it out")
         check_tokenizer(self.tokenizer)
+        if self.model.name is not None:
+            for key, value in (("optim", self.optim.name), ("train.micro_batch", self.train.micro_batch)):
+                if value in ("muon", "auto"):
+                    remedy = "optim=adamw" if value == "muon" else "a number"
+                    raise ValueError(f"{key}={value} is for a GPT of ours; with model.name use {remedy}")
         tokens, seq_len = self.train.batch_tokens, self.data.seq_len
         if tokens % seq_len:
             nearest = max(seq_len, round(tokens / seq_len) * seq_len)

@@ -91,9 +91,11 @@ class DataConfig:
 
 
 def check_tokenizer(name: str) -> None:
-    """ValueError unless there is a tokenizer of that name."""
-    if name not in TOKENIZERS:
-        raise ValueError(f"tokenizer={name} is not known; use one of {', '.join(TOKENIZERS)}")
+    """ValueError unless there may be a tokenizer of that name: one of ours, a folder, OWNER/NAME of the hub."""
+    if name not in TOKENIZERS and "/" not in name and not Path(name).is_dir():
+        raise ValueError(
+            f"tokenizer={name} is not known; use one of {', '.join(TOKENIZERS)}, or a folder with a tokenizer.json"
+        )
 
 
 def expanded(key: str, path: str) -> Path:

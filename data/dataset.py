@@ -27,7 +27,7 @@ from data.config import DataConfig, expanded
 from data.shards import ShardWriter, TokenArray, open_split, token_dtype, verify
 from data.sources import Source, Stream, open_source
 from data.tokenize import Counts, tokenize
-from data.tokenizer import build_tokenizer, tokenizer_from_state, tokenizer_state
+from data.tokenizer import build_tokenizer, tokenizer_from_state, tokenizer_label, tokenizer_state
 
 FORMAT = 1  # raise it when the same text would give other tokens or another layout; old folders are then not used
 MANIFEST = "manifest.json"
@@ -98,8 +98,9 @@ def locate(data: DataConfig, tokenizer: str) -> tuple[Source, dict[str, Any], Pa
     """The source, what identifies its tokens (JSON-able; its `digest` is the fingerprint), and their folder, which may
     not exist yet. Hashes local files, asks no network. Raises ValueError for a source that is missing or unreadable."""
     source = open_source(data)
-    identity = {"format": FORMAT, **source.identity, "tokenizer": tokenizer}
-    name = f"{source.label}-{tokenizer}-{digest(identity)[:16]}"
+    label = tokenizer_label(tokenizer)
+    identity = {"format": FORMAT, **source.identity, "tokenizer": label}
+    name = f"{source.label}-{label}-{digest(identity)[:16]}"
     return source, identity, expanded("cache_dir", data.cache_dir) / name
 
 

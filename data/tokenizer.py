@@ -1,19 +1,21 @@
-"""Text to token ids and back: three tokenizers, all of them tiktoken `Encoding`s with an end-of-text token.
+"""Text to token ids and back: tokenizers with the methods of tiktoken's `Encoding` with an end-of-text token.
 
     bytes        ids 0..255 are UTF-8 bytes, 256 is end-of-text; nothing to download
     characters   ids are the code points of the training split, sorted, then end-of-text (char-rnn, nanoGPT)
     gpt2         GPT-2's 50,257 tokens; tiktoken downloads two files once
+    a folder     the tokenizer.json in it, of any model of transformers (data/tokenizer_file.py)
 
 Decoding can meet tokens that are no valid UTF-8 (a model may produce any byte): `decode` replaces what is invalid,
 `decode_bytes` gives the bytes themselves, so that a stream can wait for the rest of a character.
 """
 
+import hashlib
 from typing import Any
 
 import numpy as np
 import tiktoken
 
-from data.config import check_tokenizer
+from data.config import TOKENIZERS, check_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -57,11 +59,16 @@ class CharacterEncoding(tiktoken.Encoding):
 
 
 def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
-    """The tokenizer called `name`; `alphabet` (distinct characters in order) is needed by `characters` only.
+    """The tokenizer called `name`; `alphabet` (distinct characters in order) is needed by `characters`; of a folder it
+    is what `read_tokenizer` gave.
 
     Raises ValueError for an unknown name, and where GPT-2's files are neither cached nor within reach.
     """
     check_tokenizer(name)
+    if name not in TOKENIZERS:
+        from data.tokenizer_file import FileEncoding, read_tokenizer
+
+        return FileEncoding(name, alphabet or read_tokenizer(name))
     if name == "bytes":
         return tiktoken.Encoding(
             "bytes",
@@ -81,6 +88,15 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
             "tokenizer=gpt2 needs GPT-2's vocabulary, which could not be downloaded "
             f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that holds it, or use tokenizer=bytes"
         ) from error
+
+
+def tokenizer_label(name: str) -> str:
+    """What names the tokens of `name` in a cache: of a file its contents, wherever it lies."""
+    if name in TOKENIZERS:
+        return name
+    from data.tokenizer_file import read_tokenizer
+
+    return f"file-{hashlib.sha256(read_tokenizer(name).encode()).hexdigest()[:16]}"
 
 
 def tokenizer_state(encoding: tiktoken.Encoding) -> dict[str, str]:

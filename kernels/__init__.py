@@ -12,7 +12,7 @@ from .decode import (
     read_kvcache,
     write_kvcache,
 )
-from .documents import place_documents
+from .documents import padded_documents, place_documents
 from .fused.cross_entropy import cross_entropy
 from .fused.linear_cross_entropy import linear_cross_entropy
 from .fused.rotary import rotate_and_split
@@ -36,6 +36,7 @@ __all__ = [
     "naive_attention_fp8",
     "naive_attention_varlen",
     "naive_attention_with_kvcache",
+    "padded_documents",
     "place_documents",
     "quantize_per_head",
     "read_kvcache",

@@ -73,6 +73,52 @@ def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device) -
     return cu_seqlens
 
 
+def padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int, k_pitch: int) -> tuple[Tensor, Tensor]:
+    """cu_seqlens (queries', keys') of a padded batch whose rows lie in one row of tokens: a document a row.
+
+    Built on the device and right by construction, so that nothing waits for the GPU, under torch.compile neither. What
+    is outside the ranges lies in documents without keys or without queries: such queries give 0, and cost nothing.
+
+    Args:
+        ranges: (4, rows) int32, of each row the first key, the keys' end, the first query, the queries' end.
+        q_tokens, k_tokens: the sizes of the one row.
+        q_pitch, k_pitch: tokens from the start of a row to the next one's.
+    """
+    return torch.ops.flashgpt.padded_documents(ranges, q_tokens, k_tokens, q_pitch, k_pitch)
+
+
+_LIBRARY = torch.library.Library("flashgpt", "FRAGMENT")
+_LIBRARY.define(
+    "padded_documents(Tensor ranges, SymInt q_tokens, SymInt k_tokens, SymInt q_pitch, SymInt k_pitch)"
+    " -> (Tensor cu_seqlens_q, Tensor cu_seqlens_k)"
+)
+
+
+def _padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int, k_pitch: int):
+    rows = torch.arange(ranges.shape[1], dtype=torch.int32, device=ranges.device)
+    first_k, end_k = ranges[0] + rows * k_pitch, ranges[1] + rows * k_pitch
+    first_q, end_q = ranges[2] + rows * q_pitch, ranges[3] + rows * q_pitch
+    zero = ranges.new_zeros(1)
+    # three documents a row: the queries before it, the keys before it, the row; two more for what follows the last
+    starts_q = torch.stack((first_q, first_q, end_q), dim=1).flatten()
+    starts_k = torch.stack((torch.cat((zero, end_k[:-1])), first_k, end_k), dim=1).flatten()
+    cu_seqlens_q = torch.cat((zero, starts_q, ranges.new_full((2,), q_tokens)))
+    cu_seqlens_k = torch.cat((zero, starts_k, end_k[-1:], ranges.new_full((1,), k_tokens)))
+    for cu_seqlens, tokens in ((cu_seqlens_q, q_tokens), (cu_seqlens_k, k_tokens)):
+        if cu_seqlens.is_cuda:
+            _CHECKED[cu_seqlens] = (_version(cu_seqlens), tokens, tokens)
+    return cu_seqlens_q, cu_seqlens_k
+
+
+_LIBRARY.impl("padded_documents", _padded_documents, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("flashgpt::padded_documents", lib=_LIBRARY)
+def _(ranges, q_tokens, k_tokens, q_pitch, k_pitch):
+    documents = 3 * ranges.shape[1] + 2
+    return ranges.new_empty(documents + 1), ranges.new_empty(documents + 1)
+
+
 def call_packed(attention, qkv: tuple, cu_seqlens: tuple, max_seqlen: tuple, return_lse: bool = False, **options):
     """`attention` on (tokens, heads, head_dim) tensors, by views: the body of the `..._varlen` functions."""
     for name, x in zip("qkv", qkv, strict=True):

@@ -2,7 +2,7 @@
 
 from model.attention import ATTENTION, attend_with, resolve_attention
 from model.cache import KVCache, PagedKVCache
-from model.config import GPTConfig, resolve_model
+from model.config import GPTConfig, build_model, resolve_model
 from model.generation import generate
 from model.gpt import GPT
 
@@ -13,6 +13,7 @@ __all__ = [
     "KVCache",
     "PagedKVCache",
     "attend_with",
+    "build_model",
     "generate",
     "resolve_attention",
     "resolve_model",

@@ -108,7 +108,8 @@ def attend_with(model: nn.Module, wrap: Callable[[int, AttentionFunction], Atten
     The one way to watch or to replace a GPT's attention. Enter it before the model is compiled: a compiled model keeps
     the function that it was traced with.
     """
-    modules = [block.attention for block in model.blocks]
+    # those of a model of transformers have no such seam
+    modules = [block.attention for block in model.blocks if hasattr(getattr(block, "attention", None), "attend")]
     named = [module.attend for module in modules]
     try:
         for layer, module in enumerate(modules):

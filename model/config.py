@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from model.attention import ATTENTION, resolve_attention
 from model.masks import parse_mask
@@ -31,6 +32,7 @@ class GPTConfig:
     mlp_hidden: int | None = None  # null: 4 n_embd; with swiglu 8/3 n_embd, which has as many weights
     qk_norm: bool = False  # RMSNorm on the heads of q and k: bounds the scores
     tie_embeddings: bool = True  # the output head is the embedding table
+    zero_init: bool = False  # what writes to the residual stream, and a head of its own, begin at zero
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
     attention_dropout: float = 0.0  # on the softmax's probabilities; one mask for all backends, not for sdpa
     window: int | None = None  # tokens that each token sees, itself included; null: all before it
@@ -39,6 +41,7 @@ class GPTConfig:
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
     loss: str = "auto"  # auto | chunked | plain: logits of a few thousand tokens at a time, or of all at once
     activation_checkpointing: str = "none"  # none | pointwise (the MLP's non-linearity) | full | selective
+    name: str | None = None  # a causal model of transformers, a folder or OWNER/NAME; null: a GPT of these sizes
 
     def __post_init__(self):
         self.validate()
@@ -136,10 +139,29 @@ def resolve_model(
     """
     if config.mask is not None and document_mask:
         raise ValueError(f"model.mask={config.mask} keeps no documents apart; use data.document_mask=false")
+    if config.name is not None:
+        config = _of_transformers().sized(config)
     features = config.attention_features(document_mask)
     attention, why_attention = resolve_attention(config.attention, device, dtype, config.head_dim, features)
     loss, why_loss = resolve_loss(config.loss, torch.device(device).type)
     return replace(config, attention=attention, loss=loss), why_attention, why_loss
+
+
+def build_model(config: GPTConfig, vocab_size: int, seq_len: int, *, device: torch.device | str) -> nn.Module:
+    """The network of a resolved `config`: a `GPT`, or what it names in the interface of one."""
+    if config.name is not None:
+        return _of_transformers().PretrainedLM(config, vocab_size, seq_len, device=device)
+    from model.gpt import GPT
+
+    return GPT(config, vocab_size, seq_len, device=device)
+
+
+def _of_transformers():
+    try:
+        from model import huggingface_model
+    except ModuleNotFoundError as error:
+        raise ValueError(f"model.name needs transformers ({error}); `uv run --group hf` brings it") from error
+    return huggingface_model
 
 
 def resolve_loss(name: str, device: str) -> tuple[str, str]:

@@ -2,19 +2,19 @@
 
 Three ways, over the attention that the model names; W is the number of ranks, n = N / W a rank's tokens:
 
-    way     a rank's tokens        exchanged                    kept for the backward, beside the model's q
-    heads   piece r of W           q, k, v and O, all-to-all    as one GPU: q, k, v, O of N tokens, H / W heads
-    gather  chunks r, 2W - 1 - r   K and V, all-gathered        K and V of all N tokens; O of n
-    ring    chunks r, 2W - 1 - r   K and V, passed on           q, k, v, O and LSE of n tokens
+    way     a rank's tokens        exchanged                    kept for the backward
+    heads   piece r of W           q, k, v and O, all-to-all    q, k, v, O, LSE of N tokens, 1 / W of the heads
+    gather  chunks r, 2W - 1 - r   K and V, all-gathered        q, O, LSE of n tokens, K and V of N
+    ring    chunks r, 2W - 1 - r   K and V, passed on           q, k, v, O, LSE of n tokens
 
 `heads` (DeepSpeed-Ulysses, arXiv:2309.14509) moves least and needs W to divide Hkv: a rank computes all tokens of some
 heads, so it has one process's bits. In `gather` a rank's queries meet all keys up to their own by two ordinary calls,
 because the causal mask is aligned bottom-right; the first and the last chunk of 2W, the second and the last but one and
-so on are as much work for each rank (zig-zag). It keeps the gathered keys: with
+so on are as much work for each rank (zig-zag). It keeps the gathered K and V: with
 model.activation_checkpointing=full, which long sequences want anyway, they live for one layer and are gathered again
-once, where a backward that always gathers them would do it twice. `ring` (arXiv:2310.01889) holds the least, and the
-transfer of the next block hides behind the work on this one; each block's O is rounded to q's dtype before they are
-merged in float32, and it takes no window, documents or dropout.
+once, where a backward that always gathers them would do it twice. `ring` (arXiv:2310.01889) never holds K and V of more
+than two ranks, for any W, and the transfer of the next block hides behind the work on this one; but each block's O is
+rounded to q's dtype before they are merged in float32, and it takes no window, documents or dropout.
 
 Every exchange is an all-to-all or an all-gather: sums over ranks are made here, in float32 and in the order of ranks,
 so that the same W gives the same bits whatever the network's library does. Gradients of weights and sinks are those of
@@ -183,11 +183,8 @@ def gather(
         ends, queries = (q.size(2) * world,), (q,)
     outputs = []
     for i, keys in enumerate(_Keys.apply(_tokens_first(k, v), group, ends)):
-        packed = None if documents is None else documents[i]
-        part = attend(
-            queries[i], *_heads_first(keys), causal=causal, window=window, documents=packed, **_given(options)
-        )
-        outputs.append(part.transpose(1, 2))
+        given = {"window": window, "documents": documents and documents[i], **_given(options)}
+        outputs.append(attend(queries[i], *_heads_first(keys), causal=causal, **given).transpose(1, 2))
     return torch.cat(outputs, dim=1).transpose(1, 2)
 
 

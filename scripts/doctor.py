@@ -212,7 +212,10 @@ def network(config: GPTConfig, seq_len: int, *, vocab_size: int | None) -> Findi
     """The number of parameters, and switches that would do nothing or too little."""
     parameters, said = None, f"{config.num_layers} layers of {config.n_embd}"
     if vocab_size is not None:
-        parameters = GPT(config, vocab_size, seq_len, device="meta").num_parameters()
+        if config.name is not None:
+            parameters = memory.held_parameters(config)
+        else:
+            parameters = GPT(config, vocab_size, seq_len, device="meta").num_parameters()
         said = f"{parameters:,} parameters, {said}, vocabulary {vocab_size:,}"
     period, fix = 2 * pi * config.rope_base ** ((config.head_dim - 2) / config.head_dim), None
     if config.window is not None and config.window >= seq_len:

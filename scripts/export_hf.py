@@ -7,8 +7,8 @@ FOLDER is then what transformers and the Hugging Face hub call a model, and open
 
 It holds config.json and generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json, and
 README.md, a model card with the run's figures. Which class of transformers each model becomes is said in
-model/huggingface.py; a model without one is refused. transformers is not needed here. Without `checkpoint` the newest
-run is taken. FOLDER appears when it is whole, and nothing is overwritten. The last line is one JSON object.
+model/huggingface_weights.py; a model without one is refused. transformers is not needed here. Without `checkpoint` the
+newest run is taken. FOLDER appears when it is whole, and nothing is overwritten. The last line is one JSON object.
 """
 
 import json
@@ -23,10 +23,10 @@ import torch
 import yaml
 
 from conf.program import program
-from data.tokenizer import END_OF_TEXT
+from data.tokenizer_file import FileEncoding
 from data.tokenizer_json import tokenizer_json
 from model import GPT
-from model.huggingface import architecture, config_json, tensors
+from model.huggingface_weights import architecture, config_json, tensors
 from training.checkpoint import META, Checkpoint, newest_checkpoint, open_checkpoint
 from training.checkpoint_files import flush, write_json, write_weights
 from training.curves import read_run
@@ -51,11 +51,11 @@ def main(settings: ExportSettings, run_dir: Path) -> None:
     checkpoint = open_checkpoint(settings.checkpoint or newest_checkpoint(Path("runs")))
     model, tokenizer = trained(checkpoint, "cpu", torch.float32, attention="naive")
     checkpoint.refuse_without(NEEDED, checkpoint.meta, META)
-    name = architecture(model.config).name
+    name, parameters = described(model)
     write_folder(folder, model, tokenizer, model_card(folder.name, checkpoint, model))
     print(f"{checkpoint.path} after {checkpoint.step} steps is {name} in {folder}")
     result = {"checkpoint": str(checkpoint.path), "folder": str(folder), "architecture": name}
-    print(json.dumps(result | {"parameters": num_parameters(model)}))
+    print(json.dumps(result | {"parameters": parameters}))
 
 
 def free_folder(path: str) -> Path:
@@ -71,24 +71,29 @@ def free_folder(path: str) -> Path:
 def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: str) -> None:
     """Write all files under a hidden name beside `folder`, then rename it; OSError where the disk is full."""
     end_of_text = tokenizer.eot_token
+    word = tokenizer.decode_bytes([end_of_text]).decode()
     contents: dict[str, Any] = {
-        "config.json": config_json(model, end_of_text),
-        "generation_config.json": dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text),
-        "tokenizer.json": tokenizer_json(tokenizer),
+        "tokenizer.json": tokenizer.contents if isinstance(tokenizer, FileEncoding) else tokenizer_json(tokenizer),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",  # else that of the original Llama or Qwen takes its place
-            "bos_token": END_OF_TEXT,
-            "eos_token": END_OF_TEXT,
+            "bos_token": word,
+            "eos_token": word,
             "clean_up_tokenization_spaces": False,
             "model_input_names": ["input_ids", "attention_mask"],
             "model_max_length": model.seq_len,
         },
     }
+    if model.config.name is None:
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
+        contents |= {"config.json": config_json(model, end_of_text), "generation_config.json": ends}
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     temporary.mkdir()
     try:
-        write_weights(tensors(model), temporary / "model.safetensors", metadata={"format": "pt"})
+        if model.config.name is None:
+            write_weights(tensors(model), temporary / "model.safetensors", metadata={"format": "pt"})
+        else:
+            model.save(temporary)
         for name, content in contents.items():
             write_json(content, temporary / name)
         (temporary / "README.md").write_text(card, encoding="utf-8")
@@ -100,9 +105,12 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def num_parameters(model: GPT) -> int:
-    """Number of weights in the folder: without padded rows, and with the gains that ours have not."""
-    return sum(weight.numel() for weight in tensors(model).values())
+def described(model: GPT) -> tuple[str, int]:
+    """Its class in transformers, and the number of weights in the folder: without padded rows, and with the gains that
+    ours have not."""
+    if model.config.name is not None:
+        return type(model.inner).__name__, model.num_parameters()
+    return architecture(model.config).name, sum(weight.numel() for weight in tensors(model).values())
 
 
 def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
@@ -112,8 +120,9 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
     files = ", ".join(Path(file).name for file in data.get("files") or [])
     text = " ".join(filter(None, [data["source"], data.get("name"), data.get("config"), files]))
     commit = (checkpoint.meta.get("provenance") or {}).get("commit")
+    name_of_class, parameters = described(model)
     figures = {
-        "architecture": f"{architecture(model.config).name}, {num_parameters(model):,} parameters",
+        "architecture": f"{name_of_class}, {parameters:,} parameters",
         "data": f"{text}, fingerprint {checkpoint.meta['data_fingerprint'][:12]}",
         "tokenizer": f"{settings['tokenizer']}, {model.vocab_size:,} tokens",
         "context": f"{model.seq_len:,} tokens",

@@ -136,8 +136,8 @@ def test_rollback_takes_the_weights_of_the_checkpoint_and_new_batches(tmp_path, 
         checkpoint.load_weights(models[-1])
         optimizer.load_state_dict(checkpoint.load_state())
 
-    models, real = [], program.GPT
-    monkeypatch.setattr(program, "GPT", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
+    models, real = [], program.build_model
+    monkeypatch.setattr(program, "build_model", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
     at_step(BAD, load, monkeypatch)
     train(small_run(tmp_path, *STORY), tmp_path / "sound")
     assert learnt(run_dir) == learnt(tmp_path / "sound")
@@ -263,8 +263,8 @@ def test_on_the_gpu_a_compiled_model_is_watched_with_its_own_masks():
 
 def flip(monkeypatch, name, step):
     """Damage a weight before that step, as a flipped bit would."""
-    models, real, real_step, steps = [], program.GPT, program.training_step, iter(range(1, 1000))
-    monkeypatch.setattr(program, "GPT", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
+    models, real, real_step, steps = [], program.build_model, program.training_step, iter(range(1, 1000))
+    monkeypatch.setattr(program, "build_model", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
 
     def damaged(*arguments, **options):
         if next(steps) == step:

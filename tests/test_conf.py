@@ -38,7 +38,7 @@ def choices(group: str) -> list[str]:
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_experiment_composes(experiment):
     composed = settings(
-        f"experiment={experiment}", "data.files=x.txt" if experiment == "shakespeare" else "train.seed=0"
+        f"experiment={experiment}", "data.files=x.txt" if experiment in ("shakespeare", "speedrun") else "train.seed=0"
     )
     assert composed.train.batch_tokens % composed.data.seq_len == 0
 
@@ -48,7 +48,9 @@ def test_experiment_composes(experiment):
     [(group, choice) for group in ("model", "optim") for choice in choices(group)],
 )
 def test_group_choice_composes(group, choice):
-    settings(f"{group}={choice}")
+    settings(
+        f"{group}={choice}", *(["model.name=openai-community/gpt2", "optim=adamw"] if choice == "huggingface" else [])
+    )
 
 
 def test_long_context_is_what_it_says():

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from data import build_tokenizer
 from data.tokenizer import END_OF_TEXT
 from data.tokenizer_json import LETTERS, merges_of, tokenizer_json
-from model import GPT, GPTConfig, generate, huggingface
+from model import GPT, GPTConfig, generate
+from model import huggingface_weights as huggingface
 from scripts import export_hf
 from tests.runs import CORPUS, small_run, told
 from train import train

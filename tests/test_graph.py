@@ -12,7 +12,6 @@ from training.hardware import Hardware, set_up
 from training.run import resolve
 
 RUN = (
-    "data=embedded",
     "logger.wandb=disabled",
     "model.attention=flash",
     "train.sample_tokens=20",

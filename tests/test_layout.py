@@ -35,7 +35,7 @@ ONLY_IN = {
     "wandb": {"training"},
     "triton": {"kernels", "scripts", "tests"},
     "datasets": {"data", "tests"},
-    "transformers": {"scripts"},  # no dependency: a group of its own
+    "transformers": {"model", "scripts", "tests"},  # no dependency: a group of its own
 }
 # what people read: everything these name exists
 PAGES = [page for name in ("README.md", "CONTRIBUTING.md", "*/README.md") for page in sorted(ROOT.glob(name))]

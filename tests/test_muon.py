@@ -160,8 +160,9 @@ def test_stacks_that_are_dealt_to_ranks_give_the_same_bits(monkeypatch, ranks):
     assert same(bits(*alone), bits(*dealt))
 
 
-def test_held_steps_keep_even_the_sign_of_a_zero():
-    net, optimizer = built()
+@pytest.mark.parametrize("cautious_decay", [False, True])
+def test_held_steps_keep_even_the_sign_of_a_zero(cautious_decay):
+    net, optimizer = built(cautious_decay=cautious_decay)
     take_step(net, optimizer)
     with torch.no_grad():
         for p in net.parameters():
@@ -195,6 +196,39 @@ def test_whatever_a_graph_would_read_or_write_stays_where_it_is():
     optimizer.load_state_dict(saved)
     assert places() == before
     assert same(optimizer.state_dict()["optimizer"][1]["state"], saved["optimizer"][1]["state"])
+
+
+def test_cautious_decay_spares_the_weights_that_the_step_makes_larger():
+    nets, optimizers = zip(
+        *(built(cautious_decay=cautious, weight_decay=2.0) for cautious in (False, True)), strict=True
+    )
+    undecayed = built(weight_decay=0.0)
+    before = nets[0].blocks[1]["qkv"].weight.detach().clone()
+    for net, optimizer in (*zip(nets, optimizers, strict=True), undecayed):
+        take_step(net, optimizer)
+    all_decay, some, none = (net.blocks[1]["qkv"].weight.detach() for net in (*nets, undecayed[0]))
+    smaller = (none - before) * before < 0
+    assert 0.1 < smaller.float().mean() < 0.8
+    torch.testing.assert_close(some, torch.where(smaller, all_decay, none), atol=1e-7, rtol=1e-6)
+    assert (all_decay - none).abs().max() > 1e-3
+
+
+def test_rates_of_embedding_and_head_are_their_own():
+    class Untied(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(8, 11, bias=False)
+
+    for name in ("adamw", "muon"):
+        optimizer = Optimizer(Untied(), OptimConfig(name=name, lr=0.1, embedding_lr_ratio=3.0, head_lr_ratio=0.5))
+        optimizer.set_lr_factor(0.5)
+        rates = [(group["lr"].item(), len(group["params"])) for group in optimizer.parts[0].param_groups]
+        expected = [(0.15, 1), (0.05, 12), (0.025, 1)] if name == "adamw" else [(0.15, 1), (0.025, 1)]
+        assert [pytest.approx(pair) for pair in expected] == rates
+        assert optimizer.lr == 0.05
+        plain = Optimizer(Untied(), OptimConfig(name=name))
+        assert len(plain.parts[0].param_groups) == 1
+        plain.load_state_dict(optimizer.state_dict())  # a checkpoint's form does not depend on them
 
 
 @pytest.mark.gpu

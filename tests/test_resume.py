@@ -207,7 +207,7 @@ def test_on_the_gpu(tmp_path, optim, compiled):
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     common = (
-        *("data=embedded", f"data.cache_dir={tmp_path / 'cache'}", "logger.wandb=disabled", f"optim={optim}"),
+        *(f"data.cache_dir={tmp_path / 'cache'}", "logger.wandb=disabled", f"optim={optim}"),
         *("model.attention=flash", "model.dropout=0.1", f"hardware.compile={compiled}", "train.sample_tokens=0"),
         *("train.steps=90", "optim.warmup_steps=5", "train.micro_batch=16", "train.eval_every=20"),
         *("train.save_every=41", "train.keep_every=41"),

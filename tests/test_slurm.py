@@ -101,7 +101,7 @@ def cluster(tmp_path) -> Callable[[str], Cluster]:
 def test_a_job_that_is_signalled_ends_with_the_bits_of_one_that_is_not(cluster):
     """Two tasks, one of which gets the signal; beside it a run of one process."""
     job = cluster(SIGNALLED)
-    own = ["train.steps=8", "train.log_every=1", "train.eval_every=2", "model.dropout=0.1", "train.micro_batch=4"]
+    own = ["train.steps=8", "train.log_every=1", "train.eval_every=8", "model.dropout=0.1", "train.micro_batch=4"]
     train(small_run(job.folder, *own), job.folder / "whole")
     text = ["data=text", f"data.files={job.folder / 'corpus.txt'}", f"data.cache_dir={job.folder / 'cache'}"]
     first, second = job.sbatch(*text, *SMALL, *own, tasks=2)
@@ -119,7 +119,7 @@ import os, sys
 from pathlib import Path
 assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("localhost", "10077")
 assert os.environ["SRUN_CPUS_PER_TASK"] == os.environ["SLURM_CPUS_PER_TASK"]
-program, code, steps, resume, folder = sys.argv[1:]
+program, code, steps, *_, resume, folder = sys.argv[1:]
 assert (program, resume) == ("train.py", "resume=auto")
 last = Path(folder.removeprefix("hydra.run.dir="), "checkpoints", "last")
 last.parent.mkdir(parents=True, exist_ok=True)
@@ -147,9 +147,15 @@ def test_a_restart_that_made_no_step_is_the_last(cluster, end):
     assert second.stderr == ("not requeued: this restart made no step past the beginning; give it a longer --time\n")
 
 
-def test_the_folder_may_be_named_and_a_checkpoint_may_not(cluster):
-    job = cluster("import sys; sys.exit(sys.argv[1:] != ['train.py', *3 * ['hydra.run.dir=my/run']][:1])")
-    (refused,) = job.sbatch("resume=runs/first")
+def test_a_folder_that_is_named_is_the_one_that_is_watched(cluster):
+    job = cluster(ENDING)
+    ended = job.sbatch("138", "steps", "hydra.run.dir=my/run")
+    assert [life.returncode for life in ended] == [138] * 3
+    assert (job.folder / "my" / "run" / "checkpoints" / "last").is_symlink()
+
+
+def test_a_checkpoint_to_begin_with_is_refused(cluster):
+    (refused,) = cluster(ENDING).sbatch("0", "steps", "resume=runs/first")
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: resume=runs/first: a requeued job would begin there again; hydra.run.dir=")
 

@@ -211,7 +211,6 @@ def test_backends_give_one_loss_curve_on_the_gpu(tmp_path, dtype, bound):
     for attention in ("naive", "tiled", "sdpa", "flash"):
         run_dir = tmp_path / attention
         composed = settings(
-            "data=embedded",
             f"data.cache_dir={tmp_path / 'cache'}",
             "logger.wandb=disabled",
             "train.steps=50",

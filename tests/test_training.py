@@ -66,11 +66,14 @@ def test_no_warmup():
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_weight_decay_acts_on_every_matrix_and_nothing_else_is_taken(name):
+def test_weight_decay_acts_on_every_matrix_and_on_nothing_else(name):
     optimizer = Optimizer(Net(), OptimConfig(name=name, weight_decay=0.1))
     assert {group["weight_decay"] for part in optimizer.parts for group in part.param_groups} == {0.1}
-    with pytest.raises(AssertionError, match="no matrix"):
-        Optimizer(nn.RMSNorm(4), OptimConfig(name=name))
+    net = Net()
+    net.blocks.append(nn.LayerNorm(3))  # a gain and a bias
+    groups = [group for part in Optimizer(net, OptimConfig(name=name)).parts for group in part.param_groups]
+    assert [p.ndim for group in groups if group["weight_decay"] == 0 for p in group["params"]] == [1, 1]
+    assert all(p.ndim == 2 for group in groups if group["weight_decay"] for p in group["params"])
 
 
 def test_muon_takes_the_hidden_matrices_and_nothing_else():

@@ -5,7 +5,7 @@ How attention exchanges what a part lacks is in model/context.py.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ class Context:
         self.group, self.method, self.seq_len = group, method, seq_len
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.positions = self.part(torch.arange(seq_len)[None])[0].to(device)
+        # the same object at each step, or a compiled model would be traced again
+        self._attention = cache(lambda named: partial(WAYS[method], named, group=group))
 
     @classmethod
     def among(cls, world: World, method: str, seq_len: int, device: torch.device) -> "Context":
@@ -50,7 +52,7 @@ class Context:
 
         Within it `model` attends over the parts. Backward belongs into it, as blocks may be recomputed there.
         """
-        with attend_with(model, lambda layer, named: partial(WAYS[self.method], named, group=self.group)):
+        with attend_with(model, lambda layer, named: self._attention(named)):
             yield OverParts(forward, self)
 
     def place(self, cu_seqlens: Tensor | None) -> Part:
@@ -116,6 +118,8 @@ def resolve_method(
     """
     world, asked = parallel.context, parallel.context_method
     if model.mask is not None:
+        raise ValueError(f"model.mask={model.mask} is of whole rows, and parallel.context={world} cuts them; use 1")
+    if model.mask is not None:
         raise ValueError(
             f"model.mask={model.mask} cannot be shared by parallel.context={world} processes; use 1 of them"
         )
@@ -141,12 +145,12 @@ def resolve_method(
             f"train.micro_batch={micro_batch} is more than one row, which data.document_mask with parallel.context="
             f"{world} cannot share; use train.micro_batch=1"
         )
-    beyond = {
-        "model.window": model.window is not None,
-        "data.document_mask": document_mask,
-        "model.attention_dropout": model.attention_dropout > 0,
-    }
     if method == "ring":
+        beyond = {
+            "model.window": model.window is not None,
+            "data.document_mask": document_mask,
+            "model.attention_dropout": model.attention_dropout > 0,
+        }
         for key in (key for key, used in beyond.items() if used):
             raise ValueError(f"parallel.context_method=ring takes no {key}; use parallel.context_method=gather")
         if obstacle := why_not(model.attention, dtype, ("lse",)):

@@ -47,7 +47,12 @@ class Plan:
 
     @cached_property
     def moments(self) -> dict[str, Counter]:
-        """What is held at the fullest moment of forward, backward and optimizer: bytes by (kind, module)."""
+        """What is held at the fullest moment of forward, backward and optimizer: bytes by (kind, module).
+
+        Of a model of transformers only what is held between steps is known.
+        """
+        if self.model.name is not None:
+            return {"optimizer": Counter({("weights, gradients and moments", ""): 16 * held_parameters(self.model)})}
         shape = self.vocab_size, self.seq_len, self.sequences, self.micro_batch
         step = repr((self.model, self.optim, self.hardware, *shape))
         if step not in _HELD:
@@ -181,6 +186,12 @@ def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, s
     shape = vocab_size, seq_len, sequences, micro_batch
     made = Plan(model, settings.optim, hardware, *shape, features, free)
     return made.checked(auto=asked == "auto")
+
+
+def held_parameters(config: GPTConfig) -> int:
+    from model.huggingface_model import num_parameters
+
+    return num_parameters(config)
 
 
 @contextmanager

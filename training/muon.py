@@ -47,8 +47,9 @@ class Muon(torch.optim.Optimizer):
     AdamW follows too. Weights and momenta then keep every bit.
 
     Args:
-        group: `params`, matrices alone, and `lr`, 0-d on their device. Where a matrix has more rows than columns its
-            rate is sqrt(rows / columns) times as high.
+        group: `params`, matrices alone; `lr`, 0-d on their device; `cautious`: whether only weights decay that the
+            update brings nearer to zero (cautious weight decay, arXiv:2510.12402). Where a matrix has more rows than
+            columns its rate is sqrt(rows / columns) times as high.
         momentum: of the mean of gradients.
         weight_decay: decoupled, times the rate.
         dtype: of the products of `orthogonalize`.
@@ -66,13 +67,19 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         (group,), skip = self.param_groups, self.found_inf > 0
-        decay = torch.where(skip, 1.0, 1.0 - group["lr"] * group["weight_decay"])
+        decay = group["lr"] * group["weight_decay"]
+        kept = torch.where(skip, 1.0, 1.0 - decay)
         directions = (nesterov(stack, group["momentum"], skip) for stack in self.stacks)
         for stack, update in zip(self.stacks, self.orthogonalized(directions), strict=True):
             rows, columns = update.shape[1:]
             rate = -math.sqrt(max(1.0, rows / columns)) * group["lr"]
-            update = (update * rate).masked_fill_(skip, -0.0)  # x + -0 is x, the sign of a zero included
-            torch._foreach_mul_(stack.parameters, decay)
+            update = update * rate.view(1, 1, 1)  # fp32: times a 0-d tensor bfloat16 would stay what it is
+            if group["cautious"]:
+                weights = torch.stack(stack.parameters)
+                update -= decay * weights * (weights * update < 0)
+            else:
+                torch._foreach_mul_(stack.parameters, kept)
+            update.masked_fill_(skip, -0.0)  # x + -0 is x, the sign of a zero included
             torch._foreach_add_(stack.parameters, update.unbind())
 
     def orthogonalized(self, directions: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -114,10 +121,10 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     the FLOPs where one side is four times the other. Its smallest eigenvalues are squares, so bfloat16 would lose them.
 
     Args:
-        x: (matrices, rows, columns), overwritten.
+        x: (matrices, rows, columns).
         dtype: of the products.
     """
-    x = x.div_(x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)).to(dtype)
+    x = torch.div(x, x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS), out=torch.empty_like(x, dtype=dtype))
     wide = x.size(1) <= x.size(2)
     gram, whole = (x @ x.mT if wide else x.mT @ x), None
     largest = gram.norm(dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=EPS) * SAFETY**2

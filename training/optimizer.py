@@ -7,6 +7,7 @@ writes lies where it lay at the construction, so a CUDA graph can replay it.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class OptimConfig:
     name: str = "adamw"  # adamw | muon
     lr: float = 6e-4  # peak learning rate: AdamW's; Muon's is muon_lr_ratio times as high
     muon_lr_ratio: float = 20 / 3  # of Muon's rate to lr; its update has singular values near 1
+    embedding_lr_ratio: float = 1.0  # of the embedding's rate to lr; a table that is also the head is the embedding
+    head_lr_ratio: float = 1.0  # of an untied head's rate to lr
     beta1: float = 0.9  # AdamW's, of the mean of gradients
     beta2: float = 0.95  # AdamW's, of the mean of their squares
     momentum: float = 0.95  # Muon's
@@ -41,6 +44,7 @@ class OptimConfig:
         "auto"  # auto | float32 | bfloat16: of Muon's products; auto: bfloat16 where the device is fast in it
     )
     weight_decay: float = 0.1  # decoupled
+    cautious_decay: bool = False  # Muon's decay only of weights that the step makes smaller (arXiv:2510.12402)
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, linear decay) | constant
     warmup_steps: int = 50  # linear, from lr / warmup_steps; a tenth of train.steps where those are no more
@@ -54,7 +58,7 @@ class OptimConfig:
             raise ValueError(f"optim.schedule={self.schedule} is not one of {', '.join(SCHEDULES)}")
         if self.muon_dtype not in MUON_DTYPES:
             raise ValueError(f"optim.muon_dtype={self.muon_dtype} is not one of {', '.join(MUON_DTYPES)}")
-        for key in ("lr", "muon_lr_ratio"):
+        for key in ("lr", "muon_lr_ratio", "embedding_lr_ratio", "head_lr_ratio"):
             if not 0 < getattr(self, key) <= LARGEST_RATE:
                 raise ValueError(
                     f"optim.{key}={getattr(self, key)} must be positive, finite and at most {LARGEST_RATE:g}"
@@ -152,7 +156,7 @@ class Optimizer:
         self.parts = _build(model, config)
         groups = [group for part in self.parts for group in part.param_groups]
         self.parameters = [p for group in groups for p in group["params"]]
-        self.grad_clip = config.grad_clip
+        self.grad_clip, self._peak_lr = config.grad_clip, config.lr
         device = self.parameters[0].device
         self.held = torch.zeros((), dtype=torch.bool, device=device)
         self.loss_scale = LossScale(device) if dtype == torch.float16 else None
@@ -168,8 +172,8 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """AdamW's learning rate now."""
-        return self.parts[0].param_groups[0]["peak_lr"] * self._lr_factor
+        """AdamW's learning rate now, where no ratio is set."""
+        return self._peak_lr * self._lr_factor
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What to call `backward` on."""
@@ -277,31 +281,38 @@ def _matrices_of_muon(model: nn.Module, config: OptimConfig) -> list[nn.Paramete
     """Those inside the blocks."""
     if config.name != "muon":
         return []
-    return [p for name, p in model.named_parameters() if p.requires_grad and name.startswith("blocks.")]
+    return [p for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and name.startswith("blocks.")]
 
 
 def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """AdamW first; then, for muon, Muon on the matrices inside the blocks."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    # weights of norms and biases are not to decay and are not for Muon: a model that has some needs a group for them
-    assert all(p.ndim == 2 for _, p in named), "a weight that is no matrix"
     muon = _matrices_of_muon(model, config)
     in_muon = {id(p) for p in muon}
-    adamw = [p for _, p in named if id(p) not in in_muon]
+    ratios = {"embedding.weight": config.embedding_lr_ratio, "head.weight": config.head_lr_ratio}
+    adamw = [(ratios.get(name, 1.0), p) for name, p in named if id(p) not in in_muon]
+    groups = []
+    for ratio, pairs in groupby(adamw, key=lambda pair: pair[0]):  # neighbours alone: a checkpoint counts parameters
+        some = [p for _, p in pairs]
+        groups.append({"params": [p for p in some if p.ndim == 2], "peak_lr": config.lr * ratio})
+        # gains of norms and biases, which a model of transformers has, do not decay
+        if others := [p for p in some if p.ndim != 2]:
+            groups.append({"params": others, "peak_lr": config.lr * ratio, "weight_decay": 0.0})
     parts: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
-            [{"params": adamw, "peak_lr": config.lr}],
+            groups,
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
             fused=True,  # one kernel for all tensors, which reads rate and verdict itself
             capturable=True,
         )
     ]
-    for p in adamw:  # as its first step would, but there before it
+    for _, p in adamw:  # as its first step would, but there before it
         zeros = {key: torch.zeros_like(p, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
         parts[0].state[p] = {"step": torch.zeros((), device=p.device)} | zeros
     if muon:
         dtype = DTYPES[config.resolved(muon[0].device)[0].muon_dtype]
         group = {"params": muon, "peak_lr": config.lr * config.muon_lr_ratio}
+        group["cautious"] = config.cautious_decay
         parts.append(Muon(group, momentum=config.momentum, weight_decay=config.weight_decay, dtype=dtype))
     return parts

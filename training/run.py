@@ -205,7 +205,7 @@ def resolve(
     model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
     if model.mask is not None and settings.train.sample_tokens and vocab_size is None:
         raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
-    text = {}
+    text, sized = {}, asked | {"model": asdict(model)}  # a model of transformers brings its sizes
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)
         vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)
@@ -213,10 +213,10 @@ def resolve(
         resumed = resume.find(settings.resume, run_dir, report)
         initial = open_checkpoint(settings.init_from) if settings.init_from and not resumed else None
         if resumed:
-            resume.refuse_unless_same(resumed, asked, tokenizer, vocab_size)
+            resume.refuse_unless_same(resumed, sized, tokenizer, vocab_size)
             resume.refuse_another_text(resumed, asked, dataset.fingerprint)
         if initial:
-            resume.refuse_unless_it_fits(initial, asked, tokenizer, vocab_size)
+            resume.refuse_unless_it_fits(initial, sized, tokenizer, vocab_size)
         if settings.profile:
             refuse_too_few(settings.train.steps - (resumed.step if resumed else 0))
         wandb = wandb_mode(settings.logger)
@@ -269,6 +269,8 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
         return False, "documents differ in number from step to step"
     if hardware.world.context > 1:
         return False, "processes that share rows talk to each other in each layer"
+    if plan.model.name is not None:
+        return False, "a model of transformers may ask the host; hardware.cuda_graphs=true tries all the same"
     # graphs keep what a micro-batch needs, and evaluations and samples then need theirs beside it
     if plan.free is not None and plan.peak > plan.free / 2:
         return False, "the forecast is more than half of the memory; hardware.cuda_graphs=true tries all the same"

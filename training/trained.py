@@ -7,7 +7,7 @@ import tiktoken
 import torch
 
 from data import tokenizer_from_state
-from model import GPT, GPTConfig, resolve_model
+from model import GPT, GPTConfig, build_model, resolve_model
 from training.checkpoint import META, Checkpoint
 
 # of a checkpoint's description
@@ -48,6 +48,6 @@ def trained(
             f"{tokenizer.n_vocab}; use another checkpoint"
         )
     config, *_ = resolve_model(GPTConfig(**settings["model"] | {"attention": attention}), device, dtype)
-    model = GPT(config, checkpoint.meta["vocab_size"], settings["data"]["seq_len"], device=device)
+    model = build_model(config, checkpoint.meta["vocab_size"], settings["data"]["seq_len"], device=device)
     checkpoint.load_weights(model)
     return model, tokenizer

@@ -38,7 +38,7 @@ from conf.program import program
 from model import GPT, GPTConfig, generate, resolve_model
 from model.embedding import embed
 from model.gpt import rms_norm
-from model.huggingface import config_json, tensors
+from model.huggingface_weights import config_json, tensors
 from scripts.bench.clock import peak_bytes
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
 from training.hardware import HardwareConfig, set_up

@@ -95,6 +95,7 @@ class Job:
 class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.waiting: list[subprocess.Popen] = []
 
     def sbatch(self, name: str, *arguments: str, tasks: int, options: tuple[str, ...] = ()) -> Job:
         """Submit scripts/train.sbatch from the repository's root."""
@@ -104,6 +105,7 @@ class Cluster:
         command = ["sbatch", "--wait", f"--job-name={name}", *sized, *options, "scripts/train.sbatch", *arguments]
         given = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True)
+        self.waiting.append(process)
         return Job(process.stdout.readline().split()[-1], output, process)
 
 
@@ -131,10 +133,14 @@ def running(folder: Path) -> Iterator[Cluster]:
         subprocess.run(["slurmctld"], check=True)
         subprocess.run(["slurmd"], check=True)
         subprocess.run(["srun", "true"], check=True, timeout=60)  # waits for the node
-        yield Cluster(folder)
+        cluster = Cluster(folder)
+        yield cluster
+        for process in cluster.waiting:  # for ever, where a test has failed
+            process.terminate()
     finally:
-        if any(folder.glob("slurmctld.pid")):
-            subprocess.run(["scancel", "--user=root"], check=False)
+        if (folder / "slurmd.pid").exists():
+            subprocess.run(["scancel", "--user=root"], check=True)
+            subprocess.run(["srun", "--exclusive", "true"], check=True, timeout=120)  # waits until nothing else runs
         for name in ("slurmd", "slurmctld", "munged"):
             if (file := folder / f"{name}.pid").exists():
                 os.kill(int(file.read_text()), signal.SIGTERM)

@@ -1,0 +1,84 @@
+"""A tokenizer of Hugging Face's format, a folder's tokenizer.json, with the methods of ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def read_tokenizer(name: str) -> str:
+    """What rebuilds the tokenizer of a folder, or of OWNER/NAME of the hub: JSON with its end-of-text token.
+
+    Raises ValueError where there is none.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"tokenizer={name} is no folder and not within reach ({reason})") from error
+    try:
+        contents, config = (json.loads((folder / file).read_text(encoding="utf-8")) for file in FILES)
+        end_of_text = config["eos_token"]
+        end_of_text = end_of_text["content"] if isinstance(end_of_text, dict) else end_of_text
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"tokenizer={name} has no {' and '.join(FILES)} with an eos_token ({error}); "
+            "use one of ours, as tokenizer=gpt2"
+        ) from error
+    return json.dumps({"end_of_text": end_of_text, "tokenizer": contents}, ensure_ascii=False, sort_keys=True)
+
+
+class FileEncoding:
+    """`name` is what the tokenizer was asked for by, `alphabet` what `read_tokenizer` gave."""
+
+    def __init__(self, name: str, alphabet: str) -> None:
+        from tokenizers import Tokenizer
+
+        from data.tokenizer_json import LETTERS
+
+        self.name, self.alphabet = name, alphabet
+        state = json.loads(alphabet)
+        self._inner = Tokenizer.from_str(json.dumps(state["tokenizer"]))
+        self._inner.encode_special_tokens = True  # special tokens that stand in a text are text
+        self._inner.no_padding()
+        self._inner.no_truncation()
+        self.n_vocab = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        self.eot_token = self._inner.token_to_id(state["end_of_text"])
+        if self.eot_token is None:
+            raise ValueError(f"tokenizer={name} has no token {state['end_of_text']!r}, its eos_token; use another")
+        self._bytes = {letter: byte for byte, letter in LETTERS.items()}
+        self._of_bytes = '"ByteLevel"' in json.dumps(state["tokenizer"].get("decoder"))
+
+    @property
+    def contents(self) -> dict[str, Any]:
+        """Of its tokenizer.json."""
+        return json.loads(self.alphabet)["tokenizer"]
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return self._inner.encode(text, add_special_tokens=False).ids
+
+    def encode_to_numpy(self, text: str, **_: Any) -> np.ndarray:
+        return np.array(self.encode_ordinary(text), dtype=np.uint32)
+
+    def decode_bytes(self, tokens: list[int]) -> bytes:
+        """Of a tokenizer of bytes the bytes themselves, of another the UTF-8 of its text."""
+        if not self._of_bytes:
+            return self._inner.decode(list(tokens), skip_special_tokens=False).encode()
+        return b"".join(map(self._piece, tokens))
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.decode_bytes(tokens).decode("utf-8", errors="replace")
+
+    def _piece(self, token: int) -> bytes:
+        piece = self._inner.id_to_token(int(token)) or ""
+        if all(letter in self._bytes for letter in piece):
+            return bytes(self._bytes[letter] for letter in piece)
+        return piece.encode()  # an added token, which is text

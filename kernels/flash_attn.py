@@ -1,0 +1,63 @@
+"""Two functions with the names, argument names and layout of FlashAttention's: what code written for it calls.
+
+`scripts.export_kernels` makes them the face of a kernel for Hugging Face's `kernels`.
+"""
+
+from torch import Tensor
+
+from .api import flash_attention, flash_attention_varlen
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = True,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """`flash_attention` of q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D): (B, Nq, Hq, D). s_aux are the sinks; the backward
+    is deterministic whatever is asked."""
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
+    return flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = True,
+    s_aux: Tensor | None = None,
+) -> Tensor:
+    """`flash_attention_varlen` of (tokens, H, D) tensors: (tokens, Hq, D)."""
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
+    bounds = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
+    return flash_attention_varlen(q, k, v, *bounds, **options)
+
+
+def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux) -> dict:
+    left, right = window_size
+    return {
+        "dropout_p": dropout_p,
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": (left, 0 if causal and left >= 0 else -1 if causal else right),
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": s_aux,
+    }

@@ -1,0 +1,189 @@
+"""A causal language model of transformers in our loop: the interface of `model.GPT` around it.
+
+`python train.py model=huggingface model.name=FOLDER_OR_ID`. Attention is ours (model/huggingface.py) or, by
+model.attention, theirs; batches, documents, loss and optimizer are those of any run.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, masking_utils
+
+from kernels import cross_entropy, linear_cross_entropy
+from model import huggingface
+from model.config import GPTConfig
+from model.gpt import positions_in
+from model.sampling import choose_next_token
+
+IMPLEMENTATIONS = {"flash": huggingface.NAME, "tiled": huggingface.NAME, "sdpa": "sdpa", "naive": "eager"}
+# of GPTConfig, and what they are called there; a model that is loaded has its own
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "n_embd": "hidden_size",
+}
+OURS = ("mlp", "mlp_hidden", "qk_norm", "tie_embeddings", "window", "rope_base")
+MODES = ("none", "full")
+
+
+def sized(config: GPTConfig) -> GPTConfig:
+    """`config` with the sizes of the model that it names.
+
+    Raises ValueError where there is no such model, and for a key that describes a GPT of ours.
+    """
+    theirs = their_config(config)
+    found = {key: getattr(theirs, name, None) for key, name in SIZES.items()}
+    default = GPTConfig()
+    for key in (*SIZES, *OURS):
+        value = getattr(config, key)
+        if value not in (getattr(default, key), found.get(key, getattr(default, key))):
+            raise ValueError(f"model.{key}={value} describes a GPT of ours and {config.name} has its own; leave it out")
+    if config.activation_checkpointing not in MODES:
+        raise ValueError(
+            f"model.activation_checkpointing={config.activation_checkpointing} is for a GPT of ours; "
+            f"with model.name use {' or '.join(MODES)}"
+        )
+    return replace(config, **found)
+
+
+def their_config(config: GPTConfig) -> Any:
+    """Its configuration in transformers, with our dropout in the place of theirs. Raises ValueError."""
+    try:
+        theirs = AutoConfig.from_pretrained(config.name).get_text_config()
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"model.name={config.name} is no model of transformers ({reason}); give a folder that "
+            "save_pretrained wrote, or OWNER/NAME of the hub"
+        ) from error
+    for key, value in vars(theirs).items():
+        if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+            setattr(theirs, key, config.attention_dropout if "att" in key else config.dropout)
+    return theirs
+
+
+def num_parameters(config: GPTConfig) -> int:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(their_config(config)).num_parameters()
+
+
+class PretrainedLM(nn.Module):
+    """What `model.GPT` is to the loop.
+
+    Args:
+        config: `name` says which model; its attention and loss are resolved names, its sizes the model's (`sized`).
+        vocab_size: of the tokenizer; the model may have more rows.
+        seq_len: the longest context, in tokens.
+
+    Raises:
+        ValueError: a model that is not on transformers' attention interface, or what does not fit to it.
+    """
+
+    def __init__(self, config: GPTConfig, vocab_size: int, seq_len: int, *, device: torch.device | str = "cpu"):
+        super().__init__()
+        self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
+        theirs = their_config(config)
+        self.longest = getattr(theirs, "max_position_embeddings", None) or seq_len
+        if seq_len > self.longest:
+            raise ValueError(
+                f"data.seq_len={seq_len} is longer than the {self.longest} tokens of {config.name}; shorten it"
+            )
+        if vocab_size > theirs.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {vocab_size} tokens, {config.name} {theirs.vocab_size}; use tokenizer={config.name}"
+            )
+        self.inner = AutoModelForCausalLM.from_pretrained(config.name, config=theirs, dtype=torch.float32)
+        self.inner.set_attn_implementation(IMPLEMENTATIONS[config.attention])
+        self.is_ours = self.inner.config._attn_implementation == huggingface.NAME
+        if self.inner.config._attn_implementation != IMPLEMENTATIONS[config.attention]:
+            raise ValueError(
+                f"model.attention={config.attention} cannot be {config.name}'s: it is not on transformers' attention "
+                "interface; use model.attention=naive"
+            )
+        if config.loss == "chunked":
+            self._refuse_other_heads()
+        if config.activation_checkpointing == "full":
+            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        self.to(device)
+        self.train()
+        self._shared: dict[tuple, dict[str, Any]] = {}
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Their layers."""
+        return list(max((m for m in self.inner.modules() if isinstance(m, nn.ModuleList)), key=len))
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, kv_cache: Any = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """As `GPT.forward`, without our cache: logits (B, N, columns), or the loss summed over tokens that count."""
+        assert kv_cache is None, "their cache is another; see `continued`"
+        asked: dict[str, Any] = {"input_ids": tokens, "use_cache": False, **self._of_shape(tokens)}
+        if cu_seqlens is not None:
+            asked["position_ids"] = positions_in(cu_seqlens, tokens.numel()).view(tokens.shape)
+            asked |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        if targets is not None and self.config.loss == "chunked":
+            h, table = self.inner.base_model(**asked).last_hidden_state, self.inner.get_output_embeddings().weight
+            return linear_cross_entropy(h.flatten(0, 1), table, targets.flatten(), len(table))
+        logits = self.inner(**asked).logits
+        if targets is None:
+            return logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), logits.size(-1))
+
+    @torch.no_grad()
+    def continued(self, prompt: list[int], new_tokens: int, seed: int, **how: Any) -> list[int]:
+        """Tokens that follow `prompt`, drawn as `generate` draws, from a stream of its own."""
+        was_training = self.training
+        self.eval()
+        generator, cache, drawn = torch.Generator().manual_seed(seed), DynamicCache(config=self.inner.config), []
+        device = next(self.parameters()).device
+        given = torch.tensor([prompt], device=device)
+        for _ in range(min(new_tokens, self.longest - len(prompt))):
+            logits = self.inner(input_ids=given, past_key_values=cache, use_cache=True).logits[:, -1, : self.vocab_size]
+            uniform = torch.rand(1, dtype=torch.float64, generator=generator)
+            given = choose_next_token(logits, uniform, **how)[:, None]
+            drawn.append(int(given))
+        self.train(was_training)
+        return drawn
+
+    def num_parameters(self) -> int:
+        return sum(weight.numel() for weight in self.parameters())
+
+    def num_matmul_parameters(self) -> int:
+        """All but tables that are only looked up in."""
+        head = self.inner.get_output_embeddings().weight
+        tables = [m.weight for m in self.modules() if isinstance(m, nn.Embedding) and m.weight is not head]
+        return self.num_parameters() - sum(table.numel() for table in tables)
+
+    def save(self, folder: Path) -> None:
+        """A folder that transformers opens, without the tokenizer."""
+        self.inner.save_pretrained(folder)
+
+    @torch.compiler.disable
+    def _of_shape(self, tokens: Tensor) -> dict[str, Any]:
+        """Positions and masks, once for each shape: their layers take them as they are, and nobody waits to look."""
+        key = (*tokens.shape, tokens.device)
+        if key not in self._shared:
+            positions = torch.arange(tokens.size(1), device=tokens.device).expand(tokens.shape)
+            self._shared[key] = {"position_ids": positions}
+            if self.is_ours:
+                hidden = torch.empty((*tokens.shape, 0), device=tokens.device)
+                masks = masking_utils.create_masks_for_generate(self.inner.config, hidden, None, None)
+                self._shared[key]["attention_mask"] = masks
+        return self._shared[key]
+
+    @torch.no_grad()
+    def _refuse_other_heads(self) -> None:
+        """ValueError where the logits are not the head's product alone, as a loss in chunks takes them to be."""
+        head, ids = self.inner.get_output_embeddings(), torch.arange(4)[None]
+        few = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        self.inner.eval()
+        logits = self.inner(**few).logits
+        product = nn.functional.linear(self.inner.base_model(**few).last_hidden_state, head.weight)
+        if not math.isclose(float((logits - product).abs().max()), 0.0, abs_tol=1e-4 * float(logits.abs().max())):
+            raise ValueError(f"the logits of {self.config.name} are not its head's product alone; use model.loss=plain")

@@ -1,0 +1,154 @@
+"""Our attention in a model of transformers beside theirs: `python -m scripts.bench.huggingface` (needs a GPU and the
+group hf).
+
+Llama-3.2-1B's sizes with random weights: `prefill` reads prompts into a cache, `decode` is a token of a batch whose
+prompts are padded on the left, `step` forward and backward of training. `gpt_triton` is model/huggingface.py,
+`flash_attention_2` needs the package flash-attn. The last line is one JSON object.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.program import program
+from scripts.bench.clock import Mark, measure, peak_bytes
+from scripts.bench.report import Columns, Report, refuse_below_one, table
+from training.hardware import HardwareConfig, set_up
+
+LLAMA_1B = {
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+
+
+@dataclass
+class HuggingFaceBenchSettings:
+    attention: list[str] = field(default_factory=lambda: ["gpt_triton", "sdpa", "flash_attention_2"])  # their names
+    parts: list[str] = field(default_factory=lambda: ["prefill", "decode", "step"])  # prefill | decode | step
+    prompts: int = 4  # of prefill, and sequences of a step
+    prompt_tokens: int = 4096  # of each of them
+    decode_rows: int = 16  # of decode
+    decode_context: int = 2048  # of its longest prompt; the others have half of it and more
+    new_tokens: int = 40  # that decode is measured over
+    sizes: dict[str, int] = field(default_factory=dict)  # other sizes of the model, by their names
+    budget_ms: float = 3000.0  # of measuring, each
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+
+    def __post_init__(self) -> None:
+        refuse_below_one("", self, "prompts", "prompt_tokens", "decode_rows", "decode_context", "new_tokens")
+        if wrong := set(self.parts) - {"prefill", "decode", "step"}:
+            raise ValueError(f"parts={min(wrong)} is not one of prefill, decode, step")
+
+
+@program("tool", HuggingFaceBenchSettings, run_dir="runs/bench_huggingface")
+def main(settings: HuggingFaceBenchSettings, run_dir: Path) -> None:
+    hardware = set_up(settings.hardware)
+    model = build(settings).to(hardware.device, hardware.dtype)
+    report = Report("bench_huggingface", run_dir, hardware.description, more={"sizes": LLAMA_1B | settings.sizes})
+    for part in settings.parts:
+        for name in settings.attention:
+            row = {"part": part, "attention": name}
+            try:
+                model.set_attn_implementation(name)
+                row |= globals()[part](model, settings, hardware.device)
+            except torch.OutOfMemoryError:
+                row["error"] = "out of memory"
+            except ImportError as error:
+                row["error"] = str(error).partition("\n")[0]
+            report.rows.append(row)
+            model.zero_grad()
+    report.finish(table(report.rows, NAMES, FIGURES, "Llama-3.2-1B's sizes, random weights"))
+
+
+NAMES: Columns = {"part": "{part}", "attention": "{attention}"}
+FIGURES: Columns = {
+    "ms": "{ms:.2f}",
+    "p99": "{p99_ms:.2f}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "GiB": "{peak_gib:.2f}",
+}
+
+
+def build(settings: HuggingFaceBenchSettings) -> Any:
+    """The model, and our attention under its name."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"transformers cannot be imported ({error}); `uv run --group hf` brings it") from error
+
+    import model.huggingface  # noqa: F401  (registers gpt_triton)
+
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_1B | settings.sizes))
+
+
+def tokens(model: Any, rows: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(1, model.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
+
+
+def timed(call: Callable[[], Any], count: int, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:
+    """Figures of `call`, which has `count` tokens."""
+    call()
+    peak, times = peak_bytes(call, device), measure(call, device, settings.budget_ms)
+    row = {"ms": times.p50, "p99_ms": times.p99, "tokens_per_second": 1e3 * count / times.p50}
+    return row | {"peak_gib": None if peak is None else peak / 2**30}
+
+
+def prefill(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:
+    """Prompts with a mask of 1s, as generate() passes it; logits of the last token."""
+    model.eval()
+    ids = tokens(model, settings.prompts, settings.prompt_tokens, device)
+    mask = torch.ones_like(ids)
+
+    def call() -> None:
+        with torch.no_grad():
+            model(ids, attention_mask=mask, logits_to_keep=1, use_cache=True)
+
+    return timed(call, ids.numel(), settings, device)
+
+
+def step(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:
+    """Forward and backward, without the optimizer."""
+    model.train()
+    ids = tokens(model, settings.prompts, settings.prompt_tokens, device)
+
+    def call() -> None:
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+    return timed(call, ids.numel(), settings, device)
+
+
+def decode(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:
+    """A token of each row, prompts of different lengths, transformers' growing cache; what the host takes counts."""
+    model.eval()
+    rows, context = settings.decode_rows, settings.decode_context
+    ids = tokens(model, rows, context, device)
+    pads = torch.linspace(0, context // 2, rows, device=device).long()[:, None]
+    mask = (torch.arange(context, device=device) >= pads).long()
+    marks = []
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask, logits_to_keep=1, use_cache=True)
+        for _ in range(settings.new_tokens + 3):
+            ids = found.logits[:, -1:].argmax(-1)
+            mask = torch.cat((mask, mask[:, -1:]), dim=1)
+            positions = mask.sum(1, keepdim=True) - 1
+            found = model(ids, attention_mask=mask, position_ids=positions, past_key_values=found.past_key_values)
+            marks.append(Mark(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    times = sorted(1e3 * a.seconds_to(b) for a, b in pairwise(marks[2:]))
+    ms = statistics.median(times)
+    return {"ms": ms, "p99_ms": times[int(0.99 * (len(times) - 1))], "tokens_per_second": 1e3 * rows / ms}
+
+
+if __name__ == "__main__":
+    main()

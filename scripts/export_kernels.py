@@ -1,0 +1,59 @@
+"""The kernels as a folder that Hugging Face's `kernels` loads: `python -m scripts.export_kernels folder=FOLDER`.
+
+It holds build/torch-cuda/, a copy of kernels/ whose face has FlashAttention's two functions, and metadata.json. In a
+project of yours, which must not have our folder kernels/ on its path:
+
+    from kernels import get_local_kernel
+    attention = get_local_kernel(Path("FOLDER"), "flashgpt")  # attention.flash_attn_func(q, k, v, causal=True)
+
+Nothing is overwritten. The last line is one JSON object.
+"""
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import kernels
+from conf.program import program
+
+FACE = """
+from .flash_attn import flash_attn_func, flash_attn_varlen_func
+
+__all__ += ["flash_attn_func", "flash_attn_varlen_func"]
+"""
+
+
+@dataclass
+class KernelExportSettings:
+    folder: str = ""  # where the kernel will be: a new folder
+
+
+@program("tool", KernelExportSettings)
+def main(settings: KernelExportSettings, run_dir: Path) -> None:
+    if not settings.folder:
+        raise ValueError("folder= is not given; name a new folder, such as folder=flashgpt")
+    folder = Path(settings.folder)
+    if folder.exists():
+        raise ValueError(f"folder={folder} exists; give another, nothing is overwritten")
+    source, variant = Path(kernels.__file__).parent, folder / "build" / "torch-cuda"
+    shutil.copytree(source, variant, ignore=shutil.ignore_patterns("__pycache__"))
+    with open(variant / "__init__.py", "a", encoding="utf-8") as face:
+        face.write(FACE)
+    contents = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(variant.rglob("*.py")))).hexdigest()[:8]
+    metadata = {
+        "name": "flashgpt",
+        "id": f"_flashgpt_cuda_{contents}",
+        "version": 1,
+        "license": "MIT",
+        "python-depends": [],
+        "backend": {"type": "cuda"},
+    }
+    (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    print(f"{folder} holds the kernels as {metadata['id']}")
+    print(json.dumps({"folder": str(folder)} | metadata))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,466 @@
+"""Our attention in transformers' models against their own eager one, and each document of a packing alone."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
+
+import kernels  # noqa: E402
+from model import huggingface  # noqa: E402
+from tests.huggingface_models import DECODERS, ENCODERS, VOCAB, N, build, padding, tokens  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOLERANCE = 3e-6  # of the largest number: float32 in another order
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for a CPU")
+
+
+@pytest.fixture
+def in_pytorch(monkeypatch):
+    """What a CPU without Triton's interpreter runs: the mathematics of the kernels in PyTorch."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(huggingface, "_engine", lambda *_: kernels.tiled_attention)
+        monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", kernels.naive_attention_with_kvcache)
+
+
+def with_each(model, run, **more):
+    """What `run(model)` gives with their eager attention and with ours."""
+    found = []
+    for name in ("eager", huggingface.NAME):
+        model.set_attn_implementation(name)
+        found.append(run(model, **more))
+    return found
+
+
+def close(theirs, ours, tolerance=TOLERANCE):
+    assert theirs.abs().max() > 0
+    assert (theirs - ours).abs().max() <= tolerance * theirs.abs().max()
+
+
+def step(model, batch):
+    """(logits of real tokens, the gradients of all parameters)"""
+    model.train()
+    model.zero_grad()
+    real = batch.get("decoder_attention_mask", batch.get("attention_mask")).bool()
+    logits = model(**batch, use_cache=False).logits[real] if hasattr(model, "generate") else model(**batch).logits[real]
+    torch.nn.functional.cross_entropy(logits, torch.arange(len(logits)) % VOCAB).backward()
+    return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def check_step(family, side, rows=3, **changed):
+    batch = {"input_ids": tokens(rows), "attention_mask": padding(side)[-rows:]}
+    theirs, ours = with_each(build(family, **changed), step, batch=batch)
+    close(theirs[0], ours[0])
+    close(theirs[1], ours[1], 2e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
+def test_padding_and_gradients(family, side, in_pytorch):
+    check_step(family, side)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("family", ["GptOss", "Bert"])  # grouped heads, windows, sinks; both ways
+def test_padding_and_gradients_in_the_interpreter(family):
+    check_step(family, "left", rows=2, num_hidden_layers=1)
+
+
+def bart_batch():
+    return {"input_ids": tokens(), "attention_mask": padding("right"), "decoder_input_ids": tokens(length=18, seed=2),
+            "decoder_attention_mask": padding("right", length=18)}  # fmt: skip
+
+
+def test_padding_and_gradients_across_encoder_and_decoder(in_pytorch):
+    theirs, ours = with_each(build("Bart"), step, batch=bart_batch())
+    close(theirs[0], ours[0])
+    close(theirs[1], ours[1], 2e-5)
+
+
+# --- caches and generation
+
+
+def in_chunks(model, cache, mask):
+    """Logits of a prompt that is read in three chunks."""
+    ids, logits = tokens(), []
+    with torch.no_grad():
+        for begin, end in ((0, 17), (17, 18), (18, N)):
+            logits.append(model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+    return torch.cat(logits, 1)[mask.bool()]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_prompt_read_in_chunks(family, static, in_pytorch):
+    def run(model):
+        config = model.config
+        cache = transformers.StaticCache(config, 40) if static else transformers.DynamicCache(config=config)
+        return in_chunks(model, cache, padding("left"))
+
+    close(*with_each(build(family), run))
+
+
+def generated(model, mask, **options):
+    ids = tokens()
+    return model.generate(
+        ids, attention_mask=mask, max_new_tokens=12, do_sample=False, return_dict_in_generate=True,
+        output_logits=options.get("num_beams", 1) == 1, **options,
+    )  # fmt: skip
+
+
+HOW = {"plain": {}, "static": {"cache_implementation": "static"}, "beams": {"num_beams": 3}}
+
+
+@pytest.mark.parametrize(("family", "how"), [*itertools.product(DECODERS, HOW), ("Bart", "plain"), ("Bart", "beams")])
+def test_generate(family, how, in_pytorch):
+    mask = padding("right" if family == "Bart" else "left")
+    theirs, ours = with_each(build(family), generated, mask=mask, **HOW[how])
+    assert torch.equal(theirs.sequences, ours.sequences)
+    assert len(set(theirs.sequences[:, -12:].flatten().tolist())) > 2  # no text of one word
+
+
+@INTERPRETED
+def test_generate_in_the_interpreter():
+    def run(model):
+        options = {"max_new_tokens": 2, "do_sample": False, "cache_implementation": "static"}
+        return model.generate(tokens(2), attention_mask=padding("left")[1:], **options)
+
+    theirs, ours = with_each(build("GptOss", num_hidden_layers=1), run)
+    assert torch.equal(theirs, ours)
+
+
+# --- packed documents
+
+
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_packed_documents_are_what_each_is_alone(family, told, in_pytorch):
+    """Not against eager: GPT-OSS and OPT let documents see each other there."""
+    model, ids = build(family), tokens(rows=2)
+    model.set_attn_implementation(huggingface.NAME)
+    lengths = (5, 9, 7)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].expand(2, -1)
+    more = {}
+    if told == "cu_seq_lens":
+        starts = torch.tensor([0, 5, 14, 21, 26, 35, 42], dtype=torch.int32)
+        more = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 9, "max_length_k": 9}
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, use_cache=False, **more).logits
+        alone = [model(part, use_cache=False).logits for part in ids.split(lengths, dim=1)]
+    close(torch.cat(alone, dim=1), packed)
+
+
+# --- training as it is done
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant, in_pytorch):
+    model, batch = build("Llama"), {"input_ids": tokens(), "attention_mask": padding("left")}
+    model.set_attn_implementation(huggingface.NAME)
+    plain = step(model, batch)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for ours, theirs in zip(step(model, batch), plain, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_dropout_arrives(in_pytorch):
+    model, batch = build("Llama", attention_dropout=0.3), {"input_ids": tokens(), "attention_mask": padding("left")}
+    model.set_attn_implementation(huggingface.NAME)
+    torch.manual_seed(0)
+    first, second = step(model, batch)[0], step(model, batch)[0]
+    torch.manual_seed(0)
+    assert torch.equal(step(model, batch)[0], first)
+    assert not torch.equal(first, second)
+    model.eval()
+    with torch.no_grad():
+        one, two = (model(**batch).logits for _ in range(2))
+    assert torch.equal(one, two)
+
+
+@INTERPRETED
+def test_compiled():
+    """In one graph, where no part of a mask must be looked into: causal or both ways, padded."""
+    model = build("Llama", num_hidden_layers=1)
+    model.set_attn_implementation(huggingface.NAME)
+    batch = {"input_ids": tokens(2), "attention_mask": padding("left")[1:], "use_cache": False}
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        close(model(**batch).logits, compiled(**batch).logits)
+    torch.compiler.reset()
+
+
+def test_compiled_with_a_window(in_pytorch):
+    model = build("Mistral", num_hidden_layers=1)
+    model.set_attn_implementation(huggingface.NAME)
+    batch = {"input_ids": tokens(), "attention_mask": padding("left"), "use_cache": False}
+    torch.compiler.reset()
+    with torch.no_grad():
+        close(model(**batch).logits, torch.compile(model, backend="eager")(**batch).logits)
+    torch.compiler.reset()
+
+
+# --- no wait, no copy
+
+
+class Copies(TorchDispatchMode):
+    """The operators that make a tensor as large as `size`."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.found = size, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not function.is_view and out.numel() >= self.size:
+            self.found.append(str(function))
+        return out
+
+
+@pytest.mark.parametrize("layout", ["projected", "cached"])
+@pytest.mark.parametrize("queries", [1, N])
+def test_keys_and_values_are_not_copied(layout, queries, monkeypatch):
+    """As a projection leaves them, (B, N, H, D) in memory, and as a cache holds them, (B, H, N, D)."""
+    seen = []
+
+    def stub(q, k, v, **_):
+        seen.append([k.data_ptr(), v.data_ptr()])
+        return q
+
+    monkeypatch.setattr(huggingface, "_engine", lambda *_: stub)
+    monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", stub)
+    shape = (3, N, 2, 16) if layout == "projected" else (3, 2, N, 16)
+    k, v = (torch.randn(shape) for _ in range(2))
+    if layout == "projected":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    q = torch.randn(3, queries, 4, 16).transpose(1, 2)
+    mask = huggingface.mask(3, queries, N, N - queries, attention_mask=padding("left").bool())
+    with torch.no_grad(), Copies(k.numel()) as copies:
+        huggingface.attention(None, q, k, v, mask)
+    assert copies.found == []
+    assert seen == [[k.data_ptr(), v.data_ptr()]]
+
+
+@pytest.mark.parametrize("family", sorted({*DECODERS, *ENCODERS} - {"GptOss"}))  # whose experts look for a driver
+def test_a_padded_step_never_waits_for_the_gpu(family, monkeypatch):
+    """On fake tensors of a GPU, where whatever would wait raises: theirs too."""
+    monkeypatch.setattr("kernels.support.capability", lambda _: (9, 0))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+        model = build(family)
+        model.set_attn_implementation(huggingface.NAME)
+        ids = torch.zeros(3, N, dtype=torch.int64)
+        mask = torch.ones(3, N, dtype=torch.int64)
+        model.train()
+        more = {"use_cache": False} if hasattr(model, "generate") else {}
+        assert model(ids, attention_mask=mask, **more).logits.requires_grad
+        if family in DECODERS:
+            model.eval()
+            cache = transformers.DynamicCache(config=model.config)
+            with torch.no_grad():
+                model(ids, attention_mask=mask, past_key_values=cache)
+                more = torch.ones(3, N + 1, dtype=torch.int64)
+                model(ids[:, :1], attention_mask=more, past_key_values=cache)
+
+
+# --- refusals: one line each, with the remedy
+
+
+def refused(match, family="Llama", **given):
+    model = build(family)
+    model.set_attn_implementation(huggingface.NAME)
+    with pytest.raises(ValueError, match=match) as error:
+        model(tokens(), **given)
+    assert "\n" not in str(error.value)
+
+
+SDPA = r'use set_attn_implementation\("sdpa"\)'
+
+
+def test_a_mask_of_pairs_is_refused(in_pytorch):
+    pairs = torch.ones(3, 1, N, N, dtype=torch.bool).tril()
+    refused(
+        rf"attention_mask is a Tensor of shape \(3, 1, 21, 21\); .*for a mask of pairs {SDPA}", attention_mask=pairs
+    )
+    refused("is a Tensor of shape", attention_mask=torch.zeros(3, 1, N, N))
+
+
+def test_a_hole_is_refused(in_pytorch):
+    mask = torch.ones(3, N, dtype=torch.int64)
+    mask[1, 7] = 0
+    refused(rf"attention_mask has a hole, .*pad at the ends, or {SDPA}", attention_mask=mask)
+
+
+def test_a_row_of_padding_alone_is_none(in_pytorch):
+    model, mask = build("Llama"), padding("left")
+    model.set_attn_implementation(huggingface.NAME)
+    mask[1] = 0
+    with torch.no_grad():
+        logits = model(tokens(), attention_mask=mask).logits
+        close(model(tokens()[[0, 2]], attention_mask=mask[[0, 2]]).logits, logits[[0, 2]])
+    assert logits.isfinite().all()
+
+
+def test_other_masks_are_refused_by_the_name_of_their_part():
+    from transformers import masking_utils
+
+    config = build("Llama").config
+    config._attn_implementation = huggingface.NAME
+    hidden = torch.zeros(3, N, 64)
+
+    def image(batch, head, q, k):
+        return k < 4
+
+    parts = {"or_mask_function": "or_masks", "and_mask_function": "image of tests.test_huggingface"}
+    for name, part in parts.items():
+        with pytest.raises(ValueError, match=f"{part}, which gpt_triton does not compute; {SDPA}"):
+            masking_utils.create_causal_mask(config, hidden, None, None, **{name: image})
+    with pytest.raises(ValueError, match="or_masks"):
+        masking_utils.create_causal_mask(config, hidden, None, None, block_sequence_ids=torch.zeros(3, N))
+    config.attention_chunk_size = 4
+    with pytest.raises(ValueError, match="chunked_overlay"):
+        masking_utils.create_chunked_causal_mask(config, hidden, None, None)
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
+def test_weights_are_refused(family, in_pytorch):
+    refused("output_attentions", family, output_attentions=True)
+
+
+@pytest.mark.parametrize(("given", "match"), [
+    ({"position_bias": torch.zeros(1, 4, N, N)}, rf"position_bias is added to the scores, .*{SDPA}"),
+    ({"cache": object()}, rf"a paged cache \(continuous batching\) .*{SDPA}"),
+])  # fmt: skip
+def test_what_the_kernels_do_not_compute_is_refused(given, match):
+    q = torch.zeros(1, 4, N, 16)
+    with pytest.raises(ValueError, match=match):
+        huggingface.attention(torch.nn.Identity(), q, q, q, None, **given)
+
+
+def test_a_window_that_is_in_the_mask_alone_is_refused():
+    """Qwen2-MoE's layers do not hand theirs to their attention; without this it would be dropped."""
+    q = torch.zeros(1, 4, N, 16)
+    mask = huggingface.mask(1, N, N, mask_function=huggingface.theirs.sliding_window_causal_mask_function(4))
+    with pytest.raises(ValueError, match=rf"Identity has a window in its mask and hands none to its attention; {SDPA}"):
+        huggingface.attention(torch.nn.Identity(), q, q, q, mask)
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32, sliding_window=4,
+        use_sliding_window=True, max_window_layers=2, attn_implementation=huggingface.NAME,
+    )  # fmt: skip
+    model = transformers.Qwen2MoeForCausalLM(config)
+    with pytest.raises(ValueError, match="Qwen2MoeAttention has a window in its mask and hands none"):
+        model(tokens(), use_cache=False)
+
+
+def test_the_name_is_none_of_flash_attentions():
+    """transformers looks for "flash" in about 90 places, and would want a package of that name."""
+    from transformers.utils.generic import is_flash_attention_requested
+
+    assert not is_flash_attention_requested(requested_attention_implementation=huggingface.NAME)
+    assert is_flash_attention_requested(requested_attention_implementation="flashgpt")
+
+
+def test_the_mask_function_is_registered_too():
+    """Without it the mask would be None, and padding ignored in silence."""
+    assert transformers.AttentionMaskInterface()[huggingface.NAME] is huggingface.mask
+    assert transformers.AttentionInterface()[huggingface.NAME] is huggingface.attention
+
+
+def test_the_other_package_named_kernels_is_refused_in_one_line(tmp_path):
+    """transformers imports Hugging Face's `kernels` where it is installed, and would get our folder."""
+    (tmp_path / "kernels-0.18.2.dist-info").mkdir()
+    (tmp_path / "kernels-0.18.2.dist-info" / "METADATA").write_text("Name: kernels\nVersion: 0.18.2\n")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import model.huggingface"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "ImportError: the package kernels 0.18.2 is installed, and transformers imports it by the name"
+    )
+    assert "uv pip uninstall kernels" in last
+
+
+def test_models_without_the_interface_keep_their_own(caplog):
+    """ALiBi models of the library (BLOOM, MPT, Falcon) cannot be reached; transformers says so."""
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=2)
+    model = transformers.BloomForCausalLM(config)
+    model.set_attn_implementation(huggingface.NAME)
+    assert model.config._attn_implementation != huggingface.NAME
+
+
+# --- on a GPU
+
+
+def on_gpu(model, dtype, name):
+    model.set_attn_implementation(name)
+    return model.to("cuda", dtype)
+
+
+def half_step(family, dtype, name):
+    batch = {"input_ids": tokens(), "attention_mask": padding("left")}
+    return step(on_gpu(build(family), dtype, name), {key: x.cuda() for key, x in batch.items()})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
+def test_bfloat16_is_as_near_as_theirs(family):
+    """Logits and gradients of a padded step: an error against float32 of at most twice their eager attention's."""
+    exact = half_step(family, torch.float32, "eager")
+    theirs, ours = (half_step(family, torch.bfloat16, name) for name in ("eager", huggingface.NAME))
+    for right, eager, found in zip(exact, theirs, ours, strict=True):
+        assert (found - right).norm() <= 2 * (eager - right).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_generate_on_a_gpu(family, cache):
+    def run(model):
+        ids, mask = tokens().cuda(), padding("left").cuda()
+        options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+        return model.generate(ids, attention_mask=mask, **options)
+
+    theirs, ours = with_each(build(family).cuda(), run)
+    assert torch.equal(theirs, ours)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", sorted({*DECODERS, *ENCODERS} - {"GptOss"}))  # whose experts wait
+def test_no_wait_in_a_step_on_a_gpu(family):
+    model = on_gpu(build(family), torch.bfloat16, huggingface.NAME)
+    ids, mask = tokens().cuda(), padding("left").cuda()
+    more = {"use_cache": False} if family in DECODERS else {}
+    longer = torch.cat((mask, mask[:, -1:]), 1)
+
+    def padded_step(model):
+        model(ids, attention_mask=mask, **more).logits.float().sum().backward()
+
+    def decode(model):
+        with torch.no_grad():
+            cache = transformers.DynamicCache(config=model.config)
+            model(ids, attention_mask=mask, past_key_values=cache)
+            model(ids[:, :1], attention_mask=longer, past_key_values=cache)
+
+    for run in (padded_step, decode) if family in DECODERS else (padded_step,):
+        run(model)  # compiles the kernels
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(model)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_hole_stops_the_gpu_with_the_line():
+    code = (
+        "import torch; from model import huggingface; m = torch.ones(2, 20, dtype=torch.bool, device='cuda'); "
+        "m[0, 5] = False; huggingface.mask(2, 20, 20, attention_mask=m, device='cuda'); torch.cuda.synchronize()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "attention_mask has a hole" in done.stderr

@@ -1,0 +1,124 @@
+"""A model of transformers in our loop: loaded, trained, resumed, sampled from, and handed on as a folder of theirs."""
+
+import json
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
+
+import kernels  # noqa: E402
+from data import build_tokenizer  # noqa: E402
+from data.tokenizer_json import tokenizer_json  # noqa: E402
+from model import GPTConfig, build_model, huggingface, resolve_model  # noqa: E402
+from scripts import export_hf  # noqa: E402
+from tests.huggingface_models import build  # noqa: E402
+from tests.runs import CORPUS, contents, settings  # noqa: E402
+from train import train  # noqa: E402
+from training.checkpoint import open_checkpoint  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread", "threads_as_before")
+TEXT = "the quick brown fox: naïve café 漢字"
+
+
+@pytest.fixture(autouse=True)
+def in_pytorch(monkeypatch):
+    monkeypatch.setattr(huggingface, "_engine", lambda *_: kernels.tiled_attention)
+    monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", kernels.naive_attention_with_kvcache)
+
+
+@pytest.fixture(scope="module", params=["GPT2", "Llama"])
+def folder(request, tmp_path_factory):
+    """A tiny random model as transformers saves it, with a tokenizer of its own: bytes."""
+    path = tmp_path_factory.mktemp(request.param) / "theirs"
+    model = build(request.param, vocab_size=260, initializer_range=0.05, eos_token_id=256)
+    model.save_pretrained(path)
+    export = tokenizer_json(build_tokenizer("bytes"))
+    (path / "tokenizer.json").write_text(json.dumps(export))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def run_settings(folder, tmp_path, *overrides):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(CORPUS)
+    return settings(
+        "model=huggingface", f"model.name={folder}", "data=text", f"data.files={corpus}",
+        f"data.cache_dir={tmp_path}/c",
+        "data.seq_len=32", "train.batch_tokens=128", "train.steps=4", "train.micro_batch=2", "train.eval_windows=2",
+        "train.sample_tokens=8", "optim.warmup_steps=1", "logger.wandb=disabled", "hardware.device=cpu", *overrides,
+        experiment=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["tiled documents", "sdpa"])
+def test_trained_resumed_and_handed_on(folder, how, tmp_path):
+    more = {"tiled documents": ["model.attention=tiled", "data.document_mask=true", "model.loss=chunked"],
+            "sdpa": ["model.attention=sdpa"]}[how]  # fmt: skip
+    whole = run_settings(folder, tmp_path, *more)
+    summary = train(whole, tmp_path / "whole")
+    assert summary["exit_code"] == 0
+    stopped = run_settings(folder, tmp_path, *more, "train.steps=2", "optim.schedule=constant")
+    train(stopped, tmp_path / "half")
+    again = run_settings(folder, tmp_path, *more, "optim.schedule=constant", f"resume={tmp_path}/half")
+    train(again, tmp_path / "half")
+    once = run_settings(folder, tmp_path, *more, "optim.schedule=constant")
+    train(once, tmp_path / "once")
+    assert contents(open_checkpoint(tmp_path / "half")) == contents(open_checkpoint(tmp_path / "once"))
+    # handed on
+    out = tmp_path / "out"
+    export_hf.main.__wrapped__(export_hf.ExportSettings(str(tmp_path / "whole"), str(out)), tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer(TEXT)["input_ids"] == build_tokenizer("bytes").encode_ordinary(TEXT)
+    model = build_model(resolved(folder, "naive"), 257, 32, device="cpu")
+    open_checkpoint(tmp_path / "whole").load_weights(model)
+    ids = torch.randint(257, (2, 20))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, model.eval()(ids), atol=1e-4, rtol=0)
+        before = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+    assert (before - theirs(ids).logits).abs().max() > 1e-3
+
+
+def resolved(folder, attention, **changed):
+    return resolve_model(
+        GPTConfig(name=str(folder), attention=attention, loss="plain", **changed), "cpu", torch.float32
+    )[0]
+
+
+def test_loss_and_documents(folder):
+    """Chunked, plain, packed and each document alone: one loss."""
+    model = build_model(resolved(folder, "tiled"), 257, 32, device="cpu").eval()
+    tokens = torch.randint(257, (2, 33))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    starts = torch.tensor([0, 10, 32, 64], dtype=torch.int32)
+    with torch.no_grad():
+        plain = model(inputs, targets, cu_seqlens=starts)
+        alone = sum(
+            model(inputs[r, a:b][None], targets[r, a:b][None]) for r, a, b in ((0, 0, 10), (0, 10, 32), (1, 0, 32))
+        )
+        model.config.loss = "chunked"
+        torch.testing.assert_close(model(inputs, targets, cu_seqlens=starts), plain)
+    torch.testing.assert_close(alone, plain)
+
+
+@pytest.mark.parametrize(("changed", "match"), [
+    ({"num_layers": 7}, r"model.num_layers=7 describes a GPT of ours and .* has its own; leave it out"),
+    ({"window": 7}, r"model.window=7 describes a GPT of ours"),
+    ({"activation_checkpointing": "pointwise"}, r"model.activation_checkpointing=pointwise is for a GPT of ours"),
+])  # fmt: skip
+def test_what_describes_a_gpt_of_ours_is_refused(folder, changed, match):
+    with pytest.raises(ValueError, match=match):
+        resolved(folder, "sdpa", **changed)
+
+
+def test_refusals(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"model.name=.*nowhere is no model of transformers .*; give a folder"):
+        resolved(tmp_path / "nowhere", "sdpa")
+    with pytest.raises(ValueError, match=r"optim=muon is for a GPT of ours; with model.name use optim=adamw"):
+        run_settings(folder, tmp_path, "optim=muon")
+    with pytest.raises(ValueError, match=r"data.seq_len=100 is longer than the 64 tokens of"):
+        build_model(resolved(folder, "sdpa"), 257, 100, device="cpu")
+    with pytest.raises(ValueError, match=r"the tokenizer has 300 tokens, .* 260; use tokenizer="):
+        build_model(resolved(folder, "sdpa"), 300, 32, device="cpu")
