@@ -86,6 +86,11 @@ class Watch:
         """Tell all why this process ends; the first such word counts."""
         with suppress(RuntimeError):  # nobody is left to be told
             self._store.compare_set("failed", "", json.dumps(asdict(failure)))
+            if self._world.is_first:  # the store may be its own, so it ends when the others have read that
+                others = [f"heard/{rank}" for rank in range(1, self._world.size)]
+                self._store.wait(others, timedelta(seconds=5 + self._limits.grace))
+            else:
+                self._store.set(f"heard/{self._world.rank}", "")
 
     def _run(self) -> None:
         while not self._stopped.wait(self._limits.beat):
@@ -113,6 +118,7 @@ class Watch:
                 self._heard[rank] = beat, now
         if self._store.check(["failed"]):
             failure = Failure(**json.loads(self._store.get("failed")))
+            self._store.set(f"heard/{world.rank}", "")
             return failure, [failure.rank]
         patience = limits.silent_if_suspected if self._suspicion else limits.silent
         silent = [rank for rank, (_, since) in enumerate(self._heard) if (now - since) * limits.beat > patience]
