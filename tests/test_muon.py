@@ -213,24 +213,6 @@ def test_cautious_decay_spares_the_weights_that_the_step_makes_larger():
     assert (all_decay - none).abs().max() > 1e-3
 
 
-def test_rates_of_embedding_and_head_are_their_own():
-    class Untied(Blocks):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(8, 11, bias=False)
-
-    for name in ("adamw", "muon"):
-        optimizer = Optimizer(Untied(), OptimConfig(name=name, lr=0.1, embedding_lr_ratio=3.0, head_lr_ratio=0.5))
-        optimizer.set_lr_factor(0.5)
-        rates = [(group["lr"].item(), len(group["params"])) for group in optimizer.parts[0].param_groups]
-        expected = [(0.15, 1), (0.05, 12), (0.025, 1)] if name == "adamw" else [(0.15, 1), (0.025, 1)]
-        assert [pytest.approx(pair) for pair in expected] == rates
-        assert optimizer.lr == 0.05
-        plain = Optimizer(Untied(), OptimConfig(name=name))
-        assert len(plain.parts[0].param_groups) == 1
-        plain.load_state_dict(optimizer.state_dict())  # a checkpoint's form does not depend on them
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_captured_step_has_the_bits_of_one_that_is_not(name):

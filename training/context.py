@@ -119,10 +119,6 @@ def resolve_method(
     world, asked = parallel.context, parallel.context_method
     if model.mask is not None:
         raise ValueError(f"model.mask={model.mask} is of whole rows, and parallel.context={world} cuts them; use 1")
-    if model.mask is not None:
-        raise ValueError(
-            f"model.mask={model.mask} cannot be shared by parallel.context={world} processes; use 1 of them"
-        )
     method, reason = asked, "asked for by name"
     if asked == "auto" and model.kv_heads % world == 0:
         method, reason = "heads", f"auto: {world} divides the {model.kv_heads} KV heads"

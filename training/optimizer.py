@@ -7,7 +7,6 @@ writes lies where it lay at the construction, so a CUDA graph can replay it.
 
 import math
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,8 +34,6 @@ class OptimConfig:
     name: str = "adamw"  # adamw | muon
     lr: float = 6e-4  # peak learning rate: AdamW's; Muon's is muon_lr_ratio times as high
     muon_lr_ratio: float = 20 / 3  # of Muon's rate to lr; its update has singular values near 1
-    embedding_lr_ratio: float = 1.0  # of the embedding's rate to lr; a table that is also the head is the embedding
-    head_lr_ratio: float = 1.0  # of an untied head's rate to lr
     beta1: float = 0.9  # AdamW's, of the mean of gradients
     beta2: float = 0.95  # AdamW's, of the mean of their squares
     momentum: float = 0.95  # Muon's
@@ -58,7 +55,7 @@ class OptimConfig:
             raise ValueError(f"optim.schedule={self.schedule} is not one of {', '.join(SCHEDULES)}")
         if self.muon_dtype not in MUON_DTYPES:
             raise ValueError(f"optim.muon_dtype={self.muon_dtype} is not one of {', '.join(MUON_DTYPES)}")
-        for key in ("lr", "muon_lr_ratio", "embedding_lr_ratio", "head_lr_ratio"):
+        for key in ("lr", "muon_lr_ratio"):
             if not 0 < getattr(self, key) <= LARGEST_RATE:
                 raise ValueError(
                     f"optim.{key}={getattr(self, key)} must be positive, finite and at most {LARGEST_RATE:g}"
@@ -289,15 +286,11 @@ def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     muon = _matrices_of_muon(model, config)
     in_muon = {id(p) for p in muon}
-    ratios = {"embedding.weight": config.embedding_lr_ratio, "head.weight": config.head_lr_ratio}
-    adamw = [(ratios.get(name, 1.0), p) for name, p in named if id(p) not in in_muon]
-    groups = []
-    for ratio, pairs in groupby(adamw, key=lambda pair: pair[0]):  # neighbours alone: a checkpoint counts parameters
-        some = [p for _, p in pairs]
-        groups.append({"params": [p for p in some if p.ndim == 2], "peak_lr": config.lr * ratio})
-        # gains of norms and biases, which a model of transformers has, do not decay
-        if others := [p for p in some if p.ndim != 2]:
-            groups.append({"params": others, "peak_lr": config.lr * ratio, "weight_decay": 0.0})
+    adamw = [p for _, p in named if id(p) not in in_muon]
+    groups = [{"params": [p for p in adamw if p.ndim == 2], "peak_lr": config.lr}]
+    # gains of norms and biases, which a model of transformers has, do not decay
+    if others := [p for p in adamw if p.ndim != 2]:
+        groups.append({"params": others, "peak_lr": config.lr, "weight_decay": 0.0})
     parts: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
             groups,
@@ -307,7 +300,7 @@ def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]
             capturable=True,
         )
     ]
-    for _, p in adamw:  # as its first step would, but there before it
+    for p in adamw:  # as its first step would, but there before it
         zeros = {key: torch.zeros_like(p, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
         parts[0].state[p] = {"step": torch.zeros((), device=p.device)} | zeros
     if muon:
