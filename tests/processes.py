@@ -195,7 +195,7 @@ def command_lines(folder: Path) -> dict[str, Any]:
         def case(rank: int, world: parallel.World) -> None:
             sys.argv = ["train.py", *SMALL, *RUN, *files, "train.steps=3", *overrides]
             if rank == failing:
-                program.GPT = refuse
+                program.Optimizer = refuse
             program.main()
             sys.exit(0)  # it has left the others already
 
