@@ -31,15 +31,12 @@ import torch
 
 from conf.program import program
 from conf.schema import Settings
-from data import Batch, Prefetcher, TokenBatches, fixed_windows
+from data import Prefetcher, TokenBatches, fixed_windows
 from model import attend_with, build_model
 from model.attention import AttentionFunction
 from training import resume
 from training.comparison import show_sweep
-from training.context import Context, shared_rows
-from training.evaluate import EvaluationSet, evaluate, sample, unigram_loss
-from training.graph import StepGraphs
-from training.hardware import Hardware
+from training.evaluate import EvaluationSet, sample, unigram_loss
 from training.lock import locked
 from training.log import RunLog, provenance, step_record, write_description
 from training.memory import advice_when_out_of_memory
@@ -51,7 +48,8 @@ from training.random_states import seed_everything
 from training.run import Run, resolve
 from training.saver import Saver
 from training.speed import Speed
-from training.step import Step, step_graphs, training_step
+from training.step import Step
+from training.stepper import Stepper
 from training.stop import StopRequest
 
 OnStep = Callable[[Step], None]
@@ -103,13 +101,12 @@ def run(
     elif chosen.initial:
         chosen.initial.load_weights(model)
     forward = torch.compile(model, dynamic=False) if hardware.compile else model
+    stepper = Stepper(chosen, model, forward, optimizer)
 
     # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
     batches = TokenBatches(dataset.train, chosen.seq_len, chosen.sequences_per_step, config.window_seed, **world.place)
     windows = fixed_windows(dataset.validation, chosen.seq_len, config.eval_windows)
     evaluation = EvaluationSet.of(windows, dataset.tokenizer)
-    # ... and several processes can share each row
-    context = chosen.context and Context.among(world, chosen.context[0], chosen.seq_len, hardware.device)
 
     # --- what is written down: the log, the description, checkpoints
     going_on = {"first_step": first_step, "resumes": settings.resume is not None, "resumed": resumed}
@@ -127,23 +124,6 @@ def run(
     bad_steps = BadSteps(
         config.on_nonfinite, run_dir, model, forward, optimizer, hardware, check, saver, description, log.say
     )
-
-    graphs = step_graphs(forward, optimizer, hardware, config.batch_tokens) if chosen.graphs else None
-
-    def run_step(
-        forward: Callable[..., torch.Tensor],
-        batch: Batch,
-        hardware: Hardware = hardware,
-        graphs: StepGraphs | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
-        split = chosen.micro_batch, hardware, starts
-        with shared_rows(context, model, forward, hardware.world) as whole:
-            return training_step(whole, optimizer, inputs, targets, *split, graphs=graphs, dropout=chosen.model.draws)
-
-    def evaluated() -> dict[str, float]:
-        with shared_rows(context, model, forward, world) as whole:
-            return evaluate(whole, evaluation, chosen.micro_batch, hardware, chosen.end_of_text)
 
     def seconds() -> float:
         """Time spent on this run, by the processes before this one too."""
@@ -173,14 +153,14 @@ def run(
         step, results = first_step, {}
         if step >= config.steps:  # it was killed after its last save: its summary is all that may be missing
             log.say(f"complete   all of train.steps={config.steps} are done; raise train.steps to go on")
-            results = evaluated()
+            results = stepper.evaluate(evaluation)
 
         # --- the loop
         speed = Speed(model, hardware, config.batch_tokens, first_step)
         while step < config.steps:
             optimizer.set_lr_factor(lr_factor(step, config.steps, settings.optim))
             batch = next(prefetcher)
-            loss, grad_norm = run_step(forward, batch, graphs=graphs)
+            loss, grad_norm = stepper.step(batch)
             step += 1
             on_step(Step(step, batch, loss, grad_norm, optimizer))
 
@@ -188,7 +168,7 @@ def run(
             # step late; but at once where numbers or weights are used for anything
             asked = stop.requested
             if bad := check.look(step, loss, grad_norm, wait=asked or config.is_watched(step)):
-                if not bad_steps.handle(bad, prefetcher, run_step, stop):
+                if not bad_steps.handle(bad, prefetcher, stepper.again, stop):
                     step = bad.step - 1
                     save(step, best=False)
                     break
@@ -208,7 +188,7 @@ def run(
                 record |= {"tokens": step * config.batch_tokens, "seconds": seconds()}
                 record["peak_memory_gib"] = hardware.peak_memory_gib()
             if config.is_due(config.eval_every, step):
-                results = evaluated()
+                results = stepper.evaluate(evaluation)
                 is_best = results["val_loss"] < best_loss
                 best_loss = min(best_loss, results["val_loss"])
                 record |= results

@@ -18,9 +18,10 @@ from scripts import replay
 from tests.runs import contents, digest, metrics, replaced, small_run
 from train import train
 from training import checkpoint as checkpoints
-from training import numbers
+from training import numbers, stepper
 from training import optimizer as optimizers
 from training.checkpoint import open_checkpoint
+from training.hardware import HardwareConfig, set_up
 from training.hooks import watched, watched_compiled
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
@@ -263,7 +264,7 @@ def test_on_the_gpu_a_compiled_model_is_watched_with_its_own_masks():
 
 def flip(monkeypatch, name, step):
     """Damage a weight before that step, as a flipped bit would."""
-    models, real, real_step, steps = [], program.build_model, program.training_step, iter(range(1, 1000))
+    models, real, real_step, steps = [], program.build_model, stepper.training_step, iter(range(1, 1000))
     monkeypatch.setattr(program, "build_model", lambda *a, **o: models.append(real(*a, **o)) or models[-1])
 
     def damaged(*arguments, **options):
@@ -271,7 +272,7 @@ def flip(monkeypatch, name, step):
             models[-1].get_parameter(name).data.view(-1)[7] = math.inf
         return real_step(*arguments, **options)
 
-    monkeypatch.setattr(program, "training_step", damaged)
+    monkeypatch.setattr(stepper, "training_step", damaged)
 
 
 def test_a_damaged_weight_is_named_and_rollback_heals_it(tmp_path, monkeypatch, capsys):
@@ -320,14 +321,14 @@ def test_rollback_without_a_checkpoint_stops(tmp_path, monkeypatch, capsys):
 
 def test_what_only_the_run_saw_is_said_so(tmp_path, monkeypatch, capsys):
     """NaN once and never again: a fault of the hardware, say."""
-    real, steps = program.training_step, iter(range(1, 1000))
+    real, steps = stepper.training_step, iter(range(1, 1000))
 
     def once(forward, optimizer, *arguments, **options):
         if next(steps) == BAD:
             forward = lambda *a, forward=forward, **o: forward(*a, **o) * math.nan  # noqa: E731
         return real(forward, optimizer, *arguments, **options)
 
-    monkeypatch.setattr(program, "training_step", once)
+    monkeypatch.setattr(stepper, "training_step", once)
     summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / "run")
     assert "the step was finite when run again; is the hardware sound?" in capsys.readouterr().out
     assert summary["steps"] == 8
@@ -415,13 +416,13 @@ def test_a_full_disk_leaves_no_half_dump(tmp_path, monkeypatch, capsys):
 
 
 def test_a_spike_is_logged_and_counted(tmp_path, monkeypatch, capsys):
-    real, steps = program.training_step, iter(range(1, 1000))
+    real, steps = stepper.training_step, iter(range(1, 1000))
 
     def spiking(*arguments, **options):
         loss, norm = real(*arguments, **options)
         return loss + (9.0 if next(steps) == 20 else 0.0), norm
 
-    monkeypatch.setattr(program, "training_step", spiking)
+    monkeypatch.setattr(stepper, "training_step", spiking)
     summary = train(small_run(tmp_path, *STORY, "train.steps=30", "train.log_every=5"), tmp_path / "run")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("spike")]
     assert len(said) == 1
@@ -434,7 +435,7 @@ def test_a_spike_is_logged_and_counted(tmp_path, monkeypatch, capsys):
 def test_noise_is_no_spike_and_a_jump_is_one_or_two():
     torch.manual_seed(0)
     said = []
-    optimizer, cpu = SimpleNamespace(held=torch.tensor(False)), SimpleNamespace(device=torch.device("cpu"))
+    optimizer, cpu = SimpleNamespace(held=torch.tensor(False)), set_up(HardwareConfig(device="cpu"))
     watching = numbers.NumberCheck(optimizer, cpu, said.append)
     for step, noise in enumerate(torch.randn(500), 1):
         loss = 3 + 0.1 * noise + (2 if step > 400 else 0)  # a new level
@@ -477,7 +478,7 @@ def test_on_the_gpu_compiled_float16_lowers_its_scale_and_is_resumed_with_it(tmp
         pytest.skip("needs an NVIDIA GPU")
     half = (*STORY, "hardware.device=auto", "hardware.dtype=float16", "hardware.compile=true", "model.attention=flash")
     half = (*half, "train.steps=24", "train.log_every=1", "optim.lr=5e-3", "train.save_every=10")
-    real, steps = program.training_step, iter(range(1, 1000))
+    real, steps = stepper.training_step, iter(range(1, 1000))
 
     def overflowing(forward, optimizer, *arguments, **options):
         if next(steps) != 7:
@@ -486,7 +487,7 @@ def test_on_the_gpu_compiled_float16_lowers_its_scale_and_is_resumed_with_it(tmp
             return real(forward, optimizer, *arguments, **options | {"graphs": None})
 
     with monkeypatch.context() as patch:
-        patch.setattr(program, "training_step", overflowing)
+        patch.setattr(stepper, "training_step", overflowing)
         train(small_run(tmp_path, *half), tmp_path / "whole")
     records = metrics(tmp_path / "whole")
     assert [r["step"] for r in records if r["grad_norm"] is None] == [7]
@@ -517,7 +518,7 @@ def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    real_step = program.training_step
+    real_step = stepper.training_step
 
     def strict(*arguments, **options):
         torch.cuda.set_sync_debug_mode("error")
@@ -527,7 +528,7 @@ def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(numbers.NumberCheck, "look", look)
-    monkeypatch.setattr(program, "training_step", strict)
+    monkeypatch.setattr(stepper, "training_step", strict)
     summary = train(
         small_run(
             tmp_path,
@@ -553,7 +554,7 @@ def test_on_the_gpu_a_skipped_step_changes_nothing(tmp_path, monkeypatch, capsys
         pytest.skip("needs an NVIDIA GPU")
     story = (*STORY, "hardware.device=auto", f"optim={optim}", "model.attention=flash", f"hardware.compile={compiled}")
     story = (*story, "train.on_nonfinite=skip", "train.save_every=100")
-    real, seen = program.training_step, []
+    real, seen = stepper.training_step, []
 
     def bad(forward, optimizer, inputs, *arguments, **options):
         if inputs.shape == inputs_of_bad.shape and torch.equal(inputs, inputs_of_bad):
@@ -564,7 +565,7 @@ def test_on_the_gpu_a_skipped_step_changes_nothing(tmp_path, monkeypatch, capsys
         return real(forward, optimizer, inputs, *arguments, **options)
 
     batches, inputs_of_bad = [], torch.zeros(1)
-    monkeypatch.setattr(program, "training_step", bad)
+    monkeypatch.setattr(stepper, "training_step", bad)
     with monkeypatch.context() as patch:
         at_step(BAD, lambda optimizer: None, patch)
         train(small_run(tmp_path, *story, "hardware.cuda_graphs=false"), tmp_path / "sound")

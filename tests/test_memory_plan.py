@@ -15,7 +15,7 @@ import torch
 import train as training
 from model import GPTConfig
 from tests.runs import SMALL, settings, small_run
-from training import memory
+from training import memory, stepper
 from training.checkpoint import open_checkpoint
 from training.hardware import Hardware, set_up
 from training.memory import GIB, HEAP, MARGIN, Plan, advice_when_out_of_memory, free_host_bytes
@@ -218,7 +218,7 @@ def test_a_run_says_its_forecast_first_and_ends_an_out_of_memory_error_with_advi
     def full(*_, **__):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(training, "training_step", full)
+    monkeypatch.setattr(stepper, "training_step", full)
     chosen = small_run(tmp_path, "train.steps=2", "hardware.compile=false")
     with pytest.raises(ValueError, match=r"cpu is out of memory, with train\.micro_batch=8, a forecast of 0\.00 GiB"):
         training.train(chosen, tmp_path / "run")
@@ -230,8 +230,9 @@ def test_a_run_says_its_forecast_first_and_ends_an_out_of_memory_error_with_advi
 STARVED = """
 import resource, sys
 import train as program
+from training import stepper
 
-step, steps = program.training_step, iter(range(1, 100))
+step, steps = stepper.training_step, iter(range(1, 100))
 
 def starved(*arguments, **options):
     if next(steps) == 3:
@@ -240,7 +241,7 @@ def starved(*arguments, **options):
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     return step(*arguments, **options)
 
-program.training_step = starved
+stepper.training_step = starved
 program.main()
 """
 # scores of 16 x 2 x 512 x 512 numbers, 32 MiB

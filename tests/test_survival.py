@@ -12,6 +12,7 @@ import pytest
 import train as program
 from tests.runs import SMALL, small_run
 from train import train
+from training import stepper
 from training.checkpoint import open_checkpoint
 from training.stop import SIGNALS, StopRequest
 
@@ -44,7 +45,7 @@ def test_kill_9_at_random_moments(tmp_path, kills):
 
 def stop_at(step: int, monkeypatch, *numbers: int) -> None:
     """Send this process signals while it is in `step`."""
-    real, steps = program.training_step, iter(range(1, 1000))
+    real, steps = stepper.training_step, iter(range(1, 1000))
 
     def signalled(*arguments, **options):
         if next(steps) == step:
@@ -52,7 +53,7 @@ def stop_at(step: int, monkeypatch, *numbers: int) -> None:
                 os.kill(os.getpid(), number)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(program, "training_step", signalled)
+    monkeypatch.setattr(stepper, "training_step", signalled)
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138), ("SIGHUP", 129)])

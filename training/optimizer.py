@@ -169,7 +169,7 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """AdamW's learning rate now, where no ratio is set."""
+        """AdamW's learning rate now."""
         return self._peak_lr * self._lr_factor
 
     def scaled(self, loss: Tensor) -> Tensor:

@@ -1,0 +1,54 @@
+"""What a run computes: its steps and its evaluations, in the way that was chosen for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from data import Batch
+from training.context import Context, shared_rows
+from training.evaluate import EvaluationSet, evaluate
+from training.graph import StepGraphs
+from training.hardware import Hardware
+from training.optimizer import Optimizer
+from training.run import Run
+from training.step import step_graphs, training_step
+
+
+class Stepper:
+    """Computes steps as CUDA graphs where `chosen` says so, and with the processes that share each row.
+
+    Args:
+        forward: `model`, or what was compiled from it.
+    """
+
+    def __init__(self, chosen: Run, model: nn.Module, forward: nn.Module, optimizer: Optimizer) -> None:
+        self._chosen, self._model, self._forward, self._optimizer = chosen, model, forward, optimizer
+        hardware, self._context, self._graphs = chosen.hardware, None, None
+        if chosen.context:
+            self._context = Context.among(hardware.world, chosen.context[0], chosen.seq_len, hardware.device)
+        if chosen.graphs:
+            self._graphs = step_graphs(forward, optimizer, hardware, chosen.settings["train"]["batch_tokens"])
+
+    def step(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Compute a step of the run and update the weights; (loss, gradient norm) as `training_step` returns them."""
+        hardware = self._chosen.hardware
+        with shared_rows(self._context, self._model, self._forward, hardware.world) as whole:
+            return self._step(whole, batch, hardware, self._graphs)
+
+    def again(self, forward: Callable[..., Tensor], batch: Batch, hardware: Hardware) -> tuple[Tensor, Tensor]:
+        """A step once more, kernel by kernel and on whole rows, with another network, for who watches it."""
+        return self._step(forward, batch, hardware, None)
+
+    def evaluate(self, windows: EvaluationSet) -> dict[str, float]:
+        hardware = self._chosen.hardware
+        with shared_rows(self._context, self._model, self._forward, hardware.world) as whole:
+            return evaluate(whole, windows, self._chosen.micro_batch, hardware, self._chosen.end_of_text)
+
+    def _step(
+        self, forward: Callable[..., Tensor], batch: Batch, hardware: Hardware, graphs: StepGraphs | None
+    ) -> tuple[Tensor, Tensor]:
+        inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
+        split: dict[str, Any] = {"graphs": graphs, "dropout": self._chosen.model.draws}
+        sizes = self._chosen.micro_batch, hardware, starts
+        return training_step(forward, self._optimizer, inputs, targets, *sizes, **split)
