@@ -201,7 +201,6 @@ def documents_of_chunks(cu_seqlens: Tensor, tokens: int, rank: int, world: int) 
     )
 
 
-@torch.compiler.disable  # traced, each transfer is waited for at once, and torch 2.11 gave wrong gradients
 def ring(
     attend: AttentionFunction,
     q: Tensor,
@@ -217,6 +216,7 @@ def ring(
 ) -> Tensor:
     """Attention of zig-zag parts: K and V go round, each rank merges what it sees of each block by its LSE.
 
+    torch.compile must not trace it: each transfer would be waited for at once, and torch 2.11 gave wrong gradients.
     Args and returns as `heads`, for any W. `attend` also takes `return_lse`; scale is positive. Raises ValueError for
     what it cannot do: window, documents, dropout, ALiBi, sinks.
     """

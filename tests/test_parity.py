@@ -46,8 +46,8 @@ def test_one_micro_batch_is_chosen_for_all_runs_before_anything_is_trained(tmp_p
     chosen = settings(*overrides, schema=ParitySettings, experiment="parity")
     fits, real = {"naive": 2, "tiled": 4, "sdpa": 4}, memory.plan
 
-    def plan(settings, model, hardware, vocab_size):
-        return replace(real(settings, model, hardware, vocab_size), micro_batch=fits[model.attention])
+    def plan(settings, model, *rest):
+        return replace(real(settings, model, *rest), micro_batch=fits[model.attention])
 
     monkeypatch.setattr(memory, "plan", plan)
     assert with_one_micro_batch(chosen, tmp_path / "parity").train.micro_batch == 2

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import train as program
 from kernels import flash_attention, naive_attention
 from model import ATTENTION
 from model.attention import naive
@@ -24,6 +23,7 @@ from tests.test_bad_input import told
 from tests.test_bad_steps import BAD, STORY, Faulty
 from train import train
 from training import optimizer as optimizers
+from training import stepper
 from training.hardware import HardwareConfig
 from training.random_states import random_states
 
@@ -80,7 +80,7 @@ def what_it_was_given(patch, module, call):
             given["scale"] = digest(optimizer.state_dict()["loss_scale"])
             given.update(batch=digest([inputs, targets, starts]), micro_batch=micro_batch)
             given["random"] = digest(random_states())
-            if module is program:  # what makes it a bad one
+            if module is stepper:  # what makes it a bad one
                 return real(lambda *a, **o: forward(*a, **o) * math.nan, optimizer, inputs, targets, micro_batch,
                             hardware, starts, **options)  # fmt: skip
         return real(forward, optimizer, inputs, targets, micro_batch, hardware, starts, **options)
@@ -98,7 +98,7 @@ def test_the_step_is_the_runs(tmp_path, monkeypatch, capsys, optim, dtype, call)
     story = (*STORY, *TINY, f"optim={optim}", f"hardware.dtype={dtype}", "data.document_mask=true")
     with monkeypatch.context() as patch:
         patch.setattr(optimizers, "FIRST_SCALE", 2.0**28)
-        run = what_it_was_given(patch, program, BAD)
+        run = what_it_was_given(patch, stepper, BAD)
         train(small_run(tmp_path, *story), tmp_path / "run")
     again = what_it_was_given(monkeypatch, replaying, call)
     rows, _ = replayed(capsys, tmp_path / "run" / "bad_steps" / f"step_{BAD:06d}", ["naive"])

@@ -48,13 +48,14 @@ import itertools, os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 sys.argv = sys.argv[1:]
 import train
-real, count = train.training_step, itertools.count(1)
+from training import stepper
+real, count = stepper.training_step, itertools.count(1)
 def training_step(*arguments, **options):
     is_last = int(os.environ["SLURM_PROCID"]) == int(os.environ["SLURM_NTASKS"]) - 1
     if next(count) == 3 and is_last and os.environ["SLURM_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGUSR1)
     return real(*arguments, **options)
-train.training_step = training_step
+stepper.training_step = training_step
 train.main()
 """
 

@@ -30,6 +30,7 @@ import train as trainer
 from conf.program import program
 from conf.schema import Settings
 from model.recompute import MODES
+from training import stepper
 from training.hardware import set_up
 from training.log import provenance
 from training.profile import STEPS_NEEDED
@@ -113,7 +114,7 @@ def compare(settings: InvarianceSettings, run_dir: Path) -> dict[str, Any]:
         verdict = found or f"the same bits at all {len(steps)} steps"
         rows[name] = {"switched": toggle, "verdict": verdict, "as_expected": found is None, "steps": steps}
     for name, draw in PLANTED.items():
-        with mock.patch.object(trainer, "evaluate", drawing(draw)):
+        with mock.patch.object(stepper, "evaluate", drawing(draw)):
             steps = run(settings, run_dir / name.replace(" ", "_"), quiet | EVALUATES)
         found = first_difference(steps, baseline)
         rows[name] = {
@@ -193,7 +194,7 @@ def first_difference(steps: Digests, baseline: Digests) -> str | None:
 
 def drawing(draw: Callable[[torch.device], Any]) -> Callable[..., dict[str, float]]:
     """evaluate() with a mistake: it draws a number from a stream that training draws from, or a resumed run keeps."""
-    real = trainer.evaluate
+    real = stepper.evaluate
 
     def evaluate(model, windows, micro_batch, hardware, end_of_text=None):
         draw(hardware.device)
