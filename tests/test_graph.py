@@ -72,6 +72,7 @@ def test_graphs_are_for_cuda():
         (None, ("data.document_mask=true", "model.attention=naive", "model.loss=plain"), False),
         (None, ("train.batch_tokens=131072",), False),
         (True, ("train.batch_tokens=131072",), True),
+        (None, ("model.activation_checkpointing=full",), False),
         (False, (), False),
     ],
 )

@@ -273,6 +273,9 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
         return False, "processes that share rows talk to each other in each layer"
     if plan.model.name is not None:
         return False, "a model of transformers may ask the host; hardware.cuda_graphs=true tries all the same"
+    recomputes = plan.model.activation_checkpointing != "none"
+    if recomputes and (plan.model.draws or not hardware.compile):
+        return False, "recomputation keeps random states, which a graph may not read"
     # graphs keep what a micro-batch needs, and evaluations and samples then need theirs beside it
     if plan.free is not None and plan.peak > plan.free / 2:
         return False, "the forecast is more than half of the memory; hardware.cuda_graphs=true tries all the same"
