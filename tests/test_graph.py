@@ -73,6 +73,7 @@ def test_graphs_are_for_cuda():
         (None, ("train.batch_tokens=131072",), False),
         (True, ("train.batch_tokens=131072",), True),
         (None, ("model.activation_checkpointing=full",), False),
+        (None, ("model.attention=tiled",), False),
         (False, (), False),
     ],
 )

@@ -269,10 +269,10 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
         return hardware.graphs, "as configured"
     if document_mask:
         return False, "documents differ in number from step to step"
-    if hardware.world.context > 1:
-        return False, "processes that share rows talk to each other in each layer"
     if plan.model.name is not None:
         return False, "a model of transformers may ask the host; hardware.cuda_graphs=true tries all the same"
+    if plan.model.attention not in ("flash", "sdpa"):
+        return False, f"{plan.model.attention} attention may ask the host; hardware.cuda_graphs=true tries all the same"
     recomputes = plan.model.activation_checkpointing != "none"
     if recomputes and (plan.model.draws or not hardware.compile):
         return False, "recomputation keeps random states, which a graph may not read"
