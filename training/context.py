@@ -42,7 +42,7 @@ class Context:
     @classmethod
     def among(cls, world: World, method: str, seq_len: int, device: torch.device) -> "Context":
         """Of this process with its neighbours in `world`."""
-        return cls(world.mesh(device, world.context).get_group("context"), method, seq_len, device)
+        return cls(world.mesh(device).get_group("context"), method, seq_len, device)
 
     def part(self, x: Tensor) -> Tensor:
         """This process's tokens of x (B, N)."""

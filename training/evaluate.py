@@ -59,11 +59,7 @@ class EvaluationSet:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
-    windows: EvaluationSet,
-    micro_batch: int,
-    hardware: Hardware,
-    end_of_text: int | None = None,
+    model: nn.Module, windows: EvaluationSet, micro_batch: int, hardware: Hardware, end_of_text: int | None = None
 ) -> dict[str, float]:
     """Run the model over all windows; the mode it was in is restored, no random number is drawn.
 
@@ -73,8 +69,7 @@ def evaluate(
     world = hardware.world
     was_training = model.training
     model.eval()
-    losses = []
-    place = world.place
+    losses, place = [], world.place
     for start in range(place["rank"] * micro_batch, len(windows.inputs), place["world_size"] * micro_batch):
         inputs = windows.inputs[start : start + micro_batch]
         targets = windows.targets[start : start + micro_batch]

@@ -260,6 +260,8 @@ def _refuse_other_tensor(name: str, value: Any, like: Tensor, *, below_zero: boo
     if value.shape != like.shape or value.dtype != like.dtype:
         found, expected = (f"{tuple(tensor.shape)} in {tensor.dtype}" for tensor in (value, like))
         raise ValueError(f"{name} is {found}, expected {expected}")
+    if not value.is_contiguous() or value.requires_grad:
+        raise ValueError(f"{name} is a view or has a gradient, expected values alone")
     if value.isnan().any() or (not below_zero and (value < 0).any()):
         raise ValueError(f"{name} holds {'NaN' if below_zero else 'what is below zero or NaN'}, expected numbers")
 

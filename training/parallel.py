@@ -280,11 +280,11 @@ class World:
             self._group = dist.group.WORLD
         return self._group
 
-    def mesh(self, device: torch.device, context: int = 1) -> dist.DeviceMesh:
-        """The processes as (data, context): the `context` neighbours of a row of it share each row's tokens."""
+    def mesh(self, device: torch.device) -> dist.DeviceMesh:
+        """The processes as (data, context): the neighbours in a row of it share each row's tokens."""
         self._group_for(device)
         names = ("data", "context")
-        return dist.init_device_mesh(device.type, (self.size // context, context), mesh_dim_names=names)
+        return dist.init_device_mesh(device.type, (self.size // self.context, self.context), mesh_dim_names=names)
 
     # --- the end
 

@@ -1,7 +1,6 @@
 """What a run computes: its steps and its evaluations, in the way that was chosen for it."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -49,6 +48,5 @@ class Stepper:
         self, forward: Callable[..., Tensor], batch: Batch, hardware: Hardware, graphs: StepGraphs | None
     ) -> tuple[Tensor, Tensor]:
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
-        split: dict[str, Any] = {"graphs": graphs, "dropout": self._chosen.model.draws}
-        sizes = self._chosen.micro_batch, hardware, starts
-        return training_step(forward, self._optimizer, inputs, targets, *sizes, **split)
+        micro_batch, how = self._chosen.micro_batch, {"graphs": graphs, "dropout": self._chosen.model.draws}
+        return training_step(forward, self._optimizer, inputs, targets, micro_batch, hardware, starts, **how)
