@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from training.gradient_sum import GradientSum
-from training.parallel import ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World, ranks
+from training.parallel import ALIGNED, ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -109,7 +109,7 @@ def test_all_end_with_a_line_that_names_who_is_lost(found, case, left, says):
 def gradients_of(order: list[torch.Tensor]) -> torch.Tensor:
     """What `GradientSum` makes of these gradients, one a micro-batch."""
     weight = torch.zeros_like(order[0], requires_grad=True)
-    total = GradientSum([weight], ALONE)
+    total = GradientSum([weight], ALONE, len(order))
     for gradient in order:
         (weight * gradient).sum().backward()
         total.add(gradient.sum())
@@ -128,6 +128,35 @@ def test_micro_batches_are_summed_as_a_binary_tree(count):
     assert torch.equal(gradients_of(terms), expected[0])
     if count >= 4:
         assert not torch.equal(gradients_of(terms), sum(terms)), "the order must show, or this has shown nothing"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
+def test_the_sum_lies_where_a_graph_writes_every_gradient(count):
+    """So that the optimizer's graph reads it there."""
+    generator = torch.Generator().manual_seed(count)
+    terms, place = list(torch.randn(count, 100, generator=generator)), torch.empty(100)
+    weight = torch.zeros(100, requires_grad=True)
+    total = GradientSum([weight], ALONE, count, copied=True)
+    for gradient in terms:
+        place.copy_(gradient if weight.grad is None else place + gradient)
+        weight.grad = place
+        total.add(gradient.sum())
+    total.total()
+    assert weight.grad.data_ptr() == place.data_ptr()
+    assert torch.equal(place, gradients_of(terms))
+
+
+def test_sums_over_processes_lie_where_those_before_lay(monkeypatch):
+    world, places = several(2), []
+    monkeypatch.setattr(world, "_add_up", lambda flat: None)
+    for value in (1.0, 2.0):
+        terms = [torch.full(shape, value) for shape in ((3, 5), (130,), ())]
+        sums, loss = world.sum(list(terms), torch.tensor(value), [torch.ones(2)])
+        assert all(map(torch.equal, sums, terms))
+        assert loss == world.tail[0] == value
+        places.append([term.data_ptr() for term in (*sums, world.tail)])
+    assert places[0] == places[1]
+    assert all(place % (4 * ALIGNED) == places[0][0] % (4 * ALIGNED) for place in places[0])
 
 
 def test_ranks():
