@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from training.gradient_sum import GradientSum
-from training.parallel import ALIGNED, ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World, ranks
+from training.parallel import ALIGNED, ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, StepClock, World, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -196,6 +196,33 @@ def test_a_slow_process_is_named_once():
     assert step == SLOW_STEPS + 3
     assert "rank 2 of 4 on host2" in line
     assert "11.9 ms" in line
+
+
+def test_the_clock_of_a_gpu_is_read_though_steps_are_queued_ahead(monkeypatch):
+    """When a step is queued, the one before it is not over: the time is that of an older one, and never 0 for long."""
+    done, made = 0, []
+
+    class Event:
+        def __init__(self, enable_timing):
+            made.append(self)
+            self.number = len(made)
+
+        def record(self):
+            pass
+
+        def query(self):
+            return self.number <= done
+
+        def elapsed_time(self, later):
+            return 100.0 * later.number
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock, told = StepClock(), []
+    for step in range(5):
+        done = 2 * (step - 1)  # the device is a step behind, as the loop lets it be
+        clock.begin(torch.device("cuda"))
+        told.append(clock.end())
+    assert told == [0.0, 0.0, 200.0, 400.0, 600.0]
 
 
 def test_who_votes_and_what_is_agreed():

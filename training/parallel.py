@@ -16,6 +16,7 @@ import os
 import socket
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -320,12 +321,12 @@ class World:
 
 
 class StepClock:
-    """How long this process computes before it waits for the others, in ms; on CUDA that of the step before."""
+    """How long this process computes before it waits for the others, in ms; on CUDA in the last step that is over."""
 
     def __init__(self) -> None:
         self.last_ms = 0.0
         self._began: Any = 0.0
-        self._pair: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # that were not over when looked at
         self._cuda = False
 
     def begin(self, device: torch.device) -> None:
@@ -340,8 +341,10 @@ class StepClock:
             return self.last_ms
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()
-        before, self._pair = self._pair, (self._began, ended)
-        self.last_ms = before[0].elapsed_time(before[1]) if before and before[1].query() else 0.0
+        self._spans.append((self._began, ended))
+        while self._spans and self._spans[0][1].query():
+            began, ended = self._spans.popleft()
+            self.last_ms = began.elapsed_time(ended)
         return self.last_ms
 
 
