@@ -174,12 +174,14 @@ def lost(folder: Path) -> dict[str, Any]:
         "killed": training(folder, "killed", save, on_step=at(5, 1, kill_me(signal.SIGKILL))),
         "first_killed": training(folder, "first_killed", save, on_step=at(5, 0, kill_me(signal.SIGKILL))),
         "stopped": training(folder, "stopped", save, on_step=at(5, 1, kill_me(signal.SIGSTOP))),
+        "first_stopped": training(folder, "first_stopped", save, on_step=at(5, 0, kill_me(signal.SIGSTOP))),
         "hung": hang_in_step,
         "parted": training(folder, "parted", save, on_step=part),
     }
     found = {}
     for name, case in cases.items():
-        found[name] = processes(folder / f"said_{name}", 2, case, stopped=1 if name == "stopped" else None)
+        stopped = {"stopped": 1, "first_stopped": 0}.get(name)
+        found[name] = processes(folder / f"said_{name}", 2, case, stopped=stopped)
         if (folder / name / "checkpoints").exists():
             checkpoint = newest_complete(folder / name / "checkpoints")
             found[name]["step"] = checkpoint and checkpoint.step

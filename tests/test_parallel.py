@@ -88,6 +88,7 @@ def test_a_mistake_is_one_line(found):
         ("killed", [69, -9], "rank 1 of 2 on HOST, after step"),
         ("first_killed", [-9, 69], "rank 0 of 2 on HOST, after step"),
         ("stopped", [69, -9], "rank 1 of 2 on HOST, after step"),
+        ("first_stopped", [-9, 69], "rank 0 of 2 on HOST, after step"),
         ("hung", [69, 69], "rank 1 of 2 on HOST, after step 3: the others have waited"),
         ("parted", [1, 1], "rank 1 of 2 on HOST, step 4: its weights are not those of rank 0"),
     ],

@@ -68,6 +68,7 @@ class Watch:
         world.exchange("watched")  # from here on each has a beat
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="watch of the watch", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -101,6 +102,15 @@ class Watch:
                 found = Failure(0, self._world.hosts[0], self._world.step, f"its store is gone ({reason})"), [0]
             if found and not self._stopped.wait(self._limits.grace):
                 self._end(*found)
+
+    def _guard(self) -> None:
+        """End where a look does not return: a call to a store whose process was stopped waits for ever."""
+        looks = still = 0
+        while not self._stopped.wait(self._limits.beat):
+            looks, still = self._looks, still + 1 if self._looks == looks else 0
+            if still * self._limits.beat > self._limits.silent:
+                message = f"its store has not answered for {self._limits.silent:g} s: stopped or cut off"
+                self._end(Failure(0, self._world.hosts[0], self._world.step, message), [0])
 
     def _beat(self) -> None:
         world, self._beats = self._world, self._beats + 1
