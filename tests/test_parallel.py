@@ -82,6 +82,23 @@ def test_a_mistake_is_one_line(found):
     assert log in line
 
 
+def test_a_full_disk_costs_checkpoints_and_no_step(found):
+    """While it was full; another rank's disk is not asked."""
+    run, whole = found["disk"], found["muon_1"]
+    assert run["codes"] == [0, 0], run["err"]
+    steps = [line.split()[3] for line in run["out"][0].splitlines() if line.startswith("not saved: step")]
+    assert steps == ["4", "5", "6", "7"]
+    assert (run["contents"], run["metrics"]) == (whole["contents"], whole["metrics"])
+
+
+def test_all_end_where_the_last_checkpoint_is_not_saved(found):
+    run = found["full"]
+    assert run["codes"] == [2, 2]
+    assert run["out"][0].count("not saved: step") == 3
+    (line,) = (line for line in run["err"][0].splitlines() if line.startswith("error: "))
+    assert "No space left on device" in line
+
+
 @pytest.mark.parametrize(
     ("case", "left", "says"),
     [
