@@ -205,20 +205,23 @@ CACHE_BITS = plain(
 )  # fmt: skip
 
 
-def of_cells(*cells: str, names: Columns, figures: Columns) -> Callable[[Reports], Table]:
-    """Of what several GPUs do, those rows."""
-    return lambda found: table([row for row in rows_of(found) if row["cell"] in cells], names, figures)
+def of_cells(*cells: str, names: Columns, figures: Columns, having: str = "cell") -> Callable[[Reports], Table]:
+    """Of what several GPUs do, the rows of these cells that have a figure `having`."""
+    return lambda found: table(
+        [row for row in rows_of(found) if row["cell"] in cells and having in row], names, figures
+    )
 
 
 SHARED_STEP = of_cells(
     "replicate", "shard", "context",
     names={"what is shared": "{cell}", "GPUs": "{processes}", "context": "{seq_len:,}"},
-    figures={"tokens/s": "{tokens_per_second:,}", "of one GPU": "{speedup:.3f}x",
-             "of the slowest": "{speedup_of_slowest:.3f}x", "ms a step": "{step_ms:.1f}",
+    figures={"tokens/s": "{tokens_per_second:,}", "of one GPU": "{speedup:.3f}",
+             "of the slowest": "{speedup_of_slowest:.3f}", "ms a step": "{step_ms:.1f}",
              "each GPU alone, ms": "{alone}", "GiB a GPU": "{peak_memory_gib:.1f}"},
 )  # fmt: skip
 SHARED_SUM = of_cells(
     "replicate",
+    having="sum_ms",
     names={"GPUs": "{processes}"},
     figures={"elements": "{elements:,}", "ms a step": "{step_ms:.2f}", "slowest GPU alone": "{slowest_ms:.2f}",
              "each before the sum": "{computing}",
@@ -232,7 +235,7 @@ SHARED_BITS = of_cells(
 )
 SHARED_ROWS = plain(
     {"tokens": "{seq_len:,}", "way": "{way}", "GPUs": "{gpus}"},
-    {"ms": "{ms:.2f}", "of one GPU": "{speedup:.3f}x", "TFLOP/s a GPU": "{tflops:.0f}",
+    {"ms": "{ms:.2f}", "of one GPU": "{speedup:.3f}", "TFLOP/s a GPU": "{tflops:.0f}",
      "GiB beyond inputs": "{extra_gib:.2f}", "the bits of one": "{bits}"},
 )  # fmt: skip
 BENCH = "bench_training.json"
@@ -255,7 +258,7 @@ PAGE = (
     Part("The training step, compiled, by activation checkpointing", f"training/checkpointing/{BENCH}", STEP),
     Part("The training step of 10.7 million parameters, compiled", f"training/small_*/{BENCH}", SMALL_STEP),
     Part("What a save costs the training", f"training/saving/{BENCH}", STEP),
-    Part("The training step on several GPUs", "parallel/step/bench_parallel.json", SHARED_STEP),
+    Part("The training step on several GPUs", "parallel/s*/bench_parallel.json", SHARED_STEP),
     Part("The sum of gradients over GPUs", "parallel/step/bench_parallel.json", SHARED_SUM),
     Part("The same weights from 1, 2 and 4 GPUs", "parallel/step/bench_parallel.json", SHARED_BITS),
     Part("Attention whose rows GPUs share", "parallel/context/bench_context.json", SHARED_ROWS),

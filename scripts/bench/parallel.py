@@ -2,10 +2,10 @@
 
 It starts one process a GPU itself, and all cells run in them:
 
-    hashes     SHA-256 of weights and moments after some steps, from 1, 2 and 4 processes: they must be equal
     replicate  tokens a second at the same tokens a GPU; the sum of the gradients beside NCCL's all-reduce
-    shard      the same of 1.3 billion parameters, whose weights and moments the processes share
+    hashes     SHA-256 of weights and moments after some steps, from 1, 2 and 4 processes: they must be equal
     context    a row of tokens on one GPU and on all of them, and one as many times as long on all
+    shard      tokens a second of 1.3 billion parameters, whose weights and moments the processes share
 
 One GPU's speed is that of the first; all are timed at once, as a step of several takes as long as on the slowest. What
 `rest` names is neither that nor the sum. Random tokens; the step is that of `train.py`, compiled and as CUDA graphs
@@ -15,6 +15,7 @@ nothing.
 
 import gc
 import hashlib
+import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -40,13 +41,14 @@ from training.parallel import ALONE, MODES, ParallelConfig, World
 from training.run import Run, resolve
 from training.stepper import Stepper
 
-CELLS = ("hashes", "replicate", "shard", "context")
+CELLS = ("replicate", "hashes", "context", "shard")
+SAME_NETWORK = CELLS[:2]
 SHARD_HEAD_DIM = 128
 
 
 @dataclass
 class BenchConfig:
-    cells: list[str] = field(default_factory=lambda: list(CELLS))  # hashes | replicate | shard | context
+    cells: list[str] = field(default_factory=lambda: list(CELLS))  # replicate | hashes | context | shard
     processes: list[int] = field(default_factory=lambda: [1, 2, 4])  # those that there are GPUs for
     tokens: int = 65536  # of a step, a GPU, in sequences of data.seq_len
     shard_tokens: int = 32768  # the same for shard, in sequences twice as long
@@ -103,18 +105,20 @@ class Network:
 
 def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
     """What one process does: all cells. Its hardware in words, and the rows."""
-    cells, rows = settings.bench.cells, []
-    if {"hashes", "replicate"} & {*cells}:
-        settings = sized(settings, settings.bench.tokens)
-        network = Network(choose(settings, host.hardware, ALONE))  # compiled once for both
-        if "replicate" in cells:
-            rows += replicate(host, settings, network)
-        if "hashes" in cells:
-            rows += hashes(host, settings, network)
-        del network
-    for name, cell in (("shard", shard), ("context", context)):
-        free(host.hardware)
-        rows += cell(host, settings) if name in cells else []
+    settings = sized(settings, settings.bench.tokens)
+    rows, network = [], None
+    for name in sorted(settings.bench.cells, key=CELLS.index):
+        if name in SAME_NETWORK and network is None:
+            network = Network(choose(settings, host.hardware, ALONE))  # compiled once for both
+        elif name not in SAME_NETWORK:
+            network = None
+            free(host.hardware)
+        found = {"replicate": replicate, "hashes": hashes, "shard": shard, "context": context}[name](
+            host, settings, network
+        )
+        for row in found:
+            host.world.first(print)(json.dumps(row), flush=True)  # what is known when a later cell fails
+        rows += found
     return host.hardware.description, rows
 
 
@@ -181,7 +185,7 @@ def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> lis
     return rows
 
 
-def shard(host: Host, settings: ParallelBenchSettings) -> list[Row]:
+def shard(host: Host, settings: ParallelBenchSettings, _: None) -> list[Row]:
     """A model whose weights and moments the processes share, beside one GPU that holds all."""
     bench, size, seq_len = settings.bench, host.world.size, 2 * settings.data.seq_len
     if "shard" not in MODES:
@@ -196,12 +200,12 @@ def shard(host: Host, settings: ParallelBenchSettings) -> list[Row]:
     return [row | {"cell": "shard"} for row in (first, row | against(first, row))]
 
 
-def context(host: Host, settings: ParallelBenchSettings) -> list[Row]:
+def context(host: Host, settings: ParallelBenchSettings, _: None) -> list[Row]:
     """A row of tokens that the processes share, and a longer one; activations are computed again, nothing compiled."""
     bench, size = settings.bench, host.world.size
     tokens, host = bench.context_tokens, replace(host, hardware=replace(host.hardware, compile=False))
     model = replace(settings.model, activation_checkpointing="full")
-    few = replace(bench, warmup_steps=1, steps=min(3, bench.steps))
+    few = replace(bench, warmup_steps=1, steps=min(2, bench.steps))
     rows = [alone(host, sized(settings, tokens, tokens, model=model, bench=few))]
     for seq_len in (tokens, tokens * size):
         made = sized(settings, seq_len, seq_len, model=model, bench=few, parallel=ParallelConfig(context=size))
