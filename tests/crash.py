@@ -125,7 +125,7 @@ def main(folder: Path, kills: int, seed: int, size: int = 1) -> dict[str, Any]:
     # a life begins with opening data and checkpoint; kills fall there as well. How long it takes depends on the machine
     # and on what else runs there
     begun = time.monotonic()
-    assert not any(Life(settings(8), folder / "timed", size).wait())
+    assert not any(Life(settings(8 * size), folder / "timed", size).wait())
     longest_life = time.monotonic() - begun
     endless = settings(1_000_000)
     for _ in range(kills):

@@ -112,6 +112,7 @@ def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
             network = Network(choose(settings, host.hardware, ALONE))  # compiled once for both
         elif name not in SAME_NETWORK:
             network = None
+            torch.compiler.reset()
             free(host.hardware)
         found = {"replicate": replicate, "hashes": hashes, "shard": shard, "context": context}[name](
             host, settings, network

@@ -23,8 +23,8 @@ class Host:
 
     Attributes:
         hardware: this process's.
-        groups: by size, of the first so many processes.
-        worlds: the same as worlds of their own; only those that this process is in.
+        groups: by size, of the first so many processes, where those are several.
+        worlds: the first so many as worlds of their own; only those that this process is in.
     """
 
     hardware: Hardware
@@ -62,13 +62,13 @@ def _run(rank: int, sizes: list[int], port: int, function: Callable[..., Any], s
     world = World(rank, count, rank, dist.PrefixStore("all", store))
     hardware = set_up(settings.hardware, world)
     world.mesh(hardware.device)  # the process group begins
-    groups, worlds = {count: dist.group.WORLD}, {count: world}
+    groups, worlds = {count: dist.group.WORLD}, {count: world} | ({1: ALONE} if rank == 0 else {})
     for size in sizes:
-        if size < count:
+        if 1 < size < count:
             groups[size] = dist.new_group(range(size))  # all processes make it
             if rank < size:
                 named = dist.PrefixStore(f"first_{size}", store)
-                worlds[size] = World(rank, size, rank, named, groups[size]) if size > 1 else ALONE
+                worlds[size] = World(rank, size, rank, named, groups[size])
     result = function(Host(hardware, groups, worlds), settings)
     if rank == 0:
         found.write_bytes(pickle.dumps(result))
