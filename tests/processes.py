@@ -182,7 +182,7 @@ def lost(folder: Path) -> dict[str, Any]:
     found = {}
     for name, case in cases.items():
         stopped = {"stopped": 1, "first_stopped": 0}.get(name)
-        found[name] = processes(folder / f"said_{name}", 2, case, stopped=stopped)
+        found[name] = processes(folder / f"said_{name}", 4 if name == "killed" else 2, case, stopped=stopped)
         if (folder / name / "checkpoints").exists():
             newest = newest_complete(folder / name / "checkpoints")
             found[name]["step"] = newest and newest.step

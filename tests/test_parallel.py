@@ -121,7 +121,7 @@ def test_all_end_where_the_last_checkpoint_is_not_saved(found):
 @pytest.mark.parametrize(
     ("case", "left", "says"),
     [
-        ("killed", [69, -9], "rank 1 of 2 on HOST, after step"),
+        ("killed", [69, -9, 69, 69], "rank 1 of 4 on HOST, after step"),
         ("first_killed", [-9, 69], "rank 0 of 2 on HOST, after step"),
         ("stopped", [69, -9], "rank 1 of 2 on HOST, after step"),
         ("first_stopped", [-9, 69], "rank 0 of 2 on HOST, after step"),
@@ -136,6 +136,7 @@ def test_all_end_with_a_line_that_names_who_is_lost(found, case, left, says):
     before, _, after = says.partition("HOST")
     assert before in living
     assert after in living
+    assert sum(words.count("error: ") for words in run["err"]) <= 1, "who ends because of it names nobody else"
     if case != "hung":
         assert run["step"] >= 3, "its checkpoints are whole"
 
