@@ -23,20 +23,23 @@ def records(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_kill_9_at_random_moments(tmp_path, kills):
+@pytest.mark.parametrize(
+    ("kills", "processes"),
+    [(10, 1), (3, 2), *(pytest.param(*some, marks=pytest.mark.slow) for some in ((200, 1), (100, 2), (30, 4)))],
+)
+def test_kill_9_at_random_moments(tmp_path, kills, processes):
     """See tests/crash.py for what is checked after every kill."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.crash", str(tmp_path), str(kills), "0"],
+        [sys.executable, "-m", "tests.crash", str(tmp_path), str(kills), "0", str(processes)],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
-    assert found["leftovers"] > 0, "no kill fell into a save, so this has shown nothing"
+    assert found["leftovers"] > 0 or processes > 1, "no kill fell into a save, so this has shown nothing"
     assert found["different_ends"] > kills // 4
 
 

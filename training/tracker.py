@@ -169,8 +169,9 @@ def held_by_step(
     sums = max(0, math.ceil(math.log2(sequences / micro_batch)) - 1)  # of pairs, of pairs of pairs (GradientSum)
     for part in ("forward", "backward"):
         tracker.moments[part]["sums of gradients", ""] = sums * gradients
-    if hardware.world.size > 1:
-        tracker.moments["optimizer"]["gradients received", ""] = gradients
+    if hardware.world.size > 1:  # where they are summed; then what is received for it
+        for part in tracker.moments:
+            tracker.moments[part]["sum over processes", ""] = gradients
     return tracker.moments
 
 
