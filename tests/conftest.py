@@ -1,5 +1,6 @@
 """Where the tests run: without a CUDA device, Triton kernels run in Triton's interpreter."""
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -42,12 +43,27 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+def pytest_collection_finish():
+    """What is imported by now stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 50)
+
+
 def pytest_terminal_summary(terminalreporter):
     """Why tests were skipped: a line for each reason."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count} skipped: {reason}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_leave_no_pictures():
+    """Drawing one takes longer than all else of a small run; tests/test_curves.py draws them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.curves.draw_run", lambda run, path: None)
+        yield
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ that this step has in every other life and in a run that was never killed. The l
 """
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import torch
 from conf.schema import Settings
 from tests.runs import contents, small_run
 from train import train
+from training import curves
 from training.checkpoint import newest_complete, open_checkpoint
 
 STEADY = (
@@ -66,7 +68,9 @@ def main(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     def settings(steps: int) -> Settings:
         return small_run(folder, *STEADY, f"train.steps={steps}", "resume=auto")
 
+    curves.draw_run = lambda run, path: None
     train(settings(2), folder / "rehearsal")  # imports and prepares what every life would spend its time on
+    gc.freeze()  # or a life's collector would write to all memory, and so copy it
     # a life begins with opening data and checkpoint; kills fall there as well. How long it takes depends on the machine
     # and on what else runs there
     begun = time.monotonic()
