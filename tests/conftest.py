@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# files that start processes and wait for them: early, while other processes of the suite have work
+WAITING = ("test_parallel.py", "test_slurm.py", "test_survival.py", "test_train.py", "test_wandb.py")
 CACHED_GPT2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
 
 # before any test module imports triton: the interpreter is chosen when a kernel is decorated
@@ -34,7 +36,8 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu` skip themselves, with the reason, where there is no CUDA device."""
+    """Files that wait for processes first; tests marked `gpu` skip themselves, where there is no CUDA device."""
+    items.sort(key=lambda item: item.path.name not in WAITING)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
