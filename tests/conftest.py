@@ -50,7 +50,7 @@ def pytest_collection_finish():
     """What is imported by now stays: the garbage collector need not look at it again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 50)
+    gc.set_threshold(50_000, 10, 50)
 
 
 def pytest_terminal_summary(terminalreporter):
