@@ -7,6 +7,7 @@ in every other life and in a run of one process that was never killed. The last 
 """
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -24,6 +25,7 @@ import torch
 from conf.schema import Settings
 from tests.runs import contents, small_run
 from train import train
+from training import curves
 from training.checkpoint import newest_complete, open_checkpoint
 from training.parallel import meet
 from training.watch import EXIT_LOST, Limits
@@ -121,7 +123,9 @@ def main(folder: Path, kills: int, seed: int, size: int = 1) -> dict[str, Any]:
         tokens = f"train.batch_tokens={32 * max(2, size)}"  # a row for each
         return small_run(folder, *STEADY, tokens, f"train.steps={steps}", "resume=auto")
 
+    curves.draw_run = lambda run, path: None
     train(settings(2), folder / "rehearsal")  # imports and prepares what every life would spend its time on
+    gc.freeze()  # or a life's collector would write to all memory, and so copy it
     # a life begins with opening data and checkpoint; kills fall there as well. How long it takes depends on the machine
     # and on what else runs there
     begun = time.monotonic()

@@ -6,6 +6,7 @@ object: case -> what its processes left, and what they said.
 
 import contextlib
 import errno
+import gc
 import json
 import math
 import os
@@ -25,7 +26,7 @@ import train as program
 from model import ATTENTION
 from tests.runs import SMALL, contents, metrics, small_run
 from train import train
-from training import checkpoint, parallel
+from training import checkpoint, curves, parallel
 from training.checkpoint import newest_complete, open_checkpoint
 from training.step import Step
 from training.watch import Limits
@@ -78,9 +79,9 @@ def _forked(folder: Path, rank: int, size: int, case: Case) -> int:
 
 def training(folder: Path, run: str, *overrides: str, on_step: Callable[[Step], None] | None = None, **options) -> Case:
     """A case: train in `folder/run`. on_step is called with the rank too."""
+    settings = small_run(folder, *RUN, *overrides)  # once, and not in each child
 
     def case(rank: int, world: parallel.World) -> None:
-        settings = small_run(folder, *RUN, *overrides)
         watched = (lambda step: on_step(rank, step)) if on_step else None
         summary = train(settings, folder / run, world=world, on_step=watched, **options)
         world.close()
@@ -262,8 +263,10 @@ def command_lines(folder: Path) -> dict[str, Any]:
 def main(folder: Path, *only: str) -> dict[str, Any]:
     parallel.meet = partial(parallel.meet, limits=QUICK)
     torch.set_num_threads(1)  # a forked child cannot use its parent's threads
+    curves.draw_run = lambda run, path: None
     settings = small_run(folder, *RUN, "train.steps=2")
     train(settings, folder / "rehearsal")  # imports and prepares what every child would spend its time on
+    gc.freeze()  # or a child's collector would write to all memory, and so copy it
     found = {}
     for cases in [gpus] if only else [same_bits, resumed_elsewhere, numbers, disks, command_lines, lost]:
         print(cases.__name__, time.monotonic(), file=sys.stderr)
