@@ -161,6 +161,8 @@ def _of_transformers():
         from model import huggingface_model
     except ModuleNotFoundError as error:
         raise ValueError(f"model.name needs transformers ({error}); `uv run --group hf` brings it") from error
+    except ImportError as error:
+        raise ValueError(f"model.name needs transformers: {error}") from error
     return huggingface_model
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from model import huggingface  # isort: skip  (it refuses another package `kernels`, before transformers imports that)
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, masking_utils
 
 from kernels import cross_entropy, linear_cross_entropy
-from model import huggingface
 from model.config import GPTConfig
 from model.gpt import positions_in
 from model.sampling import choose_next_token
