@@ -27,11 +27,19 @@ def in_pytorch(monkeypatch):
     monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", kernels.naive_attention_with_kvcache)
 
 
-@pytest.fixture(scope="module", params=["GPT2", "Llama"])
-def folder(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: saved(family, tmp_path_factory.mktemp(family) / "theirs") for family in ("GPT2", "Llama")}
+
+
+@pytest.fixture(params=["GPT2", "Llama"])
+def folder(request, folders):
+    return folders[request.param]
+
+
+def saved(family, path):
     """A tiny random model as transformers saves it, with a tokenizer of its own: bytes."""
-    path = tmp_path_factory.mktemp(request.param) / "theirs"
-    model = build(request.param, vocab_size=260, initializer_range=0.05, eos_token_id=256)
+    model = build(family, vocab_size=260, initializer_range=0.05, eos_token_id=256)
     model.save_pretrained(path)
     export = tokenizer_json(build_tokenizer("bytes"))
     (path / "tokenizer.json").write_text(json.dumps(export))
@@ -52,20 +60,16 @@ def run_settings(folder, tmp_path, *overrides):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["tiled documents", "sdpa"])
-def test_trained_resumed_and_handed_on(folder, how, tmp_path):
+@pytest.mark.parametrize(("family", "how"), [("GPT2", "tiled documents"), ("Llama", "sdpa")])
+def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
+    folder = folders[family]
     more = {"tiled documents": ["model.attention=tiled", "data.document_mask=true", "model.loss=chunked"],
             "sdpa": ["model.attention=sdpa"]}[how]  # fmt: skip
-    whole = run_settings(folder, tmp_path, *more)
-    summary = train(whole, tmp_path / "whole")
-    assert summary["exit_code"] == 0
-    stopped = run_settings(folder, tmp_path, *more, "train.steps=2", "optim.schedule=constant")
-    train(stopped, tmp_path / "half")
-    again = run_settings(folder, tmp_path, *more, "optim.schedule=constant", f"resume={tmp_path}/half")
-    train(again, tmp_path / "half")
-    once = run_settings(folder, tmp_path, *more, "optim.schedule=constant")
-    train(once, tmp_path / "once")
-    assert contents(open_checkpoint(tmp_path / "half")) == contents(open_checkpoint(tmp_path / "once"))
+    more = [*more, "optim.schedule=constant"]
+    assert train(run_settings(folder, tmp_path, *more), tmp_path / "whole")["exit_code"] == 0
+    train(run_settings(folder, tmp_path, *more, "train.steps=2"), tmp_path / "half")
+    train(run_settings(folder, tmp_path, *more, f"resume={tmp_path}/half"), tmp_path / "half")
+    assert contents(open_checkpoint(tmp_path / "half")) == contents(open_checkpoint(tmp_path / "whole"))
     # handed on
     out = tmp_path / "out"
     export_hf.main.__wrapped__(export_hf.ExportSettings(str(tmp_path / "whole"), str(out)), tmp_path)
@@ -77,6 +81,9 @@ def test_trained_resumed_and_handed_on(folder, how, tmp_path):
     ids = torch.randint(257, (2, 20))
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, model.eval()(ids), atol=1e-4, rtol=0)
+        text = theirs.generate(ids[:1], attention_mask=torch.ones_like(ids[:1]), max_new_tokens=12, do_sample=False)
+        ours = model.continued(ids[0].tolist(), 12, seed=0, temperature=0.0)
+        assert text[0, 20:].tolist() == ours[: text.size(1) - 20]
         before = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
     assert (before - theirs(ids).logits).abs().max() > 1e-3
 
