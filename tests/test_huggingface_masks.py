@@ -28,7 +28,7 @@ from tests.huggingface_models import (  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SDPA = r'use set_attn_implementation\("sdpa"\)'
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for a CPU")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def prefixes(rows=3):
     pairs = (k <= q) | (k < torch.tensor([0, 5, 12])[:rows, None, None, None])
     pairs[..., 15] = False
     pairs[..., 15, 15] = True
-    return pairs.to(DEVICE)
+    return pairs
 
 
 def added(pairs, hidden=-1e30):
@@ -66,15 +66,15 @@ def step(model, **given):
     """(logits, the gradients of all parameters)"""
     model.zero_grad()
     more = {} if type(model).__name__.endswith("MaskedLM") else {"use_cache": False}
-    logits = model(tokens().to(DEVICE), **given, **more).logits
-    (logits * torch.linspace(-1, 1, logits.numel(), device=DEVICE).view_as(logits)).sum().backward()
+    logits = model(tokens().to(model.device), **given, **more).logits
+    (logits * torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)).sum().backward()
     return logits.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Gemma2", "GptOss", "Bert"])  # soft-cap, sinks, groups, both ways
 def test_pairs_are_what_eager_adds(family, in_pytorch, builds):
     """As eager takes them and as booleans, with gradients; blocks are built once for all layers."""
-    model, pairs = build(family).to(DEVICE), prefixes()
+    model, pairs = build(family), prefixes()
     theirs, ours = with_each(model, step, attention_mask=added(pairs))
     assert builds == [(3, 1, N, N)]
     as_booleans = step(model, attention_mask=pairs)
@@ -89,7 +89,7 @@ def test_pairs_are_what_eager_adds(family, in_pytorch, builds):
     assert len(builds) == 3
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter is for a CPU")
+@INTERPRETED
 def test_pairs_in_the_interpreter():
     model = build("Llama", num_hidden_layers=1)
     theirs, ours = with_each(model, step, attention_mask=added(prefixes(), -torch.inf))
@@ -99,21 +99,45 @@ def test_pairs_in_the_interpreter():
 
 def test_pairs_that_are_the_same_for_all_queries(in_pytorch):
     """What a (B, 1, 1, N) mask broadcasts to, here of an encoder."""
-    mask = added(padding("right").bool()[:, None, None].to(DEVICE))
-    theirs, ours = with_each(build("Bert").to(DEVICE), step, attention_mask=mask)
+    mask = added(padding("right").bool()[:, None, None])
+    theirs, ours = with_each(build("Bert"), step, attention_mask=mask)
     close(theirs[0][padding("right").bool()], ours[0][padding("right").bool()])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Gemma2", "GptOss", "Bert"])
+def test_pairs_on_a_gpu(family, builds):
+    """As near as their eager attention, and no wait where the blocks are known."""
+    pairs, found = prefixes().cuda(), {}
+    for name, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), (huggingface.NAME, torch.bfloat16)):
+        model = build(family).to("cuda", dtype)
+        model.set_attn_implementation(name)
+        mask = pairs if name == huggingface.NAME else added(pairs).to(dtype)
+        found[name, dtype] = step(model, attention_mask=mask)
+    exact, theirs, ours = found.values()
+    for right, eager, it in zip(exact, theirs, ours, strict=True):
+        assert (it - right).norm() <= 2 * (eager - right).norm()
+    assert len(builds) == 1
+    if family != "GptOss":  # whose experts wait
+        ids, more = tokens().cuda(), {} if family in ENCODERS else {"use_cache": False}
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(ids, attention_mask=pairs, **more)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_torchs_block_mask(in_pytorch):
     """Not against eager, which does not take it, but against the same pairs."""
-    starts = torch.tensor([0, 5, 12], device=DEVICE)
-    mask = create_block_mask(lambda b, h, q, k: (k <= q) | (k < starts[b]), 3, None, N, N, device=DEVICE)
+    starts = torch.tensor([0, 5, 12])
+    mask = create_block_mask(lambda b, h, q, k: (k <= q) | (k < starts[b]), 3, None, N, N, device="cpu")
     dense = torch.arange(N) <= torch.arange(N)[:, None]
-    dense = (dense | (torch.arange(N) < starts.cpu()[:, None, None, None])).to(DEVICE)
-    model = build("Llama").to(DEVICE)
+    dense = dense | (torch.arange(N) < starts[:, None, None, None])
+    model = build("Llama")
     model.set_attn_implementation(huggingface.NAME)
     with torch.no_grad():
-        found = [model(tokens().to(DEVICE), attention_mask=x, use_cache=False).logits for x in (mask, dense)]
+        found = [model(tokens(), attention_mask=x, use_cache=False).logits for x in (mask, dense)]
     assert torch.equal(*found)
 
 
@@ -136,7 +160,7 @@ def sees(family):
         config = transformers.PaliGemmaConfig(
             text_config=text, vision_config=vision, projection_dim=64, image_token_index=VOCAB - 1
         )
-    return getattr(transformers, f"{family}ForConditionalGeneration")(config).eval().to(DEVICE)
+    return getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
 
 
 @pytest.mark.parametrize("family", ["Gemma3", "PaliGemma"])
@@ -148,7 +172,6 @@ def test_images_that_are_seen_both_ways(family, in_pytorch, builds):
         kinds[:, 12:] = 1
     mask = padding("left", rows=3)
     batch = {"input_ids": tokens() % (VOCAB - 1), "attention_mask": mask, "token_type_ids": kinds}
-    batch = {key: x.to(DEVICE) for key, x in batch.items()}
 
     def run(model):
         with torch.no_grad():
@@ -199,7 +222,6 @@ def holes():
     return mask
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is not asked")
 @pytest.mark.parametrize("family", ["Llama", "Mistral", *ENCODERS])
 def test_a_hole_on_a_cpu(family, in_pytorch):
     def run(model):
@@ -283,8 +305,8 @@ def test_a_hole_on_a_gpu(family):
     (torch.ones(3, 1, N, N + 1, dtype=torch.bool), "block_mask is of 21 x 22 tokens; q and k have 21 x 21"),
 ])  # fmt: skip
 def test_other_masks_are_refused(mask, match, in_pytorch):
-    model = build("Llama", num_hidden_layers=1).to(DEVICE)
+    model = build("Llama", num_hidden_layers=1)
     model.set_attn_implementation(huggingface.NAME)
     with pytest.raises(ValueError, match=match) as error:
-        model(tokens().to(DEVICE), attention_mask=mask.to(DEVICE))
+        model(tokens(), attention_mask=mask)
     assert "\n" not in str(error.value)
