@@ -19,6 +19,8 @@ import kernels
 from kernels import flash_attention, flash_attention_with_kvcache, padded_documents, tiled_attention
 
 NAME = "gpt_triton"  # transformers takes every name with "flash" in it for a package of its own list
+# what some models (T5, DeepSeek-V3.2, MiniMax-M3, Inkling) hand to their attention and would change its result
+BEYOND_US = ("position_bias", "indices", "block_indices", "sinks")
 
 for _distribution in metadata.distributions(name="kernels"):
     raise ImportError(
@@ -188,8 +190,9 @@ def _refuse(attention_mask: object, others: dict) -> None:
                 f"attention_mask reached a layer with shape {shape} and {dtype}; gpt_triton takes (B, tokens) of 1s "
                 f"and 0s, or pairs (B, 1, N, Nk) as booleans or as 0 and -inf; else {INSTEAD}"
             )
-    if others.get("position_bias") is not None:
-        raise ValueError(f"position_bias is added to the scores, which gpt_triton does not compute; {INSTEAD}")
+    for name in BEYOND_US:
+        if others.get(name) is not None:
+            raise ValueError(f"the model hands {name} to its attention, which gpt_triton does not compute; {INSTEAD}")
     if others.get("output_attentions"):
         raise ValueError(NO_WEIGHTS)
     if others.get("cache") is not None:

@@ -291,7 +291,8 @@ def test_weights_are_refused(family, in_pytorch):
 
 
 @pytest.mark.parametrize(("given", "match"), [
-    ({"position_bias": torch.zeros(1, 4, N, N)}, rf"position_bias is added to the scores, .*{SDPA}"),
+    ({"position_bias": torch.zeros(1, 4, N, N)}, rf"the model hands position_bias to its attention, .*{SDPA}"),
+    ({"indices": torch.zeros(1, N, 2)}, rf"the model hands indices to its attention, .*{SDPA}"),
     ({"cache": object()}, rf"a paged cache \(continuous batching\) .*{SDPA}"),
 ])  # fmt: skip
 def test_what_the_kernels_do_not_compute_is_refused(given, match):
