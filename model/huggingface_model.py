@@ -98,6 +98,8 @@ class PretrainedLM(nn.Module):
             raise ValueError(
                 f"the tokenizer has {vocab_size} tokens, {config.name} {theirs.vocab_size}; use tokenizer={config.name}"
             )
+        if config.attention == "tiled" and torch.device(device).type != "cpu":
+            raise ValueError("model.attention=tiled with model.name is for a CPU; use model.attention=flash")
         self.inner = AutoModelForCausalLM.from_pretrained(config.name, config=theirs, dtype=torch.float32)
         self.inner.set_attn_implementation(IMPLEMENTATIONS[config.attention])
         self.is_ours = self.inner.config._attn_implementation == huggingface.NAME

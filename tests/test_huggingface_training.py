@@ -88,10 +88,9 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     assert (before - theirs(ids).logits).abs().max() > 1e-3
 
 
-def resolved(folder, attention, **changed):
-    return resolve_model(
-        GPTConfig(name=str(folder), attention=attention, loss="plain", **changed), "cpu", torch.float32
-    )[0]
+def resolved(folder, attention, document_mask=False, **changed):
+    config = GPTConfig(name=str(folder), attention=attention, loss="plain", **changed)
+    return resolve_model(config, "cpu", torch.float32, document_mask=document_mask)[0]
 
 
 def test_loss_and_documents(folder):
@@ -123,6 +122,11 @@ def test_what_describes_a_gpt_of_ours_is_refused(folder, changed, match):
 def test_refusals(folder, tmp_path):
     with pytest.raises(ValueError, match=r"model.name=.*nowhere is no model of transformers .*; give a folder"):
         resolved(tmp_path / "nowhere", "sdpa")
+    with pytest.raises(ValueError, match=r"model.attention=naive with model.name .* keeps documents apart in some"):
+        resolved(folder, "naive", document_mask=True)
+    assert resolved(folder, "auto", document_mask=True).attention == "tiled"
+    with pytest.raises(ValueError, match=r"model.attention=tiled with model.name is for a CPU; use .*=flash"):
+        build_model(resolved(folder, "tiled"), 257, 32, device="cuda")
     with pytest.raises(ValueError, match=r"optim=muon is for a GPT of ours; with model.name use optim=adamw"):
         run_settings(folder, tmp_path, "optim=muon")
     with pytest.raises(ValueError, match=r"data.seq_len=100 is longer than the 64 tokens of"):
