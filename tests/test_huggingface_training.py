@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: u
 import kernels  # noqa: E402
 from data import build_tokenizer  # noqa: E402
 from data.tokenizer_json import tokenizer_json  # noqa: E402
-from model import GPTConfig, build_model, huggingface, resolve_model  # noqa: E402
+from model import GPTConfig, build_model, generate, huggingface, resolve_model  # noqa: E402
 from scripts import export_hf  # noqa: E402
 from tests.huggingface_models import build  # noqa: E402
 from tests.runs import CORPUS, contents, settings  # noqa: E402
@@ -82,8 +82,9 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, model.eval()(ids), atol=1e-4, rtol=0)
         text = theirs.generate(ids[:1], attention_mask=torch.ones_like(ids[:1]), max_new_tokens=12, do_sample=False)
-        ours = model.continued(ids[0].tolist(), 12, seed=0, temperature=0.0)
-        assert text[0, 20:].tolist() == ours[: text.size(1) - 20]
+    ours = [row[0][1] for row in generate(model, ids[:1].tolist(), max_new_tokens=12, temperature=0.0)]
+    assert text[0, 20:].tolist() == ours[: text.size(1) - 20]
+    with torch.no_grad():
         before = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
     assert (before - theirs(ids).logits).abs().max() > 1e-3
 
@@ -91,6 +92,33 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
 def resolved(folder, attention, document_mask=False, **changed):
     config = GPTConfig(name=str(folder), attention=attention, loss="plain", **changed)
     return resolve_model(config, "cpu", torch.float32, document_mask=document_mask)[0]
+
+
+def test_generation(folder):
+    """Texts do not depend on each other, end at the stop token, and go on past the model's longest context."""
+    model = build_model(resolved(folder, "tiled"), 257, 32, device="cpu")
+
+    def drawn(prompts, **options):
+        texts = {}
+        for step in generate(model, prompts, seed=3, **options):
+            for number, token in step:
+                texts.setdefault(number, []).append(token)
+        return texts
+
+    prompts = [[1, 2, 3], list(range(40, 60))]
+    together = drawn(prompts, max_new_tokens=70, num_samples=2)  # the longest context is 64
+    assert [len(text) for text in together.values()] == [70] * 4
+    assert together[0] != together[1]
+    alone = drawn(prompts[1:], max_new_tokens=70, num_samples=2)
+    assert [alone[0], alone[1]] == [together[2], together[3]]
+    stop = together[0][5]
+    assert (
+        drawn(prompts[:1], max_new_tokens=70, num_samples=2, stop_token=stop)[0]
+        == together[0][: together[0].index(stop) + 1]
+    )
+    assert model.training
+    with pytest.raises(ValueError, match=r"cache_dtype=torch.int8 is for a GPT of ours; .* has its own cache"):
+        drawn(prompts, max_new_tokens=1, cache_dtype=torch.int8)
 
 
 def test_loss_and_documents(folder):
