@@ -191,6 +191,10 @@ def some(batch, head, q, k):
 
 HOW = {
     "or": ("create_causal_mask", {"or_mask_function": some}),
+    "or, of parts that ranges say": (
+        "create_causal_mask",
+        {"or_mask_function": masking_utils.sliding_window_bidirectional_overlay(4)},
+    ),
     "and": ("create_sliding_window_causal_mask", {"and_mask_function": some}),
     "blocks": ("create_causal_mask", {"block_sequence_ids": torch.arange(N).expand(3, -1) // 4 - 1}),
     "chunks": ("create_chunked_causal_mask", {}),
