@@ -15,7 +15,6 @@ import math
 import os
 import socket
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.context import WAYS
-from training.watch import LIMITS, Failure, Limits, Watch
+from training.watch import LIMITS, Failure, Limits, StepClock, Watch
 
-MODES = ("replicate",)
+MODES = ("replicate", "shard")
 METHODS = ("auto", *WAYS)
 NUM_VOTES = 8  # reasons to stop that a process can vote for, training/stop.py
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
@@ -42,7 +41,7 @@ FOREVER = timedelta(days=30)  # who never comes is found by training/watch.py, n
 
 @dataclass
 class ParallelConfig:
-    data: str = "replicate"  # replicate: each process holds the whole model and computes its share of the rows
+    data: str = "replicate"  # replicate | shard: what each process holds, the whole model or a part of each weight
     context: int = 1  # processes that share each row's tokens
     context_method: str = "auto"  # auto | heads | gather | ring: how their attention exchanges what a part lacks
 
@@ -84,6 +83,7 @@ class World:
         step: steps done, as far as the host knows.
         arrivals: how often it came to where all processes meet; those that wait for it have one more.
         context: processes that share each row's tokens, neighbours by rank; the others have rows of their own.
+        shards: whether each holds a part of every weight (training/shard.py).
         patience: seconds that the others wait for it where they meet, before it counts as hanging.
     """
 
@@ -92,7 +92,7 @@ class World:
     ) -> None:
         self.rank, self.size, self.local_rank, self._store = rank, size, local_rank, store
         self.arrivals = self._exchanges = 0
-        self.context = 1
+        self.context, self.shards = 1, False
         self.watch: Watch | None = None
         self._group = group
         self.begin_run()
@@ -117,14 +117,19 @@ class World:
         """What `data.TokenBatches` calls it: processes that share rows take the same."""
         return {"rank": self.rank // self.context, "world_size": self.size // self.context}
 
-    def share_rows(self, context: int) -> None:
-        """Let `context` neighbours share each row's tokens; ValueError where the processes do not part into such."""
+    def arrange(self, parallel: ParallelConfig) -> None:
+        """Let neighbours share rows, and all of them weights, as `parallel` says.
+
+        Raises:
+            ValueError: the processes do not part into groups that share rows.
+        """
+        context = parallel.context
         if self.size % context:
             raise ValueError(
                 f"parallel.context={context} does not divide {self.size}, the number of processes; start the run with "
                 f"torchrun --nproc-per-node {context}, or use parallel.context=1"
             )
-        self.context = context
+        self.context, self.shards = context, parallel.data == "shard" and self.size > 1
 
     def describe(self, rank: int) -> str:
         return f"rank {rank} of {self.size} on {self.hosts[rank]}"
@@ -223,11 +228,13 @@ class World:
         """The sum of `terms` (fp32, any shapes) and `loss` over all processes, as a binary tree over ranks.
 
         `terms` is emptied: each tensor's memory is free once it is copied. Each process adds a W-th of the elements.
+        Where processes share weights, `terms` are sums already, and stay.
         """
         if self.size == 1:
             return terms, loss
+        summed, terms = (terms, []) if self.shards else ([], terms)
         device, shapes = loss.device, [term.shape for term in terms]
-        if self._sums % CHECK_EVERY == 0:
+        if self._sums % CHECK_EVERY == 0 and not self.shards:
             self._check = torch.stack(torch._foreach_norm(weights)).sum()
         tail = torch.zeros(1 + NUM_VOTES + 2 * self.size, device=device)
         tail[0] = loss
@@ -249,7 +256,7 @@ class World:
             parts.append(flat[start : start + shape.numel()].view(shape))
             start += shape.numel() + -shape.numel() % ALIGNED
         self.tail = flat[start : start + len(tail)]
-        return parts, self.tail[0]
+        return summed or parts, self.tail[0]
 
     def _summed(self, flat: Tensor) -> Tensor:
         """`flat`, whose length W divides, summed over all processes in the order of a binary tree over ranks."""
@@ -258,12 +265,9 @@ class World:
         with self.communicating():
             group = self._group_for(flat.device)
             dist.all_to_all_single(received, flat, group=group)
-        rows = list(received.view(self.size, -1).unbind())
-        while len(rows) > 1:
-            pairs = [a.add_(b) for a, b in zip(rows[::2], rows[1::2], strict=False)]
-            rows = pairs + rows[len(pairs) * 2 :]
+        own = tree_sum(list(received.view(self.size, -1).unbind()))
         with self.communicating():
-            dist.all_gather_into_tensor(flat, rows[0], group=group)
+            dist.all_gather_into_tensor(flat, own, group=group)
         self.patience = BETWEEN_STEPS
         self._sums += 1
         return flat
@@ -285,6 +289,10 @@ class World:
         self._group_for(device)
         names = ("data", "context")
         return dist.init_device_mesh(device.type, (self.size // self.context, self.context), mesh_dim_names=names)
+
+    def flat_mesh(self, device: torch.device) -> dist.DeviceMesh:
+        """All processes in one row."""
+        return dist.DeviceMesh.from_group(self._group_for(device), device.type)
 
     # --- the end
 
@@ -320,30 +328,12 @@ class World:
                 self._store.wait([f"left/{rank}" for rank in range(1, self.size)], timedelta(seconds=30))
 
 
-class StepClock:
-    """How long this process computes before it waits for the others, in ms; on CUDA that of the step before."""
-
-    def __init__(self) -> None:
-        self.last_ms = 0.0
-        self._began: Any = 0.0
-        self._pair: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._cuda = False
-
-    def begin(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._began = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
-        if self._cuda:
-            self._began.record()
-
-    def end(self) -> float:
-        if not self._cuda:
-            self.last_ms = 1e3 * (time.perf_counter() - self._began)
-            return self.last_ms
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record()
-        before, self._pair = self._pair, (self._began, ended)
-        self.last_ms = before[0].elapsed_time(before[1]) if before and before[1].query() else 0.0
-        return self.last_ms
+def tree_sum(rows: list[Tensor]) -> Tensor:
+    """The sum of `rows`, in the order of a binary tree and in the memory of the first."""
+    while len(rows) > 1:
+        pairs = [a.add_(b) for a, b in zip(rows[::2], rows[1::2], strict=False)]
+        rows = pairs + rows[len(pairs) * 2 :]
+    return rows[0]
 
 
 ALONE = World()
