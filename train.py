@@ -95,7 +95,7 @@ def run(
     seed_everything(config.seed)
     model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=hardware.device)
     forward = parallelize(model, hardware)
-    optimizer = Optimizer(model, settings.optim, hardware.dtype)
+    optimizer = Optimizer(model, settings.optim, hardware.dtype, world)
     best_loss, seconds_before, state = math.inf, 0.0, {}
     if resumed:
         state = resume.restore(resumed, model, optimizer, hardware.device)

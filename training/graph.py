@@ -56,7 +56,9 @@ class StepGraphs:
     def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], optimizer: Optimizer) -> None:
         self._parameters = optimizer.parameters
         self._gradients: list[Tensor] = []  # where the graphs leave and read them
-        self._first, self._later, self._update = Captured(compute), Captured(compute), Captured(optimizer.step)
+        self._first, self._later = Captured(compute), Captured(compute)
+        # what waits for other processes is launched as it is
+        self._update = optimizer.step if optimizer.exchanges else Captured(optimizer.step)
 
     def compute(self, inputs: Tensor, targets: Tensor, region: Callable[[str], AbstractContextManager]) -> Tensor:
         """The loss of a micro-batch; its gradients are in `grad`, added to what was there, until the next step's."""
