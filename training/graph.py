@@ -57,7 +57,9 @@ class StepGraphs:
         self._parameters = optimizer.parameters
         self._gradients: list[Tensor] = []  # where the graphs of `compute` leave them
         self._read: list[int] = []  # addresses where that of `update` reads them
-        self._first, self._later, self._update = Captured(compute), Captured(compute), Captured(optimizer.step)
+        self._first, self._later = Captured(compute), Captured(compute)
+        # what waits for other processes is launched as it is
+        self._update = optimizer.step if optimizer.exchanges else Captured(optimizer.step)
 
     def compute(self, inputs: Tensor, targets: Tensor, region: Callable[[str], AbstractContextManager]) -> Tensor:
         """The loss of a micro-batch; its gradients are in `grad`, added to what was there, until the next step's."""
@@ -72,7 +74,8 @@ class StepGraphs:
     def update(self, loss: Tensor) -> Tensor:
         """`Optimizer.step` with what is in `grad`, which lies where it lay in the step before."""
         places = [p.grad.data_ptr() for p in self._parameters]
-        assert self._update.graph is None or places == self._read, "the graph would read other gradients"
+        captured = getattr(self._update, "graph", None) is not None
+        assert not captured or places == self._read, "the graph would read other gradients"
         self._read = places
         norm = self._update(loss)
         for p in self._parameters:

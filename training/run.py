@@ -138,6 +138,9 @@ class Run:
         if self.context:
             method, reason = self.context
             lines.append(f"context    {method}: {self.hardware.world.context} processes share each row ({reason})")
+        if self.hardware.world.shards:
+            size = self.hardware.world.size
+            lines.append(f"shard      {size} processes hold 1 / {size} each of weights, gradients and moments")
         if (warmup := optim.warmup_within(steps)) != optim.warmup_steps:
             asked = f"optim.warmup_steps={optim.warmup_steps}"
             lines.append(f"warm-up    {warmup} steps, as train.steps={steps} has no room for {asked}")
@@ -197,7 +200,7 @@ def resolve(
     if not world.is_first:
         settings = _as_the_first_chose(settings, **world.exchange(None)[0])
     asked = asdict(settings)
-    world.share_rows(settings.parallel.context)
+    world.arrange(settings.parallel)
     optim, optimizer_line = settings.optim.resolved(hardware.device)
     settings = replace(settings, optim=optim)
     share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
@@ -207,6 +210,8 @@ def resolve(
         raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
     if model.name is not None and hardware.world.context > 1:
         raise ValueError(f"model.name={model.name} cannot share its rows among processes; use parallel.context=1")
+    if model.name is not None and hardware.world.shards:
+        raise ValueError(f"model.name={model.name} cannot be dealt out to processes; use parallel.data=replicate")
     text, sized = {}, asked | {"model": asdict(model)}  # a model of transformers brings its sizes
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)
@@ -265,6 +270,10 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
                 f"hardware.cuda_graphs=true has not been made to work with parallel.context={context}; leave it out"
             )
         return False, "processes that share rows exchange in the middle of the step"
+    if hardware.world.shards and hardware.graphs is not False:
+        if hardware.graphs:
+            raise ValueError("hardware.cuda_graphs=true cannot be with parallel.data=shard; leave it out")
+        return False, "weights are gathered in the middle of the step"
     if hardware.graphs is not None:
         return hardware.graphs, "as configured"
     if document_mask:
