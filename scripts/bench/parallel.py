@@ -87,18 +87,23 @@ def main(settings: ParallelBenchSettings, run_dir: Path) -> None:
 
 
 class Network:
-    """A model and what is compiled from it, which cells of the same sizes share; each begins with the same weights."""
+    """A model and what is compiled from it.
 
-    def __init__(self, chosen: Run) -> None:
+    Args:
+        often: whether several cells begin with it, each with the same weights.
+    """
+
+    def __init__(self, chosen: Run, *, often: bool = False) -> None:
         torch.manual_seed(chosen.settings["train"]["seed"])
         self.model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=chosen.hardware.device)
         self.forward = torch.compile(self.model, dynamic=False) if chosen.hardware.compile else self.model
-        self._first = [p.detach().clone() for p in self.model.parameters()]
+        self._first = [p.detach().clone() for p in self.model.parameters()] if often else []
 
     @torch.no_grad()
     def begin(self, chosen: Run, optim: OptimConfig) -> tuple[Optimizer, Stepper]:
         """A run's first moment: its optimizer, and what computes its steps."""
-        torch._foreach_copy_(list(self.model.parameters()), self._first)
+        for p, first in zip(self.model.parameters(), self._first, strict=False):
+            p.copy_(first)
         optimizer = Optimizer(self.model, optim, chosen.hardware.dtype)
         return optimizer, Stepper(chosen, self.model, self.forward, optimizer)
 
@@ -109,7 +114,7 @@ def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
     rows, network = [], None
     for name in sorted(settings.bench.cells, key=CELLS.index):
         if name in SAME_NETWORK and network is None:
-            network = Network(choose(settings, host.hardware, ALONE))  # compiled once for both
+            network = Network(choose(settings, host.hardware, ALONE), often=True)  # compiled once for both
         elif name not in SAME_NETWORK:
             network = None
             torch.compiler.reset()
