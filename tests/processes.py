@@ -1,4 +1,4 @@
-"""`python -m tests.processes FOLDER`: runs of several processes, most of them in ways that must not work.
+"""`python -m tests.processes FOLDER [gpus]`: runs of several processes, most of them in ways that must not work.
 
 One process imports everything once and forks a child for each rank of each case. The last line printed is one JSON
 object: case -> what its processes left, and what they said.
@@ -182,7 +182,7 @@ def lost(folder: Path) -> dict[str, Any]:
     found = {}
     for name, case in cases.items():
         stopped = {"stopped": 1, "first_stopped": 0}.get(name)
-        found[name] = processes(folder / f"said_{name}", 2, case, stopped=stopped)
+        found[name] = processes(folder / f"said_{name}", 4 if name == "killed" else 2, case, stopped=stopped)
         if (folder / name / "checkpoints").exists():
             newest = newest_complete(folder / name / "checkpoints")
             found[name]["step"] = newest and newest.step
@@ -211,6 +211,19 @@ def disks(folder: Path) -> dict[str, Any]:
 
     case = training(folder, "disk", "optim=muon", "train.save_every=1", on_step=watched)
     return {"disk": processes(folder / "said_disk", 2, case) | left_by(folder / "disk")}
+
+
+def gpus(folder: Path) -> dict[str, Any]:
+    """Bits over NCCL, and its collectives that never return where another rank dies or stops."""
+    found, cuda = {}, ("hardware.device=cuda", "hardware.compile=false", "model.attention=flash", "model.n_embd=64")
+    for size in (1, 2):
+        name = f"nccl_{size}"
+        ended = processes(folder / f"said_{name}", size, training(folder, name, "optim=muon", *cuda))
+        found[name] = ended | left_by(folder / name)
+    for name, culprit, number in (("killed", 1, signal.SIGKILL), ("stopped", 1, signal.SIGSTOP)):
+        case = training(folder, name, "train.save_every=1", *cuda, on_step=at(5, culprit, kill_me(number)))
+        found[name] = processes(folder / f"said_{name}", 2, case, stopped=culprit)
+    return found
 
 
 def command_lines(folder: Path) -> dict[str, Any]:
@@ -246,13 +259,13 @@ def command_lines(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path) -> dict[str, Any]:
+def main(folder: Path, *only: str) -> dict[str, Any]:
     parallel.meet = partial(parallel.meet, limits=QUICK)
     torch.set_num_threads(1)  # a forked child cannot use its parent's threads
     settings = small_run(folder, *RUN, "train.steps=2")
     train(settings, folder / "rehearsal")  # imports and prepares what every child would spend its time on
     found = {}
-    for cases in (same_bits, resumed_elsewhere, numbers, disks, command_lines, lost):
+    for cases in [gpus] if only else [same_bits, resumed_elsewhere, numbers, disks, command_lines, lost]:
         print(cases.__name__, time.monotonic(), file=sys.stderr)
         found |= cases(folder)
     return found
@@ -260,5 +273,5 @@ def main(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        result = main(Path(sys.argv[1]))
+        result = main(Path(sys.argv[1]), *sys.argv[2:])
     print(json.dumps(result))

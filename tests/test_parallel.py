@@ -5,6 +5,7 @@ tests/processes.py starts them; see there what each case does.
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,17 +19,35 @@ from training.parallel import ALIGNED, ALONE, NUM_VOTES, SLOW_STEPS, ParallelCon
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
+def cases_of(folder: Path, *only: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.processes", str(tmp_path_factory.mktemp("processes"))],
+        [sys.executable, "-m", "tests.processes", str(folder), *only],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
+        env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # to look for GPUs must not keep it from forking
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    return cases_of(tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.gpu
+def test_two_gpus_have_one_ones_bits_and_end_together(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+    found = cases_of(tmp_path, "gpus")
+    one, two = found["nccl_1"], found["nccl_2"]
+    assert two["codes"] == [0, 0], two["err"]
+    assert (one["contents"], one["metrics"]) == (two["contents"], two["metrics"])
+    for case in ("killed", "stopped"):
+        assert found[case]["codes"] == [69, -9], found[case]["err"]
+        assert "error: rank 1 of 2 on " in found[case]["err"][0]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -102,7 +121,7 @@ def test_all_end_where_the_last_checkpoint_is_not_saved(found):
 @pytest.mark.parametrize(
     ("case", "left", "says"),
     [
-        ("killed", [69, -9], "rank 1 of 2 on HOST, after step"),
+        ("killed", [69, -9, 69, 69], "rank 1 of 4 on HOST, after step"),
         ("first_killed", [-9, 69], "rank 0 of 2 on HOST, after step"),
         ("stopped", [69, -9], "rank 1 of 2 on HOST, after step"),
         ("first_stopped", [-9, 69], "rank 0 of 2 on HOST, after step"),
@@ -117,6 +136,7 @@ def test_all_end_with_a_line_that_names_who_is_lost(found, case, left, says):
     before, _, after = says.partition("HOST")
     assert before in living
     assert after in living
+    assert sum(words.count("error: ") for words in run["err"]) <= 1, "who ends because of it names nobody else"
     if case != "hung":
         assert run["step"] >= 3, "its checkpoints are whole"
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -86,15 +87,16 @@ class Watch:
         self._thread.join(2 * self._limits.silent)
         self._end(Failure(self._world.rank, self._world.hosts[self._world.rank], self._world.step, reason), [])
 
-    def post(self, failure: Failure) -> None:
-        """Tell all why this process ends; the first such word counts."""
+    def post(self, failure: Failure, silent: Collection[int] = ()) -> None:
+        """Tell all why this process ends; the first such word counts. The `silent` ranks are not waited for."""
+        world = self._world
         with suppress(RuntimeError):  # nobody is left to be told
             self._store.compare_set("failed", "", json.dumps(asdict(failure)))
-            if self._world.is_first:  # the store may be its own, so it ends when the others have read that
-                others = [f"heard/{rank}" for rank in range(1, self._world.size)]
+            if world.is_first:  # the store may be its own, so it ends when the others have read that
+                others = [f"heard/{rank}" for rank in range(1, world.size) if rank not in silent]
                 self._store.wait(others, timedelta(seconds=5 + self._limits.grace))
             else:
-                self._store.set(f"heard/{self._world.rank}", "")
+                self._store.set(f"heard/{world.rank}", "")
 
     def _run(self) -> None:
         while not self._stopped.wait(self._limits.beat):
@@ -104,6 +106,7 @@ class Watch:
                 reason = str(error).partition("\n")[0]
                 found = Failure(0, self._world.hosts[0], self._world.step, f"its store is gone ({reason})"), [0]
             if found and not self._stopped.wait(self._limits.grace):
+                self.post(*found)
                 self._end(*found)
 
     def _guard(self) -> None:

@@ -113,16 +113,16 @@ def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
     """What one process does: all cells. Its hardware in words, and the rows."""
     settings = sized(settings, settings.bench.tokens)
     rows, network = [], None
+    known = {"replicate": replicate, "hashes": hashes, "context": context, "shard": shard}
     for name in sorted(settings.bench.cells, key=CELLS.index):
         if name in SAME_NETWORK and network is None:
             network = Network(choose(settings, host.hardware, ALONE), often=True)  # compiled once for both
         elif name not in SAME_NETWORK:
             network = None
-            torch.compiler.reset()
+            if host.hardware.compile:
+                torch.compiler.reset()
             free(host.hardware)
-        found = {"replicate": replicate, "hashes": hashes, "shard": shard, "context": context}[name](
-            host, settings, network
-        )
+        found = known[name](host, settings, network)
         for row in found:
             host.world.first(print)(json.dumps(row), flush=True)  # what is known when a later cell fails
         rows += found
