@@ -244,9 +244,7 @@ class BadSteps:
             last = found.step - 1
         return None
 
-    def _diagnose(
-        self, bad: BadStep, model: GPT, again: Callable[[Callable[..., Tensor]], Any]
-    ) -> dict[str, Any]:
+    def _diagnose(self, bad: BadStep, model: GPT, again: Callable[[Callable[..., Tensor]], Any]) -> dict[str, Any]:
         """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where that is not known.
 
         The step is run again module by module. A compiled model draws other dropout masks than that: then it is first
@@ -255,9 +253,11 @@ class BadSteps:
         """
         seen = FirstBad()
         seen.weights(model)
-        masks_differ = self.hardware.compile and model.config.draws
+        compiled = self.hardware.compile
+        masks_differ = compiled and model.config.draws
         ways = [False]  # whether to watch it compiled
-        if self.hardware.compile and not self.hardware.world.shards and self.check.bad_steps < MOST_DUMPS:  # it compiles for up to a minute
+        as_a_whole = compiled and not self.hardware.world.shards
+        if as_a_whole and self.check.bad_steps < MOST_DUMPS:  # it compiles for up to a minute
             ways = [True, False] if masks_differ else [False, True]
         try:
             for way in ways:

@@ -75,7 +75,7 @@ class Nothing:
 
 
 class World:
-    """The processes of a run, as one of them sees them. Without a store it is alone, and nothing here communicates.
+    """The processes of a run, as one of them sees them. Without a store it is alone, or `size` are only planned for.
 
     Attributes:
         rank, size: this process's number, and how many there are.
@@ -141,8 +141,8 @@ class World:
 
     def exchange(self, value: Any) -> list[Any]:
         """What each process gave, by rank; all come here, and nobody leaves before all have come. `value` is JSON."""
-        if self.size == 1:
-            return [value]
+        if self._store is None:
+            return [value] * self.size
         self._store.set(f"exchange/{self._exchanges}/{self.rank}", json.dumps(value))
         self.arrivals += 1
         keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self.size)]

@@ -201,6 +201,8 @@ def resolve(
         settings = _as_the_first_chose(settings, **world.exchange(None)[0])
     asked = asdict(settings)
     world.arrange(settings.parallel)
+    if (name := settings.model.name) is not None and world.shards:
+        raise ValueError(f"model.name={name} cannot be dealt out to processes; use parallel.data=replicate")
     optim, optimizer_line = settings.optim.resolved(hardware.device)
     settings = replace(settings, optim=optim)
     share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
@@ -210,8 +212,6 @@ def resolve(
         raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
     if model.name is not None and hardware.world.context > 1:
         raise ValueError(f"model.name={model.name} cannot share its rows among processes; use parallel.context=1")
-    if model.name is not None and hardware.world.shards:
-        raise ValueError(f"model.name={model.name} cannot be dealt out to processes; use parallel.data=replicate")
     text, sized = {}, asked | {"model": asdict(model)}  # a model of transformers brings its sizes
     if vocab_size is None:
         dataset = open_dataset(settings.data, settings.tokenizer, report=report)
