@@ -303,7 +303,7 @@ def test_only_the_chosen_blocks_run_twice(mode, forwards):
     model = small_gpt(num_layers=3, activation_checkpointing=mode)
     counts = [0, 0, 0]
     for layer, block in enumerate(model.blocks):
-        block.register_forward_pre_hook(lambda *_, layer=layer: counts.__setitem__(layer, counts[layer] + 1))
+        block.attention.register_forward_pre_hook(lambda *_, layer=layer: counts.__setitem__(layer, counts[layer] + 1))
     model(*batch()).backward()
     assert counts == forwards
 

@@ -64,13 +64,15 @@ def evaluate(
     """Run the model over all windows; the mode it was in is restored, no random number is drawn.
 
     With `end_of_text` documents do not see each other, as in training. The processes of `hardware.world` share the
-    windows, and the losses are added in the windows' order, however many there are.
+    windows, and the losses are added in the windows' order, however many there are; each calls the model as often.
     """
     world = hardware.world
     was_training = model.training
     model.eval()
     losses, place = [], world.place
-    for start in range(place["rank"] * micro_batch, len(windows.inputs), place["world_size"] * micro_batch):
+    together = place["world_size"] * micro_batch
+    for first in range(0, len(windows.inputs), together):
+        start = first + place["rank"] * micro_batch
         inputs = windows.inputs[start : start + micro_batch]
         targets = windows.targets[start : start + micro_batch]
         if len(inputs) < micro_batch:  # one shape for all batches, so that nothing is compiled twice
