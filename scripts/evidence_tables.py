@@ -7,6 +7,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,16 @@ def rows_of(found: Reports) -> list[Row]:
 def plain(names: Columns, figures: Columns) -> Callable[[Reports], Table]:
     """The rows as they are."""
     return lambda found: table(rows_of(found), names, figures)
+
+
+def printed(program: str) -> Callable[[Reports], Table]:
+    """The rows as scripts.bench.<program> prints them."""
+
+    def made(found: Reports) -> Table:
+        columns = import_module(f"scripts.bench.{program}")
+        return table(rows_of(found), columns.NAMES, columns.FIGURES)
+
+    return made
 
 
 # --- attention
@@ -207,6 +218,7 @@ BENCH = "bench_training.json"
 PAGE = (
     Part("Attention beside its peers", "attention/peers/attention.json", beside_peers),
     Part("Attention beside more peers", "attention/speed/attention.json", beside_peers),
+    Part("Attention under any mask beside FlexAttention", "masks/masks.json", printed("masks")),
     Part("Attention's memory", "attention/long/attention.json", memory),
     Part("Attention in 8 bits", "attention/fp8/attention.json", EIGHT_BITS),
     Part("Attention over a cache", "decode/context/decode.json", over_a_cache),
@@ -217,6 +229,8 @@ PAGE = (
     Part("Attention over a cache that grows", "decode/growing/decode.json", growing),
     Part("A cache in 8 bits", "decode/bits/cache_bits.json", CACHE_BITS),
     Part("Generation beside transformers", "generation/bench_generation.json", GENERATION),
+    Part("Our attention in a model of transformers", "huggingface/bench_huggingface.json", printed("huggingface")),
+    Part("DNABERT-2's network", "mosaicbert/bench_mosaicbert.json", printed("mosaicbert")),
     Part("Attention's error", "attention/error_budget/error_budget.json", error_budget),
     Part("The training step of GPT-2 124M, compiled", f"training/compiled/{BENCH}", STEP),
     Part("The training step, eager, by length and activation checkpointing", f"training/grid/{BENCH}", STEP),
