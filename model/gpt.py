@@ -11,7 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import cross_entropy, linear_cross_entropy, rotate_and_split, skinny_linear, takes_skinny_linear
+from kernels import (
+    cross_entropy,
+    linear_cross_entropy,
+    rms_norm,
+    rotate_and_split,
+    skinny_linear,
+    takes_skinny_linear,
+)
 from model.attention import ATTENTION, AttentionFunction, Documents, Part
 from model.cache import KVCache, PagedKVCache, Prompts
 from model.config import GPTConfig, round_up
@@ -24,12 +31,12 @@ INIT_STD = 0.02  # GPT-2's
 VOCAB_MULTIPLE = 64  # the head's matmul runs at full speed on sizes that are a multiple of 64
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2)) over the last dimension (arXiv:1910.07467), without a gain.
+def norm(x: Tensor, *, recomputed: bool = False) -> Tensor:
+    """RMS norm without a gain, in the dtype of products.
 
     The matrix that follows can absorb a gain; its gradient would cost one more pass over all tokens.
     """
-    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    return rms_norm(x, NORM_EPS, recomputed=recomputed)
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -55,7 +62,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, attend: AttentionFunction):
         super().__init__()
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.recomputed = config.qk_norm, recomputes_blocks(config.activation_checkpointing)
         self.layer = layer  # our place in the KV cache
         self.window = (-1 if config.window is None else config.window - 1, -1)  # its right bound is causal's
         self.dropout_p = config.attention_dropout
@@ -87,7 +94,7 @@ class CausalSelfAttention(nn.Module):
         qkv = qkv.view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
         if self.qk_norm:
             qk, v = qkv.split([self.num_heads + self.kv_heads, self.kv_heads], dim=2)
-            qkv = torch.cat((rms_norm(qk).to(v.dtype), v), dim=2)
+            qkv = torch.cat((norm(qk, recomputed=self.recomputed), v), dim=2)
         q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads)  # (B, H, N, D) each
         if kv_cache is not None:
             o = kv_cache.attend(self.layer, q, k, v, self.attend, window=self.window)  # (B, Hq, N, D)
@@ -129,7 +136,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention = CausalSelfAttention(config, layer, attend)
         self.mlp = MLP(config)
-        self.dropout = config.dropout
+        self.dropout, self.recomputed = config.dropout, recomputes_blocks(config.activation_checkpointing)
 
     def forward(
         self,
@@ -139,9 +146,10 @@ class Block(nn.Module):
         kv_cache: KVCache | Prompts | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        x = x + F.dropout(self.attention(rms_norm(x), cos, sin, kv_cache, documents), self.dropout, self.training)
-        x = x + F.dropout(self.mlp(rms_norm(x)), self.dropout, self.training)
-        return x  # (B, N, C)
+        h = self.attention(norm(x, recomputed=self.recomputed), cos, sin, kv_cache, documents)
+        x = x + F.dropout(h, self.dropout, self.training)
+        h = self.mlp(norm(x, recomputed=self.recomputed))
+        return x + F.dropout(h, self.dropout, self.training)  # (B, N, C)
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache) -> Tensor:
         """`forward` of the few tokens of a step of generation: four products, and all but attention is part of one."""
@@ -310,10 +318,10 @@ class GPT(nn.Module):
         if skinny:
             logits = skinny_linear(x, table, norm_eps=NORM_EPS)
             return logits[..., : self.vocab_size].view(*shape, -1)
-        h = rms_norm(x)
+        x = norm(x)
         if targets is not None and self.config.loss == "chunked":
-            return linear_cross_entropy(h.flatten(0, 1), table, targets.flatten(), self.vocab_size) / share
-        logits = F.linear(h, table)  # (B, N, padded V)
+            return linear_cross_entropy(x.flatten(0, 1), table, targets.flatten(), self.vocab_size) / share
+        logits = F.linear(x, table)  # (B, N, padded V)
         if targets is None:
             return logits[..., : self.vocab_size].view(*shape, -1)  # the padding is cut off
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.vocab_size) / share
