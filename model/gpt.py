@@ -62,7 +62,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, attend: AttentionFunction):
         super().__init__()
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
-        self.qk_norm, self.recomputed = config.qk_norm, recomputes_blocks(config.activation_checkpointing)
+        self.norm_eps = NORM_EPS if config.qk_norm else None
         self.layer = layer  # our place in the KV cache
         self.window = (-1 if config.window is None else config.window - 1, -1)  # its right bound is causal's
         self.dropout_p = config.attention_dropout
@@ -92,10 +92,7 @@ class CausalSelfAttention(nn.Module):
         """Attention between its two products: (B, N, (Hq + 2 Hkv) D) -> (B, N, C)."""
         B, N, _ = qkv.shape
         qkv = qkv.view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
-        if self.qk_norm:
-            qk, v = qkv.split([self.num_heads + self.kv_heads, self.kv_heads], dim=2)
-            qkv = torch.cat((norm(qk, recomputed=self.recomputed), v), dim=2)
-        q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads)  # (B, H, N, D) each
+        q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads, self.norm_eps)  # (B, H, N, D) each
         if kv_cache is not None:
             o = kv_cache.attend(self.layer, q, k, v, self.attend, window=self.window)  # (B, Hq, N, D)
         else:
