@@ -100,6 +100,8 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
         from torch._inductor import config as inductor  # a second, so only where it is used
 
         inductor.deterministic = True
+        # its own random numbers take longer than all else in a norm's kernel, and are others than an uncompiled run's
+        inductor.fallback_random = True
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     elif device.type == "mps":
