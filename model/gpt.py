@@ -31,12 +31,12 @@ INIT_STD = 0.02  # GPT-2's
 VOCAB_MULTIPLE = 64  # the head's matmul runs at full speed on sizes that are a multiple of 64
 
 
-def norm(x: Tensor, *, recomputed: bool = False) -> Tensor:
+def norm(x: Tensor) -> Tensor:
     """RMS norm without a gain, in the dtype of products.
 
     The matrix that follows can absorb a gain; its gradient would cost one more pass over all tokens.
     """
-    return rms_norm(x, NORM_EPS, recomputed=recomputed)
+    return rms_norm(x, NORM_EPS)
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention = CausalSelfAttention(config, layer, attend)
         self.mlp = MLP(config)
-        self.dropout, self.recomputed = config.dropout, recomputes_blocks(config.activation_checkpointing)
+        self.dropout = config.dropout
 
     def forward(
         self,
@@ -152,10 +152,9 @@ class Block(nn.Module):
         kv_cache: KVCache | Prompts | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        h = self.attention(norm(x, recomputed=self.recomputed), cos, sin, kv_cache, documents)
-        x = x + F.dropout(h, self.dropout, self.training)
-        h = self.mlp(norm(x, recomputed=self.recomputed))
-        return x + F.dropout(h, self.dropout, self.training)  # (B, N, C)
+        x = x + F.dropout(self.attention(norm(x), cos, sin, kv_cache, documents), self.dropout, self.training)
+        x = x + F.dropout(self.mlp(norm(x)), self.dropout, self.training)
+        return x  # (B, N, C)
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache) -> Tensor:
         """`forward` of the few tokens of a step of generation: four products, and all but attention is part of one."""

@@ -10,15 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, eps: float, *, recomputed: bool = False) -> Tensor:
+def rms_norm(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467), in autocast's dtype or x's.
 
-    The compiler fuses the gradient of a compiled call with what stands around it. PyTorch's operator is used elsewhere,
-    and where the call is `recomputed` in backward, which nothing that it returned outlives.
+    The compiler fuses the gradient of a compiled call with what stands around it. Elsewhere PyTorch's operator is used.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if torch.compiler.is_compiling() and torch.is_grad_enabled() and not recomputed:
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
         return _RMSNorm.apply(x, eps, dtype)
     return F.rms_norm(x, (x.size(-1),), eps=eps).to(dtype)
 
