@@ -103,8 +103,9 @@ def cross_entropy_in_place_kernel(
     loss, lse = _loss_of_row(logits_ptr, target, columns, vocab_size, BLOCK, UNROLL)
     tl.store(loss_ptr + row, loss)
     worth = tl.where(target >= 0, 1.0, 0.0)
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    lanes = tl.arange(0, UNROLL)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    for start in range(0, columns, UNROLL * BLOCK):
+        column = start + lanes
         x = tl.load(logits_ptr + column, mask=column < columns, other=0.0)
         dx = worth * _gradient_of(x, column, target, lse * LOG2_E, vocab_size)
         tl.store(logits_ptr + column, dx.to(logits_ptr.dtype.element_ty), mask=column < columns)
@@ -174,7 +175,7 @@ def launch_cross_entropy_in_place(logits: Tensor, targets: Tensor, vocab_size: i
     rows, columns = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
-        block = min(8192, triton.next_power_of_2(columns))
+        block = min(4096, triton.next_power_of_2(columns))
         with on_device(logits):
             cross_entropy_in_place_kernel[(rows,)](
                 logits, targets.contiguous(), loss, logits.stride(0), columns, vocab_size,
