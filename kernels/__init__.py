@@ -15,6 +15,7 @@ from .decode import (
 from .documents import padded_documents, place_documents
 from .fused.cross_entropy import cross_entropy
 from .fused.linear_cross_entropy import linear_cross_entropy
+from .fused.rms_norm import rms_norm
 from .fused.rotary import rotate_and_split
 from .fused.skinny_linear import skinny_linear, takes_skinny_linear
 from .hopper.fp8 import flash_attention_fp8, naive_attention_fp8, quantize_per_head
@@ -40,6 +41,7 @@ __all__ = [
     "place_documents",
     "quantize_per_head",
     "read_kvcache",
+    "rms_norm",
     "rotate_and_split",
     "skinny_linear",
     "takes_skinny_linear",

@@ -7,7 +7,7 @@ _KERNELS = {
         *("hopper_fp8_kernel", "hopper_fp8_values_kernel"),
         "flash_decode_kernel",
     ),
-    "cross-entropy": ("cross_entropy_fwd_kernel", "cross_entropy_bwd_kernel"),
+    "cross-entropy": ("cross_entropy_fwd_kernel", "cross_entropy_bwd_kernel", "cross_entropy_in_place_kernel"),
     "rotary": ("rotary_kernel",),
     "matmul": ("skinny_linear_kernel", "one_row_linear_kernel"),
 }

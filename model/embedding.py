@@ -18,7 +18,15 @@ def embed(tokens: Tensor, table: Tensor) -> Tensor:
 @torch.library.custom_op("flashgpt::embedding_bwd", mutates_args=())
 def embedding_bwd(do: Tensor, tokens: Tensor, rows: int) -> Tensor:
     """The gradient of a table of `rows` rows, (rows, C), from that of the rows looked up, (..., C)."""
-    return torch.ops.aten.embedding_dense_backward(do, tokens, rows, -1, False)  # no padding row, no scaling
+    # where few rows are looked up often, PyTorch 2.11 adds with atomics on a GPU too, unless it is asked not to
+    asked, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        return torch.ops.aten.embedding_dense_backward(do, tokens, rows, -1, False)  # no padding row, no scaling
+    finally:
+        torch.set_deterministic_debug_mode(asked)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 @embedding_bwd.register_fake

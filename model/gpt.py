@@ -11,7 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import cross_entropy, linear_cross_entropy, rotate_and_split, skinny_linear, takes_skinny_linear
+from kernels import (
+    cross_entropy,
+    linear_cross_entropy,
+    rms_norm,
+    rotate_and_split,
+    skinny_linear,
+    takes_skinny_linear,
+)
 from model.attention import ATTENTION, AttentionFunction, Documents, Part
 from model.cache import KVCache, PagedKVCache, Prompts
 from model.config import GPTConfig, round_up
@@ -24,12 +31,12 @@ INIT_STD = 0.02  # GPT-2's
 VOCAB_MULTIPLE = 64  # the head's matmul runs at full speed on sizes that are a multiple of 64
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2)) over the last dimension (arXiv:1910.07467), without a gain.
+def norm(x: Tensor) -> Tensor:
+    """RMS norm without a gain, in the dtype of products.
 
     The matrix that follows can absorb a gain; its gradient would cost one more pass over all tokens.
     """
-    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    return rms_norm(x, NORM_EPS)
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -55,7 +62,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, attend: AttentionFunction):
         super().__init__()
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
-        self.qk_norm = config.qk_norm
+        self.norm_eps = NORM_EPS if config.qk_norm else None
         self.layer = layer  # our place in the KV cache
         self.window = (-1 if config.window is None else config.window - 1, -1)  # its right bound is causal's
         self.dropout_p = config.attention_dropout
@@ -85,10 +92,7 @@ class CausalSelfAttention(nn.Module):
         """Attention between its two products: (B, N, (Hq + 2 Hkv) D) -> (B, N, C)."""
         B, N, _ = qkv.shape
         qkv = qkv.view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
-        if self.qk_norm:
-            qk, v = qkv.split([self.num_heads + self.kv_heads, self.kv_heads], dim=2)
-            qkv = torch.cat((rms_norm(qk).to(v.dtype), v), dim=2)
-        q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads)  # (B, H, N, D) each
+        q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads, self.norm_eps)  # (B, H, N, D) each
         if kv_cache is not None:
             o = kv_cache.attend(self.layer, q, k, v, self.attend, window=self.window)  # (B, Hq, N, D)
         else:
@@ -98,6 +102,15 @@ class CausalSelfAttention(nn.Module):
                 seen = {"block_mask": self.pattern(N)}
             o = self.attend(q, k, v, **seen, dropout_p=dropout_p, documents=documents)
         return o.transpose(1, 2).reshape(B, N, -1)  # (B, N, C)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GPT-2's, with a tanh. A compiler's tanh takes longer than moving x; (1 + tanh(y)) / 2 is the sigmoid of 2 y."""
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    wide = x.float()
+    y = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    return (wide * torch.sigmoid(2 * y)).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -120,7 +133,7 @@ class MLP(nn.Module):
         elif self.kind == "relu2":
             h = F.relu(h).square()  # arXiv:2109.08668
         else:
-            h = F.gelu(h, approximate="tanh")  # as GPT-2
+            h = gelu(h)
         return self.down(h)  # (B, N, C)
 
 
@@ -147,8 +160,8 @@ class Block(nn.Module):
     def compute(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache | Prompts | None, documents: Documents | None
     ) -> Tensor:
-        x = x + F.dropout(self.attention(rms_norm(x), cos, sin, kv_cache, documents), self.dropout, self.training)
-        x = x + F.dropout(self.mlp(rms_norm(x)), self.dropout, self.training)
+        x = x + F.dropout(self.attention(norm(x), cos, sin, kv_cache, documents), self.dropout, self.training)
+        x = x + F.dropout(self.mlp(norm(x)), self.dropout, self.training)
         return x  # (B, N, C)
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache) -> Tensor:
@@ -314,10 +327,10 @@ class GPT(nn.Module):
         if skinny:
             logits = skinny_linear(x, table, norm_eps=NORM_EPS)
             return logits[..., : self.vocab_size].view(*shape, -1)
-        h = rms_norm(x)
+        x = norm(x)
         if targets is not None and self.config.loss == "chunked":
-            return linear_cross_entropy(h.flatten(0, 1), table, targets.flatten(), self.vocab_size) / share
-        logits = F.linear(h, table)  # (B, N, padded V)
+            return linear_cross_entropy(x.flatten(0, 1), table, targets.flatten(), self.vocab_size) / share
+        logits = F.linear(x, table)  # (B, N, padded V)
         if targets is None:
             return logits[..., : self.vocab_size].view(*shape, -1)  # the padding is cut off
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), self.vocab_size) / share

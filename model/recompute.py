@@ -41,11 +41,18 @@ def recompute(block: Callable[..., Tensor], *inputs: Any, keep: tuple[nn.Linear,
     """
     if not torch.is_grad_enabled():
         return block(*inputs)
-    if keep is None:
+    if keep is not None:
+        policy = partial(_policy, tuple((layer.in_features, layer.out_features) for layer in keep))
+    elif torch.compiler.is_compiling():  # without a policy the compiler would keep what our autograd functions make
+        policy = _keep_nothing
+    else:
         return checkpoint(block, *inputs, use_reentrant=False)
-    shapes = tuple((layer.in_features, layer.out_features) for layer in keep)
-    contexts = partial(create_selective_checkpoint_contexts, partial(_policy, shapes))
+    contexts = partial(create_selective_checkpoint_contexts, policy)
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
+
+
+def _keep_nothing(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _policy(products: tuple[tuple[int, int], ...], ctx: Any, operator: Any, *args: Any, **kwargs: Any):

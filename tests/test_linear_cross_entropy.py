@@ -5,9 +5,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import cross_entropy, linear_cross_entropy
-from kernels.fused.cross_entropy_kernels import launch_cross_entropy_bwd, launch_cross_entropy_fwd
+from kernels.fused.cross_entropy_kernels import (
+    launch_cross_entropy_bwd,
+    launch_cross_entropy_fwd,
+    launch_cross_entropy_in_place,
+)
 from kernels.fused.linear_cross_entropy import linear_cross_entropy_fwd
-from tests.test_cross_entropy import make
+from tests.test_cross_entropy import CASES, make
 from tests.test_model import batch, loss_and_gradients, small_gpt
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,14 +113,15 @@ def test_operator_is_well_formed(gradient):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_gradient_can_take_the_logits_place(dtype):
-    logits, targets = make(7, 4160, 4097, "", dtype)
-    logits = logits.detach()
-    _, lse = launch_cross_entropy_fwd(logits, targets, 4097)
-    dloss = torch.ones_like(lse)
-    expected = launch_cross_entropy_bwd(dloss, logits, targets, lse, 4097)
-    assert launch_cross_entropy_bwd(dloss, logits, targets, lse, 4097, out=logits) is logits
-    assert torch.equal(logits, expected)
+@pytest.mark.parametrize("case", [(7, 64, 50, "padding"), (7, 8320, 8257, "two blocks and a tail"), *CASES[3:]])
+def test_the_gradient_takes_the_logits_place(case, dtype, poisoned_memory):
+    """What two kernels make of a row, one makes in place."""
+    logits, targets = make(*case, dtype)
+    logits = logits.detach().contiguous()
+    loss, lse = launch_cross_entropy_fwd(logits, targets, case[2])
+    expected = launch_cross_entropy_bwd(torch.ones_like(lse), logits, targets, lse, case[2])
+    torch.testing.assert_close(launch_cross_entropy_in_place(logits, targets, case[2]), loss, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(logits, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-7)
 
 
 # ---- in the model

@@ -203,6 +203,7 @@ def test_a_compiled_model_keeps_what_the_forecast_says(mlp, mode):
     block = sum(weight.numel() for weight in model.blocks[1].parameters())
     if mode == "selective":  # the 16-bit copies of a recomputed block's weights live until the forward ends
         predicted -= 2 * block
+        predicted += 8 * 64 * config.n_embd * 4  # its input, which the layer before it made
     else:  # without the rotary kernel q and k are turned into memory of their own, and v keeps what they came from
         predicted += 8 * 64 * 2 * 2 * config.n_embd
     if mode == "pointwise":  # `down`'s copy is made again in backward
@@ -215,7 +216,7 @@ def test_compiled_selective_brings_back_q_k_and_v_after_the_mlps_backward(monkey
     """The forecast of its peak rests on this order."""
     if reason := why_not("flash", torch.float32, device="cpu", head_dim=16):
         pytest.skip(reason)
-    monkeypatch.setattr("model.gpt.rotate_and_split", rotary_fwd)
+    monkeypatch.setattr("model.gpt.rotate_and_split", lambda *args: rotary_fwd(*args)[:3])
     torch.compiler.reset()
     config = small(num_layers=1, activation_checkpointing="selective")
     model = GPT(config, 1000, 16)
@@ -258,8 +259,12 @@ def test_measured_peaks_are_forecast(record, rows_at_least, each):
         )  # fmt: skip
         micro_batches = row["batch_tokens"] // row["seq_len"] // row["micro_batch"]
         shape = 50257, row["seq_len"], row["micro_batch"], micro_batches
-        plan = planned(config, *shape, compiled=", compiled" in report["hardware"])
-        assert plan.peak / GIB == pytest.approx(row["peak_memory_gib"], rel=0.1), row
+        compiled = ", compiled" in report["hardware"]
+        plan = planned(config, *shape, compiled=compiled)
+        # these records are of norms that kept what they were given, in fp32: two in each layer that is not recomputed
+        norms = 2 * config.num_layers if compiled and config.activation_checkpointing in ("none", "pointwise") else 0
+        kept = norms * row["micro_batch"] * row["seq_len"] * config.n_embd * 4
+        assert (plan.peak + kept) / GIB == pytest.approx(row["peak_memory_gib"], rel=0.1), row
 
 
 def test_micro_batches_hold_gradients_and_less_of_all_else():

@@ -435,3 +435,12 @@ def test_a_model_of_transformers_without_it_or_with_an_old_one(module, match, mo
     assert "\n" not in str(error.value)
     for name in ("huggingface", "huggingface_model", "huggingface_masks"):  # what it imported in their place
         sys.modules.pop(f"model.{name}", None)
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_a_row_that_is_looked_up_often_has_a_gradient_of_the_same_bits():
+    tokens = torch.randint(65, (64, 256), device="cuda")
+    do = torch.randn(64, 256, 384, device="cuda")
+    first, *others = (embedding_bwd(do, tokens, 128) for _ in range(10))
+    assert all(torch.equal(first, other) for other in others)
+    assert torch.get_deterministic_debug_mode() == 0

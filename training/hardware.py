@@ -96,10 +96,9 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
 
     compiled = config.compile if config.compile is not None else device.type == "cuda"
     if compiled:
-        # torch.compile would choose orders of sums by which was faster just then: another process, other bits
-        from torch._inductor import config as inductor  # a second, so only where it is used
+        from training.compiler import set_up_compiler  # takes a second, so only where it is used
 
-        inductor.deterministic = True
+        set_up_compiler()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     elif device.type == "mps":

@@ -16,10 +16,11 @@ from .cross_entropy import IGNORED, cross_entropy_fwd
 # H200, torch 2.11.0, commit 3dd22e9, scripts.bench_loss), ms and GiB: 29.8 and 0.7 in chunks of 2,048, 28.0 and 0.8 of
 # 4,096, 27.6 and 0.9 of 5,632, 28.1 and 1.2 of 8,192, 27.6 and 1.9 of 16,384; 26.1 and 12.4 with all logits at once.
 CHUNK_TOKENS = 5632
+CHUNK_LOGITS = 2**25  # 64 MiB in 16 bit: with a vocabulary of characters one chunk, and a sixth of the launches
 
 
 def linear_cross_entropy(
-    h: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_tokens: int = CHUNK_TOKENS
+    h: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_tokens: int | None = None
 ) -> Tensor:
     """`cross_entropy(h @ weight.T, targets, vocab_size)`: nats, summed over the rows that count, an fp32 scalar.
 
@@ -27,13 +28,14 @@ def linear_cross_entropy(
         h: (T, C), any float dtype.
         weight: (columns, C); rows from `vocab_size` on are padding: no probability, a zero gradient.
         targets: (T,) int64 below `vocab_size`; -1 does not count. On CUDA a larger id makes the loss NaN.
-        chunk_tokens: how many tokens have logits at a time, at least 1.
+        chunk_tokens: how many tokens have logits at a time, at least 1; None: 5,632, or as many as have 2^25 logits.
 
     The products run in the autocast dtype, or h's without autocast; loss and the sum over chunks that is weight's
     gradient are fp32. Gradients are returned in the inputs' dtypes, and only a first derivative exists.
     """
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
+    chunk_tokens = chunk_tokens or max(CHUNK_TOKENS, CHUNK_LOGITS // len(weight))
     # whoever evaluates needs no gradient: two of the three products are then not done
     return linear_cross_entropy_fwd(h.to(dtype), weight, targets, vocab_size, chunk_tokens, torch.is_grad_enabled())[0]
 
@@ -68,12 +70,11 @@ def _(h, weight, targets, vocab_size, chunk_tokens, with_gradient):
 def _loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, with_gradient: bool) -> Tensor:
     """The summed loss of some rows; where asked for, their gradient takes the logits' place."""
     if logits.is_cuda:
-        from .cross_entropy_kernels import launch_cross_entropy_bwd
+        from .cross_entropy_kernels import launch_cross_entropy_in_place
 
-        loss, lse = cross_entropy_fwd(logits, targets, vocab_size)
         if with_gradient:
-            launch_cross_entropy_bwd(torch.ones_like(loss), logits, targets, lse, vocab_size, out=logits)
-        return loss.sum()
+            return launch_cross_entropy_in_place(logits, targets, vocab_size).sum()
+        return cross_entropy_fwd(logits, targets, vocab_size)[0].sum()
     counts = targets != IGNORED
     index = targets.where(counts, 0)[:, None]
     scores = logits[:, :vocab_size].float()

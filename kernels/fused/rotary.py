@@ -1,6 +1,7 @@
 """Rotary positions, and the cut of one fused projection into q, k and v, in one pass over memory.
 
-A pair (x_i, x_{i + D/2}) of a query or key turns by its token's angle; values are copied. Source: RoFormer,
+A pair (x_i, x_{i + D/2}) of a query or key turns by its token's angle, after a norm of its head where there is one;
+values are copied. Source: RoFormer,
 arXiv:2104.09864. The gradient turns back by the same angle, so backward is the same kernel with the sine negated.
 A compiler that joins three gradients computes every element's three cases; here a program knows which head it has.
 
@@ -8,6 +9,7 @@ This file is the contract (torch only); the kernel loads when a CUDA tensor, or 
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -21,13 +23,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + swapped * sin).to(x.dtype)
 
 
-def rotate_and_split(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def rotate_and_split(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norm_eps: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Cut qkv into q, k and v, with q and k turned to their positions.
 
     Args:
         qkv: (B, N, Hq + 2 Hkv, D), any float dtype, D even; query heads first, then keys, then values.
         cos, sin: (N, 1, D) fp32 of each token's position, the sine negative in its first half. No gradient.
         num_heads: Hq.
+        norm_eps: of an RMS norm, without a gain, of each head of q and k before it is turned; None: no norm.
 
     Returns:
         q (B, Hq, N, D), k and v (B, Hkv, N, D) in qkv's dtype, stored as (B, N, H, D).
@@ -35,47 +40,64 @@ def rotate_and_split(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> t
     Triton on CUDA, PyTorch's own operators elsewhere.
     """
     if qkv.is_cuda:
-        return rotary_fwd(qkv, cos, sin, num_heads)
+        return rotary_fwd(qkv, cos, sin, num_heads, norm_eps)[:3]
     kv_heads = (qkv.shape[2] - num_heads) // 2
     qk, v = qkv.split([num_heads + kv_heads, kv_heads], dim=2)
+    if norm_eps is not None:
+        qk = F.rms_norm(qk, (qk.size(-1),), eps=norm_eps).to(qkv.dtype)
     q, k = rotate(qk, cos, sin).split([num_heads, kv_heads], dim=2)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def _empty_split(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_split(qkv: Tensor, num_heads: int, norm_eps: float | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, tokens, heads, head_dim = qkv.shape
     kv_heads = (heads - num_heads) // 2
     q, k, v = (qkv.new_empty(batch, tokens, h, head_dim).transpose(1, 2) for h in (num_heads, kv_heads, kv_heads))
-    return q, k, v
+    normed = 0 if norm_eps is None else num_heads + kv_heads
+    return q, k, v, qkv.new_empty(batch, tokens, normed, dtype=torch.float32)
 
 
 @torch.library.custom_op("flashgpt::rotary_fwd", mutates_args=())
-def rotary_fwd(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as `rotate_and_split` describes them."""
+def rotary_fwd(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norm_eps: float | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v as `rotate_and_split` describes them, and what each head was multiplied by: (B, N, Hq + Hkv) fp32."""
     from .rotary_kernel import launch_rotary
 
-    q, k, v = _empty_split(qkv, num_heads)
-    launch_rotary(qkv, q, k, v, cos, sin, inverse=False)
-    return q, k, v
+    q, k, v, scale = _empty_split(qkv, num_heads, norm_eps)
+    launch_rotary(qkv, q, k, v, cos, sin, scale, norm_eps)
+    return q, k, v, scale
 
 
 @rotary_fwd.register_fake
-def _(qkv, cos, sin, num_heads):
-    return _empty_split(qkv, num_heads)
+def _(qkv, cos, sin, num_heads, norm_eps=None):
+    return _empty_split(qkv, num_heads, norm_eps)
 
 
 @torch.library.custom_op("flashgpt::rotary_bwd", mutates_args=())
-def rotary_bwd(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of qkv, (B, N, Hq + 2 Hkv, D), contiguous."""
+def rotary_bwd(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """The gradient of qkv, (B, N, Hq + 2 Hkv, D), contiguous; q, k and scale are the forward's where it had a norm.
+
+    A rotation keeps lengths and angles, so the norm's gradient scale (dx - y mean(dx y)) may be taken of turned heads.
+    """
     from .rotary_kernel import launch_rotary
 
     dqkv = _empty_packed(dq, dk)
-    launch_rotary(dqkv, dq, dk, dv, cos, sin, inverse=True)
+    launch_rotary(dqkv, dq, dk, dv, cos, sin, scale, turned=(q, k), inverse=True)
     return dqkv
 
 
 @rotary_bwd.register_fake
-def _(dq, dk, dv, cos, sin):
+def _(dq, dk, dv, cos, sin, q=None, k=None, scale=None):
     return _empty_packed(dq, dk)
 
 
@@ -85,12 +107,14 @@ def _empty_packed(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _setup_context(ctx, inputs, output):
-    _, cos, sin, _ = inputs
-    ctx.save_for_backward(cos, sin)
+    _, cos, sin, _, norm_eps = inputs
+    q, k, _, scale = output
+    ctx.mark_non_differentiable(scale)
+    ctx.save_for_backward(cos, sin, *(() if norm_eps is None else (q, k, scale)))
 
 
-def _backward(ctx, dq, dk, dv):
-    return rotary_bwd(dq, dk, dv, *ctx.saved_tensors), None, None, None
+def _backward(ctx, dq, dk, dv, _dscale):
+    return rotary_bwd(dq, dk, dv, *ctx.saved_tensors), None, None, None, None
 
 
 rotary_fwd.register_autograd(_backward, setup_context=_setup_context)

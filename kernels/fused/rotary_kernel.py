@@ -24,12 +24,18 @@ def rotary_kernel(
     v_ptr,  # (B, Hkv, N, D)
     cos_ptr,  # (N, D) fp32
     sin_ptr,  # (N, D) fp32, negative in the first half
+    scale_ptr,  # (B, N, Hq + Hkv) fp32: written, or read where INVERSE; None without a norm
+    turned_q_ptr,  # (B, Hq, N, D), (B, Hkv, N, D): what was made of q and k, where INVERSE and there is a norm
+    turned_k_ptr,
     packed_strides,  # (batch, token, head), elements
     q_strides,  # (batch, head, token)
     k_strides,
     v_strides,
+    turned_q_strides,
+    turned_k_strides,
     table_stride,  # of a token
     num_tokens,
+    norm_eps,
     NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
@@ -53,11 +59,19 @@ def rotary_kernel(
     packed = packed_ptr + batch * packed_strides[0] + tokens * packed_strides[1]
     packed += (first_head + heads) * packed_strides[2] + columns
     turns = first_head < NUM_HEADS + KV_HEADS
+    NORM: tl.constexpr = scale_ptr is not None
+    turned = packed  # of another kind of heads, unused
     if first_head < NUM_HEADS:
         split = q_ptr + batch * q_strides[0] + (first_head + heads) * q_strides[1] + tokens * q_strides[2]
+        if INVERSE and NORM:
+            turned = turned_q_ptr + batch * turned_q_strides[0] + tokens * turned_q_strides[2]
+            turned += (first_head + heads) * turned_q_strides[1] + columns
     elif turns:
         head = first_head - NUM_HEADS + heads
         split = k_ptr + batch * k_strides[0] + head * k_strides[1] + tokens * k_strides[2]
+        if INVERSE and NORM:
+            turned = turned_k_ptr + batch * turned_k_strides[0] + tokens * turned_k_strides[2]
+            turned += head * turned_k_strides[1] + columns
     else:
         head = first_head - NUM_HEADS - KV_HEADS + heads
         split = v_ptr + batch * v_strides[0] + head * v_strides[1] + tokens * v_strides[2]
@@ -74,30 +88,61 @@ def rotary_kernel(
         if INVERSE:
             sin = -sin
         x, y = low.to(tl.float32), high.to(tl.float32)
+        if NORM:
+            scale_at = scale_ptr + (batch * num_tokens + tokens) * (NUM_HEADS + KV_HEADS) + first_head + heads
+            known = tokens + 0 * heads < num_tokens
+            if INVERSE:  # of y = scale * x; both sums are over whole heads, which a rotation leaves as they are
+                u = tl.load(turned, mask=inside, other=0.0).to(tl.float32)
+                w = tl.load(turned + HALF, mask=inside, other=0.0).to(tl.float32)
+                mean = tl.sum(x * u + y * w, 2, keep_dims=True) / (2 * HALF)
+                scale = tl.load(scale_at, mask=known, other=0.0)
+                x, y = (x - u * mean) * scale, (y - w * mean) * scale
+            else:
+                scale = tl.rsqrt(tl.sum(x * x + y * y, 2, keep_dims=True) / (2 * HALF) + norm_eps)
+                tl.store(scale_at, scale, mask=known)
+                x, y = x * scale, y * scale
         low = (x * cos - y * sin).to(low.dtype)
         high = (y * cos + x * sin).to(high.dtype)
     tl.store(target, low, mask=inside)
     tl.store(target + HALF, high, mask=inside)
 
 
-def launch_rotary(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> None:
-    """Fill q, k, v from `packed`, or `packed` from them where `inverse`."""
+def launch_rotary(
+    packed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: Tensor | None = None,
+    norm_eps: float | None = None,
+    *,
+    turned: tuple[Tensor | None, Tensor | None] = (None, None),
+    inverse: bool = False,
+) -> None:
+    """Fill q, k, v and, with a norm, scale from `packed`; or `packed` from gradients of them where `inverse`.
+
+    turned: the forward's q and k, where there was a norm and `inverse`.
+    """
     if interpreting() and packed.dtype.itemsize == 2:
-        return _launch_in_float32(packed, q, k, v, cos, sin, inverse)
+        return _launch_in_float32(packed, q, k, v, cos, sin, scale, norm_eps, turned, inverse)
     if packed.numel() == 0:
         return None
     if inverse:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     elif packed.stride(-1) != 1:
         packed = packed.contiguous()
+    normed = turned[0] is not None if inverse else norm_eps is not None
+    turned_strides = [x.stride()[:3] if x is not None else (0, 0, 0) for x in turned]
     batch, tokens, _, head_dim = packed.shape
     num_heads, kv_heads = q.shape[1], k.shape[1]
     heads = math.gcd(num_heads, kv_heads, MAX_HEADS)
     blocks = batch * triton.cdiv(tokens, TOKENS) * ((num_heads + 2 * kv_heads) // heads)
     with on_device(packed):
         rotary_kernel[(blocks,)](
-            packed, q, k, v, cos, sin,
-            packed.stride()[:3], q.stride()[:3], k.stride()[:3], v.stride()[:3], cos.stride(0), tokens,
+            packed, q, k, v, cos, sin, scale if normed else None, *turned,
+            packed.stride()[:3], q.stride()[:3], k.stride()[:3], v.stride()[:3], *turned_strides,
+            cos.stride(0), tokens, norm_eps or 0.0,
             NUM_HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2,
             BLOCK_HALF=triton.next_power_of_2(head_dim // 2), TOKENS=TOKENS, HEADS=heads, INVERSE=inverse,
             num_warps=4,
@@ -105,9 +150,10 @@ def launch_rotary(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, 
     return None
 
 
-def _launch_in_float32(packed, q, k, v, cos, sin, inverse) -> None:
+def _launch_in_float32(packed, q, k, v, cos, sin, scale, norm_eps, turned, inverse) -> None:
     """The interpreter keeps bfloat16 as integers: run it in float32 and round once."""
     wide = [x.float() for x in (packed, q, k, v)]
-    launch_rotary(*wide, cos, sin, inverse=inverse)
+    turned = tuple(None if x is None else x.float() for x in turned)
+    launch_rotary(*wide, cos, sin, scale, norm_eps, turned=turned, inverse=inverse)
     for narrow, result in zip((packed,) if inverse else (q, k, v), wide[:1] if inverse else wide[1:], strict=True):
         narrow.copy_(result)

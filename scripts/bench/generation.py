@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from conf.program import program
 from model import GPT, GPTConfig, generate, resolve_model
 from model.embedding import embed
-from model.gpt import rms_norm
+from model.gpt import norm
 from model.huggingface_weights import config_json, tensors
 from scripts.bench.clock import peak_bytes
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
@@ -173,7 +173,7 @@ def last_logits(model: GPT, tokens: Tensor) -> Tensor:
     for block in model.blocks:
         x = block(x, model.cos[: tokens.size(1)], model.sin[: tokens.size(1)])
     table = model.embedding.weight if model.head is None else model.head.weight
-    return F.linear(rms_norm(x[:, -1]), table)[:, : model.vocab_size]
+    return F.linear(norm(x[:, -1]), table)[:, : model.vocab_size]
 
 
 # --- figures

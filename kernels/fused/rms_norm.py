@@ -1,0 +1,42 @@
+"""RMS norm, without a gain, whose backward pass reads what it returned and not what it was given.
+
+A compiled block keeps what the norm returned anyway, for its product's gradient. PyTorch's own gradient reads the
+residual stream too: in fp32, twice as wide, and alive until then. With y = x / rms(x) in place of x it is
+dx = (dy - y mean(dy y)) / rms(x), the same within the rounding of y.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467), in autocast's dtype or x's.
+
+    The compiler fuses the gradient of a compiled call with what stands around it. Elsewhere PyTorch's operator is used.
+    """
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        return _RMSNorm.apply(x, eps, dtype)
+    return F.rms_norm(x, (x.size(-1),), eps=eps).to(dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        y = wide * scale
+        if y.dtype != dtype:  # PyTorch 2.11, compiling, loses the gradient of a result that `to` leaves as it is
+            y = y.to(dtype)
+        ctx.save_for_backward(y, scale)
+        ctx.dtype = x.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        y, scale = ctx.saved_tensors
+        dy, y = dy.float(), y.float()
+        dx = scale * (dy - y * (dy * y).mean(-1, keepdim=True))
+        return dx.to(ctx.dtype), None, None

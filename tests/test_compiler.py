@@ -1,0 +1,70 @@
+"""What torch.compile is told: graphs as it gets them, here on tensors of a GPU that need not be there."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from training.compiler import CONVERT, PRODUCT, FewerConversions
+from training.hardware import HardwareConfig, set_up
+
+
+def operators(function, *shapes) -> Counter:
+    """What is left of `function` after the pass, which must be a graph that can run."""
+    with FakeTensorMode():
+        graph = make_fx(function)(*(torch.empty(shape, device="cuda") for shape in shapes)).graph
+    FewerConversions()(graph)
+    graph.lint()
+    return Counter(node.target for node in graph.nodes if node.op == "call_function")
+
+
+def test_weights_become_16_bit_in_one_operator():
+    def product(x, first, second):
+        first, second = (torch.ops.prims.convert_element_type(w, torch.bfloat16) for w in (first, second))
+        x = torch.ops.prims.convert_element_type(x * 2, torch.bfloat16)  # no input: not a weight
+        return torch.mm(torch.mm(x, first), second)
+
+    left = operators(product, (4, 8), (8, 8), (8, 2))
+    assert (left[torch.ops.aten._foreach_copy.default], left[CONVERT], left[PRODUCT]) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("used_twice", [False, True])
+def test_a_gradient_that_becomes_fp32_leaves_its_product_so(used_twice):
+    def gradient(x, dy):
+        x, dy = (torch.ops.prims.convert_element_type(t + 1, torch.bfloat16) for t in (x, dy))
+        rounded = torch.mm(dy.T, x)
+        wide = torch.ops.prims.convert_element_type(rounded, torch.float32)
+        return (wide, rounded) if used_twice else wide
+
+    left = operators(gradient, (8, 4), (8, 2))
+    assert left[torch.ops.aten.mm.dtype] == (not used_twice)
+    assert left[PRODUCT] == used_twice
+    assert left[CONVERT] == 2 + used_twice
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_gradients_are_nearer_to_the_exact_ones():
+    """Two layers under autocast: the same result, gradients without a rounding, the same bits twice."""
+    set_up(HardwareConfig(device="cuda", compile=True))
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, first, second = (torch.randn(512, 256, device="cuda", generator=generator) / 16 for _ in range(3))
+    first, second = first.requires_grad_(), second.requires_grad_()
+
+    def loss(x, first, second):
+        return F.linear(F.linear(x, first), second.T).float().square().sum()
+
+    def gradients(function):
+        with torch.autocast("cuda", torch.bfloat16):
+            value = function(x, first, second)
+        return value, *torch.autograd.grad(value, (first, second))
+
+    compiled = torch.compile(loss, dynamic=False)
+    plain, ours, again = gradients(loss), gradients(compiled), gradients(compiled)
+    exact = torch.autograd.grad(loss(x.double(), first.double(), second.double()), (first, second))
+    torch.testing.assert_close(ours[0], plain[0], rtol=1e-3, atol=0)
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    for mine, theirs, right in zip(ours[1:], plain[1:], exact, strict=True):
+        assert (mine - right).norm() <= 1.01 * (theirs - right).norm()

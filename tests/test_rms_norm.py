@@ -1,0 +1,48 @@
+"""The norm whose gradient reads its result, against PyTorch's in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import rms_norm
+
+EPS = 1e-6
+
+
+def gradient(function, x, dy):
+    y = function(x)
+    return y, *torch.autograd.grad(y, x, dy.to(y.dtype))
+
+
+# of rows as long as a fresh embedding's, where eps counts, and of longer ones
+@pytest.mark.parametrize("size", [1e-3, 0.02, 30.0])
+@pytest.mark.parametrize(("autocast", "rounding"), [(False, 1e-6), (True, 2**-8)])
+def test_compiled_it_has_the_gradient_of_the_definition(size, autocast, rounding):
+    torch.compiler.reset()
+    generator = torch.Generator().manual_seed(0)
+    x = size * torch.randn(5, 48, generator=generator)
+    dy = torch.randn(5, 48, generator=generator) + 0.5  # far from orthogonal to x
+    compiled = torch.compile(lambda x: rms_norm(x, EPS), backend="aot_eager", fullgraph=True)
+    exact = gradient(lambda x: F.rms_norm(x, (48,), eps=EPS), x.double().requires_grad_(), dy)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        actual = gradient(compiled, x.requires_grad_(), dy)
+        again = gradient(compiled, x, dy)
+        uncompiled = gradient(lambda x: rms_norm(x, EPS), x, dy)
+    assert actual[0].dtype == uncompiled[0].dtype == (torch.bfloat16 if autocast else torch.float32)
+    assert actual[1].dtype == torch.float32
+    for ours, plain, twice, expected in zip(actual, uncompiled, again, exact, strict=True):
+        assert torch.equal(ours, twice)
+        assert (ours - expected).norm() < rounding * expected.norm()
+        assert (plain - expected).norm() < rounding * expected.norm()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_it_keeps_its_result_and_not_its_input(autocast):
+    torch.compiler.reset()
+    x = torch.randn(64, 48, requires_grad=True)
+    kept = []
+    compiled = torch.compile(lambda x: rms_norm(x * 2, EPS), backend="aot_eager_decomp_partition", fullgraph=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = compiled(x)
+    assert sum(t.nbytes for t in kept) == y.nbytes + 64 * 4
