@@ -90,7 +90,7 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
     report.more["curves"] = [{"name": n, "seed": s, "tokens_seconds_loss": c} for (n, s), c in curves.items()]
     draw(run_dir / "time_to_loss.png", curves, bench.target, chosen.hardware.description)
     title = f"training seconds until {bench.target} nats a token, held out ({len(bench.seeds)} seeds: mean and sd)"
-    caption = "times: how often as fast as nanoGPT's own rate, or its best: fewer tokens times more tokens a second"
+    caption = "times: how often as fast as nanoGPT at its own learning rate, and at its best: by tokens x by rate"
     report.finish(table(report.rows, {"": "{name}"}, FIGURES, title, caption if rates else ""))
 
 
@@ -185,11 +185,11 @@ FIGURES: Columns = {
     "least loss": "{least_loss:.4f}",
     "sd  ": "{least_loss_sd:.4f}",
     "times": "{times:.2f}",
-    "tokens ": "{fewer_tokens:.2f}",
-    "rate": "{rate:.2f}",
+    "by tokens": "{fewer_tokens:.2f}",
+    "by rate": "{rate:.2f}",
     "times best": "{times_best:.2f}",
-    "tokens  ": "{fewer_tokens_best:.2f}",
-    "rate ": "{rate_best:.2f}",
+    "by tokens ": "{fewer_tokens_best:.2f}",
+    "by rate ": "{rate_best:.2f}",
 }
 
 
