@@ -10,10 +10,12 @@ import torch
 from scripts.bench import time_to_loss
 from scripts.bench.nanogpt import NanoGPTConfig, RandomRows
 from scripts.bench.time_to_loss import (
+    TimeToLossConfig,
     TimeToLossSettings,
     changed,
     crossing,
     curve_of_ours,
+    reached,
     rows_of,
     steps_between,
 )
@@ -66,7 +68,7 @@ def small(tmp_path):
 
 def test_a_loss_is_crossed_between_two_evaluations():
     curve = [(100, 1.0, 3.0), (200, 2.0, 2.0), (300, 4.0, 1.0), (400, 5.0, 1.5)]
-    assert crossing(curve, 1.5) == (250.0, 3.0)
+    assert crossing(curve, 1.25) == (275.0, 3.5)
     assert crossing(curve, 3.5) == (100.0, 1.0)  # at the first evaluation at the latest
     assert crossing(curve, 0.9) is None
 
@@ -91,6 +93,18 @@ def test_a_ratio_of_times_is_one_of_tokens_times_one_of_rates():
         assert ours[f"times{which}"] == pytest.approx(ours[f"fewer_tokens{which}"] * ours[f"rate{which}"])
     assert ours["fewer_tokens"] == 5
     assert ours["times_best"] == 6
+
+
+def test_without_a_target_it_is_what_nanogpt_reaches_with_every_seed():
+    curves = {
+        ("ours", 0): [(1, 1.0, 1.0)],
+        ("nanoGPT, lr 0.001", 0): [(1, 1.0, 2.0), (2, 2.0, 2.2)],
+        ("nanoGPT, lr 0.001", 1): [(1, 1.0, 3.0), (2, 2.0, 2.1)],
+        ("nanoGPT, lr 0.002", 1): [(1, 1.0, 4.0)],
+    }
+    assert reached(curves, "nanoGPT, lr 0.001") == 2.1
+    with pytest.raises(ValueError, match=r"bench.target=null is nanoGPT's own loss"):
+        TimeToLossConfig(target=None, nanogpt=False)
 
 
 def test_the_recipe_of_nanogpt():

@@ -45,7 +45,7 @@ Curve = list[tuple[int, float, float]]  # tokens, training seconds, held-out los
 
 @dataclass
 class TimeToLossConfig:
-    target: float = 1.8857  # the held-out loss, in nats a token, that is waited for
+    target: float | None = 1.8857  # the held-out loss, in nats a token; null: what nanoGPT reaches at its own rate
     every: int = 25  # steps of ours between two evaluations; nanoGPT's are as many tokens apart
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # of weights, batches and dropout
     changes: list[str] = field(default_factory=list)  # KEY=VALUE: ours once more with that, a row each
@@ -53,8 +53,10 @@ class TimeToLossConfig:
 
     def __post_init__(self) -> None:
         refuse_below_one("bench.", self, "every")
-        if not self.target > 0:
+        if self.target is not None and not self.target > 0:
             raise ValueError(f"bench.target={self.target} must be above 0 nats")
+        if self.target is None and not self.nanogpt:
+            raise ValueError("bench.target=null is nanoGPT's own loss; use bench.nanogpt=true, or a number")
         if not self.seeds:
             raise ValueError("bench.seeds=[] trains nothing; name one, or three for a spread")
 
@@ -83,13 +85,15 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
             curves[name, seed] = curve_of_ours(one, run_dir / folder_of(name) / f"seed_{seed}", seed)
             say(console, name, seed, curves[name, seed], bench.target)
         for lr in rates:
-            name = f"nanoGPT, lr {lr:g}"
+            name = nanogpt_at(lr)
             curves[name, seed] = curve_of_nanogpt(settings, chosen, lr, seed)
             say(console, name, seed, curves[name, seed], bench.target)
-    report.rows = rows_of(curves, bench.target)
+    target = bench.target or reached(curves, nanogpt_at(rates[0]))
+    report.rows = rows_of(curves, target)
+    report.more["target"] = target
     report.more["curves"] = [{"name": n, "seed": s, "tokens_seconds_loss": c} for (n, s), c in curves.items()]
-    draw(run_dir / "time_to_loss.png", curves, bench.target, chosen.hardware.description)
-    title = f"training seconds until {bench.target} nats a token, held out ({len(bench.seeds)} seeds: mean and sd)"
+    draw(run_dir / "time_to_loss.png", curves, target, chosen.hardware.description)
+    title = f"training seconds until {target:.4f} nats a token, held out ({len(bench.seeds)} seeds: mean and sd)"
     caption = "times: how often as fast as nanoGPT at its own learning rate, and at its best: by tokens x by rate"
     report.finish(table(report.rows, {"": "{name}"}, FIGURES, title, caption if rates else ""))
 
@@ -102,6 +106,10 @@ def changed(settings: TimeToLossSettings, change: str) -> TimeToLossSettings:
     if not is_dataclass(owner) or name not in {f.name for f in fields(owner)} or not value:
         raise ValueError(f"bench.changes={change} is no GROUP.KEY=VALUE of a run, as optim.lr=0.003")
     return replace(settings, **{group: replace(owner, **{name: yaml.safe_load(value)})})
+
+
+def nanogpt_at(lr: float) -> str:
+    return f"nanoGPT, lr {lr:g}"
 
 
 def folder_of(name: str) -> str:
@@ -151,7 +159,7 @@ def curve_of_nanogpt(settings: TimeToLossSettings, chosen: Run, lr: float, seed:
                 hardware.synchronize()
             since, from_step = time.perf_counter(), step
         losses = [loss for *_, loss in curve]
-        return bool(losses) and (losses[-1] <= settings.bench.target or losses[-1] > min(losses) + OVERFITS)
+        return bool(losses) and (losses[-1] <= (settings.bench.target or 0.0) or losses[-1] > min(losses) + OVERFITS)
 
     with contextlib.redirect_stdout(None):
         sizes = settings.model, chosen.seq_len, chosen.vocab_size, dataset.train
@@ -170,10 +178,15 @@ def crossing(curve: Curve, target: float) -> tuple[float, float] | None:
     return None
 
 
-def say(console: Console, name: str, seed: int, curve: Curve, target: float) -> None:
-    found = crossing(curve, target)
-    shown = f"{found[1]:.2f} s, {found[0]:,.0f} tokens" if found else f"never; least {min(c[2] for c in curve):.4f}"
-    console.print(f"{name}, seed {seed}: {shown}", markup=False)
+def reached(curves: dict[tuple[str, int], Curve], contender: str) -> float:
+    """The loss to which `contender` comes with every seed."""
+    return max(min(loss for *_, loss in curve) for (name, _), curve in curves.items() if name == contender)
+
+
+def say(console: Console, name: str, seed: int, curve: Curve, target: float | None) -> None:
+    found = crossing(curve, target or 0.0)
+    shown = f"{found[1]:.2f} s, {found[0]:,.0f} tokens; " if found else ""
+    console.print(f"{name}, seed {seed}: {shown}least {min(loss for *_, loss in curve):.4f}", markup=False)
 
 
 FIGURES: Columns = {
@@ -237,7 +250,7 @@ def draw(path: Path, curves: dict[tuple[str, int], Curve], target: float, hardwa
             for (name, _), curve in curves.items():
                 style = {"color": OTHER_COLOURS[names.index(name) % len(OTHER_COLOURS)], "linewidth": 1.2}
                 axes.plot([p[place] for p in curve], [p[2] for p in curve], label=name, **style)
-            axes.axhline(target, color="0.5", linestyle=":", label=f"{target}")
+            axes.axhline(target, color="0.5", linestyle=":", label=f"{target:.4f}")
             axes.set(xlabel=axis, xlim=(0, None))
         top = max(statistics.median(loss for *_, loss in curve) for curve in curves.values())
         panels[0].set(ylabel="held-out loss, nats a token", ylim=(None, top + 0.3))
