@@ -160,6 +160,7 @@ def test_both_are_trained_and_compared(small, tmp_path, capsys):
     assert len(found["nanogpt_model_py_sha256"]) == 64
     assert (tmp_path / "run" / "time_to_loss.png").stat().st_size > 5_000
     assert "times" in (tmp_path / "run" / "time_to_loss.md").read_text()
+    assert not list(tmp_path.rglob("checkpoints"))
 
 
 def test_without_its_code_the_program_says_how_to_get_it(small, tmp_path):

@@ -17,6 +17,7 @@ object.
 
 import contextlib
 import math
+import shutil
 import statistics
 import time
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -123,6 +124,7 @@ def curve_of_ours(settings: TimeToLossSettings, folder: Path, seed: int) -> Curv
     config = replace(settings.train, seed=seed)
     with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
         train(replace(settings, train=config), folder)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of megabytes a run, which nobody needs
     curve, seconds = [], 0.0
     records = [record for record in read_run(folder)["records"] if "val_loss" in record]
     for record, steps in zip(records, steps_between(records), strict=True):
