@@ -133,7 +133,10 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "bench.checkpointing=[none,pointwise,selective,full]", "bench.seq_len=[1024]", *TEN_STEPS
     ),
     "training/saving": ("bench.saving=true", *TEN_STEPS),
-    "time_to_loss/cpu": ("data.files={shakespeare}", "hardware.device=cpu", "nanogpt.lr=[1e-3,2e-3,4e-3]"),
+    "time_to_loss/cpu": (
+        "data.files={shakespeare}", "hardware.device=cpu", "train.steps=440", "bench.every=55",
+        "nanogpt.lr=[1e-3,2e-3,4e-3]",
+    ),
     "time_to_loss/shakespeare": (
         "experiment=speedrun", "data.files={shakespeare}", "bench.target=1.4698", "nanogpt.lr=[1e-3,2e-3,3e-3]",
         "nanogpt.steps=5000", "nanogpt.batch_tokens=16384",
