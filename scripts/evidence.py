@@ -141,6 +141,11 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "experiment=speedrun", "data.files={shakespeare}", "bench.target=1.4698", "nanogpt.lr=[1e-3,2e-3,3e-3]",
         "nanogpt.steps=5000", "nanogpt.batch_tokens=16384",
     ),
+    "time_to_loss/points": (  # speedrun without each of its points
+        "experiment=speedrun", "data.files={shakespeare}", "bench.target=1.4698", "bench.nanogpt=false",
+        'bench.changes=["model.zero_init=false","model.qk_norm=false","model.mlp=gelu","data.shift_windows=false",'
+        '"optim.cautious_decay=true"]',
+    ),
     **{f"training/small_{optim}": (*SMALL, f"optim={optim}") for optim in ("adamw", "muon")},
     "training/grid": (
         "hardware.compile=false", "bench.attention=[flash,naive]", "bench.checkpointing=[none,full,selective]",
