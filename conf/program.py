@@ -17,7 +17,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -186,9 +186,13 @@ def register(schema: type) -> None:
     `schema` holds every field with its default, so that `--cfg job` lists all keys and all can be overridden. It is
     stored without its types: `settings_from` checks those, after composition, where one place can explain a mistake.
     """
-    defaults = OmegaConf.to_container(OmegaConf.structured(schema))
-    ConfigStore.instance().store("schema", OmegaConf.create(defaults))
+    ConfigStore.instance().store("schema", _defaults(schema))
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+
+
+@cache
+def _defaults(schema: type) -> DictConfig:
+    return OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(schema)))
 
 
 def settings_from(cfg: DictConfig, schema: type[S]) -> S:
