@@ -1,5 +1,7 @@
 """Linear layers in 8 bits: against the same products in float32, what is refused, what they leave alone."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import nn
@@ -7,10 +9,14 @@ from torch import nn
 from model import GPT, GPTConfig, resolve_model
 from model.fp8 import E4M3, E5M2, Linear8, Products8, quantized, why_no_fp8
 from tests.runs import small_run
+from train import train
+from training.checkpoint import open_checkpoint
 from training.hardware import Hardware
 from training.optimizer import OptimConfig
+from training.resume import refuse_unless_same
 from training.run import resolve
 from training.tracker import held_by_step
+from training.trained import trained
 
 SIZES = {"num_layers": 2, "num_heads": 2, "n_embd": 32, "attention": "sdpa", "loss": "plain"}
 
@@ -79,6 +85,18 @@ def test_what_cannot_be_is_refused():
         model(torch.zeros(1, 9, dtype=torch.long), torch.zeros(1, 9, dtype=torch.long))
 
 
+def test_a_run_in_8_bits_is_sampled_anywhere_and_an_earlier_one_goes_on(tmp_path):
+    chosen = small_run(tmp_path, "train.steps=1")
+    train(chosen, tmp_path / "run")
+    checkpoint = open_checkpoint(str(tmp_path / "run"))
+    model = checkpoint.meta["settings"]["model"]
+    model["fp8"] = "all"
+    trained(checkpoint, "cpu", torch.float32, attention="auto")
+    del model["fp8"]  # as it was before there was such a key
+    tokenizer, size = checkpoint.meta["tokenizer"], checkpoint.meta["vocab_size"]
+    refuse_unless_same(checkpoint, checkpoint.meta["settings"] | {"model": asdict(chosen.model)}, tokenizer, size)
+
+
 def test_an_older_gpu_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
@@ -100,8 +118,6 @@ def test_a_step_in_8_bits_has_a_forecast():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_a_run_in_8_bits_ends_near_one_without(tmp_path):
-    from train import train
-
     chosen = ("hardware.device=cuda", "hardware.compile=true", "model.n_embd=64", "train.steps=60")
     losses = [
         train(small_run(tmp_path, *chosen, f"model.fp8={fp8}"), tmp_path / fp8)["val_loss"] for fp8 in ("none", "all")
