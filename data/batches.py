@@ -20,22 +20,32 @@ class TokenBatches:
         batch_size: sequences of one optimizer step of one rank, over all micro-batches.
         seed: 0 to 2^64 - 1.
         rank, world_size: this process among those that share each step.
+        shifted: whether each epoch's windows begin at another token, drawn from (seed, epoch) among the first seq_len:
+            a text that is read many times is then never cut at the same places. An epoch has one window less.
 
     Sample `step * batch_size * world_size + rank * batch_size + i` of the endless sequence of epochs is row i of the
     batch; an epoch may end in the middle of a batch.
     """
 
     def __init__(
-        self, tokens: Tokens, seq_len: int, batch_size: int, seed: int, *, rank: int = 0, world_size: int = 1
+        self,
+        tokens: Tokens,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        shifted: bool = False,
     ) -> None:
         assert batch_size > 0
         assert 0 <= rank < world_size
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed={seed} must lie between 0 and 2^64 - 1")
         self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
-        self.rank, self.world_size = rank, world_size
-        self.windows_per_epoch = num_windows(tokens, seq_len)
-        self._orders: dict[int, np.ndarray] = {}  # epoch -> its order; only the epochs of the last batch
+        self.rank, self.world_size, self.shifted = rank, world_size, shifted
+        self.windows_per_epoch = num_windows(tokens, seq_len, at_least=2 if shifted else 1) - shifted
+        self._orders: dict[int, np.ndarray] = {}  # epoch -> first tokens; only the epochs of the last batch
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of one step: int64 on the CPU, (batch_size, seq_len), contiguous."""
@@ -43,12 +53,14 @@ class TokenBatches:
         samples = range(first, first + self.batch_size)
         epochs = range(samples[0] // self.windows_per_epoch, samples[-1] // self.windows_per_epoch + 1)
         self._orders = {e: self._orders[e] if e in self._orders else self._order(e) for e in epochs}
-        windows = [int(self._orders[s // self.windows_per_epoch][s % self.windows_per_epoch]) for s in samples]
-        return gather(self.tokens, windows, self.seq_len)
+        firsts = [int(self._orders[s // self.windows_per_epoch][s % self.windows_per_epoch]) for s in samples]
+        return gather(self.tokens, firsts, self.seq_len)
 
     def whole(self) -> "TokenBatches":
         """The same with the rows of all ranks in each batch."""
-        return TokenBatches(self.tokens, self.seq_len, self.batch_size * self.world_size, self.seed)
+        return TokenBatches(
+            self.tokens, self.seq_len, self.batch_size * self.world_size, self.seed, shifted=self.shifted
+        )
 
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, windows of that epoch already taken) when the step begins, over all ranks."""
@@ -57,8 +69,9 @@ class TokenBatches:
     def _order(self, epoch: int) -> np.ndarray:
         # numpy promises that a bit generator's raw numbers never change, but not `permutation`: sorting raw numbers
         # gives a resumed run the same order under any version
-        raw = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(self.windows_per_epoch)
-        return np.argsort(raw, kind="stable")
+        generator = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64))
+        firsts = self.seq_len * np.argsort(generator.random_raw(self.windows_per_epoch), kind="stable")
+        return firsts + int(generator.random_raw()) % self.seq_len if self.shifted else firsts
 
 
 def fixed_windows(tokens: Tokens, seq_len: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +81,7 @@ def fixed_windows(tokens: Tokens, seq_len: int, count: int) -> tuple[torch.Tenso
     """
     available = num_windows(tokens, seq_len)
     count = min(count, available)
-    return gather(tokens, [i * available // count for i in range(count)], seq_len)
+    return gather(tokens, [i * available // count * seq_len for i in range(count)], seq_len)
 
 
 def document_starts(inputs: torch.Tensor, end_of_text: int) -> torch.Tensor:
@@ -82,19 +95,19 @@ def document_starts(inputs: torch.Tensor, end_of_text: int) -> torch.Tensor:
     return begins.flatten().nonzero().flatten().to(torch.int32)
 
 
-def num_windows(tokens: Tokens, seq_len: int) -> int:
+def num_windows(tokens: Tokens, seq_len: int, at_least: int = 1) -> int:
     windows = (len(tokens) - 1) // seq_len
-    if windows < 1:
+    if windows < at_least:
         raise ValueError(
-            f"seq_len={seq_len} needs {seq_len + 1:,} tokens, there are {len(tokens):,}; use a shorter one"
+            f"seq_len={seq_len} needs {at_least * seq_len + 1:,} tokens, there are {len(tokens):,}; use a shorter one"
         )
     return windows
 
 
-def gather(tokens: Tokens, windows: list[int], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of the given windows, int64, (len(windows), seq_len)."""
-    rows = np.empty((len(windows), seq_len + 1), dtype=tokens.dtype)
-    for row, window in zip(rows, windows, strict=True):
-        row[:] = tokens[window * seq_len : window * seq_len + seq_len + 1]
+def gather(tokens: Tokens, firsts: list[int], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of the windows that begin at these tokens, int64, (len(firsts), seq_len)."""
+    rows = np.empty((len(firsts), seq_len + 1), dtype=tokens.dtype)
+    for row, first in zip(rows, firsts, strict=True):
+        row[:] = tokens[first : first + seq_len + 1]
     # two contiguous copies: the transfer to a GPU and the loss both want them so
     return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))

@@ -40,6 +40,7 @@ class DataConfig:
     documents: str = "rows"  # hub only: rows | wikitext (a row is a line, an article begins at its title)
     validation_fraction: float = 0.1  # the last part of the characters is held out, where there is no validation split
     seq_len: int = 128  # tokens of a training sequence
+    shift_windows: bool = False  # each epoch cuts the text at other places: for a text that is read many times
     document_mask: bool = False  # documents in one sequence do not see each other, and positions begin anew in each
     cache_dir: str = "~/.cache/flashgpt/data"  # where tokenized text is kept
     num_workers: int = 2  # threads that tokenize

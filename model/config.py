@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from model.attention import ATTENTION, resolve_attention
+from model.fp8 import FP8, MULTIPLE, why_no_fp8
 from model.masks import parse_mask
 from model.recompute import MODES
 
@@ -41,6 +42,7 @@ class GPTConfig:
     attention: str = "auto"  # auto | flash | naive | tiled | sdpa
     loss: str = "auto"  # auto | chunked | plain: logits of a few thousand tokens at a time, or of all at once
     activation_checkpointing: str = "none"  # none | pointwise (the MLP's non-linearity) | full | selective
+    fp8: str = "none"  # none | mlp | all: which of the blocks' products run in 8 bits while training (sm_89 and newer)
     name: str | None = None  # a causal model of transformers, a folder or OWNER/NAME; null: a GPT of these sizes
 
     def __post_init__(self):
@@ -93,6 +95,7 @@ class GPTConfig:
             ("attention", ("auto", *ATTENTION)),
             ("loss", LOSSES),
             ("activation_checkpointing", MODES),
+            ("fp8", FP8),
         ):
             value = getattr(self, key)
             if value not in allowed:
@@ -114,6 +117,12 @@ class GPTConfig:
             raise ValueError(
                 f"model.n_embd={self.n_embd} over model.num_heads={self.num_heads} gives an odd head_dim "
                 f"{self.head_dim}, and RoPE turns pairs; use n_embd={(self.head_dim + 1) * self.num_heads}"
+            )
+        qkv = (self.num_heads + 2 * self.kv_heads) * self.head_dim
+        if self.fp8 != "none" and any(size % MULTIPLE for size in (self.n_embd, self.mlp_width, qkv)):
+            raise ValueError(
+                f"model.fp8={self.fp8} needs widths that are multiples of {MULTIPLE}: model.n_embd={self.n_embd}, the "
+                f"MLP's {self.mlp_width}, and {qkv} of q, k and v; use others, or model.fp8=none"
             )
         for key in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, key) < 1:
@@ -139,6 +148,10 @@ def resolve_model(
     """
     if config.mask is not None and document_mask:
         raise ValueError(f"model.mask={config.mask} keeps no documents apart; use data.document_mask=false")
+    if config.fp8 != "none":
+        reason = why_no_fp8(device) if config.name is None else "a model of transformers keeps its own layers"
+        if reason:
+            raise ValueError(f"model.fp8={config.fp8} needs products in 8 bits: {reason}; use model.fp8=none")
     if config.name is not None:
         config = _of_transformers().sized(config)
     features = config.attention_features(document_mask)

@@ -23,6 +23,7 @@ from model.attention import ATTENTION, AttentionFunction, Documents, Part
 from model.cache import KVCache, PagedKVCache, Prompts
 from model.config import GPTConfig, round_up
 from model.embedding import embed
+from model.fp8 import use_fp8
 from model.masks import Pattern, parse_mask
 from model.recompute import recompute, recomputes_blocks
 
@@ -233,6 +234,8 @@ class GPT(nn.Module):
                 Block(config, layer, ATTENTION[config.attention]) for layer in range(config.num_layers)
             )
             self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, padded_vocab, bias=False)
+        if config.fp8 != "none":
+            use_fp8(self, config.fp8)
         if torch.device(device).type != "meta":
             self.to_empty(device="cpu")
             self.init_weights(generator)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 MODES = ("none", "pointwise", "full", "selective")
 
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default}  # the second in 8 bits
 ATTENTION_OPERATORS = {
     torch.ops.flashgpt.flash_fwd.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -57,6 +58,6 @@ def _keep_nothing(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpo
 
 def _policy(products: tuple[tuple[int, int], ...], ctx: Any, operator: Any, *args: Any, **kwargs: Any):
     """Save attention, and products whose right-hand matrix has one of these shapes; compute the rest again."""
-    is_product = operator is torch.ops.aten.mm.default and tuple(args[1].shape) in products
+    is_product = operator in PRODUCTS and tuple(args[1].shape) in products
     kept = is_product or operator in ATTENTION_OPERATORS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

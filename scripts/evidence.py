@@ -67,6 +67,7 @@ PROGRAMS = {
     "parallel/context": ("scripts.bench.context", ("bench_context.json",)),
     "parallel/": ("scripts.bench.parallel", ("bench_parallel.json",)),
     "profile/": ("train", ("profile/profile.json",)),
+    "time_to_loss/": ("scripts.bench.time_to_loss", ("time_to_loss.json", "time_to_loss.png")),
     "training/loss": ("scripts.bench.loss", ("*.json",)),
     "training/": ("scripts.bench.training", ("*.json", "*.png")),
 }
@@ -144,6 +145,19 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "bench.checkpointing=[none,pointwise,selective,full]", "bench.seq_len=[1024]", *TEN_STEPS
     ),
     "training/saving": ("bench.saving=true", *TEN_STEPS),
+    "time_to_loss/cpu": (
+        "data.files={shakespeare}", "hardware.device=cpu", "train.steps=440", "bench.every=55",
+        "nanogpt.lr=[1e-3,2e-3,4e-3]",
+    ),
+    "time_to_loss/shakespeare": (
+        "experiment=speedrun", "data.files={shakespeare}", "bench.target=1.4698", "nanogpt.lr=[1e-3,2e-3,3e-3]",
+        "nanogpt.steps=5000", "nanogpt.batch_tokens=16384",
+    ),
+    "time_to_loss/points": (  # speedrun without each of its points
+        "experiment=speedrun", "data.files={shakespeare}", "bench.target=1.4698", "bench.nanogpt=false",
+        'bench.changes=["model.zero_init=false","model.qk_norm=false","model.mlp=gelu","data.shift_windows=false",'
+        '"optim.cautious_decay=true"]',
+    ),
     **{f"training/small_{optim}": (*SMALL, f"optim={optim}") for optim in ("adamw", "muon")},
     "training/grid": (
         "hardware.compile=false", "bench.attention=[flash,naive]", "bench.checkpointing=[none,full,selective]",
@@ -158,6 +172,7 @@ class EvidenceSettings:
     only: list[str] = field(default_factory=list)  # beginnings of names, or tables; empty: all; `only=` may be left out
     books: str = "books/*.txt"  # long texts
     wikitext: str | None = None  # a folder with WikiText-2's own files; null: from the hub
+    shakespeare: str = "input.txt"  # tinyshakespeare
     folder: str = ".github/evidence"  # where files and tables are kept
     readme: str = "README.md"  # gets the first screen's figures, between its comments `figures`
 
@@ -214,7 +229,8 @@ def run(name: str, settings: EvidenceSettings, run_dir: Path) -> dict:
     """Run one experiment in a process of its own and keep its files; what it printed is in console.txt."""
     (module, patterns), folder = program_of(name), run_dir / name
     folder.mkdir(parents=True, exist_ok=True)
-    filled = [o.format(books=settings.books, wikitext=settings.wikitext or "null") for o in EXPERIMENTS[name]]
+    texts = {"books": settings.books, "wikitext": settings.wikitext or "null", "shakespeare": settings.shakespeare}
+    filled = [o.format(**texts) for o in EXPERIMENTS[name]]
     environment = dict(os.environ)
     environment.pop("HYDRA_FULL_ERROR", None)  # conf/program.py sets it for itself
     began = time.perf_counter()

@@ -189,6 +189,14 @@ SMALL_STEP = plain(
         "optimizer": "{optimizer_ms:.1f}",
     },
 )  # fmt: skip
+TIME_TO_LOSS = plain(
+    {"recipe": "{experiment}", "who": "{name}"},
+    {
+        "seconds": "{seconds:.1f}", "sd": "{seconds_sd:.1f}", "tokens": "{tokens:,.0f}",
+        "tokens/s": "{tokens_per_second:,.0f}", "least loss": "{least_loss:.4f}", "times nanoGPT": "{times:.2f}",
+        "by tokens": "{fewer_tokens:.2f}", "by rate": "{rate:.2f}", "times its best": "{times_best:.2f}",
+    },
+)  # fmt: skip
 LOSS = plain(
     {"head and loss": "{name}"},
     {"ms": "{ms:.1f}", "GiB beyond inputs": "{extra_gib:.2f}", "dh error": "{dh_error:.1e}",
@@ -271,6 +279,7 @@ PAGE = (
     Part("The training step, eager, by length and activation checkpointing", f"training/grid/{BENCH}", STEP),
     Part("The training step, compiled, by activation checkpointing", f"training/checkpointing/{BENCH}", STEP),
     Part("The training step of 10.7 million parameters, compiled", f"training/small_*/{BENCH}", SMALL_STEP),
+    Part("Training seconds until a held-out loss, beside nanoGPT", "time_to_loss/*/time_to_loss.json", TIME_TO_LOSS),
     Part("What a save costs the training", f"training/saving/{BENCH}", STEP),
     Part("The training step on several GPUs", "parallel/s*/bench_parallel.json", SHARED_STEP),
     Part("The sum of gradients over GPUs", "parallel/step/bench_parallel.json", SHARED_SUM),

@@ -68,6 +68,25 @@ def test_order_never_changes():
     assert windows_of([TokenBatches(tokens(101), 10, 10, seed=42)], range(1)) == [7, 1, 6, 4, 3, 5, 9, 0, 2, 8]
 
 
+def test_shifted_epochs_are_cut_at_other_places():
+    """Each has windows that follow each other; the order is that of windows that are not shifted."""
+    batches, straight = (TokenBatches(tokens(205), 10, 19, seed=3, shifted=shifted) for shifted in (True, False))
+    assert (batches.windows_per_epoch, straight.windows_per_epoch) == (19, 20)
+    shifts = []
+    for epoch in range(100):
+        inputs, targets = batches.batch(epoch)
+        assert torch.equal(targets, inputs + 1)
+        firsts = inputs[:, 0].sort().values
+        shifts.append(int(firsts[0]))
+        assert firsts.tolist() == list(range(shifts[-1], shifts[-1] + 190, 10))
+    assert set(shifts) == set(range(10))
+    ranks = [TokenBatches(tokens(205), 10, 2, seed=3, rank=r, world_size=2, shifted=True) for r in (0, 1)]
+    whole = torch.cat([rank.batch(7)[0] for rank in ranks])
+    assert torch.equal(ranks[0].whole().batch(7)[0], whole)
+    with pytest.raises(ValueError, match="seq_len=10 needs 21 tokens"):
+        TokenBatches(tokens(20), 10, 1, seed=0, shifted=True)
+
+
 def test_resume_at_any_step():
     straight = TokenBatches(tokens(500), 7, 6, seed=3)
     expected = [straight.batch(step) for step in range(40)]

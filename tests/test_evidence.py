@@ -13,12 +13,14 @@ from scripts.evidence_tables import PAGE, headline, inserted, page
 from tests.runs import settings_of
 from training.log import ROOT
 
+TEXTS = {"books": "books.txt", "wikitext": "null", "shakespeare": "input.txt"}
+
 
 @pytest.mark.parametrize("name", evidence.EXPERIMENTS)
 def test_each_is_a_configuration_of_its_program(name):
     module, kept = evidence.program_of(name)
     main = importlib.import_module(module).main
-    settings_of(main, *(argument.format(books="books.txt", wikitext="null") for argument in evidence.EXPERIMENTS[name]))
+    settings_of(main, *(argument.format(**TEXTS) for argument in evidence.EXPERIMENTS[name]))
     assert kept
 
 

@@ -122,25 +122,27 @@ class Products(TorchDispatchMode):
         self.count = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.mm.default:
+        if function in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
             self.count[tuple(args[0].shape), tuple(args[1].shape)] += 1
         return function(*args, **(kwargs or {}))
 
 
 # the second is what inductor's partitioner makes of the policy
-@pytest.mark.parametrize("backend", [None, "aot_eager_decomp_partition"])
-def test_only_products_that_are_not_kept_are_done_again(backend):
-    """By the shapes of the four weights. What `down` returns, no backward reads."""
+@pytest.mark.parametrize(("backend", "fp8"), [(None, "none"), ("aot_eager_decomp_partition", "none"), (None, "all")])
+def test_only_products_that_are_not_kept_are_done_again(backend, fp8):
+    """By the shapes of the four weights. What `down` returns, no backward reads, but a product in 8 bits is done before
+    what it keeps is known."""
     done = {}
     for mode in MODES if backend is None else ("none", "full", "selective"):
         torch.compiler.reset()
         products = Products()
-        step(mode, "sdpa", backend=backend, num_layers=1, dropout=0.0, watch=products)
+        step(mode, "sdpa", backend=backend, num_layers=1, dropout=0.0, fp8=fp8, watch=products)
         done[mode] = products.count
     qkv, out, up = (((32, 32), (32, columns)) for columns in (64, 32, 256))
+    down = [((32, 128), (128, 32))] if fp8 == "all" else []
     again = {mode: count - done["none"] for mode, count in done.items()}
     for mode, count in again.items():
-        expected = {"full": [qkv, out, up], "selective": [up]}.get(mode, [])
+        expected = {"full": [qkv, out, up, *down], "selective": [up, *down], "pointwise": down}.get(mode, [])
         assert count == Counter(expected), mode
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data import TokenBatches, open_dataset
 from tests.runs import SMALL, settings, small_run, told
 from train import train
 from training.checkpoint import open_checkpoint
@@ -29,6 +30,16 @@ def weights_digest(run_dir: Path, name: str = "last") -> str:
 
 def losses(run_dir: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in records(run_dir) if "loss" in r}
+
+
+def test_a_run_reads_shifted_windows_where_it_was_asked_to(tmp_path):
+    chosen = small_run(tmp_path, "train.steps=2", "data.shift_windows=true")
+    rows: list[torch.Tensor] = []
+    train(chosen, tmp_path / "run", on_step=lambda step: rows.append(step.batch[0].clone()))
+    tokens = open_dataset(chosen.data, chosen.tokenizer).train
+    shifted, straight = (TokenBatches(tokens, 32, 8, chosen.train.seed, shifted=shift) for shift in (True, False))
+    assert all(torch.equal(shifted.batch(step)[0], rows[step]) for step in range(2))
+    assert not torch.equal(straight.batch(0)[0], rows[0])
 
 
 def test_a_run_learns_and_leaves_its_story(tmp_path):

@@ -21,11 +21,11 @@ from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
 # keys of the model group that say how the network is computed or regularised, not what its weights mean
-MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "dropout", "attention_dropout")
+MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "dropout", "attention_dropout", "fp8")
 # what weights that were trained otherwise can learn: other distances between tokens
 MAY_BE_LEARNED = ("window", "rope_base")
 # keys of the data group that leave the text and its split as they are
-NOT_OF_THE_TEXT = ("seq_len", "document_mask", "cache_dir", "num_workers")
+NOT_OF_THE_TEXT = ("seq_len", "shift_windows", "document_mask", "cache_dir", "num_workers")
 
 # what a run cannot go on without. The place in the data and in the schedule is the step: both are functions of it
 NEEDED_META = {

@@ -47,7 +47,8 @@ def trained(
             f"checkpoint {checkpoint.path} has vocab_size={checkpoint.meta['vocab_size']}, its tokenizer "
             f"{tokenizer.n_vocab}; use another checkpoint"
         )
-    config, *_ = resolve_model(GPTConfig(**settings["model"] | {"attention": attention}), device, dtype)
+    its_own = settings["model"] | {"attention": attention, "fp8": "none"}  # products in 8 bits are for training alone
+    config, *_ = resolve_model(GPTConfig(**its_own), device, dtype)
     model = build_model(config, checkpoint.meta["vocab_size"], settings["data"]["seq_len"], device=device)
     checkpoint.load_weights(model)
     return model, tokenizer

@@ -1,0 +1,262 @@
+"""How long until a held-out loss? `python -m scripts.bench.time_to_loss` trains ours and nanoGPT and prints a table.
+
+    python -m scripts.bench.time_to_loss data.files=input.txt                          the CPU recipe, on a CPU
+    python -m scripts.bench.time_to_loss experiment=speedrun data.files=input.txt bench.target=1.4698 \
+        nanogpt.steps=5000 nanogpt.batch_tokens=16384 bench.every=50                   the GPU recipe, on a GPU
+
+Both train on the same text and tokens and are judged on the same held-out windows by the same code; runs take turns,
+seed by seed. Ours is the run that `train.py` would be. nanoGPT is its own model.py and recipe
+(scripts/bench/nanogpt.py) at its own learning rate, the first of `nanogpt.lr`, and at the best of them; a run of it
+ends at the target, or where it overfits. `'bench.changes=["model.qk_norm=true"]'` adds rows of ours with a key changed.
+
+Seconds are those of training steps alone: evaluation, saving, compilation and the first step, which is counted like the
+others, are left out. Between two evaluations the loss is taken to be a straight line. A ratio of times is a ratio of
+tokens times one of tokens a second. The run's folder gets time_to_loss.json, .md and .png. The last line is one JSON
+object.
+"""
+
+import contextlib
+import math
+import shutil
+import statistics
+import time
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from torch import nn
+
+from conf.program import program
+from conf.schema import Settings
+from data import fixed_windows
+from scripts.bench.nanogpt import NanoGPTConfig, train_nanogpt
+from scripts.bench.report import OTHER_COLOURS, Columns, Report, Row, refuse_below_one, table
+from train import train
+from training.curves import picture, read_run
+from training.evaluate import EvaluationSet, evaluate
+from training.run import Run, resolve
+
+OVERFITS = 0.02  # nats above the least held-out loss of a run: it will not fall again
+Curve = list[tuple[int, float, float]]  # tokens, training seconds, held-out loss in nats a token
+
+
+@dataclass
+class TimeToLossConfig:
+    target: float | None = 1.8857  # the held-out loss, in nats a token; null: what nanoGPT reaches at its own rate
+    every: int = 25  # steps of ours between two evaluations; nanoGPT's are as many tokens apart
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # of weights, batches and dropout
+    changes: list[str] = field(default_factory=list)  # KEY=VALUE: ours once more with that, a row each
+    nanogpt: bool = True  # train nanoGPT, too
+
+    def __post_init__(self) -> None:
+        refuse_below_one("bench.", self, "every")
+        if self.target is not None and not self.target > 0:
+            raise ValueError(f"bench.target={self.target} must be above 0 nats")
+        if self.target is None and not self.nanogpt:
+            raise ValueError("bench.target=null is nanoGPT's own loss; use bench.nanogpt=true, or a number")
+        if not self.seeds:
+            raise ValueError("bench.seeds=[] trains nothing; name one, or three for a spread")
+
+
+@dataclass
+class TimeToLossSettings(Settings):
+    bench: TimeToLossConfig = field(default_factory=TimeToLossConfig)
+    nanogpt: NanoGPTConfig = field(default_factory=NanoGPTConfig)
+
+
+@program("config", TimeToLossSettings, experiment="shakespeare", run_dir="runs/bench_time_to_loss")
+def main(settings: TimeToLossSettings, run_dir: Path) -> None:
+    bench, theirs = settings.bench, settings.nanogpt
+    quiet = {"eval_every": bench.every, "log_every": bench.every, "sample_tokens": 0, "save_every": 0}
+    settings = replace(settings, train=replace(settings.train, **quiet))
+    ours = {"ours": settings} | {f"ours, {change}": changed(settings, change) for change in bench.changes}
+    chosen = resolve(settings, run_dir)  # what cannot be is refused here, before anything is trained
+    report = Report("time_to_loss", run_dir, chosen.hardware.description)
+    rates = theirs.lr if bench.nanogpt else []
+    if rates:
+        theirs.load()
+        report.more["nanogpt_model_py_sha256"] = theirs.sha256
+    console, curves = Console(highlight=False), {}
+    for seed in bench.seeds:
+        for name, one in ours.items():
+            curves[name, seed] = curve_of_ours(one, run_dir / folder_of(name) / f"seed_{seed}", seed)
+            say(console, name, seed, curves[name, seed], bench.target)
+        for lr in rates:
+            name = nanogpt_at(lr)
+            curves[name, seed] = curve_of_nanogpt(settings, chosen, lr, seed)
+            say(console, name, seed, curves[name, seed], bench.target)
+    target = bench.target or reached(curves, nanogpt_at(rates[0]))
+    report.rows = rows_of(curves, target)
+    report.more["target"] = target
+    report.more["curves"] = [{"name": n, "seed": s, "tokens_seconds_loss": c} for (n, s), c in curves.items()]
+    draw(run_dir / "time_to_loss.png", curves, target, chosen.hardware.description)
+    title = f"training seconds until {target:.4f} nats a token, held out ({len(bench.seeds)} seeds: mean and sd)"
+    caption = "times: how often as fast as nanoGPT at its own learning rate, and at its best: by tokens x by rate"
+    report.finish(table(report.rows, {"": "{name}"}, FIGURES, title, caption if rates else ""))
+
+
+def changed(settings: TimeToLossSettings, change: str) -> TimeToLossSettings:
+    """`settings` with KEY=VALUE. ValueError where there is no such key, or its values cannot be that."""
+    key, _, value = change.partition("=")
+    group, _, name = key.partition(".")
+    owner = getattr(settings, group, None)
+    if not is_dataclass(owner) or name not in {f.name for f in fields(owner)} or not value:
+        raise ValueError(f"bench.changes={change} is no GROUP.KEY=VALUE of a run, as optim.lr=0.003")
+    return replace(settings, **{group: replace(owner, **{name: yaml.safe_load(value)})})
+
+
+def nanogpt_at(lr: float) -> str:
+    return f"nanoGPT, lr {lr:g}"
+
+
+def folder_of(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
+def curve_of_ours(settings: TimeToLossSettings, folder: Path, seed: int) -> Curve:
+    """Train ours; what it printed is in console.txt of its folder."""
+    torch.compiler.reset()
+    folder.mkdir(parents=True, exist_ok=True)
+    config = replace(settings.train, seed=seed)
+    with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
+        train(replace(settings, train=config), folder)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of megabytes a run, which nobody needs
+    curve, seconds = [], 0.0
+    records = [record for record in read_run(folder)["records"] if "val_loss" in record]
+    for record, steps in zip(records, steps_between(records), strict=True):
+        seconds += steps * config.batch_tokens / record["tokens_per_second"]
+        curve.append((record["step"] * config.batch_tokens, seconds, record["val_loss"]))
+    return curve
+
+
+def steps_between(records: list[dict[str, Any]]) -> list[int]:
+    """Steps since the record before: a record's rate is theirs."""
+    steps = [0, *(record["step"] for record in records)]
+    return [now - before for before, now in pairwise(steps)]
+
+
+def curve_of_nanogpt(settings: TimeToLossSettings, chosen: Run, lr: float, seed: int) -> Curve:
+    """Train nanoGPT until it is at the target or overfits, at most to the end of its schedule."""
+    torch.compiler.reset()
+    config, hardware, dataset = settings.nanogpt, chosen.hardware, chosen.dataset
+    windows = fixed_windows(dataset.validation, chosen.seq_len, settings.train.eval_windows)
+    held_out = EvaluationSet.of(windows, dataset.tokenizer)
+    every = max(2, round(settings.bench.every * settings.train.batch_tokens / config.batch_tokens))
+    curve: Curve = []
+    since, from_step, seconds = 0.0, 0, 0.0
+
+    def after_step(step: int, network: nn.Module) -> bool:
+        nonlocal since, from_step, seconds
+        if step == 1 or step % every == 0 or step == config.steps:
+            hardware.synchronize()
+            if step > 1:  # the first step compiles: it is counted like those after it
+                steps = step - (0 if from_step == 1 else from_step)
+                seconds += (time.perf_counter() - since) / (step - from_step) * steps
+                loss = evaluate(network, held_out, config.batch_tokens // chosen.seq_len, hardware)["val_loss"]
+                curve.append((step * config.batch_tokens, seconds, loss))
+                hardware.synchronize()
+            since, from_step = time.perf_counter(), step
+        losses = [loss for *_, loss in curve]
+        return bool(losses) and (losses[-1] <= (settings.bench.target or 0.0) or losses[-1] > min(losses) + OVERFITS)
+
+    with contextlib.redirect_stdout(None):
+        sizes = settings.model, chosen.seq_len, chosen.vocab_size, dataset.train
+        train_nanogpt(config, lr, *sizes, hardware, seed, after_step)
+    return curve
+
+
+def crossing(curve: Curve, target: float) -> tuple[float, float] | None:
+    """(tokens, seconds) where the loss is first at `target`; None where it never is."""
+    before = (0.0, 0.0, math.inf)
+    for point in curve:
+        if point[2] <= target:
+            share = 1.0 if before[2] == math.inf else (before[2] - target) / (before[2] - point[2])
+            return tuple(a + share * (b - a) for a, b in zip(before[:2], point[:2], strict=True))
+        before = point
+    return None
+
+
+def reached(curves: dict[tuple[str, int], Curve], contender: str) -> float:
+    """The loss to which `contender` comes with every seed."""
+    return max(min(loss for *_, loss in curve) for (name, _), curve in curves.items() if name == contender)
+
+
+def say(console: Console, name: str, seed: int, curve: Curve, target: float | None) -> None:
+    found = crossing(curve, target or 0.0)
+    shown = f"{found[1]:.2f} s, {found[0]:,.0f} tokens; " if found else ""
+    console.print(f"{name}, seed {seed}: {shown}least {min(loss for *_, loss in curve):.4f}", markup=False)
+
+
+FIGURES: Columns = {
+    "seconds": "{seconds:.2f}",
+    "sd": "{seconds_sd:.2f}",
+    "tokens": "{tokens:,.0f}",
+    "sd ": "{tokens_sd:,.0f}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "least loss": "{least_loss:.4f}",
+    "sd  ": "{least_loss_sd:.4f}",
+    "times": "{times:.2f}",
+    "by tokens": "{fewer_tokens:.2f}",
+    "by rate": "{rate:.2f}",
+    "times best": "{times_best:.2f}",
+    "by tokens ": "{fewer_tokens_best:.2f}",
+    "by rate ": "{rate_best:.2f}",
+}
+
+
+def rows_of(curves: dict[tuple[str, int], Curve], target: float) -> list[Row]:
+    """A row for each name: means over its seeds, and how often as fast it is as nanoGPT."""
+    rows = []
+    for name in dict.fromkeys(name for name, _ in curves):
+        own = [curve for (its_name, _), curve in curves.items() if its_name == name]
+        rows.append({"name": name, "seeds": len(own), **figures(own, target)})
+    peers = [row for row in rows if row["name"].startswith("nanoGPT") and "seconds" in row]
+    default = next((row for row in rows if row["name"].startswith("nanoGPT")), {})
+    best = min(peers, key=lambda row: row["seconds"], default={})
+    for row in rows:
+        if "seconds" in row and row["name"].startswith("ours"):
+            for peer, which in ((default, ""), (best, "_best")):
+                if "seconds" in peer:
+                    row[f"fewer_tokens{which}"] = peer["tokens"] / row["tokens"]
+                    row[f"rate{which}"] = row["tokens_per_second"] / peer["tokens_per_second"]
+                    row[f"times{which}"] = peer["seconds"] / row["seconds"]
+    return rows
+
+
+def figures(curves: list[Curve], target: float) -> Row:
+    """Of one contender's seeds; where one never comes to the target, `error` says so in place of times."""
+    least = [min(loss for *_, loss in curve) for curve in curves]
+    row = {"least_loss": statistics.mean(least), "least_losses": least}
+    row["tokens_per_second"] = sum(c[-1][0] for c in curves) / sum(c[-1][1] for c in curves)
+    found = [crossing(curve, target) for curve in curves]
+    if None in found:
+        return row | {"error": f"{found.count(None)} of {len(found)} never; least {row['least_loss']:.4f}"}
+    tokens, seconds = (list(values) for values in zip(*found, strict=True))
+    row |= {"tokens": statistics.mean(tokens), "seconds": statistics.mean(seconds), "all_seconds": seconds}
+    row["tokens_per_second"] = row["tokens"] / row["seconds"]
+    if len(curves) > 1:
+        row |= {"seconds_sd": statistics.stdev(seconds), "tokens_sd": statistics.stdev(tokens)}
+        row["least_loss_sd"] = statistics.stdev(least)
+    return row
+
+
+def draw(path: Path, curves: dict[tuple[str, int], Curve], target: float, hardware: str) -> None:
+    """Held-out loss against training seconds and against tokens: a colour for each contender, a line for each seed."""
+    names = list(dict.fromkeys(name for name, _ in curves))
+    with picture(path, 1, 2, size=(10, 4.2), title=f"time to a loss, {hardware}", sharey=True) as panels:
+        for axes, place, axis in zip(panels, (1, 0), ("training seconds", "tokens"), strict=True):
+            for (name, _), curve in curves.items():
+                style = {"color": OTHER_COLOURS[names.index(name) % len(OTHER_COLOURS)], "linewidth": 1.2}
+                axes.plot([p[place] for p in curve], [p[2] for p in curve], label=name, **style)
+            axes.axhline(target, color="0.5", linestyle=":", label=f"{target:.4f}")
+            axes.set(xlabel=axis, xlim=(0, None))
+        top = max(statistics.median(loss for *_, loss in curve) for curve in curves.values())
+        panels[0].set(ylabel="held-out loss, nats a token", ylim=(None, top + 0.3))
+
+
+if __name__ == "__main__":
+    main()

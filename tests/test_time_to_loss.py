@@ -1,0 +1,170 @@
+"""Time to a loss: the arithmetic of the table, the opponent's recipe, and the program in its smallest form."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from scripts.bench import time_to_loss
+from scripts.bench.nanogpt import NanoGPTConfig, RandomRows
+from scripts.bench.time_to_loss import (
+    TimeToLossConfig,
+    TimeToLossSettings,
+    changed,
+    crossing,
+    curve_of_ours,
+    reached,
+    rows_of,
+    steps_between,
+)
+from tests.runs import CORPUS, settings
+
+OPPONENT = '''
+"""The interface of nanoGPT's model.py, and none of its code: a bigram model."""
+import dataclasses, torch
+from torch import nn
+
+@dataclasses.dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.vocab_size)
+        assert config.block_size == 32 and not config.bias
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+
+    def forward(self, idx, targets=None):
+        logits = self.table(idx)
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+'''
+
+
+@pytest.fixture
+def small(tmp_path):
+    (tmp_path / "nanogpt").mkdir()
+    (tmp_path / "nanogpt" / "model.py").write_text(OPPONENT)
+    (tmp_path / "corpus.txt").write_text(CORPUS)
+    return settings(
+        "data=text", f"data.files={tmp_path}/corpus.txt", f"data.cache_dir={tmp_path}/cache", "model=tiny",
+        "tokenizer=characters", "model.num_layers=1", "model.n_embd=32", "data.seq_len=32", "train.batch_tokens=128",
+        "train.steps=6", "optim=muon", "train.eval_windows=4", "bench.every=2", "bench.seeds=[0]", "bench.target=3.2",
+        f"nanogpt.folder={tmp_path}/nanogpt", "nanogpt.lr=[0.1,0.3]", "nanogpt.steps=40", "nanogpt.batch_tokens=64",
+        "nanogpt.warmup_steps=2", "hardware.device=cpu", "logger.wandb=disabled",
+        schema=TimeToLossSettings, experiment=None,
+    )  # fmt: skip
+
+
+def test_a_loss_is_crossed_between_two_evaluations():
+    curve = [(100, 1.0, 3.0), (200, 2.0, 2.0), (300, 4.0, 1.0), (400, 5.0, 1.5)]
+    assert crossing(curve, 1.25) == (275.0, 3.5)
+    assert crossing(curve, 3.5) == (100.0, 1.0)  # at the first evaluation at the latest
+    assert crossing(curve, 0.9) is None
+
+
+def test_a_ratio_of_times_is_one_of_tokens_times_one_of_rates():
+    curves = {
+        ("ours", 0): [(100, 1.0, 2.0)],
+        ("ours", 1): [(300, 2.0, 2.0)],
+        ("nanoGPT, lr 0.001", 0): [(1000, 10.0, 2.0)],
+        ("nanoGPT, lr 0.001", 1): [(1000, 20.0, 2.0)],
+        ("nanoGPT, lr 0.002", 0): [(900, 9.0, 2.0)],
+        ("nanoGPT, lr 0.002", 1): [(900, 9.0, 2.0)],
+        ("nanoGPT, lr 0.003", 0): [(900, 9.0, 2.0)],
+        ("nanoGPT, lr 0.003", 1): [(900, 9.0, 2.1)],
+    }
+    ours, default, best, never = rows_of(curves, 2.0)
+    assert (ours["seconds"], ours["tokens"]) == (1.5, 200)
+    assert ours["seconds_sd"] == pytest.approx(math.sqrt(0.5))
+    assert never["error"] == "1 of 2 never; least 2.0500"
+    for which, peer in (("", default), ("_best", best)):
+        assert ours[f"times{which}"] == pytest.approx(peer["seconds"] / 1.5)
+        assert ours[f"times{which}"] == pytest.approx(ours[f"fewer_tokens{which}"] * ours[f"rate{which}"])
+    assert ours["fewer_tokens"] == 5
+    assert ours["times_best"] == 6
+
+
+def test_without_a_target_it_is_what_nanogpt_reaches_with_every_seed():
+    curves = {
+        ("ours", 0): [(1, 1.0, 1.0)],
+        ("nanoGPT, lr 0.001", 0): [(1, 1.0, 2.0), (2, 2.0, 2.2)],
+        ("nanoGPT, lr 0.001", 1): [(1, 1.0, 3.0), (2, 2.0, 2.1)],
+        ("nanoGPT, lr 0.002", 1): [(1, 1.0, 4.0)],
+    }
+    assert reached(curves, "nanoGPT, lr 0.001") == 2.1
+    with pytest.raises(ValueError, match=r"bench.target=null is nanoGPT's own loss"):
+        TimeToLossConfig(target=None, nanogpt=False)
+
+
+def test_the_recipe_of_nanogpt():
+    config = NanoGPTConfig(steps=1100, warmup_steps=100)
+    rates = [config.lr_factor(step) for step in (0, 99, 100, 600, 1100)]
+    assert rates == pytest.approx([1 / 101, 100 / 101, 1.0, 0.55, 0.1])
+    rows = RandomRows(np.arange(40, dtype=np.uint16), 8, 2000, seed=0)
+    inputs, targets = rows.batch(0)
+    assert torch.equal(targets, inputs + 1)
+    assert set(inputs[:, 0].tolist()) == set(range(32))  # each place where a row and its last target fit
+    assert not torch.equal(rows.batch(1)[0], inputs)
+
+
+def test_a_change_is_a_key_that_a_run_has(small):
+    assert changed(small, "optim.lr=0.5").optim.lr == 0.5
+    assert changed(small, "model.zero_init=true").model.zero_init is True
+    for change in ("optim.rate=1", "optim.lr", "nothing.lr=1", "seed=1"):
+        with pytest.raises(ValueError, match=r"is no GROUP.KEY=VALUE of a run"):
+            changed(small, change)
+
+
+def test_seconds_of_ours_are_those_of_all_its_steps(small, tmp_path, monkeypatch):
+    """What lies between the steps is not in a record's rate, and each step is in one."""
+    monkeypatch.setattr(time_to_loss, "train", lambda *_: None)
+    records = [
+        {"step": 1, "loss": 4.0},
+        {"step": 2, "val_loss": 3.5, "tokens_per_second": 128.0},
+        {"step": 4, "val_loss": 3.0, "tokens_per_second": 64.0},
+        {"step": 5, "val_loss": 2.9, "tokens_per_second": 128.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert steps_between(records[1:]) == [2, 2, 1]
+    curve = curve_of_ours(small, tmp_path, seed=0)
+    assert curve == [(256, 2.0, 3.5), (512, 6.0, 3.0), (640, 7.0, 2.9)]
+
+
+def test_both_are_trained_and_compared(small, tmp_path, capsys):
+    time_to_loss.main.__wrapped__(small, tmp_path / "run")
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    names = ["ours", "nanoGPT, lr 0.1", "nanoGPT, lr 0.3"]
+    assert [row["name"] for row in found["rows"]] == names
+    assert [(c["name"], c["seed"]) for c in found["curves"]] == [(name, 0) for name in names]
+    for row in found["rows"]:
+        assert row["seeds"] == 1
+        assert row["tokens"] / row["seconds"] == pytest.approx(row["tokens_per_second"])
+    for curve in found["curves"]:
+        tokens, seconds, losses = zip(*curve["tokens_seconds_loss"], strict=True)
+        assert tokens[0] == 256  # evaluated as often in tokens
+        assert list(seconds) == sorted(seconds)
+        assert seconds[0] > 0
+        if curve["name"].startswith("nanoGPT"):  # it stops there
+            assert [loss <= 3.2 for loss in losses] == [False] * (len(losses) - 1) + [True]
+    assert len(found["nanogpt_model_py_sha256"]) == 64
+    assert (tmp_path / "run" / "time_to_loss.png").stat().st_size > 5_000
+    assert "times" in (tmp_path / "run" / "time_to_loss.md").read_text()
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+def test_without_its_code_the_program_says_how_to_get_it(small, tmp_path):
+    small.nanogpt.folder = str(tmp_path)
+    with pytest.raises(ValueError, match=r"has no model.py; fetch it: git clone https://github.com/karpathy/nanoGPT"):
+        time_to_loss.main.__wrapped__(small, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
