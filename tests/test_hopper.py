@@ -34,6 +34,8 @@ THE_OTHERS = {
     "hopper_fwd 90 128 bf16 full 2x64x128 s2": 0,
     "hopper_fwd 90 64 bf16 causal 3x64x128 s2 ping_pong paired": 88,
     "hopper_fwd 90 128 bf16 causal softcap 2x64x128 s2 paired": 0,
+    "hopper_fwd 90 128 bf16 full block_mask 2x64x128 s2": 0,
+    "hopper_fwd 90 64 bf16 full block_mask softcap 2x64x128 s3": 0,
     "hopper_fwd 90 128 bf16 window 2x64x128 s2": 0,
     "hopper_fwd 90 64 bf16 causal varlen 2x64x128 s3": 0,
     "hopper_fwd 90 256 bf16 causal 2x64x64 s2 paired": 8,  # of a program
