@@ -76,7 +76,7 @@ IMPLEMENTATIONS = {
 }
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_FORWARD_ONLY = ("window", "softcap", "varlen")  # the portable backward takes their O and LSE
+_FORWARD_ONLY = ("window", "softcap", "varlen", "block_mask")  # the portable backward takes their O and LSE
 
 # The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
 KERNELS = {
@@ -103,6 +103,7 @@ FLASH_HEAD_DIMS = (16, 256)  # the smallest and the largest
 HOPPER_HEAD_DIMS = range(32, 257, 8)
 HOPPER_BACKWARD_HEAD_DIMS = range(32, 129, 8)  # dK and dV (64, 256) in fp32 would take 256 registers of each thread
 HOPPER_PACKED_HEAD_DIMS = range(72, 257, 8)  # below, the portable forward is faster for documents (hopper/NOTES.md)
+HOPPER_MASKED_HEAD_DIMS = range(32, 129, 8)  # with more, tiles are 64 keys wide, half a block of a mask
 FP8_HEAD_DIMS = (64, 128)
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
 
@@ -195,6 +196,8 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backwar
     reason = reason or _no_hopper_reason(q, k)
     if reason is None and options.packed and head_dim not in HOPPER_PACKED_HEAD_DIMS:
         reason = f"the portable kernels are faster for packed documents with head_dim {head_dim}"
+    if reason is None and options.masked and head_dim not in HOPPER_MASKED_HEAD_DIMS:
+        reason = f"block masks with head_dim {head_dim} take the portable kernels ({_listed(HOPPER_MASKED_HEAD_DIMS)})"
     return reason or _unaddressable_reason(q, k, v)
 
 

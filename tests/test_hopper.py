@@ -12,7 +12,9 @@ from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
 from tests.attention_checks import assert_within_budget, compare_with_oracle, make_packed, make_qkv, naive_for
 from tests.compiled import compiled
+from tests.fuzz import random_mask
 
+MASK_TENSORS = ("mask_starts", "mask_visits", "mask_bits")
 SHARED_LIMIT = 232_448  # bytes that one program may use on sm_90
 
 needs_hopper = pytest.mark.skipif(
@@ -32,6 +34,8 @@ THE_OTHERS = {
     "hopper_fwd 90 128 bf16 full 2x64x128 s2": 0,
     "hopper_fwd 90 64 bf16 causal 3x64x128 s2 ping_pong paired": 88,
     "hopper_fwd 90 128 bf16 causal softcap 2x64x128 s2 paired": 0,
+    "hopper_fwd 90 128 bf16 full block_mask 2x64x128 s2": 0,
+    "hopper_fwd 90 64 bf16 full block_mask softcap 2x64x128 s3": 0,
     "hopper_fwd 90 128 bf16 window 2x64x128 s2": 0,
     "hopper_fwd 90 64 bf16 causal varlen 2x64x128 s3": 0,
     "hopper_fwd 90 256 bf16 causal 2x64x64 s2 paired": 8,  # of a program
@@ -271,6 +275,28 @@ def test_simulated_plans(
     o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, Options(causal, 0.125), plan)
     wide = [x.double() for x in (q, k, v)]
     exact = naive_attention(*wide, causal=causal, return_lse=True)
+    torch.testing.assert_close(o.double(), exact[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dims", "num_q", "num_k", "softcap"),
+    [((1, 1), 300, 300, 0.0), ((2, 2), 130, 257, 0.0), ((2, 1), 200, 129, 5.0), ((1, 2), 64, 400, 0.0)],
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_simulated_forward_under_a_block_mask(dims, num_q, num_k, softcap, monkeypatch):
+    """Full, partial and hidden blocks, rows of blocks without any, rows that see nothing; batch and heads."""
+    from kernels.hopper import forward as hopper_fwd
+    from tests import hopper_simulator
+
+    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel, pauses=Random(num_q))
+    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
+    mask = random_mask(*dims, num_q, num_k, torch.Generator().manual_seed(num_q))
+    q, k, v = (torch.randn(2, heads, n, 64) for heads, n in ((2, num_q), (1, num_k), (1, num_k)))
+    options = Options(False, 0.125, softcap=softcap, **dict(zip(MASK_TENSORS, mask, strict=False)))
+    o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, options)
+    wide = [x.double() for x in (q, k, v)]
+    exact = naive_attention(*wide, block_mask=mask, softcap=softcap, return_lse=True)
     torch.testing.assert_close(o.double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
 

@@ -42,7 +42,9 @@ from ..launch import (
 from ..portable.prepare import documents_launches
 from ..portable.record import record
 from ..portable.tiles import LN_2, LOG2_E, Mask
+from ..portable.visits import mask_constants
 from . import tma
+from .masked import Masked, first_key, program_tiles, row_tiles
 from .pipeline import Barriers, Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows
 from .schedule import (
     Document,
@@ -50,10 +52,8 @@ from .schedule import (
     batch_and_head,
     document_tile,
     first_rows,
-    key_tiles,
     lse_row,
     num_turns,
-    tile_rows,
     turn_tile,
 )
 from .softmax import add_p_v, log2_factor, softmax_step
@@ -71,6 +71,7 @@ class Call:
     sizes: Sizes
     window: tuple  # (left, right), read only where LOCAL
     document: Document  # or None
+    masked: Masked  # or None
 
 
 @gluon.jit
@@ -88,8 +89,7 @@ def _producer(q_desc, k_desc, v_desc, call, build):
         tile, batch_head = turn_tile(turn, num_tiles, sizes, call.document, build)
         batch, head = batch_and_head(batch_head, sizes.num_heads, call.document)
         kv_head = head // sizes.group_size
-        row, end_row = tile_rows(tile, num_tiles, sizes.num_q, build.CONSUMERS)
-        first, end, _, _ = key_tiles(gl.maximum(row, 0), end_row, mask, build.BLOCK_K)
+        row, first, end, _ = program_tiles(tile, batch_head, num_tiles, mask, call, build)
         for c in gl.static_range(build.CONSUMERS):
             mbarrier.wait(barriers.q_empty.index(c), (turn & 1) ^ 1)
             if row + 64 * c >= 0:
@@ -99,7 +99,7 @@ def _producer(q_desc, k_desc, v_desc, call, build):
             else:
                 mbarrier.arrive(barriers.q_full.index(c), count=1)
         for i in range(end - first):
-            key = (end - 1 - i) * build.BLOCK_K
+            key = first_key(end - 1 - i, call.masked, build.BLOCK_K)
             stage, phase = slot(step, build.STAGES)
             mbarrier.wait(barriers.k_empty.index(stage), phase ^ 1)
             full = barriers.k_full.index(stage)
@@ -116,7 +116,8 @@ def _producer(q_desc, k_desc, v_desc, call, build):
 def _query_tile(
     o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER: gl.constexpr, step, rows, loaded, batch_head
 ):  # fmt: skip
-    """O and LSE of a consumer's 64 queries, from row `rows` on; the program loads the key tiles `loaded` (first, end).
+    """O and LSE of a consumer's 64 queries, from row `rows` on; the program loads the key tiles `loaded` (first, end,
+    and where a block mask's full ones end).
 
     Returns the step after them.
     """
@@ -127,12 +128,12 @@ def _query_tile(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.HEAD_DIM, 16])
     q_tile = call.tiles.q.index(CONSUMER)
     o_tile = call.tiles.o.index(CONSUMER)
-    loaded_first, loaded_end = loaded
-    key_first, key_end, full_first, full_end = key_tiles(rows, rows + 64, mask, build.BLOCK_K)
+    loaded_first, loaded_end, _ = loaded
+    key_first, key_end, full_first, full_end = row_tiles(rows, loaded, mask, call, build)
     step = hand_back(step, loaded_end - key_end, barriers, build, CONSUMER)
 
     end = step + key_end - key_first
-    from_step_0 = (key_end - 1 + step) * build.BLOCK_K
+    from_step_0 = (key_end - 1 + step) * (1 if call.masked is not None else build.BLOCK_K)
     stage, phase = slot(step, build.STAGES)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     acc, probs, running_max, running_sum = softmax_step(
@@ -141,7 +142,7 @@ def _query_tile(
     )  # fmt: skip
     first = step + 1
     full_from = end - gl.minimum(full_end - key_first, key_end - key_first - 1)
-    if build.CAUSAL or build.LOCAL:
+    if build.CAUSAL or build.LOCAL or call.masked is not None:
         for step in range(first, full_from):
             acc, probs, running_max, running_sum = softmax_step(
                 call, q_tile, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
@@ -200,13 +201,22 @@ def _consumer(o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER: gl.co
     step = 0
     for turn in range(num_turns(num_tiles, sizes, call.document, build)):
         tile, batch_head = turn_tile(turn, num_tiles, sizes, call.document, build)
-        row, end_row = tile_rows(tile, num_tiles, sizes.num_q, build.CONSUMERS)
-        first, end, _, _ = key_tiles(gl.maximum(row, 0), end_row, mask, build.BLOCK_K)
+        row, first, end, full_end = program_tiles(tile, batch_head, num_tiles, mask, call, build)
         rows = row + 64 * CONSUMER
         mbarrier.wait(barriers.q_full.index(CONSUMER), turn & 1)
         if rows >= 0:
             step = _query_tile(
-                o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER, step, rows, (first, end), batch_head
+                o_desc,
+                lse_ptr,
+                call,
+                scale_log2,
+                softcap,
+                build,
+                CONSUMER,
+                step,
+                rows,
+                (first, end, full_end),
+                batch_head,
             )
         else:  # none of its rows exist
             step = hand_back(step, end - first, barriers, build, CONSUMER)
@@ -240,6 +250,9 @@ def hopper_fwd_kernel(
     cu_seqlens_q,  # (documents + 1,) int32, or None
     cu_seqlens_k,
     num_docs,
+    mask_starts,  # of a BlockMask, or None
+    mask_visits,
+    mask_bits,
     HEAD_DIM: gl.constexpr,  # of the tiles: 64, 128 or 256
     BLOCK_K: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -248,6 +261,8 @@ def hopper_fwd_kernel(
     LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
     PING_PONG: gl.constexpr,
     PAIRED: gl.constexpr,  # causal tiles two at a time, in pairs of equal work
+    MASK_OF_BATCH: gl.constexpr,  # dimensions of the block mask
+    MASK_OF_HEAD: gl.constexpr,
 ):
     if cu_seqlens_q is not None:
         document, its_num_q, its_num_k = document_tile(
@@ -270,7 +285,11 @@ def hopper_fwd_kernel(
     tiles = Tiles(q_smem, k_smem, v_smem, o_smem)
     barriers = ready_barriers(CONSUMERS, STAGES)
 
-    call = Call(tiles, barriers, sizes, (window_left, window_right), document)
+    if mask_starts is not None:
+        masked = Masked(mask_starts, mask_visits, mask_bits, MASK_OF_BATCH, MASK_OF_HEAD)
+    else:
+        masked: gl.constexpr = None
+    call = Call(tiles, barriers, sizes, (window_left, window_right), document, masked)
     build = Build(HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED)
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -312,6 +331,8 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     key tiles of 64 and two stages.
     """
     causal = options.causal
+    if options.masked:  # 128 queries, as a mask's blocks have
+        return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=False)
     if head_dim == 256:
         return ForwardPlan(consumers=2, block_k=64)
     if head_dim == 64 and options.local and not options.softcap:
@@ -367,10 +388,12 @@ def _launches(
         num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
         options.scale * LOG2_E.value, options.softcap or None, *window_bounds(options, num_q, num_k),
         given.get("starts_q"), given.get("starts_k"), num_docs,
+        given.get("mask_starts"), given.get("mask_visits"), given.get("mask_bits"),
     )  # fmt: skip
     constants = {
         "HEAD_DIM": tile, "BLOCK_K": schedule.block_k, "CONSUMERS": schedule.consumers, "STAGES": schedule.stages,
         "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": schedule.ping_pong, "PAIRED": paired,
+        **mask_constants(options),
     }  # fmt: skip
     return [
         *documents_launches(q, k, **given), Launch(hopper_fwd_kernel, programs, arguments, constants, {"num_warps": 4})

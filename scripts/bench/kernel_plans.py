@@ -46,6 +46,7 @@ DTYPES = {
     "int8": torch.int8,
 }  # fmt: skip
 MASK_TENSORS = BlockMask._fields[:3]
+BLOCK_MASKS = (("block_mask",), ("block_mask", "softcap"))
 # what only some inputs of the portable kernels need: (head_dim, dtype, mask, words)
 SPECIAL = (
     (64, "bf16", "causal", ("even",)), (64, "bf16", "full", ("even",)), (64, "bf16", "causal", ("grouped",)),
@@ -135,6 +136,7 @@ def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
     options = ((), ("softcap",), ("varlen",), ("softcap", "varlen"))
     calls = [*product((64, 128, 256), ("bf16",), ("causal", "full", "window"), options)]
     calls += [(head_dim, "fp16", "causal", ()) for head_dim in (64, 128, 256)]
+    calls += [(head_dim, "bf16", "full", words) for head_dim in (64, 128) for words in BLOCK_MASKS]
     for (head_dim, dtype, mask, words), tokens in product(calls, (1024, 2048, 4096, 8192, 16384)):
         with recorded() as launches:
             launch_hopper_fwd(*call(head_dim, dtype, mask, words, tokens))
