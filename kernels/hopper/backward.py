@@ -10,42 +10,67 @@ from torch import Tensor
 
 from ..call import Options, key_of
 from ..device import num_sms
-from ..launch import Launch, Plan, heads_per_section, plan_of, run, tma_ready, tokens_first
-from ..portable.prepare import DELTA_ROWS, delta_launch, in_sixteen_bytes
-from ..portable.tiles import LOG2_E
+from ..launch import (
+    Launch,
+    Plan,
+    grid_tiles,
+    heads_per_section,
+    option_tensors,
+    plan_of,
+    run,
+    tma_ready,
+    tokens_first,
+    window_bounds,
+)
+from ..portable.prepare import DELTA_ROWS, delta_launch, documents_launches, in_sixteen_bytes
+from ..portable.tiles import LOG2_E, ROW_PADDING, document_of, document_rows, head_base
 from . import tma
 from .backward_kernel import hopper_bwd_kernel
-from .backward_roles import BLOCK_K, ROWS
+from .backward_schedule import BLOCK_K, ROWS
 from .tma import tile_width
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded", "first_seeing"])
+@triton.jit(do_not_specialize=["num_heads", "q_tokens", "q_tokens_padded", "k_tokens", "num_docs", "right"])
 def _after_kernel(
-    dq_sum_ptr,  # (B, Hq, num_q_padded * TILE_WIDTH) fp32, each (64, 64) in the order of `in_register_order`
+    dq_sum_ptr,  # (B, Hq, q_tokens_padded * TILE_WIDTH) fp32, each (64, 64) in the order of `in_register_order`
     dq_ptr,  # out, (B, Hq, Nq, D)
+    cu_seqlens_q,  # (documents + 1,) int32, or None
+    cu_seqlens_k,
     dq_strides,  # (batch, head, token)
     num_heads,
-    num_q,
-    num_q_padded,
-    first_seeing,  # tiles before this row see no key: nothing was stored for them
+    q_tokens,  # Nq; all documents together where packed
+    q_tokens_padded,
+    k_tokens,
+    num_docs,
+    right,  # how far ahead of its diagonal a query sees
     scale,
     HEAD_DIM: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """dQ = scale * its fp32 sum, rounded once."""
-    tiles = num_q_padded // ROWS
+    """dQ = scale * its fp32 sum, rounded once; 0 in tiles that see no key, for which nothing was stored."""
+    tiles = q_tokens_padded // ROWS
     batch_head = tl.program_id(0) // tiles
-    rows = (tl.program_id(0) - batch_head * tiles) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0) - batch_head * tiles
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
+    document = 0
+    if cu_seqlens_q is not None:
+        in_padding: tl.constexpr = ROW_PADDING // ROWS
+        document, padded_tile = document_of(tile // in_padding, cu_seqlens_q, num_docs, ROW_PADDING)
+        tile = padded_tile * in_padding + tile % in_padding
+    row0, num_q = document_rows(document, cu_seqlens_q, q_tokens)
+    _, num_k = document_rows(document, cu_seqlens_k, k_tokens)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    seen = (tile * ROWS + ROWS - 1 + num_k - num_q + right >= 0) & (num_k > 0)
     cols = tl.arange(0, TILE_WIDTH)
     stored = tl.load(dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * TILE_WIDTH + tl.arange(0, ROWS * TILE_WIDTH))
     parts = tl.reshape(stored, [TILE_WIDTH // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
     dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
-    dq = tl.where((rows >= first_seeing)[:, None], dq * scale, 0.0)
+    dq = tl.where(seen, dq * scale, 0.0)
     dq_strides = in_sixteen_bytes(dq_strides)
-    dq_at = dq_ptr + batch * dq_strides[0] + head * dq_strides[1] + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
+    dq_base = head_base(dq_ptr, dq_strides, batch, head, row0, False)
+    dq_at = dq_base + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None] & (cols < HEAD_DIM))
 
 
@@ -58,12 +83,15 @@ class BackwardPlan:
     l2_share: float
 
 
-def plan_for(head_dim: int, causal: bool, num_q: int) -> BackwardPlan:
+def plan_for(head_dim: int, options: Options, num_q: int) -> BackwardPlan:
     """The fastest or within 3 % of it at 1,024, 4,096 and 16,384 tokens (NOTES.md): one H200, torch 2.11.0,
-    triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048."""
+    triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048; for windows and documents as for long causal
+    calls."""
+    if options.local or options.packed:
+        return BackwardPlan(persistent=False, l2_share=1 / 2 if head_dim == 128 else 1 / 4)
     if head_dim == 128:
         return BackwardPlan(persistent=False, l2_share=1 / 4 if num_q <= 1024 else 1 / 2)
-    if causal:
+    if options.causal:
         return BackwardPlan(persistent=num_q <= 2048, l2_share=5 / 8 if num_q <= 2048 else 1 / 4)
     return BackwardPlan(persistent=True, l2_share=1 / 4)
 
@@ -92,7 +120,8 @@ def launch_hopper_bwd(
     do = do if tma_ready(do) else do.contiguous()
     o = o if tma_ready(o) else o.contiguous()
     dq, dk, dv = (tokens_first(x, head_dim) for x in (q, k, v))
-    padded_rows = -(-num_q // ROWS) * ROWS
+    padding = ROW_PADDING.value if options.packed else ROWS
+    padded_rows = grid_tiles(num_q, padding, options.cu_seqlens_q)[1] * padding
     rows = batch * num_heads * padded_rows
     lse_log2, delta = q.new_empty(2, batch * num_heads, padded_rows, dtype=torch.float32)
     tensors = {
@@ -100,6 +129,7 @@ def launch_hopper_bwd(
         "dlse": None if dlse is None else dlse.to(torch.float32).contiguous(),
         "lse_log2": lse_log2, "delta": delta, "turns": q.new_empty(rows // ROWS, dtype=torch.int32),
         "dq_sum": q.new_empty(rows * tile_width(head_dim), dtype=torch.float32), "dq": dq, "dk": dk, "dv": dv,
+        **option_tensors(options),
     }  # fmt: skip
     run(plan, tensors, partial(_launches, options, schedule))
     return dq, dk, dv, q.new_empty(0, dtype=torch.float32)
@@ -107,30 +137,36 @@ def launch_hopper_bwd(
 
 def _launches(
     options: Options, schedule: BackwardPlan | None, do, q, k, v, o, lse, dlse, lse_log2, delta, turns, dq_sum,
-    dq, dk, dv,
+    dq, dk, dv, **given: Tensor,
 ) -> list[Launch]:  # fmt: skip
     assert DELTA_ROWS == ROWS, "a turn is of as many rows"
     batch, num_heads, num_q, head_dim = q.shape
     num_kv_heads, num_k, group_size = k.shape[1], k.shape[2], num_heads // k.shape[1]
     tile = tile_width(head_dim)
-    schedule = schedule or plan_for(tile, options.causal, num_q)
-    items = -(-num_k // BLOCK_K.value) * batch * num_kv_heads
+    schedule = schedule or plan_for(tile, options, num_q)
+    num_docs, key_tiles = grid_tiles(num_k, BLOCK_K.value, options.cu_seqlens_k)
+    items = key_tiles * batch * num_kv_heads
     programs = min(items, num_sms(q.device.index)) if schedule.persistent else items
     # of a KV head: its query heads' Q and dO, 16 bits each, and dQ's sum, 32
     section = heads_per_section(q, k, schedule.l2_share, bytes_per_kv_head=8 * num_q * head_dim * group_size)
+    bounds = window_bounds(options, num_q, num_k)
+    describe = tma.packed_descriptor if options.packed else tma.descriptor
     main = (
-        tma.descriptor(q, 64, tile), tma.descriptor(k, 128, tile), tma.descriptor(v, 128, tile),
-        tma.descriptor(do, 64, tile), tma.descriptor(lse_log2, 1, 64), tma.descriptor(delta, 1, 64), dq_sum,
-        tma.descriptor(dk, tile, tile), tma.descriptor(dv, tile, tile), turns,
+        describe(q, 64, tile), describe(k, 128, tile), describe(v, 128, tile), describe(do, 64, tile),
+        tma.descriptor(lse_log2, 1, 64), tma.descriptor(delta, 1, 64), dq_sum,
+        describe(dk, tile, tile), describe(dv, tile, tile), turns,
         num_heads, num_kv_heads, batch * num_kv_heads, num_q, delta.shape[1], num_k, section // group_size,
-        options.scale, options.scale * LOG2_E.value,
+        options.scale, options.scale * LOG2_E.value, options.softcap or None,
+        *(bounds if options.local else (None, None)), given.get("starts_q"), given.get("starts_k"),
+        num_docs if options.packed else None,
     )  # fmt: skip
-    first_seeing = max(num_q - num_k, 0) if options.causal else 0
     after = (
-        dq_sum, dq, dq.stride()[:3], num_heads, num_q, delta.shape[1], first_seeing // ROWS * ROWS, options.scale,
+        dq_sum, dq, given.get("starts_q"), given.get("starts_k"), dq.stride()[:3], num_heads, num_q, delta.shape[1],
+        num_k, num_docs, 0 if options.causal else bounds[1], options.scale,
     )  # fmt: skip
     return [
-        delta_launch(o, do, lse, dlse, lse_log2, delta, turns=turns, aligned=True),
+        *documents_launches(q, k, **given),
+        delta_launch(o, do, lse, dlse, lse_log2, delta, turns=turns, aligned=True, **given),
         Launch(
             hopper_bwd_kernel, programs, main, {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal},
             {"num_warps": 4, "launch_cooperative_grid": schedule.persistent},

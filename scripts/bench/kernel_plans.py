@@ -143,14 +143,21 @@ def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
         yield (dtype, mask, *words), launches
     for head_dim, dtype, mask in product((64, 128), ("bf16", "fp16", "fp8e4nv"), ("causal", "full")):
         q, k, v, its_options = call(head_dim, dtype, mask)
-        float32 = {"dtype": torch.float32}
         with recorded() as launches:
             if dtype == "fp8e4nv":
-                scales = q.new_empty(q.shape[:2], **float32)
+                scales = q.new_empty(q.shape[:2], dtype=torch.float32)
                 launch_hopper_fp8(q, k, v, scales, scales, scales, its_options)
             else:
-                launch_hopper_bwd(q, None, q, k, v, q, q.new_empty(q.shape[:3], **float32), its_options)
+                _launch_hopper_bwd(q, k, v, its_options)
         yield (dtype, mask), launches
+    for head_dim, mask, words in product((64, 128), ("causal", "full", "window"), options):
+        with recorded() as launches:
+            _launch_hopper_bwd(*call(head_dim, "bf16", mask, words))
+        yield ("bf16", mask, *words), launches
+
+
+def _launch_hopper_bwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+    launch_hopper_bwd(q, None, q, k, v, q, q.new_empty(q.shape[:3], dtype=torch.float32), options)
 
 
 def call(
