@@ -10,7 +10,14 @@ from kernels import flash_attention, flash_attention_varlen, naive_attention, na
 from kernels.call import Options, canonical_window
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
-from tests.attention_checks import assert_within_budget, compare_with_oracle, make_packed, make_qkv, naive_for
+from tests.attention_checks import (
+    assert_within_budget,
+    compare_with_oracle,
+    make_packed,
+    make_qkv,
+    naive_for,
+    oracle,
+)
 from tests.compiled import compiled
 from tests.fuzz import random_mask
 
@@ -363,6 +370,32 @@ def test_simulated_backward_agrees_with_float64(
     inputs, exact = _backward_inputs(*sizes, with_dlse=num_q != 1)
     for ours, right in zip(simulated_backward(inputs, persistent, residents=3), exact, strict=True):
         torch.testing.assert_close(ours.double(), right.double(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("lengths_q", "lengths_k", "causal", "window", "softcap"), SIMULATED[1:])
+def test_simulated_backward_under_options_agrees_with_float64(
+    head_dim, lengths_q, lengths_k, causal, window, softcap, simulated_backward
+):
+    """Windows, soft-caps and documents; programs begin and end as they like, with NaN around every document."""
+    heads, kv_heads = 2, 1
+    qkv, packed = make_packed(lengths_q, lengths_k, heads, kv_heads, head_dim)
+    q, k, v = qkv
+    do, dlse = torch.randn_like(q), torch.randn(heads, q.shape[0])
+    how = {"causal": causal, "window": window, "softcap": softcap}
+    exact = oracle(q, k, v, do, dlse, **how, **packed)
+    mask, *bounds = canonical_window(causal, window)
+    options = Options(mask, head_dim**-0.5, *bounds, softcap)._replace(**(packed if len(lengths_q) > 1 else {}))
+    do, q, k, v, o = (_in_nan(x.detach().float()).transpose(0, 1)[None] for x in (do, q, k, v, exact["o"]))
+    dlse = torch.where(torch.isfinite(exact["lse"]), dlse, 0.0)
+    inputs = (do, dlse[None], q, k, v, o, exact["lse"][None].float(), options)
+    persistent = len(lengths_q) == 1 and head_dim == 64
+    ours = simulated_backward(inputs, persistent, residents=3, pauses=Random(sum(lengths_q)))
+    for name, gradient in zip(("dq", "dk", "dv"), ours, strict=True):
+        right = exact[name].transpose(0, 1)[None]
+        torch.testing.assert_close(
+            gradient.double(), right.double(), atol=2e-5, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("head_dim", [width for width in WIDTHS if width <= 128])
