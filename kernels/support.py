@@ -76,13 +76,13 @@ IMPLEMENTATIONS = {
 }
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_FORWARD_ONLY = ("window", "softcap", "varlen", "block_mask")  # the portable backward takes their O and LSE
+_FORWARD_ONLY = ("block_mask",)  # the portable backward takes its O and LSE
 
 # The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
 KERNELS = {
     "hopper": Implementation(
         "hopper",
-        frozenset({"full", "causal", "gqa", "lse", *_FORWARD_ONLY}),
+        frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "varlen", *_FORWARD_ONLY}),
         _HALVES,
         instead="the portable kernels",
         exceptions=frozenset((feature, "backward", dtype) for feature in _FORWARD_ONLY for dtype in _HALVES),

@@ -85,9 +85,9 @@ class BackwardPlan:
 
 def plan_for(head_dim: int, options: Options, num_q: int) -> BackwardPlan:
     """The fastest or within 3 % of it at 1,024, 4,096 and 16,384 tokens (NOTES.md): one H200, torch 2.11.0,
-    triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048; for windows and documents as for long causal
-    calls."""
-    if options.local or options.packed:
+    triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048; with a window, a soft-cap
+    or documents as for long causal calls."""
+    if options.local or options.packed or options.softcap:
         return BackwardPlan(persistent=False, l2_share=1 / 2 if head_dim == 128 else 1 / 4)
     if head_dim == 128:
         return BackwardPlan(persistent=False, l2_share=1 / 4 if num_q <= 1024 else 1 / 2)
@@ -149,7 +149,10 @@ def _launches(
     programs = min(items, num_sms(q.device.index)) if schedule.persistent else items
     # of a KV head: its query heads' Q and dO, 16 bits each, and dQ's sum, 32
     section = heads_per_section(q, k, schedule.l2_share, bytes_per_kv_head=8 * num_q * head_dim * group_size)
-    bounds = window_bounds(options, num_q, num_k)
+    left, right = window_bounds(options, num_q, num_k)
+    right = 0 if options.causal else right
+    # with a soft-cap too: the branch around the mask keeps ptxas from having all of a step's scores in flight
+    bounds = (left, right) if options.local or options.softcap else (None, None)
     describe = tma.packed_descriptor if options.packed else tma.descriptor
     main = (
         describe(q, 64, tile), describe(k, 128, tile), describe(v, 128, tile), describe(do, 64, tile),
@@ -157,12 +160,12 @@ def _launches(
         describe(dk, tile, tile), describe(dv, tile, tile), turns,
         num_heads, num_kv_heads, batch * num_kv_heads, num_q, delta.shape[1], num_k, section // group_size,
         options.scale, options.scale * LOG2_E.value, options.softcap or None,
-        *(bounds if options.local else (None, None)), given.get("starts_q"), given.get("starts_k"),
+        *bounds, given.get("starts_q"), given.get("starts_k"),
         num_docs if options.packed else None,
     )  # fmt: skip
     after = (
         dq_sum, dq, given.get("starts_q"), given.get("starts_k"), dq.stride()[:3], num_heads, num_q, delta.shape[1],
-        num_k, num_docs, 0 if options.causal else bounds[1], options.scale,
+        num_k, num_docs, right, options.scale,
     )  # fmt: skip
     return [
         *documents_launches(q, k, **given),

@@ -75,11 +75,9 @@ def _probabilities(scores, lse, key, row, sizes, scale_log2, softcap, MASKED: gl
         diagonal = row + (sizes.num_k - sizes.num_q)
         if sizes.window is not None:
             left, right = sizes.window
-            last_row = diagonal + BLOCK_Q - 1
-            if (key + KEYS - 1 > gl.minimum(diagonal + right, sizes.num_k - 1)) | (key < last_row - left):
-                seen_from = diagonal - left + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
-                seen_to = gl.minimum(seen_from + (left + right), sizes.num_k - 1)
-                p = gl.where((keys >= seen_from) & (keys <= seen_to), p, 0.0)
+            end = gl.minimum(diagonal + right + 1, sizes.num_k)  # of the keys that the first query sees
+            if (key + KEYS > end) | (key < diagonal + BLOCK_Q - 1 - left):
+                p = _in_window(p, key, diagonal, sizes)
         elif CAUSAL:
             last_seen = diagonal + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
             p = gl.where(keys <= last_seen, p, 0.0)
@@ -89,6 +87,26 @@ def _probabilities(scores, lse, key, row, sizes, scale_log2, softcap, MASKED: gl
         return p, p * (1.0 - 4.0 * capped * capped)
     else:
         return p, p
+
+
+@gluon.jit
+def _in_window(p, key, diagonal, sizes):
+    """P^T with zeros outside the window: key and diagonal are where the first key and the first query stand.
+
+    Seen as (KEYS, BLOCK_Q / 8, 8), as in `hide`: one comparison with a constant for each bound and no index in a
+    register.
+    """
+    left, right = sizes.window
+    blocks = gl.reshape(p, [KEYS, BLOCK_Q // 8, 8])
+    layout: gl.constexpr = blocks.type.layout
+    block = 8 * gl.arange(0, BLOCK_Q // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    first = gl.where(keys < sizes.num_k, keys - diagonal - right, BLOCK_Q) - offset  # query that sees the key
+    last = keys - diagonal + left - offset
+    return gl.convert_layout(
+        gl.reshape(gl.where((block >= first) & (block <= last), blocks, 0.0), [KEYS, BLOCK_Q]), p.type.layout
+    )
 
 
 @gluon.jit
