@@ -15,7 +15,7 @@ BLOCK = 128  # queries and keys in a block, as in torch's BlockMask
 HIDDEN, FULL = -2, -1  # entries of `block_table`; the others are numbers of patterns
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_PAIRS = 2**26  # evaluated together: 64 MiB of booleans
+_PAIRS = 2**28  # evaluated together: 256 MiB of booleans
 _PATTERNS = 2**12  # transposed together
 _BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1 in a word: the highest byte has their bits in order
 _ODD = 0x5851F42D4C957F2D  # its powers weigh the words of a hash
@@ -104,7 +104,8 @@ def block_mask(
     each = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (0, 0, 0, None))
 
     def rows(b: Tensor, h: Tensor, q: Tensor) -> Tensor:
-        return _booleans(each(b, h, q, clamped)) & (keys < Nk)
+        seen = _booleans(each(b, h, q, clamped))
+        return seen & (keys < Nk) if Nk % BLOCK else seen
 
     return _build(rows, B or 1, H or 1, Nq, Nk, device)
 
@@ -169,20 +170,20 @@ def _build(rows: Callable, batch: int, heads: int, num_q: int, num_k: int, devic
     for first in range(0, lines, step):
         row = torch.arange(first * BLOCK, min(first + step, lines) * BLOCK, device=device)
         of_head, q = row // (q_blocks * BLOCK), row % (q_blocks * BLOCK)
-        seen = rows(of_head // heads, of_head % heads, q.clamp(max=num_q - 1))
-        found = _packed(seen).view(-1, BLOCK, k_blocks, 2).transpose(1, 2)
-        some, every = _kinds(found)
-        full.append(every)
-        partial.append(some & ~every)
-        words.append(found[partial[-1]])
+        seen = rows(of_head // heads, of_head % heads, q.clamp(max=num_q - 1)).contiguous()
+        eights = seen.view(torch.int64).view(-1, BLOCK, k_blocks, BLOCK // 8)  # booleans as bytes of 0 or 1
+        # each byte counts 128 rows
+        count = eights.sum(1).view(torch.uint8).view(-1, k_blocks, BLOCK).sum(-1)
+        full.append(count == BLOCK * BLOCK)
+        partial.append((count > 0) & ~full[-1])
+        words.append(_packed(eights.transpose(1, 2)[partial[-1]]))
     shape = batch, heads, q_blocks, k_blocks
     return _assemble(torch.cat(full).view(shape), torch.cat(partial).view(shape), torch.cat(words), num_q, num_k)
 
 
-def _packed(seen: Tensor) -> Tensor:
-    """Booleans (..., n) as int64 (..., n / 64), the first in the lowest bit."""
-    bytes_ = seen.contiguous().view(torch.int64) * _BITS_OF_BYTES >> 56
-    return bytes_.to(torch.uint8).view(torch.int64)
+def _packed(eights: Tensor) -> Tensor:
+    """Booleans, eight in an int64 (..., n / 8), as bits of int64 (..., n / 64), the first in the lowest."""
+    return (eights * _BITS_OF_BYTES >> 56).to(torch.uint8).view(torch.int64)
 
 
 def _unpacked(words: Tensor) -> Tensor:
@@ -211,7 +212,9 @@ def _assemble(full: Tensor, partial: Tensor, words: Tensor, num_q: int, num_k: i
         first, first_partial = (ends - kinds.sum(-1)).unbind(-1)
         most = (ends[..., 1] - first).argsort(dim=-1, descending=True, stable=True)
         starts.append(torch.stack((first, first_partial, ends[..., 1], most), dim=-1))
-    transposed = torch.cat([_packed(_unpacked(part).transpose(1, 2)) for part in words.split(_PATTERNS)])
+    transposed = torch.cat(
+        [_packed(_unpacked(part).transpose(1, 2).contiguous().view(torch.int64)) for part in words.split(_PATTERNS)]
+    )
     return BlockMask(
         torch.cat(starts, dim=2).to(torch.int32),
         torch.cat(visits).to(torch.int32),
@@ -232,10 +235,10 @@ def _distinct(words: Tensor) -> tuple[Tensor, Tensor]:
     weights = torch.full((2 * BLOCK,), _ODD, device=words.device).cumprod(0)
     mixed = words.flatten(1) * weights
     mixed = (mixed ^ (mixed >> 29)) * _ODD  # else words that differ in their highest bits alone would cancel
-    _, numbers = torch.unique((mixed ^ (mixed >> 32)).sum(1), return_inverse=True)
+    hashes, numbers = torch.unique((mixed ^ (mixed >> 32)).sum(1), return_inverse=True)
     order = torch.arange(count, device=words.device)
-    first = torch.full_like(order, count).scatter_reduce_(0, numbers, order, "amin")
-    kept = words[first[: int(numbers.max()) + 1]]
+    first = order.new_full(hashes.shape, count).scatter_reduce_(0, numbers, order, "amin")
+    kept = words[first]
     return (kept, numbers) if torch.equal(kept[numbers], words) else (words, order)
 
 
@@ -277,7 +280,7 @@ def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
     for part in torch.arange(len(b), device=b.device).split(_PAIRS // BLOCK**2) if len(b) else ():
         at = b[part], h[part], rows[part], cols[part].clamp(max=num_k - 1)
         seen = _booleans(torch.vmap(each)(*at)) | full[b[part], h[part], q[part], k[part], None, None]
-        words.append(_packed(seen & (cols[part] < num_k)[:, None, :]))
+        words.append(_packed((seen & (cols[part] < num_k)[:, None, :]).contiguous().view(torch.int64)))
     words = torch.cat(words)
     some, every = _kinds(words)
     full = full & ~partial

@@ -59,21 +59,22 @@ class KVCache:
             raise ValueError(f"row {row} of the KV cache is in use with {self.length_of[row]} tokens; free it first")
         self._set_length(row, 0)
 
-    def extend(self, rows: list[int], num_tokens: int) -> None:
-        """Make room for `num_tokens` more tokens of each row, which the next call stores.
+    def extend(self, rows: list[int], num_tokens: int | list[int]) -> None:
+        """Make room for `num_tokens` more tokens of each row, or of each its own, which the next call stores.
 
         ValueError where they do not fit, and then nothing changes.
         """
-        for row in rows:
+        counts = [num_tokens] * len(rows) if isinstance(num_tokens, int) else num_tokens
+        for row, count in zip(rows, counts, strict=True):
             self._check_in_use(row)
-            end = self.length_of[row] + num_tokens
+            end = self.length_of[row] + count
             if end > self.max_tokens:
                 raise ValueError(
                     f"row {row} of the KV cache would hold {end} tokens and a row has room for {self.max_tokens}; "
                     "free it or make a cache with larger max_tokens"
                 )
-        for row in rows:
-            self.length_of[row] += num_tokens
+        for row, count in zip(rows, counts, strict=True):
+            self.length_of[row] += count
 
     def free(self, row: int) -> None:
         """Take a row out of use."""
@@ -189,7 +190,7 @@ class PagedKVCache(KVCache):
         num_layers, _, num_kv_heads, _, head_dim = shape
         super()._hold((num_layers, len(self.users_of), num_kv_heads, self.page, head_dim), device, dtype)
 
-    def extend(self, rows: list[int], num_tokens: int) -> None:
+    def extend(self, rows: list[int], num_tokens: int | list[int]) -> None:
         before = list(self.length_of)
         super().extend(rows, num_tokens)
         try:

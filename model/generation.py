@@ -177,7 +177,7 @@ class Generation:
         """Give free rows to those who wait, read their contexts in one call, draw a token of each."""
         taken: list[tuple[int, Continued]] = []
         readers: list[int] = []  # rows that read; the others are forks of the last reader before them
-        reader_of, tokens = [], []
+        reader_of, counts, tokens = [], [], []
         for row in [row for row, sequence in enumerate(self.sequence_of) if sequence is None]:
             if not waiting:
                 break
@@ -186,11 +186,12 @@ class Generation:
                 if readers and len(tokens) + len(context) > PROMPT_TOKENS:
                     break
                 readers.append(row)
+                counts.append(len(context))
                 tokens += context
                 self.cache.allocate(row)
-                self.cache.extend([row], len(context))
             taken.append((row, waiting.popleft()))
             reader_of.append(len(readers) - 1)
+        self.cache.extend(readers, counts)
         prompts = self.cache.prompts(readers)
         # not torch.tensor, which takes milliseconds for as many ids
         ids = torch.frombuffer(array("q", tokens), dtype=torch.int64)

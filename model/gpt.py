@@ -343,7 +343,12 @@ class GPT(nn.Module):
         return torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
 
     def for_inference(self, dtype: torch.dtype) -> "GPT":
-        """A copy in eval mode whose weights are in `dtype`, once and for all; those that are already are shared."""
+        """A copy in eval mode whose weights are in `dtype`, once and for all; those that are already are shared.
+
+        Such a copy is its own: copying the modules takes longer than a short prompt.
+        """
+        if not self.training and all(w.dtype == dtype and not w.requires_grad for w in self.parameters()):
+            return self
         memo = {
             id(weight): nn.Parameter(weight.detach().to(dtype), requires_grad=False) for weight in self.parameters()
         }

@@ -100,6 +100,9 @@ def test_a_copy_for_inference_shares_what_it_can():
     assert same.blocks[0] is not model.blocks[0]
     assert not same.head.weight.requires_grad
     assert model.head.weight.requires_grad
+    assert same.for_inference(torch.float32) is same
+    assert half.for_inference(torch.float32) is not half
+    assert half.train().for_inference(torch.bfloat16) is not half
 
 
 @pytest.mark.parametrize("changes", [{"mlp": "swiglu", "qk_norm": True}, {"mlp": "relu2"}, {"mlp": "gelu"}])
