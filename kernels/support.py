@@ -76,16 +76,14 @@ IMPLEMENTATIONS = {
 }
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_FORWARD_ONLY = ("block_mask",)  # the portable backward takes its O and LSE
 
 # The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
 KERNELS = {
     "hopper": Implementation(
         "hopper",
-        frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "varlen", *_FORWARD_ONLY}),
+        frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "varlen", "block_mask"}),
         _HALVES,
         instead="the portable kernels",
-        exceptions=frozenset((feature, "backward", dtype) for feature in _FORWARD_ONLY for dtype in _HALVES),
     ),
     "kvcache": Implementation(
         "kvcache",
@@ -198,6 +196,8 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backwar
         reason = f"the portable kernels are faster for packed documents with head_dim {head_dim}"
     if reason is None and options.masked and head_dim not in HOPPER_MASKED_HEAD_DIMS:
         reason = f"block masks with head_dim {head_dim} take the portable kernels ({_listed(HOPPER_MASKED_HEAD_DIMS)})"
+    if reason is None and options.masked and backward and options.mask_starts.shape[1] > 1 and "gqa" in features:
+        reason = "the hopper backward walks a group's heads together: a block mask may not tell them apart"
     return reason or _unaddressable_reason(q, k, v)
 
 

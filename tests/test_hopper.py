@@ -398,6 +398,30 @@ def test_simulated_backward_under_options_agrees_with_float64(
         )
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dims", "kv_heads", "num_q", "num_k", "softcap"),
+    [((1, 1), 1, 500, 500, 0.0), ((2, 2), 2, 130, 257, 0.0), ((2, 1), 1, 300, 129, 5.0), ((1, 2), 2, 64, 400, 0.0)],
+)
+def test_simulated_backward_under_a_block_mask(dims, kv_heads, num_q, num_k, softcap, head_dim, simulated_backward):
+    """Rows and columns of blocks without visits, in any order; grouped heads that share a mask; batch and heads."""
+    mask = random_mask(*dims, num_q, num_k, torch.Generator().manual_seed(num_q + num_k))
+    torch.manual_seed(0)
+    q, do = (torch.randn(2, 2, num_q, head_dim) for _ in range(2))
+    k, v = (torch.randn(2, kv_heads, num_k, head_dim) for _ in range(2))
+    dlse = torch.randn(2, 2, num_q)
+    exact = oracle(q, k, v, do, dlse, block_mask=mask, softcap=softcap)
+    options = Options(False, head_dim**-0.5, softcap=softcap, **dict(zip(MASK_TENSORS, mask, strict=False)))
+    dlse = torch.where(torch.isfinite(exact["lse"]), dlse, 0.0)
+    do, q, k, v, o = (_in_nan(x.float()) for x in (do, q, k, v, exact["o"]))
+    inputs = (do, dlse, q, k, v, o, exact["lse"].float(), options)
+    ours = simulated_backward(inputs, False, residents=3, pauses=Random(num_q))
+    for name, gradient in zip(("dq", "dk", "dv"), ours, strict=True):
+        torch.testing.assert_close(
+            gradient.double(), exact[name], atol=2e-5, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
 @pytest.mark.parametrize("head_dim", [width for width in WIDTHS if width <= 128])
 @pytest.mark.parametrize("causal", [True, False])
 def test_simulated_backward_pads_narrow_heads(causal, head_dim, simulated_backward):
@@ -448,7 +472,7 @@ def forwards(monkeypatch) -> list:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", DENSE)
 def test_options_agree_with_float64(head_dim, dtype, case, forwards):
-    """The Hopper forward and the portable backward that takes its O and LSE; NaN in memory beyond every tensor."""
+    """NaN in memory beyond every tensor."""
     for num_q, num_k in SHAPES:
         q, k, v = make_qkv(2, 4, 2, num_q, num_k, head_dim, dtype=dtype, device="cuda", layout="padded")
         ours = compare_with_oracle(flash_attention, q, k, v, **DENSE[case])
@@ -465,7 +489,7 @@ def test_options_agree_with_float64(head_dim, dtype, case, forwards):
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 30), "softcap": 5.0}], ids=["causal", "window"])
 @pytest.mark.parametrize("case", PACKED)
 def test_documents_agree_with_float64(head_dim, options, case, forwards):
-    """No document reads or writes another's rows, and the portable backward finds O and LSE where it expects them."""
+    """No document reads or writes another's rows."""
     lengths_q, lengths_k = PACKED[case]
     kind = {"dtype": torch.bfloat16, "device": "cuda"}
     (q, k, v), arguments = make_packed(lengths_q, lengths_k or lengths_q, 4, 2, head_dim, **kind)
@@ -502,6 +526,27 @@ def test_options_of_padded_heads_agree_with_float64(case, head_dim, forwards):
         named = (dict(zip(("o", "lse"), x, strict=True)) for x in (ours, exact, plain))
         assert_within_budget(*named, factor=3.0 if "softcap" in options else 2.0)
     assert len(forwards) == 3
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize(("dims", "kv_heads"), [((1, 1), 2), ((2, 1), 4), ((1, 4), 4), ((2, 4), 4), ((1, 4), 2)])
+def test_block_masks_agree_with_float64(dims, kv_heads, head_dim, forwards, monkeypatch):
+    """The last mask tells heads of one group apart, and goes back on the portable kernels."""
+    from kernels.hopper import backward as hopper_bwd
+
+    backwards, launch = [], hopper_bwd.launch_hopper_bwd
+    monkeypatch.setattr(hopper_bwd, "launch_hopper_bwd", lambda *a: backwards.append(a) or launch(*a))
+    for num_q, num_k in SHAPES:
+        mask = random_mask(*dims, num_q, num_k, torch.Generator().manual_seed(num_q + head_dim)).to("cuda")
+        qkv = make_qkv(2, 4, kv_heads, num_q, num_k, head_dim, dtype=torch.bfloat16, device="cuda", layout="padded")
+        ours = compare_with_oracle(flash_attention, *qkv, block_mask=mask)
+        again = compare_with_oracle(flash_attention, *qkv, block_mask=mask)
+        assert all(torch.equal(ours[name], again[name]) for name in ours)
+    assert len(forwards) == 2 * len(SHAPES)
+    assert len(backwards) == (2 * len(SHAPES) if (dims[1], kv_heads) != (4, 2) else 0)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..block_masks import BlockMask
 from ..call import Options, key_of
 from ..device import num_sms
 from ..launch import (
@@ -24,50 +25,48 @@ from ..launch import (
 )
 from ..portable.prepare import DELTA_ROWS, delta_launch, documents_launches, in_sixteen_bytes
 from ..portable.tiles import LOG2_E, ROW_PADDING, document_of, document_rows, head_base
+from ..portable.visits import mask_constants
 from . import tma
 from .backward_kernel import hopper_bwd_kernel
 from .backward_schedule import BLOCK_K, ROWS
 from .tma import tile_width
 
 
-@triton.jit(do_not_specialize=["num_heads", "q_tokens", "q_tokens_padded", "k_tokens", "num_docs", "right"])
+@triton.jit(do_not_specialize=["num_heads", "q_tokens", "q_tokens_padded", "num_docs"])
 def _after_kernel(
     dq_sum_ptr,  # (B, Hq, q_tokens_padded * TILE_WIDTH) fp32, each (64, 64) in the order of `in_register_order`
+    turns_ptr,  # (B, Hq, q_tokens_padded / ROWS) int32: how many have added to a tile
     dq_ptr,  # out, (B, Hq, Nq, D)
-    cu_seqlens_q,  # (documents + 1,) int32, or None
-    cu_seqlens_k,
+    cu_seqlens_ptr,  # (documents + 1,) int32, or None
     dq_strides,  # (batch, head, token)
     num_heads,
     q_tokens,  # Nq; all documents together where packed
     q_tokens_padded,
-    k_tokens,
     num_docs,
-    right,  # how far ahead of its diagonal a query sees
     scale,
     HEAD_DIM: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """dQ = scale * its fp32 sum, rounded once; 0 in tiles that see no key, for which nothing was stored."""
+    """dQ = scale * its fp32 sum, rounded once; 0 in tiles that see no key, to which nothing was added."""
     tiles = q_tokens_padded // ROWS
     batch_head = tl.program_id(0) // tiles
     tile = tl.program_id(0) - batch_head * tiles
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
     document = 0
-    if cu_seqlens_q is not None:
+    if cu_seqlens_ptr is not None:
         in_padding: tl.constexpr = ROW_PADDING // ROWS
-        document, padded_tile = document_of(tile // in_padding, cu_seqlens_q, num_docs, ROW_PADDING)
+        document, padded_tile = document_of(tile // in_padding, cu_seqlens_ptr, num_docs, ROW_PADDING)
         tile = padded_tile * in_padding + tile % in_padding
-    row0, num_q = document_rows(document, cu_seqlens_q, q_tokens)
-    _, num_k = document_rows(document, cu_seqlens_k, k_tokens)
+    row0, num_q = document_rows(document, cu_seqlens_ptr, q_tokens)
     rows = tile * ROWS + tl.arange(0, ROWS)
-    seen = (tile * ROWS + ROWS - 1 + num_k - num_q + right >= 0) & (num_k > 0)
+    added = tl.load(turns_ptr + tl.program_id(0)) > 0
     cols = tl.arange(0, TILE_WIDTH)
     stored = tl.load(dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * TILE_WIDTH + tl.arange(0, ROWS * TILE_WIDTH))
     parts = tl.reshape(stored, [TILE_WIDTH // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
     dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
-    dq = tl.where(seen, dq * scale, 0.0)
+    dq = tl.where(added, dq * scale, 0.0)
     dq_strides = in_sixteen_bytes(dq_strides)
     dq_base = head_base(dq_ptr, dq_strides, batch, head, row0, False)
     dq_at = dq_base + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
@@ -85,9 +84,9 @@ class BackwardPlan:
 
 def plan_for(head_dim: int, options: Options, num_q: int) -> BackwardPlan:
     """The fastest or within 3 % of it at 1,024, 4,096 and 16,384 tokens (NOTES.md): one H200, torch 2.11.0,
-    triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048; with a window, a soft-cap
-    or documents as for long causal calls."""
-    if options.local or options.packed or options.softcap:
+    triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048; with a window, a soft-cap,
+    documents or a block mask as for long causal calls."""
+    if options.local or options.packed or options.masked or options.softcap:
         return BackwardPlan(persistent=False, l2_share=1 / 2 if head_dim == 128 else 1 / 4)
     if head_dim == 128:
         return BackwardPlan(persistent=False, l2_share=1 / 4 if num_q <= 1024 else 1 / 2)
@@ -120,7 +119,7 @@ def launch_hopper_bwd(
     do = do if tma_ready(do) else do.contiguous()
     o = o if tma_ready(o) else o.contiguous()
     dq, dk, dv = (tokens_first(x, head_dim) for x in (q, k, v))
-    padding = ROW_PADDING.value if options.packed else ROWS
+    padding = ROW_PADDING.value if options.packed or options.masked else ROWS  # whole blocks of a mask
     padded_rows = grid_tiles(num_q, padding, options.cu_seqlens_q)[1] * padding
     rows = batch * num_heads * padded_rows
     lse_log2, delta = q.new_empty(2, batch * num_heads, padded_rows, dtype=torch.float32)
@@ -149,10 +148,11 @@ def _launches(
     programs = min(items, num_sms(q.device.index)) if schedule.persistent else items
     # of a KV head: its query heads' Q and dO, 16 bits each, and dQ's sum, 32
     section = heads_per_section(q, k, schedule.l2_share, bytes_per_kv_head=8 * num_q * head_dim * group_size)
-    left, right = window_bounds(options, num_q, num_k)
-    right = 0 if options.causal else right
-    # with a soft-cap too: the branch around the mask keeps ptxas from having all of a step's scores in flight
-    bounds = (left, right) if options.local or options.softcap else (None, None)
+    bounds = None, None
+    if options.local or (options.softcap and not options.masked):
+        # a soft-cap too: the branch around the mask keeps ptxas from having all of a step's scores in flight
+        left, right = window_bounds(options, num_q, num_k)
+        bounds = left, 0 if options.causal else right
     describe = tma.packed_descriptor if options.packed else tma.descriptor
     main = (
         describe(q, 64, tile), describe(k, 128, tile), describe(v, 128, tile), describe(do, 64, tile),
@@ -161,17 +161,18 @@ def _launches(
         num_heads, num_kv_heads, batch * num_kv_heads, num_q, delta.shape[1], num_k, section // group_size,
         options.scale, options.scale * LOG2_E.value, options.softcap or None,
         *bounds, given.get("starts_q"), given.get("starts_k"),
-        num_docs if options.packed else None,
+        num_docs if options.packed else None, *(given.get(f"mask_{name}") for name in BlockMask._fields[:3]),
     )  # fmt: skip
     after = (
-        dq_sum, dq, given.get("starts_q"), given.get("starts_k"), dq.stride()[:3], num_heads, num_q, delta.shape[1],
-        num_k, num_docs, right, options.scale,
+        dq_sum, turns, dq, given.get("starts_q"), dq.stride()[:3], num_heads, num_q, delta.shape[1], num_docs,
+        options.scale,
     )  # fmt: skip
+    constants = {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal, **mask_constants(options)}
     return [
         *documents_launches(q, k, **given),
         delta_launch(o, do, lse, dlse, lse_log2, delta, turns=turns, aligned=True, **given),
         Launch(
-            hopper_bwd_kernel, programs, main, {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal},
+            hopper_bwd_kernel, programs, main, constants,
             {"num_warps": 4, "launch_cooperative_grid": schedule.persistent},
         ),
         Launch(

@@ -58,60 +58,15 @@ from .backward_schedule import (
     query_tiles,
     unmasked_from,
 )
+from .backward_scores import pattern_bits, probabilities
+from .masked import Masked
 from .pipeline import store_rows
-from .softmax import log2_factor, logits
 from .tma import slot
 
 
 @gluon.jit
-def _probabilities(scores, lse, key, row, sizes, scale_log2, softcap, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """P^T (KEYS, BLOCK_Q) of the keys from `key` and the queries from `row` on; and what dP^T - delta is multiplied by
-    for dS^T: P^T too, under a soft-cap times the cap's derivative."""
-    capped = logits(scores, scale_log2, softcap)
-    p = gl.exp2(capped * log2_factor(scale_log2, softcap) - lse[None, :])
-    if MASKED:
-        keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
-        columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-        diagonal = row + (sizes.num_k - sizes.num_q)
-        if sizes.window is not None:
-            left, right = sizes.window
-            end = gl.minimum(diagonal + right + 1, sizes.num_k)  # of the keys that the first query sees
-            if (key + KEYS > end) | (key < diagonal + BLOCK_Q - 1 - left):
-                p = _in_window(p, key, diagonal, sizes)
-        elif CAUSAL:
-            last_seen = diagonal + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
-            p = gl.where(keys <= last_seen, p, 0.0)
-        else:
-            p = gl.where(keys < sizes.num_k, p, 0.0)
-    if softcap is not None:
-        return p, p * (1.0 - 4.0 * capped * capped)
-    else:
-        return p, p
-
-
-@gluon.jit
-def _in_window(p, key, diagonal, sizes):
-    """P^T with zeros outside the window: key and diagonal are where the first key and the first query stand.
-
-    Seen as (KEYS, BLOCK_Q / 8, 8), as in `hide`: one comparison with a constant for each bound and no index in a
-    register.
-    """
-    left, right = sizes.window
-    blocks = gl.reshape(p, [KEYS, BLOCK_Q // 8, 8])
-    layout: gl.constexpr = blocks.type.layout
-    block = 8 * gl.arange(0, BLOCK_Q // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    first = gl.where(keys < sizes.num_k, keys - diagonal - right, BLOCK_Q) - offset  # query that sees the key
-    last = keys - diagonal + left - offset
-    return gl.convert_layout(
-        gl.reshape(gl.where((block >= first) & (block <= last), blocks, 0.0), [KEYS, BLOCK_Q]), p.type.layout
-    )
-
-
-@gluon.jit
 def _gradient_step_64(
-    k, v, streamed, ds_smem, barriers, step, key, row, sizes, scale_log2, softcap, dk, dv,
+    k, v, streamed, ds_smem, barriers, step, key, position, sizes, scale_log2, softcap, dk, dv,
     MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dK and dV, and its dS^T. k and v are in registers."""
@@ -125,8 +80,9 @@ def _gradient_step_64(
     scores = product(k, q_smem.index(stage).permute((1, 0)))
     dp = product(v, do_smem.index(stage).permute((1, 0)))
     lse = lse_smem.index(stage).load(columns)
+    bits = pattern_bits(position, key, sizes)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    p, weight = _probabilities(scores, lse, key, row, sizes, scale_log2, softcap, MASKED, CAUSAL)
+    p, weight = probabilities(scores, lse, key, position, bits, sizes, scale_log2, softcap, MASKED, CAUSAL)
     operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
     dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
     delta = delta_smem.index(stage).load(columns)
@@ -159,7 +115,7 @@ def _late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, STAGES: gl.conste
 
 @gluon.jit
 def _gradient_step_128(
-    k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, row, sizes, scale_log2, softcap, dk, dv,
+    k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, position, sizes, scale_log2, softcap, dk, dv,
     FIRST: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dV and its dS^T; and dK's and dQ's of the step before, unless this is the FIRST."""
@@ -177,12 +133,13 @@ def _gradient_step_128(
     v = v_smem.index(nought).slice(KEYS * CONSUMER, KEYS, 0)
     lse = lse_smem.index(stage).load(columns)
     scores = product(k_tile.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage).permute((1, 0)))
+    bits = pattern_bits(position, key, sizes)
     if FIRST:
         scores = warpgroup_mma_wait(0, deps=(scores,))
     else:
         dq, dk = _late_products(k_tile, q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
         scores = warpgroup_mma_wait(2, deps=(scores,))
-    p, weight = _probabilities(scores, lse, key, row, sizes, scale_log2, softcap, MASKED, CAUSAL)
+    p, weight = probabilities(scores, lse, key, position, bits, sizes, scale_log2, softcap, MASKED, CAUSAL)
     if not FIRST:
         turn = wait_for_turn(turns, step - 1)
         dq = warpgroup_mma_wait(1, deps=(dq,))
@@ -224,7 +181,7 @@ def _consumer(
     for done in range(num_own_items(sizes)):
         tile, batch, kv_head = owned(done, sizes, CAUSAL)
         key = tile * BLOCK_K + KEYS * CONSUMER
-        first, end = query_tiles(tile, sizes, CAUSAL)
+        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         unmasked = unmasked_from(key, first, end, sizes, CAUSAL)
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_full.index(k_stage), k_phase)
@@ -241,19 +198,19 @@ def _consumer(
             for _ in range(sizes.num_heads // sizes.num_kv_heads):
                 for query_tile in range(first, unmasked):
                     dk, dv = _gradient_step_64(
-                        k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile * BLOCK_Q, sizes,
+                        k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
                         scale_log2, softcap, dk, dv, True, STAGES, CAUSAL, CONSUMER,
                     )  # fmt: skip
-                if sizes.window is None:
+                if sizes.window is None and sizes.masked is None:
                     for query_tile in range(unmasked, end):
                         dk, dv = _gradient_step_64(
-                            k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile * BLOCK_Q, sizes,
+                            k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
                             scale_log2, softcap, dk, dv, False, STAGES, CAUSAL, CONSUMER,
                         )  # fmt: skip
                 step += end - first
         elif first < end:
             dk, dv = _gradient_step_128(
-                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step, key, first * BLOCK_Q, sizes,
+                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step, key, first, sizes,
                 scale_log2, softcap, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
             )  # fmt: skip
             begun = first + 1
@@ -261,13 +218,13 @@ def _consumer(
                 for query_tile in range(begun, unmasked):
                     dk, dv = _gradient_step_128(
                         k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                        query_tile * BLOCK_Q, sizes, scale_log2, softcap, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
+                        query_tile, sizes, scale_log2, softcap, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
                     )  # fmt: skip
-                if sizes.window is None:
+                if sizes.window is None and sizes.masked is None:
                     for query_tile in range(gl.maximum(begun, unmasked), end):
                         dk, dv = _gradient_step_128(
                             k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                            query_tile * BLOCK_Q, sizes, scale_log2, softcap, dk, dv,
+                            query_tile, sizes, scale_log2, softcap, dk, dv,
                             False, False, STAGES, CAUSAL, CONSUMER,
                         )  # fmt: skip
                 begun = first
@@ -340,9 +297,14 @@ def hopper_bwd_kernel(
     cu_seqlens_q,  # (documents + 1,) int32, or None
     cu_seqlens_k,
     num_docs,
+    mask_starts,  # of a BlockMask, or None
+    mask_visits,
+    mask_bits,
     HEAD_DIM: gl.constexpr,  # of the tiles, 64 or 128: D is at most this
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK_OF_BATCH: gl.constexpr,  # dimensions of the block mask
+    MASK_OF_HEAD: gl.constexpr,
 ):
     if cu_seqlens_q is not None:
         item, its_num_q, its_num_k = packed_item(
@@ -356,6 +318,10 @@ def hopper_bwd_kernel(
         window = (window_left, window_right)
     else:
         window: gl.constexpr = None
+    if mask_starts is not None:
+        masked = Masked(mask_starts, mask_visits, mask_bits, MASK_OF_BATCH, MASK_OF_HEAD)
+    else:
+        masked: gl.constexpr = None
     K_STAGES: gl.constexpr = 128 // HEAD_DIM
     dtype: gl.constexpr = q_desc.dtype
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
@@ -402,7 +368,9 @@ def hopper_bwd_kernel(
     tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem)
     loads = (k_full, k_empty, v_full, v_empty, full, empty)
     barriers = (k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty)
-    sizes = Sizes(num_heads, num_kv_heads, num_batch_kv_heads, its_num_q, its_num_k, heads_per_section, window, item)
+    sizes = Sizes(
+        num_heads, num_kv_heads, num_batch_kv_heads, its_num_q, its_num_k, heads_per_section, window, item, masked
+    )
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     turns = (announced, turn_ready)
     outputs = (dk_desc, dv_desc)

@@ -9,7 +9,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from . import tma
-from .backward_schedule import BLOCK_K, BLOCK_Q, adds_before, first_rows, num_own_items, owned, query_tiles
+from .backward_schedule import (
+    BLOCK_K,
+    BLOCK_Q,
+    adds_before,
+    first_rows,
+    num_own_items,
+    owned,
+    query_tile_at,
+    query_tiles,
+)
 from .pipeline import load_rows
 from .tma import slot
 
@@ -44,11 +53,11 @@ def producer(
         mbarrier.wait(v_empty, (done & 1) ^ 1)
         mbarrier.expect(v_full, k_bytes)
         load_rows(v_desc, batch, kv_head, tile * BLOCK_K, k_row0, sizes.num_k, v_full, v_smem)
-        first, end = query_tiles(tile, sizes, CAUSAL)
+        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         for member in range(group_size):
             head = kv_head * group_size + member
-            for query_tile in range(first, end):
-                row = query_tile * BLOCK_Q
+            for position in range(first, end):
+                row = query_tile_at(position, sizes) * BLOCK_Q
                 stage, phase = slot(step, STAGES)
                 ready = full.index(stage)
                 mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -119,12 +128,13 @@ def turn_keeper(
     before = 0
     for done in range(num_own_items(sizes)):
         tile, batch, kv_head = owned(done, sizes, CAUSAL)
-        first, end = query_tiles(tile, sizes, CAUSAL)
+        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         steps = end - first
         for step in range((before + WHICH) & 1, group_size * steps, KEEPERS):
             member = step // steps
-            query_tile = first + step - member * steps
-            turn = adds_before(query_tile, tile, sizes, CAUSAL)
+            position = first + step - member * steps
+            turn = adds_before(position, tile, sizes, CAUSAL)
+            query_tile = query_tile_at(position, sizes)
             place = (batch * sizes.num_heads + kv_head * group_size + member) * (num_q_padded // BLOCK_Q) + query_tile
             place += padded_row0 // BLOCK_Q
             if turn > 0:
@@ -147,8 +157,8 @@ def query_gradient(
     k_full, k_empty, ds_full, ds_empty = barriers
     step = 0
     for done in range(num_own_items(sizes)):
-        tile, _batch, _kv_head = owned(done, sizes, CAUSAL)
-        first, end = query_tiles(tile, sizes, CAUSAL)
+        tile, batch, kv_head = owned(done, sizes, CAUSAL)
+        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_full.index(k_stage), k_phase)
         for _ in range(sizes.num_heads // sizes.num_kv_heads * (end - first)):

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from ..portable.record import record
 from ..portable.tiles import ROW_PADDING, Mask, document_rows, end_query, first_query, longest_first, section_tile
+from .masked import Masked, first_line
 
 ROWS = 64  # of a query tile, and of a turn
 BLOCK_Q = gl.constexpr(ROWS)
@@ -47,6 +48,7 @@ class Sizes:
     heads_per_section: gl.tensor  # KV heads
     window: tuple  # (left, right), or None
     item: Item  # or None
+    masked: Masked  # or None
 
 
 @gluon.jit
@@ -94,16 +96,22 @@ def owned(done, sizes, CAUSAL: gl.constexpr):
         num_tiles = (sizes.num_k + BLOCK_K - 1) // BLOCK_K
         tile, batch_kv_head = section_tile(item, num_tiles, sizes.num_batch_kv_heads, sizes.heads_per_section, False)
         batch = batch_kv_head // sizes.num_kv_heads
-        if CAUSAL or sizes.window is not None:
+        if CAUSAL or sizes.window is not None or sizes.masked is not None:
             tile = num_tiles - 1 - tile
         return tile, batch, batch_kv_head - batch * sizes.num_kv_heads
 
 
 @gluon.jit
-def query_tiles(tile, sizes, CAUSAL: gl.constexpr):
-    """Query tiles that see a key of this tile, as (first, end)."""
+def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
+    """Query tiles that see a key of this tile, as positions (first, end): their numbers or, of a block mask, places in
+    its visits times 2, of which each is two query tiles."""
     end = (sizes.num_q + BLOCK_Q - 1) // BLOCK_Q
-    if sizes.window is not None:
+    if sizes.masked is not None:
+        head = kv_head * (sizes.num_heads // sizes.num_kv_heads)  # the others of its group have the same mask
+        line = first_line(sizes.masked, batch, head, sizes.num_heads, sizes.num_q, sizes.num_k)
+        entry = line + ((sizes.num_q + 127) // 128 + tile) * 4
+        return gl.load(entry) * 2, gl.load(entry + 2) * 2
+    elif sizes.window is not None:
         mask = Mask(sizes.num_q, sizes.num_k, sizes.window, CAUSAL, True)
         position = tile * BLOCK_K - (sizes.num_k - sizes.num_q)
         first = gl.minimum(first_query(position, mask) // BLOCK_Q, end)
@@ -118,12 +126,22 @@ def query_tiles(tile, sizes, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def query_tile_at(position, sizes):
+    """The number of the query tile at a position."""
+    if sizes.masked is not None:
+        block = gl.load(sizes.masked.visits + position // 2 * 4 + 2) & 65535
+        return block * 2 + position % 2
+    else:
+        return position
+
+
+@gluon.jit
 def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
     """The first of the query tiles first .. end that a consumer with keys key .. key + KEYS needs no mask for.
 
-    Under a window there is none: a step finds out by itself.
+    Under a window or a block mask there is none: a step finds out by itself.
     """
-    if sizes.window is not None:
+    if sizes.window is not None or sizes.masked is not None:
         return end
     elif CAUSAL:
         mask = Mask(sizes.num_q, sizes.num_k, None, CAUSAL, False)
@@ -135,15 +153,17 @@ def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def adds_before(query_tile, tile, sizes, CAUSAL: gl.constexpr):
-    """How many items add to a query tile's dQ before that of this key tile."""
+def adds_before(position, tile, sizes, CAUSAL: gl.constexpr):
+    """How many items add to the dQ of the query tile at a position before that of this key tile."""
     last = (sizes.num_k + BLOCK_K - 1) // BLOCK_K - 1
-    if sizes.window is not None:
+    if sizes.masked is not None:
+        return gl.load(sizes.masked.visits + position // 2 * 4 + 2) >> 16
+    elif sizes.window is not None:
         _left, right = sizes.window
-        last_seen = (query_tile * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q + right) // BLOCK_K
+        last_seen = (position * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q + right) // BLOCK_K
         return gl.minimum(last_seen, last) - tile
     elif CAUSAL:
-        last_seen = (query_tile * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q) // BLOCK_K
+        last_seen = (position * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q) // BLOCK_K
         return gl.minimum(last_seen, last) - tile
     elif sizes.item is not None:
         return last - tile

@@ -1,4 +1,5 @@
-"""Block masks in the Hopper forward: a program's 128 queries are one row of the mask's blocks, a visit is one key tile.
+"""Block masks in the Hopper kernels. In the forward a program's 128 queries are one row of the mask's blocks, and a
+visit is one key tile.
 
 Visits are walked from a row's last to its first, so that the partial ones come before the full ones: the order in which
 a dense call meets its masked and its other tiles. One schedule serves both.
@@ -23,6 +24,17 @@ class Masked:
 
 
 @gluon.jit
+def first_line(masked, batch, head, num_heads, num_q, num_k):
+    """Where the rows of blocks of a head of queries begin in `starts`."""
+    which = 0
+    if masked.OF_HEAD:
+        which = batch * num_heads + head if masked.OF_BATCH else head
+    elif masked.OF_BATCH:
+        which = batch
+    return masked.starts + which * ((num_q + 127) // 128 + (num_k + 127) // 128) * 4
+
+
+@gluon.jit
 def program_tiles(tile, batch_head, num_tiles, mask, call, build):
     """(first row, first, end, full_end) of a program's query tile: the key tiles that it visits.
 
@@ -30,15 +42,9 @@ def program_tiles(tile, batch_head, num_tiles, mask, call, build):
     is visited at least: where a row of blocks has no visit, the first of the list, which shows nothing.
     """
     if call.masked is not None:
-        sizes = call.sizes
-        masked = call.masked
-        batch = batch_head // sizes.num_heads
-        which = 0
-        if masked.OF_HEAD:
-            which = batch_head if masked.OF_BATCH else batch_head - batch * sizes.num_heads
-        elif masked.OF_BATCH:
-            which = batch
-        line = masked.starts + which * (num_tiles + (sizes.num_k + 127) // 128) * 4
+        batch = batch_head // call.sizes.num_heads
+        head = batch_head - batch * call.sizes.num_heads
+        line = first_line(call.masked, batch, head, call.sizes.num_heads, call.sizes.num_q, call.sizes.num_k)
         block = gl.load(line + tile * 4 + 3)  # those with the most visits first
         first = gl.load(line + block * 4)
         end = gl.load(line + block * 4 + 2)
@@ -67,7 +73,7 @@ def row_tiles(rows, loaded, mask, call, build):
 def first_key(place, masked, BLOCK_K: gl.constexpr):
     """The first key of the tile at a place."""
     if masked is not None:
-        return gl.load(masked.visits + place * 2) * 128
+        return gl.load(masked.visits + place * 4) * 128
     else:
         return place * BLOCK_K
 
@@ -85,7 +91,7 @@ def pattern_words(row, place, masked, s_layout: gl.constexpr):
     words: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
     rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, words))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, words))
-    pattern = gl.load(masked.visits + place * 2 + 1)
+    pattern = gl.load(masked.visits + place * 4 + 1)
     return gl.load(masked.bits + pattern.to(gl.int64) * 1024 + (rows[:, None] * 4 + word[None, :]))
 
 

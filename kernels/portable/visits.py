@@ -69,7 +69,7 @@ def visits_of(
     entry = _line(switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD) + number * 4
     first = tl.load(entry)
     full, end = (tl.load(entry + 1) - first) * MASK_BLOCK, (tl.load(entry + 2) - first) * MASK_BLOCK
-    return Visits(switches.mask_visits + first.to(tl.int64) * 2, full, end, switches.mask_bits, SIDE)
+    return Visits(switches.mask_visits + first.to(tl.int64) * 4, full, end, switches.mask_bits, SIDE)
 
 
 @triton.jit
@@ -79,13 +79,13 @@ def visited(position, visits):
         return position
     else:
         place = position // MASK_BLOCK
-        return tl.load(visits.entries + place * 2) * MASK_BLOCK + (position - place * MASK_BLOCK)
+        return tl.load(visits.entries + place * 4) * MASK_BLOCK + (position - place * MASK_BLOCK)
 
 
 @triton.jit
 def bits_at(position, visits):
     """Where the pattern of the partial block at a position begins."""
-    pattern = tl.load(visits.entries + position // MASK_BLOCK * 2 + 1)
+    pattern = tl.load(visits.entries + position // MASK_BLOCK * 4 + 1)
     return visits.bits + (pattern.to(tl.int64) * 2 + visits.SIDE) * (MASK_BLOCK * 4)
 
 

@@ -150,7 +150,8 @@ def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
             else:
                 _launch_hopper_bwd(q, k, v, its_options)
         yield (dtype, mask), launches
-    for head_dim, mask, words in product((64, 128), ("causal", "full", "window"), options):
+    calls = [*product((64, 128), ("causal", "full", "window"), options), *product((64, 128), ("full",), BLOCK_MASKS)]
+    for head_dim, mask, words in calls:
         with recorded() as launches:
             _launch_hopper_bwd(*call(head_dim, "bf16", mask, words))
         yield ("bf16", mask, *words), launches
