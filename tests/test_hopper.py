@@ -455,10 +455,11 @@ def test_dq_is_added_in_one_order_by_any_number_of_programs(causal, head_dim, si
 
 @pytest.fixture
 def forwards(monkeypatch) -> list:
-    """The Hopper forward's calls, which take documents of any head_dim here."""
+    """The Hopper forward's calls, which take documents and block masks of any head_dim here."""
     from kernels.hopper import forward as hopper_fwd
 
     monkeypatch.setattr(support, "HOPPER_PACKED_HEAD_DIMS", support.HOPPER_HEAD_DIMS)
+    monkeypatch.setattr(support, "HOPPER_MASKED_HEAD_DIMS", support.HOPPER_BACKWARD_HEAD_DIMS)
     monkeypatch.setattr("kernels.launch.PLANS", {})  # what was chosen before
     calls, launch = [], hopper_fwd.launch_hopper_fwd
     monkeypatch.setattr(hopper_fwd, "launch_hopper_fwd", lambda *a: calls.append(a) or launch(*a))
@@ -616,6 +617,7 @@ def test_the_matrix_says_which_kernel_runs(feature, dtype, monkeypatch):
         monkeypatch.setattr(module, name, lambda *a, which=which, launch=launch: launches.append(which) or launch(*a))
     monkeypatch.setattr("kernels.launch.PLANS", {})
     monkeypatch.setattr(support, "HOPPER_PACKED_HEAD_DIMS", support.HOPPER_HEAD_DIMS)
+    monkeypatch.setattr(support, "HOPPER_MASKED_HEAD_DIMS", support.HOPPER_BACKWARD_HEAD_DIMS)
     which, q, k, v, options = call_for([feature], dtype, "cuda")
     widen = [torch.randn((*x.shape[:-1], 64), device="cuda").to(dtype).requires_grad_() for x in (q, k, v)]
     if feature == "head_dim_v":
@@ -654,16 +656,17 @@ def test_the_backward_adds_in_one_order(head_dim, num_kv_heads, causal):
 
 @pytest.mark.gpu
 @needs_hopper
-def test_documents_with_narrow_heads_take_the_portable_kernels():
+def test_documents_with_narrow_heads_take_the_portable_forward():
     ends = torch.tensor([0, 100, 512], device="cuda", dtype=torch.int32)
     documents = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 412, "max_seqlen_k": 412}
     options = Options(True, 0.1, **documents)
     for head_dim, reason in (
         (128, None),
-        (64, "the portable kernels are faster for packed documents with head_dim 64"),
+        (64, "the portable forward is faster for packed documents with head_dim 64"),
     ):
         q = torch.randn(1, 1, 512, head_dim, device="cuda", dtype=torch.bfloat16)
         assert support.why_not_hopper(q, q, q, options) == reason
+        assert support.why_not_hopper(q, q, q, options, backward=True) is None
 
 
 @pytest.mark.parametrize(
