@@ -95,7 +95,8 @@ def keys_met(
     q_start, mask, switches, batch, head, num_heads, q_tokens, k_tokens,
     OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A query tile's visits, without entries where there is no block mask, and the bounds of its key loops, as of `visible_keys`."""
+    """A query tile's visits, without entries where there is no block mask; and the bounds of its key loops, as of
+    `visible_keys`."""
     if switches.mask_starts is not None:
         visits = visits_of(q_start, switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD, 0)
         return visits, 0, visits.full, visits.full, visits.end
