@@ -5,7 +5,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch, grid_tiles, padded
-from .tiles import LOG2_E, ROW_PADDING, Rows, document_of, document_rows, head_base, load_tile
+from .tiles import (
+    LOG2_E,
+    ROW_PADDING,
+    Rows,
+    document_of,
+    document_rows,
+    head_base,
+    load_tile,
+    longest_first,
+    tile_counts,
+)
 
 DELTA_ROWS = 64  # memory-bound: any tile that fills the loads' vectors will do
 _DOCUMENTS = 1024  # looked at together
@@ -70,6 +80,47 @@ def documents_launches(
         cu_seqlens_q, cu_seqlens_k, starts_q, starts_k, cu_seqlens_q.shape[0] - 1, q.shape[2], k.shape[2],
     )  # fmt: skip
     return [Launch(_documents_kernel, 2, arguments, {"BLOCK": _DOCUMENTS}, {"num_warps": 4})]
+
+
+@triton.jit(do_not_specialize=["num_docs", "q_tokens", "k_tokens"])
+def _document_tiles_kernel(
+    starts_q,  # (documents + 1,) int32
+    starts_k,
+    tiles,  # out, (1 + tiles, 8) int32
+    num_docs,
+    q_tokens,
+    k_tokens,
+    BLOCK: tl.constexpr,
+):
+    """List the tiles of BLOCK packed queries by `longest_first`: a row holds the tile's number inside its document, and
+    of the document the first query, the queries, the first key, the keys. The row before the first holds their number.
+
+    Grid: as many programs as there can be tiles.
+    """
+    document, tile = longest_first(tl.program_id(0), starts_q, num_docs, BLOCK)
+    if tl.program_id(0) == 0:
+        count = 0
+        for first in range(0, num_docs, 128):
+            count += tl.sum(tile_counts(first + tl.arange(0, 128), starts_q, num_docs, BLOCK), 0)
+        tl.store(tiles, count)
+    if document >= 0:
+        q_row0, num_q = document_rows(document, starts_q, q_tokens)
+        k_row0, num_k = document_rows(document, starts_k, k_tokens)
+        row = tiles + (1 + tl.program_id(0)) * 8
+        tl.store(row, tile)
+        tl.store(row + 1, q_row0)
+        tl.store(row + 2, num_q)
+        tl.store(row + 3, k_row0)
+        tl.store(row + 4, num_k)
+
+
+def document_tiles_launch(
+    q: Tensor, k: Tensor, block: int, *, starts_q: Tensor, starts_k: Tensor, document_tiles: Tensor, **others: Tensor
+) -> Launch:
+    """The launch that lists the tiles of `block` queries in `document_tiles`."""
+    num_docs, num_tiles = grid_tiles(q.shape[2], block, starts_q)
+    arguments = starts_q, starts_k, document_tiles, num_docs, q.shape[2], k.shape[2]
+    return Launch(_document_tiles_kernel, num_tiles, arguments, {"BLOCK": block}, {"num_warps": 4})
 
 
 @triton.jit
