@@ -23,7 +23,14 @@ from ..launch import (
     tokens_first,
     window_bounds,
 )
-from ..portable.prepare import DELTA_ROWS, delta_launch, documents_launches, in_sixteen_bytes
+from ..portable.prepare import (
+    DELTA_ROWS,
+    delta_launch,
+    document_tiles,
+    document_tiles_launch,
+    documents_launches,
+    in_sixteen_bytes,
+)
 from ..portable.tiles import LOG2_E, ROW_PADDING, document_of, document_rows, head_base
 from ..portable.visits import mask_constants
 from . import tma
@@ -130,6 +137,8 @@ def launch_hopper_bwd(
         "dq_sum": q.new_empty(rows * tile_width(head_dim), dtype=torch.float32), "dq": dq, "dk": dk, "dv": dv,
         **option_tensors(options),
     }  # fmt: skip
+    if options.packed:
+        tensors["tiles"] = document_tiles(k, BLOCK_K.value, options.cu_seqlens_k)
     run(plan, tensors, partial(_launches, options, schedule))
     return dq, dk, dv, q.new_empty(0, dtype=torch.float32)
 
@@ -160,16 +169,19 @@ def _launches(
         describe(dk, tile, tile), describe(dv, tile, tile), turns,
         num_heads, num_kv_heads, batch * num_kv_heads, num_q, delta.shape[1], num_k, section // group_size,
         options.scale, options.scale * LOG2_E.value, options.softcap or None,
-        *bounds, given.get("starts_q"), given.get("starts_k"),
-        num_docs if options.packed else None, *(given.get(f"mask_{name}") for name in BlockMask._fields[:3]),
+        *bounds, given.get("tiles"), *(given.get(f"mask_{name}") for name in BlockMask._fields[:3]),
     )  # fmt: skip
     after = (
         dq_sum, turns, dq, given.get("starts_q"), dq.stride()[:3], num_heads, num_q, delta.shape[1], num_docs,
         options.scale,
     )  # fmt: skip
     constants = {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal, **mask_constants(options)}
+    launches = documents_launches(q, k, **given)
+    if options.packed:
+        starts = given["starts_k"], given["starts_q"]
+        launches.append(document_tiles_launch(k, q, BLOCK_K.value, *starts, given["tiles"]))
     return [
-        *documents_launches(q, k, **given),
+        *launches,
         delta_launch(o, do, lse, dlse, lse_log2, delta, turns=turns, aligned=True, **given),
         Launch(
             hopper_bwd_kernel, programs, main, constants,

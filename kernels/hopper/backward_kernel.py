@@ -268,7 +268,7 @@ def _consumer(
 @gluon.jit(
     do_not_specialize=[
         "num_heads", "num_kv_heads", "num_batch_kv_heads", "num_q", "num_q_padded", "num_k", "heads_per_section",
-        "window_left", "window_right", "num_docs",
+        "window_left", "window_right",
     ]
 )  # fmt: skip
 def hopper_bwd_kernel(
@@ -294,9 +294,7 @@ def hopper_bwd_kernel(
     softcap,  # None without
     window_left,  # None without
     window_right,
-    cu_seqlens_q,  # (documents + 1,) int32, or None
-    cu_seqlens_k,
-    num_docs,
+    document_tiles,  # of `_document_tiles_kernel`, of keys, or None
     mask_starts,  # of a BlockMask, or None
     mask_visits,
     mask_bits,
@@ -306,10 +304,8 @@ def hopper_bwd_kernel(
     MASK_OF_BATCH: gl.constexpr,  # dimensions of the block mask
     MASK_OF_HEAD: gl.constexpr,
 ):
-    if cu_seqlens_q is not None:
-        item, its_num_q, its_num_k = packed_item(
-            cu_seqlens_q, cu_seqlens_k, num_q, num_k, num_docs, num_kv_heads, heads_per_section
-        )
+    if document_tiles is not None:
+        item, its_num_q, its_num_k = packed_item(document_tiles, num_kv_heads, heads_per_section)
     else:
         item: gl.constexpr = None
         its_num_q = num_q

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..portable.record import record
-from ..portable.tiles import ROW_PADDING, Mask, document_rows, end_query, first_query, longest_first, section_tile
+from ..portable.tiles import ROW_PADDING, Mask, end_query, first_query, section_tile
 from .masked import Masked, first_line
 
 ROWS = 64  # of a query tile, and of a turn
@@ -52,16 +52,16 @@ class Sizes:
 
 
 @gluon.jit
-def packed_item(cu_seqlens_q, cu_seqlens_k, q_tokens, k_tokens, num_docs, num_kv_heads, heads_per_section):
+def packed_item(document_tiles, num_kv_heads, heads_per_section):
     """(what a program owns of packed documents, that document's number of queries, of keys)."""
-    num_tiles = k_tokens // BLOCK_K + num_docs
-    ordinal, kv_head = section_tile(gl.program_id(0), num_tiles, num_kv_heads, heads_per_section, False)
-    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    document, tile = longest_first(ordinal, cu_seqlens_k, num_docs, BLOCK_K, lanes)
-    count = gl.where(document < 0, 0, 1)
-    document = gl.maximum(document, 0)
-    q_row0, num_q = document_rows(document, cu_seqlens_q, q_tokens)
-    k_row0, num_k = document_rows(document, cu_seqlens_k, k_tokens)
+    num_tiles = gl.load(document_tiles)
+    items = num_tiles * num_kv_heads
+    count = gl.where(gl.program_id(0) < items, 1, 0)
+    ordinal = gl.minimum(gl.program_id(0), items - 1)
+    number, kv_head = section_tile(ordinal, num_tiles, num_kv_heads, heads_per_section, False)
+    row = document_tiles + (1 + number) * 8
+    tile, k_row0, num_k = gl.load(row), gl.load(row + 1), gl.load(row + 2)
+    q_row0, num_q, document = gl.load(row + 3), gl.load(row + 4), gl.load(row + 5)
     padded_row0 = (q_row0 // ROW_PADDING + document) * ROW_PADDING
     return Item(count, tile, kv_head, q_row0, k_row0, padded_row0), num_q, num_k
 

@@ -39,7 +39,7 @@ from ..launch import (
     tokens_first,
     window_bounds,
 )
-from ..portable.prepare import document_tiles_launch, documents_launches
+from ..portable.prepare import document_tiles, document_tiles_launch, documents_launches
 from ..portable.record import record
 from ..portable.tiles import LN_2, LOG2_E, Mask
 from ..portable.visits import mask_constants
@@ -369,8 +369,7 @@ def launch_hopper_fwd(
     o, lse = tokens_first(q, q.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **option_tensors(options)}
     if options.packed:  # of any plan: no tile is smaller than 64 rows
-        num_tiles = grid_tiles(q.shape[2], 64, options.cu_seqlens_q)[1]
-        tensors["document_tiles"] = q.new_empty(1 + num_tiles, 8, dtype=torch.int32)
+        tensors["tiles"] = document_tiles(q, 64, options.cu_seqlens_q)
     run(plan, tensors, partial(_launches, options, schedule))
     return o, lse
 
@@ -391,7 +390,7 @@ def _launches(
         describe(o, 64, tile), lse,
         num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
         options.scale * LOG2_E.value, options.softcap or None, *window_bounds(options, num_q, num_k),
-        given.get("document_tiles"), given.get("mask_starts"), given.get("mask_visits"), given.get("mask_bits"),
+        given.get("tiles"), given.get("mask_starts"), given.get("mask_visits"), given.get("mask_bits"),
     )  # fmt: skip
     constants = {
         "HEAD_DIM": tile, "BLOCK_K": schedule.block_k, "CONSUMERS": schedule.consumers, "STAGES": schedule.stages,
@@ -400,5 +399,6 @@ def _launches(
     }  # fmt: skip
     launches = documents_launches(q, k, **given)
     if options.packed:
-        launches.append(document_tiles_launch(q, k, 64 * schedule.consumers, **given))
+        starts = given["starts_q"], given["starts_k"]
+        launches.append(document_tiles_launch(q, k, 64 * schedule.consumers, *starts, given["tiles"]))
     return [*launches, Launch(hopper_fwd_kernel, programs, arguments, constants, {"num_warps": 4})]

@@ -1,5 +1,6 @@
 """What both engines launch before their main kernels: a packing that is right, and the backward's rows."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -84,42 +85,49 @@ def documents_launches(
 
 @triton.jit(do_not_specialize=["num_docs", "q_tokens", "k_tokens"])
 def _document_tiles_kernel(
-    starts_q,  # (documents + 1,) int32
-    starts_k,
+    starts,  # (documents + 1,) int32, of queries or of keys
+    other_starts,  # of the others
     tiles,  # out, (1 + tiles, 8) int32
     num_docs,
-    q_tokens,
-    k_tokens,
+    num_tokens,
+    other_tokens,
     BLOCK: tl.constexpr,
 ):
-    """List the tiles of BLOCK packed queries by `longest_first`: a row holds the tile's number inside its document, and
-    of the document the first query, the queries, the first key, the keys. The row before the first holds their number.
+    """List the tiles of BLOCK packed tokens by `longest_first`: a row holds the tile's number inside its document, that
+    document's first token and their number, its first one of the others and their number, and the document. The row
+    before the first holds how many there are.
 
     Grid: as many programs as there can be tiles.
     """
-    document, tile = longest_first(tl.program_id(0), starts_q, num_docs, BLOCK)
+    document, tile = longest_first(tl.program_id(0), starts, num_docs, BLOCK)
     if tl.program_id(0) == 0:
         count = 0
         for first in range(0, num_docs, 128):
-            count += tl.sum(tile_counts(first + tl.arange(0, 128), starts_q, num_docs, BLOCK), 0)
+            count += tl.sum(tile_counts(first + tl.arange(0, 128), starts, num_docs, BLOCK), 0)
         tl.store(tiles, count)
     if document >= 0:
-        q_row0, num_q = document_rows(document, starts_q, q_tokens)
-        k_row0, num_k = document_rows(document, starts_k, k_tokens)
+        first, length = document_rows(document, starts, num_tokens)
+        other_first, other_length = document_rows(document, other_starts, other_tokens)
         row = tiles + (1 + tl.program_id(0)) * 8
         tl.store(row, tile)
-        tl.store(row + 1, q_row0)
-        tl.store(row + 2, num_q)
-        tl.store(row + 3, k_row0)
-        tl.store(row + 4, num_k)
+        tl.store(row + 1, first)
+        tl.store(row + 2, length)
+        tl.store(row + 3, other_first)
+        tl.store(row + 4, other_length)
+        tl.store(row + 5, document)
+
+
+def document_tiles(x: Tensor, block: int, starts: Tensor) -> Tensor:
+    """Memory for `document_tiles_launch`."""
+    return x.new_empty(1 + grid_tiles(x.shape[2], block, starts)[1], 8, dtype=torch.int32)
 
 
 def document_tiles_launch(
-    q: Tensor, k: Tensor, block: int, *, starts_q: Tensor, starts_k: Tensor, document_tiles: Tensor, **others: Tensor
+    x: Tensor, others: Tensor, block: int, starts: Tensor, other_starts: Tensor, tiles: Tensor
 ) -> Launch:
-    """The launch that lists the tiles of `block` queries in `document_tiles`."""
-    num_docs, num_tiles = grid_tiles(q.shape[2], block, starts_q)
-    arguments = starts_q, starts_k, document_tiles, num_docs, q.shape[2], k.shape[2]
+    """The launch that lists the tiles of `block` tokens of packed x (1, H, N, D) in `tiles`; see the kernel."""
+    num_docs, num_tiles = grid_tiles(x.shape[2], block, starts)
+    arguments = starts, other_starts, tiles, num_docs, x.shape[2], others.shape[2]
     return Launch(_document_tiles_kernel, num_tiles, arguments, {"BLOCK": block}, {"num_warps": 4})
 
 
