@@ -315,7 +315,7 @@ def hopper_bwd_kernel(
     else:
         window: gl.constexpr = None
     if mask_starts is not None:
-        masked = Masked(mask_starts, mask_visits, mask_bits, MASK_OF_BATCH, MASK_OF_HEAD)
+        masked = Masked(mask_starts, mask_visits, mask_bits, None, MASK_OF_BATCH, MASK_OF_HEAD)
     else:
         masked: gl.constexpr = None
     K_STAGES: gl.constexpr = 128 // HEAD_DIM

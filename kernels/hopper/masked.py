@@ -19,6 +19,7 @@ class Masked:
     starts: gl.tensor  # of BlockMask
     visits: gl.tensor
     bits: gl.tensor
+    patterns: gl.shared_memory_descriptor  # (STAGES, 1) int32: a key tile's pattern, in the forward
     OF_BATCH: gl.constexpr
     OF_HEAD: gl.constexpr
 
@@ -79,19 +80,30 @@ def first_key(place, masked, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
+def announce_pattern(place, stage, masked):
+    """Tell the consumers which pattern the key tile has that a stage is about to hold: one load from global memory less
+    between them and its bits. By the producer's one warp."""
+    if masked is not None:
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        pattern = gl.load(masked.visits + place * 4 + 1)
+        masked.patterns.index(stage).store(gl.full([1], pattern, gl.int32, one))
+
+
+@gluon.jit
 def seen_scores(s_layout: gl.constexpr):
     """The layout of scores (64, 128) as (row, word of 32 columns, block of 8 in it, column in the block)."""
     return gl.reshape(gl.zeros([64, 128], gl.float32, s_layout), [64, 4, 4, 8])
 
 
 @gluon.jit
-def pattern_words(row, place, masked, s_layout: gl.constexpr):
-    """The bits of 64 rows from `row` on, (64, 4) int32; of a full block all are 1."""
+def pattern_words(row, stage, masked, s_layout: gl.constexpr):
+    """The bits of 64 rows from `row` on under the key tile of a stage, (64, 4) int32; of a full block all are 1."""
     layout: gl.constexpr = seen_scores(s_layout).type.layout
     words: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
     rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, words))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, words))
-    pattern = gl.load(masked.visits + place * 4 + 1)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    pattern = gl.max(masked.patterns.index(stage).load(one), 0)
     return gl.load(masked.bits + pattern.to(gl.int64) * 1024 + (rows[:, None] * 4 + word[None, :]))
 
 

@@ -143,7 +143,7 @@ def softmax_step(
         acc = add_p_v(probs, tiles.v.index(last_stage), acc, build.BLOCK_K)
     pass_baton(build, CONSUMER)
     if MASKED and call.masked is not None:  # on their way while the product runs
-        words = pattern_words(row, from_step_0 - step, call.masked, s_layout)
+        words = pattern_words(row, stage, call.masked, s_layout)
     scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
     mbarrier.arrive(barriers.k_empty.index(stage), count=1)
     scores = logits(scores, scale_log2, softcap)
