@@ -36,6 +36,7 @@ COMPILED = {
     "hopper_fwd 90 64 bf16 full 3x64x128 s2": 32,
     "hopper_fwd 90 128 bf16 window softcap varlen 2x64x128 s2": 32,  # of a tile, not of its steps
     "hopper_bwd 90 128 bf16 causal": 48,  # of an item; of a step 4 bytes
+    "hopper_bwd 90 128 bf16 full block_mask": 56,  # as above
 }
 THE_OTHERS = {
     "hopper_fwd 90 128 bf16 full 2x64x128 s2": 0,
@@ -49,6 +50,10 @@ THE_OTHERS = {
     "hopper_fwd 90 256 bf16 full 2x64x64 s2": 0,
     "hopper_fwd 90 256 bf16 window softcap varlen 2x64x64 s2": 56,  # as above
     "hopper_bwd 90 128 bf16 full": 16,  # of an item, not of its steps
+    "hopper_bwd 90 128 bf16 window": 48,  # as above
+    "hopper_bwd 90 128 bf16 causal varlen": 64,  # as above
+    "hopper_bwd 90 128 bf16 causal softcap": 136,  # of a step 18 accesses
+    "hopper_bwd 90 64 bf16 window softcap varlen": 40,
     "hopper_bwd 90 64 bf16 causal": 72,  # of an item, not of its steps
     "hopper_bwd 90 64 bf16 full": 40,  # as above
 }
