@@ -250,7 +250,7 @@ def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, c
     from tests import hopper_simulator
 
     hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel)
-    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
+    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 3)  # not all take as many tiles
     monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)  # a section of one head or of two
     qkv, packed = make_packed(lengths_q, lengths_k, 2, 1, head_dim)
     documents = packed if len(lengths_q) > 1 else {}
@@ -436,10 +436,12 @@ def test_simulated_backward_pads_narrow_heads(causal, head_dim, simulated_backwa
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_keys_past_the_end_do_not_overflow_in_the_backward(head_dim, simulated_backward):
+@pytest.mark.parametrize("bounds", [-1, 100], ids=["full", "window"])
+def test_keys_past_the_end_do_not_overflow_in_the_backward(bounds, head_dim, simulated_backward):
     """They are loaded as zeros, so their score is 0: exp2(0 - LSE) overflows where LSE is far below 0."""
     inputs, exact = _backward_inputs(1, 1, 1, 64, 70, head_dim, False, shift=5.0)
     assert inputs[6].max() < -100
+    inputs = (*inputs[:7], inputs[7]._replace(window_left=bounds, window_right=bounds))  # a window that hides nothing
     for ours, right in zip(simulated_backward(inputs, False), exact, strict=True):
         torch.testing.assert_close(ours.double(), right.double(), atol=1e-3, rtol=1e-3)
 
