@@ -110,12 +110,12 @@ def run(
 
     # --- what is written down: the log, the description, checkpoints
     going_on = {"first_step": first_step, "resumes": settings.resume is not None, "resumed": resumed}
+    description = chosen.description | {"provenance": provenance()}
     log = first(RunLog)(run_dir, settings.logger, chosen.settings, steps=config.steps, **going_on, wandb=chosen.wandb)
     kept = {"keep_last": config.keep_last, "keep_every": config.keep_every}
     saver = first(Saver)(run_dir / "checkpoints", **kept, say=log.say)
-    first(write_description)(run_dir, chosen.settings, chosen.left_open, dataset.manifest, evaluation.protocol)
+    first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)
     profiler = first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
-    description = chosen.description | {"provenance": provenance()}
 
     # --- what is done about a loss or gradient that is not finite
     check = NumberCheck(optimizer, hardware, log.say)

@@ -17,7 +17,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -181,14 +181,19 @@ def fail(message: str) -> int:
 
 
 def register(schema: type) -> None:
-    """Tell Hydra what the YAML files refer to: the config `schema` and the resolver `run_dir`.
+    """Tell Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir` and `optim_for`.
 
     `schema` holds every field with its default, so that `--cfg job` lists all keys and all can be overridden. It is
     stored without its types: `settings_from` checks those, after composition, where one place can explain a mistake.
     """
-    defaults = OmegaConf.to_container(OmegaConf.structured(schema))
-    ConfigStore.instance().store("schema", OmegaConf.create(defaults))
+    ConfigStore.instance().store("schema", _defaults(schema))
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+    OmegaConf.register_new_resolver("optim_for", _optim_for, replace=True)
+
+
+@cache
+def _defaults(schema: type) -> DictConfig:
+    return OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(schema)))
 
 
 def settings_from(cfg: DictConfig, schema: type[S]) -> S:
@@ -277,6 +282,11 @@ def _missing(values: Any, key: str = "") -> Iterator[str]:
     elif isinstance(values, dict):
         prefix = f"{key}." if key else ""
         yield from (found for name, value in values.items() for found in _missing(value, f"{prefix}{name}"))
+
+
+def _optim_for(model: str) -> str:
+    """The optimizer that suits a choice of `model`: Muon knows the matrices of a GPT of ours alone."""
+    return "adamw" if model == "huggingface" else "muon"
 
 
 def _run_dir(resume: str | None, name: str | None, experiment: str, time: str) -> str:

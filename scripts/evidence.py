@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 
 from conf.program import program
-from scripts.bench.report import table
+from scripts.bench.report import installed_gpus, table
 from scripts.evidence_tables import headline, inserted, page
 from scripts.variants import MUTANTS
 from training.log import ROOT, git_commit
@@ -61,10 +61,16 @@ PROGRAMS = {
     "decode/bits": ("scripts.bench.cache_bits", ("cache_bits.json", "cache_bits.png")),
     "decode": ("scripts.bench.decode", ("decode.json", "decode.md", "*.png")),
     "generation": ("scripts.bench.generation", ("bench_generation.json",)),
+    "huggingface": ("scripts.bench.huggingface", ("bench_huggingface.json",)),
+    "masks": ("scripts.bench.masks", ("masks.json",)),
+    "mosaicbert": ("scripts.bench.mosaicbert", ("bench_mosaicbert.json", "*.png")),
+    "parallel/context": ("scripts.bench.context", ("bench_context.json",)),
+    "parallel/": ("scripts.bench.parallel", ("bench_parallel.json",)),
     "profile/": ("train", ("profile/profile.json",)),
     "training/loss": ("scripts.bench.loss", ("*.json",)),
     "training/": ("scripts.bench.training", ("*.json", "*.png")),
 }
+SEVERAL_GPUS = ("parallel/",)  # left out where there is one, unless named
 UNTIMED = ("parity/", "break_it", "attention/error_budget", "invariance")  # so these may run beside each other
 EXIT_CODES = {"parity/mutants": 1}  # of the others 0
 
@@ -113,6 +119,7 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "bench.seq_len=[1024,4096,16384]", "bench.attention=[flash,fp8,sdpa_cudnn]", "bench.passes=[forward]",
         "bench.budget_ms=60",
     ),
+    "masks": ("bench.rounds=2", "bench.budget_ms=30"),
     "decode/context": ("bench.family=[context]", "bench.attention=[flash]"),
     "decode/peers": (
         "bench.family=[context]", "bench.heads=[32/8/128,12/12/64,64/8/128]", "bench.batch=[1,8,16,64]",
@@ -122,6 +129,11 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
     "decode/growing": ("bench.family=[growing]",),
     "decode/bits": (),
     "generation": (),
+    "huggingface": ("budget_ms=1000",),
+    "mosaicbert": ("budget_ms=300",),
+    "parallel/step": ("bench.cells=[replicate,hashes,context]",),
+    "parallel/shard": ("bench.cells=[shard]", "bench.steps=8"),
+    "parallel/context": ("runs=5",),
     "profile/naive": (*PROFILE, "model.attention=naive"),
     "profile/flash": (*PROFILE, "model.attention=flash"),
     "training/loss": (),
@@ -159,6 +171,9 @@ class EvidenceSettings:
 def main(settings: EvidenceSettings, run_dir: Path) -> None:
     console = Console(highlight=False)
     chosen = [name for name in EXPERIMENTS if not settings.only or name.startswith(tuple(settings.only))]
+    if not settings.only and len(installed_gpus()) < 2:
+        chosen = [name for name in chosen if not name.startswith(SEVERAL_GPUS)]
+        console.print(f"{', '.join(SEVERAL_GPUS)} left out: they need two GPUs", markup=False)
 
     if chosen and not git_commit():
         raise ValueError(

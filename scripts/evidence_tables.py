@@ -7,6 +7,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,16 @@ def rows_of(found: Reports) -> list[Row]:
 def plain(names: Columns, figures: Columns) -> Callable[[Reports], Table]:
     """The rows as they are."""
     return lambda found: table(rows_of(found), names, figures)
+
+
+def printed(program: str) -> Callable[[Reports], Table]:
+    """The rows as scripts.bench.<program> prints them."""
+
+    def made(found: Reports) -> Table:
+        columns = import_module(f"scripts.bench.{program}")
+        return table(rows_of(found), columns.NAMES, columns.FIGURES)
+
+    return made
 
 
 # --- attention
@@ -203,10 +214,46 @@ CACHE_BITS = plain(
     {"MiB": "{mib:,.0f}", "p50, us": "{p50_us:.1f}", "p99, us": "{p99_us:.1f}", "error of O": "{relative_error:.1e}",
      "held-out loss": "{val_loss:.5f}", "more than without a cache": "{more_loss:+.1e}"},
 )  # fmt: skip
+
+
+def of_cells(*cells: str, names: Columns, figures: Columns, having: str = "cell") -> Callable[[Reports], Table]:
+    """Of what several GPUs do, the rows of these cells that have a figure `having`."""
+    return lambda found: table(
+        [row for row in rows_of(found) if row["cell"] in cells and having in row], names, figures
+    )
+
+
+SHARED_STEP = of_cells(
+    "replicate", "shard", "context",
+    names={"what is shared": "{cell}", "GPUs": "{processes}", "context": "{seq_len:,}"},
+    figures={"tokens/s": "{tokens_per_second:,}", "of one GPU": "{speedup:.3f}",
+             "of the slowest": "{speedup_of_slowest:.3f}", "ms a step": "{step_ms:.1f}",
+             "each GPU alone, ms": "{alone}", "GiB a GPU": "{peak_memory_gib:.1f}"},
+)  # fmt: skip
+SHARED_SUM = of_cells(
+    "replicate",
+    having="sum_ms",
+    names={"GPUs": "{processes}"},
+    figures={"elements": "{elements:,}", "ms a step": "{step_ms:.2f}", "slowest GPU alone": "{slowest_ms:.2f}",
+             "each before the sum": "{computing}",
+             "ordered sum": "{sum_ms:.2f} ({sum_share:.1%})",
+             "NCCL's all-reduce": "{all_reduce_ms:.2f} ({all_reduce_share:.1%})", "rest": "{rest_ms:.2f}"},
+)  # fmt: skip
+SHARED_BITS = of_cells(
+    "hashes",
+    names={"optimizer": "{optimizer}", "GPUs": "{processes}"},
+    figures={"steps": "{steps}", "SHA-256 of weights and moments": "{sha256}", "equal": "{equal}"},
+)
+SHARED_ROWS = plain(
+    {"tokens": "{seq_len:,}", "way": "{way}", "GPUs": "{gpus}"},
+    {"ms": "{ms:.2f}", "of one GPU": "{speedup:.3f}", "TFLOP/s a GPU": "{tflops:.0f}",
+     "GiB beyond inputs": "{extra_gib:.2f}", "the bits of one": "{bits}"},
+)  # fmt: skip
 BENCH = "bench_training.json"
 PAGE = (
     Part("Attention beside its peers", "attention/peers/attention.json", beside_peers),
     Part("Attention beside more peers", "attention/speed/attention.json", beside_peers),
+    Part("Attention under any mask beside FlexAttention", "masks/masks.json", printed("masks")),
     Part("Attention's memory", "attention/long/attention.json", memory),
     Part("Attention in 8 bits", "attention/fp8/attention.json", EIGHT_BITS),
     Part("Attention over a cache", "decode/context/decode.json", over_a_cache),
@@ -217,12 +264,18 @@ PAGE = (
     Part("Attention over a cache that grows", "decode/growing/decode.json", growing),
     Part("A cache in 8 bits", "decode/bits/cache_bits.json", CACHE_BITS),
     Part("Generation beside transformers", "generation/bench_generation.json", GENERATION),
+    Part("Our attention in a model of transformers", "huggingface/bench_huggingface.json", printed("huggingface")),
+    Part("DNABERT-2's network", "mosaicbert/bench_mosaicbert.json", printed("mosaicbert")),
     Part("Attention's error", "attention/error_budget/error_budget.json", error_budget),
     Part("The training step of GPT-2 124M, compiled", f"training/compiled/{BENCH}", STEP),
     Part("The training step, eager, by length and activation checkpointing", f"training/grid/{BENCH}", STEP),
     Part("The training step, compiled, by activation checkpointing", f"training/checkpointing/{BENCH}", STEP),
     Part("The training step of 10.7 million parameters, compiled", f"training/small_*/{BENCH}", SMALL_STEP),
     Part("What a save costs the training", f"training/saving/{BENCH}", STEP),
+    Part("The training step on several GPUs", "parallel/s*/bench_parallel.json", SHARED_STEP),
+    Part("The sum of gradients over GPUs", "parallel/step/bench_parallel.json", SHARED_SUM),
+    Part("The same weights from 1, 2 and 4 GPUs", "parallel/step/bench_parallel.json", SHARED_BITS),
+    Part("Attention whose rows GPUs share", "parallel/context/bench_context.json", SHARED_ROWS),
     Part("Output head and loss", "training/loss/bench_loss.json", LOSS),
     Part("The same training with each attention", "parity/*/parity.json", parity),
     Part("How often right attentions pass, with other seeds", "parity/repeats/repeats.json", repeats),

@@ -1,5 +1,6 @@
 """Where the tests run: without a CUDA device, Triton kernels run in Triton's interpreter."""
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# files that start processes and wait for them: early, while other processes of the suite have work
+WAITING = ("test_parallel.py", "test_slurm.py", "test_survival.py", "test_train.py", "test_wandb.py")
 CACHED_GPT2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
 
 # before any test module imports triton: the interpreter is chosen when a kernel is decorated
@@ -33,7 +36,8 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu` skip themselves, with the reason, where there is no CUDA device."""
+    """Files that wait for processes first; tests marked `gpu` skip themselves, where there is no CUDA device."""
+    items.sort(key=lambda item: item.path.name not in WAITING)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
@@ -42,12 +46,27 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+def pytest_collection_finish():
+    """What is imported by now stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 50)
+
+
 def pytest_terminal_summary(terminalreporter):
     """Why tests were skipped: a line for each reason."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count} skipped: {reason}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runs_leave_no_pictures():
+    """Drawing one takes longer than all else of a small run; tests/test_curves.py draws them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.curves.draw_run", lambda run, path: None)
+        yield
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
-"""`python -m tests.processes FOLDER`: runs of several processes, most of them in ways that must not work.
+"""`python -m tests.processes FOLDER [gpus]`: runs of several processes, most of them in ways that must not work.
 
 One process imports everything once and forks a child for each rank of each case. The last line printed is one JSON
 object: case -> what its processes left, and what they said.
 """
 
 import contextlib
+import errno
+import gc
 import json
 import math
 import os
@@ -24,7 +26,7 @@ import train as program
 from model import ATTENTION
 from tests.runs import SMALL, contents, metrics, small_run
 from train import train
-from training import parallel
+from training import checkpoint, curves, parallel
 from training.checkpoint import newest_complete, open_checkpoint
 from training.step import Step
 from training.watch import Limits
@@ -77,9 +79,9 @@ def _forked(folder: Path, rank: int, size: int, case: Case) -> int:
 
 def training(folder: Path, run: str, *overrides: str, on_step: Callable[[Step], None] | None = None, **options) -> Case:
     """A case: train in `folder/run`. on_step is called with the rank too."""
+    settings = small_run(folder, *RUN, *overrides)  # once, and not in each child
 
     def case(rank: int, world: parallel.World) -> None:
-        settings = small_run(folder, *RUN, *overrides)
         watched = (lambda step: on_step(rank, step)) if on_step else None
         summary = train(settings, folder / run, world=world, on_step=watched, **options)
         world.close()
@@ -90,8 +92,8 @@ def training(folder: Path, run: str, *overrides: str, on_step: Callable[[Step], 
 
 def left_by(run: Path) -> dict[str, Any]:
     """The bits of a run: of its last checkpoint, and of what it logged."""
-    checkpoint = open_checkpoint(run)
-    return {"step": checkpoint.step, "contents": contents(checkpoint), "metrics": metrics(run)}
+    last = open_checkpoint(run)
+    return {"step": last.step, "contents": contents(last), "metrics": metrics(run)}
 
 
 def at(step_number: int, culprit: int, act: Callable[[], Any]) -> Callable[[int, Step], None]:
@@ -174,15 +176,54 @@ def lost(folder: Path) -> dict[str, Any]:
         "killed": training(folder, "killed", save, on_step=at(5, 1, kill_me(signal.SIGKILL))),
         "first_killed": training(folder, "first_killed", save, on_step=at(5, 0, kill_me(signal.SIGKILL))),
         "stopped": training(folder, "stopped", save, on_step=at(5, 1, kill_me(signal.SIGSTOP))),
+        "first_stopped": training(folder, "first_stopped", save, on_step=at(5, 0, kill_me(signal.SIGSTOP))),
         "hung": hang_in_step,
         "parted": training(folder, "parted", save, on_step=part),
     }
     found = {}
     for name, case in cases.items():
-        found[name] = processes(folder / f"said_{name}", 2, case, stopped=1 if name == "stopped" else None)
+        stopped = {"stopped": 1, "first_stopped": 0}.get(name)
+        found[name] = processes(folder / f"said_{name}", 4 if name == "killed" else 2, case, stopped=stopped)
         if (folder / name / "checkpoints").exists():
-            checkpoint = newest_complete(folder / name / "checkpoints")
-            found[name]["step"] = checkpoint and checkpoint.step
+            newest = newest_complete(folder / name / "checkpoints")
+            found[name]["step"] = newest and newest.step
+    return found
+
+
+def full_disk() -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    checkpoint.flush = full
+
+
+def disks(folder: Path) -> dict[str, Any]:
+    """The first rank's disk is full for a while, the other's always."""
+    flush = checkpoint.flush
+
+    def watched(rank: int, step: Step) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "saver":  # the step before is saved, or not
+                thread.join()
+        if rank == 1 or step.number == 4:
+            full_disk()
+        elif step.number == 8:
+            checkpoint.flush = flush
+
+    case = training(folder, "disk", "optim=muon", "train.save_every=1", on_step=watched)
+    return {"disk": processes(folder / "said_disk", 2, case) | left_by(folder / "disk")}
+
+
+def gpus(folder: Path) -> dict[str, Any]:
+    """Bits over NCCL, and its collectives that never return where another rank dies or stops."""
+    found, cuda = {}, ("hardware.device=cuda", "hardware.compile=false", "model.attention=flash", "model.n_embd=64")
+    for size in (1, 2):
+        name = f"nccl_{size}"
+        ended = processes(folder / f"said_{name}", size, training(folder, name, "optim=muon", *cuda))
+        found[name] = ended | left_by(folder / name)
+    for name, culprit, number in (("killed", 1, signal.SIGKILL), ("stopped", 1, signal.SIGSTOP)):
+        case = training(folder, name, "train.save_every=1", *cuda, on_step=at(5, culprit, kill_me(number)))
+        found[name] = processes(folder / f"said_{name}", 2, case, stopped=culprit)
     return found
 
 
@@ -191,11 +232,13 @@ def command_lines(folder: Path) -> dict[str, Any]:
     files = ("data=text", f"data.files={folder / 'corpus.txt'}", f"data.cache_dir={folder / 'cache'}")
     os.chdir(folder)
 
-    def typed(*overrides: str, failing: int | None = None) -> Case:
+    def typed(*overrides: str, failing: int | None = None, full: bool = False) -> Case:
         def case(rank: int, world: parallel.World) -> None:
             sys.argv = ["train.py", *SMALL, *RUN, *files, "train.steps=3", *overrides]
             if rank == failing:
                 program.Optimizer = refuse
+            if full:
+                full_disk()
             program.main()
             sys.exit(0)  # it has left the others already
 
@@ -209,6 +252,7 @@ def command_lines(folder: Path) -> dict[str, Any]:
         "told": typed("name=told"),
         "refused": typed("name=refused", "train.micro_batch=3"),
         "failed": typed("name=failed", failing=1),
+        "full": typed("name=full", "train.save_every=1", full=True),
     }.items():
         found[name] = processes(folder / f"said_{name}", 2, case)
         runs = folder / "runs" / name
@@ -216,13 +260,15 @@ def command_lines(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path) -> dict[str, Any]:
+def main(folder: Path, *only: str) -> dict[str, Any]:
     parallel.meet = partial(parallel.meet, limits=QUICK)
     torch.set_num_threads(1)  # a forked child cannot use its parent's threads
+    curves.draw_run = lambda run, path: None
     settings = small_run(folder, *RUN, "train.steps=2")
     train(settings, folder / "rehearsal")  # imports and prepares what every child would spend its time on
+    gc.freeze()  # or a child's collector would write to all memory, and so copy it
     found = {}
-    for cases in (same_bits, resumed_elsewhere, numbers, command_lines, lost):
+    for cases in [gpus] if only else [same_bits, resumed_elsewhere, numbers, disks, command_lines, lost]:
         print(cases.__name__, time.monotonic(), file=sys.stderr)
         found |= cases(folder)
     return found
@@ -230,5 +276,5 @@ def main(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        result = main(Path(sys.argv[1]))
+        result = main(Path(sys.argv[1]), *sys.argv[2:])
     print(json.dumps(result))

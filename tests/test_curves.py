@@ -22,6 +22,12 @@ from training.lock import locked
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.fixture(autouse=True)
+def pictures(monkeypatch):
+    """Runs of these tests leave theirs."""
+    monkeypatch.setattr(curves, "draw_run", draw_run)
+
+
 def written(folder: Path, records: list[dict], summary: dict | None = None, **settings) -> Path:
     """A run's folder as far as `scripts.compare` reads it."""
     folder.mkdir(parents=True)

@@ -19,6 +19,7 @@ from data import open_dataset
 from kernels import naive_attention
 from model import ATTENTION, GPT, GPTConfig
 from scripts import cluster, doctor, machine, selftest
+from scripts.causality import probe
 from scripts.doctor import Page, examine
 from scripts.machine import Finding
 from tests.runs import small_run, without_network
@@ -121,6 +122,7 @@ def no_compiler(place: Place) -> None:
 
 
 def future_mask(place: Place) -> None:
+    place.patch.setattr(doctor, "probe", probe)
     place.patch.setitem(ATTENTION, "naive", lambda q, k, v, **options: naive_attention(q, k, v))
 
 
@@ -253,8 +255,9 @@ CASES = [
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """The kernels' own self-test is replaced: it takes a second, and has tests of its own below."""
+    """The kernels' own self-test and the probe of causality are replaced: they take a second, and have own tests."""
     monkeypatch.setattr(doctor, "self_test", lambda *_: RIGHT)
+    monkeypatch.setattr(doctor, "probe", lambda *_: {"model": None})
     for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_"))]:
         monkeypatch.delenv(name)  # the tests themselves may run in a job
     return Place(tmp_path, monkeypatch, tmp_path / "runs")
@@ -326,8 +329,9 @@ def test_two_jobs_in_one_folder(place):
 
 
 def test_the_page_and_its_json(place, capsys, monkeypatch):
-    """The program itself, with the real self-test."""
+    """The program itself, with the real self-test and probe."""
     monkeypatch.setattr(doctor, "self_test", selftest.self_test)
+    monkeypatch.setattr(doctor, "probe", probe)
     monkeypatch.chdir(place.path)
     small_run(place.path)
     arguments = [

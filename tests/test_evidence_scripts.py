@@ -8,10 +8,13 @@ import torch
 from conf.schema import Settings
 from scripts import break_it
 from scripts.bench import clock, saving
+from scripts.bench import context as bench_context
 from scripts.bench import loss as bench_loss
+from scripts.bench import parallel as bench_parallel
 from scripts.bench import training as bench_training
 from scripts.bench.loss import LossBenchSettings
 from scripts.bench.training import BenchSettings
+from scripts.evidence_tables import page
 from tests.runs import settings, settings_of, told
 from training.hardware import HardwareConfig
 from training.memory import DoesNotFit
@@ -176,3 +179,43 @@ def test_impossible_benchmarks_are_refused():
         bench_training.BenchConfig(checkpointing=["some"])
     with pytest.raises(ValueError, match=r"bench\.loss=some is not one of auto, chunked, plain"):
         bench_training.BenchConfig(loss=["some"])
+
+
+def test_one_and_two_processes_are_compared(tmp_path, capsys):
+    """Over gloo: all cells in the same processes, and the tables of evidence from what they left."""
+    chosen = settings_of(
+        bench_parallel.main, "hardware.device=cpu", "hardware.num_threads=1", "model=tiny", "model.num_layers=1",
+        "model.n_embd=32", "model.num_heads=2", "data.seq_len=16", "bench.processes=[1,2]", "bench.tokens=32",
+        "bench.shard_tokens=64", "bench.shard_layers=1", "bench.shard_embd=32", "bench.context_tokens=32",
+        "bench.vocab_size=50", "bench.steps=2", "bench.warmup_steps=1", "bench.hash_steps=2",
+    )  # fmt: skip
+    bench_parallel.main.__wrapped__(chosen, tmp_path / "parallel" / "step")
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    hashes = [row for row in rows if row["cell"] == "hashes"]
+    assert [(row["optimizer"], row["processes"]) for row in hashes] == [
+        (name, size) for name in ("adamw", "muon") for size in (1, 2)
+    ]
+    for one, two in (hashes[:2], hashes[2:]):
+        assert one["sha256"] == two["sha256"]
+        assert two["equal"]
+    assert hashes[0]["sha256"] != hashes[2]["sha256"]
+    one, two = (row for row in rows if row["cell"] == "replicate")
+    assert (one["batch_tokens"], two["batch_tokens"]) == (32, 64)
+    assert two["speedup"] == two["tokens_per_second"] / one["tokens_per_second"]
+    assert min(two["sum_ms"], two["all_reduce_ms"]) > 0
+    assert [(row["processes"], row["seq_len"]) for row in rows if row["cell"] == "context"] == [
+        (1, 32),
+        (2, 32),
+        (2, 64),
+    ]
+    text = page(tmp_path)
+    assert f"| muon | 2 | 2 | {hashes[3]['sha256']} | True |" in text
+    assert text.count("\n## ") == 3
+
+
+def test_a_benchmark_of_several_gpus_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"bench.processes=\[1, 2, 4\] but there are 1 GPUs; use a machine"):
+        bench_parallel.main.__wrapped__(settings_of(bench_parallel.main), tmp_path)
+    with pytest.raises(ValueError, match="gpus=2 but there are 1 GPUs; use gpus=1"):
+        bench_context.main.__wrapped__(bench_context.ContextBenchSettings(), tmp_path)

@@ -9,7 +9,7 @@ from tests.runs import settings, small_run
 from tests.test_resume import same_end
 from train import train
 from training.hardware import Hardware, set_up
-from training.run import resolve
+from training.run import Run, resolve
 
 RUN = (
     "logger.wandb=disabled",
@@ -65,20 +65,33 @@ def test_graphs_are_for_cuda():
         set_up(settings("hardware.device=cpu", "hardware.cuda_graphs=true").hardware)
 
 
-@pytest.mark.parametrize(
-    ("asked", "changes", "used"),
-    [
-        (None, (), True),
-        (None, ("data.document_mask=true", "model.attention=naive", "model.loss=plain"), False),
-        (None, ("train.batch_tokens=131072",), False),
-        (True, ("train.batch_tokens=131072",), True),
-        (None, ("model.activation_checkpointing=full",), False),
-        (None, ("model.attention=tiled",), False),
-        (False, (), False),
-    ],
-)
-def test_graphs_are_used_where_shapes_stay_and_memory_is_ample(monkeypatch, asked, changes, used):
+DOCUMENTS = ("data.document_mask=true", "model.attention=naive", "model.loss=plain")
+
+
+def resolved(monkeypatch, asked: bool | None, *changes: str) -> Run:
     monkeypatch.setattr("training.memory.free_bytes", lambda device: 4 * 2**30)
     hardware = Hardware(torch.device("cuda"), torch.bfloat16, False, "", asked)
-    chosen = resolve(settings("train.micro_batch=null", *changes), vocab_size=65, hardware=hardware)
+    return resolve(settings("train.micro_batch=null", *changes), vocab_size=65, hardware=hardware)
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "used", "why"),
+    [
+        (None, (), True, "forward and backward, and the optimizer"),
+        (None, DOCUMENTS, False, "documents differ in number from step to step"),
+        (None, ("train.batch_tokens=131072",), False, "the forecast is more than half of the memory; hardware."),
+        (True, ("train.batch_tokens=131072",), True, "as configured"),
+        (None, ("model.activation_checkpointing=full",), False, "recomputation keeps random states"),
+        (None, ("model.attention=tiled",), False, "tiled attention may ask the host; hardware.cuda_graphs=true tries"),
+        (False, (), False, "as configured"),
+    ],
+)
+def test_graphs_are_used_where_shapes_stay_and_memory_is_ample(monkeypatch, asked, changes, used, why):
+    chosen = resolved(monkeypatch, asked, *changes)
     assert chosen.graphs == used
+    assert chosen.graphs_reason.startswith(why)
+
+
+def test_graphs_that_would_not_be_used_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"cuda_graphs=true cannot be with data\.document_mask=true, as documents"):
+        resolved(monkeypatch, True, *DOCUMENTS)

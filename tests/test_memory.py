@@ -95,7 +95,7 @@ def allocated_on_cpu(plan: Plan) -> int:
     ],
 )
 def test_forecasts_are_within_ten_percent_of_what_a_cpu_allocates(changes, dtype, vocab_size):
-    plan = planned(small(**changes), vocab_size, 256, 16, dtype=dtype, device="cpu")
+    plan = planned(small(**changes), vocab_size, 128, 8, dtype=dtype, device="cpu")
     peak = allocated_on_cpu(plan)
     print(changes, dtype, vocab_size, plan.peak / peak)
     assert plan.peak == pytest.approx(peak, rel=0.1)
@@ -241,16 +241,17 @@ class Calls(TorchDispatchMode, list):
 # ---- what an H200 gave
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("record", "rows_at_least"), [("grid", 8), ("compiled", 8), ("checkpointing", 4)])
-def test_measured_peaks_are_forecast(record, rows_at_least, every):
-    """The 124M model, bf16, as the records of the training benchmark have it."""
+def test_measured_peaks_are_forecast(record, rows_at_least, each):
+    """The 124M model, bf16, as the records of the training benchmark have it: one row of each kind of step, or each."""
     report = json.loads((EVIDENCE / record / "bench_training.json").read_text())
     rows = [row for row in report["rows"] if "peak_memory_gib" in row and row["activation_checkpointing"] != "every_n"]
     if record == "grid":  # selective kept attention alone then
         rows = [row for row in rows if row["activation_checkpointing"] != "selective"]
     assert len(rows) >= rows_at_least
-    for row in rows[::every]:
+    kinds = {(row["attention"], row["activation_checkpointing"], row.get("loss")): row for row in rows}
+    for row in rows if each else kinds.values():
         config = GPTConfig(
             attention=row["attention"].split("_")[0], loss=row.get("loss", "plain"),
             activation_checkpointing=row["activation_checkpointing"],

@@ -5,6 +5,7 @@ tests/processes.py starts them; see there what each case does.
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,22 +14,40 @@ import pytest
 import torch
 
 from training.gradient_sum import GradientSum
-from training.parallel import ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World, ranks
+from training.parallel import ALIGNED, ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, StepClock, World, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
+def cases_of(folder: Path, *only: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.processes", str(tmp_path_factory.mktemp("processes"))],
+        [sys.executable, "-m", "tests.processes", str(folder), *only],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
+        env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # to look for GPUs must not keep it from forking
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    return cases_of(tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.gpu
+def test_two_gpus_have_one_ones_bits_and_end_together(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+    found = cases_of(tmp_path, "gpus")
+    one, two = found["nccl_1"], found["nccl_2"]
+    assert two["codes"] == [0, 0], two["err"]
+    assert (one["contents"], one["metrics"]) == (two["contents"], two["metrics"])
+    for case in ("killed", "stopped"):
+        assert found[case]["codes"] == [69, -9], found[case]["err"]
+        assert "error: rank 1 of 2 on " in found[case]["err"][0]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -82,12 +101,30 @@ def test_a_mistake_is_one_line(found):
     assert log in line
 
 
+def test_a_full_disk_costs_checkpoints_and_no_step(found):
+    """While it was full; another rank's disk is not asked."""
+    run, whole = found["disk"], found["muon_1"]
+    assert run["codes"] == [0, 0], run["err"]
+    steps = [line.split()[3] for line in run["out"][0].splitlines() if line.startswith("not saved: step")]
+    assert steps == ["4", "5", "6", "7"]
+    assert (run["contents"], run["metrics"]) == (whole["contents"], whole["metrics"])
+
+
+def test_all_end_where_the_last_checkpoint_is_not_saved(found):
+    run = found["full"]
+    assert run["codes"] == [2, 2]
+    assert run["out"][0].count("not saved: step") == 3
+    (line,) = (line for line in run["err"][0].splitlines() if line.startswith("error: "))
+    assert "No space left on device" in line
+
+
 @pytest.mark.parametrize(
     ("case", "left", "says"),
     [
-        ("killed", [69, -9], "rank 1 of 2 on HOST, after step"),
+        ("killed", [69, -9, 69, 69], "rank 1 of 4 on HOST, after step"),
         ("first_killed", [-9, 69], "rank 0 of 2 on HOST, after step"),
         ("stopped", [69, -9], "rank 1 of 2 on HOST, after step"),
+        ("first_stopped", [-9, 69], "rank 0 of 2 on HOST, after step"),
         ("hung", [69, 69], "rank 1 of 2 on HOST, after step 3: the others have waited"),
         ("parted", [1, 1], "rank 1 of 2 on HOST, step 4: its weights are not those of rank 0"),
     ],
@@ -99,6 +136,7 @@ def test_all_end_with_a_line_that_names_who_is_lost(found, case, left, says):
     before, _, after = says.partition("HOST")
     assert before in living
     assert after in living
+    assert sum(words.count("error: ") for words in run["err"]) <= 1, "who ends because of it names nobody else"
     if case != "hung":
         assert run["step"] >= 3, "its checkpoints are whole"
 
@@ -109,7 +147,7 @@ def test_all_end_with_a_line_that_names_who_is_lost(found, case, left, says):
 def gradients_of(order: list[torch.Tensor]) -> torch.Tensor:
     """What `GradientSum` makes of these gradients, one a micro-batch."""
     weight = torch.zeros_like(order[0], requires_grad=True)
-    total = GradientSum([weight], ALONE)
+    total = GradientSum([weight], ALONE, len(order))
     for gradient in order:
         (weight * gradient).sum().backward()
         total.add(gradient.sum())
@@ -128,6 +166,35 @@ def test_micro_batches_are_summed_as_a_binary_tree(count):
     assert torch.equal(gradients_of(terms), expected[0])
     if count >= 4:
         assert not torch.equal(gradients_of(terms), sum(terms)), "the order must show, or this has shown nothing"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
+def test_the_sum_lies_where_a_graph_writes_every_gradient(count):
+    """So that the optimizer's graph reads it there."""
+    generator = torch.Generator().manual_seed(count)
+    terms, place = list(torch.randn(count, 100, generator=generator)), torch.empty(100)
+    weight = torch.zeros(100, requires_grad=True)
+    total = GradientSum([weight], ALONE, count, copied=True)
+    for gradient in terms:
+        place.copy_(gradient if weight.grad is None else place + gradient)
+        weight.grad = place
+        total.add(gradient.sum())
+    total.total()
+    assert weight.grad.data_ptr() == place.data_ptr()
+    assert torch.equal(place, gradients_of(terms))
+
+
+def test_sums_over_processes_lie_where_those_before_lay(monkeypatch):
+    world, places = several(2), []
+    monkeypatch.setattr(world, "_add_up", lambda flat: None)
+    for value in (1.0, 2.0):
+        terms = [torch.full(shape, value) for shape in ((3, 5), (130,), ())]
+        sums, loss = world.sum(list(terms), torch.tensor(value), [torch.ones(2)])
+        assert all(map(torch.equal, sums, terms))
+        assert loss == world.tail[0] == value
+        places.append([term.data_ptr() for term in (*sums, world.tail)])
+    assert places[0] == places[1]
+    assert all(place % (4 * ALIGNED) == places[0][0] % (4 * ALIGNED) for place in places[0])
 
 
 def test_ranks():
@@ -167,6 +234,33 @@ def test_a_slow_process_is_named_once():
     assert step == SLOW_STEPS + 3
     assert "rank 2 of 4 on host2" in line
     assert "11.9 ms" in line
+
+
+def test_the_clock_of_a_gpu_is_read_though_steps_are_queued_ahead(monkeypatch):
+    """When a step is queued, the one before it is not over: the time is that of an older one, and never 0 for long."""
+    done, made = 0, []
+
+    class Event:
+        def __init__(self, enable_timing):
+            made.append(self)
+            self.number = len(made)
+
+        def record(self):
+            pass
+
+        def query(self):
+            return self.number <= done
+
+        def elapsed_time(self, later):
+            return 100.0 * later.number
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock, told = StepClock(), []
+    for step in range(5):
+        done = 2 * (step - 1)  # the device is a step behind, as the loop lets it be
+        clock.begin(torch.device("cuda"))
+        told.append(clock.end())
+    assert told == [0.0, 0.0, 200.0, 400.0, 600.0]
 
 
 def test_who_votes_and_what_is_agreed():

@@ -126,7 +126,8 @@ def test_as_typed_without_a_gpu(tmp_path):
     done = subprocess.run(
         [
             sys.executable, "-m", "scripts.parity", "train.steps=6", "train.batch_tokens=32", "model.num_layers=1",
-            "parity.nulls=4", "parity.seeds=2", "parity.attention=[flash]", "logger.wandb=disabled",
+            "model.num_heads=1", "model.n_embd=16", "train.eval_windows=2", "parity.nulls=4", "parity.seeds=2",
+            "parity.attention=[flash]", "logger.wandb=disabled",
             f"data.cache_dir={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}",
         ],
         cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True, check=False,

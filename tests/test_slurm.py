@@ -23,15 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 JOB = "77"
 
 SRUN = """
-import os, subprocess, sys
-command = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+import os, runpy, sys
+sys.argv = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
 tasks = os.environ["SLURM_NTASKS"]
-counted = {"SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": tasks}
-started = [
-    subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, **counted})
-    for rank in map(str, range(int(tasks)))
-]
-codes = [task.wait() for task in started]
+os.environ |= {"SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": tasks}
+started = []
+for rank in map(str, range(int(tasks))):
+    if not (task := os.fork()):
+        os.environ |= {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        sys.exit(runpy.run_path(sys.argv[0], run_name="__main__") and 0)
+    started.append(task)
+codes = [os.waitstatus_to_exitcode(os.waitpid(task, 0)[1]) for task in started]
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
 SCONTROL = """
@@ -42,10 +44,18 @@ else:
     assert sys.argv[1:] == ["requeue", os.environ["SLURM_JOB_ID"]], sys.argv
     open("requeued", "x").close()
 """
-# train.py as it is; but in its third step, before it was ever requeued, the last task gets the signal
-SIGNALLED = f"""
-import itertools, os, signal, sys
+# for an srun of it: what its tasks would each spend seconds on
+IMPORTS_TRAIN = f"""
+import gc, sys
 sys.path.insert(0, {str(ROOT)!r})
+import train
+from training import curves
+curves.draw_run = lambda run, path: None
+gc.freeze()
+"""
+# train.py as it is; but in its third step, before it was ever requeued, the last task gets the signal
+SIGNALLED = """
+import itertools, os, signal, sys
 sys.argv = sys.argv[1:]
 import train
 from training import stepper
@@ -85,11 +95,11 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path) -> Callable[[str], Cluster]:
-    """A cluster for jobs whose python is the given script."""
+    """A cluster for jobs whose python is the given script; its srun begins with `first`."""
 
-    def start(python: str) -> Cluster:
+    def start(python: str, first: str = "") -> Cluster:
         (tmp_path / "bin").mkdir()
-        for name, source in (("srun", SRUN), ("scontrol", SCONTROL), ("python", python)):
+        for name, source in (("srun", first + SRUN), ("scontrol", SCONTROL), ("python", python)):
             program = tmp_path / "bin" / name
             program.write_text(f"#!{sys.executable}\n{source}")
             program.chmod(0o755)
@@ -101,7 +111,7 @@ def cluster(tmp_path) -> Callable[[str], Cluster]:
 @pytest.mark.usefixtures("one_thread")
 def test_a_job_that_is_signalled_ends_with_the_bits_of_one_that_is_not(cluster):
     """Two tasks, one of which gets the signal; beside it a run of one process."""
-    job = cluster(SIGNALLED)
+    job = cluster(SIGNALLED, IMPORTS_TRAIN)
     own = ["train.steps=8", "train.log_every=1", "train.eval_every=8", "model.dropout=0.1", "train.micro_batch=4"]
     train(small_run(job.folder, *own), job.folder / "whole")
     text = ["data=text", f"data.files={job.folder / 'corpus.txt'}", f"data.cache_dir={job.folder / 'cache'}"]

@@ -23,20 +23,23 @@ def records(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_kill_9_at_random_moments(tmp_path, kills):
+@pytest.mark.parametrize(
+    ("kills", "processes"),
+    [(10, 1), (3, 2), *(pytest.param(*some, marks=pytest.mark.slow) for some in ((200, 1), (100, 2), (30, 4)))],
+)
+def test_kill_9_at_random_moments(tmp_path, kills, processes):
     """See tests/crash.py for what is checked after every kill."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.crash", str(tmp_path), str(kills), "0"],
+        [sys.executable, "-m", "tests.crash", str(tmp_path), str(kills), "0", str(processes)],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
-    assert found["leftovers"] > 0, "no kill fell into a save, so this has shown nothing"
+    assert found["leftovers"] > 0 or processes > 1, "no kill fell into a save, so this has shown nothing"
     assert found["different_ends"] > kills // 4
 
 
@@ -99,47 +102,57 @@ def test_the_time_limit_is_in_hours():
     assert not StopRequest(None, clock=lambda: 1e9).requested
 
 
-# busy, as a step is; `signal.pause` would sleep through a signal that came just before it
+# for each line on stdin a child, and how it ended: PyTorch is imported once. A child is busy, as a step is;
+# `signal.pause` would sleep through a signal that came just before it
 LOOP = """
+import os, sys
 from training.stop import StopRequest
-with StopRequest() as stop:
-    print("ready", flush=True)
-    while stop.reason is None:
-        pass
-    print(stop.reason, flush=True)
-    while True:
-        pass
+for line in sys.stdin:
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    with StopRequest() as stop:
+        print(os.getpid(), flush=True)
+        while stop.reason is None:
+            pass
+        print(stop.reason, flush=True)
+        while True:
+            pass
 """
 
 
-@pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
-def test_a_second_signal_leaves_at_once(second):
-    """From a step that never ends, without a word."""
+@pytest.fixture(scope="module")
+def busy():
     process = subprocess.Popen(
-        [sys.executable, "-c", LOOP], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline() == "SIGTERM\n"
-    process.send_signal(getattr(signal, second))
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == -getattr(signal, second)
-    assert error == ""
+        [sys.executable, "-c", LOOP], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    yield process
+    process.communicate(timeout=60)
+
+
+def ended_by(busy: subprocess.Popen, *names: str) -> int:
+    """The exit code of a process that gets these signals, the second when it has heard the first; it says no more."""
+    busy.stdin.write("\n")
+    busy.stdin.flush()
+    pid = int(busy.stdout.readline())
+    os.kill(pid, getattr(signal, names[0]))
+    assert busy.stdout.readline() == f"{names[0]}\n"
+    for name in names[1:]:
+        os.kill(pid, getattr(signal, name))
+    return int(busy.stdout.readline())
+
+
+@pytest.mark.parametrize("second", ["SIGTERM", "SIGINT"])
+def test_a_second_signal_leaves_at_once(busy, second):
+    """From a step that never ends, without a word."""
+    assert ended_by(busy, "SIGTERM", second) == -getattr(signal, second)
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
-def test_what_is_said_twice_is_no_second_signal(name):
+def test_what_is_said_twice_is_no_second_signal(busy, name):
     """The shell's SIGHUP and the kernel's, SLURM's SIGUSR1 and a wrapper's; another signal ends a stuck process."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", LOOP], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(getattr(signal, name))
-    assert process.stdout.readline() == f"{name}\n"
-    process.send_signal(getattr(signal, name))
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGTERM
+    assert ended_by(busy, name, name, "SIGTERM") == -signal.SIGTERM
 
 
 def test_nohup_is_obeyed(monkeypatch):

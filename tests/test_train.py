@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import SMALL, settings, small_run
+from tests.runs import SMALL, settings, small_run, told
 from train import train
 from training.checkpoint import open_checkpoint
 
@@ -136,7 +136,7 @@ def command(tmp_path: Path, *arguments: str) -> list[str]:
     ]
 
 
-def test_the_command_line_end_to_end(tmp_path):
+def test_the_command_line_end_to_end(tmp_path, monkeypatch, capsys):
     small_run(tmp_path)  # writes the corpus
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     done = subprocess.run(
@@ -160,25 +160,12 @@ def test_the_command_line_end_to_end(tmp_path):
     assert list((run_dir / "wandb").glob("offline-run-*"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "corpus.txt", "runs"]  # nothing strays
 
-    sampled = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "scripts.sample",
-            "prompt=the",
-            "max_new_tokens=9",
-            "num_samples=2",
-            "hardware.device=cpu",
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert sampled.returncode == 0, sampled.stderr
-    assert sampled.stdout.count("the") >= 2
-    assert json.loads(sampled.stdout.splitlines()[-1])["step"] == 12
+    monkeypatch.chdir(tmp_path)
+    arguments = ["prompt=the", "max_new_tokens=9", "num_samples=2", "hardware.device=cpu"]
+    sampled = told("scripts.sample", arguments, monkeypatch, capsys)
+    assert sampled.code == 0, sampled.error
+    assert sampled.out.count("the") >= 2
+    assert json.loads(sampled.out.splitlines()[-1])["step"] == 12
 
 
 def test_ctrl_c_saves_and_leaves(tmp_path):
@@ -189,6 +176,7 @@ def test_ctrl_c_saves_and_leaves(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},  # or a hundred steps are taken before the third is read of
     )
     for line in process.stdout:
         if line.startswith("step      3"):

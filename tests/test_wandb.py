@@ -22,11 +22,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # imported once. `dies` is the step at which the child kills itself (0: never), `with_wandb` whether wandb's own process
 # dies with it, as when the machine does.
 LIVES = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 from pathlib import Path
 import wandb
 import train as program
 from tests.runs import small_run
+from training import curves
 from training.log import RunLog
 
 folder = Path(sys.argv[1])
@@ -34,7 +35,7 @@ names = "train.steps=12", "train.save_every=3", "train.log_every=1", "train.eval
 metrics = RunLog.metrics
 
 
-def live(run, dies, mode, with_wandb):
+def live(settings, run, dies, with_wandb):
     def die(self, step, values):
         metrics(self, step, values)
         if step == dies:
@@ -46,17 +47,21 @@ def live(run, dies, mode, with_wandb):
             os.kill(os.getpid(), signal.SIGKILL)
 
     RunLog.metrics = die
-    program.train(small_run(folder, *names, "resume=auto", f"logger.wandb={mode}"), folder / run)
+    program.train(settings, folder / run)
 
 
 program.torch.set_num_threads(1)
 answers, sys.stdout = sys.stdout, sys.stderr
+curves.draw_run = lambda run, path: None
 program.train(small_run(folder, *names), folder / "rehearsal")
+gc.freeze()
 for line in sys.stdin:
+    plan = json.loads(line)
+    settings = small_run(folder, *names, "resume=auto", f"logger.wandb={plan.pop('mode')}")
     if not (child := os.fork()):
         os.dup2(2, 1)
         try:
-            live(**json.loads(line))
+            live(settings, **plan)
         except BaseException as error:
             print(repr(error))
             os._exit(1)

@@ -128,15 +128,8 @@ def sample(
 ) -> str:
     """The prompt in brackets and what the model continues it with; no number is drawn from a training stream."""
     with hardware.autocast():
-        if model.config.name is not None:
-            drawn = model.continued(prompt, new_tokens, seed, temperature=0.8, top_k=200)
-            return _shown(prompt, drawn, tokenizer)
         steps = generate(model, [prompt], max_new_tokens=new_tokens, temperature=0.8, top_k=200, seed=seed)
         drawn = [token for step in steps for _, token in step]
-    return _shown(prompt, drawn, tokenizer)
-
-
-def _shown(prompt: list[int], drawn: list[int], tokenizer: tiktoken.Encoding) -> str:
     shown, continuation = (tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (prompt, drawn))
     return marked(shown) + continuation
 

@@ -11,18 +11,22 @@ class GradientSum:
 
     Call `add` after each backward pass. Autograd adds every second micro-batch's gradient to the first's; pairs and
     what is made of them are added like the digits of a binary counter, so log2(micro-batches) gradients are held.
+    Where the sum lies is always the same as long as backward passes always write to the same place.
 
     Args:
+        micro_batches: how often `add` will be called.
         copied: whether the next backward pass writes where this one did, as a CUDA graph does.
     """
 
-    def __init__(self, parameters: list[Tensor], world: World, *, copied: bool = False) -> None:
+    def __init__(self, parameters: list[Tensor], world: World, micro_batches: int, *, copied: bool = False) -> None:
         self._parameters, self._world, self._copied = parameters, world, copied
+        self._to_come = micro_batches
         self._loss: Tensor | None = None  # of an odd micro-batch, whose gradient is in `grad`
         self._pending: list[tuple[int, list[Tensor]]] = []  # (level, gradients and loss), the highest level first
 
     def add(self, loss: Tensor) -> None:
         """A micro-batch is done: its loss, and its gradients in `grad`."""
+        self._to_come -= 1
         if self._loss is None:
             self._loss = loss
         else:
@@ -47,7 +51,7 @@ class GradientSum:
     def _push(self) -> None:
         """Put what is in `grad` among the terms; those of equal level become one of the next."""
         level, terms = 1, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
-        if self._copied:
+        if self._copied and self._to_come:
             terms = [term.clone() for term in terms]
         terms.append(self._loss)
         self._loss = None
@@ -59,5 +63,6 @@ class GradientSum:
 
 
 def _added(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:
-    torch._foreach_add_(earlier, later)
-    return earlier
+    """Where the later ones are: the last backward pass wrote there."""
+    torch._foreach_add_(later, earlier)
+    return later

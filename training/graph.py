@@ -55,7 +55,8 @@ class StepGraphs:
 
     def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], optimizer: Optimizer) -> None:
         self._parameters = optimizer.parameters
-        self._gradients: list[Tensor] = []  # where the graphs leave and read them
+        self._gradients: list[Tensor] = []  # where the graphs of `compute` leave them
+        self._read: list[int] = []  # addresses where that of `update` reads them
         self._first, self._later, self._update = Captured(compute), Captured(compute), Captured(optimizer.step)
 
     def compute(self, inputs: Tensor, targets: Tensor, region: Callable[[str], AbstractContextManager]) -> Tensor:
@@ -69,11 +70,10 @@ class StepGraphs:
         return loss
 
     def update(self, loss: Tensor) -> Tensor:
-        """`Optimizer.step` with what is in `grad`."""
-        elsewhere = [p.grad is not place for p, place in zip(self._parameters, self._gradients, strict=False)]
-        if any(elsewhere):
-            torch._foreach_copy_(self._gradients, [p.grad for p in self._parameters])
-            self._give_gradients()
+        """`Optimizer.step` with what is in `grad`, which lies where it lay in the step before."""
+        places = [p.grad.data_ptr() for p in self._parameters]
+        assert self._update.graph is None or places == self._read, "the graph would read other gradients"
+        self._read = places
         norm = self._update(loss)
         for p in self._parameters:
             p.grad = None

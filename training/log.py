@@ -336,15 +336,15 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write_description(run_dir: Path, settings: dict, left_open: dict, manifest: dict, protocol: dict) -> None:
+def write_description(run_dir: Path, description: dict, manifest: dict, protocol: dict) -> None:
     """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data, evaluation).
 
-    left_open: dotted key -> what the configuration said where `settings` has a choice (auto).
+    description: of the run, as its checkpoints have it (`Run.description`), with its provenance.
     """
-    description = {"provenance": provenance(), "left_open": left_open, "data": manifest, "evaluation": protocol}
+    known = {key: description[key] for key in ("provenance", "left_open")} | {"data": manifest, "evaluation": protocol}
     contents = {
-        "config.yaml": yaml.safe_dump(settings, sort_keys=False),
-        "run.json": json.dumps(description, indent=2) + "\n",
+        "config.yaml": yaml.safe_dump(description["settings"], sort_keys=False),
+        "run.json": json.dumps(known, indent=2) + "\n",
     }
     for name, content in contents.items():  # whole or not at all: a run that was killed early goes on from them
         temporary = run_dir / f".{name}"

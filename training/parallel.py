@@ -16,11 +16,13 @@ import os
 import socket
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -107,6 +109,8 @@ class World:
         self._slow_for, self._named = [0] * self.size, set[int]()
         self._clock = StepClock()
         self._check: Tensor | float = 0.0
+        self._flat: Tensor | None = None  # holds each step's gradients and tail, summed, at the places `_sums_of`
+        self._sums_of: list[Tensor] = []
 
     @property
     def is_first(self) -> bool:
@@ -222,51 +226,47 @@ class World:
     def sum(self, terms: list[Tensor], loss: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """The sum of `terms` (fp32, any shapes) and `loss` over all processes, as a binary tree over ranks.
 
-        `terms` is emptied: each tensor's memory is free once it is copied. Each process adds a W-th of the elements.
+        `terms` is emptied: each tensor's memory is free once it is copied. The sums lie where those of the step before
+        lay, in one buffer. Each process adds a W-th of its elements.
         """
         if self.size == 1:
             return terms, loss
-        device, shapes = loss.device, [term.shape for term in terms]
         if self._sums % CHECK_EVERY == 0:
             self._check = torch.stack(torch._foreach_norm(weights)).sum()
-        tail = torch.zeros(1 + NUM_VOTES + 2 * self.size, device=device)
+        tail = torch.zeros(1 + NUM_VOTES + 2 * self.size, device=loss.device)
         tail[0] = loss
         for index in self._votes:
             tail[1 + index].fill_(1)
         tail[1 + NUM_VOTES + self.rank].fill_(self._clock.end())
         tail[1 + NUM_VOTES + self.size + self.rank] = self._check
-        pieces = []
-        for piece in (*terms, tail):
-            pieces += [piece.reshape(-1), torch.zeros(-piece.numel() % ALIGNED, device=device)]
-        length = sum(map(len, pieces))
-        pieces.append(torch.zeros(-length % (self.size * ALIGNED), device=device))
-        flat = torch.cat(pieces)
+        terms.append(tail)
+        if self._flat is None:
+            starts = [0, *accumulate(-(-term.numel() // ALIGNED) * ALIGNED for term in terms)]
+            self._flat = loss.new_zeros(-(-starts[-1] // (self.size * ALIGNED)) * self.size * ALIGNED)
+            pieces = [self._flat[start:][: term.numel()] for start, term in zip(starts, terms, strict=False)]
+            self._sums_of = [piece.view(term.shape) for piece, term in zip(pieces, terms, strict=True)]
+        torch._foreach_copy_(self._sums_of, terms)
         terms.clear()
-        pieces.clear()
-        flat = self._summed(flat)
-        parts, start = [], 0
-        for shape in shapes:
-            parts.append(flat[start : start + shape.numel()].view(shape))
-            start += shape.numel() + -shape.numel() % ALIGNED
-        self.tail = flat[start : start + len(tail)]
-        return parts, self.tail[0]
+        self._add_up(self._flat)
+        *sums, self.tail = self._sums_of
+        return sums, self.tail[0].clone()
 
-    def _summed(self, flat: Tensor) -> Tensor:
-        """`flat`, whose length W divides, summed over all processes in the order of a binary tree over ranks."""
+    def _add_up(self, flat: Tensor) -> None:
+        """Make `flat`, whose length W divides, its sum over all processes in the order of a binary tree over ranks."""
         self.arrivals += 1
-        received = torch.empty_like(flat)
+        received, own = torch.empty_like(flat), flat.view(self.size, -1)[self.rank]
         with self.communicating():
             group = self._group_for(flat.device)
             dist.all_to_all_single(received, flat, group=group)
         rows = list(received.view(self.size, -1).unbind())
-        while len(rows) > 1:
+        while len(rows) > 2:
             pairs = [a.add_(b) for a, b in zip(rows[::2], rows[1::2], strict=False)]
             rows = pairs + rows[len(pairs) * 2 :]
+        torch.add(*rows, out=own)
         with self.communicating():
-            dist.all_gather_into_tensor(flat, rows[0], group=group)
+            dist.all_gather_into_tensor(flat, own, group=group)  # in place: its own part is there
         self.patience = BETWEEN_STEPS
         self._sums += 1
-        return flat
 
     def _group_for(self, device: torch.device) -> Any:
         """The process group, made at its first use: only then the device is known."""
@@ -321,12 +321,12 @@ class World:
 
 
 class StepClock:
-    """How long this process computes before it waits for the others, in ms; on CUDA that of the step before."""
+    """How long this process computes before it waits for the others, in ms; on CUDA in the last step that is over."""
 
     def __init__(self) -> None:
         self.last_ms = 0.0
         self._began: Any = 0.0
-        self._pair: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # that were not over when looked at
         self._cuda = False
 
     def begin(self, device: torch.device) -> None:
@@ -341,8 +341,10 @@ class StepClock:
             return self.last_ms
         ended = torch.cuda.Event(enable_timing=True)
         ended.record()
-        before, self._pair = self._pair, (self._began, ended)
-        self.last_ms = before[0].elapsed_time(before[1]) if before and before[1].query() else 0.0
+        self._spans.append((self._began, ended))
+        while self._spans and self._spans[0][1].query():
+            began, ended = self._spans.popleft()
+            self.last_ms = began.elapsed_time(ended)
         return self.last_ms
 
 

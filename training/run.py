@@ -202,7 +202,9 @@ def resolve(
     settings = replace(settings, optim=optim)
     share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     document_mask = settings.data.document_mask
-    model, *reasons = resolve_model(settings.model, hardware.device, hardware.dtype, document_mask=document_mask)
+    model, attention_reason, loss_reason = resolve_model(
+        settings.model, hardware.device, hardware.dtype, document_mask=document_mask
+    )
     if model.mask is not None and settings.train.sample_tokens and vocab_size is None:
         raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
     if model.name is not None and hardware.world.context > 1:
@@ -235,21 +237,21 @@ def resolve(
         context = resolve_method(settings.parallel, model, hardware.dtype, *rows)
         chosen = replace(chosen, parallel=replace(settings.parallel, context_method=context[0]))
     chosen = asdict(chosen)
-    graphs = resolve_graphs(hardware, plan, document_mask)
+    graphs, graphs_reason = resolve_graphs(hardware, plan, document_mask)
     before, now = flat(asked), flat(chosen)
     return Run(
         hardware=hardware,
         model=model,
-        attention_reason=reasons[0],
-        loss_reason=reasons[1],
+        attention_reason=attention_reason,
+        loss_reason=loss_reason,
         optimizer_line=optimizer_line,
         vocab_size=vocab_size,
         seq_len=settings.data.seq_len,
         micro_batch=plan.micro_batch,
         sequences_per_step=share,
         plan=plan,
-        graphs=graphs[0],
-        graphs_reason=graphs[1],
+        graphs=graphs,
+        graphs_reason=graphs_reason,
         context=context,
         settings=chosen,
         left_open={key: value for key, value in before.items() if value != now[key]},
@@ -259,27 +261,24 @@ def resolve(
 
 def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple[bool, str]:
     """Whether a run's step is to be graphs, and why; ValueError where they are asked for and cannot be."""
-    if (context := hardware.world.context) > 1 and hardware.graphs is not False:
-        if hardware.graphs:
-            raise ValueError(
-                f"hardware.cuda_graphs=true has not been made to work with parallel.context={context}; leave it out"
-            )
-        return False, "processes that share rows exchange in the middle of the step"
+    model, context = plan.model, hardware.world.context
+    random_states = model.activation_checkpointing != "none" and (model.draws or not hardware.compile)
+    enough = plan.free is None or plan.peak <= plan.free / 2  # evaluations and samples need theirs beside the graphs'
+    obstacles = [  # whether it is there, what it is, and the key that rules graphs out; "" where they may be tried
+        (context > 1, "processes that share rows exchange in the middle of the step", f"parallel.context={context}"),
+        (document_mask, "documents differ in number from step to step", "data.document_mask=true"),
+        (model.name is not None, "a model of transformers may ask the host", ""),
+        (model.attention not in ("flash", "sdpa"), f"{model.attention} attention may ask the host", ""),
+        (random_states, "recomputation keeps random states, which a graph may not read", ""),
+        (not enough, "the forecast is more than half of the memory", ""),
+    ]
+    nothing = False, "forward and backward, and the optimizer", ""
+    found, reason, key = next((row for row in obstacles if row[0]), nothing)
+    if hardware.graphs and key:
+        raise ValueError(f"hardware.cuda_graphs=true cannot be with {key}, as {reason}; leave it out")
     if hardware.graphs is not None:
         return hardware.graphs, "as configured"
-    if document_mask:
-        return False, "documents differ in number from step to step"
-    if plan.model.name is not None:
-        return False, "a model of transformers may ask the host; hardware.cuda_graphs=true tries all the same"
-    if plan.model.attention not in ("flash", "sdpa"):
-        return False, f"{plan.model.attention} attention may ask the host; hardware.cuda_graphs=true tries all the same"
-    recomputes = plan.model.activation_checkpointing != "none"
-    if recomputes and (plan.model.draws or not hardware.compile):
-        return False, "recomputation keeps random states, which a graph may not read"
-    # graphs keep what a micro-batch needs, and evaluations and samples then need theirs beside it
-    if plan.free is not None and plan.peak > plan.free / 2:
-        return False, "the forecast is more than half of the memory; hardware.cuda_graphs=true tries all the same"
-    return True, "forward and backward, and the optimizer"
+    return not found, f"{reason}; hardware.cuda_graphs=true tries all the same" if found and not key else reason
 
 
 def _as_the_first_chose(settings: Any, micro_batch: int, resume: str | None) -> Any:

@@ -55,7 +55,7 @@ def training_step(
     place, micro_batches = world.place, -(-len(inputs) // micro_batch)
     tokens = targets.numel() * place["world_size"]
     compute = graphs.compute if graphs else partial(compute_gradients, forward, optimizer, hardware, tokens)
-    gradients = GradientSum(optimizer.parameters, world, copied=graphs is not None and micro_batches > 2)
+    gradients = GradientSum(optimizer.parameters, world, micro_batches, copied=graphs is not None)
     world.begin_step(hardware.device)
     with micro_batch_streams(hardware.device) if dropout else nullcontext(lambda number: None) as use_stream:
         for number in range(micro_batches):

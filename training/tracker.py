@@ -138,7 +138,7 @@ def held_by_step(
     sequences: int,
     micro_batch: int,
 ) -> dict[str, Counter]:
-    """`Tracker.moments` of a step whose optimizer has its state. `config`'s attention and loss are resolved."""
+    """`Tracker.moments` of a step. `config`'s attention and loss are resolved."""
     on_cuda = hardware.device.type == "cuda"
     model = GPT(replace(config, attention="naive"), vocab_size, seq_len, device="meta")
     tracker = Tracker(on_cuda, hardware.compile)
@@ -158,9 +158,6 @@ def held_by_step(
         tokens = torch.empty(4, sequences, seq_len, dtype=torch.int64)  # inputs and targets, the next step's too
         with tracker.region("optimizer"):
             optimizer = Optimizer(model, optim, hardware.dtype)
-            for weight in model.parameters():
-                weight.grad = torch.empty_like(weight)
-            optimizer.step()
         tracker.moments.clear()
         inputs, targets = tokens[:2, : 2 * micro_batch]
         on_cpu = replace(hardware, device=torch.device("cpu"), world=ALONE)
@@ -169,8 +166,9 @@ def held_by_step(
     sums = max(0, math.ceil(math.log2(sequences / micro_batch)) - 1)  # of pairs, of pairs of pairs (GradientSum)
     for part in ("forward", "backward"):
         tracker.moments[part]["sums of gradients", ""] = sums * gradients
-    if hardware.world.size > 1:
-        tracker.moments["optimizer"]["gradients received", ""] = gradients
+    if hardware.world.size > 1:  # where they are summed; then what is received for it
+        for part in tracker.moments:
+            tracker.moments[part]["sum over processes", ""] = gradients
     return tracker.moments
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -68,6 +69,7 @@ class Watch:
         world.exchange("watched")  # from here on each has a beat
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="watch of the watch", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -82,15 +84,16 @@ class Watch:
         self._thread.join(2 * self._limits.silent)
         self._end(Failure(self._world.rank, self._world.hosts[self._world.rank], self._world.step, reason), [])
 
-    def post(self, failure: Failure) -> None:
-        """Tell all why this process ends; the first such word counts."""
+    def post(self, failure: Failure, silent: Collection[int] = ()) -> None:
+        """Tell all why this process ends; the first such word counts. The `silent` ranks are not waited for."""
+        world = self._world
         with suppress(RuntimeError):  # nobody is left to be told
             self._store.compare_set("failed", "", json.dumps(asdict(failure)))
-            if self._world.is_first:  # the store may be its own, so it ends when the others have read that
-                others = [f"heard/{rank}" for rank in range(1, self._world.size)]
+            if world.is_first:  # the store may be its own, so it ends when the others have read that
+                others = [f"heard/{rank}" for rank in range(1, world.size) if rank not in silent]
                 self._store.wait(others, timedelta(seconds=5 + self._limits.grace))
             else:
-                self._store.set(f"heard/{self._world.rank}", "")
+                self._store.set(f"heard/{world.rank}", "")
 
     def _run(self) -> None:
         while not self._stopped.wait(self._limits.beat):
@@ -100,7 +103,17 @@ class Watch:
                 reason = str(error).partition("\n")[0]
                 found = Failure(0, self._world.hosts[0], self._world.step, f"its store is gone ({reason})"), [0]
             if found and not self._stopped.wait(self._limits.grace):
+                self.post(*found)
                 self._end(*found)
+
+    def _guard(self) -> None:
+        """End where a look does not return: a call to a store whose process was stopped waits for ever."""
+        looks = still = 0
+        while not self._stopped.wait(self._limits.beat):
+            looks, still = self._looks, still + 1 if self._looks == looks else 0
+            if still * self._limits.beat > self._limits.silent:
+                message = f"its store has not answered for {self._limits.silent:g} s: stopped or cut off"
+                self._end(Failure(0, self._world.hosts[0], self._world.step, message), [0])
 
     def _beat(self) -> None:
         world, self._beats = self._world, self._beats + 1

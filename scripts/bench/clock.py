@@ -23,6 +23,11 @@ class Mark:
         if self.event:
             self.event.record()
 
+    def wait(self) -> None:
+        """Until the device has come here."""
+        if self.event:
+            self.event.synchronize()
+
     def seconds_to(self, later: "Mark") -> float:
         """Call it when the device is done."""
         return self.event.elapsed_time(later.event) / 1e3 if self.event else later.time - self.time

@@ -8,9 +8,7 @@ have no figure beside it.
 The last line is one JSON object. Without CUDA it is a smoke test over gloo: its figures mean nothing.
 """
 
-import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,15 +16,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from conf.program import program
 from model.attention import AttentionFunction, flash
 from model.context import WAYS, part_of
 from scripts.bench.clock import Mark, peak_bytes
+from scripts.bench.processes import Host, on_each_gpu, refuse_too_many
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
-from training.hardware import Hardware, HardwareConfig, set_up
+from training.hardware import Hardware, HardwareConfig
 from training.speed import attention_flops
 
 
@@ -48,15 +46,10 @@ class ContextBenchSettings:
 
 @program("tool", ContextBenchSettings, run_dir="runs/bench_context")
 def main(settings: ContextBenchSettings, run_dir: Path) -> None:
-    found = torch.cuda.device_count()
-    if torch.cuda.is_available() and found < settings.gpus:
-        raise ValueError(f"gpus={settings.gpus} but there are {found}; use gpus={found}")
-    hardware = set_up(settings.hardware)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (settings, folder), nprocs=settings.gpus)
-        rows = torch.load(f"{folder}/rows")
+    refuse_too_many("gpus", settings.gpus)
+    hardware, rows = on_each_gpu([settings.gpus], work, settings)
     more = {"heads": [settings.num_heads, settings.num_kv_heads, settings.head_dim]}
-    report = Report("bench_context", run_dir, f"{settings.gpus} x {hardware.description}", rows, more)
+    report = Report("bench_context", run_dir, f"{settings.gpus} x {hardware}", rows, more)
     title = f"attention, forward and backward, causal, {settings.num_heads} heads of {settings.head_dim}"
     report.finish(table(rows, NAMES, FIGURES, title, "bits: O, dQ, dK and dV are one GPU's"))
 
@@ -72,17 +65,9 @@ FIGURES: Columns = {
 }
 
 
-def work(rank: int, settings: ContextBenchSettings, folder: str) -> None:
-    """One process: all cases; the first writes the rows."""
-    os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast is not needed, and not allowed in every container
-    hardware = set_up(settings.hardware)
-    device = hardware.device
-    if device.type == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    where = {"rank": rank, "world_size": settings.gpus, "device_id": device if backend == "nccl" else None}
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", **where)
+def work(host: Host, settings: ContextBenchSettings) -> tuple[str, list[Row]]:
+    """What one process does: all cases. Its hardware in words, and the rows."""
+    rank, hardware, device = host.world.rank, host.hardware, host.hardware.device
     rows: list[Row] = []
     for seq_len in settings.seq_len:
         tensors = make(settings, seq_len, device, hardware)
@@ -99,9 +84,7 @@ def work(rank: int, settings: ContextBenchSettings, folder: str) -> None:
             except ValueError as error:
                 row |= {"seq_len": seq_len, "error": str(error)}
             rows.append(row)
-    if rank == 0:
-        torch.save(rows, f"{folder}/rows")
-    dist.destroy_process_group()
+    return hardware.description, rows
 
 
 def make(settings: ContextBenchSettings, seq_len: int, device: torch.device, hardware: Hardware) -> list[Tensor]:

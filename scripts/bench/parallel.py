@@ -1,0 +1,328 @@
+"""Several GPUs of one host: `python -m scripts.bench.parallel` times and compares the training step on 1, 2 and 4.
+
+It starts one process a GPU itself, and all cells run in them:
+
+    replicate  tokens a second at the same tokens a GPU; the sum of the gradients beside NCCL's all-reduce
+    hashes     SHA-256 of weights and moments after some steps, from 1, 2 and 4 processes: they must be equal
+    context    a row of tokens on one GPU and on all of them, and one as many times as long on all
+    shard      tokens a second of 1.3 billion parameters, whose weights and moments the processes share
+
+One GPU's speed is that of the first; all are timed at once, as a step of several takes as long as on the slowest. What
+`rest` names is neither that nor the sum. Random tokens; the step is that of `train.py`, compiled and as CUDA graphs
+where the run would be. The last line is one JSON object. Without CUDA it is a smoke test over gloo: its figures mean
+nothing.
+"""
+
+import gc
+import hashlib
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conf.program import program
+from conf.schema import Settings
+from data import Batch
+from model import build_model
+from scripts.bench.clock import Mark
+from scripts.bench.processes import Host, on_each_gpu
+from scripts.bench.report import Report, Row, refuse_below_one, refuse_unknown
+from scripts.evidence_tables import SHARED_BITS, SHARED_STEP, SHARED_SUM
+from training.hardware import Hardware
+from training.optimizer import OPTIMIZERS, OptimConfig, Optimizer
+from training.parallel import ALONE, MODES, ParallelConfig, World
+from training.run import Run, resolve
+from training.stepper import Stepper
+
+CELLS = ("replicate", "hashes", "context", "shard")
+SAME_NETWORK = CELLS[:2]
+SHARD_HEAD_DIM = 128
+
+
+@dataclass
+class BenchConfig:
+    cells: list[str] = field(default_factory=lambda: list(CELLS))  # replicate | hashes | context | shard
+    processes: list[int] = field(default_factory=lambda: [1, 2, 4])  # those that there are GPUs for
+    tokens: int = 65536  # of a step, a GPU, in sequences of data.seq_len
+    shard_tokens: int = 32768  # the same for shard, in sequences twice as long
+    shard_layers: int = 24  # of its model
+    shard_embd: int = 2048  # its width
+    context_tokens: int = 131072  # of a row that one GPU computes
+    vocab_size: int = 50257  # GPT-2's
+    hash_steps: int = 6  # optimizer steps before weights and moments are compared
+    warmup_steps: int = 4  # not timed; the first compiles
+    steps: int = 20  # timed one by one; the median is reported
+
+    def __post_init__(self) -> None:
+        refuse_unknown("bench", self, cells=CELLS)
+        refuse_below_one("bench.", self, "processes", "tokens", "context_tokens", "hash_steps", "warmup_steps", "steps")
+        if 1 not in self.processes or len(self.processes) < 2:
+            raise ValueError(f"bench.processes={self.processes} must have 1 and more than that; use [1,2]")
+
+
+@dataclass
+class ParallelBenchSettings(Settings):
+    bench: BenchConfig = field(default_factory=BenchConfig)
+
+
+@program(
+    "config", ParallelBenchSettings, run_dir="runs/bench_parallel", overrides=("model=gpt2_124m", "data.seq_len=1024")
+)
+def main(settings: ParallelBenchSettings, run_dir: Path) -> None:
+    bench, found = settings.bench, torch.cuda.device_count()
+    sizes = sorted({size for size in bench.processes if size <= found or not found})
+    if len(sizes) < 2:
+        raise ValueError(f"bench.processes={bench.processes} but there are {found} GPUs; use a machine with several")
+    settings = replace(settings, bench=replace(bench, processes=sizes))
+    hardware, rows = on_each_gpu(sizes, work, settings)
+    tables = [made({"": {"rows": rows}}) for made in (SHARED_STEP, SHARED_SUM, SHARED_BITS)]
+    Report("bench_parallel", run_dir, hardware, rows).finish(*(table for table in tables if table.lines))
+
+
+class Network:
+    """A model and what is compiled from it.
+
+    Args:
+        often: whether several cells begin with it, each with the same weights.
+    """
+
+    def __init__(self, chosen: Run, *, often: bool = False) -> None:
+        torch.manual_seed(chosen.settings["train"]["seed"])
+        self.model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=chosen.hardware.device)
+        self.forward = torch.compile(self.model, dynamic=False) if chosen.hardware.compile else self.model
+        self._first = [p.detach().clone() for p in self.model.parameters()] if often else []
+
+    @torch.no_grad()
+    def begin(self, chosen: Run, optim: OptimConfig) -> tuple[Optimizer, Stepper]:
+        """A run's first moment: its optimizer, and what computes its steps."""
+        for p, first in zip(self.model.parameters(), self._first, strict=False):
+            p.copy_(first)
+        optimizer = Optimizer(self.model, optim, chosen.hardware.dtype)
+        return optimizer, Stepper(chosen, self.model, self.forward, optimizer)
+
+
+def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
+    """What one process does: all cells. Its hardware in words, and the rows."""
+    settings = sized(settings, settings.bench.tokens)
+    rows, network = [], None
+    known = {"replicate": replicate, "hashes": hashes, "context": context, "shard": shard}
+    for name in sorted(settings.bench.cells, key=CELLS.index):
+        if name in SAME_NETWORK and network is None:
+            network = Network(choose(settings, host.hardware, ALONE), often=True)  # compiled once for both
+        elif name not in SAME_NETWORK:
+            network = None
+            if host.hardware.compile:
+                torch.compiler.reset()
+            free(host.hardware)
+        found = known[name](host, settings, network)
+        for row in found:
+            host.world.first(print)(json.dumps(row), flush=True)  # what is known when a later cell fails
+        rows += found
+    return host.hardware.description, rows
+
+
+def sized(settings: ParallelBenchSettings, tokens: int, seq_len: int | None = None, **groups: Any) -> Any:
+    """`settings` with so many tokens a step, all in one micro-batch of each process."""
+    data = replace(settings.data, seq_len=seq_len or settings.data.seq_len)
+    train = replace(settings.train, batch_tokens=tokens, micro_batch=None)
+    return replace(settings, data=data, train=train, **groups)
+
+
+def choose(settings: ParallelBenchSettings, hardware: Hardware, world: World) -> Run:
+    """A run of `world`."""
+    hardware = replace(hardware, world=world)
+    return resolve(settings, vocab_size=settings.bench.vocab_size, hardware=hardware, world=world)
+
+
+def free(hardware: Hardware) -> None:
+    """What the next cell needs must not be held by the one before."""
+    gc.collect()
+    if hardware.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(hardware.device)
+
+
+# --- cells
+
+
+def replicate(host: Host, settings: ParallelBenchSettings, network: Network) -> list[Row]:
+    """The same model and as many tokens on each GPU."""
+    rows = [{"cell": "replicate"} | alone(host, settings, network)]
+    for size in settings.bench.processes[1:]:
+        row = {}
+        if world := host.worlds.get(size):
+            chosen = choose(sized(settings, settings.bench.tokens * size), host.hardware, world)
+            row = {"cell": "replicate"} | timed(chosen, network, settings)
+            row |= against(rows[0], row) | {"slowest_ms": rows[0]["slowest_ms"]}
+            row |= sum_beside_all_reduce(world, host.groups[size], network, row["step_ms"])
+            row["rest_ms"] = round(row["step_ms"] - row["sum_ms"] - row["slowest_ms"], 3)
+        rows.append(host.world.told(row))
+    return rows
+
+
+def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> list[Row]:
+    """The same batches, dealt to 1, 2 and 4 processes, in micro-batches of the same size."""
+    bench, rows = settings.bench, []
+    made = sized(settings, bench.tokens * bench.processes[-1])
+    made.train.micro_batch = bench.tokens // settings.data.seq_len
+    for optim in OPTIMIZERS:
+        named, equal = replace(made, optim=replace(settings.optim, name=optim)), set()
+        for size in bench.processes:
+            found = None
+            if world := host.worlds.get(size):
+                chosen = choose(named, host.hardware, world)
+                optimizer, stepper = network.begin(chosen, named.optim)
+                for step in range(bench.hash_steps):
+                    stepper.step(batch_of(chosen, step))
+                found = sha256([*network.model.parameters(), *moments(optimizer)])
+                del optimizer, stepper
+                free(host.hardware)
+            found = [value for value in host.world.exchange(found) if value]
+            equal |= {*found}
+            row = {"cell": "hashes", "optimizer": optim, "processes": size, "steps": bench.hash_steps}
+            rows.append(row | {"sha256": found[0], "equal": len(equal) == 1})
+    return rows
+
+
+def shard(host: Host, settings: ParallelBenchSettings, _: None) -> list[Row]:
+    """A model whose weights and moments the processes share, beside one GPU that holds all."""
+    bench, size, seq_len = settings.bench, host.world.size, 2 * settings.data.seq_len
+    if "shard" not in MODES:
+        return [{"cell": "shard", "processes": size, "seq_len": seq_len, "error": "parallel.data=shard is not here"}]
+    shape = {"num_layers": bench.shard_layers, "n_embd": bench.shard_embd}
+    model = replace(settings.model, **shape, num_heads=max(1, bench.shard_embd // SHARD_HEAD_DIM))
+    first = alone(host, sized(settings, bench.shard_tokens, seq_len, model=model))
+    shared = ParallelConfig(data="shard")
+    made = sized(settings, bench.shard_tokens * size, seq_len, model=model, parallel=shared)
+    chosen = choose(made, host.hardware, host.world)
+    row = timed(chosen, Network(chosen), made)
+    return [row | {"cell": "shard"} for row in (first, row | against(first, row))]
+
+
+def context(host: Host, settings: ParallelBenchSettings, _: None) -> list[Row]:
+    """A row of tokens that the processes share, and a longer one; activations are computed again, nothing compiled."""
+    bench, size = settings.bench, host.world.size
+    tokens, host = bench.context_tokens, replace(host, hardware=replace(host.hardware, compile=False))
+    model = replace(settings.model, activation_checkpointing="full")
+    few = replace(bench, warmup_steps=1, steps=min(2, bench.steps))
+    rows = [alone(host, sized(settings, tokens, tokens, model=model, bench=few))]
+    for seq_len in (tokens, tokens * size):
+        made = sized(settings, seq_len, seq_len, model=model, bench=few, parallel=ParallelConfig(context=size))
+        chosen = choose(made, host.hardware, host.world)
+        row = timed(chosen, Network(chosen), made)
+        rows.append(row | against(rows[0], row))
+    return [{"cell": "context"} | row for row in rows]
+
+
+# --- what cells are made of
+
+
+def alone(host: Host, settings: ParallelBenchSettings, network: Network | None = None) -> Row:
+    """One GPU's step, on all of them at once, each by itself."""
+    chosen = choose(settings, host.hardware, ALONE)
+    row = timed(chosen, network or Network(chosen), settings)
+    by_gpu = host.world.exchange(row["step_ms"])
+    shown = " ".join(f"{ms:.2f}" for ms in by_gpu)
+    return host.world.told(row) | {"alone": shown, "slowest_ms": max(by_gpu)}
+
+
+def timed(chosen: Run, network: Network, settings: ParallelBenchSettings) -> Row:
+    """Speed and memory of a run's step: ms of the slowest process's median, GiB of the one that holds most."""
+    bench, hardware = settings.bench, chosen.hardware
+    free(hardware)
+    optimizer, stepper = network.begin(chosen, settings.optim)
+    batch, world, tails = batch_of(chosen, 0), hardware.world, []
+    marks = [Mark(hardware.device)]
+    for _ in range(bench.warmup_steps + bench.steps):
+        stepper.step(batch)
+        if world.size > 1:
+            tails.append(world.tail.clone())
+        marks.append(Mark(hardware.device))
+        marks[-2].wait()  # as the loop looks at a step's numbers while the next one is computed
+    hardware.synchronize()
+    spans = [1e3 * begin.seconds_to(end) for begin, end in pairwise(marks)][bench.warmup_steps :]
+    found = world.exchange([statistics.median(spans), hardware.peak_memory_gib()])
+    step_ms, tokens = max(ms for ms, _ in found), chosen.settings["train"]["batch_tokens"]
+    shown = {}
+    if tails:  # what each process told the others in the last steps
+        times = torch.stack(tails)[-bench.steps :, -2 * world.size : -world.size].median(0).values
+        shown["computing"] = " ".join(f"{ms:.2f}" for ms in times.tolist())
+    del optimizer, stepper
+    free(hardware)
+    return shown | {
+        "processes": world.size,
+        "seq_len": chosen.seq_len,
+        "batch_tokens": tokens,
+        "graphs": chosen.graphs,
+        "tokens_per_second": round(1e3 * tokens / step_ms),
+        "step_ms": round(step_ms, 3),
+        "peak_memory_gib": max((gib for _, gib in found if gib), default=None),
+    }
+
+
+def against(first: Row, row: Row) -> Row:
+    """How many times the tokens a second of one GPU: of the first one, and of the slowest."""
+    speedup = row["tokens_per_second"] / first["tokens_per_second"]
+    return {"speedup": speedup, "speedup_of_slowest": speedup * first["slowest_ms"] / first["step_ms"]}
+
+
+def sum_beside_all_reduce(world: World, group: dist.ProcessGroup, network: Network, step_ms: float) -> Row:
+    """Milliseconds of the sum that a step contains, and of the library's own over as many elements."""
+    weights = list(network.model.parameters())
+    device = weights[0].device
+    terms, loss = [torch.randn_like(p) for p in weights], torch.ones((), device=device)
+    flat = torch.cat([term.view(-1) for term in terms])
+
+    def ordered() -> None:
+        world.begin_step(device)
+        world.sum(list(terms), loss, weights)
+
+    row = {"elements": len(flat)}
+    for name, call in (("sum", ordered), ("all_reduce", lambda: dist.all_reduce(flat, group=group))):
+        ms = median_ms(call, world, device)
+        row |= {f"{name}_ms": round(ms, 3), f"{name}_share": ms / step_ms}
+    return row
+
+
+def median_ms(call: Callable[[], object], world: World, device: torch.device) -> float:
+    """Of 20 calls after 5, one behind the other, in the slowest process."""
+    marks = [Mark(device)]
+    for _ in range(25):
+        call()
+        marks.append(Mark(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    spans = [1e3 * begin.seconds_to(end) for begin, end in pairwise(marks)][5:]
+    return max(world.exchange(statistics.median(spans)))
+
+
+def batch_of(chosen: Run, step: int) -> Batch:
+    """This process's rows of a step's random tokens, as `data.TokenBatches` deals them."""
+    draw, place = torch.Generator().manual_seed(step), chosen.hardware.world.place
+    rows = chosen.sequences_per_step
+    tokens = torch.randint(chosen.vocab_size, (rows * place["world_size"], chosen.seq_len + 1), generator=draw)
+    own = tokens[rows * place["rank"] :][:rows].to(chosen.hardware.device)
+    return own[:, :-1].contiguous(), own[:, 1:].contiguous(), None
+
+
+def moments(optimizer: Optimizer) -> list[Tensor]:
+    states: list[Any] = [part.state[p] for part in optimizer.parts for p in part.state]
+    return [state[key] for state in states for key in sorted(state)]
+
+
+def sha256(tensors: list[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for x in tensors:
+        digest.update(x.detach().cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

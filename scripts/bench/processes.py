@@ -1,0 +1,75 @@
+"""The processes of a benchmark, one a GPU of this host: they start once, and all of its cells run in them."""
+
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from training.hardware import Hardware, set_up
+from training.parallel import ALONE, World
+
+
+@dataclass(frozen=True)
+class Host:
+    """The processes, as one of them sees them.
+
+    Attributes:
+        hardware: this process's.
+        groups: by size, of the first so many processes, where those are several.
+        worlds: the first so many as worlds of their own; only those that this process is in.
+    """
+
+    hardware: Hardware
+    groups: dict[int, dist.ProcessGroup]
+    worlds: dict[int, World]
+
+    @property
+    def world(self) -> World:
+        """Of all."""
+        return self.worlds[max(self.groups)]
+
+
+def refuse_too_many(key: str, processes: int) -> None:
+    """ValueError where there are GPUs, but fewer than processes."""
+    found = torch.cuda.device_count()
+    if 0 < found < processes:
+        raise ValueError(f"{key}={processes} but there are {found} GPUs; use {key}={found}")
+
+
+def on_each_gpu(sizes: list[int], function: Callable[..., Any], settings: Any) -> Any:
+    """What `function(host, settings)` returns in the first of max(sizes) processes; all run it, with NCCL or gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        found = Path(folder) / "found"
+        mp.spawn(_run, (sizes, port, function, settings, found), nprocs=max(sizes))
+        return pickle.loads(found.read_bytes())
+
+
+def _run(rank: int, sizes: list[int], port: int, function: Callable[..., Any], settings: Any, found: Path) -> None:
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast is not needed, and not allowed in every container
+    count = max(sizes)
+    store = dist.TCPStore("127.0.0.1", port, count, is_master=rank == 0)
+    world = World(rank, count, rank, dist.PrefixStore("all", store))
+    hardware = set_up(settings.hardware, world)
+    world.mesh(hardware.device)  # the process group begins
+    groups, worlds = {count: dist.group.WORLD}, {count: world} | ({1: ALONE} if rank == 0 else {})
+    for size in sizes:
+        if 1 < size < count:
+            groups[size] = dist.new_group(range(size))  # all processes make it
+            if rank < size:
+                named = dist.PrefixStore(f"first_{size}", store)
+                worlds[size] = World(rank, size, rank, named, groups[size])
+    result = function(Host(hardware, groups, worlds), settings)
+    if rank == 0:
+        found.write_bytes(pickle.dumps(result))
+    world.close()
