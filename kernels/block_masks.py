@@ -29,8 +29,11 @@ class BlockMask(NamedTuple):
 
     starts: Tensor  # (batch, heads, blocks of queries, then of keys, 4) int32: first visit of a full block, first of a
     # partial one, end; and the block that has the n-th most visits among the n
-    visits: Tensor  # (2 x visited blocks, 2) int32: block, pattern (0 for a full one); of the queries, then of the keys
-    bits: Tensor  # (patterns, 2, 128, 4) int32: rows of queries over keys, then rows of keys over queries
+    visits: Tensor  # (1 + 2 x visited blocks, 4) int32: block, pattern; the first shows nothing, for rows without any;
+    # then those of the queries, then of the keys. Beside the n-th of a row of keys stands its n-th in the order of
+    # blocks: block + 2^16 * (how many larger blocks of keys visit that block), pattern
+    bits: Tensor  # (patterns, 2, 128, 4) int32: rows of queries over keys, then rows of keys over queries; the first
+    # pattern is a full block's, the second shows nothing
     num_q: int
     num_k: int
 
@@ -135,8 +138,8 @@ def block_table(starts: Tensor, visits: Tensor, num_q: int, num_k: int) -> Tenso
     """(batch, heads, blocks of queries, blocks of keys) int64: HIDDEN, FULL or the number of the block's pattern."""
     q_blocks, k_blocks = -(-num_q // BLOCK), -(-num_k // BLOCK)
     first, first_partial = starts[:, :, :q_blocks, :2].flatten(0, 2).unbind(1)
-    of_queries = visits[: visits.shape[0] // 2].long()
-    place = torch.arange(of_queries.shape[0], device=visits.device, dtype=torch.int32)
+    of_queries = visits[1 : 1 + visits.shape[0] // 2].long()
+    place = torch.arange(1, 1 + of_queries.shape[0], device=visits.device, dtype=torch.int32)
     row = torch.searchsorted(first.contiguous(), place, right=True) - 1  # the last of those that begin there has it
     entry = torch.where(place < first_partial[row], FULL, of_queries[:, 1])
     table = torch.full((first.numel() * k_blocks,), HIDDEN, device=visits.device)
@@ -198,8 +201,9 @@ def _kinds(words: Tensor) -> tuple[Tensor, Tensor]:
 def _assemble(full: Tensor, partial: Tensor, words: Tensor, num_q: int, num_k: int) -> BlockMask:
     """full and partial (batch, heads, blocks of queries, blocks of keys) bool; words (partial ones, 128, 2) int64."""
     words, numbers = _distinct(words)
-    pattern = torch.zeros(partial.shape, dtype=torch.int64, device=partial.device).masked_scatter_(partial, numbers)
-    starts, visits = [], []
+    words = torch.cat([torch.arange(-1, 1, device=words.device)[:, None, None].expand(2, BLOCK, 2), words])
+    pattern = torch.zeros(partial.shape, dtype=torch.int64, device=partial.device).masked_scatter_(partial, numbers + 2)
+    starts, visits = [], [torch.arange(2, device=words.device)[None]]
     for axes in ((2, 3), (3, 2)):  # a query's blocks of keys, then a key's blocks of queries
         full, partial, pattern = (x.movedim(axes, (2, 3)) for x in (full, partial, pattern))
         kinds = torch.stack((full, partial), dim=3)
@@ -209,12 +213,17 @@ def _assemble(full: Tensor, partial: Tensor, words: Tensor, num_q: int, num_k: i
         first, first_partial = (ends - kinds.sum(-1)).unbind(-1)
         most = (ends[..., 1] - first).argsort(dim=-1, descending=True, stable=True)
         starts.append(torch.stack((first, first_partial, ends[..., 1], most), dim=-1))
+    visited = full | partial  # (batch, heads, blocks of keys, blocks of queries)
+    b, h, row, col = visited.nonzero(as_tuple=True)
+    larger = (visited.sum(2, keepdim=True) - visited.cumsum(2))[b, h, row, col]
+    in_order = torch.stack((col + larger * 2**16, pattern[b, h, row, col]), dim=1)
+    in_order = torch.cat((torch.zeros_like(torch.cat(visits[:2])), in_order))
     transposed = torch.cat(
         [_packed(_unpacked(part).transpose(1, 2).contiguous().view(torch.int64)) for part in words.split(_PATTERNS)]
     )
     return BlockMask(
         torch.cat(starts, dim=2).to(torch.int32),
-        torch.cat(visits).to(torch.int32),
+        torch.cat((torch.cat(visits), in_order), dim=1).to(torch.int32),
         torch.stack((words, transposed), dim=1).view(torch.int32),
         num_q,
         num_k,
@@ -222,13 +231,13 @@ def _assemble(full: Tensor, partial: Tensor, words: Tensor, num_q: int, num_k: i
 
 
 def _distinct(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Different patterns (at least one), and the number of each given one's.
+    """Different patterns, and the number of each given one's.
 
     Found by a hash, which is then checked: where two patterns share one, all are kept as they are.
     """
     count = words.shape[0]
     if count == 0:
-        return words.new_zeros(1, BLOCK, 2), words.new_zeros(0)
+        return words, words.new_zeros(0)
     weights = torch.full((2 * BLOCK,), _ODD, device=words.device).cumprod(0)
     mixed = words.flatten(1) * weights
     mixed = (mixed ^ (mixed >> 29)) * _ODD  # else words that differ in their highest bits alone would cancel

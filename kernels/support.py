@@ -76,16 +76,14 @@ IMPLEMENTATIONS = {
 }
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_FORWARD_ONLY = ("window", "softcap", "varlen")  # the portable backward takes their O and LSE
 
 # The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
 KERNELS = {
     "hopper": Implementation(
         "hopper",
-        frozenset({"full", "causal", "gqa", "lse", *_FORWARD_ONLY}),
+        frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "varlen", "block_mask"}),
         _HALVES,
         instead="the portable kernels",
-        exceptions=frozenset((feature, "backward", dtype) for feature in _FORWARD_ONLY for dtype in _HALVES),
     ),
     "kvcache": Implementation(
         "kvcache",
@@ -102,7 +100,10 @@ FLASH_HEAD_DIMS = (16, 256)  # the smallest and the largest
 # still faster than the portable kernels' narrower tiles, with less it was not measured.
 HOPPER_HEAD_DIMS = range(32, 257, 8)
 HOPPER_BACKWARD_HEAD_DIMS = range(32, 129, 8)  # dK and dV (64, 256) in fp32 would take 256 registers of each thread
-HOPPER_PACKED_HEAD_DIMS = range(72, 257, 8)  # below, the portable forward is faster for documents (hopper/NOTES.md)
+# Of the forward alone: with less the portable one is faster for documents and block masks (hopper/NOTES.md); with more
+# than 128, tiles are 64 keys wide, half a block of a mask.
+HOPPER_PACKED_HEAD_DIMS = range(72, 257, 8)
+HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
 FP8_HEAD_DIMS = (64, 128)
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
 
@@ -193,8 +194,12 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backwar
             "wider dK and dV do not fit in registers"
         )
     reason = reason or _no_hopper_reason(q, k)
-    if reason is None and options.packed and head_dim not in HOPPER_PACKED_HEAD_DIMS:
-        reason = f"the portable kernels are faster for packed documents with head_dim {head_dim}"
+    if reason is None and options.packed and not backward and head_dim not in HOPPER_PACKED_HEAD_DIMS:
+        reason = f"the portable forward is faster for packed documents with head_dim {head_dim}"
+    if reason is None and options.masked and not backward and head_dim not in HOPPER_MASKED_HEAD_DIMS:
+        reason = f"block masks with head_dim {head_dim} take the portable forward ({_listed(HOPPER_MASKED_HEAD_DIMS)})"
+    if reason is None and options.masked and backward and options.mask_starts.shape[1] > 1 and "gqa" in features:
+        reason = "the hopper backward walks a group's heads together: a block mask may not tell them apart"
     return reason or _unaddressable_reason(q, k, v)
 
 

@@ -290,9 +290,12 @@ def run_share(job: tuple) -> list[tuple[dict, str]]:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then returns NaN
     torch.backends.cuda.matmul.allow_tf32 = False
-    failures, packed, head_dims = [], support.HOPPER_PACKED_HEAD_DIMS, support.HOPPER_HEAD_DIMS
+    failures, head_dims = [], support.HOPPER_HEAD_DIMS
+    chosen = support.HOPPER_PACKED_HEAD_DIMS, support.HOPPER_MASKED_HEAD_DIMS
+    forced = support.HOPPER_HEAD_DIMS, support.HOPPER_BACKWARD_HEAD_DIMS
     for case in cases:
-        support.HOPPER_PACKED_HEAD_DIMS = head_dims if case["kernels"] == "hopper" else packed
+        narrow = forced if case["kernels"] == "hopper" else chosen
+        support.HOPPER_PACKED_HEAD_DIMS, support.HOPPER_MASKED_HEAD_DIMS = narrow
         support.HOPPER_HEAD_DIMS = range(1) if case["kernels"] == "portable" else head_dims
         PLANS.clear()
         problem = run_case(case, device)

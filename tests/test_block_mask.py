@@ -74,7 +74,7 @@ def test_batch_and_heads_and_evaluation_in_strips(monkeypatch):
 def test_counts_and_patterns_kept_once():
     window = block_mask(lambda b, h, q, k: (k <= q) & (q - k < 200), 1, 1, 1024, 1024, DEVICE)
     assert window.counts() == {"blocks": 64, "visited": 21, "partial": 21}
-    assert window.bits.shape[0] == 3  # of the diagonal, next to it, and two away
+    assert window.bits.shape[0] == 2 + 3  # all and nothing; of the diagonal, next to it, and two away
     assert block_mask(lambda b, h, q, k: k >= 0, 1, 1, 130, 256, DEVICE).counts()["partial"] == 0  # rows past the last
     assert block_mask(lambda b, h, q, k: k < 0, 1, 1, 130, 256, DEVICE).counts()["visited"] == 0
 
@@ -132,7 +132,7 @@ def test_a_kernel_reads_the_bits_of_any_tile_from_either_side(tile):
         out = torch.zeros(128, 128, dtype=torch.int8, device=DEVICE)
         for row in range(128, 256, tile[0]):
             for col in range(256, 384, tile[1]):
-                _shown_kernel[(1,)](bits[0, side], out, row, col, *tile)
+                _shown_kernel[(1,)](bits[2, side], out, row, col, *tile)
         assert torch.equal(out.bool(), expected)
 
 

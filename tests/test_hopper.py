@@ -10,9 +10,18 @@ from kernels import flash_attention, flash_attention_varlen, naive_attention, na
 from kernels.call import Options, canonical_window
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
-from tests.attention_checks import assert_within_budget, compare_with_oracle, make_packed, make_qkv, naive_for
+from tests.attention_checks import (
+    assert_within_budget,
+    compare_with_oracle,
+    make_packed,
+    make_qkv,
+    naive_for,
+    oracle,
+)
 from tests.compiled import compiled
+from tests.fuzz import random_mask
 
+MASK_TENSORS = ("mask_starts", "mask_visits", "mask_bits")
 SHARED_LIMIT = 232_448  # bytes that one program may use on sm_90
 
 needs_hopper = pytest.mark.skipif(
@@ -27,17 +36,24 @@ COMPILED = {
     "hopper_fwd 90 64 bf16 full 3x64x128 s2": 32,
     "hopper_fwd 90 128 bf16 window softcap varlen 2x64x128 s2": 32,  # of a tile, not of its steps
     "hopper_bwd 90 128 bf16 causal": 48,  # of an item; of a step 4 bytes
+    "hopper_bwd 90 128 bf16 full block_mask": 56,  # as above
 }
 THE_OTHERS = {
     "hopper_fwd 90 128 bf16 full 2x64x128 s2": 0,
     "hopper_fwd 90 64 bf16 causal 3x64x128 s2 ping_pong paired": 88,
     "hopper_fwd 90 128 bf16 causal softcap 2x64x128 s2 paired": 0,
+    "hopper_fwd 90 128 bf16 full block_mask 2x64x128 s2": 0,
+    "hopper_fwd 90 64 bf16 full block_mask softcap 2x64x128 s3": 0,
     "hopper_fwd 90 128 bf16 window 2x64x128 s2": 0,
     "hopper_fwd 90 64 bf16 causal varlen 2x64x128 s3": 0,
     "hopper_fwd 90 256 bf16 causal 2x64x64 s2 paired": 8,  # of a program
     "hopper_fwd 90 256 bf16 full 2x64x64 s2": 0,
     "hopper_fwd 90 256 bf16 window softcap varlen 2x64x64 s2": 56,  # as above
     "hopper_bwd 90 128 bf16 full": 16,  # of an item, not of its steps
+    "hopper_bwd 90 128 bf16 window": 48,  # as above
+    "hopper_bwd 90 128 bf16 causal varlen": 64,  # as above
+    "hopper_bwd 90 128 bf16 causal softcap": 136,  # of a step 18 accesses
+    "hopper_bwd 90 64 bf16 window softcap varlen": 40,
     "hopper_bwd 90 64 bf16 causal": 72,  # of an item, not of its steps
     "hopper_bwd 90 64 bf16 full": 40,  # as above
 }
@@ -234,7 +250,7 @@ def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, c
     from tests import hopper_simulator
 
     hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel)
-    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
+    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 3)  # not all take as many tiles
     monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)  # a section of one head or of two
     qkv, packed = make_packed(lengths_q, lengths_k, 2, 1, head_dim)
     documents = packed if len(lengths_q) > 1 else {}
@@ -271,6 +287,28 @@ def test_simulated_plans(
     o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, Options(causal, 0.125), plan)
     wide = [x.double() for x in (q, k, v)]
     exact = naive_attention(*wide, causal=causal, return_lse=True)
+    torch.testing.assert_close(o.double(), exact[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dims", "num_q", "num_k", "softcap"),
+    [((1, 1), 300, 300, 0.0), ((2, 2), 130, 257, 0.0), ((2, 1), 200, 129, 5.0), ((1, 2), 64, 400, 0.0)],
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_simulated_forward_under_a_block_mask(dims, num_q, num_k, softcap, monkeypatch):
+    """Full, partial and hidden blocks, rows of blocks without any, rows that see nothing; batch and heads."""
+    from kernels.hopper import forward as hopper_fwd
+    from tests import hopper_simulator
+
+    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel, pauses=Random(num_q))
+    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
+    mask = random_mask(*dims, num_q, num_k, torch.Generator().manual_seed(num_q))
+    q, k, v = (torch.randn(2, heads, n, 64) for heads, n in ((2, num_q), (1, num_k), (1, num_k)))
+    options = Options(False, 0.125, softcap=softcap, **dict(zip(MASK_TENSORS, mask, strict=False)))
+    o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, options)
+    wide = [x.double() for x in (q, k, v)]
+    exact = naive_attention(*wide, block_mask=mask, softcap=softcap, return_lse=True)
     torch.testing.assert_close(o.double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
 
@@ -339,6 +377,56 @@ def test_simulated_backward_agrees_with_float64(
         torch.testing.assert_close(ours.double(), right.double(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("lengths_q", "lengths_k", "causal", "window", "softcap"), SIMULATED[1:])
+def test_simulated_backward_under_options_agrees_with_float64(
+    head_dim, lengths_q, lengths_k, causal, window, softcap, simulated_backward
+):
+    """Windows, soft-caps and documents; programs begin and end as they like, with NaN around every document."""
+    heads, kv_heads = 2, 1
+    qkv, packed = make_packed(lengths_q, lengths_k, heads, kv_heads, head_dim)
+    q, k, v = qkv
+    do, dlse = torch.randn_like(q), torch.randn(heads, q.shape[0])
+    how = {"causal": causal, "window": window, "softcap": softcap}
+    exact = oracle(q, k, v, do, dlse, **how, **packed)
+    mask, *bounds = canonical_window(causal, window)
+    options = Options(mask, head_dim**-0.5, *bounds, softcap)._replace(**(packed if len(lengths_q) > 1 else {}))
+    do, q, k, v, o = (_in_nan(x.detach().float()).transpose(0, 1)[None] for x in (do, q, k, v, exact["o"]))
+    dlse = torch.where(torch.isfinite(exact["lse"]), dlse, 0.0)
+    inputs = (do, dlse[None], q, k, v, o, exact["lse"][None].float(), options)
+    persistent = len(lengths_q) == 1 and head_dim == 64
+    ours = simulated_backward(inputs, persistent, residents=3, pauses=Random(sum(lengths_q)))
+    for name, gradient in zip(("dq", "dk", "dv"), ours, strict=True):
+        right = exact[name].transpose(0, 1)[None]
+        torch.testing.assert_close(
+            gradient.double(), right.double(), atol=2e-5, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dims", "kv_heads", "num_q", "num_k", "softcap"),
+    [((1, 1), 1, 500, 500, 0.0), ((2, 2), 2, 130, 257, 0.0), ((2, 1), 1, 300, 129, 5.0), ((1, 2), 2, 64, 400, 0.0)],
+)
+def test_simulated_backward_under_a_block_mask(dims, kv_heads, num_q, num_k, softcap, head_dim, simulated_backward):
+    """Rows and columns of blocks without visits, in any order; grouped heads that share a mask; batch and heads."""
+    mask = random_mask(*dims, num_q, num_k, torch.Generator().manual_seed(num_q + num_k))
+    torch.manual_seed(0)
+    q, do = (torch.randn(2, 2, num_q, head_dim) for _ in range(2))
+    k, v = (torch.randn(2, kv_heads, num_k, head_dim) for _ in range(2))
+    dlse = torch.randn(2, 2, num_q)
+    exact = oracle(q, k, v, do, dlse, block_mask=mask, softcap=softcap)
+    options = Options(False, head_dim**-0.5, softcap=softcap, **dict(zip(MASK_TENSORS, mask, strict=False)))
+    dlse = torch.where(torch.isfinite(exact["lse"]), dlse, 0.0)
+    do, q, k, v, o = (_in_nan(x.float()) for x in (do, q, k, v, exact["o"]))
+    inputs = (do, dlse, q, k, v, o, exact["lse"].float(), options)
+    ours = simulated_backward(inputs, False, residents=3, pauses=Random(num_q))
+    for name, gradient in zip(("dq", "dk", "dv"), ours, strict=True):
+        torch.testing.assert_close(
+            gradient.double(), exact[name], atol=2e-5, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
 @pytest.mark.parametrize("head_dim", [width for width in WIDTHS if width <= 128])
 @pytest.mark.parametrize("causal", [True, False])
 def test_simulated_backward_pads_narrow_heads(causal, head_dim, simulated_backward):
@@ -348,10 +436,12 @@ def test_simulated_backward_pads_narrow_heads(causal, head_dim, simulated_backwa
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_keys_past_the_end_do_not_overflow_in_the_backward(head_dim, simulated_backward):
+@pytest.mark.parametrize("bounds", [-1, 100], ids=["full", "window"])
+def test_keys_past_the_end_do_not_overflow_in_the_backward(bounds, head_dim, simulated_backward):
     """They are loaded as zeros, so their score is 0: exp2(0 - LSE) overflows where LSE is far below 0."""
     inputs, exact = _backward_inputs(1, 1, 1, 64, 70, head_dim, False, shift=5.0)
     assert inputs[6].max() < -100
+    inputs = (*inputs[:7], inputs[7]._replace(window_left=bounds, window_right=bounds))  # a window that hides nothing
     for ours, right in zip(simulated_backward(inputs, False), exact, strict=True):
         torch.testing.assert_close(ours.double(), right.double(), atol=1e-3, rtol=1e-3)
 
@@ -372,10 +462,11 @@ def test_dq_is_added_in_one_order_by_any_number_of_programs(causal, head_dim, si
 
 @pytest.fixture
 def forwards(monkeypatch) -> list:
-    """The Hopper forward's calls, which take documents of any head_dim here."""
+    """The Hopper forward's calls, which take documents and block masks of any head_dim here."""
     from kernels.hopper import forward as hopper_fwd
 
     monkeypatch.setattr(support, "HOPPER_PACKED_HEAD_DIMS", support.HOPPER_HEAD_DIMS)
+    monkeypatch.setattr(support, "HOPPER_MASKED_HEAD_DIMS", support.HOPPER_BACKWARD_HEAD_DIMS)
     monkeypatch.setattr("kernels.launch.PLANS", {})  # what was chosen before
     calls, launch = [], hopper_fwd.launch_hopper_fwd
     monkeypatch.setattr(hopper_fwd, "launch_hopper_fwd", lambda *a: calls.append(a) or launch(*a))
@@ -389,7 +480,7 @@ def forwards(monkeypatch) -> list:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", DENSE)
 def test_options_agree_with_float64(head_dim, dtype, case, forwards):
-    """The Hopper forward and the portable backward that takes its O and LSE; NaN in memory beyond every tensor."""
+    """NaN in memory beyond every tensor."""
     for num_q, num_k in SHAPES:
         q, k, v = make_qkv(2, 4, 2, num_q, num_k, head_dim, dtype=dtype, device="cuda", layout="padded")
         ours = compare_with_oracle(flash_attention, q, k, v, **DENSE[case])
@@ -406,7 +497,7 @@ def test_options_agree_with_float64(head_dim, dtype, case, forwards):
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (100, 30), "softcap": 5.0}], ids=["causal", "window"])
 @pytest.mark.parametrize("case", PACKED)
 def test_documents_agree_with_float64(head_dim, options, case, forwards):
-    """No document reads or writes another's rows, and the portable backward finds O and LSE where it expects them."""
+    """No document reads or writes another's rows."""
     lengths_q, lengths_k = PACKED[case]
     kind = {"dtype": torch.bfloat16, "device": "cuda"}
     (q, k, v), arguments = make_packed(lengths_q, lengths_k or lengths_q, 4, 2, head_dim, **kind)
@@ -443,6 +534,27 @@ def test_options_of_padded_heads_agree_with_float64(case, head_dim, forwards):
         named = (dict(zip(("o", "lse"), x, strict=True)) for x in (ours, exact, plain))
         assert_within_budget(*named, factor=3.0 if "softcap" in options else 2.0)
     assert len(forwards) == 3
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize(("dims", "kv_heads"), [((1, 1), 2), ((2, 1), 4), ((1, 4), 4), ((2, 4), 4), ((1, 4), 2)])
+def test_block_masks_agree_with_float64(dims, kv_heads, head_dim, forwards, monkeypatch):
+    """The last mask tells heads of one group apart, and goes back on the portable kernels."""
+    from kernels.hopper import backward as hopper_bwd
+
+    backwards, launch = [], hopper_bwd.launch_hopper_bwd
+    monkeypatch.setattr(hopper_bwd, "launch_hopper_bwd", lambda *a: backwards.append(a) or launch(*a))
+    for num_q, num_k in SHAPES:
+        mask = random_mask(*dims, num_q, num_k, torch.Generator().manual_seed(num_q + head_dim)).to("cuda")
+        qkv = make_qkv(2, 4, kv_heads, num_q, num_k, head_dim, dtype=torch.bfloat16, device="cuda", layout="padded")
+        ours = compare_with_oracle(flash_attention, *qkv, block_mask=mask)
+        again = compare_with_oracle(flash_attention, *qkv, block_mask=mask)
+        assert all(torch.equal(ours[name], again[name]) for name in ours)
+    assert len(forwards) == 2 * len(SHAPES)
+    assert len(backwards) == (2 * len(SHAPES) if (dims[1], kv_heads) != (4, 2) else 0)
 
 
 @pytest.mark.gpu
@@ -512,6 +624,7 @@ def test_the_matrix_says_which_kernel_runs(feature, dtype, monkeypatch):
         monkeypatch.setattr(module, name, lambda *a, which=which, launch=launch: launches.append(which) or launch(*a))
     monkeypatch.setattr("kernels.launch.PLANS", {})
     monkeypatch.setattr(support, "HOPPER_PACKED_HEAD_DIMS", support.HOPPER_HEAD_DIMS)
+    monkeypatch.setattr(support, "HOPPER_MASKED_HEAD_DIMS", support.HOPPER_BACKWARD_HEAD_DIMS)
     which, q, k, v, options = call_for([feature], dtype, "cuda")
     widen = [torch.randn((*x.shape[:-1], 64), device="cuda").to(dtype).requires_grad_() for x in (q, k, v)]
     if feature == "head_dim_v":
@@ -550,16 +663,17 @@ def test_the_backward_adds_in_one_order(head_dim, num_kv_heads, causal):
 
 @pytest.mark.gpu
 @needs_hopper
-def test_documents_with_narrow_heads_take_the_portable_kernels():
+def test_documents_with_narrow_heads_take_the_portable_forward():
     ends = torch.tensor([0, 100, 512], device="cuda", dtype=torch.int32)
     documents = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 412, "max_seqlen_k": 412}
     options = Options(True, 0.1, **documents)
     for head_dim, reason in (
         (128, None),
-        (64, "the portable kernels are faster for packed documents with head_dim 64"),
+        (64, "the portable forward is faster for packed documents with head_dim 64"),
     ):
         q = torch.randn(1, 1, 512, head_dim, device="cuda", dtype=torch.bfloat16)
         assert support.why_not_hopper(q, q, q, options) == reason
+        assert support.why_not_hopper(q, q, q, options, backward=True) is None
 
 
 @pytest.mark.parametrize(

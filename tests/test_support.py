@@ -115,12 +115,11 @@ def test_a_refusal_names_all_features_and_the_remedy():
     assert why_not("sdpa", torch.float32, ["causal", "window", "dropout"]) == expected
 
 
-@pytest.mark.parametrize("feature", ["window", "softcap", "varlen"])
-def test_the_hopper_backward_leaves_the_options_to_the_portable_one(feature):
-    assert why_not("hopper", torch.bfloat16, ["gqa", feature], backward=False) is None
-    reason = why_not("hopper", torch.bfloat16, ["gqa", feature])
-    assert reason == f"{feature} in bfloat16 is not supported by hopper; use the portable kernels"
-    assert why_not("hopper", torch.bfloat16, ["causal"]) is None
+def test_the_hopper_kernels_take_what_gpts_are_trained_with():
+    assert why_not("hopper", torch.bfloat16, ["gqa", "window", "softcap", "varlen"]) is None
+    assert why_not("hopper", torch.bfloat16, ["gqa", "block_mask"]) is None
+    reason = why_not("hopper", torch.bfloat16, ["gqa", "dropout"])
+    assert reason == "dropout in bfloat16 is not supported by hopper; use the portable kernels"
 
 
 def test_the_table_shows_the_matrix():

@@ -8,44 +8,75 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..block_masks import BlockMask
 from ..call import Options, key_of
 from ..device import num_sms
-from ..launch import Launch, Plan, heads_per_section, plan_of, run, tma_ready, tokens_first
-from ..portable.prepare import DELTA_ROWS, delta_launch, in_sixteen_bytes
-from ..portable.tiles import LOG2_E
+from ..launch import (
+    Launch,
+    Plan,
+    grid_tiles,
+    heads_per_section,
+    option_tensors,
+    plan_of,
+    run,
+    tma_ready,
+    tokens_first,
+    window_bounds,
+)
+from ..portable.prepare import (
+    DELTA_ROWS,
+    delta_launch,
+    document_tiles,
+    document_tiles_launch,
+    documents_launches,
+    in_sixteen_bytes,
+)
+from ..portable.tiles import LOG2_E, ROW_PADDING, document_of, document_rows, head_base
+from ..portable.visits import mask_constants
 from . import tma
 from .backward_kernel import hopper_bwd_kernel
-from .backward_roles import BLOCK_K, ROWS
+from .backward_schedule import BLOCK_K, ROWS
 from .tma import tile_width
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_q", "num_q_padded", "first_seeing"])
+@triton.jit(do_not_specialize=["num_heads", "q_tokens", "q_tokens_padded", "num_docs"])
 def _after_kernel(
-    dq_sum_ptr,  # (B, Hq, num_q_padded * TILE_WIDTH) fp32, each (64, 64) in the order of `in_register_order`
+    dq_sum_ptr,  # (B, Hq, q_tokens_padded * TILE_WIDTH) fp32, each (64, 64) in the order of `in_register_order`
+    turns_ptr,  # (B, Hq, q_tokens_padded / ROWS) int32: how many have added to a tile
     dq_ptr,  # out, (B, Hq, Nq, D)
+    cu_seqlens_ptr,  # (documents + 1,) int32, or None
     dq_strides,  # (batch, head, token)
     num_heads,
-    num_q,
-    num_q_padded,
-    first_seeing,  # tiles before this row see no key: nothing was stored for them
+    q_tokens,  # Nq; all documents together where packed
+    q_tokens_padded,
+    num_docs,
     scale,
     HEAD_DIM: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """dQ = scale * its fp32 sum, rounded once."""
-    tiles = num_q_padded // ROWS
+    """dQ = scale * its fp32 sum, rounded once; 0 in tiles that see no key, to which nothing was added."""
+    tiles = q_tokens_padded // ROWS
     batch_head = tl.program_id(0) // tiles
-    rows = (tl.program_id(0) - batch_head * tiles) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0) - batch_head * tiles
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
+    document = 0
+    if cu_seqlens_ptr is not None:
+        in_padding: tl.constexpr = ROW_PADDING // ROWS
+        document, padded_tile = document_of(tile // in_padding, cu_seqlens_ptr, num_docs, ROW_PADDING)
+        tile = padded_tile * in_padding + tile % in_padding
+    row0, num_q = document_rows(document, cu_seqlens_ptr, q_tokens)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    added = tl.load(turns_ptr + tl.program_id(0)) > 0
     cols = tl.arange(0, TILE_WIDTH)
     stored = tl.load(dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * TILE_WIDTH + tl.arange(0, ROWS * TILE_WIDTH))
     parts = tl.reshape(stored, [TILE_WIDTH // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
     dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
-    dq = tl.where((rows >= first_seeing)[:, None], dq * scale, 0.0)
+    dq = tl.where(added, dq * scale, 0.0)
     dq_strides = in_sixteen_bytes(dq_strides)
-    dq_at = dq_ptr + batch * dq_strides[0] + head * dq_strides[1] + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
+    dq_base = head_base(dq_ptr, dq_strides, batch, head, row0, False)
+    dq_at = dq_base + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None] & (cols < HEAD_DIM))
 
 
@@ -58,12 +89,15 @@ class BackwardPlan:
     l2_share: float
 
 
-def plan_for(head_dim: int, causal: bool, num_q: int) -> BackwardPlan:
+def plan_for(head_dim: int, options: Options, num_q: int) -> BackwardPlan:
     """The fastest or within 3 % of it at 1,024, 4,096 and 16,384 tokens (NOTES.md): one H200, torch 2.11.0,
-    triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048."""
+    triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048; with a window, a soft-cap,
+    documents or a block mask as for long causal calls."""
+    if options.local or options.packed or options.masked or options.softcap:
+        return BackwardPlan(persistent=False, l2_share=1 / 2 if head_dim == 128 else 1 / 4)
     if head_dim == 128:
         return BackwardPlan(persistent=False, l2_share=1 / 4 if num_q <= 1024 else 1 / 2)
-    if causal:
+    if options.causal:
         return BackwardPlan(persistent=num_q <= 2048, l2_share=5 / 8 if num_q <= 2048 else 1 / 4)
     return BackwardPlan(persistent=True, l2_share=1 / 4)
 
@@ -92,7 +126,8 @@ def launch_hopper_bwd(
     do = do if tma_ready(do) else do.contiguous()
     o = o if tma_ready(o) else o.contiguous()
     dq, dk, dv = (tokens_first(x, head_dim) for x in (q, k, v))
-    padded_rows = -(-num_q // ROWS) * ROWS
+    padding = ROW_PADDING.value if options.packed or options.masked else ROWS  # whole blocks of a mask
+    padded_rows = grid_tiles(num_q, padding, options.cu_seqlens_q)[1] * padding
     rows = batch * num_heads * padded_rows
     lse_log2, delta = q.new_empty(2, batch * num_heads, padded_rows, dtype=torch.float32)
     tensors = {
@@ -100,39 +135,56 @@ def launch_hopper_bwd(
         "dlse": None if dlse is None else dlse.to(torch.float32).contiguous(),
         "lse_log2": lse_log2, "delta": delta, "turns": q.new_empty(rows // ROWS, dtype=torch.int32),
         "dq_sum": q.new_empty(rows * tile_width(head_dim), dtype=torch.float32), "dq": dq, "dk": dk, "dv": dv,
+        **option_tensors(options),
     }  # fmt: skip
+    if options.packed:
+        tensors["tiles"] = document_tiles(k, BLOCK_K.value, options.cu_seqlens_k)
     run(plan, tensors, partial(_launches, options, schedule))
     return dq, dk, dv, q.new_empty(0, dtype=torch.float32)
 
 
 def _launches(
     options: Options, schedule: BackwardPlan | None, do, q, k, v, o, lse, dlse, lse_log2, delta, turns, dq_sum,
-    dq, dk, dv,
+    dq, dk, dv, **given: Tensor,
 ) -> list[Launch]:  # fmt: skip
     assert DELTA_ROWS == ROWS, "a turn is of as many rows"
     batch, num_heads, num_q, head_dim = q.shape
     num_kv_heads, num_k, group_size = k.shape[1], k.shape[2], num_heads // k.shape[1]
     tile = tile_width(head_dim)
-    schedule = schedule or plan_for(tile, options.causal, num_q)
-    items = -(-num_k // BLOCK_K.value) * batch * num_kv_heads
+    schedule = schedule or plan_for(tile, options, num_q)
+    num_docs, key_tiles = grid_tiles(num_k, BLOCK_K.value, options.cu_seqlens_k)
+    items = key_tiles * batch * num_kv_heads
     programs = min(items, num_sms(q.device.index)) if schedule.persistent else items
     # of a KV head: its query heads' Q and dO, 16 bits each, and dQ's sum, 32
     section = heads_per_section(q, k, schedule.l2_share, bytes_per_kv_head=8 * num_q * head_dim * group_size)
+    bounds = None, None
+    if options.local or (options.softcap and not options.masked):
+        # a soft-cap too: the branch around the mask keeps ptxas from having all of a step's scores in flight
+        left, right = window_bounds(options, num_q, num_k)
+        bounds = left, 0 if options.causal else right
+    describe = tma.packed_descriptor if options.packed else tma.descriptor
     main = (
-        tma.descriptor(q, 64, tile), tma.descriptor(k, 128, tile), tma.descriptor(v, 128, tile),
-        tma.descriptor(do, 64, tile), tma.descriptor(lse_log2, 1, 64), tma.descriptor(delta, 1, 64), dq_sum,
-        tma.descriptor(dk, tile, tile), tma.descriptor(dv, tile, tile), turns,
+        describe(q, 64, tile), describe(k, 128, tile), describe(v, 128, tile), describe(do, 64, tile),
+        tma.descriptor(lse_log2, 1, 64), tma.descriptor(delta, 1, 64), dq_sum,
+        describe(dk, tile, tile), describe(dv, tile, tile), turns,
         num_heads, num_kv_heads, batch * num_kv_heads, num_q, delta.shape[1], num_k, section // group_size,
-        options.scale, options.scale * LOG2_E.value,
+        options.scale, options.scale * LOG2_E.value, options.softcap or None,
+        *bounds, given.get("tiles"), *(given.get(f"mask_{name}") for name in BlockMask._fields[:3]),
     )  # fmt: skip
-    first_seeing = max(num_q - num_k, 0) if options.causal else 0
     after = (
-        dq_sum, dq, dq.stride()[:3], num_heads, num_q, delta.shape[1], first_seeing // ROWS * ROWS, options.scale,
+        dq_sum, turns, dq, given.get("starts_q"), dq.stride()[:3], num_heads, num_q, delta.shape[1], num_docs,
+        options.scale,
     )  # fmt: skip
+    constants = {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal, **mask_constants(options)}
+    launches = documents_launches(q, k, **given)
+    if options.packed:
+        starts = given["starts_k"], given["starts_q"]
+        launches.append(document_tiles_launch(k, q, BLOCK_K.value, *starts, given["tiles"]))
     return [
-        delta_launch(o, do, lse, dlse, lse_log2, delta, turns=turns, aligned=True),
+        *launches,
+        delta_launch(o, do, lse, dlse, lse_log2, delta, turns=turns, aligned=True, **given),
         Launch(
-            hopper_bwd_kernel, programs, main, {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal},
+            hopper_bwd_kernel, programs, main, constants,
             {"num_warps": 4, "launch_cooperative_grid": schedule.persistent},
         ),
         Launch(

@@ -36,45 +36,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import tma
 from .backward_roles import (
-    BLOCK_K,
-    BLOCK_Q,
     CONSUMERS,
     KEEPERS,
-    KEYS,
     S_LAYOUT,
-    Sizes,
     add_in_turn,
-    num_own_items,
-    owned,
     producer,
     product,
     query_gradient,
-    query_tiles,
     turn_keeper,
-    unmasked_from,
     wait_for_turn,
 )
+from .backward_schedule import (
+    BLOCK_K,
+    BLOCK_Q,
+    KEYS,
+    Sizes,
+    first_rows,
+    num_own_items,
+    owned,
+    packed_item,
+    query_tiles,
+    unmasked_from,
+)
+from .backward_scores import pattern_bits, probabilities
+from .masked import Masked
+from .pipeline import store_rows
 from .tma import slot
 
 
 @gluon.jit
-def _probabilities(scores, lse, key, row, sizes, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """P^T (KEYS, BLOCK_Q) of the keys from `key` and the queries from `row` on."""
-    p = gl.exp2(scores * scale_log2 - lse[None, :])
-    if MASKED:
-        keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
-        if CAUSAL:
-            columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-            last_seen = row + (sizes.num_k - sizes.num_q) + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
-            p = gl.where(keys <= last_seen, p, 0.0)
-        else:
-            p = gl.where(keys < sizes.num_k, p, 0.0)
-    return p
-
-
-@gluon.jit
 def _gradient_step_64(
-    k, v, streamed, ds_smem, barriers, step, key, row, sizes, scale_log2, dk, dv,
+    k, v, streamed, ds_smem, barriers, step, key, position, sizes, scale_log2, softcap, dk, dv,
     MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dK and dV, and its dS^T. k and v are in registers."""
@@ -88,13 +80,14 @@ def _gradient_step_64(
     scores = product(k, q_smem.index(stage).permute((1, 0)))
     dp = product(v, do_smem.index(stage).permute((1, 0)))
     lse = lse_smem.index(stage).load(columns)
+    bits = pattern_bits(position, key, sizes)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    p = _probabilities(scores, lse, key, row, sizes, scale_log2, MASKED, CAUSAL)
+    p, weight = probabilities(scores, lse, key, position, bits, sizes, scale_log2, softcap, MASKED, CAUSAL)
     operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
     dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
     delta = delta_smem.index(stage).load(columns)
     dp = warpgroup_mma_wait(1, deps=(dp,)) - delta[None, :]
-    ds = (p * dp).to(q_smem.dtype)
+    ds = (weight * dp).to(q_smem.dtype)
     mbarrier.wait(ds_empty.index(place), use ^ 1)
     ds_smem.index(place).slice(KEYS * CONSUMER, KEYS, 0).store(ds)
     fence_async_shared()
@@ -122,7 +115,7 @@ def _late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, STAGES: gl.conste
 
 @gluon.jit
 def _gradient_step_128(
-    k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, row, sizes, scale_log2, dk, dv,
+    k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, position, sizes, scale_log2, softcap, dk, dv,
     FIRST: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dV and its dS^T; and dK's and dQ's of the step before, unless this is the FIRST."""
@@ -140,12 +133,13 @@ def _gradient_step_128(
     v = v_smem.index(nought).slice(KEYS * CONSUMER, KEYS, 0)
     lse = lse_smem.index(stage).load(columns)
     scores = product(k_tile.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage).permute((1, 0)))
+    bits = pattern_bits(position, key, sizes)
     if FIRST:
         scores = warpgroup_mma_wait(0, deps=(scores,))
     else:
         dq, dk = _late_products(k_tile, q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
         scores = warpgroup_mma_wait(2, deps=(scores,))
-    p = _probabilities(scores, lse, key, row, sizes, scale_log2, MASKED, CAUSAL)
+    p, weight = probabilities(scores, lse, key, position, bits, sizes, scale_log2, softcap, MASKED, CAUSAL)
     if not FIRST:
         turn = wait_for_turn(turns, step - 1)
         dq = warpgroup_mma_wait(1, deps=(dq,))
@@ -162,7 +156,7 @@ def _gradient_step_128(
     dp = warpgroup_mma_wait(1, deps=(dp,))
     # a consumer is here only when the other one has written the dS of the step before, and so has read the dS of
     # the one before that: two places are enough
-    ds_smem.index(place).slice(KEYS * CONSUMER, KEYS, 0).store((p * dp).to(q_smem.dtype))
+    ds_smem.index(place).slice(KEYS * CONSUMER, KEYS, 0).store((weight * dp).to(q_smem.dtype))
     fence_async_shared()
     mbarrier.arrive(ds_full.index(place), count=1)
     dv = warpgroup_mma_wait(0, deps=(dv,))
@@ -171,7 +165,7 @@ def _gradient_step_128(
 
 @gluon.jit
 def _consumer(
-    dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
+    dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -182,11 +176,12 @@ def _consumer(
     dtype: gl.constexpr = k_smem.dtype
     streamed = (q_smem, do_smem, lse_smem, delta_smem)
     ring = (full, empty, ds_full, ds_empty)
+    _q_row0, k_row0, _padded_row0 = first_rows(sizes)
     step = 0
     for done in range(num_own_items(sizes)):
         tile, batch, kv_head = owned(done, sizes, CAUSAL)
         key = tile * BLOCK_K + KEYS * CONSUMER
-        first, end = query_tiles(tile, sizes, CAUSAL)
+        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         unmasked = unmasked_from(key, first, end, sizes, CAUSAL)
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_full.index(k_stage), k_phase)
@@ -203,32 +198,35 @@ def _consumer(
             for _ in range(sizes.num_heads // sizes.num_kv_heads):
                 for query_tile in range(first, unmasked):
                     dk, dv = _gradient_step_64(
-                        k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile * BLOCK_Q, sizes,
-                        scale_log2, dk, dv, True, STAGES, CAUSAL, CONSUMER,
+                        k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
+                        scale_log2, softcap, dk, dv, True, STAGES, CAUSAL, CONSUMER,
                     )  # fmt: skip
-                for query_tile in range(unmasked, end):
-                    dk, dv = _gradient_step_64(
-                        k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile * BLOCK_Q, sizes,
-                        scale_log2, dk, dv, False, STAGES, CAUSAL, CONSUMER,
-                    )  # fmt: skip
+                if sizes.window is None and sizes.masked is None:
+                    for query_tile in range(unmasked, end):
+                        dk, dv = _gradient_step_64(
+                            k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
+                            scale_log2, softcap, dk, dv, False, STAGES, CAUSAL, CONSUMER,
+                        )  # fmt: skip
                 step += end - first
         elif first < end:
             dk, dv = _gradient_step_128(
-                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step, key, first * BLOCK_Q, sizes,
-                scale_log2, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
+                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step, key, first, sizes,
+                scale_log2, softcap, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
             )  # fmt: skip
             begun = first + 1
             for _ in range(sizes.num_heads // sizes.num_kv_heads):
                 for query_tile in range(begun, unmasked):
                     dk, dv = _gradient_step_128(
                         k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                        query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
+                        query_tile, sizes, scale_log2, softcap, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
                     )  # fmt: skip
-                for query_tile in range(gl.maximum(begun, unmasked), end):
-                    dk, dv = _gradient_step_128(
-                        k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                        query_tile * BLOCK_Q, sizes, scale_log2, dk, dv, False, False, STAGES, CAUSAL, CONSUMER,
-                    )  # fmt: skip
+                if sizes.window is None and sizes.masked is None:
+                    for query_tile in range(gl.maximum(begun, unmasked), end):
+                        dk, dv = _gradient_step_128(
+                            k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
+                            query_tile, sizes, scale_log2, softcap, dk, dv,
+                            False, False, STAGES, CAUSAL, CONSUMER,
+                        )  # fmt: skip
                 begun = first
                 step += end - first
             # K is gone with the item, so the last step's share is not left for the next item's first step
@@ -252,16 +250,15 @@ def _consumer(
         dk_tile.store((dk * scale).to(dtype))
         dv_tile.store(dv.to(dtype))
         fence_async_shared()
-        out_tile4: gl.constexpr = [1, 1, HEAD_DIM, HEAD_DIM]
         if HEAD_DIM == 64:
-            tma.store(dk_desc, [batch, kv_head, key, 0], dk_tile._reinterpret(dtype, out_tile4, dk_desc.layout))
-            tma.store(dv_desc, [batch, kv_head, key, 0], dv_tile._reinterpret(dtype, out_tile4, dv_desc.layout))
+            store_rows(dk_desc, batch, kv_head, key, k_row0, sizes.num_k, dk_tile)
+            store_rows(dv_desc, batch, kv_head, key, k_row0, sizes.num_k, dv_tile)
         else:
             # half of the rows of a tile as wide as this are no tile of their own: one consumer stores for both
             tma.named_barrier("bar.sync", 10, 256)
             if CONSUMER == 0:
-                tma.store(dk_desc, [batch, kv_head, key, 0], k_smem._reinterpret(dtype, out_tile4, dk_desc.layout))
-                tma.store(dv_desc, [batch, kv_head, key, 0], v_smem._reinterpret(dtype, out_tile4, dv_desc.layout))
+                store_rows(dk_desc, batch, kv_head, key, k_row0, sizes.num_k, k_smem)
+                store_rows(dv_desc, batch, kv_head, key, k_row0, sizes.num_k, v_smem)
                 tma.store_wait(0)
                 mbarrier.arrive(k_empty.index(k_stage), count=1)
                 mbarrier.arrive(v_empty, count=1)
@@ -271,10 +268,11 @@ def _consumer(
 @gluon.jit(
     do_not_specialize=[
         "num_heads", "num_kv_heads", "num_batch_kv_heads", "num_q", "num_q_padded", "num_k", "heads_per_section",
+        "window_left", "window_right",
     ]
 )  # fmt: skip
 def hopper_bwd_kernel(
-    q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows
+    q_desc,  # (B, Hq, Nq, D) bf16 | fp16, tiles of 64 rows; of packed documents, all in one row, as the next five
     k_desc,  # (B, Hkv, Nk, D), tiles of 128 rows
     v_desc,  # (B, Hkv, Nk, D), tiles of 128 rows
     do_desc,  # (B, Hq, Nq, D), tiles of 64 rows
@@ -293,10 +291,33 @@ def hopper_bwd_kernel(
     heads_per_section,
     scale,
     scale_log2,
+    softcap,  # None without
+    window_left,  # None without
+    window_right,
+    document_tiles,  # of `_document_tiles_kernel`, of keys, or None
+    mask_starts,  # of a BlockMask, or None
+    mask_visits,
+    mask_bits,
     HEAD_DIM: gl.constexpr,  # of the tiles, 64 or 128: D is at most this
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    MASK_OF_BATCH: gl.constexpr,  # dimensions of the block mask
+    MASK_OF_HEAD: gl.constexpr,
 ):
+    if document_tiles is not None:
+        item, its_num_q, its_num_k = packed_item(document_tiles, num_kv_heads, heads_per_section)
+    else:
+        item: gl.constexpr = None
+        its_num_q = num_q
+        its_num_k = num_k
+    if window_left is not None:
+        window = (window_left, window_right)
+    else:
+        window: gl.constexpr = None
+    if mask_starts is not None:
+        masked = Masked(mask_starts, mask_visits, mask_bits, None, MASK_OF_BATCH, MASK_OF_HEAD)
+    else:
+        masked: gl.constexpr = None
     K_STAGES: gl.constexpr = 128 // HEAD_DIM
     dtype: gl.constexpr = q_desc.dtype
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
@@ -343,16 +364,18 @@ def hopper_bwd_kernel(
     tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem)
     loads = (k_full, k_empty, v_full, v_empty, full, empty)
     barriers = (k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty)
-    sizes = Sizes(num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, heads_per_section)
+    sizes = Sizes(
+        num_heads, num_kv_heads, num_batch_kv_heads, its_num_q, its_num_k, heads_per_section, window, item, masked
+    )
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     turns = (announced, turn_ready)
     outputs = (dk_desc, dv_desc)
     if HEAD_DIM == 64:
         gl.warp_specialize(
             [
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
                 (query_gradient, (dq_ptr, turns, (k_smem, ds_smem), (k_full, k_empty, ds_full, ds_empty), sizes,
                                    HEAD_DIM, K_STAGES, CAUSAL)),
@@ -365,9 +388,9 @@ def hopper_bwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
                 (producer, (inputs, loaded, loads, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
                 (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),

@@ -1,90 +1,31 @@
-"""The Hopper backward's roles beside its consumers, and what all share: who owns which keys, in which order queries
-pass, loads, and dQ's sum.
+"""The Hopper backward's roles beside its consumers: loads, the order of adding to dQ, and dQ itself for head_dim 64.
 
-An item is BLOCK_K keys of one KV head with all query tiles that see them. Programs take the items in turn.
-
-dQ is summed in fp32 in global memory, in a fixed order, so that its bits are the same in every run. Who computes an
-item's share adds it from registers, with no copy through shared memory. Each query tile has a counter, its turn: an
-item adds its share when so many items have added as come before it. Without a mask these are the items of smaller keys.
-Under the causal mask they are those of larger keys: an item begins at its diagonal and goes down the queries, so the
-one before it in the order is two steps ahead by itself and nobody waits. Either way an item waits only for items before
-it. With one program an item these were handed out earlier, so nobody can wait for ever; a grid of one program an SM is
-launched as a cooperative one, all of it resident or none.
+Who computes an item's share of dQ adds it from registers, with no copy through shared memory, when the item's turn has
+come: `backward_schedule.py` says in which order.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..portable.record import record
-from ..portable.tiles import Mask, first_query, section_tile
 from . import tma
+from .backward_schedule import (
+    BLOCK_K,
+    BLOCK_Q,
+    adds_before,
+    first_rows,
+    num_own_items,
+    owned,
+    query_tile_at,
+    query_tiles,
+)
+from .pipeline import load_rows
 from .tma import slot
 
-ROWS = 64  # of a query tile, and of a turn
-BLOCK_Q = gl.constexpr(ROWS)
-BLOCK_K = gl.constexpr(128)  # keys of an item
 CONSUMERS = gl.constexpr(2)
-KEYS = gl.constexpr(64)  # of a consumer
 KEEPERS = gl.constexpr(2)  # of turns
 ADDED = gl.constexpr(11)  # the first keeper's named barrier; the second one's is the next
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of (64, 64) tiles: S^T, dP^T, dQ
-
-
-@record
-class Sizes:
-    """What every role must know of a call."""
-
-    num_heads: gl.tensor  # Hq
-    num_kv_heads: gl.tensor  # Hkv
-    num_batch_kv_heads: gl.tensor  # B * Hkv
-    num_q: gl.tensor
-    num_k: gl.tensor
-    heads_per_section: gl.tensor  # KV heads
-
-
-@gluon.jit
-def num_own_items(sizes):
-    """How many items this program takes."""
-    items = (sizes.num_k + BLOCK_K - 1) // BLOCK_K * sizes.num_batch_kv_heads
-    return (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
-
-
-@gluon.jit
-def owned(done, sizes, CAUSAL: gl.constexpr):
-    """(key tile, batch, KV head) of this program's next item, after `done` of them. Sections of heads that share L2;
-    in each, tile by tile."""
-    item = gl.program_id(0) + done * gl.num_programs(0)
-    num_tiles = (sizes.num_k + BLOCK_K - 1) // BLOCK_K
-    tile, batch_kv_head = section_tile(item, num_tiles, sizes.num_batch_kv_heads, sizes.heads_per_section, False)
-    batch = batch_kv_head // sizes.num_kv_heads
-    if CAUSAL:
-        tile = num_tiles - 1 - tile
-    return tile, batch, batch_kv_head - batch * sizes.num_kv_heads
-
-
-@gluon.jit
-def query_tiles(tile, sizes, CAUSAL: gl.constexpr):
-    """Query tiles that see a key of this tile, as (first, end)."""
-    end = (sizes.num_q + BLOCK_Q - 1) // BLOCK_Q
-    if CAUSAL:
-        mask = Mask(sizes.num_q, sizes.num_k, None, CAUSAL, False)
-        position = tile * BLOCK_K - (sizes.num_k - sizes.num_q)
-        return gl.minimum(first_query(position, mask) // BLOCK_Q, end), end
-    else:
-        return 0, end
-
-
-@gluon.jit
-def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
-    """The first of the query tiles first .. end that a consumer with keys key .. key + KEYS needs no mask for."""
-    if CAUSAL:
-        mask = Mask(sizes.num_q, sizes.num_k, None, CAUSAL, False)
-        position = key + KEYS - 1 - (sizes.num_k - sizes.num_q)
-        all_seen = (first_query(position, mask) + BLOCK_Q - 1) // BLOCK_Q
-        return gl.minimum(gl.maximum(all_seen, first), end)
-    else:
-        return gl.where(key + KEYS > sizes.num_k, end, first)
 
 
 @gluon.jit
@@ -97,49 +38,38 @@ def producer(
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = tiles
     k_full, k_empty, v_full, v_empty, full, empty = barriers
     group_size = sizes.num_heads // sizes.num_kv_heads
-    k_tile4: gl.constexpr = [1, 1, BLOCK_K, HEAD_DIM]
-    q_tile4: gl.constexpr = [1, 1, BLOCK_Q, HEAD_DIM]
     k_bytes: gl.constexpr = BLOCK_K * HEAD_DIM * 2
     step_bytes: gl.constexpr = 2 * (BLOCK_Q * HEAD_DIM * 2 + BLOCK_Q * 4)
+    q_row0, k_row0, padded_row0 = first_rows(sizes)
     step = 0
     for done in range(num_own_items(sizes)):
         tile, batch, kv_head = owned(done, sizes, CAUSAL)
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_empty.index(k_stage), k_phase ^ 1)
         mbarrier.expect(k_full.index(k_stage), k_bytes)
-        tma.load(
-            k_desc, [batch, kv_head, tile * BLOCK_K, 0], k_full.index(k_stage),
-            k_smem.index(k_stage)._reinterpret(k_desc.dtype, k_tile4, k_desc.layout),
-        )  # fmt: skip
+        load_rows(
+            k_desc, batch, kv_head, tile * BLOCK_K, k_row0, sizes.num_k, k_full.index(k_stage), k_smem.index(k_stage)
+        )
         mbarrier.wait(v_empty, (done & 1) ^ 1)
         mbarrier.expect(v_full, k_bytes)
-        tma.load(
-            v_desc, [batch, kv_head, tile * BLOCK_K, 0], v_full,
-            v_smem._reinterpret(v_desc.dtype, k_tile4, v_desc.layout),
-        )  # fmt: skip
-        first, end = query_tiles(tile, sizes, CAUSAL)
+        load_rows(v_desc, batch, kv_head, tile * BLOCK_K, k_row0, sizes.num_k, v_full, v_smem)
+        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         for member in range(group_size):
             head = kv_head * group_size + member
-            for query_tile in range(first, end):
-                row = query_tile * BLOCK_Q
+            for position in range(first, end):
+                row = query_tile_at(position, sizes) * BLOCK_Q
                 stage, phase = slot(step, STAGES)
                 ready = full.index(stage)
                 mbarrier.wait(empty.index(stage), phase ^ 1)
                 mbarrier.expect(ready, step_bytes)
+                load_rows(q_desc, batch, head, row, q_row0, sizes.num_q, ready, q_smem.index(stage))
+                load_rows(do_desc, batch, head, row, q_row0, sizes.num_q, ready, do_smem.index(stage))
                 tma.load(
-                    q_desc, [batch, head, row, 0], ready,
-                    q_smem.index(stage)._reinterpret(q_desc.dtype, q_tile4, q_desc.layout),
-                )  # fmt: skip
-                tma.load(
-                    do_desc, [batch, head, row, 0], ready,
-                    do_smem.index(stage)._reinterpret(do_desc.dtype, q_tile4, do_desc.layout),
-                )  # fmt: skip
-                tma.load(
-                    lse_desc, [batch * sizes.num_heads + head, row], ready,
+                    lse_desc, [batch * sizes.num_heads + head, padded_row0 + row], ready,
                     lse_smem.index(stage)._reinterpret(gl.float32, [1, BLOCK_Q], lse_desc.layout),
                 )  # fmt: skip
                 tma.load(
-                    delta_desc, [batch * sizes.num_heads + head, row], ready,
+                    delta_desc, [batch * sizes.num_heads + head, padded_row0 + row], ready,
                     delta_smem.index(stage)._reinterpret(gl.float32, [1, BLOCK_Q], delta_desc.layout),
                 )  # fmt: skip
                 step += 1
@@ -194,20 +124,19 @@ def turn_keeper(
     """
     announced, turn_ready = turns
     group_size = sizes.num_heads // sizes.num_kv_heads
+    _q_row0, _k_row0, padded_row0 = first_rows(sizes)
     before = 0
     for done in range(num_own_items(sizes)):
         tile, batch, kv_head = owned(done, sizes, CAUSAL)
-        first, end = query_tiles(tile, sizes, CAUSAL)
+        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         steps = end - first
         for step in range((before + WHICH) & 1, group_size * steps, KEEPERS):
             member = step // steps
-            query_tile = first + step - member * steps
-            if CAUSAL:
-                last_tile = (query_tile * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q) // BLOCK_K
-                turn = gl.minimum(last_tile, (sizes.num_k + BLOCK_K - 1) // BLOCK_K - 1) - tile
-            else:
-                turn = tile
+            position = first + step - member * steps
+            turn = adds_before(position, tile, sizes, CAUSAL)
+            query_tile = query_tile_at(position, sizes)
             place = (batch * sizes.num_heads + kv_head * group_size + member) * (num_q_padded // BLOCK_Q) + query_tile
+            place += padded_row0 // BLOCK_Q
             if turn > 0:
                 tma.wait_turn(turns_ptr + place, turn)
             one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -228,8 +157,8 @@ def query_gradient(
     k_full, k_empty, ds_full, ds_empty = barriers
     step = 0
     for done in range(num_own_items(sizes)):
-        tile, _batch, _kv_head = owned(done, sizes, CAUSAL)
-        first, end = query_tiles(tile, sizes, CAUSAL)
+        tile, batch, kv_head = owned(done, sizes, CAUSAL)
+        first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_full.index(k_stage), k_phase)
         for _ in range(sizes.num_heads // sizes.num_kv_heads * (end - first)):

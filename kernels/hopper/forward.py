@@ -39,23 +39,14 @@ from ..launch import (
     tokens_first,
     window_bounds,
 )
-from ..portable.prepare import documents_launches
+from ..portable.prepare import document_tiles, document_tiles_launch, documents_launches
 from ..portable.record import record
 from ..portable.tiles import LN_2, LOG2_E, Mask
+from ..portable.visits import mask_constants
 from . import tma
+from .masked import Masked, announce_pattern, first_key, program_tiles, row_tiles
 from .pipeline import Barriers, Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows
-from .schedule import (
-    Document,
-    Sizes,
-    batch_and_head,
-    document_tile,
-    first_rows,
-    key_tiles,
-    lse_row,
-    num_turns,
-    tile_rows,
-    turn_tile,
-)
+from .schedule import Document, Sizes, batch_and_head, document_turn, first_rows, lse_row, num_turns, turn_tile
 from .softmax import add_p_v, log2_factor, softmax_step
 from .tma import slot, tile_width
 
@@ -71,25 +62,37 @@ class Call:
     sizes: Sizes
     window: tuple  # (left, right), read only where LOCAL
     document: Document  # or None
+    masked: Masked  # or None
 
 
 @gluon.jit
-def _producer(q_desc, k_desc, v_desc, call, build):
-    barriers = call.barriers
-    tiles = call.tiles
-    sizes = call.sizes
-    mask = Mask(sizes.num_q, sizes.num_k, call.window, build.CAUSAL, build.LOCAL)
+def _of_turn(turn, call):
+    """The call with the sizes of the document that this program's turn is about."""
+    if call.document is not None:
+        document, sizes = document_turn(turn, call.sizes, call.document)
+        return Call(call.tiles, call.barriers, sizes, call.window, document, call.masked)
+    else:
+        return call
+
+
+@gluon.jit
+def _producer(q_desc, k_desc, v_desc, packed, build):
+    barriers = packed.barriers
+    tiles = packed.tiles
     q_bytes: gl.constexpr = 64 * build.HEAD_DIM * 2
     k_bytes: gl.constexpr = build.BLOCK_K * build.HEAD_DIM * 2
-    q_row0, k_row0 = first_rows(call.document)
-    num_tiles = (sizes.num_q + 64 * build.CONSUMERS - 1) // (64 * build.CONSUMERS)
+    num_tiles = (packed.sizes.num_q + 64 * build.CONSUMERS - 1) // (64 * build.CONSUMERS)
     step = 0
-    for turn in range(num_turns(num_tiles, sizes, call.document, build)):
+    for turn in range(num_turns(num_tiles, packed.sizes, packed.document, build)):
+        call = _of_turn(turn, packed)
+        sizes = call.sizes
+        mask = Mask(sizes.num_q, sizes.num_k, call.window, build.CAUSAL, build.LOCAL)
+        q_row0, k_row0 = first_rows(call.document)
+        num_tiles = (sizes.num_q + 64 * build.CONSUMERS - 1) // (64 * build.CONSUMERS)
         tile, batch_head = turn_tile(turn, num_tiles, sizes, call.document, build)
         batch, head = batch_and_head(batch_head, sizes.num_heads, call.document)
         kv_head = head // sizes.group_size
-        row, end_row = tile_rows(tile, num_tiles, sizes.num_q, build.CONSUMERS)
-        first, end, _, _ = key_tiles(gl.maximum(row, 0), end_row, mask, build.BLOCK_K)
+        row, first, end, _ = program_tiles(tile, batch_head, num_tiles, mask, call, build)
         for c in gl.static_range(build.CONSUMERS):
             mbarrier.wait(barriers.q_empty.index(c), (turn & 1) ^ 1)
             if row + 64 * c >= 0:
@@ -99,10 +102,11 @@ def _producer(q_desc, k_desc, v_desc, call, build):
             else:
                 mbarrier.arrive(barriers.q_full.index(c), count=1)
         for i in range(end - first):
-            key = (end - 1 - i) * build.BLOCK_K
+            key = first_key(end - 1 - i, call.masked, build.BLOCK_K)
             stage, phase = slot(step, build.STAGES)
             mbarrier.wait(barriers.k_empty.index(stage), phase ^ 1)
             full = barriers.k_full.index(stage)
+            announce_pattern(end - 1 - i, stage, call.masked)
             mbarrier.expect(full, k_bytes)
             load_rows(k_desc, batch, kv_head, key, k_row0, sizes.num_k, full, tiles.k.index(stage))
             mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)
@@ -116,7 +120,8 @@ def _producer(q_desc, k_desc, v_desc, call, build):
 def _query_tile(
     o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER: gl.constexpr, step, rows, loaded, batch_head
 ):  # fmt: skip
-    """O and LSE of a consumer's 64 queries, from row `rows` on; the program loads the key tiles `loaded` (first, end).
+    """O and LSE of a consumer's 64 queries, from row `rows` on; the program loads the key tiles `loaded` (first, end,
+    and where a block mask's full ones end).
 
     Returns the step after them.
     """
@@ -127,12 +132,12 @@ def _query_tile(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.HEAD_DIM, 16])
     q_tile = call.tiles.q.index(CONSUMER)
     o_tile = call.tiles.o.index(CONSUMER)
-    loaded_first, loaded_end = loaded
-    key_first, key_end, full_first, full_end = key_tiles(rows, rows + 64, mask, build.BLOCK_K)
+    loaded_first, loaded_end, _ = loaded
+    key_first, key_end, full_first, full_end = row_tiles(rows, loaded, mask, call, build)
     step = hand_back(step, loaded_end - key_end, barriers, build, CONSUMER)
 
     end = step + key_end - key_first
-    from_step_0 = (key_end - 1 + step) * build.BLOCK_K
+    from_step_0 = (key_end - 1 + step) * (1 if call.masked is not None else build.BLOCK_K)
     stage, phase = slot(step, build.STAGES)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     acc, probs, running_max, running_sum = softmax_step(
@@ -141,7 +146,7 @@ def _query_tile(
     )  # fmt: skip
     first = step + 1
     full_from = end - gl.minimum(full_end - key_first, key_end - key_first - 1)
-    if build.CAUSAL or build.LOCAL:
+    if build.CAUSAL or build.LOCAL or call.masked is not None:
         for step in range(first, full_from):
             acc, probs, running_max, running_sum = softmax_step(
                 call, q_tile, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
@@ -190,23 +195,25 @@ def _query_tile(
 
 
 @gluon.jit
-def _consumer(o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER: gl.constexpr):
-    barriers = call.barriers
-    sizes = call.sizes
-    mask = Mask(sizes.num_q, sizes.num_k, call.window, build.CAUSAL, build.LOCAL)
-    num_tiles = (sizes.num_q + 64 * build.CONSUMERS - 1) // (64 * build.CONSUMERS)
+def _consumer(o_desc, lse_ptr, packed, scale_log2, softcap, build, CONSUMER: gl.constexpr):
+    barriers = packed.barriers
+    num_tiles = (packed.sizes.num_q + 64 * build.CONSUMERS - 1) // (64 * build.CONSUMERS)
     if build.PING_PONG and CONSUMER == build.CONSUMERS - 1:
         pass_baton(build, CONSUMER)  # the first consumer begins
     step = 0
-    for turn in range(num_turns(num_tiles, sizes, call.document, build)):
+    for turn in range(num_turns(num_tiles, packed.sizes, packed.document, build)):
+        call = _of_turn(turn, packed)
+        sizes = call.sizes
+        mask = Mask(sizes.num_q, sizes.num_k, call.window, build.CAUSAL, build.LOCAL)
+        num_tiles = (sizes.num_q + 64 * build.CONSUMERS - 1) // (64 * build.CONSUMERS)
         tile, batch_head = turn_tile(turn, num_tiles, sizes, call.document, build)
-        row, end_row = tile_rows(tile, num_tiles, sizes.num_q, build.CONSUMERS)
-        first, end, _, _ = key_tiles(gl.maximum(row, 0), end_row, mask, build.BLOCK_K)
+        row, first, end, full_end = program_tiles(tile, batch_head, num_tiles, mask, call, build)
         rows = row + 64 * CONSUMER
         mbarrier.wait(barriers.q_full.index(CONSUMER), turn & 1)
         if rows >= 0:
+            loaded = (first, end, full_end)
             step = _query_tile(
-                o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER, step, rows, (first, end), batch_head
+                o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER, step, rows, loaded, batch_head
             )
         else:  # none of its rows exist
             step = hand_back(step, end - first, barriers, build, CONSUMER)
@@ -217,7 +224,7 @@ def _consumer(o_desc, lse_ptr, call, scale_log2, softcap, build, CONSUMER: gl.co
 @gluon.jit(
     do_not_specialize=[
         "num_heads", "group_size", "num_batch_heads", "num_q", "num_k", "heads_per_section", "window_left",
-        "window_right", "num_docs",
+        "window_right",
     ]
 )  # fmt: skip
 def hopper_fwd_kernel(
@@ -237,9 +244,10 @@ def hopper_fwd_kernel(
     softcap,  # fp32, or None: its code is compiled away
     window_left,  # read only where LOCAL
     window_right,
-    cu_seqlens_q,  # (documents + 1,) int32, or None
-    cu_seqlens_k,
-    num_docs,
+    document_tiles,  # of `_document_tiles_kernel`, or None
+    mask_starts,  # of a BlockMask, or None
+    mask_visits,
+    mask_bits,
     HEAD_DIM: gl.constexpr,  # of the tiles: 64, 128 or 256
     BLOCK_K: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -248,15 +256,14 @@ def hopper_fwd_kernel(
     LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
     PING_PONG: gl.constexpr,
     PAIRED: gl.constexpr,  # causal tiles two at a time, in pairs of equal work
+    MASK_OF_BATCH: gl.constexpr,  # dimensions of the block mask
+    MASK_OF_HEAD: gl.constexpr,
 ):
-    if cu_seqlens_q is not None:
-        document, its_num_q, its_num_k = document_tile(
-            cu_seqlens_q, cu_seqlens_k, num_q, num_docs, num_batch_heads, heads_per_section, 64 * CONSUMERS
-        )
-        sizes = Sizes(num_heads, group_size, num_batch_heads, its_num_q, its_num_k, heads_per_section)
+    if document_tiles is not None:
+        document = Document(document_tiles, gl.load(document_tiles), num_q, 0, 0, 0, 0)
     else:
         document: gl.constexpr = None
-        sizes = Sizes(num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section)
+    sizes = Sizes(num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section)
     dtype: gl.constexpr = q_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HEAD_DIM], dtype)
@@ -270,7 +277,12 @@ def hopper_fwd_kernel(
     tiles = Tiles(q_smem, k_smem, v_smem, o_smem)
     barriers = ready_barriers(CONSUMERS, STAGES)
 
-    call = Call(tiles, barriers, sizes, (window_left, window_right), document)
+    if mask_starts is not None:
+        patterns = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        masked = Masked(mask_starts, mask_visits, mask_bits, patterns, MASK_OF_BATCH, MASK_OF_HEAD)
+    else:
+        masked: gl.constexpr = None
+    call = Call(tiles, barriers, sizes, (window_left, window_right), document, masked)
     build = Build(HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED)
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -312,12 +324,15 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     key tiles of 64 and two stages.
     """
     causal = options.causal
+    if options.masked:  # 128 queries, as a mask's blocks have
+        return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=False)
     if head_dim == 256:
         return ForwardPlan(consumers=2, block_k=64)
     if head_dim == 64 and options.local and not options.softcap:
         return ForwardPlan(consumers=3)
     if options.softcap or options.local or options.packed:
-        return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=not causal or num_q <= 1024)
+        persistent = not causal or options.packed or num_q <= 1024
+        return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=persistent)
     if head_dim == 128:
         return ForwardPlan(consumers=2, ping_pong=causal, persistent=not causal or num_q <= 8192)
     if not causal:
@@ -329,9 +344,9 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
 
 def grid_of(plan: ForwardPlan, tiles: int, options: Options, device_index: int | None) -> tuple[int, bool]:
     """How many programs take these query tiles, and whether in pairs: only where there are more tiles than programs."""
-    if not plan.persistent or options.packed or tiles <= num_sms(device_index):
+    if not plan.persistent or tiles <= num_sms(device_index):
         return tiles, False
-    return num_sms(device_index), options.causal
+    return num_sms(device_index), options.causal and not options.packed
 
 
 def launch_hopper_fwd(
@@ -346,6 +361,8 @@ def launch_hopper_fwd(
     plan = plan or plan_of(key_of(("hopper forward", schedule), options, q, k, v))
     o, lse = tokens_first(q, q.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, **option_tensors(options)}
+    if options.packed:  # of any plan: no tile is smaller than 64 rows
+        tensors["tiles"] = document_tiles(q, 64, options.cu_seqlens_q)
     run(plan, tensors, partial(_launches, options, schedule))
     return o, lse
 
@@ -358,7 +375,7 @@ def _launches(
     num_kv_heads, num_k = k.shape[1], k.shape[2]
     tile = tile_width(head_dim)
     schedule = schedule or plan_for(tile, options, num_q)
-    num_docs, num_tiles = grid_tiles(num_q, 64 * schedule.consumers, options.cu_seqlens_q)
+    _, num_tiles = grid_tiles(num_q, 64 * schedule.consumers, options.cu_seqlens_q)
     programs, paired = grid_of(schedule, num_tiles * batch * num_heads, options, q.device.index)
     describe = tma.packed_descriptor if options.packed else tma.descriptor
     arguments = (
@@ -366,12 +383,15 @@ def _launches(
         describe(o, 64, tile), lse,
         num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
         options.scale * LOG2_E.value, options.softcap or None, *window_bounds(options, num_q, num_k),
-        given.get("starts_q"), given.get("starts_k"), num_docs,
+        given.get("tiles"), given.get("mask_starts"), given.get("mask_visits"), given.get("mask_bits"),
     )  # fmt: skip
     constants = {
         "HEAD_DIM": tile, "BLOCK_K": schedule.block_k, "CONSUMERS": schedule.consumers, "STAGES": schedule.stages,
         "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": schedule.ping_pong, "PAIRED": paired,
+        **mask_constants(options),
     }  # fmt: skip
-    return [
-        *documents_launches(q, k, **given), Launch(hopper_fwd_kernel, programs, arguments, constants, {"num_warps": 4})
-    ]  # fmt: skip
+    launches = documents_launches(q, k, **given)
+    if options.packed:
+        starts = given["starts_q"], given["starts_k"]
+        launches.append(document_tiles_launch(q, k, 64 * schedule.consumers, *starts, given["tiles"]))
+    return [*launches, Launch(hopper_fwd_kernel, programs, arguments, constants, {"num_warps": 4})]

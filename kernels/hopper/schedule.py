@@ -1,14 +1,14 @@
 """What a program of the Hopper kernels owns, and which key tiles its rows see.
 
 Dense calls: tiles of 64 * CONSUMERS queries, section after section of heads whose K and V stay in L2 together, or, with
-PAIRED, two tiles at a time that make causal pairs of equal work. Packed documents: one tile a program.
+PAIRED, two tiles at a time that make causal pairs of equal work. Packed documents: the tiles of a list, longest first.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..portable.record import record
-from ..portable.tiles import document_rows, end_key, end_window_key, first_window_key, longest_first, section_tile
+from ..portable.tiles import end_key, end_window_key, first_window_key, section_tile
 
 
 @record
@@ -25,37 +25,45 @@ class Sizes:
 
 @record
 class Document:
-    """What a program owns of packed documents, beyond `Sizes`; None in its place where nothing is packed."""
+    """Packed documents, and what a program's turn owns of them, beyond `Sizes`; None in its place where nothing is
+    packed."""
 
-    turns: gl.tensor  # 1, or 0 where no tile is left
-    tile: gl.tensor  # of queries, inside the document
+    tiles: gl.tensor  # pointer to the list of `_document_tiles_kernel`
+    count: gl.tensor  # of its tiles
+    q_tokens: gl.tensor  # of all documents
+    tile: gl.tensor  # of queries, inside the turn's document
     batch_head: gl.tensor
     q_row0: gl.tensor  # the document's first packed query
     k_row0: gl.tensor
-    q_tokens: gl.tensor  # of all documents
 
 
 @gluon.jit
-def document_tile(cu_seqlens_q, cu_seqlens_k, q_tokens, num_docs, num_heads, heads_per_section, BLOCK: gl.constexpr):
-    """(what a program owns of packed documents, that document's number of queries, of keys).
+def document_turn(turn, sizes, packed):
+    """(the document of this program's turn, its sizes). Tiles are taken back and forth, so that all programs have the
+    same share of long ones."""
+    ordinal = turn * gl.num_programs(0) + _place_in(turn)
+    number, batch_head = section_tile(ordinal, packed.count, sizes.num_batch_heads, sizes.heads_per_section, False)
+    row = packed.tiles + (1 + number) * 8
+    document = Document(
+        packed.tiles, packed.count, packed.q_tokens, gl.load(row), batch_head, gl.load(row + 1), gl.load(row + 3)
+    )
+    its_sizes = Sizes(
+        sizes.num_heads, sizes.group_size, sizes.num_batch_heads, gl.load(row + 2), gl.load(row + 4),
+        sizes.heads_per_section,
+    )  # fmt: skip
+    return document, its_sizes
 
-    Found as in the portable kernel, once a program, by the four warps that all have before they specialise.
-    """
-    num_tiles = q_tokens // BLOCK + num_docs
-    ordinal, batch_head = section_tile(gl.program_id(0), num_tiles, num_heads, heads_per_section, False)
-    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    document, tile = longest_first(ordinal, cu_seqlens_q, num_docs, BLOCK, lanes)
-    turns = gl.where(document < 0, 0, 1)
-    document = gl.maximum(document, 0)
-    q_row0, num_q = document_rows(document, cu_seqlens_q, q_tokens)
-    k_row0, num_k = document_rows(document, cu_seqlens_k, q_tokens)
-    return Document(turns, tile, batch_head, q_row0, k_row0, q_tokens), num_q, num_k
+
+@gluon.jit
+def _place_in(turn):
+    """Where this program is among all that take a tile in a turn."""
+    return gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
 
 
 @gluon.jit
 def turn_tile(turn, num_tiles, sizes, document, build):
-    """The (query tile, batch * head) of this program's turn. Packed documents have one turn, whose tile
-    `document_tile` has found."""
+    """The (query tile, batch * head) of this program's turn. Of packed documents `document_turn` has found
+    it."""
     if document is not None:
         return document.tile, document.batch_head
     elif build.PAIRED:
@@ -81,7 +89,9 @@ def _paired_tile(turn, num_tiles):
 def num_turns(num_tiles, sizes, document, build):
     """How many tiles this program takes, of num_tiles for each head."""
     if document is not None:
-        return document.turns
+        total = document.count * sizes.num_batch_heads
+        whole = total // gl.num_programs(0)
+        return whole + gl.where(_place_in(whole) < total - whole * gl.num_programs(0), 1, 0)
     else:
         at_a_time: gl.constexpr = 2 if build.PAIRED else 1
         total = num_tiles * sizes.num_batch_heads

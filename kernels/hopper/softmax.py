@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..portable.scores import half_tanh
 from ..portable.tiles import LOG2_E
+from .masked import hide_by_bits, pattern_words
 from .pipeline import pass_baton, take_baton
 from .tma import slot
 
@@ -125,7 +126,7 @@ def softmax_step(
     """Scores and softmax of key tile `step` while the tensor cores add the previous tile's P V to acc.
 
     At a query tile's FIRST key tile nothing is added, and maximum and sum begin. Step s has the keys from
-    from_step_0 - s * BLOCK_K on; the query tile ends with step end - 1.
+    from_step_0 - s * BLOCK_K on, of a block mask the visit from_step_0 - s; the query tile ends with step end - 1.
     """
     barriers = call.barriers
     tiles = call.tiles
@@ -141,11 +142,15 @@ def softmax_step(
         mbarrier.wait(barriers.v_full.index(last_stage), last_phase)
         acc = add_p_v(probs, tiles.v.index(last_stage), acc, build.BLOCK_K)
     pass_baton(build, CONSUMER)
+    if MASKED and call.masked is not None:  # on their way while the product runs
+        words = pattern_words(row, stage, call.masked, s_layout)
     scores = warpgroup_mma_wait(0 if FIRST else 1, deps=(scores,))
     mbarrier.arrive(barriers.k_empty.index(stage), count=1)
     scores = logits(scores, scale_log2, softcap)
     factor = log2_factor(scale_log2, softcap)
-    if MASKED:
+    if MASKED and call.masked is not None:
+        scores = hide_by_bits(scores, words)
+    elif MASKED:
         key = from_step_0 - step * build.BLOCK_K
         scores = hide(scores, row, key, mask, build.BLOCK_K)
     new_max = row_max(scores, build.CONSUMERS, build.BLOCK_K, s_layout)

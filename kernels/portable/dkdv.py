@@ -17,7 +17,7 @@ from .tiles import (
     seeing_queries,
     store_tile,
 )
-from .visits import bits_at, busiest_first, shown, visited, visits_of
+from .visits import Visits, bits_at, busiest_first, shown, visited, visits_of
 
 
 @triton.jit
@@ -171,13 +171,13 @@ def flash_dkdv_kernel(
             )
             full_start, full_end, masked_start, masked_end = 0, visits.full, visits.full, visits.end
         else:
-            visits = None
-        if CAUSAL or LOCAL or visits is not None:
+            visits = Visits(None, 0, 0, None, 1)
+        if CAUSAL or LOCAL or visits.entries is not None:
             for position in range(masked_start, masked_end, BLOCK_Q):
                 q_start = visited(masked_tile(position, full_start, full_end, LOCAL), visits)
                 dk, dv = _dkdv_step(
                     k_tile, v_tile, k_start, q_rows, do_rows, lse_base, delta_base, q_start, scoring, dk, dv,
-                    True, not EVEN_Q, None if visits is None else bits_at(position, visits),
+                    True, not EVEN_Q, None if visits.entries is None else bits_at(position, visits),
                 )  # fmt: skip
         for position in range(full_start, full_end, BLOCK_Q):
             q_start = visited(position, visits)

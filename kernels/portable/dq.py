@@ -13,11 +13,9 @@ from .tiles import (
     load_tile,
     mask_scores,
     masked_tile,
-    owned_tile,
     store_tile,
-    visible_keys,
 )
-from .visits import bits_at, busiest_first, shown, visited, visits_of
+from .visits import bits_at, keys_met, owned_queries, shown, visited
 
 
 @triton.jit
@@ -105,16 +103,10 @@ def flash_dq_kernel(
               perhaps inf.
     Source:   FlashAttention-2, arXiv:2307.08691, algorithm 2.
     """
-    if switches.mask_starts is not None:
-        document = 0
-        tile, batch_head = busiest_first(
-            switches, num_heads, 1, q_tokens, k_tokens, num_batch_heads, heads_per_section,
-            MASK_OF_BATCH, MASK_OF_HEAD, 0, BLOCK_Q,
-        )  # fmt: skip
-    else:
-        document, tile, batch_head = owned_tile(
-            q_tokens, switches.cu_seqlens_q, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL
-        )
+    document, tile, batch_head = owned_queries(
+        switches, num_heads, q_tokens, k_tokens, num_docs, num_batch_heads, heads_per_section,
+        MASK_OF_BATCH, MASK_OF_HEAD, BLOCK_Q, CAUSAL,
+    )  # fmt: skip
     if document < 0:
         return
     q_row0, num_q = document_rows(document, switches.cu_seqlens_q, q_tokens)
@@ -143,22 +135,18 @@ def flash_dq_kernel(
     delta = tl.load(delta_ptr + padded)
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    if switches.mask_starts is not None:
-        visits = visits_of(
-            q_start, switches, batch, head, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD, 0
-        )
-        full_start, full_end, masked_start, masked_end = 0, visits.full, visits.full, visits.end
-    else:
-        visits = None
-        full_start, full_end, masked_start, masked_end = visible_keys(q_start, mask, BLOCK_Q, BLOCK_K)
+    visits, full_start, full_end, masked_start, masked_end = keys_met(
+        q_start, mask, switches, batch, head, num_heads, q_tokens, k_tokens,
+        MASK_OF_BATCH, MASK_OF_HEAD, BLOCK_Q, BLOCK_K,
+    )  # fmt: skip
     for position in range(full_start, full_end, BLOCK_K):
         k_start = visited(position, visits)
         dq = _dq_step(q_tile, do_tile, lse_log2, delta, q_start, k_rows, v_rows, k_start, scoring, dq, False, False)
-    if CAUSAL or LOCAL or not EVEN_K or visits is not None:
+    if CAUSAL or LOCAL or not EVEN_K or visits.entries is not None:
         for position in range(masked_start, masked_end, BLOCK_K):
             k_start = visited(masked_tile(position, full_start, full_end, LOCAL), visits)
             dq = _dq_step(
                 q_tile, do_tile, lse_log2, delta, q_start, k_rows, v_rows, k_start, scoring, dq, True, not EVEN_K,
-                None if visits is None else bits_at(position, visits),
+                None if visits.entries is None else bits_at(position, visits),
             )  # fmt: skip
     store_tile(dq_ptr, dq_strides, batch, head, q_row0, q_start, num_q, dq * scale, HEAD_DIM, BLOCK_D, BLOCK_Q)

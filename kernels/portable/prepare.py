@@ -1,11 +1,22 @@
 """What both engines launch before their main kernels: a packing that is right, and the backward's rows."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import Launch, grid_tiles, padded
-from .tiles import LOG2_E, ROW_PADDING, Rows, document_of, document_rows, head_base, load_tile
+from .tiles import (
+    LOG2_E,
+    ROW_PADDING,
+    Rows,
+    document_of,
+    document_rows,
+    head_base,
+    load_tile,
+    longest_first,
+    tile_counts,
+)
 
 DELTA_ROWS = 64  # memory-bound: any tile that fills the loads' vectors will do
 _DOCUMENTS = 1024  # looked at together
@@ -70,6 +81,54 @@ def documents_launches(
         cu_seqlens_q, cu_seqlens_k, starts_q, starts_k, cu_seqlens_q.shape[0] - 1, q.shape[2], k.shape[2],
     )  # fmt: skip
     return [Launch(_documents_kernel, 2, arguments, {"BLOCK": _DOCUMENTS}, {"num_warps": 4})]
+
+
+@triton.jit(do_not_specialize=["num_docs", "q_tokens", "k_tokens"])
+def _document_tiles_kernel(
+    starts,  # (documents + 1,) int32, of queries or of keys
+    other_starts,  # of the others
+    tiles,  # out, (1 + tiles, 8) int32
+    num_docs,
+    num_tokens,
+    other_tokens,
+    BLOCK: tl.constexpr,
+):
+    """List the tiles of BLOCK packed tokens by `longest_first`: a row holds the tile's number inside its document, that
+    document's first token and their number, its first one of the others and their number, and the document. The row
+    before the first holds how many there are.
+
+    Grid: as many programs as there can be tiles.
+    """
+    document, tile = longest_first(tl.program_id(0), starts, num_docs, BLOCK)
+    if tl.program_id(0) == 0:
+        count = 0
+        for first in range(0, num_docs, 128):
+            count += tl.sum(tile_counts(first + tl.arange(0, 128), starts, num_docs, BLOCK), 0)
+        tl.store(tiles, count)
+    if document >= 0:
+        first, length = document_rows(document, starts, num_tokens)
+        other_first, other_length = document_rows(document, other_starts, other_tokens)
+        row = tiles + (1 + tl.program_id(0)) * 8
+        tl.store(row, tile)
+        tl.store(row + 1, first)
+        tl.store(row + 2, length)
+        tl.store(row + 3, other_first)
+        tl.store(row + 4, other_length)
+        tl.store(row + 5, document)
+
+
+def document_tiles(x: Tensor, block: int, starts: Tensor) -> Tensor:
+    """Memory for `document_tiles_launch`."""
+    return x.new_empty(1 + grid_tiles(x.shape[2], block, starts)[1], 8, dtype=torch.int32)
+
+
+def document_tiles_launch(
+    x: Tensor, others: Tensor, block: int, starts: Tensor, other_starts: Tensor, tiles: Tensor
+) -> Launch:
+    """The launch that lists the tiles of `block` tokens of packed x (1, H, N, D) in `tiles`; see the kernel."""
+    num_docs, num_tiles = grid_tiles(x.shape[2], block, starts)
+    arguments = starts, other_starts, tiles, num_docs, x.shape[2], others.shape[2]
+    return Launch(_document_tiles_kernel, num_tiles, arguments, {"BLOCK": block}, {"num_warps": 4})
 
 
 @triton.jit

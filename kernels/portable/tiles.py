@@ -106,7 +106,7 @@ def document_of(tile, cu_seqlens, num_docs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tile_counts(documents, cu_seqlens, num_docs, BLOCK: tl.constexpr):
+def tile_counts(documents, cu_seqlens, num_docs, BLOCK: tl.constexpr):
     """How many tiles each of these documents has, 0 past the last."""
     starts = tl.load(cu_seqlens + documents, mask=documents < num_docs, other=0)
     ends = tl.load(cu_seqlens + documents + 1, mask=documents < num_docs, other=0)
@@ -125,12 +125,12 @@ def longest_first(ordinal, cu_seqlens, num_docs, BLOCK: tl.constexpr, lanes=None
     if lanes is None:
         lanes = tl.arange(0, 128)
     first = 0
-    tiles = _tile_counts(first + lanes, cu_seqlens, num_docs, BLOCK)
+    tiles = tile_counts(first + lanes, cu_seqlens, num_docs, BLOCK)
     total = tl.sum(tiles, 0)
     while (ordinal >= total) & (first + 128 < num_docs):
         ordinal -= total
         first += 128
-        tiles = _tile_counts(first + lanes, cu_seqlens, num_docs, BLOCK)
+        tiles = tile_counts(first + lanes, cu_seqlens, num_docs, BLOCK)
         total = tl.sum(tiles, 0)
     # tiles at level `level` or above are more than ordinal, those at `above` or above are not
     level = 0

@@ -6,7 +6,7 @@ import triton.language as tl
 from ..block_masks import BLOCK
 from ..call import Options
 from .record import record
-from .tiles import section_tile
+from .tiles import owned_tile, section_tile, visible_keys
 
 MASK_BLOCK = tl.constexpr(BLOCK)
 
@@ -15,7 +15,7 @@ MASK_BLOCK = tl.constexpr(BLOCK)
 class Visits:
     """What a row of blocks meets: first the full ones, then the partial ones. A visit takes 128 positions in a loop."""
 
-    entries: tl.tensor  # pointer to (block, pattern) of the first
+    entries: tl.tensor  # pointer to (block, pattern) of the first; None without a block mask
     full: tl.tensor  # the positions where the full ones end
     end: tl.tensor
     bits: tl.tensor  # pointer to the patterns
@@ -69,23 +69,56 @@ def visits_of(
     entry = _line(switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD) + number * 4
     first = tl.load(entry)
     full, end = (tl.load(entry + 1) - first) * MASK_BLOCK, (tl.load(entry + 2) - first) * MASK_BLOCK
-    return Visits(switches.mask_visits + first.to(tl.int64) * 2, full, end, switches.mask_bits, SIDE)
+    return Visits(switches.mask_visits + first.to(tl.int64) * 4, full, end, switches.mask_bits, SIDE)
+
+
+@triton.jit
+def owned_queries(
+    switches, num_heads, q_tokens, k_tokens, num_docs, num_batch_heads, heads_per_section,
+    OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """What a program of queries owns, as (document, tile inside it, batch * head): see `owned_tile`."""
+    if switches.mask_starts is not None:
+        tile, batch_head = busiest_first(
+            switches, num_heads, 1, q_tokens, k_tokens, num_batch_heads, heads_per_section,
+            OF_BATCH, OF_HEAD, 0, BLOCK_Q,
+        )  # fmt: skip
+        return 0, tile, batch_head
+    else:
+        return owned_tile(
+            q_tokens, switches.cu_seqlens_q, num_docs, num_batch_heads, heads_per_section, BLOCK_Q, CAUSAL
+        )
+
+
+@triton.jit
+def keys_met(
+    q_start, mask, switches, batch, head, num_heads, q_tokens, k_tokens,
+    OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A query tile's visits, without entries where there is no block mask; and the bounds of its key loops, as of
+    `visible_keys`."""
+    if switches.mask_starts is not None:
+        visits = visits_of(q_start, switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD, 0)
+        return visits, 0, visits.full, visits.full, visits.end
+    else:
+        full_start, full_end, masked_start, masked_end = visible_keys(q_start, mask, BLOCK_Q, BLOCK_K)
+        return Visits(None, 0, 0, None, 0), full_start, full_end, masked_start, masked_end
 
 
 @triton.jit
 def visited(position, visits):
-    """The first token of the tile at a position; without visits the position itself."""
-    if visits is None:
+    """The first token of the tile at a position; without a block mask the position itself."""
+    if visits.entries is None:
         return position
     else:
         place = position // MASK_BLOCK
-        return tl.load(visits.entries + place * 2) * MASK_BLOCK + (position - place * MASK_BLOCK)
+        return tl.load(visits.entries + place * 4) * MASK_BLOCK + (position - place * MASK_BLOCK)
 
 
 @triton.jit
 def bits_at(position, visits):
     """Where the pattern of the partial block at a position begins."""
-    pattern = tl.load(visits.entries + position // MASK_BLOCK * 2 + 1)
+    pattern = tl.load(visits.entries + position // MASK_BLOCK * 4 + 1)
     return visits.bits + (pattern.to(tl.int64) * 2 + visits.SIDE) * (MASK_BLOCK * 4)
 
 

@@ -46,6 +46,7 @@ DTYPES = {
     "int8": torch.int8,
 }  # fmt: skip
 MASK_TENSORS = BlockMask._fields[:3]
+BLOCK_MASKS = (("block_mask",), ("block_mask", "softcap"))
 # what only some inputs of the portable kernels need: (head_dim, dtype, mask, words)
 SPECIAL = (
     (64, "bf16", "causal", ("even",)), (64, "bf16", "full", ("even",)), (64, "bf16", "causal", ("grouped",)),
@@ -135,20 +136,29 @@ def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
     options = ((), ("softcap",), ("varlen",), ("softcap", "varlen"))
     calls = [*product((64, 128, 256), ("bf16",), ("causal", "full", "window"), options)]
     calls += [(head_dim, "fp16", "causal", ()) for head_dim in (64, 128, 256)]
+    calls += [(head_dim, "bf16", "full", words) for head_dim in (64, 128) for words in BLOCK_MASKS]
     for (head_dim, dtype, mask, words), tokens in product(calls, (1024, 2048, 4096, 8192, 16384)):
         with recorded() as launches:
             launch_hopper_fwd(*call(head_dim, dtype, mask, words, tokens))
         yield (dtype, mask, *words), launches
     for head_dim, dtype, mask in product((64, 128), ("bf16", "fp16", "fp8e4nv"), ("causal", "full")):
         q, k, v, its_options = call(head_dim, dtype, mask)
-        float32 = {"dtype": torch.float32}
         with recorded() as launches:
             if dtype == "fp8e4nv":
-                scales = q.new_empty(q.shape[:2], **float32)
+                scales = q.new_empty(q.shape[:2], dtype=torch.float32)
                 launch_hopper_fp8(q, k, v, scales, scales, scales, its_options)
             else:
-                launch_hopper_bwd(q, None, q, k, v, q, q.new_empty(q.shape[:3], **float32), its_options)
+                _launch_hopper_bwd(q, k, v, its_options)
         yield (dtype, mask), launches
+    calls = [*product((64, 128), ("causal", "full", "window"), options), *product((64, 128), ("full",), BLOCK_MASKS)]
+    for head_dim, mask, words in calls:
+        with recorded() as launches:
+            _launch_hopper_bwd(*call(head_dim, "bf16", mask, words))
+        yield ("bf16", mask, *words), launches
+
+
+def _launch_hopper_bwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> None:
+    launch_hopper_bwd(q, None, q, k, v, q, q.new_empty(q.shape[:3], dtype=torch.float32), options)
 
 
 def call(

@@ -1,0 +1,171 @@
+"""What a program of the Hopper backward owns, which query tiles see its keys, and in which order dQ is added up.
+
+An item is BLOCK_K keys of one KV head with all query tiles that see them. Programs take the items in turn; of packed
+documents a program has one item.
+
+dQ is summed in fp32 in global memory, in a fixed order, so that its bits are the same in every run. Each query tile has
+a counter, its turn: an item adds its share when so many items have added as come before it. Without a mask these are
+the items of smaller keys. With one, and in documents, they are those of larger keys that the query tile sees: an item
+begins at its diagonal and goes down the queries, so the one before it in the order is two steps ahead by itself and
+nobody waits. Either way an item waits only for items before it. With one program an item these were handed out earlier,
+so nobody can wait for ever; a grid of one program an SM is launched as a cooperative one, all of it resident or none.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..portable.record import record
+from ..portable.tiles import ROW_PADDING, Mask, end_query, first_query, section_tile
+from .masked import Masked, first_line
+
+ROWS = 64  # of a query tile, and of a turn
+BLOCK_Q = gl.constexpr(ROWS)
+BLOCK_K = gl.constexpr(128)  # keys of an item
+KEYS = gl.constexpr(64)  # of a consumer
+
+
+@record
+class Item:
+    """What a program owns of packed documents; None in its place where nothing is packed."""
+
+    count: gl.tensor  # 1, or 0 where no tile is left
+    tile: gl.tensor  # of keys, inside the document
+    kv_head: gl.tensor
+    q_row0: gl.tensor  # the document's first packed query
+    k_row0: gl.tensor
+    padded_row0: gl.tensor  # its first row of LSE, delta and dQ's sum: see ROW_PADDING
+
+
+@record
+class Sizes:
+    """What every role must know of a call."""
+
+    num_heads: gl.tensor  # Hq
+    num_kv_heads: gl.tensor  # Hkv
+    num_batch_kv_heads: gl.tensor  # B * Hkv
+    num_q: gl.tensor  # of the program's document, where documents are packed
+    num_k: gl.tensor
+    heads_per_section: gl.tensor  # KV heads
+    window: tuple  # (left, right), or None
+    item: Item  # or None
+    masked: Masked  # or None
+
+
+@gluon.jit
+def packed_item(document_tiles, num_kv_heads, heads_per_section):
+    """(what a program owns of packed documents, that document's number of queries, of keys)."""
+    num_tiles = gl.load(document_tiles)
+    items = num_tiles * num_kv_heads
+    count = gl.where(gl.program_id(0) < items, 1, 0)
+    ordinal = gl.minimum(gl.program_id(0), items - 1)
+    number, kv_head = section_tile(ordinal, num_tiles, num_kv_heads, heads_per_section, False)
+    row = document_tiles + (1 + number) * 8
+    tile, k_row0, num_k = gl.load(row), gl.load(row + 1), gl.load(row + 2)
+    q_row0, num_q, document = gl.load(row + 3), gl.load(row + 4), gl.load(row + 5)
+    padded_row0 = (q_row0 // ROW_PADDING + document) * ROW_PADDING
+    return Item(count, tile, kv_head, q_row0, k_row0, padded_row0), num_q, num_k
+
+
+@gluon.jit
+def first_rows(sizes):
+    """The first row of the program's document, as (query, key, row of LSE); zeros where nothing is packed."""
+    if sizes.item is not None:
+        return sizes.item.q_row0, sizes.item.k_row0, sizes.item.padded_row0
+    else:
+        return 0, 0, 0
+
+
+@gluon.jit
+def num_own_items(sizes):
+    """How many items this program takes."""
+    if sizes.item is not None:
+        return sizes.item.count
+    else:
+        items = (sizes.num_k + BLOCK_K - 1) // BLOCK_K * sizes.num_batch_kv_heads
+        return (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def owned(done, sizes, CAUSAL: gl.constexpr):
+    """(key tile, batch, KV head) of this program's next item, after `done` of them. Sections of heads that share L2;
+    in each, tile by tile."""
+    if sizes.item is not None:
+        return sizes.item.tile, 0, sizes.item.kv_head
+    else:
+        item = gl.program_id(0) + done * gl.num_programs(0)
+        num_tiles = (sizes.num_k + BLOCK_K - 1) // BLOCK_K
+        tile, batch_kv_head = section_tile(item, num_tiles, sizes.num_batch_kv_heads, sizes.heads_per_section, False)
+        batch = batch_kv_head // sizes.num_kv_heads
+        if CAUSAL or sizes.window is not None or sizes.masked is not None:
+            tile = num_tiles - 1 - tile
+        return tile, batch, batch_kv_head - batch * sizes.num_kv_heads
+
+
+@gluon.jit
+def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
+    """Query tiles that see a key of this tile, as positions (first, end): their numbers or, of a block mask, places in
+    its visits times 2, of which each is two query tiles."""
+    end = (sizes.num_q + BLOCK_Q - 1) // BLOCK_Q
+    if sizes.masked is not None:
+        head = kv_head * (sizes.num_heads // sizes.num_kv_heads)  # the others of its group have the same mask
+        line = first_line(sizes.masked, batch, head, sizes.num_heads, sizes.num_q, sizes.num_k)
+        entry = line + ((sizes.num_q + 127) // 128 + tile) * 4
+        return gl.load(entry) * 2, gl.load(entry + 2) * 2
+    elif sizes.window is not None:
+        mask = Mask(sizes.num_q, sizes.num_k, sizes.window, CAUSAL, True)
+        position = tile * BLOCK_K - (sizes.num_k - sizes.num_q)
+        first = gl.minimum(first_query(position, mask) // BLOCK_Q, end)
+        end = (end_query(position + BLOCK_K - 1, mask) + BLOCK_Q - 1) // BLOCK_Q
+        return first, gl.maximum(first, end)
+    elif CAUSAL:
+        mask = Mask(sizes.num_q, sizes.num_k, None, CAUSAL, False)
+        position = tile * BLOCK_K - (sizes.num_k - sizes.num_q)
+        return gl.minimum(first_query(position, mask) // BLOCK_Q, end), end
+    else:
+        return 0, end
+
+
+@gluon.jit
+def query_tile_at(position, sizes):
+    """The number of the query tile at a position."""
+    if sizes.masked is not None:
+        block = gl.load(sizes.masked.visits + position // 2 * 4 + 2) & 65535
+        return block * 2 + position % 2
+    else:
+        return position
+
+
+@gluon.jit
+def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
+    """The first of the query tiles first .. end that a consumer with keys key .. key + KEYS needs no mask for.
+
+    Under a window or a block mask there is none: a step finds out by itself.
+    """
+    if sizes.window is not None or sizes.masked is not None:
+        return end
+    elif CAUSAL:
+        mask = Mask(sizes.num_q, sizes.num_k, None, CAUSAL, False)
+        position = key + KEYS - 1 - (sizes.num_k - sizes.num_q)
+        all_seen = (first_query(position, mask) + BLOCK_Q - 1) // BLOCK_Q
+        return gl.minimum(gl.maximum(all_seen, first), end)
+    else:
+        return gl.where(key + KEYS > sizes.num_k, end, first)
+
+
+@gluon.jit
+def adds_before(position, tile, sizes, CAUSAL: gl.constexpr):
+    """How many items add to the dQ of the query tile at a position before that of this key tile."""
+    last = (sizes.num_k + BLOCK_K - 1) // BLOCK_K - 1
+    if sizes.masked is not None:
+        return gl.load(sizes.masked.visits + position // 2 * 4 + 2) >> 16
+    elif sizes.window is not None:
+        _left, right = sizes.window
+        last_seen = (position * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q + right) // BLOCK_K
+        return gl.minimum(last_seen, last) - tile
+    elif CAUSAL:
+        last_seen = (position * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q) // BLOCK_K
+        return gl.minimum(last_seen, last) - tile
+    elif sizes.item is not None:
+        return last - tile
+    else:
+        return tile

@@ -1,0 +1,98 @@
+"""The Hopper backward's probabilities: a consumer's 64 keys and a query tile, the call's options and its mask."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .backward_roles import S_LAYOUT
+from .backward_schedule import BLOCK_Q, KEYS
+from .softmax import log2_factor, logits
+
+
+@gluon.jit
+def probabilities(
+    scores, lse, key, position, bits, sizes, scale_log2, softcap, MASKED: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """P^T (KEYS, BLOCK_Q) of the keys from `key` on and the query tile at a position; and what dP^T - delta is
+    multiplied by for dS^T: P^T too, under a soft-cap times the cap's derivative.
+
+    Where the mask has edges on both sides of what a program visits, a step finds out by itself whether it is at one.
+    """
+    capped = logits(scores, scale_log2, softcap)
+    p = gl.exp2(capped * log2_factor(scale_log2, softcap) - lse[None, :])
+    if MASKED:
+        keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
+        columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+        diagonal = position * BLOCK_Q + (sizes.num_k - sizes.num_q)
+        if sizes.masked is not None:
+            pattern, words = bits
+            if pattern > 0:
+                p = _shown(p, words)
+        elif sizes.window is not None:
+            left, right = sizes.window
+            end = gl.minimum(diagonal + right + 1, sizes.num_k)  # of the keys that the first query sees
+            if (key + KEYS > end) | (key < diagonal + BLOCK_Q - 1 - left):
+                p = _in_window(p, key, diagonal, sizes)
+        elif CAUSAL:
+            last_seen = diagonal + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
+            p = gl.where(keys <= last_seen, p, 0.0)
+        else:
+            p = gl.where(keys < sizes.num_k, p, 0.0)
+    if softcap is not None:
+        return p, p * (1.0 - 4.0 * capped * capped)
+    else:
+        return p, p
+
+
+@gluon.jit
+def _in_window(p, key, diagonal, sizes):
+    """P^T with zeros outside the window: key and diagonal are where the first key and the first query stand.
+
+    Seen as (KEYS, BLOCK_Q / 8, 8), as in `hide`: one comparison with a constant for each bound and no index in a
+    register.
+    """
+    left, right = sizes.window
+    blocks = gl.reshape(p, [KEYS, BLOCK_Q // 8, 8])
+    layout: gl.constexpr = blocks.type.layout
+    block = 8 * gl.arange(0, BLOCK_Q // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    first = gl.where(keys < sizes.num_k, keys - diagonal - right, BLOCK_Q) - offset  # query that sees the key
+    last = keys - diagonal + left - offset
+    return gl.convert_layout(
+        gl.reshape(gl.where((block >= first) & (block <= last), blocks, 0.0), [KEYS, BLOCK_Q]), p.type.layout
+    )
+
+
+@gluon.jit
+def pattern_bits(position, key, sizes):
+    """A block mask's pattern at a position, 0 where all is shown, and its bits for the 64 keys from `key` on and the 64
+    queries: (64, 2) int32."""
+    if sizes.masked is not None:
+        layout: gl.constexpr = _by_words().type.layout
+        of_words: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
+        keys = key % 128 + gl.arange(0, KEYS, layout=gl.SliceLayout(1, of_words))
+        word = position % 2 * 2 + gl.arange(0, 2, layout=gl.SliceLayout(0, of_words))
+        pattern = gl.load(sizes.masked.visits + position // 2 * 4 + 3)
+        rows = sizes.masked.bits + (pattern.to(gl.int64) * 2 + 1) * 512
+        return pattern, gl.load(rows + (keys[:, None] * 4 + word[None, :]))
+    else:
+        return 0, 0
+
+
+@gluon.jit
+def _by_words():
+    """P^T as (key, word of 32 queries, eight of its queries, query among the eight)."""
+    return gl.reshape(gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT), [KEYS, 2, 4, 8])
+
+
+@gluon.jit
+def _shown(p, words):
+    """P^T with zeros where a bit is 0. A word is shifted by a thread's own offset once; what is left are tests of bits
+    that the compiler knows."""
+    seen = gl.reshape(p, [KEYS, 2, 4, 8])
+    layout: gl.constexpr = seen.type.layout
+    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    eight = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    shifted = words[:, :, None, None] >> offset[None, None, None, :]
+    bit = (shifted >> (8 * eight)[None, None, :, None]) & 1
+    return gl.convert_layout(gl.reshape(gl.where(bit != 0, seen, 0.0), [KEYS, BLOCK_Q]), p.type.layout)
