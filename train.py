@@ -36,7 +36,7 @@ from model import attend_with, build_model
 from model.attention import AttentionFunction
 from training import resume
 from training.comparison import show_sweep
-from training.evaluate import EvaluationSet, sample, unigram_loss
+from training.evaluate import EvaluationSet, unigram_loss
 from training.lock import locked
 from training.log import RunLog, provenance, step_record, write_description
 from training.memory import advice_when_out_of_memory
@@ -46,7 +46,8 @@ from training.parallel import ALONE, World, this_world
 from training.profile import StepProfiler
 from training.random_states import seed_everything
 from training.run import Run, resolve
-from training.saver import Saver
+from training.saver import Giver, Saver
+from training.shard import parallelize
 from training.speed import Speed
 from training.step import Step
 from training.stepper import Stepper
@@ -93,14 +94,14 @@ def run(
     # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
     model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=hardware.device)
-    optimizer = Optimizer(model, settings.optim, hardware.dtype)
+    forward = parallelize(model, hardware)
+    optimizer = Optimizer(model, settings.optim, hardware.dtype, world)
     best_loss, seconds_before, state = math.inf, 0.0, {}
     if resumed:
         state = resume.restore(resumed, model, optimizer, hardware.device)
         best_loss, seconds_before = state["best_loss"], resumed.meta["seconds"]
     elif chosen.initial:
         chosen.initial.load_weights(model)
-    forward = torch.compile(model, dynamic=False) if hardware.compile else model
     stepper = Stepper(chosen, model, forward, optimizer)
 
     # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
@@ -113,7 +114,7 @@ def run(
     description = chosen.description | {"provenance": provenance()}
     log = first(RunLog)(run_dir, settings.logger, chosen.settings, steps=config.steps, **going_on, wandb=chosen.wandb)
     kept = {"keep_last": config.keep_last, "keep_every": config.keep_every}
-    saver = first(Saver)(run_dir / "checkpoints", **kept, say=log.say)
+    saver = first(Saver)(run_dir / "checkpoints", **kept, say=log.say) or Giver()
     first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)
     profiler = first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 
@@ -121,9 +122,7 @@ def run(
     check = NumberCheck(optimizer, hardware, log.say)
     if "number_check" in state:
         check.load_state_dict(state["number_check"])
-    bad_steps = BadSteps(
-        config.on_nonfinite, run_dir, model, forward, optimizer, hardware, check, saver, description, log.say
-    )
+    bad_steps = BadSteps(config.on_nonfinite, run_dir, model, optimizer, hardware, check, saver, description, log.say)
 
     def seconds() -> float:
         """Time spent on this run, by the processes before this one too."""
@@ -134,7 +133,8 @@ def run(
         epoch, window = batches.position(step)
         progress = {"step": step, "seconds": seconds(), "metric_lines": log.lines}
         progress["data_position"] = {"epoch": epoch, "window": window}
-        saver.save(model, state, progress | description, best=best)
+        with world.communicating():
+            saver.save(model, state, progress | description, best=best)
 
     with (
         log,
@@ -200,8 +200,8 @@ def run(
                 save(step, best=is_best)
                 speed.restart(step)
 
-            if world.is_first and config.sample_tokens and config.is_due(config.sample_every, step):
-                text = sample(model, chosen.prompt, config.sample_tokens, config.seed, dataset.tokenizer, hardware)
+            if config.sample_tokens and config.is_due(config.sample_every, step):
+                text = stepper.sample(dataset.tokenizer)
                 log.say(f"--- a sample after {step} steps, its prompt in brackets\n{text}\n---")
                 speed.restart(step)
 

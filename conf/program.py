@@ -181,13 +181,14 @@ def fail(message: str) -> int:
 
 
 def register(schema: type) -> None:
-    """Tell Hydra what the YAML files refer to: the config `schema` and the resolver `run_dir`.
+    """Tell Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir` and `optim_for`.
 
     `schema` holds every field with its default, so that `--cfg job` lists all keys and all can be overridden. It is
     stored without its types: `settings_from` checks those, after composition, where one place can explain a mistake.
     """
     ConfigStore.instance().store("schema", _defaults(schema))
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+    OmegaConf.register_new_resolver("optim_for", _optim_for, replace=True)
 
 
 @cache
@@ -281,6 +282,11 @@ def _missing(values: Any, key: str = "") -> Iterator[str]:
     elif isinstance(values, dict):
         prefix = f"{key}." if key else ""
         yield from (found for name, value in values.items() for found in _missing(value, f"{prefix}{name}"))
+
+
+def _optim_for(model: str) -> str:
+    """The optimizer that suits a choice of `model`: Muon knows the matrices of a GPT of ours alone."""
+    return "adamw" if model == "huggingface" else "muon"
 
 
 def _run_dir(resume: str | None, name: str | None, experiment: str, time: str) -> str:

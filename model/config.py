@@ -143,6 +143,13 @@ def resolve_model(
         config = _of_transformers().sized(config)
     features = config.attention_features(document_mask)
     attention, why_attention = resolve_attention(config.attention, device, dtype, config.head_dim, features)
+    if config.name is not None and document_mask and attention in ("naive", "sdpa"):
+        if config.attention != "auto":
+            raise ValueError(
+                f"model.attention={attention} with model.name is transformers' own, which keeps documents apart in "
+                "some models only; use model.attention=flash, or tiled on a CPU"
+            )
+        attention, why_attention = "tiled", "auto: transformers' own keeps documents apart in some models only"
     loss, why_loss = resolve_loss(config.loss, torch.device(device).type)
     return replace(config, attention=attention, loss=loss), why_attention, why_loss
 
@@ -161,6 +168,8 @@ def _of_transformers():
         from model import huggingface_model
     except ModuleNotFoundError as error:
         raise ValueError(f"model.name needs transformers ({error}); `uv run --group hf` brings it") from error
+    except ImportError as error:
+        raise ValueError(f"model.name needs transformers: {error}") from error
     return huggingface_model
 
 

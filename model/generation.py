@@ -88,14 +88,18 @@ def generate(
         for number, context in enumerate(contexts)
         for sample in range(num_samples)
     ]
-    longest = max(map(len, contexts)) + max_new_tokens
-    with torch.no_grad():
-        twin = model.for_inference(model.compute_dtype)
-        cache = twin.make_cache(min(batch_size, len(sequences)), min(longest, model.seq_len), PAGE, cache_dtype)
     uniform = torch.rand(
         max_new_tokens, num_samples, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
     choose = partial(choose_next_token, temperature=temperature, top_k=top_k, top_p=top_p)
+    if model.config.name is not None:
+        if cache_dtype is not None:
+            raise ValueError(f"cache_dtype={cache_dtype} is for a GPT of ours; {model.config.name} has its own cache")
+        return model.continued(sequences, uniform.T, choose, stop_token)
+    longest = max(map(len, contexts)) + max_new_tokens
+    with torch.no_grad():
+        twin = model.for_inference(model.compute_dtype)
+        cache = twin.make_cache(min(batch_size, len(sequences)), min(longest, model.seq_len), PAGE, cache_dtype)
     return Generation(twin, cache, uniform.T, choose, stop_token).run(sequences)
 
 

@@ -142,7 +142,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention = CausalSelfAttention(config, layer, attend)
         self.mlp = MLP(config)
-        self.dropout = config.dropout
+        self.dropout, self.recompute = config.dropout, config.activation_checkpointing
 
     def forward(
         self,
@@ -151,6 +151,14 @@ class Block(nn.Module):
         sin: Tensor,
         kv_cache: KVCache | Prompts | None = None,
         documents: Documents | None = None,
+    ) -> Tensor:
+        if kv_cache is None and recomputes_blocks(self.recompute):
+            keep = self.costly_products() if self.recompute == "selective" else None
+            return recompute(self.compute, x, cos, sin, None, documents, keep=keep)
+        return self.compute(x, cos, sin, kv_cache, documents)
+
+    def compute(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache | Prompts | None, documents: Documents | None
     ) -> Tensor:
         x = x + F.dropout(self.attention(norm(x), cos, sin, kv_cache, documents), self.dropout, self.training)
         x = x + F.dropout(self.mlp(norm(x)), self.dropout, self.training)
@@ -305,14 +313,10 @@ class GPT(nn.Module):
                 positions = positions_in(cu_seqlens, tokens.size(1))
             cos, sin = self.cos[positions], self.sin[positions]
         x = F.dropout(embed(tokens, self.embedding.weight), self.config.dropout, self.training)  # (B, N, C)
-        mode = self.config.activation_checkpointing
         skinny = kv_cache is not None and takes_skinny_linear(x)
         for block in self.blocks:
             if skinny:
                 x = block.decode(x, cos, sin, kv_cache)
-            elif kv_cache is None and recomputes_blocks(mode):
-                keep = block.costly_products() if mode == "selective" else None
-                x = recompute(block, x, cos, sin, None, documents, keep=keep)
             else:
                 x = block(x, cos, sin, kv_cache, documents)
         if kv_cache is not None:

@@ -5,19 +5,22 @@ model.attention, theirs; batches, documents, loss and optimizer are those of any
 """
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from model import huggingface  # isort: skip  (it refuses another package `kernels`, before transformers imports that)
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, masking_utils
+from transformers.utils import logging
 
 from kernels import cross_entropy, linear_cross_entropy
-from model import huggingface
 from model.config import GPTConfig
+from model.generation import Continued, Drawn
 from model.gpt import positions_in
-from model.sampling import choose_next_token
 
 IMPLEMENTATIONS = {"flash": huggingface.NAME, "tiled": huggingface.NAME, "sdpa": "sdpa", "naive": "eager"}
 # of GPTConfig, and what they are called there; a model that is loaded has its own
@@ -97,6 +100,9 @@ class PretrainedLM(nn.Module):
             raise ValueError(
                 f"the tokenizer has {vocab_size} tokens, {config.name} {theirs.vocab_size}; use tokenizer={config.name}"
             )
+        if config.attention == "tiled" and torch.device(device).type != "cpu":
+            raise ValueError("model.attention=tiled with model.name is for a CPU; use model.attention=flash")
+        logging.disable_progress_bar()  # the console is the run's
         self.inner = AutoModelForCausalLM.from_pretrained(config.name, config=theirs, dtype=torch.float32)
         self.inner.set_attn_implementation(IMPLEMENTATIONS[config.attention])
         self.is_ours = self.inner.config._attn_implementation == huggingface.NAME
@@ -136,20 +142,32 @@ class PretrainedLM(nn.Module):
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), logits.size(-1))
 
     @torch.no_grad()
-    def continued(self, prompt: list[int], new_tokens: int, seed: int, **how: Any) -> list[int]:
-        """Tokens that follow `prompt`, drawn as `generate` draws, from a stream of its own."""
-        was_training = self.training
+    def continued(
+        self, sequences: list[Continued], uniform: Tensor, choose: Callable, stop_token: int | None
+    ) -> Iterator[Drawn]:
+        """What `model.generate` yields: over their cache, one text after the other.
+
+        uniform: (num_samples, max_new_tokens) float64; choose: the token of logits (1, V) and a number (1,) of it.
+        """
+        was_training, device = self.training, next(self.parameters()).device
         self.eval()
-        generator, cache, drawn = torch.Generator().manual_seed(seed), DynamicCache(config=self.inner.config), []
-        device = next(self.parameters()).device
-        given = torch.tensor([prompt], device=device)
-        for _ in range(min(new_tokens, self.longest - len(prompt))):
-            logits = self.inner(input_ids=given, past_key_values=cache, use_cache=True).logits[:, -1, : self.vocab_size]
-            uniform = torch.rand(1, dtype=torch.float64, generator=generator)
-            given = choose_next_token(logits, uniform, **how)[:, None]
-            drawn.append(int(given))
-        self.train(was_training)
-        return drawn
+        try:
+            for sequence in sequences:
+                text, cache = list(sequence.context), DynamicCache(config=self.inner.config)
+                given = text
+                for number in uniform[sequence.sample]:
+                    if len(text) > self.longest:  # its last half is read again
+                        text, cache = text[-(self.longest // 2) :], DynamicCache(config=self.inner.config)
+                        given = text
+                    tokens = torch.tensor([given], device=device)
+                    logits = self.inner(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+                    given = [int(choose(logits[:, : self.vocab_size], number[None]))]
+                    text = text + given
+                    yield [(sequence.number, *given)]
+                    if given == [stop_token]:
+                        break
+        finally:
+            self.train(was_training)
 
     def num_parameters(self) -> int:
         return sum(weight.numel() for weight in self.parameters())

@@ -3,6 +3,7 @@
 The code says "recompute", because here the word "checkpoint" means files. Source: arXiv:1604.06174.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ def recomputes_blocks(mode: str) -> bool:
     return mode in ("full", "selective")
 
 
-def recompute(block: nn.Module, *inputs: Any, keep: tuple[nn.Linear, ...] | None = None) -> Tensor:
+def recompute(block: Callable[..., Tensor], *inputs: Any, keep: tuple[nn.Linear, ...] | None = None) -> Tensor:
     """Run `block(*inputs)` and save only its inputs for backward.
 
     With `keep` (which may be empty) also what attention and the products with these layers returned.

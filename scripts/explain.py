@@ -8,7 +8,7 @@ also counts the blocks of 128 x 128 pairs that the kernels visit and skip.
 `what=memory` explains instead what a training step holds, for the arguments that train.py would get, on this machine's
 GPU or else on one elsewhere: `python -m scripts.explain what=memory experiment=long_context model.attention=naive`.
 What is held at the fullest moment of forward, backward and optimizer, by kind, and by each layer's modules: what
-training/tracker.py sees.
+training/tracker.py sees. `processes=8 parallel.data=shard` says it for one of eight GPUs that share the weights.
 
 Standard attention writes the scores S and the probabilities P, N x N for each head, to memory; flash attention keeps
 only the log-sum-exp of each row. Sources: FlashAttention, arXiv:2205.14135, theorem 2; FlashAttention-2,
@@ -16,7 +16,7 @@ arXiv:2307.08691, section 3; the roofline of Williams et al. 2009.
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from kernels.block_masks import BLOCK
 from kernels.device import GPU, GPUS
 from model.masks import mask_mod
 from scripts.bench.report import Table, refuse_below_one, table
-from training.hardware import DTYPES, Hardware
+from training.hardware import DTYPES, Hardware, set_up
 from training.memory import GIB, Plan
+from training.parallel import World
 from training.run import resolve
 from training.speed import attention_flops
 
@@ -76,6 +77,7 @@ class Shape:
 @dataclass
 class ExplainSettings(Settings, Shape):
     what: str = "attention"  # attention | memory (of a training step)
+    processes: int = 1  # with what=memory: that train together, as torchrun would start them
     vocab_size: int | None = None  # with what=memory; null: the tokenizer's (of characters: a hundred)
     num_layers: int = 32  # for the model's total
     gpu: str = "h200"  # t4 | a100 | h100 | h200 | b200 | rtx4090 | any of kernels/device.py
@@ -84,7 +86,7 @@ class ExplainSettings(Settings, Shape):
         super().__post_init__()
         if self.what not in ("attention", "memory"):
             raise ValueError(f"what={self.what} is unknown; use attention or memory")
-        sizes = "seq_len", "head_dim", "num_heads", "batch", "num_layers", "element", "vocab_size"
+        sizes = "seq_len", "head_dim", "num_heads", "batch", "num_layers", "element", "vocab_size", "processes"
         refuse_below_one("", self, *sizes)
         if self.gpu not in BOARDS:
             raise ValueError(f"gpu={self.gpu} is not in the table; use one of {', '.join(BOARDS)}")
@@ -238,13 +240,15 @@ def explain_attention(settings: ExplainSettings) -> tuple[dict, list[Table | str
 
 def explain_step(settings: ExplainSettings) -> tuple[dict, list[Table | str]]:
     """A training step's memory: terms by moment, and activations by layer."""
-    hardware = None
-    if not torch.cuda.is_available():
+    world = World(size=settings.processes)
+    if torch.cuda.is_available():
+        hardware = replace(set_up(settings.hardware), world=world)
+    else:
         dtype, compiled = DTYPES.get(settings.hardware.dtype, torch.bfloat16), settings.hardware.compile is not False
         words = f"a GPU elsewhere, {dtype}, {'compiled' if compiled else 'eager'}"
-        hardware = Hardware(torch.device("cuda"), dtype, compiled, words)
+        hardware = Hardware(torch.device("cuda"), dtype, compiled, words, world=world)
     vocab_size = settings.vocab_size or VOCABULARY[settings.tokenizer]
-    run = resolve(settings, vocab_size=vocab_size, hardware=hardware)
+    run = resolve(settings, vocab_size=vocab_size, hardware=hardware, world=world)
     model, plan = run.model, run.plan
     moments = {part: plan.kinds(part) for part in plan.moments}
     layers = activations_by_layer(plan)

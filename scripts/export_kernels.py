@@ -1,10 +1,12 @@
 """The kernels as a folder that Hugging Face's `kernels` loads: `python -m scripts.export_kernels folder=FOLDER`.
 
 It holds build/torch-cuda/, a copy of kernels/ whose face has FlashAttention's two functions, and metadata.json. In a
-project of yours, which must not have our folder kernels/ on its path:
+project of yours, which must not have our folder kernels/ on its path, by itself or in a model of transformers:
 
-    from kernels import get_local_kernel
-    attention = get_local_kernel(Path("FOLDER"), "flashgpt")  # attention.flash_attn_func(q, k, v, causal=True)
+    attention = kernels.get_local_kernel(Path("FOLDER"))  # attention.flash_attn_func(q, k, v, causal=True)
+
+    os.environ["LOCAL_KERNELS"] = "flashgpt/flashgpt=FOLDER"  # before the first import of kernels
+    their_model.set_attn_implementation("flashgpt/flashgpt")
 
 Nothing is overwritten. The last line is one JSON object.
 """

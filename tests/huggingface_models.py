@@ -5,6 +5,9 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
 
+import kernels  # noqa: E402
+from model import huggingface  # noqa: E402
+
 VOCAB, N = 97, 21  # more tokens than a call over a cache takes
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -76,3 +79,25 @@ def padding(side: str, rows=3, length=N):
     pads = torch.tensor([0, 2 * length // 3, 3])[:rows, None]
     places = torch.arange(length)
     return (places >= pads if side == "left" else places < length - pads).long()
+
+
+def pytorch_on_a_cpu(monkeypatch) -> None:
+    """What a CPU without Triton's interpreter runs: the mathematics of the kernels in PyTorch."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(huggingface, "_engine", lambda *_: kernels.tiled_attention)
+        monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", kernels.naive_attention_with_kvcache)
+
+
+def with_each(model, run, **more):
+    """What `run(model)` gives with their eager attention and with ours."""
+    found = []
+    for name in ("eager", huggingface.NAME):
+        model.set_attn_implementation(name)
+        found.append(run(model, **more))
+    return found
+
+
+def close(theirs, ours, tolerance=3e-6):
+    """tolerance: of the largest number; float32 in another order."""
+    assert theirs.abs().max() > 0
+    assert (theirs - ours).abs().max() <= tolerance * theirs.abs().max()

@@ -26,8 +26,8 @@ import train as program
 from model import ATTENTION
 from tests.runs import SMALL, contents, metrics, small_run
 from train import train
-from training import checkpoint, curves, parallel
-from training.checkpoint import newest_complete, open_checkpoint
+from training import checkpoint, curves, muon, parallel
+from training.checkpoint import Checkpoint, newest_complete, open_checkpoint
 from training.step import Step
 from training.watch import Limits
 
@@ -143,6 +143,80 @@ def resumed_elsewhere(folder: Path) -> dict[str, Any]:
     return found
 
 
+def sharded(folder: Path) -> dict[str, Any]:
+    """parallel.data=shard beside one process, where each process has one micro-batch, and beside itself."""
+    shard, go_on = "parallel.data=shard", "resume=auto"
+    few = ("train.steps=8", "optim=muon", "train.micro_batch=4")
+    plain = (*few, "optim.grad_clip=0", "model.n_embd=20", "train.sample_tokens=8")
+    clipped = (*few, "optim.grad_clip=0.5", "train.eval_every=9", shard)
+    rows = (*few, "optim=adamw", "optim.grad_clip=0", "train.micro_batch=16", "parallel.context=2")
+    bad = (shard, "train.on_nonfinite=rollback", "train.save_every=1", "train.steps=12")
+    lives = [  # name, run, processes, overrides, at which step which rank is asked to stop
+        ("shard_1", "whole", 1, plain, None),
+        ("shard_4", "shared", 4, (*plain, shard, "model.activation_checkpointing=selective"), None),
+        ("moved_1", "moved", 1, (*plain, shard), (2, 0)),
+        ("moved_4", "moved", 4, (*plain, shard, go_on), (4, 3)),
+        ("moved_2", "moved", 2, (*plain, go_on), None),
+        ("clipped", "clipped", 2, clipped, None),
+        ("stopped_0", "stopped_shard", 2, clipped, (3, 0)),
+        ("stopped_1", "stopped_shard", 2, (*clipped, go_on), None),
+        ("rows", "rows", 2, rows, None),
+        ("rows_shard", "rows_shard", 2, (*rows, shard), None),
+        ("bad_shard", "bad_shard", 2, bad, None),
+        ("compiled", "compiled", 2, (*clipped, "hardware.compile=true", "model.num_layers=4", "train.steps=2"), None),
+    ]
+    found = {}
+    for name, run, size, overrides, stop in lives:
+        on_step = at(*stop, kill_me(signal.SIGUSR1)) if stop else None
+        attend = sometimes_nan if name == "bad_shard" else None
+        case = training(folder, run, *overrides, on_step=on_step, attend=attend)
+        watched = {"compiled": compiling, "shard_4": counting, "moved_2": counting}.get(name)
+        case = watched(case) if watched else case
+        found[name] = processes(folder / f"said_{name}", size, case) | left_by(folder / run)
+    dump = min((folder / "bad_shard" / "bad_steps").glob("step_*"))
+    found["bad_shard"]["shapes"] = [shapes(open_checkpoint(path)) for path in (dump, folder / "bad_shard")]
+    return found
+
+
+def counting(case: Case) -> Case:
+    """`case`, of which each process prints last how many stacks of matrices it orthogonalized."""
+
+    def counted(rank: int, world: parallel.World) -> None:
+        computed, orthogonalize = [], muon.orthogonalize
+
+        def watched(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            if type(x) is torch.Tensor:  # not one of the forecast's
+                computed.append(x.shape)
+            return orthogonalize(x, dtype)
+
+        muon.orthogonalize = watched
+        try:
+            case(rank, world)
+        finally:
+            print("orthogonalized", len(computed))
+
+    return counted
+
+
+def shapes(checkpoint: Checkpoint) -> list[tuple[int, ...]]:
+    """Of all moments."""
+    parts = checkpoint.load_state()["optimizer"]
+    return [tuple(x.shape) for part in parts for of_one in part["state"].values() for x in of_one.values()]
+
+
+def compiling(case: Case) -> Case:
+    """`case` without Inductor, which takes a minute; each process prints how many graphs were compiled."""
+
+    def traced(rank: int, world: parallel.World) -> None:
+        torch.compile = partial(torch.compile, backend="aot_eager")
+        try:
+            case(rank, world)
+        finally:
+            print("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    return traced
+
+
 def numbers(folder: Path) -> dict[str, Any]:
     found = {}
     for size in (1, 2):
@@ -179,6 +253,9 @@ def lost(folder: Path) -> dict[str, Any]:
         "first_stopped": training(folder, "first_stopped", save, on_step=at(5, 0, kill_me(signal.SIGSTOP))),
         "hung": hang_in_step,
         "parted": training(folder, "parted", save, on_step=part),
+        "killed_shard": training(
+            folder, "killed_shard", save, "parallel.data=shard", on_step=at(5, 1, kill_me(signal.SIGKILL))
+        ),
     }
     found = {}
     for name, case in cases.items():
@@ -268,7 +345,7 @@ def main(folder: Path, *only: str) -> dict[str, Any]:
     train(settings, folder / "rehearsal")  # imports and prepares what every child would spend its time on
     gc.freeze()  # or a child's collector would write to all memory, and so copy it
     found = {}
-    for cases in [gpus] if only else [same_bits, resumed_elsewhere, numbers, disks, command_lines, lost]:
+    for cases in [gpus] if only else [same_bits, resumed_elsewhere, sharded, numbers, disks, command_lines, lost]:
         print(cases.__name__, time.monotonic(), file=sys.stderr)
         found |= cases(folder)
     return found

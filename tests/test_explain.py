@@ -122,6 +122,19 @@ def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, 
         ExplainSettings(what="time")
 
 
+def test_the_memory_of_one_of_several_that_share_weights(tmp_path, capsys):
+    """Rows and weights are dealt out: each computes half of the rows and keeps half of the rest."""
+    common = "what=memory", "tokenizer=gpt2", "train.batch_tokens=8192", "optim=adamw", "parallel.data=shard"
+    reports = []
+    for processes in (1, 2):
+        explain.main.__wrapped__(settings(*common, f"processes={processes}", schema=ExplainSettings), tmp_path)
+        reports.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    alone, shared = (report["moments"]["forward"] for report in reports)
+    assert "gathered weights" in shared.keys() - alone.keys()
+    assert shared["optimizer state"] == pytest.approx(alone["optimizer state"] / 2, rel=1e-3)
+    assert shared["activations"] < 0.6 * alone["activations"]
+
+
 def test_an_unknown_gpu_is_refused():
     with pytest.raises(ValueError, match="gpu=v100 is not in the table; use one of t4, rtx4090"):
         ExplainSettings(gpu="v100")

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: u
 import kernels  # noqa: E402
 from data import build_tokenizer  # noqa: E402
 from data.tokenizer_json import tokenizer_json  # noqa: E402
-from model import GPTConfig, build_model, huggingface, resolve_model  # noqa: E402
+from model import GPTConfig, build_model, generate, huggingface, resolve_model  # noqa: E402
 from scripts import export_hf  # noqa: E402
 from tests.huggingface_models import build  # noqa: E402
 from tests.runs import CORPUS, contents, settings  # noqa: E402
@@ -27,11 +27,19 @@ def in_pytorch(monkeypatch):
     monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", kernels.naive_attention_with_kvcache)
 
 
-@pytest.fixture(scope="module", params=["GPT2", "Llama"])
-def folder(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: saved(family, tmp_path_factory.mktemp(family) / "theirs") for family in ("GPT2", "Llama")}
+
+
+@pytest.fixture(params=["GPT2", "Llama"])
+def folder(request, folders):
+    return folders[request.param]
+
+
+def saved(family, path):
     """A tiny random model as transformers saves it, with a tokenizer of its own: bytes."""
-    path = tmp_path_factory.mktemp(request.param) / "theirs"
-    model = build(request.param, vocab_size=260, initializer_range=0.05, eos_token_id=256)
+    model = build(family, vocab_size=260, initializer_range=0.05, eos_token_id=256)
     model.save_pretrained(path)
     export = tokenizer_json(build_tokenizer("bytes"))
     (path / "tokenizer.json").write_text(json.dumps(export))
@@ -52,20 +60,16 @@ def run_settings(folder, tmp_path, *overrides):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["tiled documents", "sdpa"])
-def test_trained_resumed_and_handed_on(folder, how, tmp_path):
+@pytest.mark.parametrize(("family", "how"), [("GPT2", "tiled documents"), ("Llama", "sdpa")])
+def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
+    folder = folders[family]
     more = {"tiled documents": ["model.attention=tiled", "data.document_mask=true", "model.loss=chunked"],
             "sdpa": ["model.attention=sdpa"]}[how]  # fmt: skip
-    whole = run_settings(folder, tmp_path, *more)
-    summary = train(whole, tmp_path / "whole")
-    assert summary["exit_code"] == 0
-    stopped = run_settings(folder, tmp_path, *more, "train.steps=2", "optim.schedule=constant")
-    train(stopped, tmp_path / "half")
-    again = run_settings(folder, tmp_path, *more, "optim.schedule=constant", f"resume={tmp_path}/half")
-    train(again, tmp_path / "half")
-    once = run_settings(folder, tmp_path, *more, "optim.schedule=constant")
-    train(once, tmp_path / "once")
-    assert contents(open_checkpoint(tmp_path / "half")) == contents(open_checkpoint(tmp_path / "once"))
+    more = [*more, "optim.schedule=constant"]
+    assert train(run_settings(folder, tmp_path, *more), tmp_path / "whole")["exit_code"] == 0
+    train(run_settings(folder, tmp_path, *more, "train.steps=2"), tmp_path / "half")
+    train(run_settings(folder, tmp_path, *more, f"resume={tmp_path}/half"), tmp_path / "half")
+    assert contents(open_checkpoint(tmp_path / "half")) == contents(open_checkpoint(tmp_path / "whole"))
     # handed on
     out = tmp_path / "out"
     export_hf.main.__wrapped__(export_hf.ExportSettings(str(tmp_path / "whole"), str(out)), tmp_path)
@@ -77,14 +81,44 @@ def test_trained_resumed_and_handed_on(folder, how, tmp_path):
     ids = torch.randint(257, (2, 20))
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, model.eval()(ids), atol=1e-4, rtol=0)
+        text = theirs.generate(ids[:1], attention_mask=torch.ones_like(ids[:1]), max_new_tokens=12, do_sample=False)
+    ours = [row[0][1] for row in generate(model, ids[:1].tolist(), max_new_tokens=12, temperature=0.0)]
+    assert text[0, 20:].tolist() == ours[: text.size(1) - 20]
+    with torch.no_grad():
         before = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
     assert (before - theirs(ids).logits).abs().max() > 1e-3
 
 
-def resolved(folder, attention, **changed):
-    return resolve_model(
-        GPTConfig(name=str(folder), attention=attention, loss="plain", **changed), "cpu", torch.float32
-    )[0]
+def resolved(folder, attention, document_mask=False, **changed):
+    config = GPTConfig(name=str(folder), attention=attention, loss="plain", **changed)
+    return resolve_model(config, "cpu", torch.float32, document_mask=document_mask)[0]
+
+
+def test_generation(folder):
+    """Texts do not depend on each other, end at the stop token, and go on past the model's longest context."""
+    model = build_model(resolved(folder, "tiled"), 257, 32, device="cpu")
+
+    def drawn(prompts, **options):
+        texts = {}
+        for step in generate(model, prompts, seed=3, **options):
+            for number, token in step:
+                texts.setdefault(number, []).append(token)
+        return texts
+
+    prompts = [[1, 2, 3], list(range(40, 60))]
+    together = drawn(prompts, max_new_tokens=70, num_samples=2)  # the longest context is 64
+    assert [len(text) for text in together.values()] == [70] * 4
+    assert together[0] != together[1]
+    alone = drawn(prompts[1:], max_new_tokens=70, num_samples=2)
+    assert [alone[0], alone[1]] == [together[2], together[3]]
+    stop = together[0][5]
+    assert (
+        drawn(prompts[:1], max_new_tokens=70, num_samples=2, stop_token=stop)[0]
+        == together[0][: together[0].index(stop) + 1]
+    )
+    assert model.training
+    with pytest.raises(ValueError, match=r"cache_dtype=torch.int8 is for a GPT of ours; .* has its own cache"):
+        drawn(prompts, max_new_tokens=1, cache_dtype=torch.int8)
 
 
 def test_loss_and_documents(folder):
@@ -116,6 +150,11 @@ def test_what_describes_a_gpt_of_ours_is_refused(folder, changed, match):
 def test_refusals(folder, tmp_path):
     with pytest.raises(ValueError, match=r"model.name=.*nowhere is no model of transformers .*; give a folder"):
         resolved(tmp_path / "nowhere", "sdpa")
+    with pytest.raises(ValueError, match=r"model.attention=naive with model.name .* keeps documents apart in some"):
+        resolved(folder, "naive", document_mask=True)
+    assert resolved(folder, "auto", document_mask=True).attention == "tiled"
+    with pytest.raises(ValueError, match=r"model.attention=tiled with model.name is for a CPU; use .*=flash"):
+        build_model(resolved(folder, "tiled"), 257, 32, device="cuda")
     with pytest.raises(ValueError, match=r"optim=muon is for a GPT of ours; with model.name use optim=adamw"):
         run_settings(folder, tmp_path, "optim=muon")
     with pytest.raises(ValueError, match=r"data.seq_len=100 is longer than the 64 tokens of"):

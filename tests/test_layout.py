@@ -78,6 +78,21 @@ def test_import_directions(path):
             assert here in ONLY_IN[top], f"{here} must not import {top}"
 
 
+def test_no_program_imports_transformers_when_it_starts():
+    """What needs it is imported inside functions; without it everything else works, and starts as quickly with it."""
+    theirs = {"transformers", "model.huggingface", "model.huggingface_masks", "model.huggingface_model"}
+    for path in SOURCES:
+        if room(path) != "tests" and f"model.{path.stem}" not in theirs:
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.Import):
+                    names = {alias.name for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                else:
+                    continue
+                assert names.isdisjoint(theirs), f"{path}: {names & theirs}"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_file_grows_past_the_ceiling(path):
     lines = len(path.read_text().splitlines())

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,7 +303,7 @@ def test_only_the_chosen_blocks_run_twice(mode, forwards):
     model = small_gpt(num_layers=3, activation_checkpointing=mode)
     counts = [0, 0, 0]
     for layer, block in enumerate(model.blocks):
-        block.register_forward_pre_hook(lambda *_, layer=layer: counts.__setitem__(layer, counts[layer] + 1))
+        block.attention.register_forward_pre_hook(lambda *_, layer=layer: counts.__setitem__(layer, counts[layer] + 1))
     model(*batch()).backward()
     assert counts == forwards
 
@@ -416,6 +418,23 @@ def test_the_embeddings_gradient_is_pytorchs():
     (actual,) = torch.autograd.grad(embed(tokens, table), table, do)
     assert torch.equal(actual, expected)
     torch.library.opcheck(embedding_bwd, (do, tokens, 9))
+
+
+@pytest.mark.parametrize(("module", "match"), [
+    (None, r"^model.name needs transformers \(.*\); `uv run --group hf` brings it$"),
+    (SimpleNamespace(__version__="4.57.6", AttentionInterface=None, AttentionMaskInterface=None),
+     r"^model.name needs transformers: transformers 4.57.6 is installed; gpt_triton needs 5.22 or later"),
+])  # fmt: skip
+def test_a_model_of_transformers_without_it_or_with_an_old_one(module, match, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    for name in ("huggingface", "huggingface_model", "huggingface_masks"):
+        monkeypatch.delitem(sys.modules, f"model.{name}", raising=False)
+        monkeypatch.delattr(f"model.{name}", raising=False)
+    with pytest.raises(ValueError, match=match) as error:
+        resolve_model(GPTConfig(name="somebody/something"), "cpu", torch.float32)
+    assert "\n" not in str(error.value)
+    for name in ("huggingface", "huggingface_model", "huggingface_masks"):  # what it imported in their place
+        sys.modules.pop(f"model.{name}", None)
 
 
 @pytest.mark.gpu

@@ -144,8 +144,12 @@ def test_transformers_5_loads_it_only_as_a_patched_class(tmp_path, monkeypatch, 
     with torch.no_grad():
         theirs = model(*batch())
     model.save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="meta"):
-        Model.from_pretrained(tmp_path)
+    if transformers.__version__ >= "5":
+        with pytest.raises(RuntimeError, match="meta"):
+            Model.from_pretrained(tmp_path)
+    else:  # there a model can be loaded first
+        with torch.no_grad():
+            assert (mosaicbert.patch(Model.from_pretrained(tmp_path))(*batch()) - theirs).abs().max() <= 1e-5
     for name, method in (("BertUnpadSelfAttention", "forward"), ("BertEncoder", "rebuild_alibi_tensor")):
         kept = getattr(getattr(code, name), method)
         monkeypatch.setattr(getattr(code, name), method, kept)  # put back at the end
@@ -167,10 +171,7 @@ def test_the_chart_has_a_row_for_each_attention_and_length(tmp_path, in_pytorch)
 
 def test_what_is_timed_computes_the_same(in_pytorch):
     settings, found = bench.MosaicBertBenchSettings(num_layers=1), []
-    for _, model in bench.models(settings, 24):
-        model.load_state_dict(
-            bert(12, vocab_size=4096, hidden_size=768, intermediate_size=3072, num_hidden_layers=1).state_dict()
-        )
+    for _, model in bench.models(settings, 24, torch.device(DEVICE)):
         with torch.no_grad():
             found.append(model.eval().to(DEVICE)(*(x.to(DEVICE) for x in bench.padded(24, 3))))
     for other in found[1:]:

@@ -8,13 +8,19 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.runs import settings
 from training.gradient_sum import GradientSum
-from training.parallel import ALIGNED, ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, StepClock, World, ranks
+from training.hardware import Hardware
+from training.owners import dealt_by_cost
+from training.parallel import ALIGNED, ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World, ranks
+from training.run import Run, resolve
+from training.watch import StepClock
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -72,6 +78,60 @@ def test_a_run_goes_on_with_other_processes_and_the_same_bits(found):
     assert (last["contents"], last["metrics"]) == (whole["contents"], whole["metrics"])
 
 
+def test_processes_that_share_weights_end_with_the_bits_of_one(found):
+    """With a micro-batch each, Muon and AdamW, rows that 4 do not divide, dropout, and recomputed activations."""
+    alone, shared = found["shard_1"], found["shard_4"]
+    assert shared["codes"] == [0] * 4, shared["err"]
+    assert shared["contents"] == alone["contents"]
+    for one, other in zip(alone["metrics"], shared["metrics"], strict=True):
+        assert other.pop("grad_norm", 0.0) == pytest.approx(one.pop("grad_norm", 0.0)), "its squares are added by rows"
+        assert one == other
+    line = "shard      4 processes hold 1 / 4 each of weights, gradients and moments"
+    assert line in shared["out"][0]
+    assert line not in alone["out"][0]
+    samples = [run["out"][0].partition("--- a sample")[2].partition("---")[0] for run in (alone, shared)]
+    assert samples[0] == samples[1] != ""
+
+
+def test_a_run_goes_on_with_shared_weights_and_with_whole_ones(found):
+    """1 -> 4 with shard -> 2 with replicate, and the bits of one process that was never asked to stop."""
+    assert [found[f"moved_{size}"]["codes"] for size in (1, 4, 2)] == [[138], [138] * 4, [0, 0]]
+    assert found["moved_1"]["step"] < found["moved_4"]["step"] < found["moved_2"]["step"]
+    assert found["moved_2"]["contents"] == found["shard_1"]["contents"]
+
+
+def test_shared_weights_give_the_same_bits_at_the_same_number_of_processes(found):
+    """Stopped and resumed, with accumulation and gradients that are clipped."""
+    assert found["stopped_0"]["codes"] == [138, 138]
+    assert found["stopped_1"]["contents"] == found["clipped"]["contents"]
+    assert found["stopped_1"]["metrics"] == found["clipped"]["metrics"]
+    norms = [line["grad_norm"] for line in found["clipped"]["metrics"] if "grad_norm" in line]
+    assert min(norms) > 0.5, "or nothing was clipped"
+
+
+def test_processes_share_weights_and_rows(found):
+    assert found["rows_shard"]["codes"] == [0, 0], found["rows_shard"]["err"]
+    assert found["rows_shard"]["contents"] == found["rows"]["contents"]
+
+
+def test_a_bad_step_of_shared_weights_is_named_kept_whole_and_gone_back_from(found):
+    bad = found["bad_shard"]
+    assert bad["codes"] == [0, 0], bad["err"]
+    assert "its loss is not finite; first in blocks." in bad["out"][0]
+    assert "back to the weights of" in bad["out"][0]
+    assert bad["shapes"][0] == bad["shapes"][1]
+    assert [320, 16] in bad["shapes"][0]
+
+
+def test_blocks_of_shared_weights_are_compiled_once(found):
+    """Four of them: a graph to train and one to evaluate."""
+    compiled = found["compiled"]
+    assert compiled["codes"] == [0, 0], compiled["err"]
+    assert compiled["out"][0].endswith("graphs 2\n")
+    losses = [[line["loss"] for line in found[name]["metrics"] if "loss" in line] for name in ("compiled", "clipped")]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=0.02)
+
+
 def test_a_bad_step_is_skipped_by_all(found):
     alone, shared = found["nan_1"], found["nan_2"]
     assert alone["summary"]["bad_steps"] == shared["summary"]["bad_steps"] > 0
@@ -126,6 +186,7 @@ def test_all_end_where_the_last_checkpoint_is_not_saved(found):
         ("stopped", [69, -9], "rank 1 of 2 on HOST, after step"),
         ("first_stopped", [-9, 69], "rank 0 of 2 on HOST, after step"),
         ("hung", [69, 69], "rank 1 of 2 on HOST, after step 3: the others have waited"),
+        ("killed_shard", [69, -9], "rank 1 of 2 on HOST, after step"),
         ("parted", [1, 1], "rank 1 of 2 on HOST, step 4: its weights are not those of rank 0"),
     ],
 )
@@ -272,6 +333,54 @@ def test_who_votes_and_what_is_agreed():
     assert world.verdict == 1
     with pytest.raises(ValueError, match="rank 1 of 2 on host1, step 3: its weights are not those of rank 0"):
         world.read(3, [1.0, *[0.0] * NUM_VOTES, 1.0, 1.0, 7.0, math.nextafter(7.0, 8)])
+
+
+def test_matrices_are_dealt_out_by_cost():
+    assert dealt_by_cost([4.0, 1.0, 3.0, 2.0], 2) == [0, 0, 1, 1]
+    assert dealt_by_cost([1.0, 1.0, 1.0], 2) == [0, 1, 0]
+    assert dealt_by_cost([5.0], 4) == [0]
+
+
+def test_each_matrix_is_orthogonalized_once(found):
+    """Of four stacks each of four processes has one, and each of two some."""
+    counts = {
+        name: [int(out.rpartition("orthogonalized ")[2]) for out in found[name]["out"]]
+        for name in ("shard_4", "moved_2")
+    }
+    assert counts["shard_4"] == [8] * 4
+    assert sum(counts["moved_2"]) == 4 * (8 - found["moved_4"]["step"])
+    assert min(counts["moved_2"]) > 0
+
+
+def planned(*overrides: str, graphs: bool | None = None) -> Run:
+    """A run of two processes with GPUs elsewhere that share weights."""
+    world = World(size=2)
+    hardware = Hardware(torch.device("cuda"), torch.bfloat16, True, "two GPUs", graphs, world)
+    made = settings("parallel.data=shard", "model=gpt2_124m", "train.batch_tokens=32768", "optim=adamw", *overrides)
+    return resolve(made, vocab_size=50257, hardware=hardware, world=world)
+
+
+def test_what_cannot_be_combined_with_shared_weights():
+    with pytest.raises(ValueError, match=r"model.name=some/model cannot be dealt out .*; use parallel.data=replicate"):
+        planned("model=huggingface", "model.name=some/model")
+    with pytest.raises(
+        ValueError, match=r"cuda_graphs=true cannot be with parallel.data=shard, as weights are gathered"
+    ):
+        planned(graphs=True)
+    assert (planned().graphs, planned().graphs_reason) == (False, "weights are gathered in the middle of the step")
+
+
+def test_the_forecast_of_shared_weights_divides_what_is_kept():
+    shared = planned().plan
+    alone = replace(shared, hardware=replace(shared.hardware, world=ALONE))
+    for part in ("forward", "backward", "optimizer"):
+        ours, whole = shared.kinds(part), alone.kinds(part)
+        assert ours["optimizer state"] == pytest.approx(whole["optimizer state"] / 2, rel=1e-3)
+        assert ours["parameters and batch"] == pytest.approx(whole["parameters and batch"] / 2, rel=0.02)
+    blocks, table = 12 * 12 * 768**2, 50304 * 768
+    copies = alone.kinds("forward")["activations"] - shared.kinds("forward")["activations"]
+    assert copies == 2 * blocks, "in 16 bit, which autocast keeps, and which here are gathered for a block at a time"
+    assert shared.kinds("forward")["gathered weights"] == 4 * table + 2 * 2 * blocks // 12
 
 
 def test_no_other_way_to_share_is_accepted():

@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from training.checkpoint_files import fingerprint, flush, read_json, write_json, write_state, write_weights
+from training.shard import local, own_rows
 
 FORMAT = 2  # 2: the manifest
 WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.json", "manifest.json"
@@ -81,7 +82,8 @@ class Checkpoint:
                     f"checkpoint {self.path}: tensor {name} is {tuple(found.shape)} in {found.dtype}, the model's is "
                     f"{tuple(expected.shape)} in {expected.dtype}; check the model group"
                 )
-        model.load_state_dict(weights, strict=False)
+        for name, place in own.items():
+            local(place).copy_(own_rows(weights[name], place))
 
     def load_state(self) -> dict[str, Any]:
         """What `write` was given as state, on the CPU; ValueError where the file holds code in place of values."""
@@ -118,7 +120,7 @@ class Checkpoint:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's tensors by name, tied ones once; they share the model's memory."""
+    """The model's tensors by name, tied ones once; they share the model's memory, and are dealt out as its are."""
     tied = _tied_names(model)
     return {name: value.detach() for name, value in model.state_dict().items() if name not in tied}
 

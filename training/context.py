@@ -4,7 +4,7 @@ How attention exchanges what a part lacks is in model/context.py.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 
 import torch
@@ -98,8 +98,9 @@ class OverParts(nn.Module):
 @contextmanager
 def shared_rows(context: Context | None, model: GPT, forward: nn.Module, world: World) -> Iterator[nn.Module]:
     """What computes whole rows: `forward`, or with the processes of `world` that share them, `Context.over` it."""
-    if context is None or world.context == 1:  # or this process diagnoses a step alone
-        yield forward
+    if context is None:
+        with world.communicating() if world.shards else nullcontext():
+            yield forward
         return
     with context.over(model, forward) as over_parts, world.communicating():
         yield over_parts

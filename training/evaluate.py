@@ -64,13 +64,15 @@ def evaluate(
     """Run the model over all windows; the mode it was in is restored, no random number is drawn.
 
     With `end_of_text` documents do not see each other, as in training. The processes of `hardware.world` share the
-    windows, and the losses are added in the windows' order, however many there are.
+    windows, and the losses are added in the windows' order, however many there are; each calls the model as often.
     """
     world = hardware.world
     was_training = model.training
     model.eval()
     losses, place = [], world.place
-    for start in range(place["rank"] * micro_batch, len(windows.inputs), place["world_size"] * micro_batch):
+    together = place["world_size"] * micro_batch
+    for first in range(0, len(windows.inputs), together):
+        start = first + place["rank"] * micro_batch
         inputs = windows.inputs[start : start + micro_batch]
         targets = windows.targets[start : start + micro_batch]
         if len(inputs) < micro_batch:  # one shape for all batches, so that nothing is compiled twice
@@ -128,15 +130,8 @@ def sample(
 ) -> str:
     """The prompt in brackets and what the model continues it with; no number is drawn from a training stream."""
     with hardware.autocast():
-        if model.config.name is not None:
-            drawn = model.continued(prompt, new_tokens, seed, temperature=0.8, top_k=200)
-            return _shown(prompt, drawn, tokenizer)
         steps = generate(model, [prompt], max_new_tokens=new_tokens, temperature=0.8, top_k=200, seed=seed)
         drawn = [token for step in steps for _, token in step]
-    return _shown(prompt, drawn, tokenizer)
-
-
-def _shown(prompt: list[int], drawn: list[int], tokenizer: tiktoken.Encoding) -> str:
     shown, continuation = (tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (prompt, drawn))
     return marked(shown) + continuation
 

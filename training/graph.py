@@ -22,15 +22,18 @@ class Captured:
 
     Args:
         function: asks the host nothing and returns a tensor.
+        waits: it waits for other processes, and is launched as it is.
     """
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Tensor], *, waits: bool = False) -> None:
+        self._function, self._waits = function, waits
         self._arguments: list[Tensor] = []  # where the graph reads them
         self._result: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None  # None until the second call
 
     def __call__(self, *arguments: Tensor) -> Tensor:
+        if self._waits:
+            return self._function(*arguments)
         if not self._arguments:
             self._arguments = [x.clone() for x in arguments]
             return self._function(*self._arguments)
@@ -57,7 +60,8 @@ class StepGraphs:
         self._parameters = optimizer.parameters
         self._gradients: list[Tensor] = []  # where the graphs of `compute` leave them
         self._read: list[int] = []  # addresses where that of `update` reads them
-        self._first, self._later, self._update = Captured(compute), Captured(compute), Captured(optimizer.step)
+        self._first, self._later = Captured(compute), Captured(compute)
+        self._update = Captured(optimizer.step, waits=optimizer.exchanges)
 
     def compute(self, inputs: Tensor, targets: Tensor, region: Callable[[str], AbstractContextManager]) -> Tensor:
         """The loss of a micro-batch; its gradients are in `grad`, added to what was there, until the next step's."""

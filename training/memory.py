@@ -54,7 +54,8 @@ class Plan:
         if self.model.name is not None:
             return {"optimizer": Counter({("weights, gradients and moments", ""): 16 * held_parameters(self.model)})}
         shape = self.vocab_size, self.seq_len, self.sequences, self.micro_batch
-        step = repr((self.model, self.optim, self.hardware, *shape))
+        world = self.hardware.world
+        step = repr((self.model, self.optim, self.hardware, world.size, world.shards, *shape))
         if step not in _HELD:
             _HELD[step] = held_by_step(self.model, self.optim, self.hardware, *shape)
         return _HELD[step]

@@ -8,10 +8,14 @@ late, so that a step can be captured in a CUDA graph.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from training.owners import Owners
+from training.parallel import ALONE, World
 
 # The quintics a x + b x^3 + c x^5 of four iterations: each is the best approximation of 1, in the largest error, on
 # the interval that those before it leave of [0.005, 1] (Polar Express, arXiv:2505.16932, theorem 3.1). Together they
@@ -31,13 +35,14 @@ STACK_ENTRIES = 2**23
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of one shape that share their products: the unit of work that ranks could deal among themselves.
+    """Matrices of one shape that share their products: the unit of work that processes deal out (training/owners.py).
 
     Which matrices it holds follows from the model alone, so that a matrix gets the same bits whoever computes it.
     """
 
-    parameters: tuple[nn.Parameter, ...]
-    momentum: Tensor  # (matrices, rows, columns) fp32
+    shape: torch.Size  # (matrices, rows, columns), whole
+    parameters: tuple[nn.Parameter, ...]  # all of their rows, or those that this process holds
+    momentum: Tensor  # fp32, of those rows
 
 
 class Muon(torch.optim.Optimizer):
@@ -53,13 +58,29 @@ class Muon(torch.optim.Optimizer):
         momentum: of the mean of gradients.
         weight_decay: decoupled, times the rate.
         dtype: of the products of `orthogonalize`.
+        shapes: of the whole matrices, where `params` are only some rows of them.
+        world: the processes that deal the products out.
     """
 
-    def __init__(self, group: dict[str, Any], *, momentum: float, weight_decay: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        group: dict[str, Any],
+        *,
+        momentum: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+        shapes: list[torch.Size] | None = None,
+        world: World = ALONE,
+    ) -> None:
         super().__init__([group], {"momentum": momentum, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None
         self.dtype = dtype
-        self.stacks = stacked(group["params"])
+        self.stacks = stacked(group["params"], shapes)
+        self._owners = None
+        if world.size > 1:
+            costs = [newton_schulz_flops([stack.shape[1:]] * stack.shape[0], dtype) for stack in self.stacks]
+            place = dtype, group["params"][0].device
+            self._owners = Owners(world, [stack.shape for stack in self.stacks], costs, *place)
         for stack in self.stacks:
             for p, momentum_buffer in zip(stack.parameters, stack.momentum, strict=True):
                 self.state[p]["momentum_buffer"] = momentum_buffer
@@ -71,7 +92,7 @@ class Muon(torch.optim.Optimizer):
         kept = torch.where(skip, 1.0, 1.0 - decay)
         directions = (nesterov(stack, group["momentum"], skip) for stack in self.stacks)
         for stack, update in zip(self.stacks, self.orthogonalized(directions), strict=True):
-            rows, columns = update.shape[1:]
+            _, rows, columns = stack.shape
             rate = -math.sqrt(max(1.0, rows / columns)) * group["lr"]
             update = update * rate.view(1, 1, 1)  # fp32: times a 0-d tensor bfloat16 would stay what it is
             if group["cautious"]:
@@ -83,21 +104,26 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(stack.parameters, update.unbind())
 
     def orthogonalized(self, directions: Iterable[Tensor]) -> Iterator[Tensor]:
-        """`orthogonalize` of each stack. Ranks could deal these among themselves."""
-        return (orthogonalize(direction, self.dtype) for direction in directions)
+        """`orthogonalize` of each stack, in one of the processes."""
+        compute = partial(orthogonalize, dtype=self.dtype)
+        return self._owners.computed(directions, compute) if self._owners else map(compute, directions)
 
 
-def stacked(parameters: list[nn.Parameter]) -> list[Stack]:
-    """All of the parameters, matrices of one shape together and in their order; momenta are zero."""
+def stacked(parameters: list[nn.Parameter], shapes: list[torch.Size] | None = None) -> list[Stack]:
+    """All of the parameters, matrices of one shape together and in their order; momenta are zero.
+
+    shapes: of whole matrices, where the parameters are only some of their rows.
+    """
     by_shape: dict[torch.Size, list[nn.Parameter]] = {}
-    for p in parameters:
-        by_shape.setdefault(p.shape, []).append(p)
+    for p, shape in zip(parameters, shapes or [p.shape for p in parameters], strict=True):
+        by_shape.setdefault(shape, []).append(p)
     stacks = []
     for shape, matrices in by_shape.items():
         most = max(1, STACK_ENTRIES // min(shape) ** 2)
         for start in range(0, len(matrices), most):
             some = tuple(matrices[start : start + most])
-            stacks.append(Stack(some, some[0].new_zeros(len(some), *shape, requires_grad=False)))
+            momentum = some[0].new_zeros(len(some), *some[0].shape, requires_grad=False)
+            stacks.append(Stack(torch.Size((len(some), *shape)), some, momentum))
     return stacks
 
 
@@ -161,10 +187,10 @@ def products_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, f"this {device.type.upper()} has no bfloat16 units that PyTorch knows"
 
 
-def newton_schulz_flops(parameters: list[nn.Parameter], dtype: torch.dtype) -> float:
-    """What `orthogonalize` costs a step."""
+def newton_schulz_flops(shapes: list[torch.Size], dtype: torch.dtype) -> float:
+    """What `orthogonalize` costs of matrices of these shapes."""
     n, flops = len(QUINTICS), 0.0
-    for short, long in (sorted(p.shape) for p in parameters):
+    for short, long in map(sorted, shapes):
         over_long, over_short = (2, 4 * n - 3) if dtype == torch.float32 else (2 * n, n)
         flops += 2 * short**2 * (over_long * long + over_short * short)
     return flops

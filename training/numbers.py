@@ -23,10 +23,11 @@ from model import GPT
 from training import checkpoint as checkpoints
 from training.hardware import Hardware
 from training.hooks import watched, watched_compiled
-from training.optimizer import Optimizer
+from training.optimizer import Optimizer, Unstepped
 from training.parallel import ALONE
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
+from training.shard import whole_model, whole_on_host
 from training.stop import StopRequest, command_to_go_on
 
 POLICIES = ("stop", "skip", "rollback")
@@ -38,7 +39,7 @@ SPIKE_WINDOW = 64  # losses that the next one is compared with
 SPIKE_LEAST = 16  # fewer say little about their spread
 SPIKE_DEVIATIONS = 6.0  # of normal noise one in 1e9 is further out; a diverging run is within a few steps
 
-RunStep = Callable[[Callable[..., Tensor], Batch, Hardware], Any]  # computes a step with the given network
+RunStep = Callable[[Callable[..., Tensor], Batch, Unstepped, Hardware], Any]  # computes a step with the given network
 OTHER_MASKS = " (run module by module, with other dropout masks than compiled)"
 
 
@@ -184,7 +185,6 @@ class BadSteps:
     policy: str
     run_dir: Path
     model: GPT
-    forward: Callable[..., Tensor]  # the model, or what was compiled from it
     optimizer: Optimizer
     hardware: Hardware
     check: NumberCheck
@@ -199,11 +199,14 @@ class BadSteps:
         """
         batches.seek(bad.step)
         what = "gradient" if math.isfinite(bad.loss) else "loss"
+        with self.hardware.world.communicating():
+            model, moments = whole_model(self.model), whole_on_host(self.optimizer.state_dict())
         if self.hardware.world.is_first:  # one process computes the whole step, with the same bits
             batch, alone = batches.whole(bad.step - 1), replace(self.hardware, world=ALONE)
-            first = self._diagnose(bad, lambda forward: run_step(forward, batch, alone))
+            unstepped = Unstepped(model, self.optimizer.loss_scale)
+            first = self._diagnose(bad, model, lambda forward: run_step(forward, batch, unstepped, alone))
             self.say(f"bad step   {bad.step}: its {what} is not finite; first in {in_words(first)}")
-            self._dump(bad, batch, {"what": what, "first": first})
+            self._dump(bad, batch, model, moments, {"what": what, "first": first})
         goes_on, action = self._follow(bad.step)
         self.say(f"on_nonfinite={self.policy}: {action}")
         restore_random_states(bad.after if goes_on else bad.before, self.hardware.device)
@@ -241,50 +244,51 @@ class BadSteps:
             last = found.step - 1
         return None
 
-    def _diagnose(self, bad: BadStep, again: Callable[[Callable[..., Tensor]], Any]) -> dict[str, Any]:
+    def _diagnose(self, bad: BadStep, model: GPT, again: Callable[[Callable[..., Tensor]], Any]) -> dict[str, Any]:
         """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where that is not known.
 
         The step is run again module by module. A compiled model draws other dropout masks than that: then it is first
         run compiled, in a way that tells of its tensors (`watched_compiled`), though of gradients only the weights'.
+        Blocks that were compiled one by one draw other masks than either.
         """
         seen = FirstBad()
-        seen.weights(self.model)
-        compiled = self.forward is not self.model
-        masks_differ = compiled and self.model.config.draws
+        seen.weights(model)
+        compiled = self.hardware.compile
+        masks_differ = compiled and model.config.draws
         ways = [False]  # whether to watch it compiled
-        if compiled and self.check.bad_steps < MOST_DUMPS:  # it compiles for up to a minute
+        as_a_whole = compiled and not self.hardware.world.shards
+        if as_a_whole and self.check.bad_steps < MOST_DUMPS:  # it compiles for up to a minute
             ways = [True, False] if masks_differ else [False, True]
         try:
             for way in ways:
                 if seen.found is None:
                     restore_random_states(bad.before, self.hardware.device)
-                    seen = self._run_again(again, compiled=way)
+                    seen = self._run_again(model, again, compiled=way)
                     if seen.found and masks_differ and not way:
                         seen.found["how"] += OTHER_MASKS
         except torch.OutOfMemoryError:  # eager takes more than compiled; the run is not to die of a diagnosis
             return {"how": "a place unknown: memory did not suffice to run the step again module by module"}
         finally:
-            for part in self.optimizer.parts:
-                part.zero_grad(set_to_none=True)
+            model.zero_grad()
         return seen.found or {"how": "a place unknown: the step was finite when run again; is the hardware sound?"}
 
-    def _run_again(self, again: Callable[[Callable[..., Tensor]], Any], *, compiled: bool) -> FirstBad:
+    def _run_again(self, model: GPT, again: Callable[[Callable[..., Tensor]], Any], *, compiled: bool) -> FirstBad:
         """The bad step once more; nothing is updated."""
         seen = FirstBad()
         if not compiled:
-            with watched(self.model, seen):
-                again(self.model)
+            with watched(model, seen):
+                again(model)
             return seen
         from torch._dynamo.exc import TorchDynamoException  # seconds to import, so only where something was compiled
 
         try:
-            with watched_compiled(self.model, seen.counted) as forward:
+            with watched_compiled(model, seen.counted) as forward:
                 again(forward)
         except TorchDynamoException:  # with activation checkpointing; module by module it is, and that is said
             return FirstBad()
         return seen
 
-    def _dump(self, bad: BadStep, batch: Batch, found: dict[str, Any]) -> None:
+    def _dump(self, bad: BadStep, batch: Batch, model: GPT, moments: dict[str, Any], found: dict[str, Any]) -> None:
         """Write what runs the step again, as a checkpoint; where that cannot be, say so and go on without."""
         folder = self.run_dir / DUMPS
         if len(list(folder.glob("step_*"))) >= MOST_DUMPS:
@@ -299,10 +303,10 @@ class BadSteps:
             "dtype": str(self.hardware.dtype).removeprefix("torch."),
             "compiled": self.hardware.compile,
         }
-        state = self.optimizer.state_dict() | {"random": bad.before, "batch": batch}
+        state = moments | {"random": bad.before, "batch": batch}
         try:
             checkpoints.prepare(folder)
-            path = checkpoints.write_step(folder, checkpoints.weights_of(self.model), state, meta | self.description)
+            path = checkpoints.write_step(folder, checkpoints.weights_of(model), state, meta | self.description)
         except OSError as error:
             self.say(f"not saved: what reproduces step {bad.step}: {error}; free space or make the folder writable")
         else:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from training.hardware import DTYPES
 from training.muon import Muon, newton_schulz_flops, products_dtype
+from training.parallel import ALONE, World
+from training.shard import dealt, is_dealt, own_parameters, own_rows, total_norm
 
 OPTIMIZERS = ("adamw", "muon")
 MUON_DTYPES = ("auto", "float32", "bfloat16")
@@ -147,10 +149,20 @@ class Optimizer:
         held: 0-d bool on the device: a step was not finite, and nothing has changed since.
         loss_scale: for float16, else None. There, a gradient that overflows is what lowers the scale: the step is not
             taken, but nothing is held unless the loss itself is not finite or the scale can fall no further.
+        exchanges: whether a step waits for other processes: those of `world` deal Muon's work out.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, dtype: torch.dtype = torch.float32) -> None:
-        self.parts = _build(model, config)
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        dtype: torch.dtype = torch.float32,
+        world: World = ALONE,
+    ) -> None:
+        named = list(own_parameters(model))
+        self._wholes = {own: parameter for _, own, parameter in named}  # what lies here -> what it is a part of
+        self.parts = _build([(name, own) for name, own, _ in named], self._wholes, config, world)
+        self.exchanges = world.size > 1 and len(self.parts) > 1
         groups = [group for part in self.parts for group in part.param_groups]
         self.parameters = [p for group in groups for p in group["params"]]
         self.grad_clip, self._peak_lr = config.grad_clip, config.lr
@@ -183,7 +195,8 @@ class Optimizer:
         """
         if self.loss_scale is not None:
             self.loss_scale.unscale([p.grad for p in self.parameters if p.grad is not None])
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip or math.inf)
+        norm = total_norm([p.grad for p in self.parameters if p.grad is not None], self._wholes[self.parameters[0]])
+        nn.utils.clip_grads_with_norm_(self.parameters, self.grad_clip or math.inf, norm)
         overflow = ~norm.isfinite()
         bad = overflow if self.loss_scale is None else overflow & self.loss_scale.exhausted()
         self.held |= bad if loss is None else bad | ~loss.isfinite()
@@ -201,8 +214,13 @@ class Optimizer:
         self.held.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it; the tensors are not copies."""
+        """What a checkpoint holds of it; the tensors are not copies, and some are dealt out as the weights are."""
         parts = [part.state_dict() for part in self.parts]
+        for part, state in zip(self.parts, parts, strict=True):
+            for index, own in enumerate(_parameters(part)):
+                if is_dealt(like := self._wholes[own]):
+                    moments = state["state"][index].items()
+                    state["state"][index] = {k: v if k == "step" else dealt(v, like) for k, v in moments}
         for group in (group for part in parts for group in part["param_groups"]):
             group["lr"] = group["peak_lr"] * self._lr_factor
         scale = self.loss_scale and {"scale": self.loss_scale.scale, "good_steps": self.loss_scale.good_steps}
@@ -217,7 +235,7 @@ class Optimizer:
         if len(state["optimizer"]) != len(self.parts):
             raise ValueError(f"the state of {len(state['optimizer'])} optimizers, expected {len(self.parts)}")
         for part, saved in zip(self.parts, state["optimizer"], strict=True):
-            _refuse_other_moments(part, saved)
+            _refuse_other_moments(part, [self._wholes[p] for p in _parameters(part)], saved)
         scale = self.loss_scale and state.get("loss_scale")  # None: the run before had another dtype
         if scale is not None:
             for key in ("scale", "good_steps"):
@@ -226,15 +244,40 @@ class Optimizer:
         for part, saved in zip(self.parts, state["optimizer"], strict=True):
             for index, p in enumerate(_parameters(part)):
                 for key, value in part.state[p].items():
-                    value.copy_(saved["state"][index][key]) if saved["state"] else value.zero_()
+                    if not saved["state"]:
+                        value.zero_()
+                    elif key == "step":
+                        value.copy_(saved["state"][index][key])
+                    else:
+                        value.copy_(own_rows(saved["state"][index][key], self._wholes[p]))
         if scale is not None:
             self.loss_scale.scale.copy_(scale["scale"])
             self.loss_scale.good_steps.copy_(scale["good_steps"])
 
 
-def _refuse_other_moments(part: torch.optim.Optimizer, saved: Any) -> None:
-    """ValueError where `saved` is not what `part.state_dict()` would give after some steps."""
-    parameters = _parameters(part)
+class Unstepped:
+    """What `training_step` needs of an optimizer, for a step that is only looked at: no weight changes.
+
+    Args:
+        model: whole, whose gradients come and go.
+        loss_scale: of the optimizer that it stands for.
+    """
+
+    def __init__(self, model: nn.Module, loss_scale: LossScale | None) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.loss_scale = loss_scale
+
+    scaled = Optimizer.scaled
+
+    def step(self, loss: Tensor) -> Tensor:
+        """Drop the gradients; 0 in place of their norm."""
+        for p in self.parameters:
+            p.grad = None
+        return torch.zeros_like(loss)
+
+
+def _refuse_other_moments(part: torch.optim.Optimizer, parameters: list[Tensor], saved: Any) -> None:
+    """ValueError where `saved` is not what `part.state_dict()` would give after some steps on whole `parameters`."""
     moments = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(moments, dict):
         raise ValueError(f"optimizer without moments by parameter: {type(saved).__name__}")
@@ -268,25 +311,26 @@ def _refuse_other_tensor(name: str, value: Any, like: Tensor, *, below_zero: boo
 
 def flops_of_muon(model: nn.Module, config: OptimConfig) -> float:
     """What Muon's products cost a step, by its resolved muon_dtype; 0 for AdamW."""
-    matrices = _matrices_of_muon(model, config)
-    return newton_schulz_flops(matrices, DTYPES[config.muon_dtype]) if matrices else 0.0
+    matrices = _matrices_of_muon(list(model.named_parameters()), config)
+    return newton_schulz_flops([p.shape for p in matrices], DTYPES[config.muon_dtype]) if matrices else 0.0
 
 
 def _parameters(part: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in part.param_groups for p in group["params"]]
 
 
-def _matrices_of_muon(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
+def _matrices_of_muon(named: list[tuple[str, nn.Parameter]], config: OptimConfig) -> list[nn.Parameter]:
     """Those inside the blocks."""
     if config.name != "muon":
         return []
-    return [p for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and name.startswith("blocks.")]
+    return [p for name, p in named if p.requires_grad and p.ndim == 2 and name.startswith("blocks.")]
 
 
-def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
+def _build(
+    named: list[tuple[str, nn.Parameter]], wholes: dict[nn.Parameter, Tensor], config: OptimConfig, world: World
+) -> list[torch.optim.Optimizer]:
     """AdamW first; then, for muon, Muon on the matrices inside the blocks."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    muon = _matrices_of_muon(model, config)
+    muon = _matrices_of_muon(named, config)
     in_muon = {id(p) for p in muon}
     adamw = [p for _, p in named if id(p) not in in_muon]
     groups = [{"params": [p for p in adamw if p.ndim == 2], "peak_lr": config.lr}]
@@ -309,5 +353,6 @@ def _build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]
         dtype = DTYPES[config.resolved(muon[0].device)[0].muon_dtype]
         group = {"params": muon, "peak_lr": config.lr * config.muon_lr_ratio}
         group["cautious"] = config.cautious_decay
-        parts.append(Muon(group, momentum=config.momentum, weight_decay=config.weight_decay, dtype=dtype))
+        how = {"momentum": config.momentum, "weight_decay": config.weight_decay, "dtype": dtype, "world": world}
+        parts.append(Muon(group, **how, shapes=[wholes[p].shape for p in muon]))
     return parts

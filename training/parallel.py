@@ -15,8 +15,6 @@ import math
 import os
 import socket
 import statistics
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.context import WAYS
-from training.watch import LIMITS, Failure, Limits, Watch
+from training.watch import LIMITS, Failure, Limits, StepClock, Watch
 
-MODES = ("replicate",)
+MODES = ("replicate", "shard")
 METHODS = ("auto", *WAYS)
 NUM_VOTES = 8  # reasons to stop that a process can vote for, training/stop.py
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
@@ -44,7 +42,7 @@ FOREVER = timedelta(days=30)  # who never comes is found by training/watch.py, n
 
 @dataclass
 class ParallelConfig:
-    data: str = "replicate"  # replicate: each process holds the whole model and computes its share of the rows
+    data: str = "replicate"  # replicate | shard: what each process holds, the whole model or a part of each weight
     context: int = 1  # processes that share each row's tokens
     context_method: str = "auto"  # auto | heads | gather | ring: how their attention exchanges what a part lacks
 
@@ -77,7 +75,7 @@ class Nothing:
 
 
 class World:
-    """The processes of a run, as one of them sees them. Without a store it is alone, and nothing here communicates.
+    """The processes of a run, as one of them sees them. Without a store it is alone, or `size` are only planned for.
 
     Attributes:
         rank, size: this process's number, and how many there are.
@@ -86,6 +84,7 @@ class World:
         step: steps done, as far as the host knows.
         arrivals: how often it came to where all processes meet; those that wait for it have one more.
         context: processes that share each row's tokens, neighbours by rank; the others have rows of their own.
+        shards: whether each holds a part of every weight (training/shard.py).
         patience: seconds that the others wait for it where they meet, before it counts as hanging.
     """
 
@@ -94,7 +93,7 @@ class World:
     ) -> None:
         self.rank, self.size, self.local_rank, self._store = rank, size, local_rank, store
         self.arrivals = self._exchanges = 0
-        self.context = 1
+        self.context, self.shards = 1, False
         self.watch: Watch | None = None
         self._group = group
         self.begin_run()
@@ -121,14 +120,19 @@ class World:
         """What `data.TokenBatches` calls it: processes that share rows take the same."""
         return {"rank": self.rank // self.context, "world_size": self.size // self.context}
 
-    def share_rows(self, context: int) -> None:
-        """Let `context` neighbours share each row's tokens; ValueError where the processes do not part into such."""
+    def arrange(self, parallel: ParallelConfig) -> None:
+        """Let neighbours share rows, and all of them weights, as `parallel` says.
+
+        Raises:
+            ValueError: the processes do not part into groups that share rows.
+        """
+        context = parallel.context
         if self.size % context:
             raise ValueError(
                 f"parallel.context={context} does not divide {self.size}, the number of processes; start the run with "
                 f"torchrun --nproc-per-node {context}, or use parallel.context=1"
             )
-        self.context = context
+        self.context, self.shards = context, parallel.data == "shard" and self.size > 1
 
     def describe(self, rank: int) -> str:
         return f"rank {rank} of {self.size} on {self.hosts[rank]}"
@@ -137,8 +141,8 @@ class World:
 
     def exchange(self, value: Any) -> list[Any]:
         """What each process gave, by rank; all come here, and nobody leaves before all have come. `value` is JSON."""
-        if self.size == 1:
-            return [value]
+        if self._store is None:
+            return [value] * self.size
         self._store.set(f"exchange/{self._exchanges}/{self.rank}", json.dumps(value))
         self.arrivals += 1
         keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self.size)]
@@ -227,11 +231,13 @@ class World:
         """The sum of `terms` (fp32, any shapes) and `loss` over all processes, as a binary tree over ranks.
 
         `terms` is emptied: each tensor's memory is free once it is copied. The sums lie where those of the step before
-        lay, in one buffer. Each process adds a W-th of its elements.
+        lay, in one buffer. Each process adds a W-th of its elements. Where processes share weights, `terms` are sums
+        already, and stay.
         """
         if self.size == 1:
             return terms, loss
-        if self._sums % CHECK_EVERY == 0:
+        summed, terms = (terms, []) if self.shards else ([], terms)
+        if self._sums % CHECK_EVERY == 0 and not self.shards:
             self._check = torch.stack(torch._foreach_norm(weights)).sum()
         tail = torch.zeros(1 + NUM_VOTES + 2 * self.size, device=loss.device)
         tail[0] = loss
@@ -249,7 +255,7 @@ class World:
         terms.clear()
         self._add_up(self._flat)
         *sums, self.tail = self._sums_of
-        return sums, self.tail[0].clone()
+        return summed or sums, self.tail[0].clone()
 
     def _add_up(self, flat: Tensor) -> None:
         """Make `flat`, whose length W divides, its sum over all processes in the order of a binary tree over ranks."""
@@ -258,11 +264,7 @@ class World:
         with self.communicating():
             group = self._group_for(flat.device)
             dist.all_to_all_single(received, flat, group=group)
-        rows = list(received.view(self.size, -1).unbind())
-        while len(rows) > 2:
-            pairs = [a.add_(b) for a, b in zip(rows[::2], rows[1::2], strict=False)]
-            rows = pairs + rows[len(pairs) * 2 :]
-        torch.add(*rows, out=own)
+        tree_sum(list(received.view(self.size, -1).unbind()), out=own)
         with self.communicating():
             dist.all_gather_into_tensor(flat, own, group=group)  # in place: its own part is there
         self.patience = BETWEEN_STEPS
@@ -285,6 +287,10 @@ class World:
         self._group_for(device)
         names = ("data", "context")
         return dist.init_device_mesh(device.type, (self.size // self.context, self.context), mesh_dim_names=names)
+
+    def flat_mesh(self, device: torch.device) -> dist.DeviceMesh:
+        """All processes in one row."""
+        return dist.DeviceMesh.from_group(self._group_for(device), device.type)
 
     # --- the end
 
@@ -320,32 +326,12 @@ class World:
                 self._store.wait([f"left/{rank}" for rank in range(1, self.size)], timedelta(seconds=30))
 
 
-class StepClock:
-    """How long this process computes before it waits for the others, in ms; on CUDA in the last step that is over."""
-
-    def __init__(self) -> None:
-        self.last_ms = 0.0
-        self._began: Any = 0.0
-        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # that were not over when looked at
-        self._cuda = False
-
-    def begin(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._began = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
-        if self._cuda:
-            self._began.record()
-
-    def end(self) -> float:
-        if not self._cuda:
-            self.last_ms = 1e3 * (time.perf_counter() - self._began)
-            return self.last_ms
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record()
-        self._spans.append((self._began, ended))
-        while self._spans and self._spans[0][1].query():
-            began, ended = self._spans.popleft()
-            self.last_ms = began.elapsed_time(ended)
-        return self.last_ms
+def tree_sum(rows: list[Tensor], out: Tensor) -> None:
+    """Write to `out` the sum of at least two `rows`, in the order of a binary tree and over some of them."""
+    while len(rows) > 2:
+        pairs = [a.add_(b) for a, b in zip(rows[::2], rows[1::2], strict=False)]
+        rows = pairs + rows[len(pairs) * 2 :]
+    torch.add(*rows, out=out)
 
 
 ALONE = World()

@@ -138,6 +138,9 @@ class Run:
         if self.context:
             method, reason = self.context
             lines.append(f"context    {method}: {self.hardware.world.context} processes share each row ({reason})")
+        if self.hardware.world.shards:
+            size = self.hardware.world.size
+            lines.append(f"shard      {size} processes hold 1 / {size} each of weights, gradients and moments")
         if (warmup := optim.warmup_within(steps)) != optim.warmup_steps:
             asked = f"optim.warmup_steps={optim.warmup_steps}"
             lines.append(f"warm-up    {warmup} steps, as train.steps={steps} has no room for {asked}")
@@ -197,7 +200,9 @@ def resolve(
     if not world.is_first:
         settings = _as_the_first_chose(settings, **world.exchange(None)[0])
     asked = asdict(settings)
-    world.share_rows(settings.parallel.context)
+    world.arrange(settings.parallel)
+    if (name := settings.model.name) is not None and world.shards:
+        raise ValueError(f"model.name={name} cannot be dealt out to processes; use parallel.data=replicate")
     optim, optimizer_line = settings.optim.resolved(hardware.device)
     settings = replace(settings, optim=optim)
     share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
@@ -266,6 +271,7 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
     enough = plan.free is None or plan.peak <= plan.free / 2  # evaluations and samples need theirs beside the graphs'
     obstacles = [  # whether it is there, what it is, and the key that rules graphs out; "" where they may be tried
         (context > 1, "processes that share rows exchange in the middle of the step", f"parallel.context={context}"),
+        (hardware.world.shards, "weights are gathered in the middle of the step", "parallel.data=shard"),
         (document_mask, "documents differ in number from step to step", "data.document_mask=true"),
         (model.name is not None, "a model of transformers may ask the host", ""),
         (model.attention not in ("flash", "sdpa"), f"{model.attention} attention may ask the host", ""),

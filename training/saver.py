@@ -7,8 +7,11 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from training import checkpoint as checkpoints
+from training.parallel import Nothing
+from training.shard import whole
 
 
 class Saver:
@@ -64,8 +67,9 @@ class Saver:
         self.wait()
 
     def _copy(self, value: Any, place: tuple = ()) -> Any:
-        """`value` with its tensors copied to host memory."""
+        """`value` with its tensors copied to host memory, whole."""
         if isinstance(value, torch.Tensor):
+            value = whole(value)
             copy = self._host.get(place)
             if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
                 # pinned, or the copy from a GPU could not go on beside the loop
@@ -94,3 +98,11 @@ class Saver:
             )
         except BaseException as error:  # it belongs to whoever waits
             self._bug = error
+
+
+class Giver(Nothing):
+    """Stands for a `Saver` in the other processes: where weights are dealt out, the first one's needs their rows."""
+
+    def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
+        for value in tree_leaves((checkpoints.weights_of(model), state)):  # in the order of `Saver`
+            whole(value)

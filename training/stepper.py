@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 
+import tiktoken
 from torch import Tensor, nn
 
 from data import Batch
 from training.context import Context, shared_rows
-from training.evaluate import EvaluationSet, evaluate
+from training.evaluate import EvaluationSet, evaluate, sample
 from training.graph import StepGraphs
 from training.hardware import Hardware
-from training.optimizer import Optimizer
+from training.optimizer import Optimizer, Unstepped
 from training.run import Run
+from training.shard import whole_model
 from training.step import step_graphs, training_step
 
 
@@ -33,20 +35,35 @@ class Stepper:
         """Compute a step of the run and update the weights; (loss, gradient norm) as `training_step` returns them."""
         hardware = self._chosen.hardware
         with shared_rows(self._context, self._model, self._forward, hardware.world) as whole:
-            return self._step(whole, batch, hardware, self._graphs)
+            return self._step(whole, batch, self._optimizer, hardware, self._graphs)
 
-    def again(self, forward: Callable[..., Tensor], batch: Batch, hardware: Hardware) -> tuple[Tensor, Tensor]:
+    def again(
+        self, forward: Callable[..., Tensor], batch: Batch, optimizer: Unstepped, hardware: Hardware
+    ) -> tuple[Tensor, Tensor]:
         """A step once more, kernel by kernel and on whole rows, with another network, for who watches it."""
-        return self._step(forward, batch, hardware, None)
+        return self._step(forward, batch, optimizer, hardware, None)
 
     def evaluate(self, windows: EvaluationSet) -> dict[str, float]:
         hardware = self._chosen.hardware
         with shared_rows(self._context, self._model, self._forward, hardware.world) as whole:
             return evaluate(whole, windows, self._chosen.micro_batch, hardware, self._chosen.end_of_text)
 
+    def sample(self, tokenizer: tiktoken.Encoding) -> str:
+        """What the model continues the run's prompt with, in the first process; the others help it to whole weights."""
+        hardware, asked = self._chosen.hardware, self._chosen.settings["train"]
+        with hardware.world.communicating():
+            whole = whole_model(self._model)
+        prompt = self._chosen.prompt, asked["sample_tokens"], asked["seed"]
+        return hardware.world.first(sample)(whole, *prompt, tokenizer, hardware)
+
     def _step(
-        self, forward: Callable[..., Tensor], batch: Batch, hardware: Hardware, graphs: StepGraphs | None
+        self,
+        forward: Callable[..., Tensor],
+        batch: Batch,
+        optimizer: Optimizer | Unstepped,
+        hardware: Hardware,
+        graphs: StepGraphs | None,
     ) -> tuple[Tensor, Tensor]:
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
         micro_batch, how = self._chosen.micro_batch, {"graphs": graphs, "dropout": self._chosen.model.draws}
-        return training_step(forward, self._optimizer, inputs, targets, micro_batch, hardware, starts, **how)
+        return training_step(forward, optimizer, inputs, targets, micro_batch, hardware, starts, **how)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from model import GPT, GPTConfig
 from model.attention import naive, sdpa
-from training.hardware import Hardware
+from training.hardware import DTYPES, Hardware
 from training.optimizer import OptimConfig, Optimizer
 from training.parallel import ALONE
 from training.step import training_step
@@ -47,6 +47,7 @@ class Tracker(TorchDispatchMode):
         self._part, self._modules = "", []  # of the step; those that run, the innermost last
         self._held = Counter({("cuBLAS", ""): CUBLAS_BYTES} if on_cuda else {})
         self._alive: dict[int, ref] = {}  # by the storage's address
+        self.gathered: set[int] = set()  # addresses of weights that are gathered in the dtype of their products
 
     @contextmanager
     def region(self, part: str) -> Iterator[None]:
@@ -69,16 +70,18 @@ class Tracker(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         if self.compiled and self._part == "backward" and function is torch.ops.flashgpt.rotary_fwd.default:
             return out  # the compiler turns q and k again after the MLP's backward, which is the fullest
+        if function is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.gathered:
+            self._add(out.untyped_storage(), 0)  # no copy: it is gathered so, and counted elsewhere
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
-                self._add(x.untyped_storage())
+                self._add(x.untyped_storage(), x.untyped_storage().nbytes())
         inside = self._allocated_inside(function, args)
         if self._part not in self.moments or self._held.total() + inside > self.moments[self._part].total():
             self.moments[self._part] = self._held + Counter({("inside an operator", ""): inside})
         return out
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
+    def _add(self, storage: torch.UntypedStorage, size: int) -> None:
+        address = storage._cdata
         if address in self._alive:
             return
         kind = "activations" if self._modules else KINDS.get(self._part, "activations")
@@ -152,6 +155,8 @@ def held_by_step(
             tracker.follow(name, module)
             for key, weight in module.named_parameters(recurse=False):
                 setattr(module, key, nn.Parameter(torch.empty(weight.shape)))
+                if hardware.world.shards and name.startswith("blocks."):
+                    tracker.gathered.add(getattr(module, key).untyped_storage()._cdata)
             for key, table in module.named_buffers(recurse=False):
                 setattr(module, key, torch.empty(table.shape))
         attend = {"naive": naive, "sdpa": flash_operator if on_cuda else sdpa}.get(config.attention, flash_operator)
@@ -164,14 +169,54 @@ def held_by_step(
         inputs, targets = tokens[:2, : 2 * micro_batch]
         on_cpu = replace(hardware, device=torch.device("cpu"), world=ALONE)
         training_step(model, optimizer, inputs, targets, micro_batch, on_cpu, region=tracker.region)
-    gradients = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    weights = model.num_parameters() * 4  # float32, and so are gradients
     sums = max(0, math.ceil(math.log2(sequences / micro_batch)) - 1)  # of pairs, of pairs of pairs (GradientSum)
     for part in ("forward", "backward"):
-        tracker.moments[part]["sums of gradients", ""] = sums * gradients
-    if hardware.world.size > 1:  # where they are summed; then what is received for it
+        tracker.moments[part]["sums of gradients", ""] = sums * weights
+    in_blocks = sum(weight.numel() for weight in model.blocks.parameters()) * 4
+    if hardware.world.shards:
+        _deal_out(tracker.moments, hardware, weights, in_blocks, in_blocks // config.num_layers)
+    elif hardware.world.size > 1:  # where gradients are summed; then what is received for it
         for part in tracker.moments:
-            tracker.moments[part]["sum over processes", ""] = gradients
+            tracker.moments[part]["sum over processes", ""] = weights
+    if hardware.world.size > 1 and optim.name == "muon":
+        tracker.moments["optimizer"]["matrices exchanged", ""] = _exchanged(optim, hardware, in_blocks)
     return tracker.moments
+
+
+def _deal_out(moments: dict[str, Counter], hardware: Hardware, weights: int, in_blocks: int, block: int) -> None:
+    """Change what one process would hold into what each of several holds that share the weights (training/shard.py).
+
+    Args:
+        weights, in_blocks, block: bytes of all weights, of those in blocks and of one block's, in float32.
+    """
+    size, rest = hardware.world.size, weights - in_blocks  # the rest stays gathered from forward to backward
+    gathered = 2 * block * hardware.dtype.itemsize // 4  # a block's, while those of the next one arrive
+    moments["forward"]["gradients", ""] //= size  # of the micro-batch before
+    for part, held in moments.items():
+        held["parameters and batch", ""] -= weights - weights // size
+        for kind in ("optimizer state", "sums of gradients"):
+            held[kind, ""] //= size
+        if part != "optimizer":
+            held["gathered weights", ""] = rest + gathered
+    backward, after = moments["backward"], moments["optimizer"]
+    made = backward["gradients", ""]  # the rest's first
+    backward["gradients", ""] = min(made, rest) + max(0, made - rest) // size
+    backward["gradients exchanged", ""] = gathered + 2 * block
+    after["gradients", ""] //= size
+    # when backward ends, what a step keeps and the rest's gradients, twice more as they are sent and received
+    end = Counter({key: after[key] for key in after if key[0] in ("parameters and batch", "optimizer state", "cuBLAS")})
+    end |= {("gathered weights", ""): rest, ("gradients", ""): weights // size, ("gradients exchanged", ""): 3 * rest}
+    end["sums of gradients", ""] = backward["sums of gradients", ""]
+    if end.total() > backward.total():
+        moments["backward"] = end
+
+
+def _exchanged(optim: OptimConfig, hardware: Hardware, matrices: int) -> int:
+    """Bytes that Muon holds to deal its products out (training/owners.py), for `matrices` bytes of weights."""
+    if hardware.world.shards:
+        return 3 * matrices // hardware.world.size  # directions, and both ends of an exchange
+    return matrices * DTYPES[optim.resolved(hardware.device)[0].muon_dtype].itemsize // 4
 
 
 def flash_operator(

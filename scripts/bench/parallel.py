@@ -37,8 +37,9 @@ from scripts.bench.report import Report, Row, refuse_below_one, refuse_unknown
 from scripts.evidence_tables import SHARED_BITS, SHARED_STEP, SHARED_SUM
 from training.hardware import Hardware
 from training.optimizer import OPTIMIZERS, OptimConfig, Optimizer
-from training.parallel import ALONE, MODES, ParallelConfig, World
+from training.parallel import ALONE, ParallelConfig, World
 from training.run import Run, resolve
+from training.shard import parallelize
 from training.stepper import Stepper
 
 CELLS = ("replicate", "hashes", "context", "shard")
@@ -96,7 +97,7 @@ class Network:
     def __init__(self, chosen: Run, *, often: bool = False) -> None:
         torch.manual_seed(chosen.settings["train"]["seed"])
         self.model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=chosen.hardware.device)
-        self.forward = torch.compile(self.model, dynamic=False) if chosen.hardware.compile else self.model
+        self.forward = parallelize(self.model, chosen.hardware)
         self._first = [p.detach().clone() for p in self.model.parameters()] if often else []
 
     @torch.no_grad()
@@ -104,7 +105,7 @@ class Network:
         """A run's first moment: its optimizer, and what computes its steps."""
         for p, first in zip(self.model.parameters(), self._first, strict=False):
             p.copy_(first)
-        optimizer = Optimizer(self.model, optim, chosen.hardware.dtype)
+        optimizer = Optimizer(self.model, optim, chosen.hardware.dtype, chosen.hardware.world)
         return optimizer, Stepper(chosen, self.model, self.forward, optimizer)
 
 
@@ -194,8 +195,6 @@ def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> lis
 def shard(host: Host, settings: ParallelBenchSettings, _: None) -> list[Row]:
     """A model whose weights and moments the processes share, beside one GPU that holds all."""
     bench, size, seq_len = settings.bench, host.world.size, 2 * settings.data.seq_len
-    if "shard" not in MODES:
-        return [{"cell": "shard", "processes": size, "seq_len": seq_len, "error": "parallel.data=shard is not here"}]
     shape = {"num_layers": bench.shard_layers, "n_embd": bench.shard_embd}
     model = replace(settings.model, **shape, num_heads=max(1, bench.shard_embd // SHARD_HEAD_DIM))
     first = alone(host, sized(settings, bench.shard_tokens, seq_len, model=model))

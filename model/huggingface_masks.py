@@ -1,0 +1,231 @@
+"""Which query sees which key, as transformers asks `mask` for it, once a forward and kind of layer.
+
+Causal or not, windows, padding and packed documents need no N x N mask: each row of a batch has a range of keys, found
+on the device without waiting for it. Every other mask is one of pairs, a user's or made by transformers' own mask
+functions. Its blocks (kernels/block_masks.py) are built by the first layer, which waits for the GPU, for all of them.
+
+What `mask` returns always has four dimensions, because their generation passes such a tensor on as it is. What the
+host knows stands in its shape, as a tensor's other attributes do not survive compilation:
+
+    (4, 1, kind, B) int32  of each row the first key, the end of its keys, the first query, the end of its queries
+    (4, 1, kind, 0) int32  no padding
+    (1, 1, kind, documents + 1) int32  cu_seqlens of documents packed end to end
+    (B, 1, N, Nk) bool  pairs
+
+and kind is 1 + causal + 2 * windowed.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from inspect import getclosurevars
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import masking_utils as theirs
+from transformers.utils.output_capturing import _active_collector
+
+from kernels import BlockMask, place_documents
+
+MAX_QUERIES = 16  # a row, of attention over a cache
+HIDDEN = -1e4  # what is added to a score to hide a pair, or less: exp(-1e4) is 0
+INSTEAD = 'use set_attn_implementation("sdpa")'
+NO_WEIGHTS = 'output_attentions asks for weights that gpt_triton never has; use set_attn_implementation("eager")'
+HOLE = (
+    "attention_mask has a hole, a 0 between two 1s of a row, which gpt_triton cannot see on a GPU without waiting; "
+    f"pad at the ends, pass booleans (B, 1, N, N), or {INSTEAD}"
+)
+
+# parts of their mask functions that ranges of keys can say
+CAUSAL = {"causal_mask_function"}
+WINDOWED = {"sliding_window_overlay", "sliding_window_bidirectional_overlay"}
+OTHERS = {
+    "and_masks", "bidirectional_mask_function", "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
+}  # fmt: skip
+
+# mask or position_ids -> (its version, what is derived from it), so that all layers of a forward share that
+_DERIVED = WeakTensorKeyDictionary()
+# (event, flag) of padding masks on a GPU: whether they have a hole, once the event has happened; oldest first
+_CHECKS: list[tuple[torch.cuda.Event, Tensor]] = []
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = theirs.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_,
+) -> Tensor:
+    """What the layers of one kind may see, in one of the forms that this module's docstring gives.
+
+    Args:
+        q_offset: tokens before the queries, on the device where the cache is static; kv_offset: tokens before the keys.
+        mask_function: theirs, a composition of parts.
+        attention_mask: (B, tokens) bool, True at real tokens. With a hole among them a CPU takes pairs. On a GPU nobody
+            waits to look: the logits of that row become NaN, and a later call raises.
+        use_vmap: whether mask_function must be called for one pair at a time.
+
+    Raises:
+        ValueError: output_attentions, or a hole that a GPU has found.
+    """
+    if "attentions" in (_active_collector.get() or ()):  # GPT-2 and OPT do not tell their layers
+        raise ValueError(NO_WEIGHTS)
+    refuse_found_holes()
+    pairs = partial(
+        theirs.sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+        allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
+    )  # fmt: skip
+    if (said := _said_by(mask_function)) is None:
+        return pairs()
+    causal, windowed, documents = said
+    kind = 1 + causal + 2 * windowed
+    if documents is not None and (cu_seqlens := documents_of(documents.diff(dim=-1) != 0)) is not None:
+        packed = cu_seqlens.view(1, 1, 1, -1).expand(1, 1, kind, -1).contiguous()
+        shared(packed, "cu_seqlens", lambda: cu_seqlens)
+        return packed
+    end = q_offset + q_length - kv_offset if causal else kv_length  # of the keys that the last query may see
+    if attention_mask is None:
+        decoding = q_length <= MAX_QUERIES and kv_length > q_length
+        if not isinstance(end, Tensor) and end == kv_length and not decoding:
+            return torch.empty((4, 1, kind, 0), dtype=torch.int32, device=device)
+        ranges = torch.zeros((4, 1, kind, batch_size), dtype=torch.int32, device=device)
+        ranges[1] = end
+        ranges[3] = q_length
+        return ranges
+    real = theirs.prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, kv_offset : kv_offset + kv_length]
+    keys = torch.arange(kv_length, dtype=torch.int32, device=real.device)
+    first = torch.where(real, keys, kv_length).amin(1)
+    last = torch.where(real, keys + 1, 0).amax(1).maximum(first)
+    hole = last - first != real.sum(1)  # (B,)
+    seen = not (hole.is_cuda or torch.compiler.is_compiling())
+    if seen and hole.any():
+        return pairs()
+    beginning = not isinstance(q_offset, Tensor) and q_offset == 0 and kv_length == q_length > MAX_QUERIES
+    if beginning if causal else windowed:  # queries and keys are the same tokens: padding has neither
+        rows = first, last, first, last
+    else:
+        end = torch.zeros_like(first) + end if causal else last
+        rows = first.minimum(end), end, torch.zeros_like(first), torch.full_like(first, q_length)
+    ranges = torch.stack(rows).to(torch.int32)[:, None, None].expand(4, 1, kind, -1).contiguous()
+    if not seen:
+        _check_later(hole, ranges)
+    return ranges
+
+
+# ---- their mask functions
+
+
+def _said_by(mask_function: Callable) -> tuple[bool, bool, Tensor | None] | None:
+    """(causal, windowed, the document of each token (B, N) or None); None where ranges of keys cannot say it."""
+    if mask_function is theirs.causal_mask_function:
+        return True, False, None
+    if mask_function is theirs.bidirectional_mask_function:
+        return False, False, None
+    return _said_by_parts(mask_function)
+
+
+@torch.compiler.disable
+def _said_by_parts(mask_function: Callable) -> tuple[bool, bool, Tensor | None] | None:
+    names, documents, functions = set(), None, [mask_function]
+    while functions:
+        function = functions.pop()
+        name = function.__qualname__.partition(".<locals>")[0]
+        if function.__module__ != theirs.__name__ or name not in CAUSAL | WINDOWED | OTHERS:
+            return None
+        names.add(name)
+        inside = getclosurevars(function).nonlocals
+        documents = inside.get("packed_sequence_mask", documents)
+        functions += inside.get("mask_functions", [inside[key] for key in ("mask_function",) if key in inside])
+    return bool(names & CAUSAL), bool(names & WINDOWED), documents
+
+
+@torch.compiler.disable
+def documents_of(breaks: Tensor) -> Tensor | None:
+    """cu_seqlens of documents that begin in each row and after each break (B, N - 1); None for one document a row.
+
+    Waits for the GPU, once a forward: the number of documents must be known to the host.
+    """
+    found = breaks.cpu()
+    if not found.any():
+        return None
+    starts = torch.nn.functional.pad(found, (1, 0), value=True).flatten().nonzero().flatten()
+    cu_seqlens = torch.cat((starts, torch.tensor([breaks.shape[0] * (breaks.shape[1] + 1)]))).to(torch.int32)
+    return place_documents(cu_seqlens, int(cu_seqlens[-1]), breaks.device)
+
+
+# ---- masks of pairs
+
+
+@torch.compiler.disable(reason="gpt_triton builds a mask of pairs outside of graphs; compile without fullgraph")
+def blocks_of(pairs: Tensor, queries: int) -> BlockMask:
+    """A mask of pairs for our kernels, built once for all layers, which waits for the GPU.
+
+    pairs: (B or 1, Hq or 1, N or 1, Nk), True where a query sees a key, or 0 there and `HIDDEN` or less elsewhere.
+        Or torch's BlockMask, which the first call takes apart.
+
+    Raises ValueError for other numbers.
+    """
+
+    def build() -> BlockMask:
+        visible = pairs.expand(-1, -1, queries if pairs.shape[2] == 1 else -1, -1)
+        if visible.is_floating_point():
+            visible = visible == 0
+            if not (visible | (pairs <= HIDDEN)).all():
+                raise ValueError(
+                    f"attention_mask adds other numbers than 0 and {HIDDEN:.0f} or less to the scores, which "
+                    f"gpt_triton does not compute; {INSTEAD}"
+                )
+        return BlockMask.from_dense(visible)
+
+    return shared(pairs, ("blocks", queries), build) if isinstance(pairs, Tensor) else pairs
+
+
+# ---- holes
+
+
+def _check_later(hole: Tensor, ranges: Tensor) -> None:
+    """Have the GPU say which rows have a hole (B,), without waiting for it."""
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():  # a graph has no later: it stops
+        torch._assert_async(~hole.any(), HOLE)
+        return
+    flag, event = torch.empty((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+    flag.copy_(hole.any(), non_blocking=True)
+    event.record(torch.cuda.current_stream(hole.device))
+    _CHECKS.append((event, flag))
+    shared(ranges, "nan", lambda: [torch.where(hole, torch.nan, 0.0)])
+
+
+def refuse_found_holes() -> None:
+    """ValueError for a hole that a GPU has found since."""
+    if torch.compiler.is_compiling() or not _CHECKS or torch.cuda.is_current_stream_capturing():
+        return
+    while _CHECKS and _CHECKS[0][0].query():
+        if _CHECKS.pop(0)[1]:
+            _CHECKS.clear()
+            raise ValueError(HOLE)
+
+
+def nan_at_holes(query: Tensor, ranges: Tensor) -> Tensor:
+    """NaN in rows with a hole, for the first layer that takes `ranges`: it reaches the logits, should nobody call
+    again."""
+    if torch.compiler.is_compiling() or not (nan := shared(ranges, "nan", list)):
+        return query
+    return query + nan.pop()[:, None, None, None].to(query.dtype)
+
+
+def shared(owner: Tensor, name: object, make: Callable):
+    """`make()`, once for `owner` as it is now: layers share what costs launches. A compiler shares by itself."""
+    if torch.compiler.is_compiling():
+        return make()
+    version = 0 if owner.is_inference() else owner._version
+    kept = _DERIVED.get(owner)
+    if kept is None or kept[0] != version:
+        kept = _DERIVED[owner] = version, {}
+    if name not in kept[1]:
+        kept[1][name] = make()
+    return kept[1][name]

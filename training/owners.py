@@ -1,0 +1,93 @@
+"""Muon's matrices dealt out to processes: each stack of them is orthogonalized once, by the process that owns it.
+
+A stack is dealt out whole, and what it holds follows from the model alone: so a matrix gets the same bits whoever owns
+it, with any number of processes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.parallel import World
+
+Compute = Callable[[Tensor], Tensor]  # (matrices, rows, columns) -> the same shape, in `dtype`
+
+
+class Owners:
+    """Which process orthogonalizes which stacks, and how the others get what comes of it.
+
+    Args:
+        world: the processes; they all hold whole matrices, or with `world.shards` some rows of each.
+        shapes: of the stacks, (matrices, rows, columns), whole.
+        costs: of each, in FLOPs.
+        dtype: of what is computed.
+        device: where the matrices lie.
+    """
+
+    def __init__(
+        self, world: World, shapes: list[torch.Size], costs: list[float], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._world, self._shapes, self._dtype = world, shapes, dtype
+        self.owners = dealt_by_cost(costs, world.size)
+        self._group = world.flat_mesh(device).get_group()
+
+    def computed(self, directions: Iterable[Tensor], compute: Compute) -> Iterator[Tensor]:
+        """`compute` of each stack, from and in what this process holds of it."""
+        with self._world.communicating():
+            yield from (self._from_rows if self._world.shards else self._from_wholes)(directions, compute)
+
+    def _from_wholes(self, directions: Iterable[Tensor], compute: Compute) -> list[Tensor]:
+        updates, arriving = [], []
+        for owner, direction in zip(self.owners, directions, strict=True):
+            is_own = owner == self._world.rank
+            update = compute(direction) if is_own else torch.empty_like(direction, dtype=self._dtype)
+            arriving.append(dist.broadcast(update, group=self._group, group_src=owner, async_op=True))
+            updates.append(update)
+        for work in arriving:
+            work.wait()
+        return updates
+
+    def _from_rows(self, directions: Iterable[Tensor], compute: Compute) -> list[Tensor]:
+        rank, ranks, directions = self._world.rank, range(self._world.size), list(directions)
+        of = [[i for i, owner in enumerate(self.owners) if owner == rank] for rank in ranks]
+        pieces = self._exchange(
+            [[directions[i] for i in of[to]] for to in ranks],
+            [[self._rows_of(sender, i) for i in of[rank]] for sender in ranks],
+        )
+        parts = []
+        for i, rows in zip(of[rank], zip(*pieces, strict=True), strict=True):
+            whole = compute(torch.cat(rows, dim=1))
+            parts.append(whole.split([self._rows_of(to, i)[1] for to in ranks], dim=1))
+        back = self._exchange(
+            [[part[to] for part in parts] for to in ranks],
+            [[self._rows_of(rank, i) for i in of[owner]] for owner in ranks],
+        )
+        arrived = {i: update for owner in ranks for i, update in zip(of[owner], back[owner], strict=True)}
+        return [arrived[i] for i in range(len(directions))]
+
+    def _rows_of(self, rank: int, index: int) -> tuple[int, int, int]:
+        """The shape of what `rank` holds of a stack: rows as FSDP2 deals them."""
+        matrices, rows, columns = self._shapes[index]
+        most = -(-rows // self._world.size)
+        return matrices, min(most, max(0, rows - rank * most)), columns
+
+    def _exchange(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
+        """Give each rank its list of tensors; what each has sent here, of these shapes."""
+        flat = torch.cat([x.reshape(-1) for xs in sent for x in xs])
+        sizes = [[torch.Size(shape).numel() for shape in of_rank] for of_rank in shapes]
+        received = flat.new_empty(sum(map(sum, sizes)))
+        splits = list(map(sum, sizes)), [sum(x.numel() for x in xs) for xs in sent]
+        dist.all_to_all_single(received, flat, *splits, group=self._group)
+        pieces = iter(received.split([size for of_rank in sizes for size in of_rank]))
+        return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]
+
+
+def dealt_by_cost(costs: list[float], size: int) -> list[int]:
+    """A rank for each: the dearest first, to whoever has least to do by then; of equals to the lowest."""
+    loads, owners = [0.0] * size, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += costs[index]
+    return owners

@@ -1,0 +1,160 @@
+"""Each process holds a W-th of the rows of every weight, gradient and moment: FSDP2, applied to the model from outside.
+
+`parallel.data=shard`. A block's weights are gathered for its forward and again for its backward, and its gradients are
+summed and dealt out after each micro-batch; the table and the head stay gathered for a whole micro-batch. Blocks are
+gathered in the dtype of their products: autocast would round them in the same way. They are compiled one by one, as no
+graph can hold what is gathered between them.
+
+Ranks are added in the order of a binary tree (training/parallel.py): where each process has one micro-batch, gradients
+have the bits of `replicate`. What is written to disk is whole, so any number of processes, of either kind, goes on.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from model import GPT
+from training.hardware import Hardware
+from training.parallel import tree_sum
+
+
+def parallelize(model: GPT, hardware: Hardware) -> nn.Module:
+    """What computes with `model`: itself, or what was compiled from it.
+
+    With parallel.data=shard `model` then holds this process's rows alone, and every process has to call it.
+    """
+    world = hardware.world
+    if not world.shards:
+        return torch.compile(model, dynamic=False) if hardware.compile else model
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # half a second
+
+    mesh = world.flat_mesh(hardware.device)
+    rounded = MixedPrecisionPolicy(hardware.dtype, torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        if hardware.compile:
+            block.forward = torch.compile(block.forward, dynamic=False)
+        fully_shard(block, mesh=mesh, mp_policy=rounded)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # a loss is already a share of the whole step's mean
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_reduce_scatter(OrderedReduceScatter())
+    return model
+
+
+class OrderedReduceScatter:
+    """What FSDP2 calls to sum gradients: an all-to-all, and the sum of the ranks' terms in a fixed order."""
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        tree_sum(list(received.view(group.size(), -1).unbind()), out=output_tensor)
+
+
+# --- parts and wholes. A tensor whose rows are dealt out is a DTensor; whatever else is given to these stays as it is
+
+
+def is_dealt(x: Any) -> bool:
+    return hasattr(x, "to_local")  # a DTensor, whose import takes half a second
+
+
+def own_rows(value: Tensor, like: Tensor) -> Tensor:
+    """This process's rows of `value`, which is whole, where `like` is dealt out."""
+    if not is_dealt(like):
+        return value
+    rows = -(-len(value) // like.device_mesh.size())
+    return value[like.device_mesh.get_local_rank() * rows :][:rows]
+
+
+def local(x: Tensor) -> Tensor:
+    """What of x lies here; it shares the memory."""
+    return x.to_local() if is_dealt(x) else x
+
+
+def dealt(rows: Tensor, like: Tensor) -> Tensor:
+    """`rows` as this process's part of a tensor of the shape of `like`."""
+    from torch.distributed.tensor import DTensor
+
+    place = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return DTensor.from_local(rows, like.device_mesh, like.placements, **place)
+
+
+def whole(x: Tensor) -> Tensor:
+    """x with the rows of all processes, each of which has to call this."""
+    return x.full_tensor() if is_dealt(x) else x
+
+
+def whole_on_host(values: Any) -> Any:
+    """Nested values with `whole` tensors, in the first process; in the others some are None."""
+
+    def gathered(x: Any) -> Any:
+        if not is_dealt(x):
+            return x
+        found = whole(x)
+        return found.cpu() if x.device_mesh.get_rank() == 0 else None
+
+    return tree_map(gathered, values)
+
+
+def whole_model(model: GPT) -> GPT:
+    """`model`, or where it is dealt out another that holds it whole; each process has to call this.
+
+    In processes other than the first it is `model` in any case.
+    """
+    weights = {name: value.detach() for name, value in model.state_dict().items()}
+    dealt_out = [value for value in weights.values() if is_dealt(value)]
+    if not dealt_out:
+        return model
+    is_first = dealt_out[0].device_mesh.get_rank() == 0
+    for name in weights:
+        found = whole(weights[name])
+        weights[name] = found if is_first else None
+    if not is_first:
+        return model
+    made = GPT(model.config, model.vocab_size, model.seq_len, device="meta")
+    made.load_state_dict(weights, assign=True)
+    made.cos, made.sin = model.cos, model.sin
+    for block, theirs in zip(made.blocks, model.blocks, strict=True):
+        block.attention.attend, block.attention.pattern = theirs.attention.attend, theirs.attention.pattern
+    return made.train(model.training)
+
+
+def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Name, what of it lies here, and the parameter itself, for each that is trained.
+
+    What lies here shares its memory with the parameter, and gets its gradients.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if not is_dealt(parameter):
+            yield name, parameter, parameter
+            continue
+        own = nn.Parameter(parameter.detach().to_local())
+
+        def give(parameter: Tensor, own: nn.Parameter = own) -> None:
+            gradient, parameter.grad = parameter.grad.to_local(), None
+            own.grad = gradient if own.grad is None else own.grad.add_(gradient)
+
+        parameter.register_post_accumulate_grad_hook(give)
+        yield name, own, parameter
+
+
+def total_norm(gradients: list[Tensor], like: Tensor) -> Tensor:
+    """The norm of all `gradients`, with the rows of other processes where `like`, a parameter, is dealt out."""
+    norm = nn.utils.get_total_norm(gradients)
+    if not is_dealt(like):
+        return norm
+    norms = norm.new_empty(like.device_mesh.size())
+    dist.all_gather_into_tensor(norms, norm[None], group=like.device_mesh.get_group())
+    return torch.linalg.vector_norm(norms)
