@@ -190,7 +190,7 @@ def test_what_cannot_change_is_refused_by_name(stopped, overrides, says):
 
 @pytest.mark.slow
 def test_compiled_on_the_cpu(tmp_path):
-    """Inductor draws dropout's masks in its own way; its stream is resumed as well."""
+    """Dropout's masks are drawn by compiled code; its stream is resumed as well."""
     compiled = (*STORY, "hardware.compile=true", "train.steps=5", "train.save_every=2", "train.keep_every=2")
     train(small_run(tmp_path, *compiled), tmp_path / "whole")
     path = tmp_path / "whole" / "checkpoints" / "step_000002"
