@@ -120,7 +120,7 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "bench.seq_len=[1024,4096,16384]", "bench.attention=[flash,fp8,sdpa_cudnn]", "bench.passes=[forward]",
         "bench.budget_ms=60",
     ),
-    "masks": ("bench.rounds=2", "bench.budget_ms=30"),
+    "masks": ("bench.head_dim=[128]", "bench.rounds=2", "bench.budget_ms=30"),
     "decode/context": ("bench.family=[context]", "bench.attention=[flash]"),
     "decode/peers": (
         "bench.family=[context]", "bench.heads=[32/8/128,12/12/64,64/8/128]", "bench.batch=[1,8,16,64]",

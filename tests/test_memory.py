@@ -147,6 +147,7 @@ def forward_peak(config: GPTConfig, dtype: torch.dtype, device: str) -> int:
         {"mlp": "relu2", "tie_embeddings": False},
         {"dropout": 0.1},
         {"attention_dropout": 0.1},
+        {"qk_norm": True},
         {"loss": "chunked"},
         {"activation_checkpointing": "pointwise"},
         {"activation_checkpointing": "full"},
@@ -157,13 +158,6 @@ def test_cpu_tensors_that_claim_to_be_on_cuda_hold_what_cuda_tensors_hold(change
     """To the byte."""
     config = small(**changes, attention="naive")
     assert forward_peak(config, dtype, "cpu") == forward_peak(config, dtype, "cuda")
-
-
-def test_normed_heads_hold_a_little_more_than_on_cuda(fake_cuda):
-    """A CPU's norm keeps a float32 copy of 16-bit heads: the one known difference."""
-    config = small(qk_norm=True, attention="naive")
-    claimed, real = (forward_peak(config, BF16, device) for device in ("cpu", "cuda"))
-    assert real < claimed < 1.06 * real
 
 
 # ---- a compiled step
