@@ -319,11 +319,13 @@ def headline(folder: Path) -> str:
                 f"{statistics.geometric_mean(backward):.2f} times backward, geometric means over {len(forward)} shapes "
                 f"({_brief(found)})"
             )
-    if found := reports(folder, f"training/compiled/{BENCH}"):
-        for row in rows_of(found):
-            if (row["attention"], row["seq_len"]) == ("flash", 1024) and not row.get("error"):
-                step = "{tokens_per_second:,} tokens/s in {peak_memory_gib:.1f} GiB, {batch_tokens:,} tokens a step"
-                lines.append(f"- **Training**: GPT-2 124M at {cell(step, row)} in sequences of 1,024 ({_brief(found)})")
+    if found := reports(folder, "parallel/step/bench_parallel.json"):
+        steps = [row for row in rows_of(found) if row["cell"] == "replicate"]
+        one = "{tokens_per_second:,} tokens/s in {peak_memory_gib:.1f} GiB on one GPU"
+        several = "{tokens_per_second:,} on {processes}"
+        speeds = ", ".join(cell(one if row["processes"] == 1 else several, row) for row in steps)
+        step = cell("{batch_tokens:,} tokens a GPU and step in sequences of {seq_len:,}", steps[0])
+        lines.append(f"- **Training**: GPT-2 124M at {speeds}, with the same bits, {step} ({_brief(found)})")
     if found := reports(folder, "generation/bench_generation.json"):
         speed = {
             (row["model"], row["batch"]): row["tokens_per_second"]

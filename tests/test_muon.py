@@ -232,6 +232,7 @@ def test_a_captured_step_has_the_bits_of_one_that_is_not(name):
 
     first = [bits(net, optimizer) for net, optimizer in zip(nets, optimizers, strict=True)]
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step(nets[1], optimizers[1])  # what cuBLAS allocates once
     torch.cuda.synchronize()

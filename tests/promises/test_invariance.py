@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-import train as trainer
 from tests.promises import invariance
 from tests.promises.invariance import BASELINE, PLANTED, TINY, TOGGLES, InvarianceSettings
 from tests.runs import settings
+from training import stepper
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
@@ -50,8 +50,8 @@ def test_all_steps_have_the_same_bits_whatever_watches_them(tmp_path, capsys, mo
 
 def test_a_mistake_is_named(tmp_path, monkeypatch):
     """A sample that draws from NumPy's stream: the row fails, with the first step and the stream."""
-    real = trainer.sample
-    monkeypatch.setattr(trainer, "sample", lambda *args: np.random.rand() and real(*args))
+    real = stepper.sample
+    monkeypatch.setattr(stepper, "sample", lambda *args: np.random.rand() and real(*args))
     report = matrix(tmp_path, "train.steps=9", "invariance.only=[samples]")
     assert not report["passes"]
     assert report["rows"]["samples"]["verdict"] == "differs from step 8 on: random stream numpy"
