@@ -31,8 +31,8 @@ def pytest_configure():
 
 
 def pytest_xdist_auto_num_workers(config):
-    """One process a core; one in all where there is a GPU, whose memory and time some tests look at."""
-    return 1 if torch.cuda.is_available() else None
+    """A process a core and one more, as some tests wait; one in all where there is a GPU, whose memory some look at."""
+    return 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_modifyitems(items):
