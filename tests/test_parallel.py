@@ -10,9 +10,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.runs import settings
 from training.gradient_sum import GradientSum
@@ -214,6 +216,29 @@ def gradients_of(order: list[torch.Tensor]) -> torch.Tensor:
         total.add(gradient.sum())
     total.total()
     return weight.grad
+
+
+@pytest.mark.parametrize("lost", ["init_process_group", "set", "wait", "delete_key"])
+def test_a_store_that_is_gone_is_another_s_end(lost, monkeypatch):
+    """Who keeps it was killed while this process was meeting the others or told them something."""
+
+    def reset(*args, **options):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    def wait_for_the_end(reason):
+        sys.exit(reason)
+
+    class Store(dist.HashStore):
+        def wait(self, keys, timeout):
+            """The other one is here."""
+            self.set(keys[1], "null")
+
+    world = World(size=2)
+    world._store, world.watch = Store(), SimpleNamespace(wait_for_the_end=wait_for_the_end)
+    world.exchange(1)
+    monkeypatch.setattr(dist if lost == "init_process_group" else Store, lost, reset)
+    with pytest.raises(SystemExit, match="Connection reset by peer"):
+        world.flat_mesh(torch.device("cpu")) if lost == "init_process_group" else world.exchange(2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 16])

@@ -143,14 +143,14 @@ class World:
         """What each process gave, by rank; all come here, and nobody leaves before all have come. `value` is JSON."""
         if self._store is None:
             return [value] * self.size
-        self._store.set(f"exchange/{self._exchanges}/{self.rank}", json.dumps(value))
-        self.arrivals += 1
         keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self.size)]
+        self.arrivals += 1
         with self.communicating():
+            self._store.set(keys[self.rank], json.dumps(value))
             self._store.wait(keys, FOREVER)
             found = [json.loads(text) for text in self._store.multi_get(keys)]
-        if self._exchanges:  # who is here has read all of the one before
-            self._store.delete_key(f"exchange/{self._exchanges - 1}/{self.rank}")
+            if self._exchanges:  # who is here has read all of the one before
+                self._store.delete_key(f"exchange/{self._exchanges - 1}/{self.rank}")
         self._exchanges += 1
         return found
 
@@ -278,7 +278,8 @@ class World:
                 raise ValueError(f"{self.size} processes cannot share hardware.device={device.type}; start one")
             store = dist.PrefixStore("group", self._store)
             own = device if device.type == "cuda" else None
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, device_id=own)
+            with self.communicating():
+                dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, device_id=own)
             self._group = dist.group.WORLD
         return self._group
 
@@ -286,7 +287,8 @@ class World:
         """The processes as (data, context): the neighbours in a row of it share each row's tokens."""
         self._group_for(device)
         names = ("data", "context")
-        return dist.init_device_mesh(device.type, (self.size // self.context, self.context), mesh_dim_names=names)
+        with self.communicating():
+            return dist.init_device_mesh(device.type, (self.size // self.context, self.context), mesh_dim_names=names)
 
     def flat_mesh(self, device: torch.device) -> dist.DeviceMesh:
         """All processes in one row."""
