@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import train as program
 from kernels import naive_attention
-from model import GPT, GPTConfig
 from scripts import replay
 from tests.runs import contents, digest, metrics, replaced, small_run
 from train import train
@@ -22,9 +21,7 @@ from training import numbers, stepper
 from training import optimizer as optimizers
 from training.checkpoint import open_checkpoint
 from training.hardware import HardwareConfig, set_up
-from training.hooks import watched, watched_compiled
 from training.optimizer import Optimizer
-from training.random_states import random_states, restore_random_states
 
 # dropout on: only a step that begins with the same random state has the same bits
 STORY = (
@@ -184,82 +181,23 @@ def test_a_gradient_alone(tmp_path, capsys):
     assert f"bad step   {BAD}: its gradient is not finite; first in blocks.1.attention: dk, " in said
 
 
-COMPILED = ("hardware.compile=true", "train.log_every=100")
-OTHER_MASKS = "(run module by module, with other dropout masks than compiled)"
-
-
 @pytest.mark.parametrize(
-    ("tensor", "micro_batch", "place"),
-    [("o", 1, "blocks.1.attention: o"), *(("dk", n, "blocks.1.attention.qkv: dweight") for n in (0, 1))],
+    ("changed", "tensor", "how"),
+    [
+        (("model.dropout=0.1",), "o", "(run again module by module, with other dropout masks than compiled)"),
+        (("model.dropout=0",), "dk", ""),
+    ],
 )
-def test_a_compiled_run_is_diagnosed_as_it_ran(tmp_path, monkeypatch, capsys, tensor, micro_batch, place):
-    """With a compiler that changes nothing, as only the order of things is tested here: what is asked of whom."""
+def test_a_compiled_run_is_diagnosed_module_by_module(tmp_path, monkeypatch, capsys, changed, tensor, how):
+    """With a compiler that changes nothing, as only what is said is tested here."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *a, **o: function(*a, **o))
-    _, run_dir, _ = faulty_run(tmp_path, "bad", *COMPILED, tensor=tensor, micro_batch=micro_batch)
-    said = capsys.readouterr().out
-    assert f"not finite; first in {place}, " in said
-    assert OTHER_MASKS not in said
-    dump = open_checkpoint(run_dir / "bad_steps" / f"step_{BAD:06d}")
-    assert dump.meta["first"]["micro_batch"] == micro_batch
-    replay.show(dump, [], "cpu")
-    assert "dropout's masks are not the run's: compiled, it drew other numbers" in capsys.readouterr().out
-
-
-def test_a_compiled_run_that_cannot_be_watched_is_diagnosed_by_module_and_that_is_said(tmp_path, monkeypatch, capsys):
-    from torch._dynamo.exc import Unsupported
-
-    def compiled(function, fullgraph=False, **_):
-        def call(*arguments, **options):
-            if fullgraph:
-                raise Unsupported("no")
-            return function(*arguments, **options)
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    faulty_run(tmp_path, "bad", *COMPILED)
-    lines = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in lines if line.startswith("bad step")]
-    assert "first in blocks.1.attention: o, " in line
-    assert line.endswith(OTHER_MASKS)
-
-
-def check_watched_compiled(device):
-    """The compiled model's own dropout masks: the same loss, on a CPU bit by bit, which the model as it is has not."""
-    torch.manual_seed(0)
-    config = GPTConfig(num_layers=2, num_heads=2, n_embd=32, dropout=0.3, attention="naive", loss="plain")
-    model = GPT(config, 64, 16, device=device)
-    tokens = torch.randint(64, (4, 16), device=device)
-    before, counted, named = random_states(device), [], []
-
-    def loss_of(forward):
-        restore_random_states(before, device)
-        return forward(tokens, tokens)
-
-    expected, plain = loss_of(torch.compile(model, dynamic=False)), loss_of(model)
-    with watched_compiled(model, lambda *what: counted.append(what)) as forward:
-        found = loss_of(forward)
-    if device == "cpu":
-        assert torch.equal(found, expected)
-    else:  # what is watched is written out, so Inductor fuses otherwise there and a sum may round otherwise
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    assert not torch.allclose(plain, expected, rtol=1e-4)
-    with watched(model, lambda module, tensor, _: named.append((module, tensor))):
-        model(tokens, tokens)
-    assert [what[:2] for what in counted] == named
-    assert not any(bad for *_, bad, _ in counted)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_watched_with_its_own_masks():
-    check_watched_compiled("cpu")
-
-
-@pytest.mark.gpu
-def test_on_the_gpu_a_compiled_model_is_watched_with_its_own_masks():
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
-    check_watched_compiled("cuda")
+    _, run_dir, _ = faulty_run(tmp_path, "bad", "hardware.compile=true", *changed, tensor=tensor)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bad step")]
+    assert f"not finite; first in blocks.1.attention: {tensor}, " in line
+    assert line.endswith(how)
+    assert ("other dropout masks" in line) == bool(how)
+    replay.show(open_checkpoint(run_dir / "bad_steps" / f"step_{BAD:06d}"), [], "cpu")
+    assert ("dropout's masks are not the run's: compiled" in capsys.readouterr().out) == bool(how)
 
 
 def flip(monkeypatch, name, step):
@@ -319,8 +257,10 @@ def test_rollback_without_a_checkpoint_stops(tmp_path, monkeypatch, capsys):
     assert "has no good checkpoint yet" in capsys.readouterr().out
 
 
-def test_what_only_the_run_saw_is_said_so(tmp_path, monkeypatch, capsys):
-    """NaN once and never again: a fault of the hardware, say."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_only_the_run_saw_is_said_so(tmp_path, monkeypatch, capsys, compiled):
+    """NaN once and never again: a fault of the hardware, say, or of what was compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     real, steps = stepper.training_step, iter(range(1, 1000))
 
     def once(forward, optimizer, *arguments, **options):
@@ -329,8 +269,10 @@ def test_what_only_the_run_saw_is_said_so(tmp_path, monkeypatch, capsys):
         return real(forward, optimizer, *arguments, **options)
 
     monkeypatch.setattr(stepper, "training_step", once)
-    summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / "run")
-    assert "the step was finite when run again; is the hardware sound?" in capsys.readouterr().out
+    story = (*STORY, "model.dropout=0", f"hardware.compile={compiled}".lower(), "train.on_nonfinite=skip")
+    summary = train(small_run(tmp_path, *story), tmp_path / "run")
+    why = " (run again module by module, not compiled)" if compiled else "; is the hardware sound?"
+    assert f"the step was finite when run again{why}\n" in capsys.readouterr().out
     assert summary["steps"] == 8
 
 

@@ -22,7 +22,7 @@ from data import Batch, Prefetcher
 from model import GPT
 from training import checkpoint as checkpoints
 from training.hardware import Hardware
-from training.hooks import watched, watched_compiled
+from training.hooks import watched
 from training.optimizer import Optimizer, Unstepped
 from training.parallel import ALONE
 from training.random_states import random_states, restore_random_states
@@ -40,7 +40,8 @@ SPIKE_LEAST = 16  # fewer say little about their spread
 SPIKE_DEVIATIONS = 6.0  # of normal noise one in 1e9 is further out; a diverging run is within a few steps
 
 RunStep = Callable[[Callable[..., Tensor], Batch, Unstepped, Hardware], Any]  # computes a step with the given network
-OTHER_MASKS = " (run module by module, with other dropout masks than compiled)"
+NOT_COMPILED = " (run again module by module, not compiled)"
+OTHER_MASKS = " (run again module by module, with other dropout masks than compiled)"
 
 
 def steps_late(device: torch.device) -> int:
@@ -155,19 +156,11 @@ class FirstBad:
         self._losses = 0
 
     def __call__(self, module: str, tensor: str, value: Tensor) -> None:
-        bad = torch.zeros(0) if self.found else (~value.isfinite()).nonzero()
-        first = ""
-        if len(bad):
+        if self.found is None and len(bad := (~value.isfinite()).nonzero()):
             place = tuple(bad[0].tolist())
-            first = f", the first {value[place].item()} at {place}"
-        self.counted(module, tensor, len(bad), value.numel(), first)
-
-    def counted(self, module: str, tensor: str, bad: int, size: int, first: str = "") -> None:
-        """As a call, of a tensor of which only this is known: `bad` of `size` values are not finite."""
-        if self.found is None and bad:
+            how = f"{len(bad):,} of {value.numel():,} values are not finite, the first {value[place].item()} at {place}"
             # a micro-batch's gradients come after its loss
             micro_batch = self._losses - (1 if tensor.startswith("d") else 0)
-            how = f"{bad:,} of {size:,} values are not finite{first}"
             self.found = {"module": module, "tensor": tensor, "how": how, "micro_batch": micro_batch}
         self._losses += tensor == "loss"
 
@@ -247,46 +240,26 @@ class BadSteps:
     def _diagnose(self, bad: BadStep, model: GPT, again: Callable[[Callable[..., Tensor]], Any]) -> dict[str, Any]:
         """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where that is not known.
 
-        The step is run again module by module. A compiled model draws other dropout masks than that: then it is first
-        run compiled, in a way that tells of its tensors (`watched_compiled`), though of gradients only the weights'.
-        Blocks that were compiled one by one draw other masks than either.
+        The step is run again module by module, where a compiled one may draw other dropout masks; that is said.
         """
         seen = FirstBad()
         seen.weights(model)
-        compiled = self.hardware.compile
-        masks_differ = compiled and model.config.draws
-        ways = [False]  # whether to watch it compiled
-        as_a_whole = compiled and not self.hardware.world.shards
-        if as_a_whole and self.check.bad_steps < MOST_DUMPS:  # it compiles for up to a minute
-            ways = [True, False] if masks_differ else [False, True]
+        if seen.found:
+            return seen.found
+        restore_random_states(bad.before, self.hardware.device)
         try:
-            for way in ways:
-                if seen.found is None:
-                    restore_random_states(bad.before, self.hardware.device)
-                    seen = self._run_again(model, again, compiled=way)
-                    if seen.found and masks_differ and not way:
-                        seen.found["how"] += OTHER_MASKS
+            with watched(model, seen):
+                again(model)
         except torch.OutOfMemoryError:  # eager takes more than compiled; the run is not to die of a diagnosis
             return {"how": "a place unknown: memory did not suffice to run the step again module by module"}
         finally:
             model.zero_grad()
-        return seen.found or {"how": "a place unknown: the step was finite when run again; is the hardware sound?"}
-
-    def _run_again(self, model: GPT, again: Callable[[Callable[..., Tensor]], Any], *, compiled: bool) -> FirstBad:
-        """The bad step once more; nothing is updated."""
-        seen = FirstBad()
-        if not compiled:
-            with watched(model, seen):
-                again(model)
-            return seen
-        from torch._dynamo.exc import TorchDynamoException  # seconds to import, so only where something was compiled
-
-        try:
-            with watched_compiled(model, seen.counted) as forward:
-                again(forward)
-        except TorchDynamoException:  # with activation checkpointing; module by module it is, and that is said
-            return FirstBad()
-        return seen
+        compiled, draws = self.hardware.compile, model.config.draws
+        if seen.found:
+            seen.found["how"] += OTHER_MASKS if compiled and draws else ""
+            return seen.found
+        why = (OTHER_MASKS if draws else NOT_COMPILED) if compiled else "; is the hardware sound?"
+        return {"how": f"a place unknown: the step was finite when run again{why}"}
 
     def _dump(self, bad: BadStep, batch: Batch, model: GPT, moments: dict[str, Any], found: dict[str, Any]) -> None:
         """Write what runs the step again, as a checkpoint; where that cannot be, say so and go on without."""
