@@ -4,10 +4,8 @@ For each feature, dtype and head dimension: the largest error of O, dQ, dK and d
 formula in the same precision and beside scaled_dot_product_attention, and the bias of O: its mean signed error over
 several draws, with a 95 % confidence interval. Flash-attention's criterion is that our largest error is at most twice
 the plain formula's. "repeated maxima" repeats every row's largest score and gives V one sign, where rounding P V to
-bfloat16 is biased (arXiv:2510.04212). A second table holds 8-bit inputs to float64: the error of a head's O over its
-size (root mean squares, then over heads and draws) on data of several kinds, bfloat16 beside e4m3 with one scale, with
-one a head, and with q and k turned before rounding; by the kernel where it runs, else by its reference. The tables go
-to the terminal and, as Markdown and JSON, to the run's folder. The last line is one JSON object.
+bfloat16 is biased (arXiv:2510.04212). The 8-bit forward's error stands beside its speed (`scripts.bench.attention`).
+The table goes to the terminal and, as Markdown and JSON, to the run's folder. The last line is one JSON object.
 """
 
 import math
@@ -20,16 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conf.program import program
-from kernels import (
-    flash_attention,
-    flash_attention_fp8,
-    flash_attention_varlen,
-    naive_attention,
-    naive_attention_fp8,
-    naive_attention_varlen,
-    quantize_per_head,
-)
-from kernels.support import why_not_fp8
+from kernels import flash_attention, flash_attention_varlen, naive_attention, naive_attention_varlen
 from scripts.bench.report import Columns, Report, Row, refuse_unknown, table
 from scripts.selftest import gradients
 from training.hardware import DTYPES, HardwareConfig, set_up
@@ -47,10 +36,6 @@ CASES = {
     "varlen": {"causal": True},
 }
 BY_SDPA = ("full", "causal", "repeated maxima")  # what PyTorch's own attention takes without a mask in memory
-# What 8-bit inputs are tried on: N(0, 1); one value in 1,000 also N(0, 100), as in FlashAttention-3's paper; heads
-# whose sizes differ by factors of 16; a first key that takes much of the softmax, so that the other weights are small.
-FP8_DATA = ("normal", "outliers", "uneven heads", "sink")
-FP8_METHODS = ("bfloat16", "one scale", "scale a head", "scale a head, turned")
 
 
 @dataclass
@@ -60,11 +45,10 @@ class BudgetConfig:
     head_dim: list[int] = field(default_factory=lambda: [64, 128])  # 16 to 256
     seq_len: int = 1024  # tokens of queries and of keys
     num_heads: int = 4  # of queries
-    fp8: list[str] = field(default_factory=lambda: list(FP8_DATA))  # normal | outliers | uneven heads | sink
     draws: int = 8  # independent inputs; the confidence interval is over them
 
     def __post_init__(self) -> None:
-        refuse_unknown("budget", self, cases=CASES, dtypes=DTYPES, fp8=FP8_DATA)
+        refuse_unknown("budget", self, cases=CASES, dtypes=DTYPES)
         if self.draws < 2:
             raise ValueError(f"budget.draws={self.draws} must be at least 2: a spread needs two")
 
@@ -86,14 +70,13 @@ def main(settings: BudgetSettings, run_dir: Path) -> None:
         for dtype in budget.dtypes
         for head_dim in budget.head_dim
     ]
-    fp8 = [measure_fp8(data, d, budget, device) for data in budget.fp8 for d in budget.head_dim]
     summary = {
         "worst_ratio_to_plain": {x: max((row["ratio"][x] for row in rows), default=None) for x in TENSORS},
         "over_twice": [[row["case"], row["dtype"], row["head_dim"], x] for row in rows for x in over_budget(row)],
         "more_biased_than_plain": [[r["case"], r["dtype"], r["head_dim"]] for r in rows if not r["bias_no_larger"]],
     }
-    shown = [table(rows, NAMES, FIGURES)] * bool(rows) + [table(fp8, FP8_NAMES, FP8_FIGURES)] * bool(fp8)
-    Report("error_budget", run_dir, hardware.description, rows, {"summary": summary, "fp8": fp8}).finish(*shown)
+    report = Report("error_budget", run_dir, hardware.description, rows, {"summary": summary})
+    report.finish(table(rows, NAMES, FIGURES))
 
 
 NAMES: Columns = {"case": "{case}", "dtype": "{dtype}", "D": "{head_dim}"}
@@ -101,8 +84,6 @@ ERRORS = "{ours[x]:.1e} / {plain[x]:.1e} / {sdpa[x]:.1e} ({ratio[x]:.2f})"
 FIGURES: Columns = {f"{x}: ours / plain / SDPA (ratio)": ERRORS.replace("[x]", f"[{x}]") for x in TENSORS}
 BIASES = "{bias[ours][0]:+.1e} ± {bias[ours][1]:.0e} / {bias[plain][0]:+.1e} ± {bias[plain][1]:.0e}"
 FIGURES["bias of O: ours / plain (95 %)"] = BIASES
-FP8_NAMES: Columns = {"data": "{data}", "D": "{head_dim}", "8 bits by": "{by}"}
-FP8_FIGURES: Columns = {f"{name}, relative error": f"{{{name}:.2%}}" for name in FP8_METHODS}
 
 
 def over_budget(row: Row) -> list[str]:
@@ -171,68 +152,6 @@ def make_inputs(case: str, dtype: torch.dtype, head_dim: int, budget: BudgetConf
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-def measure_fp8(data: str, head_dim: int, budget: BudgetConfig, device: torch.device) -> Row:
-    """Each method's relative error of O."""
-    squares = dict.fromkeys(FP8_METHODS, 0.0)
-    for draw in range(budget.draws):
-        q, k, v = fp8_inputs(data, head_dim, budget, device, seed=draw)
-        exact = naive_attention(q.double(), k.double(), v.double())
-        turned = turn(head_dim, device)
-        outputs = {
-            "bfloat16": flash_attention(q, k, v),
-            "one scale": attend_fp8(*(quantize(x, together=True) for x in (q, k, v))),
-            "scale a head": attend_fp8(*(quantize(x) for x in (q, k, v))),
-            "scale a head, turned": attend_fp8(quantize(q.float() @ turned), quantize(k.float() @ turned), quantize(v)),
-        }
-        for name, o in outputs.items():
-            of_heads = (o.double() - exact).square().mean((0, 2, 3)) / exact.square().mean((0, 2, 3))
-            squares[name] += float(of_heads.mean()) / budget.draws
-    by = "kernel" if why_not_fp8(q, k, v) is None else "reference"
-    return {"data": data, "head_dim": head_dim, "by": by} | {name: math.sqrt(x) for name, x in squares.items()}
-
-
-def fp8_inputs(data: str, head_dim: int, budget: BudgetConfig, device: torch.device, seed: int) -> list[Tensor]:
-    """q, k, v (1, H, N, D), bfloat16."""
-    generator = torch.Generator().manual_seed(seed)
-    heads, tokens = budget.num_heads, budget.seq_len
-    inputs = [torch.randn((1, heads, tokens, head_dim), generator=generator) for _ in range(3)]
-    if data == "outliers":
-        for x in inputs:
-            x += 10 * torch.randn(x.shape, generator=generator) * (torch.rand(x.shape, generator=generator) < 1e-3)
-    if data == "uneven heads":
-        inputs = [x * 16.0 ** -torch.arange(heads)[:, None, None] for x in inputs]
-    if data == "sink":
-        q, k, v = inputs
-        direction = F.normalize(torch.randn(head_dim, generator=generator), dim=0)
-        q += math.sqrt(8 * math.sqrt(head_dim)) * direction  # every query scores about 8 with the first key
-        k[:, :, 0], v[:, :, 0] = math.sqrt(8 * math.sqrt(head_dim)) * direction, 0.0
-    return [x.to(device, torch.bfloat16) for x in inputs]
-
-
-def quantize(x: Tensor, together: bool = False) -> tuple[Tensor, Tensor]:
-    """x in e4m3 and its scales: one for each head, or one for all heads together."""
-    if not together:
-        return quantize_per_head(x)
-    rounded, scale = quantize_per_head(x.reshape(1, 1, -1, x.shape[3]))
-    return rounded.reshape(x.shape), scale
-
-
-def attend_fp8(q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], v: tuple[Tensor, Tensor]) -> Tensor:
-    runs = why_not_fp8(q[0], k[0], v[0]) is None
-    attention = flash_attention_fp8 if runs else naive_attention_fp8
-    return attention(q[0], k[0], v[0], q_scale=q[1], k_scale=k[1], v_scale=v[1])
-
-
-def turn(head_dim: int, device: torch.device) -> Tensor:
-    """An orthogonal (D, D): random signs, then Hadamard's matrix. It leaves q k^T as it is and spreads an outlier over
-    all of a row's values. Source: FlashAttention-3, arXiv:2407.08608, section 3.3; QuIP, arXiv:2307.13304."""
-    hadamard = torch.ones(1, 1)
-    while len(hadamard) < head_dim:
-        hadamard = torch.kron(hadamard, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-    signs = torch.randint(0, 2, (head_dim, 1), generator=torch.Generator().manual_seed(0)) * 2 - 1
-    return (signs * hadamard / math.sqrt(head_dim)).to(device)
 
 
 if __name__ == "__main__":
