@@ -42,17 +42,13 @@ def rows_of(found: Reports) -> list[Row]:
     return [{"experiment": name} | row for name, report in found.items() for row in report["rows"]]
 
 
-def plain(names: Columns, figures: Columns) -> Callable[[Reports], Table]:
-    """The rows as they are."""
-    return lambda found: table(rows_of(found), names, figures)
-
-
 def printed(program: str) -> Callable[[Reports], Table]:
-    """The rows as scripts.bench.<program> prints them."""
+    """The rows as scripts.bench.<program> prints them, with the experiment's name where there are several."""
 
     def made(found: Reports) -> Table:
         columns = import_module(f"scripts.bench.{program}")
-        return table(rows_of(found), columns.NAMES, columns.FIGURES)
+        run = {"run": "{experiment}"} if len(found) > 1 else {}
+        return table(rows_of(found), run | columns.NAMES, columns.FIGURES)
 
     return made
 
@@ -174,56 +170,6 @@ def profile(found: Reports) -> Table:
     return pivot(rows, {"part of the step": "{name}"}, "{run}, ms", "{ms:.2f} ({share:.0%})")
 
 
-STEP = plain(
-    {"attention": "{attention}", "recompute": "{activation_checkpointing}", "loss": "{loss}", "context": "{seq_len:,}"},
-    {
-        "tokens/s": "{tokens_per_second:,}", "ms a step": "{step_ms:.1f}", "MFU": "{mfu:.1%}",
-        "GiB": "{peak_memory_gib:.1f}", "ms a save": "{save_ms:.0f}", "steps a save for 2 %": "{save_every_at_promise}",
-    },
-)  # fmt: skip
-SMALL_STEP = plain(
-    {"optimizer": "{experiment}", "CUDA graphs": "{graphs}"},
-    {
-        "tokens/s": "{tokens_per_second:,}", "ms a step": "{step_ms:.2f}", "MFU": "{mfu:.1%}",
-        "ms without graphs: forward": "{forward_ms:.1f}", "backward": "{backward_ms:.1f}",
-        "optimizer": "{optimizer_ms:.1f}",
-    },
-)  # fmt: skip
-TIME_TO_LOSS = plain(
-    {"recipe": "{experiment}", "who": "{name}"},
-    {
-        "seconds": "{seconds:.1f}", "sd": "{seconds_sd:.1f}", "tokens": "{tokens:,.0f}",
-        "tokens/s": "{tokens_per_second:,.0f}", "least loss": "{least_loss:.4f}", "times nanoGPT": "{times:.2f}",
-        "by tokens": "{fewer_tokens:.2f}", "by rate": "{rate:.2f}", "times its best": "{times_best:.2f}",
-    },
-)  # fmt: skip
-LOSS = plain(
-    {"head and loss": "{name}"},
-    {"ms": "{ms:.1f}", "GiB beyond inputs": "{extra_gib:.2f}", "dh error": "{dh_error:.1e}",
-     "dweight error": "{dweight_error:.1e}"},
-)  # fmt: skip
-EIGHT_BITS = plain(
-    SHAPE | {"attention": "{attention}"}, {"TFLOP/s": "{tflops:.0f}", "error of O": "{relative_error:.2%}"}
-)
-VARIANTS = plain(
-    {"what varies": "{family}", "call": "B{batch} H{num_heads}/{num_kv_heads} N{context} {lengths} D{head_dim}",
-     "queries a row": "{queries}", "page": "{page}", "cache": "{cache}, a scale a {scale}"},
-    {"us": "{us:.1f}", "TB/s": "{tb_per_s:.2f}", "over 5 us and 90 % of reading": "{of_goal:.2f}"},
-)  # fmt: skip
-GENERATION = plain(
-    {"model": "{model}", "choice": "{choice}", "prompts": "{batch} x {prompt_tokens:,}", "new": "{new_tokens}"},
-    {"tokens/s": "{tokens_per_second:,.0f}", "of steps": "{tokens_per_second_after:,.0f}",
-     "first, ms": "{first_ms:.2f}", "step, ms": "{step_ms:.3f}", "p99": "{step_p99_ms:.3f}",
-     "GiB beyond weights": "{extra_gib:.2f}", "copies a step": "{copies_per_step:.2f}",
-     "time / forward": "{of_forward:.2f}"},
-)  # fmt: skip
-CACHE_BITS = plain(
-    {"cache": "{cache}"},
-    {"MiB": "{mib:,.0f}", "p50, us": "{p50_us:.1f}", "p99, us": "{p99_us:.1f}", "error of O": "{relative_error:.1e}",
-     "held-out loss": "{val_loss:.5f}", "more than without a cache": "{more_loss:+.1e}"},
-)  # fmt: skip
-
-
 def of_cells(*cells: str, names: Columns, figures: Columns, having: str = "cell") -> Callable[[Reports], Table]:
     """Of what several GPUs do, the rows of these cells that have a figure `having`."""
     return lambda found: table(
@@ -252,40 +198,41 @@ SHARED_BITS = of_cells(
     names={"optimizer": "{optimizer}", "GPUs": "{processes}"},
     figures={"steps": "{steps}", "SHA-256 of weights and moments": "{sha256}", "equal": "{equal}"},
 )
-SHARED_ROWS = plain(
-    {"tokens": "{seq_len:,}", "way": "{way}", "GPUs": "{gpus}"},
-    {"ms": "{ms:.2f}", "of one GPU": "{speedup:.3f}", "TFLOP/s a GPU": "{tflops:.0f}",
-     "GiB beyond inputs": "{extra_gib:.2f}", "the bits of one": "{bits}"},
-)  # fmt: skip
-BENCH = "bench_training.json"
+BENCH, STEP = "bench_training.json", printed("training")
 PAGE = (
     Part("Attention beside its peers", "attention/peers/attention.json", beside_peers),
     Part("Attention beside more peers", "attention/speed/attention.json", beside_peers),
     Part("Attention under any mask beside FlexAttention", "masks/masks.json", printed("masks")),
     Part("Attention's memory", "attention/long/attention.json", memory),
-    Part("Attention in 8 bits", "attention/fp8/attention.json", EIGHT_BITS),
+    Part("Attention in 8 bits", "attention/fp8/attention.json", printed("attention")),
     Part("Attention over a cache", "decode/context/decode.json", over_a_cache),
     Part("Attention over a cache beside its peers", "decode/peers/decode.json", over_a_cache_beside_peers),
     Part(
-        "Attention over a cache: groups, queries, pages, ragged rows, 8 bits", "decode/variants/decode.json", VARIANTS
+        "Attention over a cache: groups, queries, pages, ragged rows, 8 bits",
+        "decode/variants/decode.json",
+        printed("decode"),
     ),
     Part("Attention over a cache that grows", "decode/growing/decode.json", growing),
-    Part("A cache in 8 bits", "decode/bits/cache_bits.json", CACHE_BITS),
-    Part("Generation beside transformers", "generation/bench_generation.json", GENERATION),
+    Part("A cache in 8 bits", "decode/bits/cache_bits.json", printed("cache_bits")),
+    Part("Generation beside transformers", "generation/bench_generation.json", printed("generation")),
     Part("Our attention in a model of transformers", "huggingface/bench_huggingface.json", printed("huggingface")),
     Part("DNABERT-2's network", "mosaicbert/bench_mosaicbert.json", printed("mosaicbert")),
     Part("Attention's error", "attention/error_budget/error_budget.json", error_budget),
     Part("The training step of GPT-2 124M, compiled", f"training/compiled/{BENCH}", STEP),
     Part("The training step, eager, by length and activation checkpointing", f"training/grid/{BENCH}", STEP),
     Part("The training step, compiled, by activation checkpointing", f"training/checkpointing/{BENCH}", STEP),
-    Part("The training step of 10.7 million parameters, compiled", f"training/small_*/{BENCH}", SMALL_STEP),
-    Part("Training seconds until a held-out loss, beside nanoGPT", "time_to_loss/*/time_to_loss.json", TIME_TO_LOSS),
+    Part("The training step of 10.7 million parameters, compiled", f"training/small_*/{BENCH}", STEP),
+    Part(
+        "Training seconds until a held-out loss, beside nanoGPT",
+        "time_to_loss/*/time_to_loss.json",
+        printed("time_to_loss"),
+    ),
     Part("What a save costs the training", f"training/saving/{BENCH}", STEP),
     Part("The training step on several GPUs", "parallel/s*/bench_parallel.json", SHARED_STEP),
     Part("The sum of gradients over GPUs", "parallel/step/bench_parallel.json", SHARED_SUM),
     Part("The same weights from 1, 2 and 4 GPUs", "parallel/step/bench_parallel.json", SHARED_BITS),
-    Part("Attention whose rows GPUs share", "parallel/context/bench_context.json", SHARED_ROWS),
-    Part("Output head and loss", "training/loss/bench_loss.json", LOSS),
+    Part("Attention whose rows GPUs share", "parallel/context/bench_context.json", printed("context")),
+    Part("Output head and loss", "training/loss/bench_loss.json", printed("loss")),
     Part("The same training with each attention", "parity/*/parity.json", parity),
     Part("How often right attentions pass, with other seeds", "parity/repeats/repeats.json", repeats),
     Part("Where a step's time goes", "profile/*/profile.json", profile),

@@ -150,7 +150,7 @@ def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys):
     assert "forward 4.000x cuDNN" in text
     assert "backward 0" not in text
     assert "| backward | 4,096 | 8 | out of memory |" in text
-    assert "| flash | none | chunked | 1,024 | 590,395 | 111.0 | 47.6% | 18.4 |" in text
+    assert "| flash | none | chunked | 1,024 | 590,395 | 111.00 | 47.6% | 18.4 |" in text
     assert "| naive | none | chunked | 65,536 | out of memory |" in text
     assert "| 24 | 11 |" in text
     assert "| books | flash | pass | 2.0e-05 (1.0e-03) | 3.0e-04 (1.0e-03) | 5.0716 |" in text

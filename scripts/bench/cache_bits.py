@@ -79,9 +79,10 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     )
     draw(report.rows, run_dir / "cache_bits.png", f"{title}\n{hardware.description}")
     caption = f"Held-out loss without a cache: {uncached:.5f} nats a token."
-    report.finish(table(report.rows, {"cache": "{cache}"}, FIGURES, title, caption))
+    report.finish(table(report.rows, NAMES, FIGURES, title, caption))
 
 
+NAMES: Columns = {"cache": "{cache}"}
 FIGURES: Columns = {
     "MiB": "{mib:,.0f}", "p50, us": "{p50_us:.1f}", "p99, us": "{p99_us:.1f}", "error of O": "{relative_error:.2e}",
     "held-out loss": "{val_loss:.5f}", "more than without": "{more_loss:+.1e}",

@@ -96,7 +96,7 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
     draw(run_dir / "time_to_loss.png", curves, target, chosen.hardware.description)
     title = f"training seconds until {target:.4f} nats a token, held out ({len(bench.seeds)} seeds: mean and sd)"
     caption = "times: how often as fast as nanoGPT at its own learning rate, and at its best: by tokens x by rate"
-    report.finish(table(report.rows, {"": "{name}"}, FIGURES, title, caption if rates else ""))
+    report.finish(table(report.rows, NAMES, FIGURES, title, caption if rates else ""))
 
 
 def changed(settings: TimeToLossSettings, change: str) -> TimeToLossSettings:
@@ -191,6 +191,7 @@ def say(console: Console, name: str, seed: int, curve: Curve, target: float | No
     console.print(f"{name}, seed {seed}: {shown}least {min(loss for *_, loss in curve):.4f}", markup=False)
 
 
+NAMES: Columns = {"who": "{name}"}
 FIGURES: Columns = {
     "seconds": "{seconds:.2f}",
     "sd": "{seconds_sd:.2f}",
