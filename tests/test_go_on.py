@@ -191,7 +191,7 @@ def test_settings_of_another_version_or_of_a_stranger_refer_to_nothing(here, tra
     meta = json.loads(description.read_text())
     meta["settings"]["optim"]["of_yesterday"] = 1
     meta["settings"]["logger"]["group"] = "${oc.env:HOME}"
-    del meta["settings"]["init_from"], meta["left_open"]
+    del meta["settings"]["init_from"]
     description.write_text(json.dumps(meta))
     manifest = description.parent / "manifest.json"
     monkeypatch.setattr("training.checkpoint.fingerprint", lambda path: json.loads(manifest.read_text())[path.name])

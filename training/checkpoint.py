@@ -24,7 +24,6 @@ import shutil
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from torch import nn
 from training.checkpoint_files import fingerprint, flush, read_json, write_json, write_state, write_weights
 from training.shard import local, own_rows
 
-FORMAT = 2  # 2: the manifest
+FORMAT = 2
 WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.json", "manifest.json"
 FILES = (META, WEIGHTS, STATE)  # what the manifest vouches for
 LINKS = ("last", "best")
@@ -172,8 +171,7 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
     try:
         write_weights(weights, temporary / WEIGHTS)
         write_state(state, temporary / STATE)
-        written = datetime.now(UTC).isoformat(timespec="microseconds")
-        meta = {"format": FORMAT, "save": _last_save(folder) + 1, "written": written, **meta}
+        meta = {"format": FORMAT, "save": _last_save(folder) + 1, **meta}
         write_json(meta, temporary / META)
         write_json({name: fingerprint(temporary / name) for name in FILES}, temporary / MANIFEST)
         for path in (*(temporary / name for name in (*FILES, MANIFEST)), temporary):
@@ -231,8 +229,7 @@ def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Che
                 "manifest's); use another checkpoint"
             )
     checkpoint = Checkpoint(path.resolve(), meta)
-    later = {key: int for key in ("save", "metric_lines") if key in meta}  # older checkpoints lack them
-    checkpoint.refuse_without({"step": int} | later, meta, META)
+    checkpoint.refuse_without({"step": int, "save": int}, meta, META)
     return checkpoint
 
 
@@ -274,19 +271,18 @@ def _by_age(folder: Path) -> list[Path]:
     return sorted(found, key=_age, reverse=True)
 
 
-def _age(path: Path) -> tuple[float, str, int]:
-    """Sorts checkpoints by their count; before all others those that were written before there was one, by date."""
+def _age(path: Path) -> tuple[float, int]:
+    """Sorts checkpoints by their count."""
     try:
-        meta = read_json(path, META)
+        save = read_json(path, META).get("save")
     except (OSError, ValueError):
-        return math.inf, "", _step(path)
-    save = meta.get("save", 0)
-    return save if type(save) is int else math.inf, str(meta.get("written", "unknown")), _step(path)
+        save = None
+    return save if type(save) is int else math.inf, _step(path)
 
 
 def _last_save(folder: Path) -> int:
     """The highest count in `folder`, 0 where there is none."""
-    return max((save for save, *_ in map(_age, _by_age(folder)) if save != math.inf), default=0)
+    return max((save for save, _ in map(_age, _by_age(folder)) if save != math.inf), default=0)
 
 
 def _step(path: Path) -> int:

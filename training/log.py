@@ -82,7 +82,7 @@ class RunLog:
         self.run_dir = run_dir
         self.console = Console(highlight=False)
         own = resumed is not None and resumed.path.parent == (run_dir / "checkpoints").resolve()
-        expected = resumed.meta.get("metric_lines", 0) if own else 0  # another run's checkpoint knows another file
+        expected = resumed.meta["metric_lines"] if own else 0  # another run's checkpoint knows another file
         self._file = MetricsFile(
             run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say, expected=expected
         )

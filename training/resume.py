@@ -31,7 +31,9 @@ NOT_OF_THE_TEXT = ("seq_len", "shift_windows", "document_mask", "cache_dir", "nu
 NEEDED_META = {
     "step": int,
     "seconds": (int, float),
+    "metric_lines": int,
     "settings": {"model": {}, "data": {}, "optim": {}},
+    "left_open": {},
     "tokenizer": {"name": str},
     "vocab_size": int,
     "data_fingerprint": str,
@@ -77,9 +79,8 @@ def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
 
 def settings_as_asked(checkpoint: Checkpoint) -> dict[str, Any]:
     """Its settings, flat, as they were before anything was chosen for its machine."""
-    meta = {"left_open": {}, **checkpoint.meta}  # earlier versions wrote only what was chosen
-    checkpoint.refuse_without({**NEEDED_META, "left_open": {}}, meta, META)
-    return flat(meta["settings"]) | dict(meta["left_open"])
+    checkpoint.refuse_without(NEEDED_META, checkpoint.meta, META)
+    return flat(checkpoint.meta["settings"]) | dict(checkpoint.meta["left_open"])
 
 
 def refuse_unless_same(
