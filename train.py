@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and hasattr(signal, "pthread_sigmask"):
+if __name__ == "__main__":
     # to import PyTorch takes seconds: what SLURM sends near a time limit waits until StopRequest takes it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -219,8 +218,6 @@ def _remove_abandoned(path: Path) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Names of files reach the disk only when their folder does."""
-    if sys.platform == "win32":  # where a folder cannot be opened
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

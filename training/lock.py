@@ -1,15 +1,11 @@
 """One process a run folder: two that write there would mix their metrics and delete each other's checkpoints."""
 
+import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
 
 NAME = "lock"
 
@@ -23,8 +19,8 @@ def locked(run_dir: Path, report: Callable[[str], None] = print) -> Iterator[Non
     """Hold `run_dir`, which is made where it is missing, for this process alone.
 
     By flock(2) on `run_dir/lock`, which the system releases with the process, however that ends: a file left behind
-    by kill -9 keeps nobody out. Where there is no such lock (Windows, some network file systems), `report` is told and
-    nothing is held. A folder in which nothing was written is removed again.
+    by kill -9 keeps nobody out. Where there is no such lock (some network file systems), `report` is told and nothing
+    is held. A folder in which nothing was written is removed again.
 
     Raises:
         InUse: another process holds it; one line with its id.
@@ -97,6 +93,4 @@ def _written_in(descriptor: int) -> str:
 
 def _lock(descriptor: int, *, shared: bool = False) -> None:
     """BlockingIOError where another process has it; any other OSError where there are no such locks."""
-    if fcntl is None:
-        raise OSError("this system has no flock")
     fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

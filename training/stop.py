@@ -23,8 +23,7 @@ from types import FrameType
 
 from training.parallel import ALONE, World
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
-SIGHUP, SIGUSR1 = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 EXIT_TIME_LIMIT = 75
 REASONS = (EXIT_TIME_LIMIT, *(128 + number for number in SIGNALS))  # exit codes, as processes vote by them
 SHOW_CURSOR = b"\x1b[?25h"
@@ -98,13 +97,12 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         try:
             for number in SIGNALS:
-                if number == SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                     continue
                 self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not the main thread: Python allows no handlers there
             return self
-        if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # train.py blocks SIGUSR1 before its slow imports
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # train.py blocks SIGUSR1 before its slow imports
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -117,7 +115,7 @@ class StopRequest:
         if number == signal.SIGTERM and self._world.watch:  # what torchrun sends to the others when one has died
             self._world.watch.suspect("SIGTERM")
         # torchrun passes on what the terminal has sent to all of us already
-        twice = (SIGHUP, SIGUSR1, number) if self._world.size > 1 else (SIGHUP, SIGUSR1)
+        twice = (signal.SIGHUP, signal.SIGUSR1, *((number,) if self._world.size > 1 else ()))
         for other in self._previous:
             signal.signal(other, signal.SIG_IGN if other in twice else signal.SIG_DFL)
         # the progress bar hid it, and may not get to show it again; a closed terminal takes nothing
