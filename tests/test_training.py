@@ -5,18 +5,19 @@ import json
 import math
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
 
-from model import resolve_attention
+from model import GPT, GPTConfig, resolve_attention
 from training.hardware import HardwareConfig, set_up
 from training.log import LoggerConfig, RunLog
 from training.optimizer import OptimConfig, Optimizer, lr_factor
 from training.random_states import random_states, restore_random_states
-from training.speed import flops_per_token, mfu
+from training.speed import mfu, model_flops
 
 
 class Net(nn.Module):
@@ -130,17 +131,23 @@ def test_lr_factor_scales_every_group_from_its_own_peak():
 
 def test_flops_by_hand():
     # one layer, one head of 2: 4 * 2 = 8 FLOPs a pair forward, 24 with the backward
-    counted = flops_per_token(matmul_parameters=10, num_layers=1, num_heads=1, head_dim=2, seq_len=3)
-    assert counted == {"causal": 60 + 24 * 2, "full": 60 + 24 * 3}  # a causal token sees 2 of 3 on average
-    sizes = {"matmul_parameters": 10, "num_layers": 1, "num_heads": 1, "head_dim": 2, "seq_len": 4}
-    assert flops_per_token(**sizes, window=2) == {"causal": 60 + 24 * 7 / 4, "full": 60 + 24 * 2}  # 1 + 2 + 2 + 2
-    assert flops_per_token(**sizes, window=9) == flops_per_token(**sizes)
+    one_head = {"num_layers": 1, "num_heads": 1, "n_embd": 2}
+
+    def counted(seq_len, window=None):
+        config = GPTConfig(**one_head, window=window)
+        return model_flops(SimpleNamespace(config=config, seq_len=seq_len, num_matmul_parameters=lambda: 10))
+
+    assert counted(3) == {"causal": 60 + 24 * 2, "full": 60 + 24 * 3}  # a causal token sees 2 of 3 on average
+    assert counted(4, window=2) == {"causal": 60 + 24 * 7 / 4, "full": 60 + 24 * 2}  # 1 + 2 + 2 + 2
+    assert counted(4, window=9) == counted(4)
 
 
 def test_flops_of_gpt2_are_nanogpts():
     # nanoGPT's estimate: 6 N + 12 L H Q T with N = 123.6 M, L, H, Q, T = 12, 12, 64, 1024
-    counted = flops_per_token(matmul_parameters=123_587_328, num_layers=12, num_heads=12, head_dim=64, seq_len=1024)
-    assert counted["full"] == 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024
+    config = GPTConfig(num_layers=12, num_heads=12, n_embd=768, mlp="gelu", attention="naive", loss="plain")
+    model = GPT(config, 50257, 1024, device="meta")
+    assert model.num_matmul_parameters() == 123_568_128
+    assert model_flops(model)["full"] == 6 * 123_568_128 + 12 * 12 * 12 * 64 * 1024
 
 
 def test_mfu_is_absent_where_the_peak_is_unknown():

@@ -70,39 +70,18 @@ def attention_flops(pairs: float, head_dim: int) -> float:
     return 4 * pairs * head_dim
 
 
-def flops_per_token(
-    *,
-    matmul_parameters: int,
-    num_layers: int,
-    num_heads: int,
-    head_dim: int,
-    seq_len: int,
-    window: int | None = None,
-) -> dict[str, float]:
-    """Forward and backward FLOPs a token, under both conventions.
+def model_flops(model: GPT) -> dict[str, float]:
+    """Forward and backward FLOPs a token of `model` at its full context, under both conventions.
 
-    matmul_parameters: entries of all weights that multiply activations (the output projection included, tied or not;
-    the embedding look-up not).
-    window: keys that a token sees, itself included; None: all before it. Document masks are not taken off: with them
-    the true figure is lower, and so is the MFU.
+    Entries of all weights that multiply activations count (the output projection included, tied or not; the embedding
+    look-up not). Document masks are not taken off: with them the true figure is lower, and so is the MFU.
     """
-    dense = 6 * matmul_parameters
-    pair = 3 * attention_flops(num_layers * num_heads, head_dim)
-    seen = seq_len if window is None else min(window, seq_len)
+    config, seq_len = model.config, model.seq_len
+    dense = 6 * model.num_matmul_parameters()
+    pair = 3 * attention_flops(config.num_layers * config.num_heads, config.head_dim)
+    seen = seq_len if config.window is None else min(config.window, seq_len)
     visible = seen - seen * (seen - 1) / (2 * seq_len)  # the mean of min(i, seen) over i = 1 .. seq_len
     return {"causal": dense + pair * visible, "full": dense + pair * seen}
-
-
-def model_flops(model: GPT) -> dict[str, float]:
-    """`flops_per_token` of a model at its full context."""
-    return flops_per_token(
-        matmul_parameters=model.num_matmul_parameters(),
-        num_layers=model.config.num_layers,
-        num_heads=model.config.num_heads,
-        head_dim=model.config.head_dim,
-        seq_len=model.seq_len,
-        window=model.config.window,
-    )
 
 
 def mfu(flops_a_token: float, tokens_per_second: float | None, peak_flops: float | None) -> float | None:
