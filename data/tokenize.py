@@ -29,9 +29,7 @@ class Counts:
     """What a stream amounted to."""
 
     tokens: int = 0
-    words: int = 0  # runs of characters between white space
     bytes: int = 0  # of the text as UTF-8, without end-of-text
-    characters: int = 0
     documents: int = 0
 
 
@@ -66,19 +64,17 @@ def tokenize(
     """Token ids (uint32) of the stream, in order, with end-of-text between documents; adds to `counts` as it goes."""
     end_of_text = np.array([encoding.eot_token], dtype=np.uint32)
 
-    def encode(text: str) -> tuple[np.ndarray, int, int]:
+    def encode(text: str) -> tuple[np.ndarray, int]:
         # special tokens that stand in the text are text
-        return encoding.encode_to_numpy(text, disallowed_special=()), len(text.split()), len(text.encode())
+        return encoding.encode_to_numpy(text, disallowed_special=()), len(text.encode())
 
-    for (text, first), (tokens, words, size) in ordered_map(encode, pieces(fragments), num_workers):
+    for (_, first), (tokens, size) in ordered_map(encode, pieces(fragments), num_workers):
         if first and counts.documents:
             counts.tokens += 1
             yield end_of_text
         counts.documents += first or not counts.documents
         counts.tokens += len(tokens)
-        counts.words += words
         counts.bytes += size
-        counts.characters += len(text)
         yield tokens
 
 

@@ -4,8 +4,6 @@ The text is taken as published (Merity et al. 2016, arXiv:1609.07843), with the 
 commas and points inside words and numbers as ` @-@ `, ` @,@ ` and ` @.@ `, punctuation set off by blanks, headings as
 ` = Title = `, and in the versions that are not raw `<unk>` for rare words. Undoing that would make losses incomparable
 with everybody else's.
-
-Published word counts (2,088,628 for WikiText-2's train split) count each line's end as a word; ours do not.
 """
 
 import re
