@@ -2,7 +2,7 @@
 
     python -m scripts.prepare data=wikitext103 tokenizer=gpt2
     python -m scripts.prepare data=text data.files='books/*.txt' tokenizer=gpt2
-    python -m scripts.prepare data=wikitext2 data.local_dir=../shared/data/wikitext-2 verify=true
+    python -m scripts.prepare data=wikitext2 data.local_dir=wikitext-2 verify=true
 
 Takes the arguments of train.py; only data and tokenizer matter. The last line is one JSON object.
 """

@@ -3,14 +3,12 @@
 import gc
 import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
 # files that start processes and wait for them: early, while other processes of the suite have work
 WAITING = ("test_parallel.py", "test_slurm.py", "test_survival.py", "test_train.py", "test_wandb.py")
-CACHED_GPT2 = Path(__file__).resolve().parents[2] / "shared" / "data" / "tiktoken_cache"
 
 # before any test module imports triton: the interpreter is chosen when a kernel is decorated
 if not torch.cuda.is_available():
@@ -97,13 +95,10 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def gpt2():
-    """GPT-2's tokenizer, from a folder beside the repository where there is one."""
+    """GPT-2's tokenizer, from TIKTOKEN_CACHE_DIR or a download."""
     from data import build_tokenizer
 
-    with pytest.MonkeyPatch.context() as patch:
-        if CACHED_GPT2.is_dir():
-            patch.setenv("TIKTOKEN_CACHE_DIR", str(CACHED_GPT2))
-        try:
-            return build_tokenizer("gpt2")
-        except ValueError as error:
-            pytest.skip(str(error))
+    try:
+        return build_tokenizer("gpt2")
+    except ValueError as error:
+        pytest.skip(str(error))

@@ -1,6 +1,7 @@
 """Any dataset of the hub is read row by row from a folder laid out like it, from the hub's cache, or from the hub."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -18,7 +19,7 @@ from data.textfiles import TextFile, lines
 from data.wikitext import articles
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared" / "data"
+WIKITEXT = os.environ.get("WIKITEXT_103")  # a folder with WikiText-103's own files
 COMMITS = ("a" * 40, "b" * 40)
 
 
@@ -301,8 +302,8 @@ def test_wikitext_from_the_hub(cache, tmp_path, monkeypatch):
     assert [text_of(dataset, split) for split in ("train", "validation", "test")] == [expected] * 3
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not on this machine")
+@pytest.mark.skipif(not WIKITEXT, reason="needs WIKITEXT_103=FOLDER, with WikiText-103's own files")
 def test_wikitext_has_its_published_articles():
     for name, count in (("valid", 60), ("test", 60)):
-        path = SHARED / "wikitext-103" / f"wiki.{name}.tokens"
+        path = Path(WIKITEXT) / f"wiki.{name}.tokens"
         assert sum(1 for _ in articles(lines(TextFile(path, "text", 0, "")))) == count
