@@ -125,4 +125,4 @@ def test_parallel_is_serial(monkeypatch):
         stream = ((document, True) for document in documents)
         assert np.concatenate(list(tokenize(stream, encoding, workers, counts))).tolist() == expected
         text = "".join(documents)
-        assert counts == Counts(len(expected), len(text.split()), len(text), len(text), 60)
+        assert counts == Counts(len(expected), len(text), 60)
