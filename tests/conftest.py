@@ -2,7 +2,16 @@
 
 import gc
 import os
+import sys
 from collections import Counter
+from pathlib import Path
+
+# containers often forbid bytecode, and every process that the suite starts would compile PyTorch's modules again
+if sys.dont_write_bytecode:
+    sys.pycache_prefix = str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 import pytest
 import torch
