@@ -25,7 +25,7 @@ def naive_attention(
     Shapes, dtypes, options and errors as in `flash_attention`, but any device, float64, and any head_dim. Products run
     in the input dtype, the softmax in float32 (float64 for float64 inputs).
     """
-    o, lse = by_documents(_naive, *check_call(q, k, v, **options))
+    o, lse = by_documents("naive", _naive, *check_call(q, k, v, **options))
     return (o, lse) if return_lse else o
 
 
@@ -44,10 +44,13 @@ def naive_attention_varlen(
     return call_packed(naive_attention, (q, k, v), cu_seqlens, max_seqlen, **options)
 
 
-def by_documents(attention, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """O and LSE by attention(q, k, v, options, first_row, first_col), called once, or for each document."""
+def by_documents(name: str, attention, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """O and LSE by attention(q, k, v, options, first_row, first_col), called once, or for each document.
+
+    ValueError where `name`, a row of kernels/support.py, does not take these options together.
+    """
     features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
-    if options.masked and (reason := why_not("naive", q.dtype, features)):
+    if reason := why_not(name, q.dtype, features):
         raise ValueError(reason)
     if not options.packed:
         return attention(q, k, v, options)

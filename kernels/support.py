@@ -39,7 +39,11 @@ FEATURES = {
 # What a block mask says itself, so that no call may say it beside one.
 IN_THE_MASK = ("causal", "window", "varlen")
 
-_ALL = frozenset(FEATURES)
+# what is computed in tiles, by the kernels and by their mathematics in plain PyTorch: refused there until it is named
+_IN_TILES = frozenset(
+    {"full", "causal", "gqa", "head_dim_v", "lse", "window", "softcap", "alibi_slopes", "sinks", "dropout", "varlen"}
+    | {"block_mask"}
+)
 _ALL_DTYPES = frozenset(DTYPES)
 
 
@@ -62,9 +66,9 @@ class Implementation:
 IMPLEMENTATIONS = {
     i.name: i
     for i in (
-        Implementation("naive", _ALL, _ALL_DTYPES, instead="model.attention=tiled"),
-        Implementation("tiled", _ALL, _ALL_DTYPES, instead="model.attention=naive"),
-        Implementation("flash", _ALL, _ALL_DTYPES - {torch.float64}, instead="model.attention=naive"),
+        Implementation("naive", frozenset(FEATURES), _ALL_DTYPES, instead="model.attention=tiled"),
+        Implementation("tiled", _IN_TILES, _ALL_DTYPES, instead="model.attention=naive"),
+        Implementation("flash", _IN_TILES, _ALL_DTYPES - {torch.float64}, instead="model.attention=naive"),
         # PyTorch's own, as the model calls it; its dropout draws from a stream of its own
         Implementation(
             "sdpa",

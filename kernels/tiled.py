@@ -37,7 +37,7 @@ def tiled_attention(
 
     Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; FlashAttention, arXiv:2205.14135, algorithm 1.
     """
-    o, lse = by_documents(_tiled(block_q, block_k, outer), *check_call(q, k, v, **options))
+    o, lse = by_documents("tiled", _tiled(block_q, block_k, outer), *check_call(q, k, v, **options))
     return (o, lse) if return_lse else o
 
 

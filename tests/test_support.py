@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,6 +58,17 @@ def test_what_the_matrix_denies_is_refused(name, feature, dtype):
             ATTENTION["flash"][which](q, k, v, **options)
 
 
+def test_an_option_is_refused_by_tiles_that_do_not_name_it(monkeypatch):
+    """As one is that has just been added: only the definition takes it."""
+    tiled = IMPLEMENTATIONS["tiled"]
+    monkeypatch.setitem(IMPLEMENTATIONS, "tiled", replace(tiled, features=tiled.features - {"softcap"}))
+    _, q, k, v, options = call_for(["softcap"], torch.float32, DEVICE)
+    ATTENTION["naive"][0](q, k, v, **options)
+    with pytest.raises(ValueError, match=r"softcap in float32 is not supported by tiled; use model.attention=naive"):
+        ATTENTION["tiled"][0](q, k, v, **options)
+
+
+IN_KERNELS = [f for f in FEATURES if f in IMPLEMENTATIONS["flash"].features]
 SENSIBLE_PAIRS = [
     ("causal", "gqa"),
     ("causal", "window"),
@@ -79,8 +91,8 @@ SENSIBLE_PAIRS = [
     ("alibi_slopes", "varlen"),
     ("dropout", "varlen"),
     ("block_mask", "sinks"),
-    tuple(f for f in FEATURES if f not in ("full", "window", "block_mask")),
-    tuple(f for f in FEATURES if f not in ("full", "lse", *IN_THE_MASK)),  # lse's case is causal
+    tuple(f for f in IN_KERNELS if f not in ("full", "window", "block_mask")),
+    tuple(f for f in IN_KERNELS if f not in ("full", "lse", *IN_THE_MASK)),  # lse's case is causal
 ]
 
 
