@@ -69,21 +69,16 @@ class Dataset:
         return self.manifest["fingerprint"]
 
 
-def open_dataset(data: DataConfig, tokenizer: str, *, report: Report | None = None, prepare: bool = True) -> Dataset:
+def open_dataset(data: DataConfig, tokenizer: str, *, report: Report | None = None) -> Dataset:
     """The tokenized text that the configuration names, prepared first where it is not in the cache.
 
-    Args:
-        report: is given lines about what is done, for the console.
-        prepare: False refuses what is not in the cache.
-
-    Raises ValueError, one line, for a source that is missing or unreadable, a cache that cannot be written or was
-    damaged, and a data.seq_len for which a split is too short.
+    `report` is given lines about what is done, for the console. Raises ValueError, one line, for a source that is
+    missing or unreadable, a cache that cannot be written or was damaged, and a data.seq_len for which a split is too
+    short.
     """
     source, identity, path = locate(data, tokenizer)
     say = report or (lambda line: None)
     if not path.exists():
-        if not prepare:
-            raise ValueError(f"{path} does not exist; leave verify=true out to prepare it")
         _prepare(path, source, identity, tokenizer, data.num_workers, say)
     dataset = _open(path, identity)
     tokens = ", ".join(f"{split} {len(array):,}" for split, array in dataset.tokens.items())

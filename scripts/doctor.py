@@ -163,7 +163,7 @@ def text(settings: Settings) -> Finding:
     config = settings.data
     _, identity, path = locate(config, settings.tokenizer)
     if path.exists():
-        return tokens(settings, open_dataset(config, settings.tokenizer, prepare=False))
+        return tokens(settings, open_dataset(config, settings.tokenizer))
     if obstacle := machine.not_writable(path.parent):
         raise ValueError(f"data.cache_dir={path.parent} {obstacle}; data.cache_dir=FOLDER")
     size = sum(file["bytes"] for file in identity["files"]) if config.source == "text" else None

@@ -1,14 +1,14 @@
-"""Tokenize a text ahead of a run, or check one that was.
+"""Tokenize a text ahead of a run; of one that was, check every file.
 
     python -m scripts.prepare data=wikitext103 tokenizer=gpt2
     python -m scripts.prepare data=text data.files='books/*.txt' tokenizer=gpt2
-    python -m scripts.prepare data=wikitext2 data.local_dir=wikitext-2 verify=true
+    python -m scripts.prepare data=wikitext2 data.local_dir=wikitext-2
 
 Takes the arguments of train.py; only data and tokenizer matter. The last line is one JSON object.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from conf.program import program
@@ -16,15 +16,10 @@ from conf.schema import Settings
 from data import Dataset, open_dataset
 
 
-@dataclass
-class PrepareSettings(Settings):
-    verify: bool = False  # check an existing set, prepare nothing
-
-
-@program("config", PrepareSettings, experiment="quickstart", run_dir=".")
-def main(settings: PrepareSettings, run_dir: Path) -> None:
+@program("config", Settings, experiment="quickstart", run_dir=".")
+def main(settings: Settings, run_dir: Path) -> None:
     data = replace(settings.data, seq_len=1)  # a text shorter than a run's window can be prepared all the same
-    print(json.dumps(summary(open_dataset(data, settings.tokenizer, report=print, prepare=not settings.verify))))
+    print(json.dumps(summary(open_dataset(data, settings.tokenizer, report=print))))
 
 
 def summary(dataset: Dataset) -> dict:

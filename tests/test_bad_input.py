@@ -407,8 +407,6 @@ DATA = [
       for files in ("3", "{a.txt: 1}")),
     Case("prepare: unknown text", ["data=book"], ["data=book", "wikitext2"], program="scripts.prepare"),
     Case("prepare: unknown tokenizer", ["tokenizer=gpt5"], ["tokenizer=gpt5", "gpt2"], program="scripts.prepare"),
-    Case("prepare: nothing to verify", ["data=text", "data.files={p}/corpus.txt", "data.cache_dir={p}/x",
-         "verify=true"], ["does not exist; leave verify=true out"], program="scripts.prepare"),
 ]  # fmt: skip
 
 CHECKPOINTS = [
