@@ -131,9 +131,7 @@ def run(
 
     def save(step: int, *, best: bool) -> None:
         state = resume.state_of(optimizer, check, best_loss, hardware.device)
-        epoch, window = batches.position(step)
         progress = {"step": step, "seconds": seconds(), "metric_lines": log.lines}
-        progress["data_position"] = {"epoch": epoch, "window": window}
         with world.communicating():
             saver.save(model, state, progress | description, best=best)
 

@@ -62,10 +62,6 @@ class TokenBatches:
             self.tokens, self.seq_len, self.batch_size * self.world_size, self.seed, shifted=self.shifted
         )
 
-    def position(self, step: int) -> tuple[int, int]:
-        """(epoch, windows of that epoch already taken) when the step begins, over all ranks."""
-        return divmod(step * self.batch_size * self.world_size, self.windows_per_epoch)
-
     def _order(self, epoch: int) -> np.ndarray:
         # numpy promises that a bit generator's raw numbers never change, but not `permutation`: sorting raw numbers
         # gives a resumed run the same order under any version

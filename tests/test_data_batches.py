@@ -97,11 +97,6 @@ def test_resume_at_any_step():
     assert torch.equal(straight.batch(2)[0], expected[2][0]), "going back is allowed too"
 
 
-def test_position():
-    batches = TokenBatches(tokens(101), 10, 4, seed=0)  # 10 windows an epoch
-    assert [batches.position(step) for step in (0, 1, 2, 3, 5)] == [(0, 0), (0, 4), (0, 8), (1, 2), (2, 0)]
-
-
 def test_batch_larger_than_the_split():
     seen = windows_of([TokenBatches(tokens(41), 10, 10, seed=0)], range(2))
     assert [sorted(seen[i : i + 4]) for i in range(0, 20, 4)] == [[0, 1, 2, 3]] * 5

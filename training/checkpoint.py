@@ -3,8 +3,7 @@
     <run>/checkpoints/step_000600/
         model.safetensors    the weights
         state.pt             optimizer and random-number states (read with weights_only=True: no code is run)
-        checkpoint.json      step, which save of the folder this is, data position, resolved settings, tokenizer,
-                             git commit, versions
+        checkpoint.json      step, which save of the folder this is, resolved settings, tokenizer, git commit, versions
         manifest.json        size and SHA-256 of the three above; written last
     <run>/checkpoints/last, best    links to two of them
 
