@@ -94,7 +94,7 @@ def run(
     # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
     model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=hardware.device)
-    forward = parallelize(model, hardware)
+    forward = parallelize(model, hardware)  # compiled where the run is, dealt out where processes share the weights
     optimizer = Optimizer(model, settings.optim, hardware.dtype, world)
     best_loss, seconds_before, state = math.inf, 0.0, {}
     if resumed:
@@ -105,8 +105,8 @@ def run(
     stepper = Stepper(chosen, model, forward, optimizer)
 
     # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
-    cut = world.place | {"shifted": settings.data.shift_windows}
-    batches = TokenBatches(dataset.train, chosen.seq_len, chosen.sequences_per_step, config.window_seed, **cut)
+    dealt = world.place | {"shifted": settings.data.shift_windows}
+    batches = TokenBatches(dataset.train, chosen.seq_len, chosen.sequences_per_step, config.window_seed, **dealt)
     windows = fixed_windows(dataset.validation, chosen.seq_len, config.eval_windows)
     evaluation = EvaluationSet.of(windows, dataset.tokenizer)
 
@@ -115,7 +115,7 @@ def run(
     description = chosen.description | {"provenance": provenance()}
     log = first(RunLog)(run_dir, settings.logger, chosen.settings, steps=config.steps, **going_on, wandb=chosen.wandb)
     kept = {"keep_last": config.keep_last, "keep_every": config.keep_every}
-    saver = first(Saver)(run_dir / "checkpoints", **kept, say=log.say) or Giver()
+    saver = first(Saver)(run_dir / "checkpoints", **kept, say=log.say) or Giver()  # the others give it their rows
     first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)
     profiler = first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 
