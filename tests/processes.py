@@ -339,6 +339,7 @@ def command_lines(folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, *only: str) -> dict[str, Any]:
     parallel.meet = partial(parallel.meet, limits=QUICK)
+    parallel.PIECE = 4096  # elements, so that these small models are summed in several
     torch.set_num_threads(1)  # a forked child cannot use its parent's threads
     curves.draw_run = lambda run, path: None
     settings = small_run(folder, *RUN, "train.steps=2")

@@ -20,7 +20,7 @@ from tests.runs import settings
 from training.gradient_sum import GradientSum
 from training.hardware import Hardware
 from training.owners import dealt_by_cost
-from training.parallel import ALIGNED, ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World, ranks
+from training.parallel import ALIGNED, ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World, cut, padded, ranks
 from training.run import Run, resolve
 from training.watch import StepClock
 
@@ -270,17 +270,29 @@ def test_the_sum_lies_where_a_graph_writes_every_gradient(count):
     assert torch.equal(place, gradients_of(terms))
 
 
-def test_sums_over_processes_lie_where_those_before_lay(monkeypatch):
-    world, places = several(2), []
-    monkeypatch.setattr(world, "_add_up", lambda flat: None)
-    for value in (1.0, 2.0):
-        terms = [torch.full(shape, value) for shape in ((3, 5), (130,), ())]
-        sums, loss = world.sum(list(terms), torch.tensor(value), [torch.ones(2)])
-        assert all(map(torch.equal, sums, terms))
-        assert loss == world.tail[0] == value
-        places.append([term.data_ptr() for term in (*sums, world.tail)])
-    assert places[0] == places[1]
-    assert all(place % (4 * ALIGNED) == places[0][0] % (4 * ALIGNED) for place in places[0])
+def test_sums_over_processes_lie_where_the_terms_lay(monkeypatch):
+    """There a graph reads them."""
+    world = several(2)
+    monkeypatch.setattr(world, "_group_for", lambda device: None)
+    monkeypatch.setattr(world, "_add_up", lambda terms, group: torch._foreach_mul_(terms, 2))
+    terms = [torch.ones(3, 5), torch.ones(130), torch.ones(())]
+    sums, loss = world.sum(list(terms), torch.tensor(3.0), [torch.ones(2)])
+    assert [x.data_ptr() for x in sums] == [x.data_ptr() for x in terms]
+    assert all((x == 2).all() for x in sums)
+    assert loss == world.tail[0] == 6
+
+
+def test_what_is_summed_is_cut_into_pieces_of_one_size():
+    shapes = ((3, 5), (), (10 * ALIGNED,), (1,), (5, ALIGNED), (0,))
+    terms = [torch.randn(shape) for shape in shapes]
+    pieces = cut(terms, 4 * ALIGNED)
+    assert [sum(map(padded, piece)) for piece in pieces] == [4 * ALIGNED] * (len(pieces) - 1) + [2 * ALIGNED]
+    for x in (x for piece in pieces for x in piece):
+        x.add_(1)
+        assert x.storage_offset() % ALIGNED == 0, "as aligned as its tensor"
+    assert torch.equal(
+        torch.cat([x for piece in pieces for x in piece]), torch.cat([term.view(-1) for term in terms])
+    ), "all of them, in place"
 
 
 def test_ranks():

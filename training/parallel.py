@@ -35,7 +35,9 @@ METHODS = ("auto", *WAYS)
 NUM_VOTES = 8  # reasons to stop that a process can vote for, training/stop.py
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
 SLOW, SLOW_STEPS = 1.1, 50  # a process this many times slower than the others for so many steps is named
-ALIGNED = 64  # elements: each gradient begins as aligned in the flat buffer as a tensor of its own
+PIECE = 2**24  # elements that are summed at a time, while those before and after them are on their way
+SLOTS = 3  # pieces in flight: one arrives, one is added and sent back, one is copied in or out
+ALIGNED = 64  # elements: each gradient begins as aligned in a piece as a tensor of its own
 IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that one may be late; evaluation, samples, saving lie between steps
 FOREVER = timedelta(days=30)  # who never comes is found by training/watch.py, not by a timeout
 
@@ -108,8 +110,7 @@ class World:
         self._slow_for, self._named = [0] * self.size, set[int]()
         self._clock = StepClock()
         self._check: Tensor | float = 0.0
-        self._flat: Tensor | None = None  # holds each step's gradients and tail, summed, at the places `_sums_of`
-        self._sums_of: list[Tensor] = []
+        self._slots: list[tuple[Tensor, Tensor]] = []  # (a piece of this process, its own part of all processes')
 
     @property
     def is_first(self) -> bool:
@@ -230,45 +231,57 @@ class World:
     def sum(self, terms: list[Tensor], loss: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """The sum of `terms` (fp32, any shapes) and `loss` over all processes, as a binary tree over ranks.
 
-        `terms` is emptied: each tensor's memory is free once it is copied. The sums lie where those of the step before
-        lay, in one buffer. Each process adds a W-th of its elements. Where processes share weights, `terms` are sums
-        already, and stay.
+        The sums lie where `terms` lay. Each process adds a W-th of their elements. Where processes share weights,
+        `terms` are sums already, and stay.
         """
         if self.size == 1:
             return terms, loss
-        summed, terms = (terms, []) if self.shards else ([], terms)
         if self._sums % CHECK_EVERY == 0 and not self.shards:
             self._check = torch.stack(torch._foreach_norm(weights)).sum()
-        tail = torch.zeros(1 + NUM_VOTES + 2 * self.size, device=loss.device)
-        tail[0] = loss
+        self.tail = torch.zeros(1 + NUM_VOTES + 2 * self.size, device=loss.device)
+        self.tail[0] = loss
         for index in self._votes:
-            tail[1 + index].fill_(1)
-        tail[1 + NUM_VOTES + self.rank].fill_(self._clock.end())
-        tail[1 + NUM_VOTES + self.size + self.rank] = self._check
-        terms.append(tail)
-        if self._flat is None:
-            starts = [0, *accumulate(-(-term.numel() // ALIGNED) * ALIGNED for term in terms)]
-            self._flat = loss.new_zeros(-(-starts[-1] // (self.size * ALIGNED)) * self.size * ALIGNED)
-            pieces = [self._flat[start:][: term.numel()] for start, term in zip(starts, terms, strict=False)]
-            self._sums_of = [piece.view(term.shape) for piece, term in zip(pieces, terms, strict=True)]
-        torch._foreach_copy_(self._sums_of, terms)
-        terms.clear()
-        self._add_up(self._flat)
-        *sums, self.tail = self._sums_of
-        return summed or sums, self.tail[0].clone()
-
-    def _add_up(self, flat: Tensor) -> None:
-        """Make `flat`, whose length W divides, its sum over all processes in the order of a binary tree over ranks."""
+            self.tail[1 + index].fill_(1)
+        self.tail[1 + NUM_VOTES + self.rank].fill_(self._clock.end())
+        self.tail[1 + NUM_VOTES + self.size + self.rank] = self._check
+        terms = [term.contiguous() for term in terms]
         self.arrivals += 1
-        received, own = torch.empty_like(flat), flat.view(self.size, -1)[self.rank]
         with self.communicating():
-            group = self._group_for(flat.device)
-            dist.all_to_all_single(received, flat, group=group)
-        tree_sum(list(received.view(self.size, -1).unbind()), out=own)
-        with self.communicating():
-            dist.all_gather_into_tensor(flat, own, group=group)  # in place: its own part is there
+            self._add_up([self.tail] if self.shards else [*terms, self.tail], self._group_for(loss.device))
         self.patience = BETWEEN_STEPS
         self._sums += 1
+        return terms, self.tail[0]
+
+    def _add_up(self, terms: list[Tensor], group: dist.ProcessGroup) -> None:
+        """Make `terms` their sums over all processes, in the order of a binary tree over ranks.
+
+        They are copied into pieces, each of which goes through an all-to-all, a sum and an all-gather. Communication
+        of one piece runs beside copies and sums of others, and memory does not grow with the model.
+        """
+        unit = self.size * ALIGNED
+        pieces = cut(terms, PIECE // unit * unit)
+        sizes = [-(-sum(map(padded, piece)) // unit) * unit for piece in pieces]
+        if not self._slots or len(self._slots[0][0]) < sizes[0]:
+            self._slots = [(terms[0].new_zeros(sizes[0]), terms[0].new_zeros(sizes[0])) for _ in range(SLOTS)]
+        flats, places, arriving, leaving = [], [], [], []
+        for number in range(len(pieces) + 2):
+            if number < len(pieces):
+                flat, received = (slot[: sizes[number]] for slot in self._slots[number % SLOTS])
+                starts = accumulate(map(padded, pieces[number]), initial=0)
+                place = [flat[start:][: len(x)] for start, x in zip(starts, pieces[number], strict=False)]
+                torch._foreach_copy_(place, pieces[number])
+                flats.append((flat, received))
+                places.append(place)
+                arriving.append(dist.all_to_all_single(received, flat, group=group, async_op=True))
+            if 0 <= number - 1 < len(pieces):
+                flat, received = flats[number - 1]
+                arriving[number - 1].wait()
+                own = flat.view(self.size, -1)[self.rank]
+                tree_sum(list(received.view(self.size, -1).unbind()), out=own)
+                leaving.append(dist.all_gather_into_tensor(flat, own, group=group, async_op=True))  # in place
+            if number >= 2:
+                leaving[number - 2].wait()
+                torch._foreach_copy_(pieces[number - 2], places[number - 2])
 
     def _group_for(self, device: torch.device) -> Any:
         """The process group, made at its first use: only then the device is known."""
@@ -326,6 +339,26 @@ class World:
         else:  # the store may be its own
             with suppress(RuntimeError):
                 self._store.wait([f"left/{rank}" for rank in range(1, self.size)], timedelta(seconds=30))
+
+
+def padded(x: Tensor) -> int:
+    """Elements that x takes up in a piece."""
+    return -(-x.numel() // ALIGNED) * ALIGNED
+
+
+def cut(terms: list[Tensor], size: int) -> list[list[Tensor]]:
+    """Flat views of all that is in `terms`, in lists that take up at most `size` elements."""
+    pieces, room = [[]], size
+    for term in terms:
+        rest = term.view(-1)
+        while len(rest):
+            if not room:
+                pieces.append([])
+                room = size
+            view, rest = rest[:room], rest[room:]
+            pieces[-1].append(view)
+            room -= padded(view)
+    return pieces
 
 
 def tree_sum(rows: list[Tensor], out: Tensor) -> None:
