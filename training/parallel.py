@@ -15,6 +15,7 @@ import math
 import os
 import socket
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,7 +37,6 @@ NUM_VOTES = 8  # reasons to stop that a process can vote for, training/stop.py
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
 SLOW, SLOW_STEPS = 1.1, 50  # a process this many times slower than the others for so many steps is named
 PIECE = 2**24  # elements that are summed at a time, while those before and after them are on their way
-SLOTS = 3  # pieces in flight: one arrives, one is added and sent back, one is copied in or out
 ALIGNED = 64  # elements: each gradient begins as aligned in a piece as a tensor of its own
 IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that one may be late; evaluation, samples, saving lie between steps
 FOREVER = timedelta(days=30)  # who never comes is found by training/watch.py, not by a timeout
@@ -253,35 +253,30 @@ class World:
         return terms, self.tail[0]
 
     def _add_up(self, terms: list[Tensor], group: dist.ProcessGroup) -> None:
-        """Make `terms` their sums over all processes, in the order of a binary tree over ranks.
-
-        They are copied into pieces, each of which goes through an all-to-all, a sum and an all-gather. Communication
-        of one piece runs beside copies and sums of others, and memory does not grow with the model.
-        """
+        """Make `terms` their sums over all processes, in pieces: while one is added, others are on their way."""
         unit = self.size * ALIGNED
-        pieces = cut(terms, PIECE // unit * unit)
-        sizes = [-(-sum(map(padded, piece)) // unit) * unit for piece in pieces]
-        if not self._slots or len(self._slots[0][0]) < sizes[0]:
-            self._slots = [(terms[0].new_zeros(sizes[0]), terms[0].new_zeros(sizes[0])) for _ in range(SLOTS)]
-        flats, places, arriving, leaving = [], [], [], []
-        for number in range(len(pieces) + 2):
-            if number < len(pieces):
-                flat, received = (slot[: sizes[number]] for slot in self._slots[number % SLOTS])
-                starts = accumulate(map(padded, pieces[number]), initial=0)
-                place = [flat[start:][: len(x)] for start, x in zip(starts, pieces[number], strict=False)]
-                torch._foreach_copy_(place, pieces[number])
-                flats.append((flat, received))
-                places.append(place)
-                arriving.append(dist.all_to_all_single(received, flat, group=group, async_op=True))
-            if 0 <= number - 1 < len(pieces):
-                flat, received = flats[number - 1]
-                arriving[number - 1].wait()
-                own = flat.view(self.size, -1)[self.rank]
-                tree_sum(list(received.view(self.size, -1).unbind()), out=own)
-                leaving.append(dist.all_gather_into_tensor(flat, own, group=group, async_op=True))  # in place
-            if number >= 2:
-                leaving[number - 2].wait()
-                torch._foreach_copy_(pieces[number - 2], places[number - 2])
+        summing = deque(maxlen=3)  # a piece at each stage, the newest first
+        for piece in (*cut(terms, PIECE // unit * unit), None, None):
+            summing.appendleft(self._stages(piece, group) if piece else iter(()))
+            for stages in summing:
+                next(stages, None)
+
+    def _stages(self, piece: list[Tensor], group: dist.ProcessGroup) -> Iterator[None]:
+        """Sum a piece in the order of a binary tree over ranks: all-to-all, additions, all-gather."""
+        unit = self.size * ALIGNED
+        flat = piece[0].new_empty(-(-sum(map(padded, piece)) // unit) * unit)
+        starts = accumulate(map(padded, piece), initial=0)
+        places = [flat[start:][: len(x)] for start, x in zip(starts, piece, strict=False)]
+        torch._foreach_copy_(places, piece)
+        received, own = torch.empty_like(flat), flat.view(self.size, -1)[self.rank]
+        arriving = dist.all_to_all_single(received, flat, group=group, async_op=True)
+        yield
+        arriving.wait()
+        tree_sum(list(received.view(self.size, -1).unbind()), out=own)
+        leaving = dist.all_gather_into_tensor(flat, own, group=group, async_op=True)  # in place: its own part is there
+        yield
+        leaving.wait()
+        torch._foreach_copy_(piece, places)
 
     def _group_for(self, device: torch.device) -> Any:
         """The process group, made at its first use: only then the device is known."""
