@@ -5,8 +5,9 @@ summed and dealt out after each micro-batch; the table and the head stay gathere
 gathered in the dtype of their products: autocast would round them in the same way. They are compiled one by one, as no
 graph can hold what is gathered between them.
 
-Ranks are added in the order of a binary tree (training/parallel.py): where each process has one micro-batch, gradients
-have the bits of `replicate`. What is written to disk is whole, so any number of processes, of either kind, goes on.
+Ranks are added in the order of a binary tree (training/ordered_sum.py): where each process has one micro-batch,
+gradients have the bits of `replicate`. What is written to disk is whole, so any number of processes, of either kind,
+goes on.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from model import GPT
 from training.hardware import Hardware
-from training.parallel import tree_sum
+from training.ordered_sum import tree_sum
 
 
 def parallelize(model: GPT, hardware: Hardware) -> nn.Module:
