@@ -18,7 +18,7 @@ import gc
 import hashlib
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -135,10 +135,9 @@ def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
             if host.hardware.compile:
                 torch.compiler.reset()
             free(host.hardware)
-        found = known[name](host, settings, network)
-        for row in found:
-            host.world.first(print)(json.dumps(row), flush=True)  # what is known when a later cell fails
-        rows += found
+        for row in known[name](host, settings, network):
+            host.world.first(print)(json.dumps(row), flush=True)  # what is known when a later one fails
+            rows.append(row)
     return host.hardware.description, rows
 
 
@@ -166,24 +165,24 @@ def free(hardware: Hardware) -> None:
 # --- cells
 
 
-def replicate(host: Host, settings: ParallelBenchSettings, network: Network) -> list[Row]:
+def replicate(host: Host, settings: ParallelBenchSettings, network: Network) -> Iterator[Row]:
     """The same model and as many tokens on each GPU."""
-    rows = [{"cell": "replicate"} | alone(host, settings, network)]
+    one = {"cell": "replicate"} | alone(host, settings, network)
+    yield one
     for size in settings.bench.processes[1:]:
         row = {}
         if world := host.worlds.get(size):
             chosen = choose(sized(settings, settings.bench.tokens * size), host.hardware, world)
             row = {"cell": "replicate"} | timed(chosen, network, settings)
-            row |= against(rows[0], row) | {"slowest_ms": rows[0]["slowest_ms"]}
+            row |= against(one, row) | {"slowest_ms": one["slowest_ms"]}
             row |= sum_beside_all_reduce(world, host.groups[size], network, row["step_ms"])
             row["rest_ms"] = round(row["step_ms"] - row["sum_ms"] - row["slowest_ms"], 3)
-        rows.append(host.world.told(row))
-    return rows
+        yield host.world.told(row)
 
 
-def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> list[Row]:
+def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> Iterator[Row]:
     """The same batches, dealt to 1, 2 and 4 processes, in micro-batches of the same size."""
-    bench, rows = settings.bench, []
+    bench = settings.bench
     made = sized(settings, bench.tokens * bench.processes[-1])
     made.train.micro_batch = bench.tokens // settings.data.seq_len
     for optim in OPTIMIZERS:
@@ -201,36 +200,36 @@ def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> lis
             found = [value for value in host.world.exchange(found) if value]
             equal |= {*found}
             row = {"cell": "hashes", "optimizer": optim, "processes": size, "steps": bench.hash_steps}
-            rows.append(row | {"sha256": found[0], "equal": len(equal) == 1})
-    return rows
+            yield row | {"sha256": found[0], "equal": len(equal) == 1}
 
 
-def shard(host: Host, settings: ParallelBenchSettings, _: None) -> list[Row]:
+def shard(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]:
     """A model whose weights and moments the processes share, beside one GPU that holds all."""
     bench, size, seq_len = settings.bench, host.world.size, 2 * settings.data.seq_len
     shape = {"num_layers": bench.shard_layers, "n_embd": bench.shard_embd}
     model = replace(settings.model, **shape, num_heads=max(1, bench.shard_embd // SHARD_HEAD_DIM))
-    first = alone(host, sized(settings, bench.shard_tokens, seq_len, model=model))
+    one = {"cell": "shard"} | alone(host, sized(settings, bench.shard_tokens, seq_len, model=model))
+    yield one
     shared = ParallelConfig(data="shard")
     made = sized(settings, bench.shard_tokens * size, seq_len, model=model, parallel=shared)
     chosen = choose(made, host.hardware, host.world)
     row = timed(chosen, Network(chosen, often=True), made, twice=True)
-    return [row | {"cell": "shard"} for row in (first, row | against(first, row))]
+    yield {"cell": "shard"} | row | against(one, row)
 
 
-def context(host: Host, settings: ParallelBenchSettings, _: None) -> list[Row]:
+def context(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]:
     """A row of tokens that the processes share, and a longer one; activations are computed again, nothing compiled."""
     bench, size = settings.bench, host.world.size
     tokens, host = bench.context_tokens, replace(host, hardware=replace(host.hardware, compile=False))
     model = replace(settings.model, activation_checkpointing="full")
     few = replace(bench, warmup_steps=1, steps=min(2, bench.steps))
-    rows = [alone(host, sized(settings, tokens, tokens, model=model, bench=few))]
+    one = {"cell": "context"} | alone(host, sized(settings, tokens, tokens, model=model, bench=few))
+    yield one
     for seq_len in (tokens, tokens * size):
         made = sized(settings, seq_len, seq_len, model=model, bench=few, parallel=ParallelConfig(context=size))
         chosen = choose(made, host.hardware, host.world)
         row = timed(chosen, Network(chosen, often=True), made, twice=seq_len == tokens)
-        rows.append(row | against(rows[0], row))
-    return [{"cell": "context"} | row for row in rows]
+        yield {"cell": "context"} | row | against(one, row)
 
 
 # --- what cells are made of
