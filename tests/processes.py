@@ -305,14 +305,18 @@ def disks(folder: Path) -> dict[str, Any]:
 
 def gpus(folder: Path) -> dict[str, Any]:
     """Bits over NCCL, and its collectives that never return where another rank dies or stops."""
-    found, cuda = {}, ("hardware.device=cuda", "hardware.compile=false", "model.attention=flash", "model.n_embd=64")
+    cuda = ("hardware.device=cuda", "hardware.compile=false", "model.attention=flash", "model.n_embd=64")
+    ended = {}
     for size in (1, 2):
         name = f"nccl_{size}"
-        ended = processes(folder / f"said_{name}", size, training(folder, name, "optim=muon", *cuda))
-        found[name] = ended | left_by(folder / name)
-    for name, culprit, number in (("killed", 1, signal.SIGKILL), ("stopped", 1, signal.SIGSTOP)):
-        case = training(folder, name, "train.save_every=1", *cuda, on_step=at(5, culprit, kill_me(number)))
-        found[name] = processes(folder / f"said_{name}", 2, case, stopped=culprit)
+        ended[name] = begun(folder / f"said_{name}", size, training(folder, name, "optim=muon", *cuda))
+    for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+        case = training(folder, name, "train.save_every=1", *cuda, on_step=at(5, 1, kill_me(number)))
+        ended[name] = begun(folder / f"said_{name}", 2, case, stopped=1)
+    found = {name: wait() for name, wait in ended.items()}
+    for name in ("nccl_1", "nccl_2"):
+        assert not any(found[name]["codes"]), found[name]["err"]
+        found[name] |= left_by(folder / name)
     return found
 
 
@@ -355,7 +359,8 @@ def main(folder: Path, *only: str) -> dict[str, Any]:
     torch.set_num_threads(1)  # a forked child cannot use its parent's threads
     curves.draw_run = lambda run, path: None
     settings = small_run(folder, *RUN, "train.steps=2")
-    train(settings, folder / "rehearsal")  # imports and prepares what every child would spend its time on
+    if not only:  # a run names the GPU it finds, after which children could not use it
+        train(settings, folder / "rehearsal")  # imports and prepares what every child would spend its time on
     gc.freeze()  # or a child's collector would write to all memory, and so copy it
     found = {}
     for cases in [gpus] if only else [same_bits, resumed_elsewhere, sharded, numbers, disks, command_lines, lost]:

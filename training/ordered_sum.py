@@ -32,11 +32,20 @@ def sum_over_ranks(terms: list[Tensor], group: dist.ProcessGroup) -> None:
         flat = piece[0].new_empty(-(-starts.pop() // unit) * unit)
         places = [flat[start:][: len(x)] for start, x in zip(starts, piece, strict=True)]
         torch._foreach_copy_(places, piece)
-        received, own = torch.empty_like(flat), flat.view(size, -1)[rank]
-        dist.all_to_all_single(received, flat, group=group)
-        tree_sum(list(received.view(size, -1).unbind()), out=own)
+        own = flat.view(size, -1)[rank]
+        reduce_scatter(own, flat, group)
         dist.all_gather_into_tensor(flat, own, group=group)  # in place: its own part is there
         torch._foreach_copy_(piece, places)
+
+
+def reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Write to `own` this process's part, a W-th, of the sum of `flat` over the processes of `group`."""
+    if dist.get_world_size(group) == 2:
+        dist.reduce_scatter_tensor(own, flat, group=group)
+        return
+    received = torch.empty_like(flat)
+    dist.all_to_all_single(received, flat, group=group)
+    tree_sum(list(received.view(-1, own.numel()).unbind()), out=own)
 
 
 def tree_sum(rows: list[Tensor], out: Tensor) -> None:
