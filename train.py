@@ -15,6 +15,7 @@ file with one idea; this is the only training loop.
 """
 
 import math
+import os
 import signal
 import sys
 import time
@@ -26,6 +27,9 @@ from typing import Any
 if __name__ == "__main__":
     # to import PyTorch takes seconds: what SLURM sends near a time limit waits until StopRequest takes it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    if os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:
+        # where one of several dies, the others say so in one line; PyTorch's warnings would bury it under its own traces
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 
@@ -114,7 +118,7 @@ def run(
     going_on = {"first_step": first_step, "resumes": settings.resume is not None, "resumed": resumed}
     description = chosen.description | {"provenance": provenance()}
     log = first(RunLog)(run_dir, settings.logger, chosen.settings, steps=config.steps, **going_on, wandb=chosen.wandb)
-    kept = {"keep_last": config.keep_last, "keep_every": config.keep_every}
+    kept = {"keep_last": config.keep_last, "keep_every": config.keep_every, "world": world}
     saver = first(Saver)(run_dir / "checkpoints", **kept, say=log.say) or Giver()  # the others give it their rows
     first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)
     profiler = first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None

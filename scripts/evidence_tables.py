@@ -182,7 +182,7 @@ SHARED_STEP = of_cells(
     names={"what is shared": "{cell}", "GPUs": "{processes}", "context": "{seq_len:,}"},
     figures={"tokens/s": "{tokens_per_second:,}", "of one GPU": "{speedup:.3f}",
              "of the slowest": "{speedup_of_slowest:.3f}", "ms a step": "{step_ms:.1f}",
-             "each GPU alone, ms": "{alone}", "GiB a GPU": "{peak_memory_gib:.1f}"},
+             "each GPU alone, ms": "{alone}", "GiB a GPU": "{peak_memory_gib:.2f}", "the same bits twice": "{twice}"},
 )  # fmt: skip
 SHARED_SUM = of_cells(
     "replicate",

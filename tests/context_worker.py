@@ -22,6 +22,7 @@ from model.attention import Documents, flash, naive
 from model.context import WAYS, documents_of_chunks, part_of
 from tests.runs import metrics, small_run
 from train import train
+from training import curves
 from training.context import Context
 from training.parallel import ALONE, World
 
@@ -200,6 +201,7 @@ def work(
 ) -> None:
     """All cases, one after the other; what came of each is written to the folder."""
     torch.set_num_threads(1)
+    curves.draw_run = lambda run, path: None
     if backend == "nccl":
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.cuda.set_device(rank)

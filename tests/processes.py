@@ -26,7 +26,7 @@ import train as program
 from model import ATTENTION
 from tests.runs import SMALL, contents, metrics, small_run
 from train import train
-from training import checkpoint, curves, muon, parallel
+from training import checkpoint, curves, muon, ordered_sum, parallel
 from training.checkpoint import Checkpoint, newest_complete, open_checkpoint
 from training.step import Step
 from training.watch import Limits
@@ -41,20 +41,28 @@ Case = Callable[[int, parallel.World], None]  # what a rank does
 
 def processes(folder: Path, size: int, case: Case, *, stopped: int | None = None) -> dict[str, Any]:
     """Fork `size` processes that meet and run `case`; what became of each, by rank."""
+    return begun(folder, size, case, stopped=stopped)()
+
+
+def begun(folder: Path, size: int, case: Case, *, stopped: int | None = None) -> Callable[[], dict[str, Any]]:
+    """`processes`, to be waited for later: those that mostly wait themselves run beside each other."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     children = [_forked(folder, rank, size, case) for rank in range(size)]
-    codes = {}
-    while len(codes) < size:
-        pid, status = os.wait()
-        codes[children.index(pid)] = os.waitstatus_to_exitcode(status)
-        left = [rank for rank in range(size) if rank not in codes]
-        if left == [stopped]:  # its test is over
-            os.kill(children[stopped], signal.SIGKILL)
-    said = [[(folder / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(size)]
-    return {"codes": [codes[rank] for rank in range(size)], "out": [s[0] for s in said], "err": [s[1] for s in said]}
+
+    def ended() -> dict[str, Any]:
+        codes = {}
+        for rank in sorted(range(size), key=lambda rank: rank == stopped):
+            if rank == stopped:  # the last: its test is over
+                os.kill(children[rank], signal.SIGKILL)
+            codes[rank] = os.waitstatus_to_exitcode(os.waitpid(children[rank], 0)[1])
+        said = [[(folder / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(size)]
+        found = {"out": [out for out, _ in said], "err": [err for _, err in said]}
+        return {"codes": [codes[rank] for rank in range(size)]} | found
+
+    return ended
 
 
 def _forked(folder: Path, rank: int, size: int, case: Case) -> int:
@@ -232,7 +240,7 @@ def lost(folder: Path) -> dict[str, Any]:
 
     def hang_in_step(rank: int, world: parallel.World) -> None:
         def attend(q, k, v, **options):
-            parallel.IN_A_STEP = 1.0
+            parallel.IN_A_STEP = 3.0
             if rank == 1 and world.step == 3:
                 threading.Event().wait()
             return ATTENTION["sdpa"](q, k, v, **options)
@@ -257,33 +265,37 @@ def lost(folder: Path) -> dict[str, Any]:
             folder, "killed_shard", save, "parallel.data=shard", on_step=at(5, 1, kill_me(signal.SIGKILL))
         ),
     }
+    stopped = {"stopped": 1, "first_stopped": 0}
+    ended = {  # side by side: most of their time passes until somebody counts as lost
+        name: begun(folder / f"said_{name}", 4 if name == "killed" else 2, case, stopped=stopped.get(name))
+        for name, case in cases.items()
+    }
     found = {}
-    for name, case in cases.items():
-        stopped = {"stopped": 1, "first_stopped": 0}.get(name)
-        found[name] = processes(folder / f"said_{name}", 4 if name == "killed" else 2, case, stopped=stopped)
+    for name in cases:
+        found[name] = ended[name]()
         if (folder / name / "checkpoints").exists():
             newest = newest_complete(folder / name / "checkpoints")
             found[name]["step"] = newest and newest.step
     return found
 
 
-def full_disk() -> None:
-    def full(path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+def lost_disk(reason: int) -> None:
+    def flush(path: Path) -> None:
+        raise OSError(reason, os.strerror(reason), str(path))
 
-    checkpoint.flush = full
+    checkpoint.flush = flush
 
 
 def disks(folder: Path) -> dict[str, Any]:
-    """The first rank's disk is full for a while, the other's always."""
+    """The first rank's disk is full for a while, and then bad; the other's is always full."""
     flush = checkpoint.flush
 
     def watched(rank: int, step: Step) -> None:
         for thread in threading.enumerate():
             if thread.name == "saver":  # the step before is saved, or not
                 thread.join()
-        if rank == 1 or step.number == 4:
-            full_disk()
+        if rank == 1 or step.number in (4, 6):
+            lost_disk(errno.ENOSPC if step.number < 6 else errno.EIO)
         elif step.number == 8:
             checkpoint.flush = flush
 
@@ -293,14 +305,18 @@ def disks(folder: Path) -> dict[str, Any]:
 
 def gpus(folder: Path) -> dict[str, Any]:
     """Bits over NCCL, and its collectives that never return where another rank dies or stops."""
-    found, cuda = {}, ("hardware.device=cuda", "hardware.compile=false", "model.attention=flash", "model.n_embd=64")
+    cuda = ("hardware.device=cuda", "hardware.compile=false", "model.attention=flash", "model.n_embd=64")
+    ended = {}
     for size in (1, 2):
         name = f"nccl_{size}"
-        ended = processes(folder / f"said_{name}", size, training(folder, name, "optim=muon", *cuda))
-        found[name] = ended | left_by(folder / name)
-    for name, culprit, number in (("killed", 1, signal.SIGKILL), ("stopped", 1, signal.SIGSTOP)):
-        case = training(folder, name, "train.save_every=1", *cuda, on_step=at(5, culprit, kill_me(number)))
-        found[name] = processes(folder / f"said_{name}", 2, case, stopped=culprit)
+        ended[name] = begun(folder / f"said_{name}", size, training(folder, name, "optim=muon", *cuda))
+    for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+        case = training(folder, name, "train.save_every=1", *cuda, on_step=at(5, 1, kill_me(number)))
+        ended[name] = begun(folder / f"said_{name}", 2, case, stopped=1)
+    found = {name: wait() for name, wait in ended.items()}
+    for name in ("nccl_1", "nccl_2"):
+        assert not any(found[name]["codes"]), found[name]["err"]
+        found[name] |= left_by(folder / name)
     return found
 
 
@@ -315,7 +331,7 @@ def command_lines(folder: Path) -> dict[str, Any]:
             if rank == failing:
                 program.Optimizer = refuse
             if full:
-                full_disk()
+                lost_disk(errno.ENOSPC)
             program.main()
             sys.exit(0)  # it has left the others already
 
@@ -339,10 +355,12 @@ def command_lines(folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, *only: str) -> dict[str, Any]:
     parallel.meet = partial(parallel.meet, limits=QUICK)
+    ordered_sum.PIECE = 4096  # elements, so that these small models are summed in several
     torch.set_num_threads(1)  # a forked child cannot use its parent's threads
     curves.draw_run = lambda run, path: None
     settings = small_run(folder, *RUN, "train.steps=2")
-    train(settings, folder / "rehearsal")  # imports and prepares what every child would spend its time on
+    if not only:  # a run names the GPU it finds, after which children could not use it
+        train(settings, folder / "rehearsal")  # imports and prepares what every child would spend its time on
     gc.freeze()  # or a child's collector would write to all memory, and so copy it
     found = {}
     for cases in [gpus] if only else [same_bits, resumed_elsewhere, sharded, numbers, disks, command_lines, lost]:

@@ -208,6 +208,11 @@ def test_one_and_two_processes_are_compared(tmp_path, capsys):
         (2, 32),
         (2, 64),
     ]
+    repeated = [row for row in rows if "twice" in row]
+    assert [(row["cell"], row["seq_len"], row["twice"]) for row in repeated] == [
+        ("context", 32, True),
+        ("shard", 32, True),
+    ]
     text = page(tmp_path)
     assert f"| muon | 2 | 2 | {hashes[3]['sha256']} | True |" in text
     assert text.count("\n## ") == 3

@@ -4,7 +4,7 @@
 with the whole model. The gradients of all micro-batches are summed as one binary tree over their numbers in the step:
 its lower levels within a process, its upper ones between processes. So 1, 2, 4 or 8 processes add the same numbers in
 the same order and end with the same bits, as long as `train.micro_batch` is the same and the micro-batches of a process
-are a power of two. No arithmetic happens inside a communication library, and the traffic is that of a ring all-reduce.
+are a power of two. No order is left to a communication library, and the traffic is that of a ring all-reduce.
 
 What is rare (the run's folder, an evaluation's losses, a summary) is told through the key-value store that the
 processes met at; what is needed at each step travels as the last elements of the gradient.
@@ -15,12 +15,12 @@ import math
 import os
 import socket
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.context import WAYS
+from training.ordered_sum import sum_over_ranks
 from training.watch import LIMITS, Failure, Limits, StepClock, Watch
 
 MODES = ("replicate", "shard")
@@ -35,7 +36,6 @@ METHODS = ("auto", *WAYS)
 NUM_VOTES = 8  # reasons to stop that a process can vote for, training/stop.py
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
 SLOW, SLOW_STEPS = 1.1, 50  # a process this many times slower than the others for so many steps is named
-ALIGNED = 64  # elements: each gradient begins as aligned in the flat buffer as a tensor of its own
 IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that one may be late; evaluation, samples, saving lie between steps
 FOREVER = timedelta(days=30)  # who never comes is found by training/watch.py, not by a timeout
 
@@ -86,6 +86,7 @@ class World:
         context: processes that share each row's tokens, neighbours by rank; the others have rows of their own.
         shards: whether each holds a part of every weight (training/shard.py).
         patience: seconds that the others wait for it where they meet, before it counts as hanging.
+        unsaved: the last step whose checkpoint it could not write; with the next step's sum all say so.
     """
 
     def __init__(
@@ -101,15 +102,14 @@ class World:
 
     def begin_run(self) -> None:
         """A run begins, perhaps not the first one of these processes: of a sweep each trains all."""
-        self.step = self._sums = 0
+        self.step = self.unsaved = self._sums = self._said_unsaved = 0
         self.patience = math.inf  # who prepares a text or compiles takes its time
-        self.tail: Tensor | None = None  # after a step's sum: its loss, votes, milliseconds and checks, on the device
+        self.tail: Tensor | None = None  # after a step's sum: loss, votes, `unsaved`, ms and checks, on the device
         self._votes, self._heard = set[int](), set[int]()
         self._slow_for, self._named = [0] * self.size, set[int]()
         self._clock = StepClock()
         self._check: Tensor | float = 0.0
-        self._flat: Tensor | None = None  # holds each step's gradients and tail, summed, at the places `_sums_of`
-        self._sums_of: list[Tensor] = []
+        self._slots: list[tuple[Tensor, Tensor]] = []  # (a piece of this process, its own part of all processes')
 
     @property
     def is_first(self) -> bool:
@@ -200,8 +200,13 @@ class World:
         self.step = step
         if self.size == 1:
             return []
-        votes, times, checks = tail[1 : NUM_VOTES + 1], tail[-2 * self.size : -self.size], tail[-self.size :]
+        votes, unsaved = tail[1 : NUM_VOTES + 1], int(tail[NUM_VOTES + 1])
+        times, checks = tail[-2 * self.size : -self.size], tail[-self.size :]
         self._heard |= {index for index, votes in enumerate(votes) if votes}
+        if unsaved != self._said_unsaved and not self.is_first:  # who writes has said it with the reason
+            place = f"{self.describe(0)} cannot write it; {self.describe(self.rank)} goes on"
+            print(f"not saved: step {unsaved}: {place}", file=sys.stderr, flush=True)
+        self._said_unsaved = unsaved
         for rank, check in enumerate(checks):
             if check != checks[0] and check == check and checks[0] == checks[0]:
                 raise ValueError(
@@ -230,45 +235,26 @@ class World:
     def sum(self, terms: list[Tensor], loss: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """The sum of `terms` (fp32, any shapes) and `loss` over all processes, as a binary tree over ranks.
 
-        `terms` is emptied: each tensor's memory is free once it is copied. The sums lie where those of the step before
-        lay, in one buffer. Each process adds a W-th of its elements. Where processes share weights, `terms` are sums
-        already, and stay.
+        The sums lie where `terms` lay. Where processes share weights, `terms` are sums already, and stay.
         """
         if self.size == 1:
             return terms, loss
-        summed, terms = (terms, []) if self.shards else ([], terms)
         if self._sums % CHECK_EVERY == 0 and not self.shards:
             self._check = torch.stack(torch._foreach_norm(weights)).sum()
-        tail = torch.zeros(1 + NUM_VOTES + 2 * self.size, device=loss.device)
-        tail[0] = loss
+        self.tail = torch.zeros(2 + NUM_VOTES + 2 * self.size, device=loss.device)
+        self.tail[0] = loss
         for index in self._votes:
-            tail[1 + index].fill_(1)
-        tail[1 + NUM_VOTES + self.rank].fill_(self._clock.end())
-        tail[1 + NUM_VOTES + self.size + self.rank] = self._check
-        terms.append(tail)
-        if self._flat is None:
-            starts = [0, *accumulate(-(-term.numel() // ALIGNED) * ALIGNED for term in terms)]
-            self._flat = loss.new_zeros(-(-starts[-1] // (self.size * ALIGNED)) * self.size * ALIGNED)
-            pieces = [self._flat[start:][: term.numel()] for start, term in zip(starts, terms, strict=False)]
-            self._sums_of = [piece.view(term.shape) for piece, term in zip(pieces, terms, strict=True)]
-        torch._foreach_copy_(self._sums_of, terms)
-        terms.clear()
-        self._add_up(self._flat)
-        *sums, self.tail = self._sums_of
-        return summed or sums, self.tail[0].clone()
-
-    def _add_up(self, flat: Tensor) -> None:
-        """Make `flat`, whose length W divides, its sum over all processes in the order of a binary tree over ranks."""
+            self.tail[1 + index].fill_(1)
+        self.tail[1 + NUM_VOTES].fill_(self.unsaved)
+        self.tail[2 + NUM_VOTES + self.rank].fill_(self._clock.end())
+        self.tail[2 + NUM_VOTES + self.size + self.rank] = self._check
+        terms = [term.contiguous() for term in terms]
         self.arrivals += 1
-        received, own = torch.empty_like(flat), flat.view(self.size, -1)[self.rank]
         with self.communicating():
-            group = self._group_for(flat.device)
-            dist.all_to_all_single(received, flat, group=group)
-        tree_sum(list(received.view(self.size, -1).unbind()), out=own)
-        with self.communicating():
-            dist.all_gather_into_tensor(flat, own, group=group)  # in place: its own part is there
+            sum_over_ranks([self.tail] if self.shards else [*terms, self.tail], self._group_for(loss.device))
         self.patience = BETWEEN_STEPS
         self._sums += 1
+        return terms, self.tail[0]
 
     def _group_for(self, device: torch.device) -> Any:
         """The process group, made at its first use: only then the device is known."""
@@ -326,14 +312,6 @@ class World:
         else:  # the store may be its own
             with suppress(RuntimeError):
                 self._store.wait([f"left/{rank}" for rank in range(1, self.size)], timedelta(seconds=30))
-
-
-def tree_sum(rows: list[Tensor], out: Tensor) -> None:
-    """Write to `out` the sum of at least two `rows`, in the order of a binary tree and over some of them."""
-    while len(rows) > 2:
-        pairs = [a.add_(b) for a, b in zip(rows[::2], rows[1::2], strict=False)]
-        rows = pairs + rows[len(pairs) * 2 :]
-    torch.add(*rows, out=out)
 
 
 ALONE = World()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from training import checkpoint as checkpoints
-from training.parallel import Nothing
+from training.parallel import ALONE, Nothing, World
 from training.shard import whole
 
 
@@ -22,12 +22,16 @@ class Saver:
     for it. Host memory holds one copy of weights and optimizer state, taken at the first save and used again.
 
     A checkpoint that cannot be written (full disk, folder read-only or gone) is reported through `say` and the run
-    goes on: the checkpoints before it are whole, and the next save tries again. Use it with `with`, which waits for
-    the last one; then `check` raises OSError if that one failed, as the end of the run is then lost.
+    goes on: the checkpoints before it are whole, and the next save tries again. The other processes of `world` then say
+    so too. Use it with `with`, which waits for the last one; then `check` raises OSError if that one failed, as the end
+    of the run is then lost.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int, keep_every: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, *, keep_last: int, keep_every: int, say: Callable[[str], None], world: World = ALONE
+    ) -> None:
         self.folder, self._keep_last, self._keep_every, self._say = folder, keep_last, keep_every, say
+        self._world = world
         self._saved: Path | None = None
         self._error: OSError | None = None  # why the last attempt failed
         self._bug: BaseException | None = None  # anything else the thread met
@@ -91,7 +95,7 @@ class Saver:
             checkpoints.prune(self.folder, keep_last=self._keep_last, keep_every=self._keep_every)
             self._error = None
         except OSError as error:
-            self._error = error
+            self._error, self._world.unsaved = error, meta["step"]
             self._say(
                 f"not saved: step {meta['step']} to {self.folder}: {error}; earlier checkpoints are untouched and the "
                 "run goes on; free space or make the folder writable before the next save"

@@ -5,8 +5,9 @@ summed and dealt out after each micro-batch; the table and the head stay gathere
 gathered in the dtype of their products: autocast would round them in the same way. They are compiled one by one, as no
 graph can hold what is gathered between them.
 
-Ranks are added in the order of a binary tree (training/parallel.py): where each process has one micro-batch, gradients
-have the bits of `replicate`. What is written to disk is whole, so any number of processes, of either kind, goes on.
+Ranks are added in the order of a binary tree (training/ordered_sum.py): where each process has one micro-batch,
+gradients have the bits of `replicate`. What is written to disk is whole, so any number of processes, of either kind,
+goes on.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from model import GPT
 from training.hardware import Hardware
-from training.parallel import tree_sum
+from training.ordered_sum import reduce_scatter
 
 
 def parallelize(model: GPT, hardware: Hardware) -> nn.Module:
@@ -48,7 +49,7 @@ def parallelize(model: GPT, hardware: Hardware) -> nn.Module:
 
 
 class OrderedReduceScatter:
-    """What FSDP2 calls to sum gradients: an all-to-all, and the sum of the ranks' terms in a fixed order."""
+    """What FSDP2 calls to sum gradients, in the order of a binary tree over ranks."""
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -56,9 +57,7 @@ class OrderedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        tree_sum(list(received.view(group.size(), -1).unbind()), out=output_tensor)
+        reduce_scatter(output_tensor, input_tensor, group)
 
 
 # --- parts and wholes. A tensor whose rows are dealt out is a DTensor; whatever else is given to these stays as it is

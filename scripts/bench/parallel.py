@@ -7,6 +7,7 @@ It starts one process a GPU itself, and all cells run in them:
     context    a row of tokens on one GPU and on all of them, and one as many times as long on all
     shard      tokens a second of 1.3 billion parameters, whose weights and moments the processes share
 
+Of context and shard, steps from the same weights are computed twice and must end with the same SHA-256 of weights.
 One GPU's speed is that of the first; all are timed at once, as a step of several takes as long as on the slowest. What
 `rest` names is neither that nor the sum. Random tokens; the step is that of `train.py`, compiled and as CUDA graphs
 where the run would be. The last line is one JSON object. Without CUDA it is a smoke test over gloo: its figures mean
@@ -17,7 +18,7 @@ import gc
 import hashlib
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,7 @@ from training.hardware import Hardware
 from training.optimizer import OPTIMIZERS, OptimConfig, Optimizer
 from training.parallel import ALONE, ParallelConfig, World
 from training.run import Run, resolve
-from training.shard import parallelize
+from training.shard import local, parallelize
 from training.stepper import Stepper
 
 CELLS = ("replicate", "hashes", "context", "shard")
@@ -98,15 +99,27 @@ class Network:
         torch.manual_seed(chosen.settings["train"]["seed"])
         self.model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=chosen.hardware.device)
         self.forward = parallelize(self.model, chosen.hardware)
-        self._first = [p.detach().clone() for p in self.model.parameters()] if often else []
+        self._first = [local(p).detach().to("cpu", copy=True) for p in self.model.parameters()] if often else []
 
     @torch.no_grad()
     def begin(self, chosen: Run, optim: OptimConfig) -> tuple[Optimizer, Stepper]:
         """A run's first moment: its optimizer, and what computes its steps."""
         for p, first in zip(self.model.parameters(), self._first, strict=False):
-            p.copy_(first)
+            local(p).copy_(first)
         optimizer = Optimizer(self.model, optim, chosen.hardware.dtype, chosen.hardware.world)
         return optimizer, Stepper(chosen, self.model, self.forward, optimizer)
+
+    @torch.no_grad()
+    def repeated(self, optimizer: Optimizer, stepper: Stepper, chosen: Run, steps: int) -> str:
+        """SHA-256 of the weights that all processes hold after so many steps from the first moment."""
+        for p, first in zip(self.model.parameters(), self._first, strict=True):
+            local(p).copy_(first)
+        optimizer.load_state_dict({"optimizer": [{"state": {}} for _ in optimizer.parts]})
+        with torch.enable_grad():
+            for step in range(steps):
+                stepper.step(batch_of(chosen, step))
+        found = sha256([local(p) for p in self.model.parameters()])
+        return hashlib.sha256("".join(chosen.hardware.world.exchange(found)).encode()).hexdigest()
 
 
 def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
@@ -122,10 +135,9 @@ def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
             if host.hardware.compile:
                 torch.compiler.reset()
             free(host.hardware)
-        found = known[name](host, settings, network)
-        for row in found:
-            host.world.first(print)(json.dumps(row), flush=True)  # what is known when a later cell fails
-        rows += found
+        for row in known[name](host, settings, network):
+            host.world.first(print)(json.dumps(row), flush=True)  # what is known when a later one fails
+            rows.append(row)
     return host.hardware.description, rows
 
 
@@ -153,24 +165,24 @@ def free(hardware: Hardware) -> None:
 # --- cells
 
 
-def replicate(host: Host, settings: ParallelBenchSettings, network: Network) -> list[Row]:
+def replicate(host: Host, settings: ParallelBenchSettings, network: Network) -> Iterator[Row]:
     """The same model and as many tokens on each GPU."""
-    rows = [{"cell": "replicate"} | alone(host, settings, network)]
+    one = {"cell": "replicate"} | alone(host, settings, network)
+    yield one
     for size in settings.bench.processes[1:]:
         row = {}
         if world := host.worlds.get(size):
             chosen = choose(sized(settings, settings.bench.tokens * size), host.hardware, world)
             row = {"cell": "replicate"} | timed(chosen, network, settings)
-            row |= against(rows[0], row) | {"slowest_ms": rows[0]["slowest_ms"]}
+            row |= against(one, row) | {"slowest_ms": one["slowest_ms"]}
             row |= sum_beside_all_reduce(world, host.groups[size], network, row["step_ms"])
             row["rest_ms"] = round(row["step_ms"] - row["sum_ms"] - row["slowest_ms"], 3)
-        rows.append(host.world.told(row))
-    return rows
+        yield host.world.told(row)
 
 
-def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> list[Row]:
+def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> Iterator[Row]:
     """The same batches, dealt to 1, 2 and 4 processes, in micro-batches of the same size."""
-    bench, rows = settings.bench, []
+    bench = settings.bench
     made = sized(settings, bench.tokens * bench.processes[-1])
     made.train.micro_batch = bench.tokens // settings.data.seq_len
     for optim in OPTIMIZERS:
@@ -188,36 +200,36 @@ def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> lis
             found = [value for value in host.world.exchange(found) if value]
             equal |= {*found}
             row = {"cell": "hashes", "optimizer": optim, "processes": size, "steps": bench.hash_steps}
-            rows.append(row | {"sha256": found[0], "equal": len(equal) == 1})
-    return rows
+            yield row | {"sha256": found[0], "equal": len(equal) == 1}
 
 
-def shard(host: Host, settings: ParallelBenchSettings, _: None) -> list[Row]:
+def shard(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]:
     """A model whose weights and moments the processes share, beside one GPU that holds all."""
     bench, size, seq_len = settings.bench, host.world.size, 2 * settings.data.seq_len
     shape = {"num_layers": bench.shard_layers, "n_embd": bench.shard_embd}
     model = replace(settings.model, **shape, num_heads=max(1, bench.shard_embd // SHARD_HEAD_DIM))
-    first = alone(host, sized(settings, bench.shard_tokens, seq_len, model=model))
+    one = {"cell": "shard"} | alone(host, sized(settings, bench.shard_tokens, seq_len, model=model))
+    yield one
     shared = ParallelConfig(data="shard")
     made = sized(settings, bench.shard_tokens * size, seq_len, model=model, parallel=shared)
     chosen = choose(made, host.hardware, host.world)
-    row = timed(chosen, Network(chosen), made)
-    return [row | {"cell": "shard"} for row in (first, row | against(first, row))]
+    row = timed(chosen, Network(chosen, often=True), made, twice=True)
+    yield {"cell": "shard"} | row | against(one, row)
 
 
-def context(host: Host, settings: ParallelBenchSettings, _: None) -> list[Row]:
+def context(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]:
     """A row of tokens that the processes share, and a longer one; activations are computed again, nothing compiled."""
     bench, size = settings.bench, host.world.size
     tokens, host = bench.context_tokens, replace(host, hardware=replace(host.hardware, compile=False))
     model = replace(settings.model, activation_checkpointing="full")
     few = replace(bench, warmup_steps=1, steps=min(2, bench.steps))
-    rows = [alone(host, sized(settings, tokens, tokens, model=model, bench=few))]
+    one = {"cell": "context"} | alone(host, sized(settings, tokens, tokens, model=model, bench=few))
+    yield one
     for seq_len in (tokens, tokens * size):
         made = sized(settings, seq_len, seq_len, model=model, bench=few, parallel=ParallelConfig(context=size))
         chosen = choose(made, host.hardware, host.world)
-        row = timed(chosen, Network(chosen), made)
-        rows.append(row | against(rows[0], row))
-    return [{"cell": "context"} | row for row in rows]
+        row = timed(chosen, Network(chosen, often=True), made, twice=seq_len == tokens)
+        yield {"cell": "context"} | row | against(one, row)
 
 
 # --- what cells are made of
@@ -232,8 +244,11 @@ def alone(host: Host, settings: ParallelBenchSettings, network: Network | None =
     return host.world.told(row) | {"alone": shown, "slowest_ms": max(by_gpu)}
 
 
-def timed(chosen: Run, network: Network, settings: ParallelBenchSettings) -> Row:
-    """Speed and memory of a run's step: ms of the slowest process's median, GiB of the one that holds most."""
+def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twice: bool = False) -> Row:
+    """Speed and memory of a run's step: ms of the slowest process's median, GiB of the one that holds most.
+
+    twice: also the bits that some steps end with, the first and a second time.
+    """
     bench, hardware = settings.bench, chosen.hardware
     free(hardware)
     optimizer, stepper = network.begin(chosen, settings.optim)
@@ -253,6 +268,9 @@ def timed(chosen: Run, network: Network, settings: ParallelBenchSettings) -> Row
     if tails:  # what each process told the others in the last steps
         times = torch.stack(tails)[-bench.steps :, -2 * world.size : -world.size].median(0).values
         shown["computing"] = " ".join(f"{ms:.2f}" for ms in times.tolist())
+    if twice:
+        hashes = [network.repeated(optimizer, stepper, chosen, bench.hash_steps) for _ in range(2)]
+        shown |= {"sha256": hashes[0], "twice": hashes[0] == hashes[1]}
     del optimizer, stepper
     free(hardware)
     return shown | {
