@@ -208,7 +208,8 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    torch.compiler.reset()  # a shape compiles anew; the limit on recompilations is for accidents
+    if "flex" in bench.attention:
+        torch.compiler.reset()  # a shape compiles anew; the limit on recompilations is for accidents
     return rows
 
 
