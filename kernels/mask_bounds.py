@@ -27,7 +27,7 @@ class Range(NamedTuple):
 
 
 class Bounds(Tensor):
-    """What the function sees: a () tensor. Its own value is 1 and stands for nothing.
+    """What the function sees: a () tensor, whose own value is none.
 
     Attributes:
         exact: (B or 1, H or 1, Nq or 1, Nk or 1) the values, where they depend on queries or on keys alone, or None.
@@ -37,7 +37,7 @@ class Bounds(Tensor):
 
     @staticmethod
     def of(dtype: torch.dtype, limit: int, exact: Tensor | None, bounds: Range) -> "Bounds":
-        made = torch.ones((), dtype=dtype, device=bounds.low.device).as_subclass(Bounds)
+        made = torch.empty((), dtype=dtype, device=bounds.low.device).as_subclass(Bounds)
         made.exact, made.range, made.limit = exact, bounds, limit
         return made
 
@@ -51,7 +51,8 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
     indices = []
     for axis, size in enumerate(sizes):
         padded = size if axis < 2 else shape[axis] * block
-        values = torch.arange(padded, device=device).clamp_(max=size - 1)
+        values = torch.arange(padded, device=device)
+        values = values.clamp_(max=size - 1) if padded > size else values
         values = values.view([padded if axis == i else 1 for i in range(4)])
         indices.append(Bounds.of(values.dtype, size, values, _in_blocks(values, block)))
     with _Following(block):
