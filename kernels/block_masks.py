@@ -19,6 +19,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _PAIRS = 2**26  # evaluated together: 64 MiB of booleans
 _PATTERNS = 2**12  # transposed together
+_ON_HOST = 2**17  # blocks of a mask, up to which the host makes its lists: a GPU would wait for every small launch
 _BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1 in a word: the highest byte has their bits in order
 _ODD = 0x5851F42D4C957F2D  # its powers weigh the words of a hash
 
@@ -177,29 +178,36 @@ def _of_booleans(visible: Tensor) -> BlockMask:
 
 
 def _asked(mask_mod: MaskMod, full: Tensor, asked: Tensor, num_q: int, num_k: int) -> BlockMask:
-    """The mask that has full blocks, asks mask_mod in some, and has none elsewhere; both (B, H, blocks, blocks) bool.
+    """The mask that has full blocks, asks mask_mod in some, and has none elsewhere; both (B, H, blocks, blocks).
 
     Waits for the GPU, to know how many are asked.
     """
+    device = full.device
+    full, asked = _to_host(full), _to_host(asked)
     if num_k % BLOCK:  # keys past Nk are hidden, also in blocks that are called full
-        asked = asked.clone()
         asked[..., -1] |= full[..., -1]
-    b, h, q, k = asked.nonzero(as_tuple=True)
-    within = torch.arange(BLOCK, device=full.device)
+    at = asked.nonzero()
+    called_full = full[asked].to(device) if num_k % BLOCK else None
+    within = torch.arange(BLOCK, device=device)
     each = torch.vmap(torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None)))
-    words = [torch.zeros(0, BLOCK, 2, dtype=torch.int64, device=full.device)]
-    for first in range(0, len(b), step := max(1, _PAIRS // BLOCK**2)):
-        at = [x[first : first + step] for x in (b, h, q, k)]
-        rows, cols = ((x[:, None] * BLOCK + within) for x in at[2:])
-        seen = each(*at[:2], rows.clamp(max=num_q - 1), cols.clamp(max=num_k - 1))
+    words = [torch.zeros(0, BLOCK, 2, dtype=torch.int64, device=device)]
+    for first in range(0, len(at), step := max(1, _PAIRS // BLOCK**2)):
+        b, h, q, k = at[first : first + step].T.contiguous().to(device)
+        rows, cols = q[:, None] * BLOCK + within, k[:, None] * BLOCK + within
+        seen = each(b, h, rows.clamp(max=num_q - 1), cols.clamp(max=num_k - 1))
         if seen.dtype != torch.bool:
             raise ValueError(
                 f"mask_mod returned {seen.dtype}; it must return a boolean, True where the query sees the key"
             )
         if num_k % BLOCK:
-            seen = (seen | full[tuple(at)][:, None, None]) & (cols < num_k)[:, None, :]
+            seen = (seen | called_full[first : first + step, None, None]) & (cols < num_k)[:, None, :]
         words.append(_packed(seen.contiguous().view(torch.int64)))
     return _assemble(full & ~asked, asked, torch.cat(words), num_q, num_k)
+
+
+def _to_host(table: Tensor) -> Tensor:
+    """A copy of a table of blocks, where its lists are made."""
+    return table.to("cpu" if table.numel() <= _ON_HOST else table.device, copy=True)
 
 
 def _packed(eights: Tensor) -> Tensor:
@@ -221,22 +229,20 @@ def _kinds(words: Tensor) -> tuple[Tensor, Tensor]:
 def _assemble(full: Tensor, asked: Tensor, words: Tensor, num_q: int, num_k: int) -> BlockMask:
     """full and asked (B, H, blocks of queries, blocks of keys) bool; words (asked ones, 128, 2) int64: what they show.
 
-    Waits for the GPU once, to know how many blocks and patterns there are.
+    Waits for the GPU, to know which patterns are equal.
     """
+    full, asked = _to_host(full), _to_host(asked)
     ends = torch.arange(-1, 1, device=words.device)[:, None, None].expand(2, BLOCK, 2)
     words = torch.cat((ends, words))  # pattern 0 shows everything, 1 nothing
-    first, is_first, numbers = _distinct(words)
-    pattern = (~full).long().masked_scatter_(asked, numbers[2:])
-    equal = (words == words[first]).all()
-    patterns, visited, equal = torch.stack((is_first.sum(), (pattern != 1).sum(), equal)).tolist()
-    if equal:
-        words = words[is_first.nonzero_static(size=patterns)[:, 0]]
+    first, is_first, numbers = _distinct(_hashed(words).to(full.device))
+    if (words == words[first.to(words.device)]).all():
+        words = words[is_first.nonzero()[:, 0].to(words.device)]
     else:  # two that differ share a hash: all are kept as they are
         some, every = _kinds(words)
         numbers = torch.arange(len(words), device=words.device).masked_fill(every, 0).masked_fill(~some, 1)
-        pattern.masked_scatter_(asked, numbers[2:])
-        visited = int((pattern != 1).sum())
-    starts, visits = [], [torch.arange(2, device=words.device)[None]]
+    pattern = (~full).long().masked_scatter_(asked, numbers[2:].to(full.device))
+    visited = int((pattern != 1).sum())
+    starts, visits = [], [torch.arange(2, device=full.device)[None]]
     for axes in ((2, 3), (3, 2)):  # a query's blocks of keys, then a key's blocks of queries
         pattern = pattern.movedim(axes, (2, 3)).contiguous()
         kinds = torch.stack((pattern == 0, pattern > 1), dim=3)
@@ -258,25 +264,26 @@ def _assemble(full: Tensor, asked: Tensor, words: Tensor, num_q: int, num_k: int
         [_packed(_unpacked(part).transpose(1, 2).contiguous().view(torch.int64)) for part in words.split(_PATTERNS)]
     )
     return BlockMask(
-        torch.cat(starts, dim=2).to(torch.int32),
-        torch.cat((torch.cat(visits), in_order), dim=1).to(torch.int32),
+        torch.cat(starts, dim=2).to(torch.int32).to(words.device),
+        torch.cat((torch.cat(visits), in_order), dim=1).to(torch.int32).to(words.device),
         torch.stack((words, transposed), dim=1).view(torch.int32),
         num_q,
         num_k,
     )
 
 
-def _distinct(words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each pattern (n, 128, 2) the first that equals it, whether it is the first, and its number among those.
-
-    Found by a hash: patterns that share one by chance are taken for equal.
-    """
+def _hashed(words: Tensor) -> Tensor:
+    """(n,) int64 of patterns (n, 128, 2); two that differ may share one."""
     weights = torch.full((2 * BLOCK,), _ODD, device=words.device).cumprod(0)
     mixed = words.flatten(1) * weights
-    mixed = (mixed ^ (mixed >> 29)) * _ODD  # else words that differ in their highest bits alone would cancel
-    hashes, order = (mixed ^ (mixed >> 32)).sum(1).sort(stable=True)
-    place = torch.arange(words.shape[0], device=words.device)
-    begins = torch.cat((place[:1] == 0, hashes[1:] != hashes[:-1]))
+    return ((mixed ^ (mixed >> 29)) * _ODD).sum(1)  # unmixed, words that differ in their highest bits would cancel
+
+
+def _distinct(hashes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each hash the first that equals it, whether it is the first, and its number among those."""
+    ordered, order = hashes.sort(stable=True)
+    place = torch.arange(hashes.shape[0], device=hashes.device)
+    begins = torch.cat((place[:1] == 0, ordered[1:] != ordered[:-1]))
     first = torch.empty_like(order).scatter_(0, order, order[(place * begins).cummax(0)[0]])
     is_first = first == place
     return first, is_first, (is_first.cumsum(0) - 1)[first]

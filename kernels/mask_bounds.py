@@ -54,7 +54,8 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
         values = torch.arange(padded, device=device)
         values = values.clamp_(max=size - 1) if padded > size else values
         values = values.view([padded if axis == i else 1 for i in range(4)])
-        indices.append(Bounds.of(values.dtype, size, values, _in_blocks(values, block)))
+        per_block = values.unflatten(axis, (-1, block if axis > 1 else 1)).movedim(axis + 1, 0)
+        indices.append(Bounds.of(values.dtype, size, values, Range(per_block[0], per_block[-1])))
     with _Following(block):
         seen = mask_mod(*indices)
     if not isinstance(seen, Bounds) or seen.dtype != torch.bool:
@@ -92,6 +93,8 @@ class _Following(TorchFunctionMode):
 
         if name == "looked_up":
             dtype = args[0].dtype
+        elif name in _COMPARED and name != "where":
+            dtype = torch.bool
         else:
             dtype = values(lambda x: torch.ones((), dtype=x.dtype)).dtype  # of () tensors: larger ones take precedence
         limit = _limit(name, dtype, args)
@@ -157,7 +160,7 @@ _ARITHMETIC = {
     "sub": lambda a, b: Range(a.low - b.high, a.high - b.low),
     "rsub": lambda a, b: Range(b.low - a.high, b.high - a.low),
     "neg": lambda a: Range(-a.high, -a.low),
-    "abs": lambda a: Range(torch.maximum(a.low, -a.high).clamp(min=0), torch.maximum(-a.low, a.high)),
+    "abs": lambda a: Range(torch.maximum(a.low, -a.high), torch.maximum(-a.low, a.high)),
 }
 _BY_A_NUMBER = {
     "floordiv": lambda a, n: Range(a.low // n, a.high // n),
