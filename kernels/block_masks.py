@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .mask_bounds import Undecided, decided_blocks
+
 BLOCK = 128  # queries and keys in a block, as in torch's BlockMask
 HIDDEN, FULL = -2, -1  # entries of `block_table`; the others are numbers of patterns
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_PAIRS = 2**28  # evaluated together: 256 MiB of booleans
+_PAIRS = 2**26  # evaluated together: 64 MiB of booleans
 _PATTERNS = 2**12  # transposed together
+_ON_HOST = 2**17  # blocks of a mask, up to which the host makes its lists: a GPU would wait for every small launch
 _BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1 in a word: the highest byte has their bits in order
 _ODD = 0x5851F42D4C957F2D  # its powers weigh the words of a hash
 
@@ -47,12 +50,7 @@ class BlockMask(NamedTuple):
             )
         visible = visible[(None,) * (4 - visible.dim())]
         _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), visible.shape, strict=True)))
-        padding = -visible.shape[3] % BLOCK
-
-        def rows(b: Tensor, h: Tensor, q: Tensor) -> Tensor:
-            return torch.nn.functional.pad(visible[b, h, q], (0, padding))
-
-        return _build(rows, *visible.shape, visible.device)
+        return _of_booleans(visible)
 
     @staticmethod
     def from_torch(mask: object, num_q: int | None = None, num_k: int | None = None) -> "BlockMask":
@@ -98,17 +96,15 @@ def block_mask(
 
     Raises ValueError where it returns no boolean.
     """
-    _check_sizes(B=B or 1, H=H or 1, Nq=Nq, Nk=Nk)
+    sizes = B or 1, H or 1, Nq, Nk
+    _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), sizes, strict=True)))
     device = torch.device(device)
-    keys = torch.arange(-(-Nk // BLOCK) * BLOCK, device=device)
-    clamped = keys.clamp(max=Nk - 1)  # what the function reads may end there
-    each = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (0, 0, 0, None))
-
-    def rows(b: Tensor, h: Tensor, q: Tensor) -> Tensor:
-        seen = _booleans(each(b, h, q, clamped))
-        return seen & (keys < Nk) if Nk % BLOCK else seen
-
-    return _build(rows, B or 1, H or 1, Nq, Nk, device)
+    try:
+        full, some = decided_blocks(mask_mod, sizes, BLOCK, device)
+    except Undecided:
+        blocks = [*sizes[:2], -(-Nq // BLOCK), -(-Nk // BLOCK)]
+        full, some = (torch.full(blocks, seen, device=device) for seen in (False, True))
+    return _asked(mask_mod, full, some & ~full, Nq, Nk)
 
 
 def check_block_mask(given: object, batch: int, heads: int, num_q: int, num_k: int, device: torch.device) -> tuple:
@@ -159,19 +155,18 @@ def pairs_of(
 # ---- building
 
 
-def _build(rows: Callable, batch: int, heads: int, num_q: int, num_k: int, device: torch.device) -> BlockMask:
-    """rows(b, h, q), three (n,) int64, gives booleans (n, Nk padded to whole blocks), False past Nk.
-
-    Rows past Nq repeat the last one, so that they make no block partial.
-    """
+def _of_booleans(visible: Tensor) -> BlockMask:
+    """visible (B, H, Nq, Nk). Rows past Nq repeat the last one, so that they make no block partial."""
+    batch, heads, num_q, num_k = visible.shape
     q_blocks, k_blocks = -(-num_q // BLOCK), -(-num_k // BLOCK)
     lines = batch * heads * q_blocks  # of blocks
     step = max(1, _PAIRS // (BLOCK * BLOCK * k_blocks))
     full, partial, words = [], [], []
     for first in range(0, lines, step):
-        row = torch.arange(first * BLOCK, min(first + step, lines) * BLOCK, device=device)
+        row = torch.arange(first * BLOCK, min(first + step, lines) * BLOCK, device=visible.device)
         of_head, q = row // (q_blocks * BLOCK), row % (q_blocks * BLOCK)
-        seen = rows(of_head // heads, of_head % heads, q.clamp(max=num_q - 1)).contiguous()
+        seen = visible[of_head // heads, of_head % heads, q.clamp(max=num_q - 1)]
+        seen = torch.nn.functional.pad(seen, (0, -num_k % BLOCK)).contiguous()
         eights = seen.view(torch.int64).view(-1, BLOCK, k_blocks, BLOCK // 8)  # booleans as bytes of 0 or 1
         # each byte counts 128 rows
         count = eights.sum(1).view(torch.uint8).view(-1, k_blocks, BLOCK).sum(-1)
@@ -180,6 +175,39 @@ def _build(rows: Callable, batch: int, heads: int, num_q: int, num_k: int, devic
         words.append(_packed(eights.transpose(1, 2)[partial[-1]]))
     shape = batch, heads, q_blocks, k_blocks
     return _assemble(torch.cat(full).view(shape), torch.cat(partial).view(shape), torch.cat(words), num_q, num_k)
+
+
+def _asked(mask_mod: MaskMod, full: Tensor, asked: Tensor, num_q: int, num_k: int) -> BlockMask:
+    """The mask that has full blocks, asks mask_mod in some, and has none elsewhere; both (B, H, blocks, blocks).
+
+    Waits for the GPU, to know how many are asked.
+    """
+    device = full.device
+    full, asked = _to_host(full), _to_host(asked)
+    if num_k % BLOCK:  # keys past Nk are hidden, also in blocks that are called full
+        asked[..., -1] |= full[..., -1]
+    at = asked.nonzero()
+    called_full = full[asked].to(device) if num_k % BLOCK else None
+    within = torch.arange(BLOCK, device=device)
+    each = torch.vmap(torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None)))
+    words = [torch.zeros(0, BLOCK, 2, dtype=torch.int64, device=device)]
+    for first in range(0, len(at), step := max(1, _PAIRS // BLOCK**2)):
+        b, h, q, k = at[first : first + step].T.contiguous().to(device)
+        rows, cols = q[:, None] * BLOCK + within, k[:, None] * BLOCK + within
+        seen = each(b, h, rows.clamp(max=num_q - 1), cols.clamp(max=num_k - 1))
+        if seen.dtype != torch.bool:
+            raise ValueError(
+                f"mask_mod returned {seen.dtype}; it must return a boolean, True where the query sees the key"
+            )
+        if num_k % BLOCK:
+            seen = (seen | called_full[first : first + step, None, None]) & (cols < num_k)[:, None, :]
+        words.append(_packed(seen.contiguous().view(torch.int64)))
+    return _assemble(full & ~asked, asked, torch.cat(words), num_q, num_k)
+
+
+def _to_host(table: Tensor) -> Tensor:
+    """A copy of a table of blocks, where its lists are made."""
+    return table.to("cpu" if table.numel() <= _ON_HOST else table.device, copy=True)
 
 
 def _packed(eights: Tensor) -> Tensor:
@@ -198,54 +226,67 @@ def _kinds(words: Tensor) -> tuple[Tensor, Tensor]:
     return (words != 0).flatten(-2).any(-1), (words == -1).flatten(-2).all(-1)
 
 
-def _assemble(full: Tensor, partial: Tensor, words: Tensor, num_q: int, num_k: int) -> BlockMask:
-    """full and partial (batch, heads, blocks of queries, blocks of keys) bool; words (partial ones, 128, 2) int64."""
-    words, numbers = _distinct(words)
-    words = torch.cat([torch.arange(-1, 1, device=words.device)[:, None, None].expand(2, BLOCK, 2), words])
-    pattern = torch.zeros(partial.shape, dtype=torch.int64, device=partial.device).masked_scatter_(partial, numbers + 2)
-    starts, visits = [], [torch.arange(2, device=words.device)[None]]
+def _assemble(full: Tensor, asked: Tensor, words: Tensor, num_q: int, num_k: int) -> BlockMask:
+    """full and asked (B, H, blocks of queries, blocks of keys) bool; words (asked ones, 128, 2) int64: what they show.
+
+    Waits for the GPU, to know which patterns are equal.
+    """
+    full, asked = _to_host(full), _to_host(asked)
+    ends = torch.arange(-1, 1, device=words.device)[:, None, None].expand(2, BLOCK, 2)
+    words = torch.cat((ends, words))  # pattern 0 shows everything, 1 nothing
+    first, is_first, numbers = _distinct(_hashed(words).to(full.device))
+    if (words == words[first.to(words.device)]).all():
+        words = words[is_first.nonzero()[:, 0].to(words.device)]
+    else:  # two that differ share a hash: all are kept as they are
+        some, every = _kinds(words)
+        numbers = torch.arange(len(words), device=words.device).masked_fill(every, 0).masked_fill(~some, 1)
+    pattern = (~full).long().masked_scatter_(asked, numbers[2:].to(full.device))
+    visited = int((pattern != 1).sum())
+    starts, visits = [], [torch.arange(2, device=full.device)[None]]
     for axes in ((2, 3), (3, 2)):  # a query's blocks of keys, then a key's blocks of queries
-        full, partial, pattern = (x.movedim(axes, (2, 3)) for x in (full, partial, pattern))
-        kinds = torch.stack((full, partial), dim=3)
-        b, h, row, kind, col = kinds.nonzero(as_tuple=True)
-        visits.append(torch.stack((col, pattern[b, h, row, col] * kind), dim=1))
-        ends = kinds.sum(-1).flatten().cumsum(0).view(kinds.shape[:-1]) + sum(map(len, visits[:-1]))
-        first, first_partial = (ends - kinds.sum(-1)).unbind(-1)
-        most = (ends[..., 1] - first).argsort(dim=-1, descending=True, stable=True)
+        pattern = pattern.movedim(axes, (2, 3)).contiguous()
+        kinds = torch.stack((pattern == 0, pattern > 1), dim=3)
+        at = kinds.flatten().nonzero_static(size=visited)[:, 0]
+        col = at % pattern.shape[3]
+        row = at // (2 * pattern.shape[3])
+        visits.append(torch.stack((col, pattern.flatten(0, 2)[row, col]), dim=1))
+        number = kinds.sum(-1)
+        ends = number.flatten().cumsum(0).view(number.shape) + (1 + visited * len(starts))
+        first, first_partial = (ends - number).unbind(-1)
+        most = number.sum(-1).argsort(dim=-1, descending=True, stable=True)
         starts.append(torch.stack((first, first_partial, ends[..., 1], most), dim=-1))
-    visited = full | partial  # (batch, heads, blocks of keys, blocks of queries)
-    b, h, row, col = visited.nonzero(as_tuple=True)
-    larger = (visited.sum(2, keepdim=True) - visited.cumsum(2))[b, h, row, col]
-    in_order = torch.stack((col + larger * 2**16, pattern[b, h, row, col]), dim=1)
-    in_order = torch.cat((torch.zeros_like(torch.cat(visits[:2])), in_order))
+    seen = pattern != 1  # (B, H, blocks of keys, blocks of queries)
+    at = seen.flatten().nonzero_static(size=visited)[:, 0]
+    larger = seen.sum(2, keepdim=True) - seen.cumsum(2)
+    in_order = torch.stack((at % seen.shape[3] + larger.flatten()[at] * 2**16, pattern.flatten()[at]), dim=1)
+    in_order = torch.cat((in_order.new_zeros(1 + visited, 2), in_order))
     transposed = torch.cat(
         [_packed(_unpacked(part).transpose(1, 2).contiguous().view(torch.int64)) for part in words.split(_PATTERNS)]
     )
     return BlockMask(
-        torch.cat(starts, dim=2).to(torch.int32),
-        torch.cat((torch.cat(visits), in_order), dim=1).to(torch.int32),
+        torch.cat(starts, dim=2).to(torch.int32).to(words.device),
+        torch.cat((torch.cat(visits), in_order), dim=1).to(torch.int32).to(words.device),
         torch.stack((words, transposed), dim=1).view(torch.int32),
         num_q,
         num_k,
     )
 
 
-def _distinct(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Different patterns, and the number of each given one's.
-
-    Found by a hash, which is then checked: where two patterns share one, all are kept as they are.
-    """
-    count = words.shape[0]
-    if count == 0:
-        return words, words.new_zeros(0)
+def _hashed(words: Tensor) -> Tensor:
+    """(n,) int64 of patterns (n, 128, 2); two that differ may share one."""
     weights = torch.full((2 * BLOCK,), _ODD, device=words.device).cumprod(0)
     mixed = words.flatten(1) * weights
-    mixed = (mixed ^ (mixed >> 29)) * _ODD  # else words that differ in their highest bits alone would cancel
-    hashes, numbers = torch.unique((mixed ^ (mixed >> 32)).sum(1), return_inverse=True)
-    order = torch.arange(count, device=words.device)
-    first = order.new_full(hashes.shape, count).scatter_reduce_(0, numbers, order, "amin")
-    kept = words[first]
-    return (kept, numbers) if torch.equal(kept[numbers], words) else (words, order)
+    return ((mixed ^ (mixed >> 29)) * _ODD).sum(1)  # unmixed, words that differ in their highest bits would cancel
+
+
+def _distinct(hashes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each hash the first that equals it, whether it is the first, and its number among those."""
+    ordered, order = hashes.sort(stable=True)
+    place = torch.arange(hashes.shape[0], device=hashes.device)
+    begins = torch.cat((place[:1] == 0, ordered[1:] != ordered[:-1]))
+    first = torch.empty_like(order).scatter_(0, order, order[(place * begins).cummax(0)[0]])
+    is_first = first == place
+    return first, is_first, (is_first.cumsum(0) - 1)[first]
 
 
 # ---- torch's BlockMask
@@ -275,24 +316,7 @@ def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
         raise ValueError(f"block_mask is torch's of {tuple(given.shape)}; q and k have {num_q} x {num_k} tokens")
     partial = _listed(*lists[0], k_blocks)
     full = torch.zeros_like(partial) if lists[1][0] is None else _listed(*lists[1], k_blocks)
-    partial &= ~full
-    if num_k % BLOCK:  # keys past Nk are hidden, also in blocks that are called full
-        partial[..., -1] |= full[..., -1]
-    b, h, q, k = partial.nonzero(as_tuple=True)
-    within = torch.arange(BLOCK, device=numbers.device)
-    rows, cols = (q[:, None] * BLOCK + within).clamp(max=num_q - 1), k[:, None] * BLOCK + within
-    each = torch.vmap(torch.vmap(given.mask_mod, (None, None, None, 0)), (None, None, 0, None))
-    words = [torch.zeros(0, BLOCK, 2, dtype=torch.int64, device=b.device)]
-    for part in torch.arange(len(b), device=b.device).split(_PAIRS // BLOCK**2) if len(b) else ():
-        at = b[part], h[part], rows[part], cols[part].clamp(max=num_k - 1)
-        seen = _booleans(torch.vmap(each)(*at)) | full[b[part], h[part], q[part], k[part], None, None]
-        words.append(_packed((seen & (cols[part] < num_k)[:, None, :]).contiguous().view(torch.int64)))
-    words = torch.cat(words)
-    some, every = _kinds(words)
-    full = full & ~partial
-    full[b, h, q, k] = every
-    partial[b, h, q, k] = some & ~every
-    mask = _assemble(full, partial, words[some & ~every], num_q, num_k)
+    mask = _asked(given.mask_mod, full, partial & ~full, num_q, num_k)
     _CONVERTED[given] = described, mask
     return mask
 
@@ -302,12 +326,6 @@ def _listed(numbers: Tensor, indices: Tensor, blocks: int) -> Tensor:
     named = torch.arange(indices.shape[-1], device=indices.device) < numbers[..., None]
     table = torch.zeros(*numbers.shape, blocks + 1, dtype=torch.bool, device=indices.device)
     return table.scatter_(-1, torch.where(named, indices, blocks).long(), True)[..., :blocks]
-
-
-def _booleans(seen: Tensor) -> Tensor:
-    if seen.dtype != torch.bool:
-        raise ValueError(f"mask_mod returned {seen.dtype}; it must return a boolean, True where the query sees the key")
-    return seen
 
 
 def _check_sizes(**sizes: int) -> None:

@@ -308,14 +308,15 @@ def fuzz(cases: int, seed: int, workers: int, device: str = "cuda") -> dict:
     """Run cases 0 .. cases - 1 of a seed; a summary with every failure."""
     started = time.perf_counter()
     numbers = [make_case(number, seed) for number in range(cases)]
-    # by configuration, so that a kernel is compiled by one worker; the costly ones spread
-    shares = [[c for c in numbers if c["configuration"] % workers == w] for w in range(workers)]
-    jobs = [(share, device) for share in shares]
+    # by configuration, so that a kernel is compiled by one worker
+    jobs = [([c for c in numbers if c["configuration"] == n], device) for n in range(len(CONFIGURATIONS))]
+    failures = []
     if workers == 1:  # in this process, so that tools which watch one process see the kernels
-        failures = run_share(jobs[0])
+        failures += [failure for job in jobs for failure in run_share(job)]
     else:
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
-            failures = [f for share in pool.map(run_share, jobs, chunksize=1) for f in share]
+            for found in pool.imap_unordered(run_share, jobs):
+                failures += found
     return {
         "seed": seed,
         "cases": cases,

@@ -18,7 +18,7 @@ BENCH = BenchConfig(seq_len=[32], head_dim=[16], hidden=32, budget_ms=1.0)
 
 
 def test_a_cell_has_a_row_for_each_pass():
-    rows = run_cell("naive", CELL, BENCH, CPU)
+    rows = run_cell(CELL, replace(BENCH, attention=["naive"]), CPU)
     assert [row["pass"] for row in rows] == ["forward", "backward"]
     assert all(row["ms"] > 0 and row["tflops"] > 0 for row in rows)
     assert CELL.flops("forward") == 4 * 2 * 32 * 32 * 16 / 2
@@ -26,19 +26,21 @@ def test_a_cell_has_a_row_for_each_pass():
 
 
 def test_what_a_kernel_refuses_is_a_row_not_an_end():
-    (row,) = run_cell("sdpa_cudnn", CELL, BenchConfig(passes=["forward"]), CPU)
-    assert "error" in row
+    rows = run_cell(CELL, BenchConfig(["sdpa_cudnn", "flash4", "naive"], passes=["forward"]), CPU)
+    assert ["error" in row for row in rows] == [True, True, False]
+    assert rows[1]["error"] == "flash-attn-4 is not installed"
 
 
 def test_out_of_memory_is_a_row_and_is_marked_in_the_charts(monkeypatch, tmp_path, capsys):
-    real = attention.time_cell
+    real = attention.prepared
 
     def full(name, cell, *rest):
         if cell.seq_len == 64:
             raise torch.OutOfMemoryError("no")
-        return real(name, cell, *rest) | {"peak_extra_mib": 1.5}
+        call, _ = real(name, cell, *rest)
+        return call, {"peak_extra_mib": 1.5}
 
-    monkeypatch.setattr(attention, "time_cell", full)
+    monkeypatch.setattr(attention, "prepared", full)
     bench = BenchConfig(["naive"], seq_len=[32, 64], head_dim=[16], mask=["causal"], hidden=32, budget_ms=1.0)
     attention.main.__wrapped__(BenchSettings(bench, HardwareConfig(device="cpu", dtype="bfloat16")), tmp_path)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -64,7 +66,7 @@ def test_each_mask_counts_the_pairs_that_it_leaves(mask, monkeypatch):
 
 
 def test_a_mask_that_is_not_measured_is_a_row():
-    rows = run_cell("sdpa_flash", replace(CELL, mask="packed"), BENCH, CPU)
+    rows = run_cell(replace(CELL, mask="packed"), replace(BENCH, attention=["sdpa_flash"]), CPU)
     assert {row["error"] for row in rows} == {"sdpa_flash is not measured with packed"}
 
 
@@ -94,15 +96,16 @@ def test_the_error_budget_writes_its_table(tmp_path, capsys):
 
 
 def test_where_the_8_bit_kernel_does_not_run_its_row_says_why():
-    (row,) = run_cell("fp8", Cell("bfloat16", 1, 2, 2, 32, 64, "causal"), BENCH, CPU)
+    (row,) = run_cell(Cell("bfloat16", 1, 2, 2, 32, 64, "causal"), replace(BENCH, attention=["fp8"]), CPU)
     assert row["pass"] == "forward"
     assert "hopper needs a CUDA device; q is on cpu" in row["error"]
 
 
 def test_beside_8_bits_every_forward_row_has_its_error():
-    rows = run_cell("naive", CELL, BenchConfig(["naive", "fp8"], head_dim=[16], hidden=32, budget_ms=1.0), CPU)
+    rows = run_cell(CELL, BenchConfig(["naive", "fp8"], head_dim=[16], hidden=32, budget_ms=1.0), CPU)
+    assert [row["attention"] for row in rows] == ["naive", "fp8", "naive"]
     assert rows[0]["relative_error"] < 1e-6
-    assert "relative_error" not in rows[1]
+    assert "relative_error" not in rows[2]
     q, k, v, _ = attention.tensors(CELL, CPU)
     assert relative_error(attention.implementation("naive", CELL, CPU)(q, k, v), q, k, v, causal=False) > 0.1
 

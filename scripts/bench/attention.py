@@ -2,8 +2,11 @@
 
 One row for each implementation, shape and pass: p50 and p99 of many runs with a cold L2 cache, TFLOP/s (forward
 4 B H Nq Nk D, backward 2.5 times that, halved when causal, whatever an implementation really computes), and the peak of
-memory beyond the inputs. Out of memory is a row.
+memory beyond the inputs. The implementations take turns in rounds, as a GPU's clock falls while it works; p50 is the
+median of the rounds' medians, p99 the largest of theirs. Out of memory is a row.
 
+`bench.attention=[flash,flash4,flash4_deterministic]` times FlashAttention-4 where the package flash-attn-4 is
+installed; its backward adds dQ in any order unless it is told to be deterministic, as ours is.
 `bench.attention=[flash,fp8,sdpa_cudnn]` adds the 8-bit forward (one Hopper GPU, inputs quantized beforehand, as a cache
 holds them) and, to every forward row, the relative error of O against float64 on the first head. `bench.mask` also
 takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence, causal. A forward
@@ -14,10 +17,13 @@ The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smo
 """
 
 import gc
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 
@@ -38,8 +44,17 @@ from kernels import (
 )
 from kernels.device import interpreting
 from kernels.support import why_not_fp8
-from scripts.bench.clock import measure, peak_bytes
-from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_unknown, table
+from scripts.bench.clock import Milliseconds, measure, peak_bytes
+from scripts.bench.report import (
+    Columns,
+    Panel,
+    Report,
+    Row,
+    draw_lengths,
+    refuse_below_one,
+    refuse_unknown,
+    table,
+)
 from training.hardware import DTYPES, HardwareConfig, set_up
 from training.speed import attention_flops
 
@@ -49,17 +64,20 @@ SDPA = {
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 ATTENTION = ("flash", "naive", *SDPA, "flex")
+FLASH4 = {"flash4": False, "flash4_deterministic": True}
+FORWARD_ONLY, BACKWARD_ONLY = ("fp8",), ("flash4_deterministic",)
 MASKS = ("causal", "full", "window", "packed")
 WINDOW = 1024  # tokens that a query sees, itself included
 LABELS = {
     "flash": "flash (ours)", "fp8": "flash, 8 bits (ours)", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN",
     "flex": "FlexAttention", "sdpa_efficient": "memory-efficient",
+    "flash4": "FlashAttention-4", "flash4_deterministic": "FlashAttention-4, deterministic",
 }  # fmt: skip
 
 
 @dataclass
 class BenchConfig:
-    attention: list[str] = field(default_factory=lambda: [*ATTENTION])  # fp8, our 8-bit forward, may be added
+    attention: list[str] = field(default_factory=lambda: [*ATTENTION])  # and fp8, flash4, flash4_deterministic
     seq_len: list[int] = field(default_factory=lambda: [2**k for k in range(9, 18)])  # tokens of queries and of keys
     head_dim: list[int] = field(default_factory=lambda: [64, 128])  # 16 to 256
     mask: list[str] = field(default_factory=lambda: ["causal", "full"])  # causal | full | window | packed
@@ -67,11 +85,13 @@ class BenchConfig:
     passes: list[str] = field(default_factory=lambda: ["forward", "backward"])  # forward | backward
     tokens: int = 16384  # of one call: the batch is tokens / seq_len, at least 1
     hidden: int = 2048  # query heads times head_dim
-    budget_ms: float = 100.0  # time spent on the runs of one row
+    rounds: int = 3  # in which all take turns
+    budget_ms: float = 100.0  # time spent on the runs of one row, over all rounds
 
     def __post_init__(self) -> None:
         passes = ("forward", "backward")
-        refuse_unknown("bench", self, attention=(*ATTENTION, "fp8"), mask=MASKS, passes=passes)
+        refuse_unknown("bench", self, attention=(*ATTENTION, "fp8", *FLASH4), mask=MASKS, passes=passes)
+        refuse_below_one("bench.", self, "rounds")
         for head_dim, group in product(self.head_dim, self.group):
             if self.hidden % (head_dim * group):
                 raise ValueError(f"bench.hidden={self.hidden} is no multiple of head_dim {head_dim} x group {group}")
@@ -123,8 +143,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     for group, head_dim, mask, seq_len in product(bench.group, bench.head_dim, bench.mask, bench.seq_len):
         heads = bench.hidden // head_dim
         cell = Cell(dtype, max(1, bench.tokens // seq_len), heads, heads // group, seq_len, head_dim, mask)
-        for name in bench.attention:
-            report.rows += run_cell(name, cell, bench, hardware.device)
+        report.rows += run_cell(cell, bench, hardware.device)
     draw(report)
     report.finish(table(report.rows, NAMES, FIGURES, "attention"))
 
@@ -159,56 +178,73 @@ def draw(report: Report) -> None:
         draw_lengths(path, rows, panels, lambda row: LABELS.get(row["attention"], row["attention"]), title)
 
 
-def run_cell(name: str, cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
-    """A row for each pass; a failure that is a fact (out of memory, no such kernel) is a row too."""
+def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
+    """A row for each implementation and pass; those of one pass take turns."""
     rows = []
     for which in bench.passes:
-        if (name, which) == ("fp8", "backward"):  # there is none
-            continue
-        row = {"attention": name, "pass": which, **asdict(cell)}
-        try:
-            row |= time_cell(name, cell, which, bench, device)
-        except torch.OutOfMemoryError:
-            row["error"] = "out of memory"
-        except NotImplementedError as error:
-            row["error"] = str(error)
-        except RuntimeError as error:  # PyTorch's answer where a named SDPA kernel does not take the call
-            if name not in SDPA:
-                raise
-            row["error"] = str(error).split("\n")[0][:80]
-        rows.append(row)
+        ready: list[tuple[Row, Callable[[], object], list[Milliseconds]]] = []
+        for name in bench.attention:
+            if name in (BACKWARD_ONLY if which == "forward" else FORWARD_ONLY):
+                continue
+            row = {"attention": name, "pass": which, **asdict(cell)}
+            with facts_as_rows(row):
+                call, facts = prepared(name, cell, which, bench, device)
+                row |= facts
+                ready.append((row, call, []))
+            rows.append(row)
+        for _ in range(bench.rounds):
+            for row, call, rounds in ready:
+                with facts_as_rows(row):
+                    rounds.append(measure(call, device, bench.budget_ms / bench.rounds))
+        for row, call, rounds in ready:
+            if "error" in row:
+                continue
+            ms = statistics.median(times.p50 for times in rounds)
+            row |= {"ms": ms, "ms_p99": max(times.p99 for times in rounds), "runs": sum(times.runs for times in rounds)}
+            row["tflops"] = cell.flops(which) / ms / 1e9
+            if which == "forward" and device.type == "cuda" and ms < 1.0:
+                row["python_us"] = python_us(call)
+        ready.clear()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if name == "flex":
+    if "flex" in bench.attention:
         torch.compiler.reset()  # a shape compiles anew; the limit on recompilations is for accidents
     return rows
 
 
-def time_cell(name: str, cell: Cell, which: str, bench: BenchConfig, device: torch.device) -> Row:
+@contextmanager
+def facts_as_rows(row: Row) -> Iterator[None]:
+    """A failure that is a fact (out of memory, no such kernel) becomes the row's `error`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        row["error"] = "out of memory"
+    except NotImplementedError as error:
+        row["error"] = str(error)
+    except RuntimeError as error:  # PyTorch's answer where a named SDPA kernel does not take the call
+        if row["attention"] not in SDPA:
+            raise
+        row["error"] = str(error).split("\n")[0][:80]
+
+
+def prepared(
+    name: str, cell: Cell, which: str, bench: BenchConfig, device: torch.device
+) -> tuple[Callable[[], object], Row]:
+    """One pass as a call without arguments, and what is known of it before it is timed."""
     q, k, v, do = tensors(cell, device)
     attention = eight_bits(q, k, v, cell) if name == "fp8" else implementation(name, cell, device)
-    extra = {}
+    facts: Row = {}
     if which == "forward":
-        with torch.no_grad():
-            peak = peak_bytes(lambda: attention(q, k, v), device)
-            if "fp8" in bench.attention and cell.mask in ("causal", "full"):
-                extra["relative_error"] = relative_error(attention(q, k, v), q, k, v, cell.mask == "causal")
-            times = measure(lambda: attention(q, k, v), device, bench.budget_ms)
-            if device.type == "cuda" and times.p50 < 1.0:
-                extra["python_us"] = python_us(lambda: attention(q, k, v))
+        call = torch.no_grad()(partial(attention, q, k, v))
+        peak = peak_bytes(call, device)
+        if "fp8" in bench.attention and cell.mask in ("causal", "full"):
+            facts["relative_error"] = relative_error(call(), q, k, v, cell.mask == "causal")
     else:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         peak = peak_bytes(lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), do, retain_graph=True), device)
-        o = attention(q, k, v)
-        times = measure(lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True), device, bench.budget_ms)
-    return extra | {
-        "ms": times.p50,
-        "ms_p99": times.p99,
-        "runs": times.runs,
-        "tflops": cell.flops(which) / times.p50 / 1e9,
-        "peak_extra_mib": None if peak is None else peak / 2**20,
-    }
+        call = partial(torch.autograd.grad, attention(q, k, v), (q, k, v), do, retain_graph=True)
+    return call, facts | {"peak_extra_mib": None if peak is None else peak / 2**20}
 
 
 def tensors(cell: Cell, device: torch.device) -> list[Tensor]:
@@ -242,6 +278,14 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
         n = cell.seq_len
         mask = create_block_mask(rule, None, None, n, n, device=device.type) if causal else None
         return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=grouped)
+    if name in FLASH4 and cell.mask != "packed":
+        try:
+            flash4 = import_module("flash_attn.cute").flash_attn_func
+        except ImportError as error:
+            raise NotImplementedError("flash-attn-4 is not installed") from error
+        options = {"window_size": (WINDOW - 1, 0)} if cell.mask == "window" else {"causal": causal}
+        options["deterministic"] = FLASH4[name]
+        return lambda *qkv: flash4(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
     if cell.mask in ("window", "packed"):
         raise NotImplementedError(f"{name} is not measured with {cell.mask}")
 

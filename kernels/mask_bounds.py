@@ -1,0 +1,256 @@
+"""Which blocks of a mask are full or hidden, told from the least and the greatest values in each block.
+
+The function is called once, on tensors that stand for every batch entry, head, query and key. What depends on queries
+or on keys alone, as `document[q]` does, is evaluated for each of them. Where both meet, as in
+`document[q] == document[k]`, a block keeps the bounds of its values: interval arithmetic, with False below True.
+Where an operation has no rule here, all values are possible. So a block that is decided is exact, and the others have
+to be asked.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Undecided(Exception):
+    """The function does what is not followed here for all pairs at once."""
+
+
+class Range(NamedTuple):
+    """The least and the greatest value in each block; shapes broadcast to (B, H, blocks of queries, blocks of keys)."""
+
+    low: Tensor
+    high: Tensor
+
+
+class Bounds(Tensor):
+    """What the function sees: a () tensor, whose own value is none.
+
+    Attributes:
+        exact: (B or 1, H or 1, Nq or 1, Nk or 1) the values, where they depend on queries or on keys alone, or None.
+        range: in each block.
+        limit: no integer here is farther from 0.
+    """
+
+    @staticmethod
+    def of(dtype: torch.dtype, limit: int, exact: Tensor | None, bounds: Range) -> "Bounds":
+        made = torch.empty((), dtype=dtype, device=bounds.low.device).as_subclass(Bounds)
+        made.exact, made.range, made.limit = exact, bounds, limit
+        return made
+
+
+def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device: torch.device) -> Range:
+    """Whether all pairs of a block are seen, and whether any may be: (B, H, blocks of queries, blocks of keys) bool.
+
+    sizes: B, H, Nq, Nk. Behind the last query and the last key stand their copies. Raises Undecided.
+    """
+    shape = [*sizes[:2], *(-(-size // block) for size in sizes[2:])]
+    indices = []
+    for axis, size in enumerate(sizes):
+        padded = size if axis < 2 else shape[axis] * block
+        values = torch.arange(padded, device=device)
+        values = values.clamp_(max=size - 1) if padded > size else values
+        values = values.view([padded if axis == i else 1 for i in range(4)])
+        per_block = values.unflatten(axis, (-1, block if axis > 1 else 1)).movedim(axis + 1, 0)
+        indices.append(Bounds.of(values.dtype, size, values, Range(per_block[0], per_block[-1])))
+    with _Following(block):
+        seen = mask_mod(*indices)
+    if not isinstance(seen, Bounds) or seen.dtype != torch.bool:
+        raise Undecided
+    return Range(*(x.to(device).expand(shape) for x in seen.range))
+
+
+class _Following(TorchFunctionMode):
+    """Operations on `Bounds` give `Bounds`."""
+
+    def __init__(self, block: int):
+        super().__init__()
+        self.block = block
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.__getitem__:
+            args = (args[0], *(args[1] if isinstance(args[1], tuple) else (args[1],)))
+            function = _looked_up
+            if len(args) != 1 + args[0].dim() or not all(getattr(x, "dtype", None) in _INDEX for x in args[1:]):
+                raise Undecided
+        own = [x for x in args if isinstance(x, Bounds)]
+        name = function.__name__.strip("_")
+        if not own or name == "get":  # of a property, as `q.device` is
+            return function(*args, **(kwargs or {}))
+        name = _SYNONYMS.get(name, name)
+        plain = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Bounds)]
+        if kwargs or name not in _KNOWN or (name != "looked_up" and any(x.dim() for x in plain)):
+            raise Undecided
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._followed(name, function, args, own)
+
+    def _followed(self, name: str, function: Callable, args: tuple, own: list[Bounds]) -> Bounds:
+        def values(of: Callable[[Bounds], Tensor]) -> Tensor:
+            return function(*(of(x) if isinstance(x, Bounds) else x for x in args))
+
+        if name == "looked_up":
+            dtype = args[0].dtype
+        elif name in _COMPARED and name != "where":
+            dtype = torch.bool
+        else:
+            dtype = values(lambda x: torch.ones((), dtype=x.dtype)).dtype  # of () tensors: larger ones take precedence
+        limit = _limit(name, dtype, args)
+        exact = [x.exact for x in own]
+        if all(x is not None for x in exact) and not all(any(x.shape[axis] > 1 for x in exact) for axis in (2, 3)):
+            result = values(lambda x: x.exact).to(dtype)
+            return Bounds.of(dtype, limit, result, _in_blocks(result, self.block))
+        return Bounds.of(dtype, limit, None, _bounds(name, dtype, limit, args) or _open(dtype))
+
+
+def _in_blocks(x: Tensor, block: int) -> Range:
+    for axis in (2, 3):
+        if x.shape[axis] > 1:
+            x = x.unflatten(axis, (-1, block))
+            return Range(x.amin(axis + 1), x.amax(axis + 1))
+    return Range(x, x)
+
+
+def _looked_up(table: Tensor, *index: Tensor) -> Tensor:
+    return table[index]
+
+
+def _eq(a: Range, b: Range) -> Range:
+    return Range((a.low == b.high) & (a.high == b.low), (a.low <= b.high) & (b.low <= a.high))
+
+
+def _not(a: Range) -> Range:
+    return Range(~a.high, ~a.low)
+
+
+def _where(when: Range, a: Range, b: Range) -> Range:
+    least, most = torch.minimum(a.low, b.low), torch.maximum(a.high, b.high)
+    return Range(
+        torch.where(when.low, a.low, torch.where(when.high, least, b.low)),
+        torch.where(when.low, a.high, torch.where(when.high, most, b.high)),
+    )
+
+
+def _remainder(a: Range, n: int) -> Range:
+    one = a.low // n == a.high // n
+    return Range(torch.where(one, a.low % n, 0), torch.where(one, a.high % n, n - 1))
+
+
+_INDEX = (torch.int64, torch.int32)
+# by the operation's name: of any dtype, of booleans, of integers, of integers and a number above 0
+_COMPARED = {
+    "lt": lambda a, b: Range(a.high < b.low, a.low < b.high),
+    "le": lambda a, b: Range(a.high <= b.low, a.low <= b.high),
+    "gt": lambda a, b: Range(a.low > b.high, a.high > b.low),
+    "ge": lambda a, b: Range(a.low >= b.high, a.high >= b.low),
+    "eq": _eq,
+    "ne": lambda a, b: _not(_eq(a, b)),
+    "where": _where,
+}
+_LOGIC = {
+    "and": lambda a, b: Range(a.low & b.low, a.high & b.high),
+    "or": lambda a, b: Range(a.low | b.low, a.high | b.high),
+    "xor": lambda a, b: _not(_eq(a, b)),
+    "invert": _not,
+}
+_ARITHMETIC = {
+    "add": lambda a, b: Range(a.low + b.low, a.high + b.high),
+    "sub": lambda a, b: Range(a.low - b.high, a.high - b.low),
+    "rsub": lambda a, b: Range(b.low - a.high, b.high - a.low),
+    "neg": lambda a: Range(-a.high, -a.low),
+    "abs": lambda a: Range(torch.maximum(a.low, -a.high), torch.maximum(-a.low, a.high)),
+}
+_BY_A_NUMBER = {
+    "floordiv": lambda a, n: Range(a.low // n, a.high // n),
+    "remainder": _remainder,
+}
+# no bounds of these, but what queries or keys alone give by them is exact
+_KNOWN = {
+    *_COMPARED,
+    *_LOGIC,
+    *_ARITHMETIC,
+    *_BY_A_NUMBER,
+    "mul",
+    "lshift",
+    "rshift",
+    "minimum",
+    "maximum",
+    "looked_up",
+}
+_SYNONYMS = {"floor_divide": "floordiv", "not": "invert"} | {
+    f"{kind}_{name}": to for kind in ("bitwise", "logical")
+    for name, to in (("and", "and"), ("or", "or"), ("xor", "xor"), ("not", "invert"))
+}  # fmt: skip
+
+
+def _bounds(name: str, dtype: torch.dtype, limit: int, args: tuple) -> Range | None:
+    """Those of a result; None where there is no rule."""
+    if name == "looked_up":
+        return _of_table(*args)
+    dtypes = {x.dtype for x in args if isinstance(x, Tensor)}
+    if any(x.is_floating_point for x in dtypes) or any(isinstance(x, float) for x in args):
+        return None
+    if name in _BY_A_NUMBER:
+        if torch.bool in dtypes or not isinstance(args[1], int) or args[1] <= 0:
+            return None
+        ranges = [_range(args[0])]
+        result = _BY_A_NUMBER[name](*ranges, args[1])
+    else:
+        rules = _COMPARED | (_LOGIC if dtypes == {torch.bool} else {} if torch.bool in dtypes else _ARITHMETIC)
+        if name not in rules:
+            return None
+        ranges = [_range(x) for x in args]
+        result = rules[name](*ranges)
+    if name in _COMPARED or name in _LOGIC or limit < _largest(dtype):
+        return result
+    wild, most = torch.tensor(False), _largest(dtype) // 4  # beyond it integers may wrap around
+    for low, high in ranges:
+        wild = wild | (low < -most) | (high > most)
+    return Range(*(torch.where(wild, x, y) for x, y in zip(_open(dtype), result, strict=True)))
+
+
+def _range(x: Tensor | int) -> Range:
+    if isinstance(x, Bounds):
+        return x.range
+    x = torch.as_tensor(x)  # of a number, on the CPU: a launch takes it as a number
+    return Range(x, x)
+
+
+def _open(dtype: torch.dtype) -> Range:
+    """Any value; of a float nothing is ever told."""
+    if dtype == torch.bool or dtype.is_floating_point:
+        return Range(torch.tensor(False, dtype=dtype), torch.tensor(True, dtype=dtype))
+    return Range(*(torch.tensor(x, dtype=dtype) for x in (torch.iinfo(dtype).min, torch.iinfo(dtype).max)))
+
+
+def _of_table(table: Tensor, *index: Tensor) -> Range | None:
+    """Its value where a block has one index; the table's bounds elsewhere."""
+    if isinstance(table, Bounds) or table.is_floating_point():
+        return None
+    one, places = torch.tensor(True), []
+    for (low, high), size in zip(map(_range, index), table.shape, strict=True):
+        one = one & (low == high) & (low >= 0) & (low < size)
+        places.append(low.clamp(0, size - 1).to(table.device))
+    value = table[tuple(places)]
+    return Range(torch.where(one, value, table.amin()), torch.where(one, value, table.amax()))
+
+
+def _largest(dtype: torch.dtype) -> int:
+    return 1 if dtype == torch.bool or dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _limit(name: str, dtype: torch.dtype, args: tuple) -> int:
+    """How far from 0 a result can be, from how far its operands can."""
+    largest = _largest(dtype)
+    if name == "looked_up" or any(isinstance(x, float) for x in args):
+        return largest
+    each = [
+        x.limit if isinstance(x, Bounds) else _largest(x.dtype) if isinstance(x, Tensor) else abs(int(x)) for x in args
+    ]
+    if name == "mul":
+        return min(largest, each[0] * each[1])
+    if name in _ARITHMETIC:
+        return min(largest, sum(each))
+    return min(largest, max(each)) if name in _BY_A_NUMBER else largest

@@ -1,0 +1,61 @@
+"""Blocks of a mask that bounds decide: never wrongly, and all that need no look inside."""
+
+import pytest
+import torch
+
+from kernels import block_mask, block_masks
+from kernels.mask_bounds import Undecided, decided_blocks
+from scripts.bench.mask_table import masks
+from tests.test_block_mask import DEVICE, evaluated
+
+SIZES = 2, 2, 300, 257
+SHIFT = torch.tensor([0, 40], device=DEVICE)
+WHERE = torch.arange(300, device=DEVICE) // 70
+LARGE = torch.tensor([-(2**63), -(2**62), 2**62, 2**63 - 1], device=DEVICE)[WHERE.clamp(max=3)]
+NARROW = torch.tensor([-128, -100, 100, 127], dtype=torch.int8, device=DEVICE)[WHERE.clamp(max=3)]
+SEEN = torch.tensor([[True, False, True], [False, True, True], [True, True, True]], device=DEVICE)
+EXACT_AND_MIXED = {
+    "comparisons": lambda b, h, q, k: ((q < k) ^ (q <= k - 3)) | ((q > k + 200) & (k >= h)) | (k <= 5),
+    "not equal": lambda b, h, q, k: (WHERE[q] != WHERE[k]) & ~((q == k) | (k != q + 130)) | (q - k == 7),
+    "signs": lambda b, h, q, k: ((-q + k).abs() < 90) | (200 - k < q - 250) | (abs(q - k + 3) > 220),
+    "whole numbers": lambda b, h, q, k: ((q - k) // 100 == 1) | ((q - k + 40) % 256 < 17) | ((q - 150) // 64 < -1),
+    "negative divisors": lambda b, h, q, k: ((q - k) // -100 == 1) | ((q - k) % -90 < -80),
+    "where": lambda b, h, q, k: torch.where(q < 130, k < 100, torch.where(k <= q, q - k, 700 - k)) < 140,
+    "where of booleans": lambda b, h, q, k: torch.where(k <= q, WHERE[q] == WHERE[k], k > 250),
+    "logic by name": lambda b, h, q, k: torch.logical_and(k <= q, torch.logical_not((q ^ 3) == (k & 5) + (q | k))),
+    "batch and heads": lambda b, h, q, k: (k <= q + SHIFT[b]) & (q - k < 100 * (h + 1)) | (b == h) & (k == 256),
+    "two indices": lambda b, h, q, k: SEEN[q // 128, k // 100] | SEEN[b, k % 3] & (q > 290),
+    "large numbers": lambda b, h, q, k: (LARGE[q] - LARGE[k] > 0) | (LARGE[q] == LARGE[k]) & (k * 2**55 > q),
+    "numbers that grow": lambda b, h, q, k: q * 2**54 + k * 2**54 < 0,
+    "wrapped in a byte": lambda b, h, q, k: NARROW[q] - NARROW[k] > 50,
+    "open": lambda b, h, q, k: (k <= q) & (((q * 7 + k * 2**61) >> 3) % 5 < 3) | (torch.minimum(q, k) == 3),
+    "constant": lambda b, h, q, k: q >= 0,
+}
+NOT_FOLLOWED = {
+    "floats": lambda b, h, q, k: (q - k).float().sin() > 0.2,
+    "a list of keys": lambda b, h, q, k: (k == SHIFT).any() | (q == k),
+    "no operand": lambda b, h, q, k: torch.ones((), dtype=torch.bool, device=DEVICE),
+    "keywords": lambda b, h, q, k: (q - k).clamp(min=5) > 30,
+}
+
+
+@pytest.mark.parametrize("name", EXACT_AND_MIXED | NOT_FOLLOWED)
+def test_a_mask_is_what_its_function_says(name):
+    mod = (EXACT_AND_MIXED | NOT_FOLLOWED)[name]
+    each = torch.vmap(torch.vmap(mod, (None, None, None, 0)), (None, None, 0, None))
+    expected = evaluated(lambda b, h, q, k: each(b, h, q[:, 0], k[0]), *SIZES)
+    assert torch.equal(block_mask(mod, *SIZES, DEVICE).dense(), expected)
+    if name in NOT_FOLLOWED:
+        with pytest.raises(Undecided):
+            decided_blocks(mod, SIZES, 128, torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("name", masks(1).keys() - {"images", "bigbird"})
+def test_only_partial_blocks_are_asked(name, monkeypatch):
+    """Of 256 blocks: as many as the mask has partial ones."""
+    asked, real = [], block_masks._asked
+    monkeypatch.setattr(
+        block_masks, "_asked", lambda mod, full, some, *rest: asked.append(some) or real(mod, full, some, *rest)
+    )
+    mask = block_mask(masks(2048, DEVICE)[name], None, None, 2048, 2048, DEVICE)
+    assert int(asked[0].sum()) == mask.counts()["partial"] < 150
