@@ -232,6 +232,9 @@ def _language(machine) -> SimpleNamespace:
     )  # fmt: skip
 
 
+HIDDEN = {"0fFF800000": -np.inf, "0f00000000": 0.0}  # of `where_bit`
+
+
 def _only_reciprocal(asm, _constraints, operands):
     assert asm.startswith("rcp.")
     return operands[0]
@@ -247,6 +250,7 @@ def _python(function, machine, made: dict):
             "gl": language, "tl": language, "fence_async_shared": lambda: None,
             "tma": machine, "mbarrier": _MBARRIER,
             "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.wait_products,
+            "where_bit": lambda values, words, bits, hidden: np.where(words & bits != 0, values, HIDDEN[hidden]),
             **dict.fromkeys(("pack", "unpack", "_pack", "_unpack"), lambda probs, *_: probs), **machine.replaced,
         }  # fmt: skip
         for name, value in names.items():

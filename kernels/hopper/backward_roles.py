@@ -19,6 +19,7 @@ from .backward_schedule import (
     query_tile_at,
     query_tiles,
 )
+from .masked import announce_pattern
 from .pipeline import load_rows
 from .tma import slot
 
@@ -61,6 +62,7 @@ def producer(
                 stage, phase = slot(step, STAGES)
                 ready = full.index(stage)
                 mbarrier.wait(empty.index(stage), phase ^ 1)
+                announce_pattern(position // 2, stage, sizes.masked, 3)
                 mbarrier.expect(ready, step_bytes)
                 load_rows(q_desc, batch, head, row, q_row0, sizes.num_q, ready, q_smem.index(stage))
                 load_rows(do_desc, batch, head, row, q_row0, sizes.num_q, ready, do_smem.index(stage))

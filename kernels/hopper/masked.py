@@ -19,9 +19,15 @@ class Masked:
     starts: gl.tensor  # of BlockMask
     visits: gl.tensor
     bits: gl.tensor
-    patterns: gl.shared_memory_descriptor  # (STAGES, 1) int32: a key tile's pattern, in the forward
+    patterns: gl.shared_memory_descriptor  # (STAGES, 1) int32: the pattern of the tile in a stage
     OF_BATCH: gl.constexpr
     OF_HEAD: gl.constexpr
+
+
+@gluon.jit
+def patterns_of(STAGES: gl.constexpr):
+    """Memory for the patterns of `Masked`."""
+    return gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
 
 @gluon.jit
@@ -80,42 +86,67 @@ def first_key(place, masked, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
-def announce_pattern(place, stage, masked):
-    """Tell the consumers which pattern the key tile has that a stage is about to hold: one load from global memory less
-    between them and its bits. By the producer's one warp."""
+def announce_pattern(place, stage, masked, COLUMN: gl.constexpr):
+    """Tell the consumers which pattern the tile has that a stage is about to hold, of a visit's COLUMN: one load from
+    global memory less between them and its bits. By the producer's one warp."""
     if masked is not None:
         one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        pattern = gl.load(masked.visits + place * 4 + 1)
+        pattern = gl.load(masked.visits + place * 4 + COLUMN)
         masked.patterns.index(stage).store(gl.full([1], pattern, gl.int32, one))
 
 
 @gluon.jit
+def announced_pattern(stage, masked):
+    """The pattern of the tile in a stage, for a consumer."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(masked.patterns.index(stage).load(one), 0)
+
+
+@gluon.jit
 def seen_scores(s_layout: gl.constexpr):
-    """The layout of scores (64, 128) as (row, word of 32 columns, block of 8 in it, column in the block)."""
-    return gl.reshape(gl.zeros([64, 128], gl.float32, s_layout), [64, 4, 4, 8])
+    """The layout of scores (64, 128) as (row, word of 32 columns, eight of them, pair of the eight, column of the
+    pair). A thread has one pair of each eight."""
+    return gl.reshape(gl.zeros([64, 128], gl.float32, s_layout), [64, 4, 4, 4, 2])
 
 
 @gluon.jit
 def pattern_words(row, stage, masked, s_layout: gl.constexpr):
-    """The bits of 64 rows from `row` on under the key tile of a stage, (64, 4) int32; of a full block all are 1."""
+    """The bits of 64 rows from `row` on under the key tile of a stage, (64, 4) int32: a thread's own 32 of each row,
+    those of word w, eight e and column c of the pair in bit 8 e + 2 w + c. Of a full block all are 1."""
     layout: gl.constexpr = seen_scores(s_layout).type.layout
-    words: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
-    rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, words))
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, words))
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    pattern = gl.max(masked.patterns.index(stage).load(one), 0)
-    return gl.load(masked.bits + pattern.to(gl.int64) * 1024 + (rows[:, None] * 4 + word[None, :]))
+    pairs: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, layout))  # (row, word, pair)
+    rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, pairs)))
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, pairs)))
+    pair = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, pairs)))
+    pattern = announced_pattern(stage, masked)
+    words = gl.load(masked.bits + pattern.to(gl.int64) * 1024 + (rows[:, None] * 4 + word[None, :]))
+    own = (words[:, :, None] >> (2 * pair)[None, None, :]) & 0x03030303
+    return gl.sum(own << (2 * word)[None, :, None], 1)
+
+
+@gluon.constexpr_function
+def _select_asm(hidden):
+    return f"{{.reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, {hidden}, p;}}"
+
+
+@gluon.jit
+def where_bit(values, words, bits, HIDDEN: gl.constexpr):
+    """values where a word has the bit, else HIDDEN, fp32 in PTX's spelling. Written in PTX: LLVM would gather the bits
+    in vectors, while ptxas turns this into one R2P for two values and a select for each."""
+    return gl.inline_asm_elementwise(
+        _select_asm(HIDDEN), "=f,f,r,r", [values, words, bits], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def hide_by_bits(scores, words):
-    """-inf where a row's bit is 0. A word is shifted by a thread's own offset once; what is left are tests of bits that
-    the compiler knows."""
-    seen = gl.reshape(scores, [64, 4, 4, 8])
+    """-inf where a thread's bit is 0: tests of bits that the compiler knows."""
+    seen = gl.reshape(scores, [64, 4, 4, 4, 2])
     layout: gl.constexpr = seen.type.layout
-    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    block = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    shifted = words[:, :, None, None] >> offset[None, None, None, :]
-    shown = (shifted >> (8 * block)[None, None, :, None]) & 1
-    hidden = gl.where(shown != 0, seen, -float("inf"))
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
+    eight = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
+    column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))))
+    bit = (8 * eight)[None, None, :, None, None] + (2 * word)[None, :, None, None, None]
+    bits = 1 << (bit + column[None, None, None, None, :])
+    hidden = where_bit(seen, words[:, None, None, :, None], bits, "0fFF800000")
     return gl.convert_layout(gl.reshape(hidden, [64, 128]), scores.type.layout)
