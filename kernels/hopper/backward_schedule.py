@@ -16,7 +16,8 @@ from triton.experimental.gluon import language as gl
 
 from ..portable.record import record
 from ..portable.tiles import ROW_PADDING, Mask, end_query, first_query, section_tile
-from .masked import Masked, first_line
+from ..portable.visits import first_line
+from .masked import Masked
 
 ROWS = 64  # of a query tile, and of a turn
 BLOCK_Q = gl.constexpr(ROWS)
@@ -108,7 +109,10 @@ def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
     end = (sizes.num_q + BLOCK_Q - 1) // BLOCK_Q
     if sizes.masked is not None:
         head = kv_head * (sizes.num_heads // sizes.num_kv_heads)  # the others of its group have the same mask
-        line = first_line(sizes.masked, batch, head, sizes.num_heads, sizes.num_q, sizes.num_k)
+        masked = sizes.masked
+        line = first_line(
+            masked.starts, batch, head, sizes.num_heads, sizes.num_q, sizes.num_k, masked.OF_BATCH, masked.OF_HEAD
+        )
         entry = line + ((sizes.num_q + 127) // 128 + tile) * 4
         return gl.load(entry) * 2, gl.load(entry + 2) * 2
     elif sizes.window is not None:

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..portable.record import record
+from ..portable.visits import first_line
 from .schedule import key_tiles, tile_rows
 
 
@@ -31,17 +32,6 @@ def patterns_of(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def first_line(masked, batch, head, num_heads, num_q, num_k):
-    """Where the rows of blocks of a head of queries begin in `starts`."""
-    which = 0
-    if masked.OF_HEAD:
-        which = batch * num_heads + head if masked.OF_BATCH else head
-    elif masked.OF_BATCH:
-        which = batch
-    return masked.starts + which * ((num_q + 127) // 128 + (num_k + 127) // 128) * 4
-
-
-@gluon.jit
 def program_tiles(tile, batch_head, num_tiles, mask, call, build):
     """(first row, first, end, full_end) of a program's query tile: the key tiles that it visits.
 
@@ -51,7 +41,11 @@ def program_tiles(tile, batch_head, num_tiles, mask, call, build):
     if call.masked is not None:
         batch = batch_head // call.sizes.num_heads
         head = batch_head - batch * call.sizes.num_heads
-        line = first_line(call.masked, batch, head, call.sizes.num_heads, call.sizes.num_q, call.sizes.num_k)
+        masked = call.masked
+        line = first_line(
+            masked.starts, batch, head, call.sizes.num_heads, call.sizes.num_q, call.sizes.num_k,
+            masked.OF_BATCH, masked.OF_HEAD,
+        )  # fmt: skip
         block = gl.load(line + tile * 4 + 3)  # those with the most visits first
         first = gl.load(line + block * 4)
         end = gl.load(line + block * 4 + 2)
