@@ -59,7 +59,7 @@ from .backward_schedule import (
     unmasked_from,
 )
 from .backward_scores import pattern_bits, probabilities
-from .masked import Masked, patterns_of
+from .masked import Masked, heads_together, patterns_of
 from .pipeline import store_rows
 from .tma import slot
 
@@ -173,7 +173,6 @@ def _consumer(
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem = tiles
     k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty = barriers
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    dtype: gl.constexpr = k_smem.dtype
     streamed = (q_smem, do_smem, lse_smem, delta_smem)
     ring = (full, empty, ds_full, ds_empty)
     _q_row0, k_row0, _padded_row0 = first_rows(sizes)
@@ -247,8 +246,8 @@ def _consumer(
             tma.named_barrier("bar.sync", 10, 256)
             dk_tile = k_smem.index(0).slice(KEYS * CONSUMER, KEYS, 0)
             dv_tile = v_smem.index(0).slice(KEYS * CONSUMER, KEYS, 0)
-        dk_tile.store((dk * scale).to(dtype))
-        dv_tile.store(dv.to(dtype))
+        dk_tile.store((dk * scale).to(k_smem.dtype))
+        dv_tile.store(dv.to(k_smem.dtype))
         fence_async_shared()
         if HEAD_DIM == 64:
             store_rows(dk_desc, batch, kv_head, key, k_row0, sizes.num_k, dk_tile)
@@ -364,9 +363,8 @@ def hopper_bwd_kernel(
     tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem)
     loads = (k_full, k_empty, v_full, v_empty, full, empty)
     barriers = (k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty)
-    sizes = Sizes(
-        num_heads, num_kv_heads, num_batch_kv_heads, its_num_q, its_num_k, heads_per_section, window, item, masked
-    )
+    section = heads_together(masked, heads_per_section, num_batch_kv_heads, num_q, num_k)
+    sizes = Sizes(num_heads, num_kv_heads, num_batch_kv_heads, its_num_q, its_num_k, section, window, item, masked)
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     turns = (announced, turn_ready)
     outputs = (dk_desc, dv_desc)

@@ -376,11 +376,13 @@ def _launches(
     schedule = schedule or plan_for(tile, options, num_q)
     _, num_tiles = grid_tiles(num_q, 64 * schedule.consumers, options.cu_seqlens_q)
     programs, paired = grid_of(schedule, num_tiles * batch * num_heads, options, q.device.index)
+    # of documents all heads: a turn has tiles of one length then, and the longest document's keys are read together
+    section = num_heads if options.packed else heads_per_section(q, k, L2_SHARE)
     describe = tma.packed_descriptor if options.packed else tma.descriptor
     arguments = (
         describe(q, 64, tile), describe(k, schedule.block_k, tile), describe(v, schedule.block_k, tile),
         describe(o, 64, tile), lse,
-        num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
+        num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, section,
         options.scale * LOG2_E.value, options.softcap or None, *window_bounds(options, num_q, num_k),
         given.get("tiles"), given.get("mask_starts"), given.get("mask_visits"), given.get("mask_bits"),
     )  # fmt: skip

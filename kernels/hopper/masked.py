@@ -32,6 +32,25 @@ def patterns_of(STAGES: gl.constexpr):
 
 
 @gluon.jit
+def heads_together(masked, heads_per_section, num_heads, num_q, num_k):
+    """How many heads a section has, by the keys of a mask's first head: heads_per_section, or all where a block of keys
+    is seen by more than four times as many blocks of queries as most are.
+
+    An item with so many visits ends long after the others of its head, and those that add after it wait: both are
+    hidden by the other heads' items. Where all rows are alike, fewer heads at a time keep what they read in L2.
+    """
+    if masked is not None:
+        k_blocks = (num_k + 127) // 128
+        rows = masked.starts + (num_q + 127) // 128 * 4
+        visits = gl.load(rows + k_blocks * 4 - 2) - gl.load(rows)
+        longest = rows + gl.load(rows + 3) * 4
+        most = gl.load(longest + 2) - gl.load(longest)
+        return gl.where(most * k_blocks > 4 * visits, num_heads, heads_per_section)
+    else:
+        return heads_per_section
+
+
+@gluon.jit
 def program_tiles(tile, batch_head, num_tiles, mask, call, build):
     """(first row, first, end, full_end) of a program's query tile: the key tiles that it visits.
 
