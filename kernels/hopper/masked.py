@@ -42,7 +42,7 @@ def heads_together(masked, heads_per_section, num_heads, num_q, num_k):
     if masked is not None:
         k_blocks = (num_k + 127) // 128
         rows = masked.starts + (num_q + 127) // 128 * 4
-        visits = gl.load(rows + k_blocks * 4 - 2) - gl.load(rows)
+        visits = gl.load(rows + (k_blocks * 4 - 2)) - gl.load(rows)
         longest = rows + gl.load(rows + 3) * 4
         most = gl.load(longest + 2) - gl.load(longest)
         return gl.where(most * k_blocks > 4 * visits, num_heads, heads_per_section)
