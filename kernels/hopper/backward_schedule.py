@@ -130,11 +130,24 @@ def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def query_tile_at(position, sizes):
-    """The number of the query tile at a position."""
+def visit_at(position, first, end, sizes):
+    """What a block mask's list says of a position among first .. end, as (block and order, pattern); zeros without one.
+
+    Asked for a step ahead: under the adds to dQ a load takes thousands of cycles.
+    """
     if sizes.masked is not None:
-        block = gl.load(sizes.masked.visits + position // 2 * 4 + 2) & 65535
-        return block * 2 + position % 2
+        place = gl.where(first < end, gl.minimum(position, end - 1) // 2, 0)
+        visit = sizes.masked.visits + place * 4
+        return gl.load(visit + 2), gl.load(visit + 3)
+    else:
+        return 0, 0
+
+
+@gluon.jit
+def query_tile_at(position, visit, sizes):
+    """The number of the query tile at a position, of which `visit_at` has said the first."""
+    if sizes.masked is not None:
+        return (visit & 65535) * 2 + position % 2
     else:
         return position
 
@@ -157,11 +170,11 @@ def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def adds_before(position, tile, sizes, CAUSAL: gl.constexpr):
+def adds_before(position, visit, tile, sizes, CAUSAL: gl.constexpr):
     """How many items add to the dQ of the query tile at a position before that of this key tile."""
     last = (sizes.num_k + BLOCK_K - 1) // BLOCK_K - 1
     if sizes.masked is not None:
-        return gl.load(sizes.masked.visits + position // 2 * 4 + 2) >> 16
+        return visit >> 16
     elif sizes.window is not None:
         _left, right = sizes.window
         last_seen = (position * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q + right) // BLOCK_K

@@ -102,11 +102,11 @@ def _producer(q_desc, k_desc, v_desc, packed, build):
             else:
                 mbarrier.arrive(barriers.q_full.index(c), count=1)
         for i in range(end - first):
-            key = first_key(end - 1 - i, call.masked, build.BLOCK_K)
+            key, pattern = first_key(end - 1 - i, call.masked, build.BLOCK_K)
             stage, phase = slot(step, build.STAGES)
             mbarrier.wait(barriers.k_empty.index(stage), phase ^ 1)
             full = barriers.k_full.index(stage)
-            announce_pattern(end - 1 - i, stage, call.masked, 1)
+            announce_pattern(pattern, stage, call.masked)
             mbarrier.expect(full, k_bytes)
             load_rows(k_desc, batch, kv_head, key, k_row0, sizes.num_k, full, tiles.k.index(stage))
             mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)
@@ -329,6 +329,8 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
         return ForwardPlan(consumers=2, block_k=64)
     if head_dim == 64 and options.local and not options.softcap:
         return ForwardPlan(consumers=3)
+    if head_dim == 64 and options.packed and not options.softcap:
+        return ForwardPlan(consumers=3, ping_pong=True)
     if options.softcap or options.local or options.packed:
         persistent = not causal or options.packed or num_q <= 1024
         return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=persistent)
@@ -376,13 +378,11 @@ def _launches(
     schedule = schedule or plan_for(tile, options, num_q)
     _, num_tiles = grid_tiles(num_q, 64 * schedule.consumers, options.cu_seqlens_q)
     programs, paired = grid_of(schedule, num_tiles * batch * num_heads, options, q.device.index)
-    # of documents all heads: a turn has tiles of one length then, and the longest document's keys are read together
-    section = num_heads if options.packed else heads_per_section(q, k, L2_SHARE)
     describe = tma.packed_descriptor if options.packed else tma.descriptor
     arguments = (
         describe(q, 64, tile), describe(k, schedule.block_k, tile), describe(v, schedule.block_k, tile),
         describe(o, 64, tile), lse,
-        num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, section,
+        num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
         options.scale * LOG2_E.value, options.softcap or None, *window_bounds(options, num_q, num_k),
         given.get("tiles"), given.get("mask_starts"), given.get("mask_visits"), given.get("mask_bits"),
     )  # fmt: skip

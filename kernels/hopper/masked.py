@@ -91,20 +91,19 @@ def row_tiles(rows, loaded, mask, call, build):
 
 @gluon.jit
 def first_key(place, masked, BLOCK_K: gl.constexpr):
-    """The first key of the tile at a place."""
+    """The first key of the tile at a place, and its pattern."""
     if masked is not None:
-        return gl.load(masked.visits + place * 4) * 128
+        return gl.load(masked.visits + place * 4) * 128, gl.load(masked.visits + place * 4 + 1)
     else:
-        return place * BLOCK_K
+        return place * BLOCK_K, 0
 
 
 @gluon.jit
-def announce_pattern(place, stage, masked, COLUMN: gl.constexpr):
-    """Tell the consumers which pattern the tile has that a stage is about to hold, of a visit's COLUMN: one load from
-    global memory less between them and its bits. By the producer's one warp."""
+def announce_pattern(pattern, stage, masked):
+    """Tell the consumers which pattern the tile has that a stage is about to hold: one load from global memory less
+    between them and its bits. By the producer's one warp."""
     if masked is not None:
         one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        pattern = gl.load(masked.visits + place * 4 + COLUMN)
         masked.patterns.index(stage).store(gl.full([1], pattern, gl.int32, one))
 
 
