@@ -56,9 +56,9 @@ def producer(
         mbarrier.expect(v_full, k_bytes)
         load_rows(v_desc, batch, kv_head, tile * BLOCK_K, k_row0, sizes.num_k, v_full, v_smem)
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
+        visit, pattern = visit_at(first, first, end, sizes)
         for member in range(group_size):
             head = kv_head * group_size + member
-            visit, pattern = visit_at(first, first, end, sizes)
             for position in range(first, end):
                 row = query_tile_at(position, visit, sizes) * BLOCK_Q
                 stage, phase = slot(step, STAGES)
