@@ -251,9 +251,10 @@ def test_a_step_copies_no_keys_and_values(family, monkeypatch):
     """In no layer of a padded training step, of reading a padded batch and of a token after it."""
     calls = []
 
-    def counted(module, query, key, value, *given, **more):
+    def counted(module, query, key, value, attention_mask, **more):
+        assert attention_mask.dtype == torch.int32  # ranges of keys, not pairs
         with Copies(key, value) as copies:
-            found = huggingface.attention(module, query, key, value, *given, **more)
+            found = huggingface.attention(module, query, key, value, attention_mask, **more)
         calls.append((query.shape[2], torch.is_grad_enabled(), len(copies.found)))
         return found
 
