@@ -232,6 +232,9 @@ def _language(machine) -> SimpleNamespace:
     )  # fmt: skip
 
 
+HIDDEN = {"0fFF800000": -np.inf, "0f00000000": 0.0}  # of `where_bit`
+
+
 def _only_reciprocal(asm, _constraints, operands):
     assert asm.startswith("rcp.")
     return operands[0]
@@ -247,6 +250,7 @@ def _python(function, machine, made: dict):
             "gl": language, "tl": language, "fence_async_shared": lambda: None,
             "tma": machine, "mbarrier": _MBARRIER,
             "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.wait_products,
+            "where_bit": lambda values, words, bits, hidden: np.where(words & bits != 0, values, HIDDEN[hidden]),
             **dict.fromkeys(("pack", "unpack", "_pack", "_unpack"), lambda probs, *_: probs), **machine.replaced,
         }  # fmt: skip
         for name, value in names.items():
@@ -259,7 +263,7 @@ def _python(function, machine, made: dict):
     return types.FunctionType(source.__code__, made[source.__module__], source.__name__, source.__defaults__)
 
 
-def _on_device(argument):
+def on_device(argument):
     if hasattr(argument, "block_shape"):
         return Descriptor(argument)
     if isinstance(argument, Tensor):
@@ -285,7 +289,7 @@ def launch(
     kernel's, by their names. residents: how many programs run at a time; the next begins when one has ended.
     pauses: threads let others go first at random.
     """
-    arguments = [_on_device(x) for x in arguments]
+    arguments = [on_device(x) for x in arguments]
     memory, programs, problems = threading.Condition(), iter(range(grid)), []
 
     def multiprocessor():
@@ -299,6 +303,12 @@ def launch(
                 return
 
     _run_beside([threading.Thread(target=multiprocessor) for _ in range(residents)], problems)
+
+
+def call(function, *arguments):
+    """What one function of a kernel returns, for a grid of one program."""
+    machine = _Machine(Int(0), Int(1), 2, {}, threading.Condition(), None)
+    return _python(function, machine, {})(*map(on_device, arguments))
 
 
 def simulate(monkeypatch, kernel, **how) -> None:

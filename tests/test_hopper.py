@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels import flash_attention, flash_attention_varlen, naive_attention, naive_attention_varlen, support
+from kernels.block_masks import BlockMask
 from kernels.call import Options, canonical_window, check_call
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
@@ -343,6 +344,18 @@ def test_simulated_forward_under_a_block_mask(dims, num_q, num_k, softcap, monke
     exact = naive_attention(*wide, block_mask=mask, softcap=softcap, return_lse=True)
     torch.testing.assert_close(o.double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("seen_by_all", "heads"), [(0, 2), (1, 8)])
+def test_heads_of_an_uneven_mask_are_worked_on_together(seen_by_all, heads):
+    """Else the block of keys that all queries see ends long after the others of its head."""
+    from kernels.hopper import masked
+    from tests import hopper_simulator
+
+    q, k = torch.arange(2048)[:, None], torch.arange(2048)
+    mask = BlockMask.from_dense((q // 128 == k // 128) | (k < 128 * seen_by_all))
+    lists = masked.Masked(hopper_simulator.on_device(mask.starts), None, None, None, False, False)
+    assert hopper_simulator.call(masked.heads_together, lists, 2, 8, 2048, 2048) == heads
 
 
 def test_few_tiles_are_not_taken_in_pairs(monkeypatch):

@@ -59,7 +59,7 @@ from .backward_schedule import (
     unmasked_from,
 )
 from .backward_scores import pattern_bits, probabilities
-from .masked import Masked
+from .masked import Masked, heads_together, patterns_of
 from .pipeline import store_rows
 from .tma import slot
 
@@ -80,7 +80,7 @@ def _gradient_step_64(
     scores = product(k, q_smem.index(stage).permute((1, 0)))
     dp = product(v, do_smem.index(stage).permute((1, 0)))
     lse = lse_smem.index(stage).load(columns)
-    bits = pattern_bits(position, key, sizes)
+    bits = pattern_bits(stage, position, key, sizes)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p, weight = probabilities(scores, lse, key, position, bits, sizes, scale_log2, softcap, MASKED, CAUSAL)
     operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
@@ -133,11 +133,12 @@ def _gradient_step_128(
     v = v_smem.index(nought).slice(KEYS * CONSUMER, KEYS, 0)
     lse = lse_smem.index(stage).load(columns)
     scores = product(k_tile.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage).permute((1, 0)))
-    bits = pattern_bits(position, key, sizes)
     if FIRST:
+        bits = pattern_bits(stage, position, key, sizes)
         scores = warpgroup_mma_wait(0, deps=(scores,))
     else:
         dq, dk = _late_products(k_tile, q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
+        bits = pattern_bits(stage, position, key, sizes)  # not earlier: no product waits for a load
         scores = warpgroup_mma_wait(2, deps=(scores,))
     p, weight = probabilities(scores, lse, key, position, bits, sizes, scale_log2, softcap, MASKED, CAUSAL)
     if not FIRST:
@@ -166,14 +167,12 @@ def _gradient_step_128(
 @gluon.jit
 def _consumer(
     dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     dk_desc, dv_desc = outputs
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem = tiles
     k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty = barriers
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    dtype: gl.constexpr = k_smem.dtype
     streamed = (q_smem, do_smem, lse_smem, delta_smem)
     ring = (full, empty, ds_full, ds_empty)
     _q_row0, k_row0, _padded_row0 = first_rows(sizes)
@@ -247,8 +246,8 @@ def _consumer(
             tma.named_barrier("bar.sync", 10, 256)
             dk_tile = k_smem.index(0).slice(KEYS * CONSUMER, KEYS, 0)
             dv_tile = v_smem.index(0).slice(KEYS * CONSUMER, KEYS, 0)
-        dk_tile.store((dk * scale).to(dtype))
-        dv_tile.store(dv.to(dtype))
+        dk_tile.store((dk * scale).to(k_smem.dtype))
+        dv_tile.store(dv.to(k_smem.dtype))
         fence_async_shared()
         if HEAD_DIM == 64:
             store_rows(dk_desc, batch, kv_head, key, k_row0, sizes.num_k, dk_tile)
@@ -315,7 +314,7 @@ def hopper_bwd_kernel(
     else:
         window: gl.constexpr = None
     if mask_starts is not None:
-        masked = Masked(mask_starts, mask_visits, mask_bits, None, MASK_OF_BATCH, MASK_OF_HEAD)
+        masked = Masked(mask_starts, mask_visits, mask_bits, patterns_of(STAGES), MASK_OF_BATCH, MASK_OF_HEAD)
     else:
         masked: gl.constexpr = None
     K_STAGES: gl.constexpr = 128 // HEAD_DIM
@@ -364,9 +363,8 @@ def hopper_bwd_kernel(
     tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem)
     loads = (k_full, k_empty, v_full, v_empty, full, empty)
     barriers = (k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty)
-    sizes = Sizes(
-        num_heads, num_kv_heads, num_batch_kv_heads, its_num_q, its_num_k, heads_per_section, window, item, masked
-    )
+    section = heads_together(masked, heads_per_section, num_batch_kv_heads, num_q, num_k)
+    sizes = Sizes(num_heads, num_kv_heads, num_batch_kv_heads, its_num_q, its_num_k, section, window, item, masked)
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     turns = (announced, turn_ready)
     outputs = (dk_desc, dv_desc)

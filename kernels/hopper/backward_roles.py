@@ -18,7 +18,9 @@ from .backward_schedule import (
     owned,
     query_tile_at,
     query_tiles,
+    visit_at,
 )
+from .masked import announce_pattern
 from .pipeline import load_rows
 from .tma import slot
 
@@ -54,13 +56,16 @@ def producer(
         mbarrier.expect(v_full, k_bytes)
         load_rows(v_desc, batch, kv_head, tile * BLOCK_K, k_row0, sizes.num_k, v_full, v_smem)
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
+        visit, pattern = visit_at(first, first, end, sizes)
         for member in range(group_size):
             head = kv_head * group_size + member
             for position in range(first, end):
-                row = query_tile_at(position, sizes) * BLOCK_Q
+                row = query_tile_at(position, visit, sizes) * BLOCK_Q
                 stage, phase = slot(step, STAGES)
                 ready = full.index(stage)
                 mbarrier.wait(empty.index(stage), phase ^ 1)
+                announce_pattern(pattern, stage, sizes.masked)
+                visit, pattern = visit_at(position + 1, first, end, sizes)
                 mbarrier.expect(ready, step_bytes)
                 load_rows(q_desc, batch, head, row, q_row0, sizes.num_q, ready, q_smem.index(stage))
                 load_rows(do_desc, batch, head, row, q_row0, sizes.num_q, ready, do_smem.index(stage))
@@ -130,11 +135,14 @@ def turn_keeper(
         tile, batch, kv_head = owned(done, sizes, CAUSAL)
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         steps = end - first
+        visit, _pattern = visit_at(first + ((before + WHICH) & 1), first, end, sizes)
         for step in range((before + WHICH) & 1, group_size * steps, KEEPERS):
             member = step // steps
             position = first + step - member * steps
-            turn = adds_before(position, tile, sizes, CAUSAL)
-            query_tile = query_tile_at(position, sizes)
+            turn = adds_before(position, visit, tile, sizes, CAUSAL)
+            query_tile = query_tile_at(position, visit, sizes)
+            following = step + KEEPERS
+            visit, _pattern = visit_at(first + following % steps, first, end, sizes)
             place = (batch * sizes.num_heads + kv_head * group_size + member) * (num_q_padded // BLOCK_Q) + query_tile
             place += padded_row0 // BLOCK_Q
             if turn > 0:

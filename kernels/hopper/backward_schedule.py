@@ -16,7 +16,8 @@ from triton.experimental.gluon import language as gl
 
 from ..portable.record import record
 from ..portable.tiles import ROW_PADDING, Mask, end_query, first_query, section_tile
-from .masked import Masked, first_line
+from ..portable.visits import first_line
+from .masked import Masked
 
 ROWS = 64  # of a query tile, and of a turn
 BLOCK_Q = gl.constexpr(ROWS)
@@ -108,7 +109,10 @@ def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
     end = (sizes.num_q + BLOCK_Q - 1) // BLOCK_Q
     if sizes.masked is not None:
         head = kv_head * (sizes.num_heads // sizes.num_kv_heads)  # the others of its group have the same mask
-        line = first_line(sizes.masked, batch, head, sizes.num_heads, sizes.num_q, sizes.num_k)
+        masked = sizes.masked
+        line = first_line(
+            masked.starts, batch, head, sizes.num_heads, sizes.num_q, sizes.num_k, masked.OF_BATCH, masked.OF_HEAD
+        )
         entry = line + ((sizes.num_q + 127) // 128 + tile) * 4
         return gl.load(entry) * 2, gl.load(entry + 2) * 2
     elif sizes.window is not None:
@@ -126,11 +130,25 @@ def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def query_tile_at(position, sizes):
-    """The number of the query tile at a position."""
+def visit_at(position, first, end, sizes):
+    """What a block mask's list says of a position among first .. end, of whose end it is the first again, as (block and
+    order, pattern); zeros without one.
+
+    Asked for a step ahead: under the adds to dQ a load takes thousands of cycles.
+    """
     if sizes.masked is not None:
-        block = gl.load(sizes.masked.visits + position // 2 * 4 + 2) & 65535
-        return block * 2 + position % 2
+        place = gl.where(first < end, gl.where(position < end, position, first) // 2, 0)
+        visit = sizes.masked.visits + place * 4
+        return gl.load(visit + 2), gl.load(visit + 3)
+    else:
+        return 0, 0
+
+
+@gluon.jit
+def query_tile_at(position, visit, sizes):
+    """The number of the query tile at a position, of which `visit_at` has said the first."""
+    if sizes.masked is not None:
+        return (visit & 65535) * 2 + position % 2
     else:
         return position
 
@@ -153,11 +171,11 @@ def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def adds_before(position, tile, sizes, CAUSAL: gl.constexpr):
+def adds_before(position, visit, tile, sizes, CAUSAL: gl.constexpr):
     """How many items add to the dQ of the query tile at a position before that of this key tile."""
     last = (sizes.num_k + BLOCK_K - 1) // BLOCK_K - 1
     if sizes.masked is not None:
-        return gl.load(sizes.masked.visits + position // 2 * 4 + 2) >> 16
+        return visit >> 16
     elif sizes.window is not None:
         _left, right = sizes.window
         last_seen = (position * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q + right) // BLOCK_K

@@ -44,7 +44,7 @@ from ..portable.record import record
 from ..portable.tiles import LN_2, LOG2_E, Mask
 from ..portable.visits import mask_constants
 from . import tma
-from .masked import Masked, announce_pattern, first_key, program_tiles, row_tiles
+from .masked import Masked, announce_pattern, first_key, patterns_of, program_tiles, row_tiles
 from .pipeline import Barriers, Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows
 from .schedule import (
     Document,
@@ -113,11 +113,11 @@ def _producer(q_desc, k_desc, v_desc, packed, build):
             else:
                 mbarrier.arrive(barriers.q_full.index(c), count=1)
         for i in range(end - first):
-            key = first_key(end - 1 - i, call.masked, build.BLOCK_K)
+            key, pattern = first_key(end - 1 - i, call.masked, build.BLOCK_K)
             stage, phase = slot(step, build.STAGES)
             mbarrier.wait(barriers.k_empty.index(stage), phase ^ 1)
             full = barriers.k_full.index(stage)
-            announce_pattern(end - 1 - i, stage, call.masked)
+            announce_pattern(pattern, stage, call.masked)
             mbarrier.expect(full, k_bytes)
             load_rows(k_desc, batch, kv_head, key, k_row0, sizes.num_k, full, tiles.k.index(stage))
             mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)
@@ -296,8 +296,7 @@ def hopper_fwd_kernel(
     barriers = ready_barriers(CONSUMERS, STAGES)
 
     if mask_starts is not None:
-        patterns = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-        masked = Masked(mask_starts, mask_visits, mask_bits, patterns, MASK_OF_BATCH, MASK_OF_HEAD)
+        masked = Masked(mask_starts, mask_visits, mask_bits, patterns_of(STAGES), MASK_OF_BATCH, MASK_OF_HEAD)
     else:
         masked: gl.constexpr = None
     call = Call(tiles, barriers, sizes, (window_left, window_right), document, masked, alibi_slopes)
@@ -348,7 +347,7 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
         return ForwardPlan(consumers=2, block_k=64)
     if head_dim == 64 and options.local and not options.softcap:
         return ForwardPlan(consumers=3)
-    if head_dim == 64 and options.packed:
+    if head_dim == 64 and options.packed and not options.softcap:
         return ForwardPlan(consumers=3, ping_pong=True)
     if options.softcap or options.local or options.packed:
         persistent = not causal or options.packed or num_q <= 1024

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..portable.record import record
+from ..portable.visits import first_line
 from .schedule import key_tiles, tile_rows
 
 
@@ -19,20 +20,34 @@ class Masked:
     starts: gl.tensor  # of BlockMask
     visits: gl.tensor
     bits: gl.tensor
-    patterns: gl.shared_memory_descriptor  # (STAGES, 1) int32: a key tile's pattern, in the forward
+    patterns: gl.shared_memory_descriptor  # (STAGES, 1) int32: the pattern of the tile in a stage
     OF_BATCH: gl.constexpr
     OF_HEAD: gl.constexpr
 
 
 @gluon.jit
-def first_line(masked, batch, head, num_heads, num_q, num_k):
-    """Where the rows of blocks of a head of queries begin in `starts`."""
-    which = 0
-    if masked.OF_HEAD:
-        which = batch * num_heads + head if masked.OF_BATCH else head
-    elif masked.OF_BATCH:
-        which = batch
-    return masked.starts + which * ((num_q + 127) // 128 + (num_k + 127) // 128) * 4
+def patterns_of(STAGES: gl.constexpr):
+    """Memory for the patterns of `Masked`."""
+    return gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+
+
+@gluon.jit
+def heads_together(masked, heads_per_section, num_heads, num_q, num_k):
+    """How many heads a section has, by the keys of a mask's first head: heads_per_section, or all where a block of keys
+    is seen by more than four times as many blocks of queries as most are.
+
+    An item with so many visits ends long after the others of its head, and those that add after it wait: both are
+    hidden by the other heads' items. Where all rows are alike, fewer heads at a time keep what they read in L2.
+    """
+    if masked is not None:
+        k_blocks = (num_k + 127) // 128
+        rows = masked.starts + (num_q + 127) // 128 * 4
+        visits = gl.load(rows + (k_blocks * 4 - 2)) - gl.load(rows)
+        longest = rows + gl.load(rows + 3) * 4
+        most = gl.load(longest + 2) - gl.load(longest)
+        return gl.where(most * k_blocks > 4 * visits, num_heads, heads_per_section)
+    else:
+        return heads_per_section
 
 
 @gluon.jit
@@ -45,7 +60,11 @@ def program_tiles(tile, batch_head, num_tiles, mask, call, build):
     if call.masked is not None:
         batch = batch_head // call.sizes.num_heads
         head = batch_head - batch * call.sizes.num_heads
-        line = first_line(call.masked, batch, head, call.sizes.num_heads, call.sizes.num_q, call.sizes.num_k)
+        masked = call.masked
+        line = first_line(
+            masked.starts, batch, head, call.sizes.num_heads, call.sizes.num_q, call.sizes.num_k,
+            masked.OF_BATCH, masked.OF_HEAD,
+        )  # fmt: skip
         block = gl.load(line + tile * 4 + 3)  # those with the most visits first
         first = gl.load(line + block * 4)
         end = gl.load(line + block * 4 + 2)
@@ -72,50 +91,74 @@ def row_tiles(rows, loaded, mask, call, build):
 
 @gluon.jit
 def first_key(place, masked, BLOCK_K: gl.constexpr):
-    """The first key of the tile at a place."""
+    """The first key of the tile at a place, and its pattern."""
     if masked is not None:
-        return gl.load(masked.visits + place * 4) * 128
+        return gl.load(masked.visits + place * 4) * 128, gl.load(masked.visits + place * 4 + 1)
     else:
-        return place * BLOCK_K
+        return place * BLOCK_K, 0
 
 
 @gluon.jit
-def announce_pattern(place, stage, masked):
-    """Tell the consumers which pattern the key tile has that a stage is about to hold: one load from global memory less
+def announce_pattern(pattern, stage, masked):
+    """Tell the consumers which pattern the tile has that a stage is about to hold: one load from global memory less
     between them and its bits. By the producer's one warp."""
     if masked is not None:
         one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        pattern = gl.load(masked.visits + place * 4 + 1)
         masked.patterns.index(stage).store(gl.full([1], pattern, gl.int32, one))
 
 
 @gluon.jit
+def announced_pattern(stage, masked):
+    """The pattern of the tile in a stage, for a consumer."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(masked.patterns.index(stage).load(one), 0)
+
+
+@gluon.jit
 def seen_scores(s_layout: gl.constexpr):
-    """The layout of scores (64, 128) as (row, word of 32 columns, block of 8 in it, column in the block)."""
-    return gl.reshape(gl.zeros([64, 128], gl.float32, s_layout), [64, 4, 4, 8])
+    """The layout of scores (64, 128) as (row, word of 32 columns, eight of them, pair of the eight, column of the
+    pair). A thread has one pair of each eight."""
+    return gl.reshape(gl.zeros([64, 128], gl.float32, s_layout), [64, 4, 4, 4, 2])
 
 
 @gluon.jit
 def pattern_words(row, stage, masked, s_layout: gl.constexpr):
-    """The bits of 64 rows from `row` on under the key tile of a stage, (64, 4) int32; of a full block all are 1."""
+    """The bits of 64 rows from `row` on under the key tile of a stage, (64, 4) int32: a thread's own 32 of each row,
+    those of word w, eight e and column c of the pair in bit 8 e + 2 w + c. Of a full block all are 1."""
     layout: gl.constexpr = seen_scores(s_layout).type.layout
-    words: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
-    rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, words))
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, words))
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    pattern = gl.max(masked.patterns.index(stage).load(one), 0)
-    return gl.load(masked.bits + pattern.to(gl.int64) * 1024 + (rows[:, None] * 4 + word[None, :]))
+    pairs: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, layout))  # (row, word, pair)
+    rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, pairs)))
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, pairs)))
+    pair = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, pairs)))
+    pattern = announced_pattern(stage, masked)
+    words = gl.load(masked.bits + pattern.to(gl.int64) * 1024 + (rows[:, None] * 4 + word[None, :]))
+    own = (words[:, :, None] >> (2 * pair)[None, None, :]) & 0x03030303
+    return gl.sum(own << (2 * word)[None, :, None], 1)
+
+
+@gluon.constexpr_function
+def _select_asm(hidden):
+    return f"{{.reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, {hidden}, p;}}"
+
+
+@gluon.jit
+def where_bit(values, words, bits, HIDDEN: gl.constexpr):
+    """values where a word has the bit, else HIDDEN, fp32 in PTX's spelling. Written in PTX: LLVM would gather the bits
+    in vectors, while ptxas turns this into one R2P for two values and a select for each."""
+    return gl.inline_asm_elementwise(
+        _select_asm(HIDDEN), "=f,f,r,r", [values, words, bits], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def hide_by_bits(scores, words):
-    """-inf where a row's bit is 0. A word is shifted by a thread's own offset once; what is left are tests of bits that
-    the compiler knows."""
-    seen = gl.reshape(scores, [64, 4, 4, 8])
+    """-inf where a thread's bit is 0: tests of bits that the compiler knows."""
+    seen = gl.reshape(scores, [64, 4, 4, 4, 2])
     layout: gl.constexpr = seen.type.layout
-    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    block = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
-    shifted = words[:, :, None, None] >> offset[None, None, None, :]
-    shown = (shifted >> (8 * block)[None, None, :, None]) & 1
-    hidden = gl.where(shown != 0, seen, -float("inf"))
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
+    eight = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
+    column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))))
+    bit = (8 * eight)[None, None, :, None, None] + (2 * word)[None, :, None, None, None]
+    bits = 1 << (bit + column[None, None, None, None, :])
+    hidden = where_bit(seen, words[:, None, None, :, None], bits, "0fFF800000")
     return gl.convert_layout(gl.reshape(hidden, [64, 128]), scores.type.layout)

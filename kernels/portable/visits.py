@@ -23,14 +23,15 @@ class Visits:
 
 
 @triton.jit
-def _line(switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr):
-    """Where the lists of a head of queries begin."""
+def first_line(starts, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH: tl.constexpr, OF_HEAD: tl.constexpr):
+    """Where the rows of blocks of a head of queries begin in `starts`."""
     which = 0
     if OF_HEAD:
         which = batch * num_heads + head if OF_BATCH else head
     elif OF_BATCH:
         which = batch
-    return switches.mask_starts + which * (tl.cdiv(q_tokens, MASK_BLOCK) + tl.cdiv(k_tokens, MASK_BLOCK)) * 4
+    blocks = (q_tokens + MASK_BLOCK - 1) // MASK_BLOCK + (k_tokens + MASK_BLOCK - 1) // MASK_BLOCK
+    return starts + which * blocks * 4
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def busiest_first(
     heads = num_heads // group_size
     batch = batch_head // heads
     head = (batch_head - batch * heads) * group_size
-    line = _line(switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD)
+    line = first_line(switches.mask_starts, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD)
     number = ordinal // parts
     if SIDE:
         number += tl.cdiv(q_tokens, MASK_BLOCK)
@@ -66,7 +67,7 @@ def visits_of(
     number = start // MASK_BLOCK
     if SIDE:
         number += tl.cdiv(q_tokens, MASK_BLOCK)
-    entry = _line(switches, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD) + number * 4
+    entry = first_line(switches.mask_starts, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH, OF_HEAD) + number * 4
     first = tl.load(entry)
     full, end = (tl.load(entry + 1) - first) * MASK_BLOCK, (tl.load(entry + 2) - first) * MASK_BLOCK
     return Visits(switches.mask_visits + first.to(tl.int64) * 4, full, end, switches.mask_bits, SIDE)
