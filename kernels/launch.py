@@ -331,7 +331,10 @@ def heads_per_section(q: Tensor, k: Tensor, l2_share: float = 1 / 3, bytes_per_k
     both halves: with 5/6 an H200 read up to 11 times what a call's tensors have (kernels/hopper/NOTES.md).
     """
     group = q.shape[1] // k.shape[1]
-    bytes_per_kv_head = bytes_per_kv_head or 2 * k.shape[2] * k.shape[3] * k.element_size()
+    if bytes_per_kv_head is None:
+        # of a padded cache's view as one row (kernels/documents.py) other heads lie between a head's tokens
+        span = 1 + sum((size - 1) * stride for size, stride in zip(k.shape, k.stride(), strict=True))
+        bytes_per_kv_head = 2 * min(k.numel(), span) * k.element_size() // (k.shape[0] * k.shape[1])
     fitting = int(l2_bytes(q.device.index) * l2_share) // bytes_per_kv_head
     return min(group << max(fitting.bit_length() - 1, 0), q.shape[0] * q.shape[1])
 

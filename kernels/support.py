@@ -85,9 +85,10 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 KERNELS = {
     "hopper": Implementation(
         "hopper",
-        frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "varlen", "block_mask"}),
+        frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "alibi_slopes", "varlen", "block_mask"}),
         _HALVES,
         instead="the portable kernels",
+        exceptions=frozenset(("alibi_slopes", "backward", dtype) for dtype in _HALVES),
     ),
     "kvcache": Implementation(
         "kvcache",
@@ -106,7 +107,7 @@ HOPPER_HEAD_DIMS = range(32, 257, 8)
 HOPPER_BACKWARD_HEAD_DIMS = range(32, 129, 8)  # dK and dV (64, 256) in fp32 would take 256 registers of each thread
 # Of the forward alone: with less the portable one is faster for documents and block masks (hopper/NOTES.md); with more
 # than 128, tiles are 64 keys wide, half a block of a mask.
-HOPPER_PACKED_HEAD_DIMS = range(72, 257, 8)
+HOPPER_PACKED_HEAD_DIMS = range(64, 257, 8)
 HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
 FP8_HEAD_DIMS = (64, 128)
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
@@ -200,6 +201,8 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backwar
     reason = reason or _no_hopper_reason(q, k)
     if reason is None and options.packed and not backward and head_dim not in HOPPER_PACKED_HEAD_DIMS:
         reason = f"the portable forward is faster for packed documents with head_dim {head_dim}"
+    if reason is None and options.masked and options.alibi_slopes is not None:
+        reason = "ALiBi under a block mask takes the portable forward"
     if reason is None and options.masked and not backward and head_dim not in HOPPER_MASKED_HEAD_DIMS:
         reason = f"block masks with head_dim {head_dim} take the portable forward ({_listed(HOPPER_MASKED_HEAD_DIMS)})"
     if reason is None and options.masked and backward and options.mask_starts.shape[1] > 1 and "gqa" in features:

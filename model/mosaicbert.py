@@ -72,14 +72,14 @@ def _attention(
     bias: Tensor,
 ) -> Tensor:
     """Its forward: (tokens, C) of all rows end to end, without padding -> (tokens, C)."""
-    heads = self.num_attention_heads
-    q, k, v = self.Wqkv(hidden_states).unflatten(-1, (3, heads, -1)).unbind(1)  # (tokens, H, D)
+    q, k, v = self.Wqkv(hidden_states).unflatten(-1, (3, self.num_attention_heads, -1)).unbind(1)  # (tokens, H, D)
     bounds = (cu_seqlens, cu_seqlens, max_seqlen_in_batch, max_seqlen_in_batch)
     attend = flash_attention_varlen
     if q.device.type == "cpu" and why_not("flash", q.dtype, device=q.device):  # without the interpreter
         attend = tiled_attention_varlen
+    slopes = _slopes_on(q.device, len(cu_seqlens) - 1, self.num_attention_heads)
     dropout = self.dropout.p if self.training else 0.0
-    return attend(q, k, v, *bounds, alibi_slopes=_slopes_on(q.device, heads), dropout_p=dropout).flatten(1)
+    return attend(q, k, v, *bounds, alibi_slopes=slopes, dropout_p=dropout).flatten(1)
 
 
 def _no_table(self: nn.Module, size: int = 0, device: torch.device | str | None = None) -> None:
@@ -88,8 +88,9 @@ def _no_table(self: nn.Module, size: int = 0, device: torch.device | str | None 
 
 
 @lru_cache  # a model's cast to 16 bits would round what lay in the model
-def _slopes_on(device: torch.device, heads: int) -> Tensor:
-    return torch.tensor(alibi_slopes(heads), device=device)
+def _slopes_on(device: torch.device, rows: int, heads: int) -> Tensor:
+    """(rows, heads): as the kernels take them, so that no layer makes that copy."""
+    return torch.tensor(alibi_slopes(heads), device=device).repeat(rows, 1)
 
 
 def _refuse_other_slopes(table: Tensor, heads: int) -> None:

@@ -211,7 +211,7 @@ def _language(machine) -> SimpleNamespace:
         name: (lambda *a, _f=function: as_value(_f(*a)))
         for name, function in {
             "minimum": np.minimum, "maximum": np.maximum, "where": np.where, "exp2": np.exp2, "log2": np.log2,
-            "sum": np.sum, "max": np.max, "cumsum": np.cumsum, "reshape": np.reshape,
+            "sum": np.sum, "max": np.max, "abs": np.abs, "cumsum": np.cumsum, "reshape": np.reshape,
             "permute": np.transpose,
         }.items()
     }  # fmt: skip

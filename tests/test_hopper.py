@@ -1,6 +1,7 @@
 """The Hopper kernels: what they compile to (no GPU needed), and that they are right (GPU)."""
 
 import importlib.util
+import itertools
 from random import Random
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from kernels import flash_attention, flash_attention_varlen, naive_attention, naive_attention_varlen, support
 from kernels.block_masks import BlockMask
-from kernels.call import Options, canonical_window
+from kernels.call import Options, canonical_window, check_call
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
 from tests.attention_checks import (
@@ -263,6 +264,37 @@ def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, c
     exact = naive_attention_varlen(*wide, causal=causal, window=window, softcap=softcap, return_lse=True, **packed)
     torch.testing.assert_close(o[0].transpose(0, 1).double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[0].double(), exact[1], atol=1e-5, rtol=1e-5)
+
+
+ALIBI = [
+    ([193], [193], True, {}),
+    ([129], [229], False, {}),
+    ([500], [500], False, {"window": (150, 150)}),
+    ([200], [100], True, {"softcap": 5.0}),
+    ([33, 0, 150, 1, 64], [64, 7, 130, 0, 64], False, {}),  # other slopes in each document
+]
+
+
+@pytest.mark.parametrize(("lengths_q", "lengths_k", "causal", "more"), ALIBI)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_simulated_alibi_agrees_with_float64(lengths_q, lengths_k, causal, more, monkeypatch):
+    from kernels.hopper import forward as hopper_fwd
+    from tests import hopper_simulator
+
+    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel)
+    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 3)
+    qkv, packed = make_packed(lengths_q, lengths_k, 2, 1, 64)
+    slopes = torch.rand(len(lengths_q), 2) + 0.05
+    q, k, v = (_in_nan(x.detach()).transpose(0, 1)[None] for x in qkv)
+    options = check_call(
+        q, k, v, causal=causal, alibi_slopes=slopes, **more,
+        **({"cu_seqlens": (packed["cu_seqlens_q"], packed["cu_seqlens_k"])} if len(lengths_q) > 1 else {}),
+    )[3]  # fmt: skip
+    o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, options)
+    wide = [x.detach().double() for x in qkv]
+    exact = naive_attention_varlen(*wide, causal=causal, alibi_slopes=slopes, return_lse=True, **more, **packed)
+    torch.testing.assert_close(o[0].transpose(0, 1).double(), exact[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse[0].double(), exact[1], atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -589,6 +621,22 @@ def test_wide_heads_go_forward_on_hopper_and_back_on_the_portable_kernels(head_d
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_alibi_agrees_with_float64(head_dim, forwards):
+    """Forward here, back on the portable kernels; each batch entry and document has slopes of its own."""
+    for (num_q, num_k), causal in itertools.product(SHAPES, (False, True)):
+        qkv = make_qkv(2, 4, 2, num_q, num_k, head_dim, dtype=torch.bfloat16, device="cuda", layout="padded")
+        compare_with_oracle(flash_attention, *qkv, causal=causal, alibi_slopes=torch.rand(2, 4, device="cuda"))
+    for lengths_q, lengths_k in PACKED.values():
+        lengths = lengths_q, lengths_k or lengths_q
+        qkv, arguments = make_packed(*lengths, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+        slopes = torch.rand(len(lengths_q), 4, device="cuda")
+        compare_with_oracle(flash_attention_varlen, *qkv, alibi_slopes=slopes, **arguments)
+    assert len(forwards) == 2 * len(SHAPES) + len(PACKED)
+
+
+@pytest.mark.gpu
+@needs_hopper
 def test_other_packings_replay_the_same_kernel(forwards):
     """Where documents begin is in memory only, so a launch may be replayed for another packing of the same sizes."""
     for lengths in ([100, 200, 300], [300, 0, 300], [1, 598, 1]):
@@ -681,8 +729,8 @@ def test_documents_with_narrow_heads_take_the_portable_forward():
     documents = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 412, "max_seqlen_k": 412}
     options = Options(True, 0.1, **documents)
     for head_dim, reason in (
-        (128, None),
-        (64, "the portable forward is faster for packed documents with head_dim 64"),
+        (64, None),
+        (56, "the portable forward is faster for packed documents with head_dim 56"),
     ):
         q = torch.randn(1, 1, 512, head_dim, device="cuda", dtype=torch.bfloat16)
         assert support.why_not_hopper(q, q, q, options) == reason

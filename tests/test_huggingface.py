@@ -35,6 +35,11 @@ def in_pytorch(monkeypatch):
     pytorch_on_a_cpu(monkeypatch)
 
 
+def on(device, model, dtype, name):
+    model.set_attn_implementation(name)
+    return model.to(device, dtype)
+
+
 def step(model, batch):
     """(logits of real tokens, the gradients of all parameters)"""
     model.train()
@@ -202,15 +207,17 @@ def test_compiled_with_a_window(in_pytorch):
 
 
 class Copies(TorchDispatchMode):
-    """The operators that make a tensor as large as `size`."""
+    """The operators that make a tensor as large as k of the memory of k or v."""
 
-    def __init__(self, size):
+    def __init__(self, k, v):
         super().__init__()
-        self.size, self.found = size, []
+        self.size, self.memory, self.found = k.numel(), {x.untyped_storage()._cdata for x in (k, v)}, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and not function.is_view and out.numel() >= self.size:
+        read = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+        is_large = isinstance(out, torch.Tensor) and not function.is_view and out.numel() >= self.size
+        if is_large and read & self.memory:
             self.found.append(str(function))
         return out
 
@@ -233,10 +240,40 @@ def test_keys_and_values_are_not_copied(layout, queries, monkeypatch):
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     q = torch.randn(3, queries, 4, 16).transpose(1, 2)
     mask = huggingface.mask(3, queries, N, N - queries, attention_mask=padding("left").bool())
-    with torch.no_grad(), Copies(k.numel()) as copies:
+    with torch.no_grad(), Copies(k, v) as copies:
         huggingface.attention(None, q, k, v, mask)
     assert copies.found == []
     assert seen == [[k.data_ptr(), v.data_ptr()]]
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
+def test_a_step_copies_no_keys_and_values(family, monkeypatch):
+    """In no layer of a padded training step, of reading a padded batch and of a token after it."""
+    calls = []
+
+    def counted(module, query, key, value, attention_mask, **more):
+        assert attention_mask.dtype == torch.int32  # ranges of keys, not pairs
+        with Copies(key, value) as copies:
+            found = huggingface.attention(module, query, key, value, attention_mask, **more)
+        calls.append((query.shape[2], torch.is_grad_enabled(), len(copies.found)))
+        return found
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        monkeypatch.setattr(huggingface, "_engine", lambda *_: lambda q, k, v, **_: q)
+        monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", lambda q, *_, **__: q)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, huggingface.NAME, counted)
+    model = on(device, build(family), torch.bfloat16, huggingface.NAME)
+    ids, mask = tokens().to(device), padding("left").to(device)
+    model(ids, attention_mask=mask, **{"use_cache": False} if family in DECODERS else {})
+    # these join the parts of turned heads by `cat`, so that k is (B, H, N, D) in memory; gradients need (B, N, H, D)
+    expected = [(N, True, int(family in ("GptOss", "GPTNeoX", "Phi3")))] * 2
+    if family in DECODERS:
+        with torch.no_grad():
+            cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+            model(ids[:, :1], attention_mask=torch.cat((mask, mask[:, -1:]), 1), past_key_values=cache)
+        expected += [(N, False, 0)] * 2 + [(1, False, 0)] * 2
+    assert calls == expected
 
 
 @pytest.mark.parametrize("family", sorted({*DECODERS, *ENCODERS} - {"GptOss"}))  # whose experts look for a driver
@@ -360,8 +397,7 @@ def test_models_without_the_interface_keep_their_own(caplog):
 
 
 def on_gpu(model, dtype, name):
-    model.set_attn_implementation(name)
-    return model.to("cuda", dtype)
+    return on("cuda", model, dtype, name)
 
 
 def half_step(family, dtype, name):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from scripts.bench import huggingface as bench
 from training.hardware import HardwareConfig
@@ -30,3 +31,38 @@ def test_each_part_has_a_row_for_each_attention(tmp_path):
 def test_an_unknown_part_is_refused():
     with pytest.raises(ValueError, match="parts=prefil is not one of prefill, decode, step"):
         bench.HuggingFaceBenchSettings(parts=["prefil"])
+
+
+def test_their_flash_path_runs_over_lent_kernels(monkeypatch):
+    """Padded and not: transformers' own padding around functions that get flash-attn's arguments."""
+    asked = []
+
+    def attend(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, softmax_scale=None,
+               causal=False):  # fmt: skip
+        asked.append(cu_seqlens_q)
+        rows = [(q, k, v)]
+        if cu_seqlens_q is not None:
+            split = [x.split(starts.diff().tolist()) for x, starts in ((q, cu_seqlens_q), (k, cu_seqlens_k))]
+            rows = zip(*split, v.split(cu_seqlens_k.diff().tolist()), strict=True)
+        o = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(-3, -2) for x in row), is_causal=causal, scale=softmax_scale, enable_gqa=True
+            ).transpose(-3, -2)
+            for row in rows
+        ]
+        return torch.cat(o)
+
+    monkeypatch.setattr(bench, "pytorch_flash", attend)
+    model = bench.build(bench.HuggingFaceBenchSettings(sizes=SMALL)).eval()
+    ids, mask = torch.arange(1, 25).view(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    for padding in (torch.ones_like(mask), mask):
+        with torch.no_grad():
+            model.set_attn_implementation("eager")
+            theirs = model(ids, attention_mask=padding).logits
+            bench.lend_kernels()
+            model.config._attn_implementation = bench.FLASH
+            found = model(ids, attention_mask=padding).logits
+        assert (found - theirs)[padding == 1].abs().max() <= 1e-5 * theirs.abs().max()
+    assert asked[0] is None
+    assert asked[1].tolist() == [0, 12, 19]

@@ -1,6 +1,7 @@
 """A model of transformers in our loop: loaded, trained, resumed, sampled from, and handed on as a folder of theirs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,3 +162,10 @@ def test_refusals(folder, tmp_path):
         build_model(resolved(folder, "sdpa"), 257, 100, device="cpu")
     with pytest.raises(ValueError, match=r"the tokenizer has 300 tokens, .* 260; use tokenizer="):
         build_model(resolved(folder, "sdpa"), 300, 32, device="cpu")
+
+
+def test_a_loss_in_chunks_of_other_logits_is_refused(tmp_path):
+    """Gemma 2 caps its logits softly, which a loss over its head's product alone would leave out."""
+    config = replace(resolved(saved("Gemma2", tmp_path / "gemma"), "tiled"), loss="chunked")
+    with pytest.raises(ValueError, match=r"logits of .*gemma are not its head's product alone; use model.loss=plain"):
+        build_model(config, 257, 32, device="cpu")

@@ -209,3 +209,13 @@ def test_what_would_be_launched_is_recorded_without_memory(documents):
     o, _ = launch_flash_fwd(q, k, v, options)
     if not documents:
         torch.testing.assert_close(o, naive_attention(q, k, v, causal=True, scale=PLAIN.scale))
+
+
+def test_heads_between_a_heads_tokens_are_not_counted_as_its_own(monkeypatch):
+    """A padded cache (B, H, N, D) as one row of tokens fills as much of the L2 cache as the cache does."""
+    monkeypatch.setattr(launch, "l2_bytes", lambda _: 50 * 2**20)
+    q = torch.empty(1, 32, 16384, 64, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(4, 8, 4096, 64, dtype=torch.bfloat16, device="meta")
+    row = cache.as_strided((1, 8, 3 * 8 * 4096 + 4096, 64), (0, *cache.stride()[1:]))
+    together = launch.heads_per_section(q, cache.transpose(0, 1).reshape(1, 8, 16384, 64))
+    assert launch.heads_per_section(q, row) == together == 16

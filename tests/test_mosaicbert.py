@@ -159,20 +159,30 @@ def test_transformers_5_loads_it_only_as_a_patched_class(tmp_path, monkeypatch, 
         assert (loaded(*batch()) - theirs).abs().max() <= 1e-5
 
 
-def test_the_chart_has_a_row_for_each_attention_and_length(tmp_path, in_pytorch):
+def test_each_part_and_length_has_a_row_for_each_attention(tmp_path, monkeypatch):
     hardware = HardwareConfig(device="cpu", dtype="float32", num_threads=1)
-    settings = bench.MosaicBertBenchSettings([8, 16], batch_tokens=32, num_layers=1, hardware=hardware)
+    settings = bench.MosaicBertBenchSettings([8, 16], all_parts_at=8, batch_tokens=16, num_layers=1, hardware=hardware)
+    for module in (mosaicbert, bench):
+        monkeypatch.setattr(module, "flash_attention_varlen", kernels.tiled_attention_varlen)
     bench.main.__wrapped__(settings, tmp_path)
     rows = json.loads((tmp_path / "bench_mosaicbert.json").read_text())["rows"]
-    assert [(row["seq_len"], row["attention"]) for row in rows] == [(n, a) for n in (8, 16) for a in bench.ATTENTION]
+    cases = [(8, lengths, part) for lengths in ("padded", "full") for part in bench.PARTS] + [(16, "padded", "forward")]
+    assert sorted((row["seq_len"], row["lengths"], row["part"], row["attention"]) for row in rows) == sorted(
+        (*case, name) for case in cases for name in bench.ATTENTION
+    )
     assert all(row["tokens_per_second"] > 0 and row["p99_ms"] >= row["ms"] for row in rows)
+    sdpa = {(row["seq_len"], row["lengths"], row["part"]): row["ms"] for row in rows if row["attention"] == "sdpa"}
+    assert all(row["of_sdpa"] == sdpa[row["seq_len"], row["lengths"], row["part"]] / row["ms"] for row in rows)
     assert (tmp_path / "bench_mosaicbert.png").stat().st_size > 0
 
 
-def test_what_is_timed_computes_the_same(in_pytorch):
+@pytest.mark.parametrize("lengths", ["padded", "full"])
+def test_what_is_timed_computes_the_same(lengths, in_pytorch):
     settings, found = bench.MosaicBertBenchSettings(num_layers=1), []
+    ids, mask = (x.to(DEVICE) for x in bench.batch(24, 3, lengths))
+    assert (mask.sum(1).tolist() == [24, 24, 24]) == (lengths == "full")
     for _, model in bench.models(settings, 24, torch.device(DEVICE)):
         with torch.no_grad():
-            found.append(model.eval().to(DEVICE)(*(x.to(DEVICE) for x in bench.padded(24, 3))))
+            found.append(model(ids, mask))
     for other in found[1:]:
         assert (other - found[0]).abs().max() <= 2e-5

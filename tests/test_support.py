@@ -144,7 +144,7 @@ def test_the_table_shows_the_matrix():
     )
     assert lines[12].startswith(f"| varlen | {everywhere} | {everywhere} | {kernels} | no | fp16 bf16 | no |")
     assert lines[9].startswith(
-        f"| alibi_slopes | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | no | fp16 bf16 fp32 |"
+        f"| alibi_slopes | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | fp16 bf16 | fp16 bf16 fp32 |"
     )
     assert "| fp16 bf16 fp32 fp64 | fp16 bf16 |" in lines[3], "the Hopper kernels take causal calls"
 

@@ -46,7 +46,17 @@ from ..portable.visits import mask_constants
 from . import tma
 from .masked import Masked, announce_pattern, first_key, patterns_of, program_tiles, row_tiles
 from .pipeline import Barriers, Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows
-from .schedule import Document, Sizes, batch_and_head, document_turn, first_rows, lse_row, num_turns, turn_tile
+from .schedule import (
+    Document,
+    Sizes,
+    batch_and_head,
+    document_turn,
+    first_rows,
+    lse_row,
+    num_turns,
+    slopes_row,
+    turn_tile,
+)
 from .softmax import add_p_v, log2_factor, softmax_step
 from .tma import slot, tile_width
 
@@ -63,6 +73,7 @@ class Call:
     window: tuple  # (left, right), read only where LOCAL
     document: Document  # or None
     masked: Masked  # or None
+    alibi_slopes: gl.tensor  # pointer, or None
 
 
 @gluon.jit
@@ -70,7 +81,7 @@ def _of_turn(turn, call):
     """The call with the sizes of the document that this program's turn is about."""
     if call.document is not None:
         document, sizes = document_turn(turn, call.sizes, call.document)
-        return Call(call.tiles, call.barriers, sizes, call.window, document, call.masked)
+        return Call(call.tiles, call.barriers, sizes, call.window, document, call.masked, call.alibi_slopes)
     else:
         return call
 
@@ -132,6 +143,12 @@ def _query_tile(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.HEAD_DIM, 16])
     q_tile = call.tiles.q.index(CONSUMER)
     o_tile = call.tiles.o.index(CONSUMER)
+    if call.alibi_slopes is not None:  # in the unit of `logits`
+        batch, head = batch_and_head(batch_head, sizes.num_heads, call.document)
+        slope = gl.load(call.alibi_slopes + slopes_row(batch, call.document) * sizes.num_heads + head)
+        slope = slope * (LOG2_E / log2_factor(scale_log2, softcap))
+    else:
+        slope: gl.constexpr = None
     loaded_first, loaded_end, _ = loaded
     key_first, key_end, full_first, full_end = row_tiles(rows, loaded, mask, call, build)
     step = hand_back(step, loaded_end - key_end, barriers, build, CONSUMER)
@@ -141,7 +158,7 @@ def _query_tile(
     stage, phase = slot(step, build.STAGES)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     acc, probs, running_max, running_sum = softmax_step(
-        call, q_tile, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+        call, q_tile, mask, build, CONSUMER, scale_log2, softcap, slope, rows, from_step_0, end,
         step, gl.zeros([64, build.HEAD_DIM], gl.float32, o_layout), 0, 0, 0, True, True,
     )  # fmt: skip
     first = step + 1
@@ -149,7 +166,7 @@ def _query_tile(
     if build.CAUSAL or build.LOCAL or call.masked is not None:
         for step in range(first, full_from):
             acc, probs, running_max, running_sum = softmax_step(
-                call, q_tile, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+                call, q_tile, mask, build, CONSUMER, scale_log2, softcap, slope, rows, from_step_0, end,
                 step, acc, probs, running_max, running_sum, False, True,
             )  # fmt: skip
     if build.LOCAL:
@@ -158,13 +175,13 @@ def _query_tile(
         full_until = end
     for step in range(full_from, full_until):
         acc, probs, running_max, running_sum = softmax_step(
-            call, q_tile, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+            call, q_tile, mask, build, CONSUMER, scale_log2, softcap, slope, rows, from_step_0, end,
             step, acc, probs, running_max, running_sum, False, False,
         )  # fmt: skip
     if build.LOCAL:
         for step in range(full_until, end):
             acc, probs, running_max, running_sum = softmax_step(
-                call, q_tile, mask, build, CONSUMER, scale_log2, softcap, rows, from_step_0, end,
+                call, q_tile, mask, build, CONSUMER, scale_log2, softcap, slope, rows, from_step_0, end,
                 step, acc, probs, running_max, running_sum, False, True,
             )  # fmt: skip
     if build.HEAD_DIM != 256:
@@ -244,6 +261,7 @@ def hopper_fwd_kernel(
     softcap,  # fp32, or None: its code is compiled away
     window_left,  # read only where LOCAL
     window_right,
+    alibi_slopes,  # (B or documents, Hq) fp32, or None
     document_tiles,  # of `_document_tiles_kernel`, or None
     mask_starts,  # of a BlockMask, or None
     mask_visits,
@@ -260,7 +278,7 @@ def hopper_fwd_kernel(
     MASK_OF_HEAD: gl.constexpr,
 ):
     if document_tiles is not None:
-        document = Document(document_tiles, gl.load(document_tiles), num_q, 0, 0, 0, 0)
+        document = Document(document_tiles, gl.load(document_tiles), num_q, 0, 0, 0, 0, 0)
     else:
         document: gl.constexpr = None
     sizes = Sizes(num_heads, group_size, num_batch_heads, num_q, num_k, heads_per_section)
@@ -281,7 +299,7 @@ def hopper_fwd_kernel(
         masked = Masked(mask_starts, mask_visits, mask_bits, patterns_of(STAGES), MASK_OF_BATCH, MASK_OF_HEAD)
     else:
         masked: gl.constexpr = None
-    call = Call(tiles, barriers, sizes, (window_left, window_right), document, masked)
+    call = Call(tiles, barriers, sizes, (window_left, window_right), document, masked, alibi_slopes)
     build = Build(HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED)
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -384,7 +402,8 @@ def _launches(
         describe(o, 64, tile), lse,
         num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
         options.scale * LOG2_E.value, options.softcap or None, *window_bounds(options, num_q, num_k),
-        given.get("tiles"), given.get("mask_starts"), given.get("mask_visits"), given.get("mask_bits"),
+        given.get("alibi_slopes"), given.get("tiles"),
+        given.get("mask_starts"), given.get("mask_visits"), given.get("mask_bits"),
     )  # fmt: skip
     constants = {
         "HEAD_DIM": tile, "BLOCK_K": schedule.block_k, "CONSUMERS": schedule.consumers, "STAGES": schedule.stages,

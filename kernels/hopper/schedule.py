@@ -35,6 +35,7 @@ class Document:
     batch_head: gl.tensor
     q_row0: gl.tensor  # the document's first packed query
     k_row0: gl.tensor
+    number: gl.tensor  # of the document
 
 
 @gluon.jit
@@ -47,8 +48,9 @@ def document_turn(turn, sizes, packed):
     number = gl.where(section % 2 == 0, number, packed.count - 1 - number)
     row = packed.tiles + (1 + number) * 8
     document = Document(
-        packed.tiles, packed.count, packed.q_tokens, gl.load(row), batch_head, gl.load(row + 1), gl.load(row + 3)
-    )
+        packed.tiles, packed.count, packed.q_tokens, gl.load(row), batch_head, gl.load(row + 1), gl.load(row + 3),
+        gl.load(row + 5),
+    )  # fmt: skip
     its_sizes = Sizes(
         sizes.num_heads, sizes.group_size, sizes.num_batch_heads, gl.load(row + 2), gl.load(row + 4),
         sizes.heads_per_section,
@@ -113,6 +115,15 @@ def first_rows(document):
         return document.q_row0, document.k_row0
     else:
         return 0, 0
+
+
+@gluon.jit
+def slopes_row(batch, document):
+    """Which row of the ALiBi slopes is a head's."""
+    if document is not None:
+        return document.number
+    else:
+        return batch
 
 
 @gluon.jit

@@ -56,6 +56,20 @@ def logits(scores, scale_log2, softcap):
 
 
 @gluon.jit
+def biased(scores, slope, row, key, mask, BLOCK_K: gl.constexpr):
+    """ALiBi: slope * |query - key| less, slope in the unit of `logits`; a column's number is told as in `hide`."""
+    blocks = gl.reshape(scores, [64, BLOCK_K // 8, 8])
+    layout: gl.constexpr = blocks.type.layout
+    block = 8 * gl.arange(0, BLOCK_K // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    ahead = (rows + (mask.num_k - mask.num_q - key) - offset).to(gl.float32)  # of the first of eight columns
+    return gl.convert_layout(
+        gl.reshape(blocks - slope * gl.abs(ahead - block.to(gl.float32)), [64, BLOCK_K]), scores.type.layout
+    )
+
+
+@gluon.jit
 def log2_factor(scale_log2, softcap):
     """What makes `logits`, and their maximum, exponents of 2."""
     if softcap is not None:
@@ -120,7 +134,7 @@ def add_p_v(probs, v_tile, acc, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def softmax_step(
-    call, q_tile, mask, build, CONSUMER: gl.constexpr, scale_log2, softcap, row, from_step_0, end,
+    call, q_tile, mask, build, CONSUMER: gl.constexpr, scale_log2, softcap, slope, row, from_step_0, end,
     step, acc, probs, running_max, running_sum, FIRST: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of key tile `step` while the tensor cores add the previous tile's P V to acc.
@@ -148,6 +162,8 @@ def softmax_step(
     mbarrier.arrive(barriers.k_empty.index(stage), count=1)
     scores = logits(scores, scale_log2, softcap)
     factor = log2_factor(scale_log2, softcap)
+    if slope is not None:
+        scores = biased(scores, slope, row, from_step_0 - step * build.BLOCK_K, mask, build.BLOCK_K)
     if MASKED and call.masked is not None:
         scores = hide_by_bits(scores, words)
     elif MASKED:

@@ -43,9 +43,9 @@ def half_tanh(y, reciprocal):
 def logits_of(scores, rows, cols, scoring):
     """Soft-cap, then ALiBi: returns (logits, factor, cap_gradient).
 
-    logits * factor are the scaled scores in base 2. With neither option they are the raw scores and
-    scale_log2, so that scaling stays inside one fused multiply-add with the row maximum. rows and cols are query
-    and key indices that broadcast against scores; cap_gradient is d(capped)/d(uncapped), to be used only with softcap.
+    logits * factor are the scaled scores in base 2. Without a soft-cap the factor is scale_log2, so that scaling stays
+    inside one fused multiply-add with the row maximum. rows and cols are query and key indices that broadcast against
+    scores; cap_gradient is d(capped)/d(uncapped), to be used only with softcap.
     """
     switches = scoring.switches
     scale_log2 = scoring.scale_log2
@@ -57,10 +57,6 @@ def logits_of(scores, rows, cols, scoring):
         logits = half * (2.0 * switches.softcap * LOG2_E)
         cap_gradient = 1.0 - 4.0 * half * half
         factor = 1.0
-    elif switches.alibi_slopes is not None:
-        logits = scores * scale_log2
-        cap_gradient = 1.0
-        factor = 1.0
     else:
         logits = scores
         cap_gradient = 1.0
@@ -68,7 +64,7 @@ def logits_of(scores, rows, cols, scoring):
     if switches.alibi_slopes is not None:
         # float32 holds token positions exactly up to 2^24
         distance = tl.abs((rows + diagonal).to(tl.float32) - cols.to(tl.float32))
-        logits = logits - scoring.slope_log2 * distance
+        logits = logits - (scoring.slope_log2 / factor) * distance
     return logits, factor, cap_gradient
 
 

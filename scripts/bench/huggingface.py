@@ -2,13 +2,15 @@
 group hf).
 
 Llama-3.2-1B's sizes with random weights: `prefill` reads prompts into a cache, `decode` is a token of a batch whose
-prompts are padded on the left, `step` forward and backward of training. `gpt_triton` is model/huggingface.py,
-`flash_attention_2` needs the package flash-attn. The last line is one JSON object.
+prompts are padded on the left, `step` forward and backward of training. `gpt_triton` is model/huggingface.py.
+`flash_attention_2` is transformers' flash path; without the package flash-attn it runs over the FlashAttention-2 that
+PyTorch brings along, and each row says which it was. The last line is one JSON object.
 """
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,12 @@ LLAMA_1B = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
     "rope_theta": 500000.0, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
+FLASH = "flash_attention_2"
 
 
 @dataclass
 class HuggingFaceBenchSettings:
-    attention: list[str] = field(default_factory=lambda: ["gpt_triton", "sdpa", "flash_attention_2"])  # their names
+    attention: list[str] = field(default_factory=lambda: ["gpt_triton", "sdpa", FLASH])  # their names
     parts: list[str] = field(default_factory=lambda: ["prefill", "decode", "step"])  # prefill | decode | step
     prompts: int = 4  # of prefill, and sequences of a step
     prompt_tokens: int = 4096  # of each of them
@@ -49,24 +52,25 @@ class HuggingFaceBenchSettings:
 @program("tool", HuggingFaceBenchSettings, run_dir="runs/bench_huggingface")
 def main(settings: HuggingFaceBenchSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
-    model = build(settings).to(hardware.device, hardware.dtype)
+    with hardware.device:
+        model = build(settings).to(hardware.dtype)
     report = Report("bench_huggingface", run_dir, hardware.description, more={"sizes": LLAMA_1B | settings.sizes})
     for part in settings.parts:
         for name in settings.attention:
             row = {"part": part, "attention": name}
             try:
-                model.set_attn_implementation(name)
+                row["kernels"] = choose(model, name, hardware.device)
                 row |= globals()[part](model, settings, hardware.device)
             except torch.OutOfMemoryError:
                 row["error"] = "out of memory"
             except ImportError as error:
-                row["error"] = str(error).partition("\n")[0]
+                row["error"] = str(error)
             report.rows.append(row)
             model.zero_grad()
     report.finish(table(report.rows, NAMES, FIGURES, "Llama-3.2-1B's sizes, random weights"))
 
 
-NAMES: Columns = {"part": "{part}", "attention": "{attention}"}
+NAMES: Columns = {"part": "{part}", "attention": "{attention}", "its kernels": "{kernels}"}
 FIGURES: Columns = {
     "ms": "{ms:.2f}",
     "p99": "{p99_ms:.2f}",
@@ -86,6 +90,43 @@ def build(settings: HuggingFaceBenchSettings) -> Any:
 
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_1B | settings.sizes))
+
+
+def choose(model: Any, name: str, device: torch.device) -> str:
+    """Set the model's attention; the kernels behind it. Raises ImportError where there are none."""
+    if name != FLASH:
+        model.set_attn_implementation(name)
+        return {"gpt_triton": "ours", "sdpa": "PyTorch's choice"}.get(name, "its own")
+    try:
+        model.set_attn_implementation(name)
+        return f"flash-attn {metadata.version('flash-attn')}"
+    except ImportError:
+        if device.type != "cuda":
+            raise ImportError("FlashAttention-2 needs a GPU") from None
+    lend_kernels()
+    model.config._attn_implementation = name  # past the check that found no package
+    return f"FlashAttention-2 of PyTorch {torch.__version__.partition('+')[0]}"
+
+
+def lend_kernels() -> None:
+    """Put `pytorch_flash` where transformers' flash path would keep the functions of flash-attn."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    flash._loaded_implementation, flash._flash_fn, flash._flash_varlen_fn = FLASH, pytorch_flash, pytorch_flash
+    flash._pad_fn, flash._unpad_fn = flash._pad_input, flash._unpad_input
+    flash._process_flash_kwargs_fn = flash._lazy_define_process_function(pytorch_flash)
+
+
+def pytorch_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """PyTorch's own FlashAttention-2 by flash-attn's arguments: q, k, v (B, N, H, D), or (tokens, H, D) packed."""
+    longest = max_seqlen_q or q.shape[1], max_seqlen_k or k.shape[1]
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, causal, False, scale=softmax_scale
+    )[0]
 
 
 def tokens(model: Any, rows: int, length: int, device: torch.device) -> torch.Tensor:

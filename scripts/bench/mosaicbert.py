@@ -1,13 +1,21 @@
-"""DNABERT-2's network over long sequences: `python -m scripts.bench.mosaicbert` times a forward of padded batches.
+"""DNABERT-2's network over long sequences: `python -m scripts.bench.mosaicbert` times padded and full batches.
 
 `naive` is its own PyTorch path, `sdpa` PyTorch's attention with its dense bias, `flash` the same model after
-`model.mosaicbert.patch`. Weights are random, code and sizes those of scripts/mosaicbert.py. Rows of a batch have
-between half and all of seq_len tokens; only those count. The last line is one JSON object.
+`model.mosaicbert.patch`. Weights are random, code and sizes those of scripts/mosaicbert.py. The parts:
+
+    attention        one layer's attention alone, from q, k, v on; the dense ways have them padded already
+    attention_step   with the gradients of q, k, v
+    forward          of the whole network
+    step             forward and backward of the whole network, as in fine-tuning, without the optimizer
+
+Rows of a `padded` batch have between an eighth and all of seq_len tokens, as reads have; only those count. The picture
+has the forwards of padded batches; all parts are timed at one length. The last line is one JSON object.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,19 +23,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conf.program import program
-from model.mosaicbert import patch
+from kernels import flash_attention_varlen
+from model.mosaicbert import alibi_slopes, patch
 from scripts.bench.clock import measure, peak_bytes
-from scripts.bench.report import Columns, Panel, Report, draw_lengths, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_below_one, refuse_unknown, table
 from scripts.mosaicbert import BertModel, dnabert2_config
 from training.hardware import HardwareConfig, set_up
 
 ATTENTION = ("naive", "sdpa", "flash")
+PARTS = ("attention", "attention_step", "forward", "step")
 
 
 @dataclass
 class MosaicBertBenchSettings:
     seq_len: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096, 8192, 16384])  # of a batch's longest row
     attention: list[str] = field(default_factory=lambda: list(ATTENTION))  # naive | sdpa | flash
+    all_parts_at: int = 4096  # seq_len at which all parts are timed, full and padded
     batch_tokens: int = 16384  # padding included; one row at least
     num_layers: int = 12  # DNABERT-2's
     budget_ms: float = 1000.0  # of measuring, each
@@ -35,50 +46,53 @@ class MosaicBertBenchSettings:
 
     def __post_init__(self) -> None:
         refuse_unknown("bench", self, attention=ATTENTION)
-        refuse_below_one("", self, "seq_len", "batch_tokens", "num_layers")
+        refuse_below_one("", self, "seq_len", "all_parts_at", "batch_tokens", "num_layers")
 
 
 @program("tool", MosaicBertBenchSettings, run_dir="runs/bench_mosaicbert")
 def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     report = Report("bench_mosaicbert", run_dir, hardware.description)
-    for seq_len in settings.seq_len:
-        torch.manual_seed(0)
-        ids, mask = padded(seq_len, max(1, settings.batch_tokens // seq_len))
+    for seq_len, lengths in cases(settings):
+        parts = PARTS if seq_len == settings.all_parts_at else ("forward",)
+        ids, mask = batch(seq_len, max(1, settings.batch_tokens // seq_len), lengths)
         ids, mask, tokens = ids.to(hardware.device), mask.to(hardware.device), int(mask.sum())
         for name, model in models(settings, seq_len, hardware.device):
-            model = model.eval().to(hardware.dtype)
+            model = model.to(hardware.dtype)
             model.encoder.alibi = model.encoder.alibi.to(hardware.dtype)  # no layer has to cast it
-            row = {"attention": name, "seq_len": seq_len, "rows": len(ids), "tokens": tokens}
-
-            def forward(model=model, ids=ids, mask=mask) -> Tensor:
-                with torch.no_grad():
-                    return model(ids, mask)
-
-            try:
-                forward()  # what is built once is not of the step
-                peak = peak_bytes(forward, hardware.device)
-                times = measure(forward, hardware.device, settings.budget_ms, runs=200)
-                row |= {"ms": times.p50, "p99_ms": times.p99, "tokens_per_second": 1e3 * tokens / times.p50}
-                row["peak_gib"] = None if peak is None else peak / 2**30
-            except torch.OutOfMemoryError:
-                row["error"] = "out of memory"
-            report.rows.append(row)
-            took = f"{row['ms']:.2f} ms" if "ms" in row else row["error"]
-            print(f"{seq_len:,} tokens, {name}: {took}", flush=True)
-            del model, forward
-    title = f"{settings.num_layers} layers, 12 heads of 64, ALiBi, forward"
-    draw_lengths(run_dir / "bench_mosaicbert.png", report.rows, PANELS, lambda row: row["attention"], title)
+            for part in parts:
+                row = {"part": part, "lengths": lengths, "attention": name, "seq_len": seq_len, "rows": len(ids)}
+                row["tokens"] = tokens
+                try:
+                    call = prepare(part, name, model, ids, mask)
+                    call()  # what is built once is not of the step
+                    peak = peak_bytes(call, hardware.device)
+                    times = measure(call, hardware.device, settings.budget_ms, runs=200)
+                    row |= {"ms": times.p50, "p99_ms": times.p99, "tokens_per_second": 1e3 * tokens / times.p50}
+                    row["peak_gib"] = None if peak is None else peak / 2**30
+                except torch.OutOfMemoryError:
+                    row["error"] = "out of memory"
+                report.rows.append(row)
+                took = f"{row['ms']:.2f} ms" if "ms" in row else row["error"]
+                print(f"{seq_len:,} tokens, {lengths}, {part}, {name}: {took}", flush=True)
+                call = None  # it holds on to its tensors
+            del model
+    add_ratios(report.rows)
+    title = f"{settings.num_layers} layers, 12 heads of 64, ALiBi"
+    drawn = [row for row in report.rows if (row["part"], row["lengths"]) == ("forward", "padded")]
+    path = run_dir / "bench_mosaicbert.png"
+    draw_lengths(path, drawn, PANELS, lambda row: row["attention"], f"{title}, forward, padded rows")
     report.finish(
         table(report.rows, NAMES, FIGURES, title, "real tokens a second; memory beyond weights and bias table")
     )
 
 
-NAMES: Columns = {"N": "{seq_len:,}", "rows": "{rows}", "attention": "{attention}"}
+NAMES: Columns = {"part": "{part}", "N": "{rows} x {seq_len:,} {lengths}", "attention": "{attention}"}
 FIGURES: Columns = {
     "ms": "{ms:.2f}",
     "p99": "{p99_ms:.2f}",
     "tokens/s": "{tokens_per_second:,.0f}",
+    "times sdpa": "{of_sdpa:.2f}",
     "GiB": "{peak_gib:.2f}",
 }
 PANELS = [
@@ -89,18 +103,26 @@ PANELS = [
 ]
 
 
-def padded(seq_len: int, rows: int) -> tuple[Tensor, Tensor]:
-    """(rows, seq_len) ids, and 1s at the real ones; the first row is full."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(4096, (rows, seq_len), generator=generator)
-    lengths = torch.randint(seq_len // 2, seq_len + 1, (rows, 1), generator=generator)
-    lengths[0] = seq_len
-    return ids, (torch.arange(seq_len) < lengths).long()
+def cases(settings: MosaicBertBenchSettings) -> Iterator[tuple[int, str]]:
+    """(seq_len, whether rows are padded or full)"""
+    for seq_len in settings.seq_len:
+        yield seq_len, "padded"
+        if seq_len == settings.all_parts_at:
+            yield seq_len, "full"
+
+
+def batch(seq_len: int, rows: int, lengths: str) -> tuple[Tensor, Tensor]:
+    """(rows, seq_len) ids, and 1s at the real ones; where they are padded, from an eighth of seq_len to all of it."""
+    ids = torch.randint(4096, (rows, seq_len), generator=torch.Generator().manual_seed(0))
+    shortest = seq_len if lengths == "full" else seq_len // 8
+    ends = torch.linspace(seq_len, shortest, rows).round().long()
+    return ids, (torch.arange(seq_len) < ends[:, None]).long()
 
 
 def models(settings: MosaicBertBenchSettings, seq_len: int, device: torch.device) -> Iterator[tuple[str, BertModel]]:
     """One after the other, on `device`, with equal weights, each with its own bias table where it has one."""
-    made = BertModel(dnabert2_config(num_hidden_layers=settings.num_layers, alibi_starting_size=1)).to(device)
+    torch.manual_seed(0)
+    made = BertModel(dnabert2_config(num_hidden_layers=settings.num_layers, alibi_starting_size=1)).to(device).eval()
     for name in settings.attention:
         model = copy.deepcopy(made)
         if name == "flash":
@@ -115,6 +137,45 @@ def models(settings: MosaicBertBenchSettings, seq_len: int, device: torch.device
 
 def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def prepare(part: str, name: str, model: BertModel, ids: Tensor, mask: Tensor) -> Callable[[], object]:
+    """The call that is timed."""
+    call, inputs = partial(model, ids, mask), tuple(model.parameters())
+    if part.startswith("attention"):
+        call, inputs = alone(name, model, ids, mask)
+    if not part.endswith("step"):
+        return torch.no_grad()(call)
+    gradient = torch.randn_like(call())
+    return lambda: torch.autograd.grad(call(), inputs, gradient)
+
+
+def alone(name: str, model: BertModel, ids: Tensor, mask: Tensor) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
+    """A layer's attention, and its q, k, v: random ones, in views of one tensor as the model's are."""
+    module, given = model.encoder.layer[0].attention.self, []
+    hook = module.register_forward_pre_hook(lambda _, inputs: given.extend(inputs))
+    with torch.no_grad():
+        model(ids, mask)
+    hook.remove()
+    hidden, cu_seqlens, longest, _, _, bias = given
+    heads = module.num_attention_heads
+    tokens = hidden.shape[:1] if name == "flash" else mask.shape
+    qkv = torch.randn(*tokens, 3, heads, 64, device=hidden.device, dtype=hidden.dtype, requires_grad=True).unbind(-3)
+    if name != "flash":
+        bias = bias.to(hidden.dtype)
+        return lambda: module.attend(*(x.transpose(1, 2) for x in qkv), bias), qkv
+    slopes = torch.tensor(alibi_slopes(heads), device=hidden.device)
+    bounds = cu_seqlens, cu_seqlens, longest, longest
+    return lambda: flash_attention_varlen(*qkv, *bounds, alibi_slopes=slopes), qkv
+
+
+def add_ratios(rows: list[Row]) -> None:
+    """Give each row sdpa's time over its own."""
+    of = lambda row: (row["part"], row["lengths"], row["seq_len"])  # noqa: E731
+    sdpa = {of(row): row["ms"] for row in rows if row["attention"] == "sdpa" and "ms" in row}
+    for row in rows:
+        if "ms" in row and of(row) in sdpa:
+            row["of_sdpa"] = sdpa[of(row)] / row["ms"]
 
 
 if __name__ == "__main__":
