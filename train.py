@@ -28,7 +28,7 @@ if __name__ == "__main__":
     # to import PyTorch takes seconds: what SLURM sends near a time limit waits until StopRequest takes it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     if os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:
-        # where one of several dies, the others say so in one line; PyTorch's warnings would bury it under its own traces
+        # where one of several dies, the others say so in one line, which PyTorch would bury under its traces
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
