@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
+from textwrap import shorten
 from typing import Any
 
 from rich import box
@@ -84,7 +85,7 @@ def table(rows: Iterable[Row], names: Columns, figures: Columns, title: str = ""
     lines = []
     for row in rows:
         if row.get("error"):
-            shown = [row["error"][:40], *[""] * (len(figures) - 1)]
+            shown = [shorten(row["error"], 60, placeholder=" ..."), *[""] * (len(figures) - 1)]
         else:
             shown = [cell(form, row) for form in figures.values()]
         lines.append([cell(form, row) for form in names.values()] + shown)
