@@ -114,10 +114,6 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "bench.head_dim=[128]", "bench.mask=[causal]", "bench.budget_ms=30",
         "bench.attention=[flash,naive,sdpa_flash,sdpa_cudnn]",
     ),
-    "attention/fp8": (
-        "bench.seq_len=[1024,4096,16384]", "bench.attention=[flash,fp8,sdpa_cudnn]", "bench.passes=[forward]",
-        "bench.budget_ms=60",
-    ),
     "masks": ("bench.head_dim=[128]", "bench.rounds=2", "bench.budget_ms=30"),
     "decode/context": ("bench.family=[context]", "bench.attention=[flash]"),
     "decode/peers": (

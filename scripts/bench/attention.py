@@ -4,10 +4,8 @@ One row for each implementation, shape and pass: p50 and p99 of many runs with a
 4 B H Nq Nk D, backward 2.5 times that, halved when causal, whatever an implementation really computes), and the peak of
 memory beyond the inputs. Out of memory is a row.
 
-`bench.attention=[flash,fp8,sdpa_cudnn]` adds the 8-bit forward (one Hopper GPU, inputs quantized beforehand, as a cache
-holds them) and, to every forward row, the relative error of O against float64 on the first head. `bench.mask` also
-takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence, causal. A forward
-that takes less than 1 ms also has Python's share. The run's folder gets attention.json and charts of
+`bench.mask` also takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence,
+causal. A forward that takes less than 1 ms also has Python's share. The run's folder gets attention.json and charts of
 speed and memory against N.
 
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
@@ -30,14 +28,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from conf.program import program
 from kernels import (
     flash_attention,
-    flash_attention_fp8,
     flash_attention_varlen,
     naive_attention,
     naive_attention_varlen,
-    quantize_per_head,
 )
 from kernels.device import interpreting
-from kernels.support import why_not_fp8
 from scripts.bench.clock import measure, peak_bytes
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_unknown, table
 from training.hardware import DTYPES, HardwareConfig, set_up
@@ -52,14 +47,14 @@ ATTENTION = ("flash", "naive", *SDPA, "flex")
 MASKS = ("causal", "full", "window", "packed")
 WINDOW = 1024  # tokens that a query sees, itself included
 LABELS = {
-    "flash": "flash (ours)", "fp8": "flash, 8 bits (ours)", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN",
+    "flash": "flash (ours)", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN",
     "flex": "FlexAttention", "sdpa_efficient": "memory-efficient",
 }  # fmt: skip
 
 
 @dataclass
 class BenchConfig:
-    attention: list[str] = field(default_factory=lambda: [*ATTENTION])  # fp8, our 8-bit forward, may be added
+    attention: list[str] = field(default_factory=lambda: [*ATTENTION])  # any of these
     seq_len: list[int] = field(default_factory=lambda: [2**k for k in range(9, 18)])  # tokens of queries and of keys
     head_dim: list[int] = field(default_factory=lambda: [64, 128])  # 16 to 256
     mask: list[str] = field(default_factory=lambda: ["causal", "full"])  # causal | full | window | packed
@@ -71,7 +66,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         passes = ("forward", "backward")
-        refuse_unknown("bench", self, attention=(*ATTENTION, "fp8"), mask=MASKS, passes=passes)
+        refuse_unknown("bench", self, attention=ATTENTION, mask=MASKS, passes=passes)
         for head_dim, group in product(self.head_dim, self.group):
             if self.hidden % (head_dim * group):
                 raise ValueError(f"bench.hidden={self.hidden} is no multiple of head_dim {head_dim} x group {group}")
@@ -116,7 +111,7 @@ class Cell:
 @program("tool", BenchSettings, run_dir="runs/bench_attention")
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware, bench = set_up(settings.hardware), settings.bench
-    if hardware.device.type != "cuda" and not interpreting() and {"flash", "fp8"} & {*bench.attention}:
+    if hardware.device.type != "cuda" and not interpreting() and "flash" in bench.attention:
         raise ValueError("bench.attention=flash needs an NVIDIA GPU; use one, or bench.attention=[naive] on a CPU")
     report = Report("attention", run_dir, hardware.description)
     dtype = str(hardware.dtype).removeprefix("torch.")
@@ -140,7 +135,6 @@ FIGURES: Columns = {
     "TFLOP/s": "{tflops:.1f}",
     "peak MiB": "{peak_extra_mib:.0f}",
     "Python, us": "{python_us:.0f}",
-    "error of O": "{relative_error:.2%}",
 }
 
 
@@ -163,8 +157,6 @@ def run_cell(name: str, cell: Cell, bench: BenchConfig, device: torch.device) ->
     """A row for each pass; a failure that is a fact (out of memory, no such kernel) is a row too."""
     rows = []
     for which in bench.passes:
-        if (name, which) == ("fp8", "backward"):  # there is none
-            continue
         row = {"attention": name, "pass": which, **asdict(cell)}
         try:
             row |= time_cell(name, cell, which, bench, device)
@@ -187,13 +179,11 @@ def run_cell(name: str, cell: Cell, bench: BenchConfig, device: torch.device) ->
 
 def time_cell(name: str, cell: Cell, which: str, bench: BenchConfig, device: torch.device) -> Row:
     q, k, v, do = tensors(cell, device)
-    attention = eight_bits(q, k, v, cell) if name == "fp8" else implementation(name, cell, device)
+    attention = implementation(name, cell, device)
     extra = {}
     if which == "forward":
         with torch.no_grad():
             peak = peak_bytes(lambda: attention(q, k, v), device)
-            if "fp8" in bench.attention and cell.mask in ("causal", "full"):
-                extra["relative_error"] = relative_error(attention(q, k, v), q, k, v, cell.mask == "causal")
             times = measure(lambda: attention(q, k, v), device, bench.budget_ms)
             if device.type == "cuda" and times.p50 < 1.0:
                 extra["python_us"] = python_us(lambda: attention(q, k, v))
@@ -250,28 +240,6 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
     return sdpa
-
-
-def eight_bits(q: Tensor, k: Tensor, v: Tensor, cell: Cell) -> Callable[..., Tensor]:
-    """The FP8 forward of q, k and v, quantized here; the function ignores the tensors that it is given.
-
-    NotImplementedError where the kernel cannot run.
-    """
-    if cell.mask in ("window", "packed"):
-        raise NotImplementedError(f"fp8 does not take {cell.mask}")
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantize_per_head(x) for x in (q, k, v))
-    if reason := why_not_fp8(q8, k8, v8):
-        raise NotImplementedError(reason)
-    options = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "causal": cell.mask == "causal"}
-    return lambda *_: flash_attention_fp8(q8, k8, v8, **options)
-
-
-def relative_error(o: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
-    """Of the last 1,024 rows of the first head's O, against float64, by norm."""
-    rows = slice(-min(q.size(2), 1024), None)  # float64 scores of all may not fit
-    one = [x[:1, :1].double() for x in (q, k, v)]
-    exact = naive_attention(one[0][:, :, rows], *one[1:], causal=causal)
-    return float((o[:1, :1, rows].double() - exact).norm() / exact.norm())
 
 
 def python_us(call: Callable[[], object], runs: int = 200) -> float:
