@@ -18,7 +18,6 @@ from .fused.linear_cross_entropy import linear_cross_entropy
 from .fused.rms_norm import rms_norm
 from .fused.rotary import rotate_and_split
 from .fused.skinny_linear import skinny_linear, takes_skinny_linear
-from .hopper.fp8 import flash_attention_fp8, naive_attention_fp8, quantize_per_head
 from .reference import naive_attention, naive_attention_varlen
 from .support import why_not
 from .tiled import tiled_attention, tiled_attention_varlen
@@ -28,18 +27,15 @@ __all__ = [
     "block_mask",
     "cross_entropy",
     "flash_attention",
-    "flash_attention_fp8",
     "flash_attention_varlen",
     "flash_attention_with_kvcache",
     "kvcache_workspace",
     "linear_cross_entropy",
     "naive_attention",
-    "naive_attention_fp8",
     "naive_attention_varlen",
     "naive_attention_with_kvcache",
     "padded_documents",
     "place_documents",
-    "quantize_per_head",
     "read_kvcache",
     "rms_norm",
     "rotate_and_split",

@@ -109,7 +109,6 @@ HOPPER_BACKWARD_HEAD_DIMS = range(32, 129, 8)  # dK and dV (64, 256) in fp32 wou
 # than 128, tiles are 64 keys wide, half a block of a mask.
 HOPPER_PACKED_HEAD_DIMS = range(64, 257, 8)
 HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
-FP8_HEAD_DIMS = (64, 128)
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
 
 
@@ -208,15 +207,6 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backwar
     if reason is None and options.masked and backward and options.mask_starts.shape[1] > 1 and "gqa" in features:
         reason = "the hopper backward walks a group's heads together: a block mask may not tell them apart"
     return reason or _unaddressable_reason(q, k, v)
-
-
-def why_not_fp8(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the FP8 forward does not take these checked e4m3 tensors."""
-    if q.shape[3] not in FP8_HEAD_DIMS:
-        reason = f"head_dim {q.shape[3]} is not supported in FP8 ({' or '.join(map(str, FP8_HEAD_DIMS))})"
-    else:
-        reason = _no_hopper_reason(q, k) or _unaddressable_reason(q, k, v)
-    return None if reason is None else f"{reason}; use flash_attention in bfloat16"
 
 
 def why_not_kvcache(q: Tensor, k_cache: Tensor, options: Options) -> str | None:

@@ -52,7 +52,6 @@ PROFILE = (
 # beginning of a name -> module, and what is kept of its folder; not every run of one draws a picture
 PROGRAMS = {
     "parity/": ("scripts.parity", ("*.json", "*.md", "*.png")),
-    "break_it": ("scripts.break_it", ("break_it.png", "console.txt")),
     "attention/error_budget": ("scripts.bench.error_budget", ("*.md", "*.json")),
     "invariance": ("tests.promises.invariance", ("*.md",)),
     "soak": ("tests.promises.soak", ("soak.json",)),
@@ -72,7 +71,7 @@ PROGRAMS = {
     "training/": ("scripts.bench.training", ("*.json", "*.png")),
 }
 SEVERAL_GPUS = ("parallel/",)  # left out where there is one, unless named
-UNTIMED = ("parity/", "break_it", "attention/error_budget", "invariance")  # so these may run beside each other
+UNTIMED = ("parity/", "attention/error_budget", "invariance")  # so these may run beside each other
 EXIT_CODES = {"parity/mutants": 1}  # of the others 0
 
 EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each other
@@ -101,7 +100,6 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         f"parity.mutants=[{','.join(MUTANTS)}]",
     ),
     "parity/repeats": ("parity.repeats=20", "parity.nulls=5", "parity.seeds=2"),
-    "break_it": (),
     "attention/error_budget": (),
     "invariance": (),
     "soak": (),
@@ -115,10 +113,6 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
     "attention/long": (
         "bench.head_dim=[128]", "bench.mask=[causal]", "bench.budget_ms=30",
         "bench.attention=[flash,naive,sdpa_flash,sdpa_cudnn]",
-    ),
-    "attention/fp8": (
-        "bench.seq_len=[1024,4096,16384]", "bench.attention=[flash,fp8,sdpa_cudnn]", "bench.passes=[forward]",
-        "bench.budget_ms=60",
     ),
     "masks": ("bench.head_dim=[128]", "bench.rounds=2", "bench.budget_ms=30"),
     "decode/context": ("bench.family=[context]", "bench.attention=[flash]"),

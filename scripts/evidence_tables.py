@@ -207,7 +207,6 @@ PAGE = (
     Part("Attention beside more peers", "attention/speed/attention.json", beside_peers),
     Part("Attention under any mask beside FlexAttention", "masks/masks.json", printed("masks")),
     Part("Attention's memory", "attention/long/attention.json", memory),
-    Part("Attention in 8 bits", "attention/fp8/attention.json", printed("attention")),
     Part("Attention over a cache", "decode/context/decode.json", over_a_cache),
     Part("Attention over a cache beside its peers", "decode/peers/decode.json", over_a_cache_beside_peers),
     Part(

@@ -9,7 +9,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from conf.program import program
-from scripts import break_it, parity
+from scripts import parity
 from scripts.bench.report import OTHER_COLOURS, Panel, draw_lengths
 from tests.runs import SMALL, small_run, told
 from tests.test_text import Echo
@@ -225,12 +225,16 @@ def test_an_attention_has_one_colour_in_every_picture(tmp_path, drawn):
         draw_lengths(tmp_path / "x.png", chosen, [Panel("ms", "ms")], "{attention}, {mode}".format_map, "")
     report = {"verdicts": {"flash": {}}, "passes": True}
     parity.draw(report, {"naive": [3, 2], "flash": [3, 2]}, [1, 1], tmp_path / "x.png", "")
-    break_it.draw({"right": {"losses": [3, 2]}, "no rescaling": {"losses": [3, 1]}}, tmp_path / "x.png")
+    parity.draw(
+        report | {"verdicts": {"no rescaling": {}}},
+        {"naive": [3, 2], "no rescaling": [3, 1]},
+        [1, 1],
+        tmp_path / "x.png",
+        "",
+    )
     found = [{line.get_label(): line.get_color() for line in figure.axes[0].lines} for figure in drawn]
-    assert [each.get("naive, none") or each.get("naive") or each.get("right") for each in found] == [
-        *("black", None, "black", "black")
-    ]
+    assert [each.get("naive, none") or each.get("naive") for each in found] == [*("black", None, "black", "black")]
     assert [each.get("flash, full") or each.get("flash") for each in found] == ["C0", "C0", "C0", None]
-    assert found[3]["no rescaling"] == OTHER_COLOURS[1]
+    assert found[3]["no rescaling"] == OTHER_COLOURS[0]
     styles = {line.get_label(): line.get_linestyle() for line in drawn[0].axes[0].lines}
     assert (styles["flash, none"], styles["flash, full"]) == ("-", "--")

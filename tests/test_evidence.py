@@ -167,7 +167,7 @@ def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys):
             part.count("NVIDIA X, bfloat16; torch 2.11.0, triton 3.6.0; commit c0ffee; `python -m scripts.x`")
             == origins
         )
-    for title in ("Attention in 8 bits", "Attention's error", "Output head and loss"):  # not measured
+    for title in ("Attention's error", "Output head and loss"):  # not measured
         assert title not in text
     assert readme.read_text() == f"before\n<!-- figures -->\n{headline(tmp_path)}\n<!-- /figures -->\nafter\n"
     lines = readme.read_text().splitlines()[2:-2]

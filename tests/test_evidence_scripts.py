@@ -5,8 +5,6 @@ import json
 import pytest
 import torch
 
-from conf.schema import Settings
-from scripts import break_it
 from scripts.bench import clock, saving
 from scripts.bench import context as bench_context
 from scripts.bench import loss as bench_loss
@@ -18,23 +16,6 @@ from scripts.evidence_tables import page
 from tests.runs import settings, settings_of, told
 from training.hardware import HardwareConfig
 from training.memory import DoesNotFit
-
-
-def test_each_mistake_shows_as_it_was_expected(tmp_path, capsys):
-    chosen = settings(
-        "hardware.device=cpu", "logger.wandb=disabled", "train.steps=6", f"data.cache_dir={tmp_path}",
-        schema=Settings, experiment="parity",
-    )  # fmt: skip
-    break_it.main.__wrapped__(chosen, tmp_path / "run")
-    calls = {(c["mistake"], c["dtype"]): c for c in json.loads(capsys.readouterr().out.splitlines()[-1])["calls"]}
-    assert len(calls) == 2 * len(break_it.EXPECTED)
-    for dtype in ("float16", "float32"):
-        assert calls["no running maximum", dtype]["rows_not_finite"] > 0
-        assert "key tile 0" in calls["no running maximum", dtype]["happened"]
-        assert calls["no rescaling", dtype]["rows_not_finite"] == 0
-        assert calls["no rescaling", dtype]["largest_error"] > 0.1
-        assert "the first is query 16 (tile 1)" in calls["tile-local mask", dtype]["happened"]
-    assert (tmp_path / "run" / "break_it.png").stat().st_size > 10_000
 
 
 def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch):

@@ -35,7 +35,7 @@ class Tiles:
 
     q: gl.shared_memory_descriptor  # (CONSUMERS, 64, HEAD_DIM)
     k: gl.shared_memory_descriptor  # (STAGES, BLOCK_K, HEAD_DIM)
-    v: gl.shared_memory_descriptor  # as k; FP8: (STAGES, HEAD_DIM, BLOCK_K)
+    v: gl.shared_memory_descriptor  # as k
     o: gl.shared_memory_descriptor  # (CONSUMERS, 64, HEAD_DIM)
 
 

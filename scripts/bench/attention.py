@@ -7,10 +7,8 @@ median of the rounds' medians, p99 the largest of theirs. Out of memory is a row
 
 `bench.attention=[flash,flash4,flash4_deterministic]` times FlashAttention-4 where the package flash-attn-4 is
 installed; its backward adds dQ in any order unless it is told to be deterministic, as ours is.
-`bench.attention=[flash,fp8,sdpa_cudnn]` adds the 8-bit forward (one Hopper GPU, inputs quantized beforehand, as a cache
-holds them) and, to every forward row, the relative error of O against float64 on the first head. `bench.mask` also
-takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence, causal. A forward
-that takes less than 1 ms also has Python's share. The run's folder gets attention.json and charts of
+`bench.mask` also takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence,
+causal. A forward that takes less than 1 ms also has Python's share. The run's folder gets attention.json and charts of
 speed and memory against N.
 
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
@@ -36,14 +34,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from conf.program import program
 from kernels import (
     flash_attention,
-    flash_attention_fp8,
     flash_attention_varlen,
     naive_attention,
     naive_attention_varlen,
-    quantize_per_head,
 )
 from kernels.device import interpreting
-from kernels.support import why_not_fp8
 from scripts.bench.clock import Milliseconds, measure, peak_bytes
 from scripts.bench.report import (
     Columns,
@@ -65,11 +60,11 @@ SDPA = {
 }
 ATTENTION = ("flash", "naive", *SDPA, "flex")
 FLASH4 = {"flash4": False, "flash4_deterministic": True}
-FORWARD_ONLY, BACKWARD_ONLY = ("fp8",), ("flash4_deterministic",)
+BACKWARD_ONLY = ("flash4_deterministic",)
 MASKS = ("causal", "full", "window", "packed")
 WINDOW = 1024  # tokens that a query sees, itself included
 LABELS = {
-    "flash": "flash (ours)", "fp8": "flash, 8 bits (ours)", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN",
+    "flash": "flash (ours)", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN",
     "flex": "FlexAttention", "sdpa_efficient": "memory-efficient",
     "flash4": "FlashAttention-4", "flash4_deterministic": "FlashAttention-4, deterministic",
 }  # fmt: skip
@@ -77,7 +72,7 @@ LABELS = {
 
 @dataclass
 class BenchConfig:
-    attention: list[str] = field(default_factory=lambda: [*ATTENTION])  # and fp8, flash4, flash4_deterministic
+    attention: list[str] = field(default_factory=lambda: [*ATTENTION])  # and flash4, flash4_deterministic
     seq_len: list[int] = field(default_factory=lambda: [2**k for k in range(9, 18)])  # tokens of queries and of keys
     head_dim: list[int] = field(default_factory=lambda: [64, 128])  # 16 to 256
     mask: list[str] = field(default_factory=lambda: ["causal", "full"])  # causal | full | window | packed
@@ -90,7 +85,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         passes = ("forward", "backward")
-        refuse_unknown("bench", self, attention=(*ATTENTION, "fp8", *FLASH4), mask=MASKS, passes=passes)
+        refuse_unknown("bench", self, attention=(*ATTENTION, *FLASH4), mask=MASKS, passes=passes)
         refuse_below_one("bench.", self, "rounds")
         for head_dim, group in product(self.head_dim, self.group):
             if self.hidden % (head_dim * group):
@@ -136,7 +131,7 @@ class Cell:
 @program("tool", BenchSettings, run_dir="runs/bench_attention")
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware, bench = set_up(settings.hardware), settings.bench
-    if hardware.device.type != "cuda" and not interpreting() and {"flash", "fp8"} & {*bench.attention}:
+    if hardware.device.type != "cuda" and not interpreting() and "flash" in bench.attention:
         raise ValueError("bench.attention=flash needs an NVIDIA GPU; use one, or bench.attention=[naive] on a CPU")
     report = Report("attention", run_dir, hardware.description)
     dtype = str(hardware.dtype).removeprefix("torch.")
@@ -159,7 +154,6 @@ FIGURES: Columns = {
     "TFLOP/s": "{tflops:.1f}",
     "peak MiB": "{peak_extra_mib:.0f}",
     "Python, us": "{python_us:.0f}",
-    "error of O": "{relative_error:.2%}",
 }
 
 
@@ -184,7 +178,7 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
     for which in bench.passes:
         ready: list[tuple[Row, Callable[[], object], list[Milliseconds]]] = []
         for name in bench.attention:
-            if name in (BACKWARD_ONLY if which == "forward" else FORWARD_ONLY):
+            if which == "forward" and name in BACKWARD_ONLY:
                 continue
             row = {"attention": name, "pass": which, **asdict(cell)}
             with facts_as_rows(row):
@@ -233,18 +227,15 @@ def prepared(
 ) -> tuple[Callable[[], object], Row]:
     """One pass as a call without arguments, and what is known of it before it is timed."""
     q, k, v, do = tensors(cell, device)
-    attention = eight_bits(q, k, v, cell) if name == "fp8" else implementation(name, cell, device)
-    facts: Row = {}
+    attention = implementation(name, cell, device)
     if which == "forward":
         call = torch.no_grad()(partial(attention, q, k, v))
         peak = peak_bytes(call, device)
-        if "fp8" in bench.attention and cell.mask in ("causal", "full"):
-            facts["relative_error"] = relative_error(call(), q, k, v, cell.mask == "causal")
     else:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         peak = peak_bytes(lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), do, retain_graph=True), device)
         call = partial(torch.autograd.grad, attention(q, k, v), (q, k, v), do, retain_graph=True)
-    return call, facts | {"peak_extra_mib": None if peak is None else peak / 2**20}
+    return call, {"peak_extra_mib": None if peak is None else peak / 2**20}
 
 
 def tensors(cell: Cell, device: torch.device) -> list[Tensor]:
@@ -294,28 +285,6 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
     return sdpa
-
-
-def eight_bits(q: Tensor, k: Tensor, v: Tensor, cell: Cell) -> Callable[..., Tensor]:
-    """The FP8 forward of q, k and v, quantized here; the function ignores the tensors that it is given.
-
-    NotImplementedError where the kernel cannot run.
-    """
-    if cell.mask in ("window", "packed"):
-        raise NotImplementedError(f"fp8 does not take {cell.mask}")
-    (q8, q_scale), (k8, k_scale), (v8, v_scale) = (quantize_per_head(x) for x in (q, k, v))
-    if reason := why_not_fp8(q8, k8, v8):
-        raise NotImplementedError(reason)
-    options = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "causal": cell.mask == "causal"}
-    return lambda *_: flash_attention_fp8(q8, k8, v8, **options)
-
-
-def relative_error(o: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
-    """Of the last 1,024 rows of the first head's O, against float64, by norm."""
-    rows = slice(-min(q.size(2), 1024), None)  # float64 scores of all may not fit
-    one = [x[:1, :1].double() for x in (q, k, v)]
-    exact = naive_attention(one[0][:, :, rows], *one[1:], causal=causal)
-    return float((o[:1, :1, rows].double() - exact).norm() / exact.norm())
 
 
 def python_us(call: Callable[[], object], runs: int = 200) -> float:

@@ -4,8 +4,8 @@ For each feature, dtype and head dimension: the largest error of O, dQ, dK and d
 formula in the same precision and beside scaled_dot_product_attention, and the bias of O: its mean signed error over
 several draws, with a 95 % confidence interval. Flash-attention's criterion is that our largest error is at most twice
 the plain formula's. "repeated maxima" repeats every row's largest score and gives V one sign, where rounding P V to
-bfloat16 is biased (arXiv:2510.04212). The 8-bit forward's error stands beside its speed (`scripts.bench.attention`).
-The table goes to the terminal and, as Markdown and JSON, to the run's folder. The last line is one JSON object.
+bfloat16 is biased (arXiv:2510.04212). The table goes to the terminal and, as Markdown and JSON, to the run's folder.
+The last line is one JSON object.
 """
 
 import math
