@@ -168,12 +168,12 @@ def _of_booleans(visible: Tensor) -> BlockMask:
         of_head, q = row // (q_blocks * BLOCK), row % (q_blocks * BLOCK)
         seen = visible[of_head // heads, of_head % heads, q.clamp(max=num_q - 1)]
         seen = torch.nn.functional.pad(seen, (0, -num_k % BLOCK)).contiguous()
-        # booleans as bytes of 0 or 1, eight in a word: each byte counts 128 rows
-        count = seen.view(torch.int64).view(-1, BLOCK, k_blocks, BLOCK // 8).sum(1)
-        count = count.view(torch.uint8).view(-1, k_blocks, BLOCK).sum(-1)
+        eights = seen.view(torch.int64).view(-1, BLOCK, k_blocks, BLOCK // 8)  # booleans as bytes of 0 or 1
+        # each byte counts 128 rows
+        count = eights.sum(1).view(torch.uint8).view(-1, k_blocks, BLOCK).sum(-1)
         full.append(count == BLOCK * BLOCK)
         partial.append((count > 0) & ~full[-1])
-        bits.append(_packed(seen.view(-1, BLOCK, k_blocks, BLOCK).transpose(1, 2)[partial[-1]]))
+        bits.append(_packed(eights.transpose(1, 2)[partial[-1]].view(torch.bool)))
     tables = (torch.cat(x).view(batch, heads, q_blocks, k_blocks) for x in (full, partial))
     return _assemble(*map(_to_host, tables), torch.cat(bits), num_q, num_k)
 
