@@ -186,15 +186,14 @@ def _asked(mask_mod: MaskMod, full: Tensor, asked: Tensor, num_q: int, num_k: in
     if num_k % BLOCK:  # keys past Nk are hidden, also in blocks that are called full
         asked = asked.clone()
         asked[..., -1] |= full[..., -1]
-        called_full = full[asked].to(device)
-    at = asked.nonzero()
-    at[:, 2:] *= BLOCK
+    at = torch.cat((asked.nonzero(), full[asked][:, None]), dim=1)
+    at[:, 2:4] *= BLOCK
     at = at.T.contiguous().to(device)
     within = torch.arange(BLOCK, device=device)
     each = torch.vmap(torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None)))
     bits = [torch.zeros(0, 2, BLOCK, 2, dtype=torch.int64, device=device)]
     for part in at.split(max(1, _PAIRS // BLOCK**2), dim=1) if at.numel() else ():
-        rows, cols = part[2:, :, None] + within
+        rows, cols = part[2:4, :, None] + within
         if num_q % BLOCK:
             rows = rows.clamp(max=num_q - 1)
         seen = each(*part[:2], rows, cols.clamp(max=num_k - 1) if num_k % BLOCK else cols)
@@ -203,8 +202,7 @@ def _asked(mask_mod: MaskMod, full: Tensor, asked: Tensor, num_q: int, num_k: in
                 f"mask_mod returned {seen.dtype}; it must return a boolean, True where the query sees the key"
             )
         if num_k % BLOCK:
-            known, called_full = called_full.split([part.shape[1], called_full.shape[0] - part.shape[1]])
-            seen = (seen | known[:, None, None]) & (cols < num_k)[:, None, :]
+            seen = (seen | part[4].bool()[:, None, None]) & (cols < num_k)[:, None, :]
         bits.append(_packed(seen))
     return _assemble(full & ~asked, asked, torch.cat(bits) if len(bits) > 2 else bits[-1], num_q, num_k)
 
