@@ -5,6 +5,7 @@ and backward: FlexAttention's idea (arXiv:2412.05496) with tables in place of ge
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,7 @@ BLOCK = 128  # queries and keys in a block, as in torch's BlockMask
 HIDDEN, FULL = -2, -1  # entries of `block_table`; the others are numbers of patterns
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_PAIRS = 2**26  # evaluated together: 64 MiB of booleans
-_PATTERNS = 2**12  # transposed together
+_PAIRS = 2**25  # evaluated together: 32 MiB of booleans
 _ON_HOST = 2**17  # blocks of a mask, up to which the host makes its lists: a GPU would wait for every small launch
 _BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1 in a word: the highest byte has their bits in order
 _ODD = 0x5851F42D4C957F2D  # its powers weigh the words of a hash
@@ -100,11 +100,12 @@ def block_mask(
     _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), sizes, strict=True)))
     device = torch.device(device)
     try:
-        full, some = decided_blocks(mask_mod, sizes, BLOCK, device)
+        full, some = _to_host(torch.stack(decided_blocks(mask_mod, sizes, BLOCK, device)))
     except Undecided:
         blocks = [*sizes[:2], -(-Nq // BLOCK), -(-Nk // BLOCK)]
-        full, some = (torch.full(blocks, seen, device=device) for seen in (False, True))
-    return _asked(mask_mod, full, some & ~full, Nq, Nk)
+        some = _to_host(torch.ones(blocks, dtype=torch.bool, device=device))
+        full = ~some
+    return _asked(mask_mod, full, some & ~full, Nq, Nk, device)
 
 
 def check_block_mask(given: object, batch: int, heads: int, num_q: int, num_k: int, device: torch.device) -> tuple:
@@ -161,7 +162,7 @@ def _of_booleans(visible: Tensor) -> BlockMask:
     q_blocks, k_blocks = -(-num_q // BLOCK), -(-num_k // BLOCK)
     lines = batch * heads * q_blocks  # of blocks
     step = max(1, _PAIRS // (BLOCK * BLOCK * k_blocks))
-    full, partial, words = [], [], []
+    full, partial, bits = [], [], []
     for first in range(0, lines, step):
         row = torch.arange(first * BLOCK, min(first + step, lines) * BLOCK, device=visible.device)
         of_head, q = row // (q_blocks * BLOCK), row % (q_blocks * BLOCK)
@@ -172,74 +173,65 @@ def _of_booleans(visible: Tensor) -> BlockMask:
         count = eights.sum(1).view(torch.uint8).view(-1, k_blocks, BLOCK).sum(-1)
         full.append(count == BLOCK * BLOCK)
         partial.append((count > 0) & ~full[-1])
-        words.append(_packed(eights.transpose(1, 2)[partial[-1]]))
-    shape = batch, heads, q_blocks, k_blocks
-    return _assemble(torch.cat(full).view(shape), torch.cat(partial).view(shape), torch.cat(words), num_q, num_k)
+        bits.append(_packed(eights.transpose(1, 2)[partial[-1]].view(torch.bool)))
+    tables = (torch.cat(x).view(batch, heads, q_blocks, k_blocks) for x in (full, partial))
+    return _assemble(*map(_to_host, tables), torch.cat(bits), num_q, num_k)
 
 
-def _asked(mask_mod: MaskMod, full: Tensor, asked: Tensor, num_q: int, num_k: int) -> BlockMask:
-    """The mask that has full blocks, asks mask_mod in some, and has none elsewhere; both (B, H, blocks, blocks).
+def _asked(mask_mod: MaskMod, full: Tensor, asked: Tensor, num_q: int, num_k: int, device: torch.device) -> BlockMask:
+    """The mask that has full blocks, asks mask_mod in some, and has none elsewhere.
 
-    Waits for the GPU, to know how many are asked.
+    full, asked: (B, H, blocks of queries, blocks of keys) bool, as of `_to_host`.
     """
-    device = full.device
-    full, asked = _to_host(full), _to_host(asked)
     if num_k % BLOCK:  # keys past Nk are hidden, also in blocks that are called full
+        asked = asked.clone()
         asked[..., -1] |= full[..., -1]
-    at = asked.nonzero()
-    called_full = full[asked].to(device) if num_k % BLOCK else None
+    at = torch.cat((asked.nonzero(), full[asked][:, None]), dim=1)
+    at[:, 2:4] *= BLOCK
+    at = at.T.contiguous().to(device)
     within = torch.arange(BLOCK, device=device)
     each = torch.vmap(torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None)))
-    words = [torch.zeros(0, BLOCK, 2, dtype=torch.int64, device=device)]
-    for first in range(0, len(at), step := max(1, _PAIRS // BLOCK**2)):
-        b, h, q, k = at[first : first + step].T.contiguous().to(device)
-        rows, cols = q[:, None] * BLOCK + within, k[:, None] * BLOCK + within
-        seen = each(b, h, rows.clamp(max=num_q - 1), cols.clamp(max=num_k - 1))
+    bits = [torch.zeros(0, 2, BLOCK, 2, dtype=torch.int64, device=device)]
+    for part in at.split(max(1, _PAIRS // BLOCK**2), dim=1) if at.numel() else ():
+        rows, cols = part[2:4, :, None] + within
+        if num_q % BLOCK:
+            rows = rows.clamp(max=num_q - 1)
+        seen = each(*part[:2], rows, cols.clamp(max=num_k - 1) if num_k % BLOCK else cols)
         if seen.dtype != torch.bool:
             raise ValueError(
                 f"mask_mod returned {seen.dtype}; it must return a boolean, True where the query sees the key"
             )
         if num_k % BLOCK:
-            seen = (seen | called_full[first : first + step, None, None]) & (cols < num_k)[:, None, :]
-        words.append(_packed(seen.contiguous().view(torch.int64)))
-    return _assemble(full & ~asked, asked, torch.cat(words), num_q, num_k)
+            seen = (seen | part[4].bool()[:, None, None]) & (cols < num_k)[:, None, :]
+        bits.append(_packed(seen))
+    return _assemble(full & ~asked, asked, torch.cat(bits) if len(bits) > 2 else bits[-1], num_q, num_k)
 
 
 def _to_host(table: Tensor) -> Tensor:
-    """A copy of a table of blocks, where its lists are made."""
-    return table.to("cpu" if table.numel() <= _ON_HOST else table.device, copy=True)
+    """A table of blocks where its lists are made. Waits for the GPU."""
+    return table.cpu() if table.numel() <= _ON_HOST else table
 
 
-def _packed(eights: Tensor) -> Tensor:
-    """Booleans, eight in an int64 (..., n / 8), as bits of int64 (..., n / 64), the first in the lowest."""
-    return (eights * _BITS_OF_BYTES >> 56).to(torch.uint8).view(torch.int64)
+def _packed(seen: Tensor) -> Tensor:
+    """Booleans (n, 128, 128) as bits of int64 (n, 2, 128, 2): of the rows, and of the columns."""
+    sides = torch.stack((seen, seen.mT), dim=1).view(torch.int64)  # eight in a word, as bytes of 0 or 1
+    return (sides * _BITS_OF_BYTES >> 56).to(torch.uint8).view(torch.int64)
 
 
-def _unpacked(words: Tensor) -> Tensor:
-    """Booleans (..., 64 n) of int64 (..., n)."""
-    bytes_ = words.contiguous().view(torch.uint8)
-    return (bytes_[..., None] >> torch.arange(8, dtype=torch.uint8, device=words.device) & 1).bool().flatten(-2)
-
-
-def _kinds(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether blocks (..., 128, 2) show something, and whether they show everything."""
-    return (words != 0).flatten(-2).any(-1), (words == -1).flatten(-2).all(-1)
-
-
-def _assemble(full: Tensor, asked: Tensor, words: Tensor, num_q: int, num_k: int) -> BlockMask:
-    """full and asked (B, H, blocks of queries, blocks of keys) bool; words (asked ones, 128, 2) int64: what they show.
+def _assemble(full: Tensor, asked: Tensor, bits: Tensor, num_q: int, num_k: int) -> BlockMask:
+    """full, asked: (B, H, blocks of queries, blocks of keys) bool, as of `_to_host`; bits of the asked, of `_packed`.
 
     Waits for the GPU, to know which patterns are equal.
     """
-    full, asked = _to_host(full), _to_host(asked)
-    ends = torch.arange(-1, 1, device=words.device)[:, None, None].expand(2, BLOCK, 2)
-    words = torch.cat((ends, words))  # pattern 0 shows everything, 1 nothing
-    first, is_first, numbers = _distinct(_hashed(words).to(full.device))
-    if (words == words[first.to(words.device)]).all():
-        words = words[is_first.nonzero()[:, 0].to(words.device)]
+    ends = torch.arange(-1, 1, device=bits.device)[:, None, None, None].expand(2, 2, BLOCK, 2)
+    bits = torch.cat((ends, bits))  # pattern 0 shows everything, 1 nothing
+    first, is_first, numbers = _distinct(_hashed(bits[:, 0], _ODD).to(full.device))
+    if torch.equal(bits, bits[first.to(bits.device)]):
+        bits = bits[is_first.nonzero()[:, 0].to(bits.device)]
     else:  # two that differ share a hash: all are kept as they are
-        some, every = _kinds(words)
-        numbers = torch.arange(len(words), device=words.device).masked_fill(every, 0).masked_fill(~some, 1)
+        numbers = torch.arange(len(bits), device=bits.device)
+        for number, end in ((0, -1), (1, 0)):
+            numbers.masked_fill_((bits == end).flatten(1).all(1), number)
     pattern = (~full).long().masked_scatter_(asked, numbers[2:].to(full.device))
     visited = int((pattern != 1).sum())
     starts, visits = [], [torch.arange(2, device=full.device)[None]]
@@ -260,23 +252,24 @@ def _assemble(full: Tensor, asked: Tensor, words: Tensor, num_q: int, num_k: int
     larger = seen.sum(2, keepdim=True) - seen.cumsum(2)
     in_order = torch.stack((at % seen.shape[3] + larger.flatten()[at] * 2**16, pattern.flatten()[at]), dim=1)
     in_order = torch.cat((in_order.new_zeros(1 + visited, 2), in_order))
-    transposed = torch.cat(
-        [_packed(_unpacked(part).transpose(1, 2).contiguous().view(torch.int64)) for part in words.split(_PATTERNS)]
-    )
     return BlockMask(
-        torch.cat(starts, dim=2).to(torch.int32).to(words.device),
-        torch.cat((torch.cat(visits), in_order), dim=1).to(torch.int32).to(words.device),
-        torch.stack((words, transposed), dim=1).view(torch.int32),
+        torch.cat(starts, dim=2).to(torch.int32).to(bits.device),
+        torch.cat((torch.cat(visits), in_order), dim=1).to(torch.int32).to(bits.device),
+        bits.view(torch.int32),
         num_q,
         num_k,
     )
 
 
-def _hashed(words: Tensor) -> Tensor:
+def _hashed(words: Tensor, odd: int) -> Tensor:
     """(n,) int64 of patterns (n, 128, 2); two that differ may share one."""
-    weights = torch.full((2 * BLOCK,), _ODD, device=words.device).cumprod(0)
-    mixed = words.flatten(1) * weights
-    return ((mixed ^ (mixed >> 29)) * _ODD).sum(1)  # unmixed, words that differ in their highest bits would cancel
+    mixed = words.flatten(1) * _weights(odd, words.device)
+    return ((mixed ^ (mixed >> 29)) * odd).sum(1)  # unmixed, words that differ in their highest bits would cancel
+
+
+@cache
+def _weights(odd: int, device: torch.device) -> Tensor:
+    return torch.full((2 * BLOCK,), odd, device=device).cumprod(0)
 
 
 def _distinct(hashes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -316,7 +309,7 @@ def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
         raise ValueError(f"block_mask is torch's of {tuple(given.shape)}; q and k have {num_q} x {num_k} tokens")
     partial = _listed(*lists[0], k_blocks)
     full = torch.zeros_like(partial) if lists[1][0] is None else _listed(*lists[1], k_blocks)
-    mask = _asked(given.mask_mod, full, partial & ~full, num_q, num_k)
+    mask = _asked(given.mask_mod, *map(_to_host, (full, partial & ~full)), num_q, num_k, full.device)
     _CONVERTED[given] = described, mask
     return mask
 

@@ -108,7 +108,8 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "bench.seq_len=[1024,4096,16384]", "bench.mask=[causal,full,window,packed]", "bench.budget_ms=60"
     ),
     "attention/peers": (
-        "bench.seq_len=[1024,2048,4096,8192,16384,32768]", "bench.attention=[flash,flash4,sdpa_flash,sdpa_cudnn]"
+        "bench.seq_len=[1024,2048,4096,8192,16384,32768]", "bench.budget_ms=40",
+        "bench.attention=[flash,flash4,flash4_deterministic,sdpa_flash,sdpa_cudnn]",
     ),
     "attention/long": (
         "bench.head_dim=[128]", "bench.mask=[causal]", "bench.budget_ms=30",

@@ -19,8 +19,8 @@ What this project measured of itself: speed, memory and errors of its attention,
 wrote every figure into the files of this folder, and `python -m scripts.evidence` made these tables of them; none is
 typed. With each table stand the machine, the versions, the commit and the command that measured it."""
 PEERS = {
-    "flash4": "FlashAttention-4", "sdpa_cudnn": "cuDNN", "sdpa_flash": "FlashAttention-2", "flex": "FlexAttention",
-    "naive": "naive",
+    "flash4": "FlashAttention-4", "flash4_deterministic": "FlashAttention-4, deterministic", "sdpa_cudnn": "cuDNN",
+    "sdpa_flash": "FlashAttention-2", "flex": "FlexAttention", "naive": "naive",
 }  # fmt: skip
 Reports = dict[str, dict[str, Any]]  # an experiment's own name -> what its program wrote
 

@@ -66,7 +66,6 @@ def test_batch_and_heads_and_evaluation_in_strips(monkeypatch):
     whole = block_mask(mod, 2, 3, 257, 300, DEVICE)
     assert torch.equal(whole.dense(), evaluated(mod, 2, 3, 257, 300))
     monkeypatch.setattr(block_masks, "_PAIRS", 1)
-    monkeypatch.setattr(block_masks, "_PATTERNS", 2)
     for one, other in zip(block_mask(mod, 2, 3, 257, 300, DEVICE)[:3], whole[:3], strict=True):
         assert torch.equal(one, other)
 
@@ -101,8 +100,10 @@ def test_torchs_mask_is_taken_as_it_is(sizes):
     assert not torch.equal(found, flash_attention(q, k, v, block_mask=theirs))
 
 
-def test_torchs_lists_decide_and_its_function_is_asked_inside_partial_blocks_only():
+@pytest.mark.parametrize("together", [block_masks._PAIRS, 1])
+def test_torchs_lists_decide_and_its_function_is_asked_inside_partial_blocks_only(together, monkeypatch):
     """Full blocks that reach past the keys, a mask without a function, and the lists of a mask that was cut."""
+    monkeypatch.setattr(block_masks, "_PAIRS", together)
     counts = torch.tensor([[[1, 2]]], dtype=torch.int32, device=DEVICE)
     blocks = torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32, device=DEVICE)
     nothing = lambda b, h, q, k: k < 0  # noqa: E731
