@@ -310,8 +310,7 @@ def hopper_bwd_kernel(
         item, its_num_q, its_num_k = packed_item(document_tiles, num_kv_heads, heads_per_section)
     else:
         item: gl.constexpr = None
-        its_num_q = num_q
-        its_num_k = num_k
+        its_num_q, its_num_k = num_q, num_k
     if window_left is not None:
         window = (window_left, window_right)
     else:
