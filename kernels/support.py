@@ -88,7 +88,6 @@ KERNELS = {
         frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "alibi_slopes", "varlen", "block_mask"}),
         _HALVES,
         instead="the portable kernels",
-        exceptions=frozenset(("alibi_slopes", "backward", dtype) for dtype in _HALVES),
     ),
     "kvcache": Implementation(
         "kvcache",
@@ -201,7 +200,7 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backwar
     if reason is None and options.packed and not backward and head_dim not in HOPPER_PACKED_HEAD_DIMS:
         reason = f"the portable forward is faster for packed documents with head_dim {head_dim}"
     if reason is None and options.masked and options.alibi_slopes is not None:
-        reason = "ALiBi under a block mask takes the portable forward"
+        reason = "ALiBi under a block mask takes the portable kernels"
     if reason is None and options.masked and not backward and head_dim not in HOPPER_MASKED_HEAD_DIMS:
         reason = f"block masks with head_dim {head_dim} take the portable forward ({_listed(HOPPER_MASKED_HEAD_DIMS)})"
     if reason is None and options.masked and backward and options.mask_starts.shape[1] > 1 and "gqa" in features:

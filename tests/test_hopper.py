@@ -267,32 +267,31 @@ def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, c
 
 
 ALIBI = [
-    ([193], [193], True, {}),
-    ([129], [229], False, {}),
-    ([500], [500], False, {"window": (150, 150)}),
-    ([200], [100], True, {"softcap": 5.0}),
-    ([33, 0, 150, 1, 64], [64, 7, 130, 0, 64], False, {}),  # other slopes in each document
+    ([193], [193], {"causal": True}),
+    ([129], [229], {}),
+    ([300], [300], {"window": (150, 150)}),
+    ([200], [100], {"causal": True, "softcap": 5.0}),
+    ([33, 0, 150, 1, 64], [64, 7, 130, 0, 64], {}),  # other slopes in each document
 ]
 
 
-@pytest.mark.parametrize(("lengths_q", "lengths_k", "causal", "more"), ALIBI)
+@pytest.mark.parametrize(("lengths_q", "lengths_k", "how"), ALIBI)
 @pytest.mark.usefixtures("poisoned_memory")
-def test_simulated_alibi_agrees_with_float64(lengths_q, lengths_k, causal, more, monkeypatch):
+def test_simulated_alibi_forward_agrees_with_float64(lengths_q, lengths_k, how, monkeypatch):
     from kernels.hopper import forward as hopper_fwd
     from tests import hopper_simulator
 
     hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel)
     monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 3)
     qkv, packed = make_packed(lengths_q, lengths_k, 2, 1, 64)
-    slopes = torch.rand(len(lengths_q), 2) + 0.05
+    how = how | {"alibi_slopes": torch.rand(len(lengths_q), 2) + 0.05}
     q, k, v = (_in_nan(x.detach()).transpose(0, 1)[None] for x in qkv)
-    options = check_call(
-        q, k, v, causal=causal, alibi_slopes=slopes, **more,
-        **({"cu_seqlens": (packed["cu_seqlens_q"], packed["cu_seqlens_k"])} if len(lengths_q) > 1 else {}),
-    )[3]  # fmt: skip
-    o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, options)
-    wide = [x.detach().double() for x in qkv]
-    exact = naive_attention_varlen(*wide, causal=causal, alibi_slopes=slopes, return_lse=True, **more, **packed)
+    slopes = how.pop("alibi_slopes")
+    options = check_call(q, k, v, **how)[3]._replace(alibi_slopes=slopes)
+    o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, options._replace(**(packed if len(lengths_q) > 1 else {})))
+    exact = naive_attention_varlen(
+        *(x.detach().double() for x in qkv), return_lse=True, alibi_slopes=slopes, **how, **packed
+    )
     torch.testing.assert_close(o[0].transpose(0, 1).double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[0].double(), exact[1], atol=2e-5, rtol=1e-5)
 
@@ -428,15 +427,27 @@ def test_simulated_backward_under_options_agrees_with_float64(
     head_dim, lengths_q, lengths_k, causal, window, softcap, simulated_backward
 ):
     """Windows, soft-caps and documents; programs begin and end as they like, with NaN around every document."""
+    how = {"causal": causal, "window": window, "softcap": softcap}
+    check_simulated_backward(head_dim, lengths_q, lengths_k, how, simulated_backward)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("lengths_q", "lengths_k", "how"), ALIBI)
+def test_simulated_alibi_backward_agrees_with_float64(head_dim, lengths_q, lengths_k, how, simulated_backward):
+    how = how | {"alibi_slopes": torch.rand(len(lengths_q), 2) + 0.05}
+    check_simulated_backward(head_dim, lengths_q, lengths_k, how, simulated_backward)
+
+
+def check_simulated_backward(head_dim, lengths_q, lengths_k, how, simulated_backward):
     heads, kv_heads = 2, 1
     qkv, packed = make_packed(lengths_q, lengths_k, heads, kv_heads, head_dim)
     q, k, v = qkv
     do, dlse = torch.randn_like(q), torch.randn(heads, q.shape[0])
-    how = {"causal": causal, "window": window, "softcap": softcap}
     exact = oracle(q, k, v, do, dlse, **how, **packed)
-    mask, *bounds = canonical_window(causal, window)
-    options = Options(mask, head_dim**-0.5, *bounds, softcap)._replace(**(packed if len(lengths_q) > 1 else {}))
     do, q, k, v, o = (_in_nan(x.detach().float()).transpose(0, 1)[None] for x in (do, q, k, v, exact["o"]))
+    slopes = how.pop("alibi_slopes", None)
+    *_, options = check_call(q, k, v, **how)
+    options = options._replace(alibi_slopes=slopes, **(packed if len(lengths_q) > 1 else {}))
     dlse = torch.where(torch.isfinite(exact["lse"]), dlse, 0.0)
     inputs = (do, dlse[None], q, k, v, o, exact["lse"][None].float(), options)
     persistent = len(lengths_q) == 1 and head_dim == 64

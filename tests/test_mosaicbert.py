@@ -166,10 +166,10 @@ def test_each_part_and_length_has_a_row_for_each_attention(tmp_path, monkeypatch
         monkeypatch.setattr(module, "flash_attention_varlen", kernels.tiled_attention_varlen)
     bench.main.__wrapped__(settings, tmp_path)
     rows = json.loads((tmp_path / "bench_mosaicbert.json").read_text())["rows"]
-    cases = [(8, lengths, part) for lengths in ("padded", "full") for part in bench.PARTS] + [(16, "padded", "forward")]
-    assert sorted((row["seq_len"], row["lengths"], row["part"], row["attention"]) for row in rows) == sorted(
-        (*case, name) for case in cases for name in bench.ATTENTION
-    )
+    cases = [(8, lengths, part) for lengths in ("padded", "full") for part in bench.PARTS]
+    cases += [(16, "padded", part) for part in ("forward", "step")]
+    expected = {(*case, name) for case in cases for name in bench.ATTENTION} - {(16, "padded", "step", "naive")}
+    assert {(row["seq_len"], row["lengths"], row["part"], row["attention"]) for row in rows} == expected
     assert all(row["tokens_per_second"] > 0 and row["p99_ms"] >= row["ms"] for row in rows)
     sdpa = {(row["seq_len"], row["lengths"], row["part"]): row["ms"] for row in rows if row["attention"] == "sdpa"}
     assert all(row["of_sdpa"] == sdpa[row["seq_len"], row["lengths"], row["part"]] / row["ms"] for row in rows)

@@ -169,7 +169,8 @@ def _launches(
         describe(dk, tile, tile), describe(dv, tile, tile), turns,
         num_heads, num_kv_heads, batch * num_kv_heads, num_q, delta.shape[1], num_k, section // group_size,
         options.scale, options.scale * LOG2_E.value, options.softcap or None,
-        *bounds, given.get("tiles"), *(given.get(f"mask_{name}") for name in BlockMask._fields[:3]),
+        *bounds, given.get("alibi_slopes"), given.get("tiles"),
+        *(given.get(f"mask_{name}") for name in BlockMask._fields[:3]),
     )  # fmt: skip
     after = (
         dq_sum, turns, dq, given.get("starts_q"), dq.stride()[:3], num_heads, num_q, delta.shape[1], num_docs,

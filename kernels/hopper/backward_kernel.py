@@ -58,7 +58,7 @@ from .backward_schedule import (
     query_tiles,
     unmasked_from,
 )
-from .backward_scores import pattern_bits, probabilities
+from .backward_scores import pattern_bits, probabilities, slope_of
 from .masked import Masked, heads_together, patterns_of
 from .pipeline import store_rows
 from .tma import slot
@@ -66,7 +66,7 @@ from .tma import slot
 
 @gluon.jit
 def _gradient_step_64(
-    k, v, streamed, ds_smem, barriers, step, key, position, sizes, scale_log2, softcap, dk, dv,
+    k, v, streamed, ds_smem, barriers, step, key, position, sizes, scoring, dk, dv,
     MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dK and dV, and its dS^T. k and v are in registers."""
@@ -82,7 +82,7 @@ def _gradient_step_64(
     lse = lse_smem.index(stage).load(columns)
     bits = pattern_bits(stage, position, key, sizes)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    p, weight = probabilities(scores, lse, key, position, bits, sizes, scale_log2, softcap, MASKED, CAUSAL)
+    p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED, CAUSAL)
     operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
     dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
     delta = delta_smem.index(stage).load(columns)
@@ -115,7 +115,7 @@ def _late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, STAGES: gl.conste
 
 @gluon.jit
 def _gradient_step_128(
-    k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, position, sizes, scale_log2, softcap, dk, dv,
+    k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, position, sizes, scoring, dk, dv,
     FIRST: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """One query tile's share of dV and its dS^T; and dK's and dQ's of the step before, unless this is the FIRST."""
@@ -140,7 +140,7 @@ def _gradient_step_128(
         dq, dk = _late_products(k_tile, q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
         bits = pattern_bits(stage, position, key, sizes)  # not earlier: no product waits for a load
         scores = warpgroup_mma_wait(2, deps=(scores,))
-    p, weight = probabilities(scores, lse, key, position, bits, sizes, scale_log2, softcap, MASKED, CAUSAL)
+    p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED, CAUSAL)
     if not FIRST:
         turn = wait_for_turn(turns, step - 1)
         dq = warpgroup_mma_wait(1, deps=(dq,))
@@ -194,37 +194,39 @@ def _consumer(
         dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         if HEAD_DIM == 64:
-            for _ in range(sizes.num_heads // sizes.num_kv_heads):
+            for member in range(sizes.num_heads // sizes.num_kv_heads):
+                scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
                 for query_tile in range(first, unmasked):
                     dk, dv = _gradient_step_64(
                         k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
-                        scale_log2, softcap, dk, dv, True, STAGES, CAUSAL, CONSUMER,
+                        scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
                     )  # fmt: skip
                 if sizes.window is None and sizes.masked is None:
                     for query_tile in range(unmasked, end):
                         dk, dv = _gradient_step_64(
                             k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
-                            scale_log2, softcap, dk, dv, False, STAGES, CAUSAL, CONSUMER,
+                            scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
                         )  # fmt: skip
                 step += end - first
         elif first < end:
+            scoring = (scale_log2, softcap, slope_of(0, batch, kv_head, sizes, scale_log2, softcap))
             dk, dv = _gradient_step_128(
                 k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step, key, first, sizes,
-                scale_log2, softcap, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
+                scoring, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
             )  # fmt: skip
             begun = first + 1
-            for _ in range(sizes.num_heads // sizes.num_kv_heads):
+            for member in range(sizes.num_heads // sizes.num_kv_heads):
+                scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
                 for query_tile in range(begun, unmasked):
                     dk, dv = _gradient_step_128(
                         k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                        query_tile, sizes, scale_log2, softcap, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
+                        query_tile, sizes, scoring, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
                     )  # fmt: skip
                 if sizes.window is None and sizes.masked is None:
                     for query_tile in range(gl.maximum(begun, unmasked), end):
                         dk, dv = _gradient_step_128(
                             k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                            query_tile, sizes, scale_log2, softcap, dk, dv,
-                            False, False, STAGES, CAUSAL, CONSUMER,
+                            query_tile, sizes, scoring, dk, dv, False, False, STAGES, CAUSAL, CONSUMER,
                         )  # fmt: skip
                 begun = first
                 step += end - first
@@ -293,6 +295,7 @@ def hopper_bwd_kernel(
     softcap,  # None without
     window_left,  # None without
     window_right,
+    alibi_slopes,  # (B or documents, Hq) fp32, or None
     document_tiles,  # of `_document_tiles_kernel`, of keys, or None
     mask_starts,  # of a BlockMask, or None
     mask_visits,
@@ -307,8 +310,7 @@ def hopper_bwd_kernel(
         item, its_num_q, its_num_k = packed_item(document_tiles, num_kv_heads, heads_per_section)
     else:
         item: gl.constexpr = None
-        its_num_q = num_q
-        its_num_k = num_k
+        its_num_q, its_num_k = num_q, num_k
     if window_left is not None:
         window = (window_left, window_right)
     else:
@@ -364,10 +366,10 @@ def hopper_bwd_kernel(
     loads = (k_full, k_empty, v_full, v_empty, full, empty)
     barriers = (k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty)
     section = heads_together(masked, heads_per_section, num_batch_kv_heads, num_q, num_k)
-    sizes = Sizes(num_heads, num_kv_heads, num_batch_kv_heads, its_num_q, its_num_k, section, window, item, masked)
+    tokens = its_num_q, its_num_k
+    sizes = Sizes(num_heads, num_kv_heads, num_batch_kv_heads, *tokens, section, window, item, masked, alibi_slopes)
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
-    turns = (announced, turn_ready)
-    outputs = (dk_desc, dv_desc)
+    turns, outputs = (announced, turn_ready), (dk_desc, dv_desc)
     if HEAD_DIM == 64:
         gl.warp_specialize(
             [

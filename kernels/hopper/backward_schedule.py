@@ -35,6 +35,7 @@ class Item:
     q_row0: gl.tensor  # the document's first packed query
     k_row0: gl.tensor
     padded_row0: gl.tensor  # its first row of LSE, delta and dQ's sum: see ROW_PADDING
+    number: gl.tensor  # the document's
 
 
 @record
@@ -50,6 +51,7 @@ class Sizes:
     window: tuple  # (left, right), or None
     item: Item  # or None
     masked: Masked  # or None
+    alibi_slopes: gl.tensor  # pointer to (B or documents, Hq) fp32, or None
 
 
 @gluon.jit
@@ -64,7 +66,7 @@ def packed_item(document_tiles, num_kv_heads, heads_per_section):
     tile, k_row0, num_k = gl.load(row), gl.load(row + 1), gl.load(row + 2)
     q_row0, num_q, document = gl.load(row + 3), gl.load(row + 4), gl.load(row + 5)
     padded_row0 = (q_row0 // ROW_PADDING + document) * ROW_PADDING
-    return Item(count, tile, kv_head, q_row0, k_row0, padded_row0), num_q, num_k
+    return Item(count, tile, kv_head, q_row0, k_row0, padded_row0, document), num_q, num_k
 
 
 @gluon.jit

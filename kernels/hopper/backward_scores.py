@@ -6,20 +6,31 @@ from triton.experimental.gluon import language as gl
 from .backward_roles import S_LAYOUT
 from .backward_schedule import BLOCK_Q, KEYS
 from .masked import announced_pattern, where_bit
-from .softmax import log2_factor, logits
+from .softmax import biased, log2_factor, logits, slope_at
+
+
+@gluon.jit
+def slope_of(member, batch, kv_head, sizes, scale_log2, softcap):
+    """The ALiBi slope of a KV head's query head, in the unit of `logits`."""
+    batch_head = batch * sizes.num_heads + kv_head * (sizes.num_heads // sizes.num_kv_heads) + member
+    return slope_at(sizes.alibi_slopes, sizes.item, batch_head, sizes.num_heads, log2_factor(scale_log2, softcap))
 
 
 @gluon.jit
 def probabilities(
-    scores, lse, key, position, bits, sizes, scale_log2, softcap, MASKED: gl.constexpr, CAUSAL: gl.constexpr
+    scores, lse, key, position, bits, sizes, scoring, MASKED: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """P^T (KEYS, BLOCK_Q) of the keys from `key` on and the query tile at a position; and what dP^T - delta is
     multiplied by for dS^T: P^T too, under a soft-cap times the cap's derivative.
 
     Where the mask has edges on both sides of what a program visits, a step finds out by itself whether it is at one.
     """
+    scale_log2, softcap, slope = scoring
     capped = logits(scores, scale_log2, softcap)
-    p = gl.exp2(capped * log2_factor(scale_log2, softcap) - lse[None, :])
+    exponents = capped
+    if sizes.alibi_slopes is not None:
+        exponents = biased(capped, slope, key, position * BLOCK_Q + (sizes.num_k - sizes.num_q), BLOCK_Q)
+    p = gl.exp2(exponents * log2_factor(scale_log2, softcap) - lse[None, :])
     if MASKED:
         keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
         columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)

@@ -46,18 +46,8 @@ from ..portable.visits import mask_constants
 from . import tma
 from .masked import Masked, announce_pattern, first_key, patterns_of, program_tiles, row_tiles
 from .pipeline import Barriers, Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows
-from .schedule import (
-    Document,
-    Sizes,
-    batch_and_head,
-    document_turn,
-    first_rows,
-    lse_row,
-    num_turns,
-    slopes_row,
-    turn_tile,
-)
-from .softmax import add_p_v, log2_factor, softmax_step
+from .schedule import Document, Sizes, batch_and_head, document_turn, first_rows, lse_row, num_turns, turn_tile
+from .softmax import add_p_v, log2_factor, slope_at, softmax_step
 from .tma import slot, tile_width
 
 L2_SHARE = 1 / 6  # of the keys and values of the heads that are worked on together
@@ -143,12 +133,8 @@ def _query_tile(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.HEAD_DIM, 16])
     q_tile = call.tiles.q.index(CONSUMER)
     o_tile = call.tiles.o.index(CONSUMER)
-    if call.alibi_slopes is not None:  # in the unit of `logits`
-        batch, head = batch_and_head(batch_head, sizes.num_heads, call.document)
-        slope = gl.load(call.alibi_slopes + slopes_row(batch, call.document) * sizes.num_heads + head)
-        slope = slope * (LOG2_E / log2_factor(scale_log2, softcap))
-    else:
-        slope: gl.constexpr = None
+    factor = log2_factor(scale_log2, softcap)
+    slope = slope_at(call.alibi_slopes, call.document, batch_head, sizes.num_heads, factor)
     loaded_first, loaded_end, _ = loaded
     key_first, key_end, full_first, full_end = row_tiles(rows, loaded, mask, call, build)
     step = hand_back(step, loaded_end - key_end, barriers, build, CONSUMER)
@@ -193,7 +179,7 @@ def _query_tile(
     # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
     row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
     row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
-    lse_log2 = running_max * log2_factor(scale_log2, softcap) + gl.log2(row_sum)
+    lse_log2 = running_max * factor + gl.log2(row_sum)
     inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
     row = rows + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
     gl.store(lse_row(lse_ptr, batch_head, sizes.num_q, call.document) + row, lse_log2 * LN_2, mask=row < sizes.num_q)
@@ -345,10 +331,8 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
         return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=False)
     if head_dim == 256:
         return ForwardPlan(consumers=2, block_k=64)
-    if head_dim == 64 and options.local and not options.softcap:
-        return ForwardPlan(consumers=3)
-    if head_dim == 64 and options.packed and not options.softcap:
-        return ForwardPlan(consumers=3, ping_pong=True)
+    if head_dim == 64 and (options.local or options.packed) and not options.softcap:
+        return ForwardPlan(consumers=3, ping_pong=not options.local)
     if options.softcap or options.local or options.packed:
         persistent = not causal or options.packed or num_q <= 1024
         return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=persistent)
@@ -402,8 +386,7 @@ def _launches(
         describe(o, 64, tile), lse,
         num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
         options.scale * LOG2_E.value, options.softcap or None, *window_bounds(options, num_q, num_k),
-        given.get("alibi_slopes"), given.get("tiles"),
-        given.get("mask_starts"), given.get("mask_visits"), given.get("mask_bits"),
+        *map(given.get, ("alibi_slopes", "tiles", "mask_starts", "mask_visits", "mask_bits")),
     )  # fmt: skip
     constants = {
         "HEAD_DIM": tile, "BLOCK_K": schedule.block_k, "CONSUMERS": schedule.consumers, "STAGES": schedule.stages,

@@ -118,15 +118,6 @@ def first_rows(document):
 
 
 @gluon.jit
-def slopes_row(batch, document):
-    """Which row of the ALiBi slopes is a head's."""
-    if document is not None:
-        return document.number
-    else:
-        return batch
-
-
-@gluon.jit
 def lse_row(lse_ptr, batch_head, num_q, document):
     """Where the LSE of row 0 is."""
     if document is not None:

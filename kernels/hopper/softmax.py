@@ -56,17 +56,26 @@ def logits(scores, scale_log2, softcap):
 
 
 @gluon.jit
-def biased(scores, slope, row, key, mask, BLOCK_K: gl.constexpr):
-    """ALiBi: slope * |query - key| less, slope in the unit of `logits`; a column's number is told as in `hide`."""
-    blocks = gl.reshape(scores, [64, BLOCK_K // 8, 8])
+def slope_at(slopes, document, batch_head, num_heads, factor):
+    """A head's ALiBi slope in the unit of `logits`, of which `factor` makes exponents of 2; 0 without slopes."""
+    if slopes is not None:
+        if document is not None:
+            batch_head += document.number * num_heads
+        return gl.load(slopes + batch_head) * (LOG2_E / factor)
+    else:
+        return 0.0
+
+
+@gluon.jit
+def biased(scores, slope, row, column, COLUMNS: gl.constexpr):
+    """ALiBi: slope * |row - column| less, by the numbers of the first of both; a column's is told as in `hide`."""
+    blocks = gl.reshape(scores, [64, COLUMNS // 8, 8])
     layout: gl.constexpr = blocks.type.layout
-    block = 8 * gl.arange(0, BLOCK_K // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    block = 8 * gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    ahead = (rows + (mask.num_k - mask.num_q - key) - offset).to(gl.float32)  # of the first of eight columns
-    return gl.convert_layout(
-        gl.reshape(blocks - slope * gl.abs(ahead - block.to(gl.float32)), [64, BLOCK_K]), scores.type.layout
-    )
+    rows = (row - column) + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    distance = gl.abs((rows - offset).to(gl.float32) - block.to(gl.float32))
+    return gl.convert_layout(gl.reshape(blocks - slope * distance, [64, COLUMNS]), scores.type.layout)
 
 
 @gluon.jit
@@ -162,8 +171,9 @@ def softmax_step(
     mbarrier.arrive(barriers.k_empty.index(stage), count=1)
     scores = logits(scores, scale_log2, softcap)
     factor = log2_factor(scale_log2, softcap)
-    if slope is not None:
-        scores = biased(scores, slope, row, from_step_0 - step * build.BLOCK_K, mask, build.BLOCK_K)
+    if call.alibi_slopes is not None:
+        key = from_step_0 - step * build.BLOCK_K
+        scores = biased(scores, slope, row + (mask.num_k - mask.num_q), key, build.BLOCK_K)
     if MASKED and call.masked is not None:
         scores = hide_by_bits(scores, words)
     elif MASKED:

@@ -45,6 +45,7 @@ DTYPES = {
 }  # fmt: skip
 MASK_TENSORS = BlockMask._fields[:3]
 BLOCK_MASKS = (("block_mask",), ("block_mask", "softcap"))
+ALIBI = (("alibi",), ("varlen", "alibi"))
 # what only some inputs of the portable kernels need: (head_dim, dtype, mask, words)
 SPECIAL = (
     (64, "bf16", "causal", ("even",)), (64, "bf16", "full", ("even",)), (64, "bf16", "causal", ("grouped",)),
@@ -134,7 +135,7 @@ def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
     options = ((), ("softcap",), ("varlen",), ("softcap", "varlen"))
     calls = [*product((64, 128, 256), ("bf16",), ("causal", "full", "window"), options)]
     calls += [(head_dim, "fp16", "causal", ()) for head_dim in (64, 128, 256)]
-    calls += [(head_dim, "bf16", "full", words) for head_dim in (64, 128) for words in BLOCK_MASKS]
+    calls += [(head_dim, "bf16", "full", words) for head_dim in (64, 128) for words in (*BLOCK_MASKS, *ALIBI)]
     for (head_dim, dtype, mask, words), tokens in product(calls, (1024, 2048, 4096, 8192, 16384)):
         with recorded() as launches:
             launch_hopper_fwd(*call(head_dim, dtype, mask, words, tokens))
@@ -143,7 +144,8 @@ def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
         with recorded() as launches:
             _launch_hopper_bwd(*call(head_dim, dtype, mask))
         yield (dtype, mask), launches
-    calls = [*product((64, 128), ("causal", "full", "window"), options), *product((64, 128), ("full",), BLOCK_MASKS)]
+    calls = [*product((64, 128), ("causal", "full", "window"), options)]
+    calls += product((64, 128), ("full",), BLOCK_MASKS + ALIBI)
     for head_dim, mask, words in calls:
         with recorded() as launches:
             _launch_hopper_bwd(*call(head_dim, "bf16", mask, words))
