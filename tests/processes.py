@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # these three once, before the processes part
+import torch.distributed.fsdp
+import torch.distributed.tensor
 
 import train as program
 from model import ATTENTION

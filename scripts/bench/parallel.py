@@ -222,7 +222,7 @@ def context(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Ro
     bench, size = settings.bench, host.world.size
     tokens, host = bench.context_tokens, replace(host, hardware=replace(host.hardware, compile=False))
     model = replace(settings.model, activation_checkpointing="full")
-    few = replace(bench, warmup_steps=1, steps=min(2, bench.steps))
+    few = replace(bench, warmup_steps=1, steps=min(2, bench.steps), hash_steps=min(2, bench.hash_steps))
     one = {"cell": "context"} | alone(host, sized(settings, tokens, tokens, model=model, bench=few))
     yield one
     for seq_len in (tokens, tokens * size):
