@@ -26,6 +26,7 @@ from model import GPT, GPTConfig
 from model.attention import naive, sdpa
 from training.hardware import DTYPES, Hardware
 from training.optimizer import OptimConfig, Optimizer
+from training.ordered_sum import PIECE
 from training.parallel import ALONE
 from training.step import training_step
 
@@ -176,9 +177,8 @@ def held_by_step(
     in_blocks = sum(weight.numel() for weight in model.blocks.parameters()) * 4
     if hardware.world.shards:
         _deal_out(tracker.moments, hardware, weights, in_blocks, in_blocks // config.num_layers)
-    elif hardware.world.size > 1:  # where gradients are summed; then what is received for it
-        for part in tracker.moments:
-            tracker.moments[part]["sum over processes", ""] = weights
+    elif hardware.world.size > 2:  # two add their gradients in place; of more a piece is copied, and one received
+        tracker.moments["optimizer"]["sum over processes", ""] = 2 * min(weights, 4 * PIECE)
     if hardware.world.size > 1 and optim.name == "muon":
         tracker.moments["optimizer"]["matrices exchanged", ""] = _exchanged(optim, hardware, in_blocks)
     return tracker.moments

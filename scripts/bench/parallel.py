@@ -4,7 +4,7 @@ It starts one process a GPU itself, and all cells run in them:
 
     replicate  tokens a second at the same tokens a GPU; the sum of the gradients beside NCCL's all-reduce
     hashes     SHA-256 of weights and moments after some steps, from 1, 2 and 4 processes: they must be equal
-    context    a row of tokens on one GPU and on all of them, and one as many times as long on all
+    context    a row of tokens on one GPU and on all of them; one as many times as long on all, who share weights too
     shard      tokens a second of 1.3 billion parameters, whose weights and moments the processes share
 
 Of context and shard, steps from the same weights are computed twice and must end with the same SHA-256 of weights.
@@ -218,18 +218,22 @@ def shard(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]
 
 
 def context(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]:
-    """A row of tokens that the processes share, and a longer one; activations are computed again, nothing compiled."""
+    """A row that the processes share, and a longer one in the memory of one GPU, for which they share weights too.
+
+    Activations are computed again, nothing is compiled.
+    """
     bench, size = settings.bench, host.world.size
     tokens, host = bench.context_tokens, replace(host, hardware=replace(host.hardware, compile=False))
     model = replace(settings.model, activation_checkpointing="full")
     few = replace(bench, warmup_steps=1, steps=min(2, bench.steps), hash_steps=min(2, bench.hash_steps))
     one = {"cell": "context"} | alone(host, sized(settings, tokens, tokens, model=model, bench=few))
     yield one
-    for seq_len in (tokens, tokens * size):
-        made = sized(settings, seq_len, seq_len, model=model, bench=few, parallel=ParallelConfig(context=size))
+    for seq_len, data in ((tokens, "replicate"), (tokens * size, "shard")):
+        parallel = ParallelConfig(data=data, context=size)
+        made = sized(settings, seq_len, seq_len, model=model, bench=few, parallel=parallel)
         chosen = choose(made, host.hardware, host.world)
         row = timed(chosen, Network(chosen, often=True), made, twice=seq_len == tokens)
-        yield {"cell": "context"} | row | against(one, row)
+        yield {"cell": "context" if data == "replicate" else "context, shard"} | row | against(one, row)
 
 
 # --- what cells are made of
