@@ -47,7 +47,7 @@ THE_OTHERS = {
     "hopper_fwd 90 128 bf16 full block_mask 2x64x128 s2": 0,
     "hopper_fwd 90 64 bf16 full block_mask softcap 2x64x128 s3": 0,
     "hopper_fwd 90 128 bf16 window 2x64x128 s2": 0,
-    "hopper_fwd 90 64 bf16 causal varlen 2x64x128 s3": 0,
+    "hopper_fwd 90 64 bf16 causal varlen 3x64x128 s2 ping_pong": 64,
     "hopper_fwd 90 256 bf16 causal 2x64x64 s2 paired": 8,  # of a program
     "hopper_fwd 90 256 bf16 full 2x64x64 s2": 0,
     "hopper_fwd 90 256 bf16 window softcap varlen 2x64x64 s2": 56,  # as above
