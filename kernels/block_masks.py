@@ -233,9 +233,10 @@ def _assemble(full: Tensor, asked: Tensor, bits: Tensor, num_q: int, num_k: int)
         numbers = torch.arange(len(bits), device=bits.device)
         for number, end in ((0, -1), (1, 0)):
             numbers.masked_fill_((bits == end).flatten(1).all(1), number)
-    pattern = (~full).long().masked_scatter_(asked, numbers[2:].to(full.device))
+    pattern = (~full).long()
+    pattern[asked] = numbers[2:].to(full.device)
     shown, partial = pattern == 0, pattern > 1
-    seen = (shown | partial).mT.contiguous()  # (B, H, blocks of keys, blocks of queries)
+    seen = shown | partial
     visited = int(seen.sum())
     # of the queries' rows and of the keys', first the full ones
     kinds = torch.stack((shown, partial), dim=3), torch.stack((shown.mT, partial.mT), dim=3)
@@ -253,10 +254,10 @@ def _assemble(full: Tensor, asked: Tensor, bits: Tensor, num_q: int, num_k: int)
     patterns = pattern << 32
     of_queries = patterns + torch.arange(pattern.shape[3], device=pattern.device)
     of_keys = patterns.mT + torch.arange(pattern.shape[2], device=pattern.device)
-    larger = seen.sum(2, keepdim=True) - seen.cumsum(2)
+    larger = seen.sum(3, keepdim=True) - seen.cumsum(3)
     each = [x.unsqueeze(3).expand(-1, -1, -1, 2, -1).flatten() for x in (of_queries, of_keys)]
-    each = torch.cat((*each, (of_keys + (larger << 16)).flatten()))
-    listed = torch.cat([x.flatten() for x in (*kinds, seen)]).nonzero_static(size=3 * visited)[:, 0]
+    each = torch.cat((*each, (of_keys + (larger << 16).mT).flatten()))
+    listed = torch.cat([x.flatten() for x in (*kinds, seen.mT)]).nonzero_static(size=3 * visited)[:, 0]
     visits = torch.zeros(1 + 2 * visited, 2, dtype=torch.int64, device=pattern.device)
     visits[0, 0] = 1 << 32
     visits[1:, 0] = each[listed[: 2 * visited]]
@@ -286,7 +287,8 @@ def _distinct(hashes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ordered, order = hashes.sort(stable=True)
     place = torch.arange(hashes.shape[0], device=hashes.device)
     begins = torch.cat((place[:1] == 0, ordered[1:] != ordered[:-1]))
-    first = torch.empty_like(order).scatter_(0, order, order[(place * begins).cummax(0)[0]])
+    first = torch.empty_like(order)
+    first[order] = order[(place * begins).cummax(0)[0]]
     is_first = first == place
     return first, is_first, (is_first.cumsum(0) - 1)[first]
 
