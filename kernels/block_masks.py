@@ -4,6 +4,7 @@ A mask is built once, without a compiler and without Nq x Nk booleans in memory,
 and backward: FlexAttention's idea (arXiv:2412.05496) with tables in place of generated code.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -232,29 +233,38 @@ def _assemble(full: Tensor, asked: Tensor, bits: Tensor, num_q: int, num_k: int)
         numbers = torch.arange(len(bits), device=bits.device)
         for number, end in ((0, -1), (1, 0)):
             numbers.masked_fill_((bits == end).flatten(1).all(1), number)
-    pattern = (~full).long().masked_scatter_(asked, numbers[2:].to(full.device))
-    visited = int((pattern != 1).sum())
-    starts, visits = [], [torch.arange(2, device=full.device)[None]]
-    for axes in ((2, 3), (3, 2)):  # a query's blocks of keys, then a key's blocks of queries
-        pattern = pattern.movedim(axes, (2, 3)).contiguous()
-        kinds = torch.stack((pattern == 0, pattern > 1), dim=3)
-        at = kinds.flatten().nonzero_static(size=visited)[:, 0]
-        col = at % pattern.shape[3]
-        row = at // (2 * pattern.shape[3])
-        visits.append(torch.stack((col, pattern.flatten(0, 2)[row, col]), dim=1))
-        number = kinds.sum(-1)
-        ends = number.flatten().cumsum(0).view(number.shape) + (1 + visited * len(starts))
-        first, first_partial = (ends - number).unbind(-1)
-        most = number.sum(-1).argsort(dim=-1, descending=True, stable=True)
-        starts.append(torch.stack((first, first_partial, ends[..., 1], most), dim=-1))
-    seen = pattern != 1  # (B, H, blocks of keys, blocks of queries)
-    at = seen.flatten().nonzero_static(size=visited)[:, 0]
-    larger = seen.sum(2, keepdim=True) - seen.cumsum(2)
-    in_order = torch.stack((at % seen.shape[3] + larger.flatten()[at] * 2**16, pattern.flatten()[at]), dim=1)
-    in_order = torch.cat((in_order.new_zeros(1 + visited, 2), in_order))
+    pattern = (~full).long()
+    pattern[asked] = numbers[2:].to(full.device)
+    shown, partial = pattern == 0, pattern > 1
+    seen = shown | partial
+    visited = int(seen.sum())
+    # of the queries' rows and of the keys', first the full ones
+    kinds = torch.stack((shown, partial), dim=3), torch.stack((shown.mT, partial.mT), dim=3)
+    number = torch.cat([x.sum(-1).flatten() for x in kinds])
+    ends = number.cumsum(0) + 1
+    begins, ends, total = (ends - number).view(-1, 2), ends.view(-1, 2), number.view(-1, 2).sum(1)
+    sides = [x.shape[:3] for x in kinds]
+    of_sides = [math.prod(x) for x in sides]
+    most = [
+        x.view(side).argsort(dim=-1, descending=True, stable=True).flatten()
+        for x, side in zip(total.split(of_sides), sides, strict=True)
+    ]
+    starts = torch.stack((*begins.unbind(1), ends[:, 1], torch.cat(most)), dim=1).to(torch.int32)
+    # an entry's block and pattern in one word
+    patterns = pattern << 32
+    of_queries = patterns + torch.arange(pattern.shape[3], device=pattern.device)
+    of_keys = patterns.mT + torch.arange(pattern.shape[2], device=pattern.device)
+    larger = seen.sum(3, keepdim=True) - seen.cumsum(3)
+    each = [x.unsqueeze(3).expand(-1, -1, -1, 2, -1).flatten() for x in (of_queries, of_keys)]
+    each = torch.cat((*each, (of_keys + (larger << 16).mT).flatten()))
+    listed = torch.cat([x.flatten() for x in (*kinds, seen.mT)]).nonzero_static(size=3 * visited)[:, 0]
+    visits = torch.zeros(1 + 2 * visited, 2, dtype=torch.int64, device=pattern.device)
+    visits[0, 0] = 1 << 32
+    visits[1:, 0] = each[listed[: 2 * visited]]
+    visits[1 + visited :, 1] = each[listed[2 * visited :]]
     return BlockMask(
-        torch.cat(starts, dim=2).to(torch.int32).to(bits.device),
-        torch.cat((torch.cat(visits), in_order), dim=1).to(torch.int32).to(bits.device),
+        torch.cat([x.view(*side, 4) for x, side in zip(starts.split(of_sides), sides, strict=True)], 2).to(bits.device),
+        visits.view(torch.int32).to(bits.device),
         bits.view(torch.int32),
         num_q,
         num_k,
@@ -277,7 +287,8 @@ def _distinct(hashes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ordered, order = hashes.sort(stable=True)
     place = torch.arange(hashes.shape[0], device=hashes.device)
     begins = torch.cat((place[:1] == 0, ordered[1:] != ordered[:-1]))
-    first = torch.empty_like(order).scatter_(0, order, order[(place * begins).cummax(0)[0]])
+    first = torch.empty_like(order)
+    first[order] = order[(place * begins).cummax(0)[0]]
     is_first = first == place
     return first, is_first, (is_first.cumsum(0) - 1)[first]
 
