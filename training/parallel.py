@@ -109,7 +109,6 @@ class World:
         self._slow_for, self._named = [0] * self.size, set[int]()
         self._clock = StepClock()
         self._check: Tensor | float = 0.0
-        self._slots: list[tuple[Tensor, Tensor]] = []  # (a piece of this process, its own part of all processes')
 
     @property
     def is_first(self) -> bool:
