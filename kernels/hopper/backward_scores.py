@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from .backward_roles import S_LAYOUT
 from .backward_schedule import BLOCK_Q, KEYS
-from .masked import announced_pattern, where_bit
+from .masked import announced_pattern, by_bits, own_bits
 from .softmax import biased, log2_factor, logits, slope_at
 
 
@@ -38,7 +38,7 @@ def probabilities(
         if sizes.masked is not None:
             pattern, words = bits
             if pattern > 0:
-                p = _shown(p, words)
+                p = by_bits(p, words, 2, "0f00000000")
         elif sizes.window is not None:
             left, right = sizes.window
             end = gl.minimum(diagonal + right + 1, sizes.num_k)  # of the keys that the first query sees
@@ -77,39 +77,11 @@ def _in_window(p, key, diagonal, sizes):
 
 @gluon.jit
 def pattern_bits(stage, position, key, sizes):
-    """The pattern of a block mask that the query tile in a stage has, 0 where all is shown, and its bits for the 64
-    keys from `key` on and the 64 queries: (64, 4) int32, a thread's own 16 of each key in the order of
-    `pattern_words`."""
+    """The pattern of a block mask that the query tile in a stage has, 0 where all is shown, and `own_bits` of the 64
+    keys from `key` on under the tile's 64 queries."""
     if sizes.masked is not None:
-        layout: gl.constexpr = _by_words().type.layout
-        pairs: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, layout))  # (key, word, pair)
-        keys = key % 128 + gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, pairs)))
-        word = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, pairs)))
-        pair = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, pairs)))
         pattern = announced_pattern(stage, sizes.masked)
-        rows = sizes.masked.bits + (pattern.to(gl.int64) * 2 + 1) * 512
-        words = gl.load(rows + (keys[:, None] * 4 + (position % 2 * 2 + word)[None, :]))
-        own = (words[:, :, None] >> (2 * pair)[None, None, :]) & 0x03030303
-        return pattern, gl.sum(own << (2 * word)[None, :, None], 1)
+        of_keys = sizes.masked.bits + (pattern.to(gl.int64) * 2 + 1) * 512
+        return pattern, own_bits(of_keys, key, position % 2 * 2, S_LAYOUT, 2)
     else:
         return 0, 0
-
-
-@gluon.jit
-def _by_words():
-    """P^T as (key, word of 32 queries, eight of them, pair of the eight, query of the pair)."""
-    return gl.reshape(gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT), [KEYS, 2, 4, 4, 2])
-
-
-@gluon.jit
-def _shown(p, words):
-    """P^T with zeros where a thread's bit is 0."""
-    seen = gl.reshape(p, [KEYS, 2, 4, 4, 2])
-    layout: gl.constexpr = seen.type.layout
-    word = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
-    eight = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
-    query = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))))
-    bit = (8 * eight)[None, None, :, None, None] + (2 * word)[None, :, None, None, None]
-    bits = 1 << (bit + query[None, None, None, None, :])
-    shown = where_bit(seen, words[:, None, None, :, None], bits, "0f00000000")
-    return gl.convert_layout(gl.reshape(shown, [KEYS, BLOCK_Q]), p.type.layout)

@@ -115,25 +115,32 @@ def announced_pattern(stage, masked):
 
 
 @gluon.jit
-def seen_scores(s_layout: gl.constexpr):
-    """The layout of scores (64, 128) as (row, word of 32 columns, eight of them, pair of the eight, column of the
+def _by_words(layout: gl.constexpr, WORDS: gl.constexpr):
+    """Scores (64, 32 WORDS) in `layout` as (row, word of 32 columns, eight of them, pair of the eight, column of the
     pair). A thread has one pair of each eight."""
-    return gl.reshape(gl.zeros([64, 128], gl.float32, s_layout), [64, 4, 4, 4, 2])
+    return gl.reshape(gl.zeros([64, 32 * WORDS], gl.float32, layout), [64, WORDS, 4, 4, 2])
+
+
+@gluon.jit
+def own_bits(pattern, row, first_word, s_layout: gl.constexpr, WORDS: gl.constexpr):
+    """Bits of 64 rows from `row` on, of 32 WORDS columns from word `first_word` on, (64, 4) int32: a thread's own
+    8 WORDS of each row, those of word w, eight e and column c of the pair in bit 8 e + 2 w + c. `pattern`: pointer to
+    its rows."""
+    layout: gl.constexpr = _by_words(s_layout, WORDS).type.layout
+    pairs: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, layout))  # (row, word, pair)
+    rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, pairs)))
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, pairs)))
+    pair = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, pairs)))
+    words = gl.load(pattern + (rows[:, None] * 4 + (first_word + word)[None, :]))
+    own = (words[:, :, None] >> (2 * pair)[None, None, :]) & 0x03030303
+    return gl.sum(own << (2 * word)[None, :, None], 1)
 
 
 @gluon.jit
 def pattern_words(row, stage, masked, s_layout: gl.constexpr):
-    """The bits of 64 rows from `row` on under the key tile of a stage, (64, 4) int32: a thread's own 32 of each row,
-    those of word w, eight e and column c of the pair in bit 8 e + 2 w + c. Of a full block all are 1."""
-    layout: gl.constexpr = seen_scores(s_layout).type.layout
-    pairs: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, layout))  # (row, word, pair)
-    rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, pairs)))
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, pairs)))
-    pair = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, pairs)))
+    """`own_bits` of 64 rows from `row` on under the key tile of a stage; of a full block all are 1."""
     pattern = announced_pattern(stage, masked)
-    words = gl.load(masked.bits + pattern.to(gl.int64) * 1024 + (rows[:, None] * 4 + word[None, :]))
-    own = (words[:, :, None] >> (2 * pair)[None, None, :]) & 0x03030303
-    return gl.sum(own << (2 * word)[None, :, None], 1)
+    return own_bits(masked.bits + pattern.to(gl.int64) * 1024, row, 0, s_layout, 4)
 
 
 @gluon.constexpr_function
@@ -151,14 +158,17 @@ def where_bit(values, words, bits, HIDDEN: gl.constexpr):
 
 
 @gluon.jit
-def hide_by_bits(scores, words):
-    """-inf where a thread's bit is 0: tests of bits that the compiler knows."""
-    seen = gl.reshape(scores, [64, 4, 4, 4, 2])
+def by_bits(values, words, WORDS: gl.constexpr, HIDDEN: gl.constexpr):
+    """values (64, 32 WORDS) where a thread's bit, of `own_bits`, is 1, else HIDDEN as in `where_bit`: tests of bits
+    that the compiler knows."""
+    seen = gl.reshape(values, [64, WORDS, 4, 4, 2])
     layout: gl.constexpr = seen.type.layout
-    word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
+    word = gl.arange(
+        0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+    )
     eight = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
     column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))))
     bit = (8 * eight)[None, None, :, None, None] + (2 * word)[None, :, None, None, None]
     bits = 1 << (bit + column[None, None, None, None, :])
-    hidden = where_bit(seen, words[:, None, None, :, None], bits, "0fFF800000")
-    return gl.convert_layout(gl.reshape(hidden, [64, 128]), scores.type.layout)
+    shown = where_bit(seen, words[:, None, None, :, None], bits, HIDDEN)
+    return gl.convert_layout(gl.reshape(shown, [64, 32 * WORDS]), values.type.layout)

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..portable.scores import half_tanh
 from ..portable.tiles import LOG2_E
-from .masked import hide_by_bits, pattern_words
+from .masked import by_bits, pattern_words
 from .pipeline import pass_baton, take_baton
 from .tma import slot
 
@@ -175,7 +175,7 @@ def softmax_step(
         key = from_step_0 - step * build.BLOCK_K
         scores = biased(scores, slope, row + (mask.num_k - mask.num_q), key, build.BLOCK_K)
     if MASKED and call.masked is not None:
-        scores = hide_by_bits(scores, words)
+        scores = by_bits(scores, words, 4, "0fFF800000")
     elif MASKED:
         key = from_step_0 - step * build.BLOCK_K
         scores = hide(scores, row, key, mask, build.BLOCK_K)
