@@ -100,13 +100,15 @@ def block_mask(
     sizes = B or 1, H or 1, Nq, Nk
     _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), sizes, strict=True)))
     device = torch.device(device)
+    each = mask_mod
     try:
         full, some = _to_host(torch.stack(decided_blocks(mask_mod, sizes, BLOCK, device)))
     except Undecided:
+        each = _vmapped(mask_mod)
         blocks = [*sizes[:2], -(-Nq // BLOCK), -(-Nk // BLOCK)]
         some = _to_host(torch.ones(blocks, dtype=torch.bool, device=device))
         full = ~some
-    return _asked(mask_mod, full, some & ~full, Nq, Nk, device)
+    return _asked(each, full, some & ~full, Nq, Nk, device)
 
 
 def check_block_mask(given: object, batch: int, heads: int, num_q: int, num_k: int, device: torch.device) -> tuple:
@@ -179,9 +181,10 @@ def _of_booleans(visible: Tensor) -> BlockMask:
     return _assemble(*map(_to_host, tables), torch.cat(bits), num_q, num_k)
 
 
-def _asked(mask_mod: MaskMod, full: Tensor, asked: Tensor, num_q: int, num_k: int, device: torch.device) -> BlockMask:
-    """The mask that has full blocks, asks mask_mod in some, and has none elsewhere.
+def _asked(each: MaskMod, full: Tensor, asked: Tensor, num_q: int, num_k: int, device: torch.device) -> BlockMask:
+    """The mask that has full blocks, asks `each` in some, and has none elsewhere.
 
+    each: mask_mod for tensors that broadcast.
     full, asked: (B, H, blocks of queries, blocks of keys) bool, as of `_to_host`.
     """
     if num_k % BLOCK:  # keys past Nk are hidden, also in blocks that are called full
@@ -191,13 +194,13 @@ def _asked(mask_mod: MaskMod, full: Tensor, asked: Tensor, num_q: int, num_k: in
     at[:, 2:4] *= BLOCK
     at = at.T.contiguous().to(device)
     within = torch.arange(BLOCK, device=device)
-    each = torch.vmap(torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None)))
     bits = [torch.zeros(0, 2, BLOCK, 2, dtype=torch.int64, device=device)]
     for part in at.split(max(1, _PAIRS // BLOCK**2), dim=1) if at.numel() else ():
         rows, cols = part[2:4, :, None] + within
         if num_q % BLOCK:
             rows = rows.clamp(max=num_q - 1)
-        seen = each(*part[:2], rows, cols.clamp(max=num_k - 1) if num_k % BLOCK else cols)
+        keys = cols.clamp(max=num_k - 1) if num_k % BLOCK else cols
+        seen = each(*part[:2, :, None, None], rows[:, :, None], keys[:, None]).expand(-1, BLOCK, BLOCK)
         if seen.dtype != torch.bool:
             raise ValueError(
                 f"mask_mod returned {seen.dtype}; it must return a boolean, True where the query sees the key"
@@ -206,6 +209,12 @@ def _asked(mask_mod: MaskMod, full: Tensor, asked: Tensor, num_q: int, num_k: in
             seen = (seen | part[4].bool()[:, None, None]) & (cols < num_k)[:, None, :]
         bits.append(_packed(seen))
     return _assemble(full & ~asked, asked, torch.cat(bits) if len(bits) > 2 else bits[-1], num_q, num_k)
+
+
+def _vmapped(mask_mod: MaskMod) -> MaskMod:
+    """mask_mod for b and h (n, 1, 1), q (n, rows, 1) and k (n, 1, cols), called with () tensors only."""
+    each = torch.vmap(torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None)))
+    return lambda b, h, q, k: each(b[:, 0, 0], h[:, 0, 0], q[:, :, 0], k[:, 0])
 
 
 def _to_host(table: Tensor) -> Tensor:
@@ -320,7 +329,7 @@ def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
         raise ValueError(f"block_mask is torch's of {tuple(given.shape)}; q and k have {num_q} x {num_k} tokens")
     partial = _listed(*lists[0], k_blocks)
     full = torch.zeros_like(partial) if lists[1][0] is None else _listed(*lists[1], k_blocks)
-    mask = _asked(given.mask_mod, *map(_to_host, (full, partial & ~full)), num_q, num_k, full.device)
+    mask = _asked(_vmapped(given.mask_mod), *map(_to_host, (full, partial & ~full)), num_q, num_k, full.device)
     _CONVERTED[given] = described, mask
     return mask
 

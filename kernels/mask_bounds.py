@@ -8,6 +8,7 @@ to be asked.
 """
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,8 @@ class Bounds(Tensor):
 def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device: torch.device) -> Range:
     """Whether all pairs of a block are seen, and whether any may be: (B, H, blocks of queries, blocks of keys) bool.
 
+    A function that can be followed gives the same for tensors that broadcast as for their elements one by one.
+
     sizes: B, H, Nq, Nk. Behind the last query and the last key stand their copies. Raises Undecided.
     """
     shape = [*sizes[:2], *(-(-size // block) for size in sizes[2:])]
@@ -78,11 +81,14 @@ class _Following(TorchFunctionMode):
                 raise Undecided
         own = [x for x in args if isinstance(x, Bounds)]
         name = function.__name__.strip("_")
-        if not own or name == "get":  # of a property, as `q.device` is
+        if not own or function in _PROPERTIES:
             return function(*args, **(kwargs or {}))
         name = _SYNONYMS.get(name, name)
         plain = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Bounds)]
-        if kwargs or name not in _KNOWN or (name != "looked_up" and any(x.dim() for x in plain)):
+        if kwargs or name not in _KNOWN:
+            raise Undecided
+        # beside larger tensors the dtype of a () one would count for less than it does among () tensors
+        if name != "looked_up" and any(x.dim() or x.dtype != own[0].dtype for x in plain):
             raise Undecided
         with torch._C.DisableTorchFunctionSubclass():
             return self._followed(name, function, args, own)
@@ -139,6 +145,7 @@ def _remainder(a: Range, n: int) -> Range:
 
 
 _INDEX = (torch.int64, torch.int32)
+_PROPERTIES = (Tensor.device.__get__, Tensor.dtype.__get__)
 # by the operation's name: of any dtype, of booleans, of integers, of integers and a number above 0
 _COMPARED = {
     "lt": lambda a, b: Range(a.high < b.low, a.low < b.high),
@@ -201,7 +208,10 @@ def _bounds(name: str, dtype: torch.dtype, limit: int, args: tuple) -> Range | N
         rules = _COMPARED | (_LOGIC if dtypes == {torch.bool} else {} if torch.bool in dtypes else _ARITHMETIC)
         if name not in rules:
             return None
+        # as a () tensor, which `_open` is, counts for less than a larger one of fewer bits
+        widest = reduce(torch.promote_types, dtypes - {torch.bool}, torch.bool)
         ranges = [_range(x) for x in args]
+        ranges = [x if x.low.dtype == torch.bool else Range(*(y.to(widest) for y in x)) for x in ranges]
         result = rules[name](*ranges)
     if name in _COMPARED or name in _LOGIC or limit < _largest(dtype):
         return result

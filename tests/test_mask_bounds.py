@@ -13,6 +13,7 @@ SHIFT = torch.tensor([0, 40], device=DEVICE)
 WHERE = torch.arange(300, device=DEVICE) // 70
 LARGE = torch.tensor([-(2**63), -(2**62), 2**62, 2**63 - 1], device=DEVICE)[WHERE.clamp(max=3)]
 NARROW = torch.tensor([-128, -100, 100, 127], dtype=torch.int8, device=DEVICE)[WHERE.clamp(max=3)]
+HUNDRED = torch.tensor(100, device=DEVICE)
 SEEN = torch.tensor([[True, False, True], [False, True, True], [True, True, True]], device=DEVICE)
 EXACT_AND_MIXED = {
     "comparisons": lambda b, h, q, k: ((q < k) ^ (q <= k - 3)) | ((q > k + 200) & (k >= h)) | (k <= 5),
@@ -28,13 +29,17 @@ EXACT_AND_MIXED = {
     "large numbers": lambda b, h, q, k: (LARGE[q] - LARGE[k] > 0) | (LARGE[q] == LARGE[k]) & (k * 2**55 > q),
     "numbers that grow": lambda b, h, q, k: q * 2**54 + k * 2**54 < 0,
     "wrapped in a byte": lambda b, h, q, k: NARROW[q] - NARROW[k] > 50,
+    "bytes beside any number": lambda b, h, q, k: NARROW[q] < torch.minimum(q, k),
     "open": lambda b, h, q, k: (k <= q) & (((q * 7 + k * 2**61) >> 3) % 5 < 3) | (torch.minimum(q, k) == 3),
     "constant": lambda b, h, q, k: q >= 0,
 }
 NOT_FOLLOWED = {
+    "a number with a dtype": lambda b, h, q, k: (NARROW[q] - HUNDRED < -150) | (NARROW[q] + NARROW[k] * HUNDRED > 9000),
+    "a number with a dtype, in rows": lambda b, h, q, k: NARROW[q] - HUNDRED < -150,
     "floats": lambda b, h, q, k: (q - k).float().sin() > 0.2,
     "a list of keys": lambda b, h, q, k: (k == SHIFT).any() | (q == k),
     "no operand": lambda b, h, q, k: torch.ones((), dtype=torch.bool, device=DEVICE),
+    "shapes": lambda b, h, q, k: (k <= q) & torch.ones(q.shape, dtype=torch.bool, device=q.device),
     "keywords": lambda b, h, q, k: (q - k).clamp(min=5) > 30,
 }
 
@@ -54,8 +59,6 @@ def test_a_mask_is_what_its_function_says(name):
 def test_only_partial_blocks_are_asked(name, monkeypatch):
     """Of 256 blocks: as many as the mask has partial ones."""
     asked, real = [], block_masks._asked
-    monkeypatch.setattr(
-        block_masks, "_asked", lambda mod, full, some, *rest: asked.append(some) or real(mod, full, some, *rest)
-    )
+    monkeypatch.setattr(block_masks, "_asked", lambda *given: asked.append(given[2]) or real(*given))
     mask = block_mask(masks(2048, DEVICE)[name], None, None, 2048, 2048, DEVICE)
     assert int(asked[0].sum()) == mask.counts()["partial"] < 150
