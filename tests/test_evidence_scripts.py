@@ -167,7 +167,7 @@ def test_one_and_two_processes_are_compared(tmp_path, capsys):
     chosen = settings_of(
         bench_parallel.main, "hardware.device=cpu", "hardware.num_threads=1", "model=tiny", "model.num_layers=1",
         "model.n_embd=32", "model.num_heads=2", "data.seq_len=16", "bench.processes=[1,2]", "bench.tokens=32",
-        "bench.shard_tokens=64", "bench.shard_layers=1", "bench.shard_embd=32", "bench.context_tokens=32",
+        "bench.shard_layers=1", "bench.shard_embd=32", "bench.context_tokens=32",
         "bench.vocab_size=50", "bench.steps=2", "bench.warmup_steps=1", "bench.hash_steps=2",
     )  # fmt: skip
     bench_parallel.main.__wrapped__(chosen, tmp_path / "parallel" / "step")

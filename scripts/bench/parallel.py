@@ -52,8 +52,7 @@ SHARD_HEAD_DIM = 128
 class BenchConfig:
     cells: list[str] = field(default_factory=lambda: list(CELLS))  # replicate | hashes | context | shard
     processes: list[int] = field(default_factory=lambda: [1, 2, 4])  # those that there are GPUs for
-    tokens: int = 65536  # of a step, a GPU, in sequences of data.seq_len
-    shard_tokens: int = 32768  # the same for shard, in sequences twice as long
+    tokens: int = 65536  # of a step, a GPU, in sequences of data.seq_len; of shard, twice as long
     shard_layers: int = 24  # of its model
     shard_embd: int = 2048  # its width
     context_tokens: int = 131072  # of a row that one GPU computes
@@ -208,10 +207,10 @@ def shard(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]
     bench, size, seq_len = settings.bench, host.world.size, 2 * settings.data.seq_len
     shape = {"num_layers": bench.shard_layers, "n_embd": bench.shard_embd}
     model = replace(settings.model, **shape, num_heads=max(1, bench.shard_embd // SHARD_HEAD_DIM))
-    one = {"cell": "shard"} | alone(host, sized(settings, bench.shard_tokens, seq_len, model=model))
+    one = {"cell": "shard"} | alone(host, sized(settings, bench.tokens, seq_len, model=model))
     yield one
     shared = ParallelConfig(data="shard")
-    made = sized(settings, bench.shard_tokens * size, seq_len, model=model, parallel=shared)
+    made = sized(settings, bench.tokens * size, seq_len, model=model, parallel=shared)
     chosen = choose(made, host.hardware, host.world)
     row = timed(chosen, Network(chosen, often=True), made, twice=True)
     yield {"cell": "shard"} | row | against(one, row)
