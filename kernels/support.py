@@ -88,8 +88,6 @@ KERNELS = {
         frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "alibi_slopes", "varlen", "block_mask"}),
         _HALVES,
         instead="the portable kernels",
-        # written and right in the simulator, but no GPU has run it yet
-        exceptions=frozenset(("alibi_slopes", "backward", dtype) for dtype in _HALVES),
     ),
     "kvcache": Implementation(
         "kvcache",
