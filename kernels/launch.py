@@ -323,20 +323,26 @@ def grid_tiles(num_tokens: int, block: int, cu_seqlens: Tensor | None) -> tuple[
     return num_docs, num_tokens // block + num_docs
 
 
-def heads_per_section(q: Tensor, k: Tensor, l2_share: float = 1 / 3, bytes_per_kv_head: int | None = None) -> int:
+def heads_per_section(
+    q: Tensor, k: Tensor, l2_share: float = 1 / 3, bytes_per_kv_head: int | None = None, *, uneven: bool = False
+) -> int:
     """How many query heads are worked on together: those whose K and V (or `bytes_per_kv_head`) fill at most this share
-    of the L2 cache, a power of two of KV heads, times the group size.
+    of the L2 cache, a power of two of KV heads, times the group size. `uneven`: where the cache holds K and V of all
+    heads, these, as the longest of all tiles then come first.
 
     flash-attention fills nearly all of it. But what a multiprocessor reads from the far half of the cache is kept in
     both halves: with 5/6 an H200 read up to 11 times what a call's tensors have (kernels/hopper/NOTES.md).
     """
-    group = q.shape[1] // k.shape[1]
+    group, heads = q.shape[1] // k.shape[1], q.shape[0] * q.shape[1]
     if bytes_per_kv_head is None:
         # of a padded cache's view as one row (kernels/documents.py) other heads lie between a head's tokens
         span = 1 + sum((size - 1) * stride for size, stride in zip(k.shape, k.stride(), strict=True))
         bytes_per_kv_head = 2 * min(k.numel(), span) * k.element_size() // (k.shape[0] * k.shape[1])
-    fitting = int(l2_bytes(q.device.index) * l2_share) // bytes_per_kv_head
-    return min(group << max(fitting.bit_length() - 1, 0), q.shape[0] * q.shape[1])
+    cache = l2_bytes(q.device.index)
+    if uneven and bytes_per_kv_head * k.shape[0] * k.shape[1] <= cache:
+        return heads
+    fitting = int(cache * l2_share) // bytes_per_kv_head
+    return min(group << max(fitting.bit_length() - 1, 0), heads)
 
 
 def tma_ready(x: Tensor) -> bool:

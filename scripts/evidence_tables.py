@@ -181,7 +181,7 @@ def of_cells(*cells: str, names: Columns, figures: Columns, having: str = "cell"
 
 
 SHARED_STEP = of_cells(
-    "replicate", "shard", "context", "context, shard",
+    "replicate", "shard", "context", "context, ring", "context, shard",
     names={"what is shared": "{cell}", "GPUs": "{processes}", "context": "{seq_len:,}"},
     figures={"tokens/s": "{tokens_per_second:,}", "of one GPU": "{speedup:.3f}",
              "of the slowest": "{speedup_of_slowest:.3f}", "ms a step": "{step_ms:.1f}",

@@ -167,7 +167,7 @@ def test_one_and_two_processes_are_compared(tmp_path, capsys):
     chosen = settings_of(
         bench_parallel.main, "hardware.device=cpu", "hardware.num_threads=1", "model=tiny", "model.num_layers=1",
         "model.n_embd=32", "model.num_heads=2", "data.seq_len=16", "bench.processes=[1,2]", "bench.tokens=32",
-        "bench.shard_layers=1", "bench.shard_embd=32", "bench.context_tokens=32",
+        "bench.shard_layers=1", "bench.shard_embd=32", "bench.context_tokens=32", "model.attention=naive",
         "bench.vocab_size=50", "bench.steps=2", "bench.warmup_steps=1", "bench.hash_steps=2",
     )  # fmt: skip
     bench_parallel.main.__wrapped__(chosen, tmp_path / "parallel" / "step")
@@ -187,11 +187,13 @@ def test_one_and_two_processes_are_compared(tmp_path, capsys):
     assert [(row["processes"], row["seq_len"]) for row in rows if "context" in row["cell"]] == [
         (1, 32),
         (2, 32),
+        (2, 32),
         (2, 64),
     ]
     repeated = [row for row in rows if "twice" in row]
     assert [(row["cell"], row["seq_len"], row["twice"]) for row in repeated] == [
         ("context", 32, True),
+        ("context, ring", 32, True),
         ("shard", 32, True),
     ]
     text = page(tmp_path)

@@ -383,8 +383,8 @@ def _launches(
     describe = tma.packed_descriptor if options.packed else tma.descriptor
     arguments = (
         describe(q, 64, tile), describe(k, schedule.block_k, tile), describe(v, schedule.block_k, tile),
-        describe(o, 64, tile), lse,
-        num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k, heads_per_section(q, k, L2_SHARE),
+        describe(o, 64, tile), lse, num_heads, num_heads // num_kv_heads, batch * num_heads, num_q, num_k,
+        heads_per_section(q, k, L2_SHARE, uneven=options.packed),
         options.scale * LOG2_E.value, options.softcap or None, *window_bounds(options, num_q, num_k),
         *map(given.get, ("alibi_slopes", "tiles", "mask_starts", "mask_visits", "mask_bits")),
     )  # fmt: skip

@@ -40,11 +40,12 @@ class Document:
 
 @gluon.jit
 def document_turn(turn, sizes, packed):
-    """(the document of this program's turn, its sizes). All heads' longest tiles come first; in every second turn the
-    programs take theirs the other way round, so that all have the same share of long ones."""
-    ordinal = turn * gl.num_programs(0) + _place(turn)
-    number = ordinal // sizes.num_batch_heads
-    batch_head = ordinal - number * sizes.num_batch_heads
+    """(the document of this program's turn, its sizes). Every second section is taken from its shortest tile on, so
+    that all programs have the same share of long ones, however many a section has."""
+    ordinal = turn * gl.num_programs(0) + gl.program_id(0)
+    number, batch_head = section_tile(ordinal, packed.count, sizes.num_batch_heads, sizes.heads_per_section, False)
+    section = batch_head // sizes.heads_per_section
+    number = gl.where(section % 2 == 0, number, packed.count - 1 - number)
     row = packed.tiles + (1 + number) * 8
     document = Document(
         packed.tiles, packed.count, packed.q_tokens, gl.load(row), batch_head, gl.load(row + 1), gl.load(row + 3),
@@ -55,12 +56,6 @@ def document_turn(turn, sizes, packed):
         sizes.heads_per_section,
     )  # fmt: skip
     return document, its_sizes
-
-
-@gluon.jit
-def _place(turn):
-    """Of this program among those that take a packed tile in a turn."""
-    return gl.where(turn % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
 
 
 @gluon.jit
@@ -93,8 +88,7 @@ def num_turns(num_tiles, sizes, document, build):
     """How many tiles this program takes, of num_tiles for each head."""
     if document is not None:
         total = document.count * sizes.num_batch_heads
-        turns = total // gl.num_programs(0)
-        return turns + gl.where(_place(turns) < total - turns * gl.num_programs(0), 1, 0)
+        return (total - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     else:
         at_a_time: gl.constexpr = 2 if build.PAIRED else 1
         total = num_tiles * sizes.num_batch_heads

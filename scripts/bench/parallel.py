@@ -4,14 +4,15 @@ It starts one process a GPU itself, and all cells run in them:
 
     replicate  tokens a second at the same tokens a GPU; the sum of the gradients beside NCCL's all-reduce
     hashes     SHA-256 of weights and moments after some steps, from 1, 2 and 4 processes: they must be equal
-    context    a row of tokens on one GPU and on all of them; one as many times as long on all, who share weights too
+    context    a row of tokens on one GPU and on all of them, by heads and in a ring; one as many times as long on all,
+               who share weights too
     shard      tokens a second of 1.3 billion parameters, whose weights and moments the processes share
 
 Of context and shard, steps from the same weights are computed twice and must end with the same SHA-256 of weights.
 One GPU's speed is that of the first; all are timed at once, as a step of several takes as long as on the slowest. What
 `rest` names is neither that nor the sum. Random tokens; the step is that of `train.py`, compiled and as CUDA graphs
-where the run would be. The last line is one JSON object. Without CUDA it is a smoke test over gloo: its figures mean
-nothing.
+where the run would be. The last line is one JSON object. Without CUDA it is a smoke test over gloo, for which
+model.attention=naive gives the ring its LSE: its figures mean nothing.
 """
 
 import gc
@@ -224,15 +225,19 @@ def context(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Ro
     bench, size = settings.bench, host.world.size
     tokens, host = bench.context_tokens, replace(host, hardware=replace(host.hardware, compile=False))
     model = replace(settings.model, activation_checkpointing="full")
-    few = replace(bench, warmup_steps=1, steps=min(2, bench.steps), hash_steps=min(2, bench.hash_steps))
+    few = replace(bench, warmup_steps=1, steps=min(3, bench.steps), hash_steps=min(2, bench.hash_steps))
     one = {"cell": "context"} | alone(host, sized(settings, tokens, tokens, model=model, bench=few))
     yield one
-    for seq_len, data in ((tokens, "replicate"), (tokens * size, "shard")):
-        parallel = ParallelConfig(data=data, context=size)
-        made = sized(settings, seq_len, seq_len, model=model, bench=few, parallel=parallel)
+    for cell, length, shared in (
+        ("context", 1, {}),
+        ("context, ring", 1, {"context_method": "ring"}),
+        ("context, shard", size, {"data": "shard"}),
+    ):
+        parallel = ParallelConfig(context=size, **shared)
+        made = sized(settings, tokens * length, tokens * length, model=model, bench=few, parallel=parallel)
         chosen = choose(made, host.hardware, host.world)
-        row = timed(chosen, Network(chosen, often=True), made, twice=seq_len == tokens)
-        yield {"cell": "context" if data == "replicate" else "context, shard"} | row | against(one, row)
+        row = timed(chosen, Network(chosen, often=True), made, twice=length == 1)
+        yield {"cell": cell} | row | against(one, row)
 
 
 # --- what cells are made of
