@@ -4,11 +4,11 @@ A mask is built once, without a compiler and without Nq x Nk booleans in memory,
 and backward: FlexAttention's idea (arXiv:2412.05496) with tables in place of generated code.
 """
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -20,7 +20,6 @@ HIDDEN, FULL = -2, -1  # entries of `block_table`; the others are numbers of pat
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _PAIRS = 2**25  # evaluated together: 32 MiB of booleans
-_ON_HOST = 2**17  # blocks of a mask, up to which the host makes its lists: a GPU would wait for every small launch
 _BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1 in a word: the highest byte has their bits in order
 _ODD = 0x5851F42D4C957F2D  # its powers weigh the words of a hash
 
@@ -102,12 +101,11 @@ def block_mask(
     device = torch.device(device)
     each = mask_mod
     try:
-        full, some = _to_host(torch.stack(decided_blocks(mask_mod, sizes, BLOCK, device)))
+        full, some = torch.stack(decided_blocks(mask_mod, sizes, BLOCK, device)).cpu().numpy()
     except Undecided:
         each = _vmapped(mask_mod)
         blocks = [*sizes[:2], -(-Nq // BLOCK), -(-Nk // BLOCK)]
-        some = _to_host(torch.ones(blocks, dtype=torch.bool, device=device))
-        full = ~some
+        full, some = np.zeros(blocks, bool), np.ones(blocks, bool)
     return _asked(each, full, some & ~full, Nq, Nk, device)
 
 
@@ -177,22 +175,23 @@ def _of_booleans(visible: Tensor) -> BlockMask:
         full.append(count == BLOCK * BLOCK)
         partial.append((count > 0) & ~full[-1])
         bits.append(_packed(eights.transpose(1, 2)[partial[-1]].view(torch.bool)))
-    tables = (torch.cat(x).view(batch, heads, q_blocks, k_blocks) for x in (full, partial))
-    return _assemble(*map(_to_host, tables), torch.cat(bits), num_q, num_k)
+    tables = (torch.cat(x).view(batch, heads, q_blocks, k_blocks).cpu().numpy() for x in (full, partial))
+    return _assemble(*tables, torch.cat(bits), num_q, num_k)
 
 
-def _asked(each: MaskMod, full: Tensor, asked: Tensor, num_q: int, num_k: int, device: torch.device) -> BlockMask:
+def _asked(
+    each: MaskMod, full: np.ndarray, asked: np.ndarray, num_q: int, num_k: int, device: torch.device
+) -> BlockMask:
     """The mask that has full blocks, asks `each` in some, and has none elsewhere.
 
     each: mask_mod for tensors that broadcast.
-    full, asked: (B, H, blocks of queries, blocks of keys) bool, as of `_to_host`.
+    full, asked: (B, H, blocks of queries, blocks of keys) bool.
     """
     if num_k % BLOCK:  # keys past Nk are hidden, also in blocks that are called full
-        asked = asked.clone()
+        asked = asked.copy()
         asked[..., -1] |= full[..., -1]
-    at = torch.cat((asked.nonzero(), full[asked][:, None]), dim=1)
-    at[:, 2:4] *= BLOCK
-    at = at.T.contiguous().to(device)
+    batch, head, row, col = asked.nonzero()
+    at = torch.from_numpy(np.stack((batch, head, row * BLOCK, col * BLOCK, full[asked]))).to(device)
     within = torch.arange(BLOCK, device=device)
     bits = [torch.zeros(0, 2, BLOCK, 2, dtype=torch.int64, device=device)]
     for part in at.split(max(1, _PAIRS // BLOCK**2), dim=1) if at.numel() else ():
@@ -217,63 +216,54 @@ def _vmapped(mask_mod: MaskMod) -> MaskMod:
     return lambda b, h, q, k: each(b[:, 0, 0], h[:, 0, 0], q[:, :, 0], k[:, 0])
 
 
-def _to_host(table: Tensor) -> Tensor:
-    """A table of blocks where its lists are made. Waits for the GPU."""
-    return table.cpu() if table.numel() <= _ON_HOST else table
-
-
 def _packed(seen: Tensor) -> Tensor:
     """Booleans (n, 128, 128) as bits of int64 (n, 2, 128, 2): of the rows, and of the columns."""
     sides = torch.stack((seen, seen.mT), dim=1).view(torch.int64)  # eight in a word, as bytes of 0 or 1
     return (sides * _BITS_OF_BYTES >> 56).to(torch.uint8).view(torch.int64)
 
 
-def _assemble(full: Tensor, asked: Tensor, bits: Tensor, num_q: int, num_k: int) -> BlockMask:
-    """full, asked: (B, H, blocks of queries, blocks of keys) bool, as of `_to_host`; bits of the asked, of `_packed`.
+def _assemble(full: np.ndarray, asked: np.ndarray, bits: Tensor, num_q: int, num_k: int) -> BlockMask:
+    """full, asked: (B, H, blocks of queries, blocks of keys) bool, never both; bits of the asked, of `_packed`.
 
-    Waits for the GPU, to know which patterns are equal.
+    The lists are made by the host: a GPU would wait for each of many small launches. Waits for the GPU, to know which
+    patterns are equal.
     """
-    ends = torch.arange(-1, 1, device=bits.device)[:, None, None, None].expand(2, 2, BLOCK, 2)
+    device = bits.device
+    ends = torch.arange(-1, 1, device=device)[:, None, None, None].expand(2, 2, BLOCK, 2)
     bits = torch.cat((ends, bits))  # pattern 0 shows everything, 1 nothing
-    first, is_first, numbers = _distinct(_hashed(bits[:, 0], _ODD).to(full.device))
-    if torch.equal(bits, bits[first.to(bits.device)]):
-        bits = bits[is_first.nonzero()[:, 0].to(bits.device)]
+    first, numbers = _distinct(_hashed(bits[:, 0], _ODD).cpu().numpy())
+    kept = np.flatnonzero(first == np.arange(len(first)))
+    first, kept = torch.from_numpy(np.concatenate((first, kept))).to(device).split((len(first), len(kept)))
+    if torch.equal(bits, bits[first]):
+        bits = bits[kept]
     else:  # two that differ share a hash: all are kept as they are
-        numbers = torch.arange(len(bits), device=bits.device)
+        numbers = np.arange(len(bits))
         for number, end in ((0, -1), (1, 0)):
-            numbers.masked_fill_((bits == end).flatten(1).all(1), number)
-    pattern = (~full).long()
-    pattern[asked] = numbers[2:].to(full.device)
-    shown, partial = pattern == 0, pattern > 1
-    seen = shown | partial
-    visited = int(seen.sum())
-    # of the queries' rows and of the keys', first the full ones
-    kinds = torch.stack((shown, partial), dim=3), torch.stack((shown.mT, partial.mT), dim=3)
-    number = torch.cat([x.sum(-1).flatten() for x in kinds])
-    ends = number.cumsum(0) + 1
-    begins, ends, total = (ends - number).view(-1, 2), ends.view(-1, 2), number.view(-1, 2).sum(1)
-    sides = [x.shape[:3] for x in kinds]
-    of_sides = [math.prod(x) for x in sides]
-    most = [
-        x.view(side).argsort(dim=-1, descending=True, stable=True).flatten()
-        for x, side in zip(total.split(of_sides), sides, strict=True)
-    ]
-    starts = torch.stack((*begins.unbind(1), ends[:, 1], torch.cat(most)), dim=1).to(torch.int32)
-    # an entry's block and pattern in one word
-    patterns = pattern << 32
-    of_queries = patterns + torch.arange(pattern.shape[3], device=pattern.device)
-    of_keys = patterns.mT + torch.arange(pattern.shape[2], device=pattern.device)
-    larger = seen.sum(3, keepdim=True) - seen.cumsum(3)
-    each = [x.unsqueeze(3).expand(-1, -1, -1, 2, -1).flatten() for x in (of_queries, of_keys)]
-    each = torch.cat((*each, (of_keys + (larger << 16).mT).flatten()))
-    listed = torch.cat([x.flatten() for x in (*kinds, seen.mT)]).nonzero_static(size=3 * visited)[:, 0]
-    visits = torch.zeros(1 + 2 * visited, 2, dtype=torch.int64, device=pattern.device)
-    visits[0, 0] = 1 << 32
-    visits[1:, 0] = each[listed[: 2 * visited]]
-    visits[1 + visited :, 1] = each[listed[2 * visited :]]
+            numbers[(bits == end).flatten(1).all(1).cpu().numpy()] = number
+    pattern = np.where(full, 0, 1)
+    pattern[asked] = numbers[2:]
+    visited = np.count_nonzero(pattern != 1)
+    visits, starts, begin = np.zeros((1 + 2 * visited, 4), np.int32), [], 1
+    visits[0, 1] = 1
+    for table in (pattern, np.ascontiguousarray(pattern.swapaxes(2, 3))):  # (B, H, rows, others): of queries, of keys
+        kinds = np.stack((table == 0, table > 1), axis=3)  # first the full ones
+        number = np.count_nonzero(kinds, axis=4)
+        stops = begin + number.cumsum().reshape(number.shape)
+        most = np.argsort(-number.sum(3), axis=2, kind="stable")
+        starts.append(np.stack((*np.moveaxis(stops - number, 3, 0), stops[..., 1], most), axis=3))
+        at = np.flatnonzero(kinds)
+        own, others = visits[begin : begin + visited], table.shape[3]
+        own[:, 0] = at % others
+        own[:, 1] = table.reshape(-1, others)[at // (2 * others), own[:, 0]]
+        begin += visited
+    seen = table != 1
+    larger = seen.sum(2, keepdims=True) - seen.cumsum(2)
+    at = np.flatnonzero(seen)
+    own[:, 2] = at % others + (larger.reshape(-1)[at] << 16)
+    own[:, 3] = table.reshape(-1)[at]
     return BlockMask(
-        torch.cat([x.view(*side, 4) for x, side in zip(starts.split(of_sides), sides, strict=True)], 2).to(bits.device),
-        visits.view(torch.int32).to(bits.device),
+        torch.from_numpy(np.concatenate(starts, axis=2).astype(np.int32)).to(device),
+        torch.from_numpy(visits).to(device),
         bits.view(torch.int32),
         num_q,
         num_k,
@@ -291,15 +281,12 @@ def _weights(odd: int, device: torch.device) -> Tensor:
     return torch.full((2 * BLOCK,), odd, device=device).cumprod(0)
 
 
-def _distinct(hashes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each hash the first that equals it, whether it is the first, and its number among those."""
-    ordered, order = hashes.sort(stable=True)
-    place = torch.arange(hashes.shape[0], device=hashes.device)
-    begins = torch.cat((place[:1] == 0, ordered[1:] != ordered[:-1]))
-    first = torch.empty_like(order)
-    first[order] = order[(place * begins).cummax(0)[0]]
-    is_first = first == place
-    return first, is_first, (is_first.cumsum(0) - 1)[first]
+def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each hash the first that equals it, and its number among those."""
+    _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
+    number = np.empty_like(first)
+    number[first.argsort()] = np.arange(len(first))
+    return first[which], number[which]
 
 
 # ---- torch's BlockMask
@@ -329,7 +316,8 @@ def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
         raise ValueError(f"block_mask is torch's of {tuple(given.shape)}; q and k have {num_q} x {num_k} tokens")
     partial = _listed(*lists[0], k_blocks)
     full = torch.zeros_like(partial) if lists[1][0] is None else _listed(*lists[1], k_blocks)
-    mask = _asked(_vmapped(given.mask_mod), *map(_to_host, (full, partial & ~full)), num_q, num_k, full.device)
+    full, partial = full.cpu().numpy(), partial.cpu().numpy()
+    mask = _asked(_vmapped(given.mask_mod), full, partial & ~full, num_q, num_k, given.kv_num_blocks.device)
     _CONVERTED[given] = described, mask
     return mask
 
