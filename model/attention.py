@@ -95,7 +95,11 @@ def sdpa(
         empty = ~mask.any(-1, keepdim=True)  # a row that sees no key is 0, where PyTorch's kernels differ
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask | empty, scale=scale, enable_gqa=grouped)
         return o.masked_fill(empty, 0.0)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    given = {"attn_mask": mask, "is_causal": causal, "scale": scale, "enable_gqa": grouped}
+    if q.device.type == "cpu" and q.dtype.itemsize == 2:  # a CPU's backward takes four times as long in 16 bits
+        with torch.autocast("cpu", enabled=False):
+            return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **given).to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, **given)
 
 
 ATTENTION: dict[str, AttentionFunction] = {"flash": flash, "naive": naive, "tiled": tiled, "sdpa": sdpa}

@@ -40,6 +40,7 @@ SMALL = (
     "train.sample_tokens=0",
     "logger.wandb=disabled",
     "hardware.device=cpu",
+    "hardware.dtype=float32",  # whatever units this CPU has
 )
 
 
@@ -72,7 +73,9 @@ def small_run(tmp_path: Path, *overrides: str) -> Settings:
     corpus = tmp_path / "corpus.txt"
     if not corpus.exists():
         corpus.write_text(CORPUS)
-    made = settings("data=text", "data.files=corpus.txt", *SMALL, *overrides)
+    on_gpu = any(override.startswith("hardware.device=") for override in overrides)
+    dtype = ("hardware.dtype=auto",) if on_gpu else ()
+    made = settings("data=text", "data.files=corpus.txt", *SMALL, *dtype, *overrides)
     if made.data.files == ["corpus.txt"]:
         made.data.files = [str(corpus)]
     if not any(override.startswith("data.cache_dir=") for override in overrides):

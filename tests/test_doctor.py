@@ -211,7 +211,7 @@ CASES = [
     Case("flash without a GPU", "attention", "model.attention=flash cannot run", "model.attention=auto: sdpa",
          ["model.attention=flash"], no_interpreter),
     Case("documents in sdpa", "attention", "varlen in float32 is not supported by sdpa", "model.attention=auto: naive",
-         ["data.document_mask=true"]),
+         ["data.document_mask=true", "hardware.dtype=float32"]),
     Case("a wrong kernel", "kernels", "in float32 is", "model.attention=sdpa", ["model.attention=flash"],
          broken_kernel),
     Case("a kernel that does not compile", "kernels", "RuntimeError: Failed to find C compiler.",

@@ -305,7 +305,15 @@ def test_a_gpu_whose_memory_really_runs_out(tmp_path):
         pytest.skip("needs an NVIDIA GPU")
     done = ended(
         SCARCE,
-        [*text_in(tmp_path), *SMALL, *LARGE, "hardware.device=auto", "hardware.compile=false", "hydra.run.dir=run"],
+        [
+            *text_in(tmp_path),
+            *SMALL,
+            *LARGE,
+            "hardware.device=auto",
+            "hardware.dtype=auto",
+            "hardware.compile=false",
+            "hydra.run.dir=run",
+        ],
         tmp_path,
     )
     assert done.returncode == 2, done.stderr

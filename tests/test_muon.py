@@ -11,8 +11,8 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from tests.test_bad_numbers import bits, same
 from training import muon
-from training.hardware import HardwareConfig, set_up
-from training.muon import orthogonalize, products_dtype, stacked
+from training.hardware import HardwareConfig, products_dtype, set_up
+from training.muon import orthogonalize, stacked
 from training.optimizer import OptimConfig, Optimizer
 
 SHAPES = {"qkv": (24, 8), "out": (8, 8), "up": (32, 8), "down": (8, 32)}

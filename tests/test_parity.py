@@ -22,7 +22,8 @@ from training import memory
 def test_every_mutant_is_caught_and_true_attention_passes(tmp_path):
     overrides = [
         "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.attention=[tiled,sdpa]", "logger.wandb=disabled",
-        "hardware.device=cpu", f"data.cache_dir={tmp_path}", f"parity.mutants={json.dumps(list(MUTANTS))}",
+        "hardware.device=cpu", "hardware.dtype=float32", f"data.cache_dir={tmp_path}",
+        f"parity.mutants={json.dumps(list(MUTANTS))}",
     ]  # fmt: skip
     report = run_parity(settings(*overrides, schema=ParitySettings, experiment="parity"), tmp_path / "parity")
     verdicts = report["verdicts"]
@@ -41,7 +42,7 @@ def test_one_micro_batch_is_chosen_for_all_runs_before_anything_is_trained(tmp_p
     """train.micro_batch=auto: the most that fits with every attention; and a refusal costs no training."""
     overrides = [
         "train.steps=8", "parity.attention=[tiled,sdpa]", "train.micro_batch=auto", "hardware.device=cpu",
-        f"data.cache_dir={tmp_path}", "logger.wandb=disabled",
+        "hardware.dtype=float32", f"data.cache_dir={tmp_path}", "logger.wandb=disabled",
     ]  # fmt: skip
     chosen = settings(*overrides, schema=ParitySettings, experiment="parity")
     fits, real = {"naive": 2, "tiled": 4, "sdpa": 4}, memory.plan
@@ -61,7 +62,7 @@ def test_one_micro_batch_is_chosen_for_all_runs_before_anything_is_trained(tmp_p
 def test_parity_with_a_micro_batch_that_is_chosen(tmp_path):
     overrides = [
         "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.attention=[sdpa]", "train.micro_batch=auto",
-        "hardware.device=cpu", f"data.cache_dir={tmp_path}", "logger.wandb=disabled",
+        "hardware.device=cpu", "hardware.dtype=float32", f"data.cache_dir={tmp_path}", "logger.wandb=disabled",
     ]  # fmt: skip
     chosen = settings(*overrides, schema=ParitySettings, experiment="parity")
     assert run_parity(chosen, tmp_path / "parity")["verdicts"]["sdpa"]["passes"]
@@ -70,7 +71,7 @@ def test_parity_with_a_micro_batch_that_is_chosen(tmp_path):
 def test_dropout_is_compared_with_one_mask(tmp_path):
     overrides = [
         "train.steps=8", "parity.nulls=4", "parity.seeds=2", "parity.attention=[tiled]", "logger.wandb=disabled",
-        "hardware.device=cpu", f"data.cache_dir={tmp_path}", "model.attention_dropout=0.2",
+        "hardware.device=cpu", "hardware.dtype=float32", f"data.cache_dir={tmp_path}", "model.attention_dropout=0.2",
     ]  # fmt: skip
     chosen = settings(*overrides, schema=ParitySettings, experiment="parity")
     verdict = run_parity(chosen, tmp_path / "parity")["verdicts"]["tiled"]

@@ -185,9 +185,12 @@ def test_a_mac_where_pytorch_takes_it(monkeypatch):
     assert len(restored) == 1
 
 
-def test_cpu_defaults_to_float32_and_eager():
-    hardware = set_up(HardwareConfig(device="cpu"))
-    assert (hardware.dtype, hardware.compile, hardware.peak_memory_gib()) == (torch.float32, False, None)
+def test_a_cpu_defaults_to_what_it_has_units_for_and_to_eager(monkeypatch):
+    for units, dtype in (("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.bfloat16), ("avx512_f", torch.float32)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda units=units: {units: True})
+        hardware = set_up(HardwareConfig(device="cpu"))
+        assert (hardware.dtype, hardware.compile, hardware.peak_memory_gib()) == (dtype, False, None)
+        assert hardware.description.endswith(f"{'bfloat16' if units != 'avx512_f' else 'float32'}, eager")
 
 
 # --- the log

@@ -172,21 +172,6 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def products_dtype(device: torch.device) -> tuple[torch.dtype, str]:
-    """What Newton-Schulz's products run in on `device`, and why: bfloat16 suffices, but not every device is fast in it.
-
-    A CPU without units for it takes 3.4 times as long as in float32.
-    """
-    if device.type == "cuda":
-        if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
-            return torch.bfloat16, "tensor cores"
-        return torch.float32, "this GPU has no bfloat16 units"
-    units = [name for name in ("amx_bf16", "avx512_bf16") if torch.cpu.get_capabilities().get(name)]
-    if device.type == "cpu" and units:
-        return torch.bfloat16, f"this CPU has {units[0]}"
-    return torch.float32, f"this {device.type.upper()} has no bfloat16 units that PyTorch knows"
-
-
 def newton_schulz_flops(shapes: list[torch.Size], dtype: torch.dtype) -> float:
     """What `orthogonalize` costs of matrices of these shapes."""
     n, flops = len(QUINTICS), 0.0

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.hardware import DTYPES
-from training.muon import Muon, newton_schulz_flops, products_dtype
+from training.hardware import DTYPES, products_dtype
+from training.muon import Muon, newton_schulz_flops
 from training.parallel import ALONE, World
 from training.shard import dealt, is_dealt, own_parameters, own_rows, total_norm
 
