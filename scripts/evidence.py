@@ -141,7 +141,7 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
     ),
     "training/saving": ("bench.saving=true", *TEN_STEPS),
     "time_to_loss/cpu": (
-        "data.files={shakespeare}", "hardware.device=cpu", "train.steps=440", "bench.every=55",
+        "data.files={shakespeare}", "hardware.device=cpu", "train.steps=460", "bench.every=46",
         "nanogpt.lr=[1e-3,2e-3,4e-3]",
     ),
     "time_to_loss/shakespeare": (

@@ -18,9 +18,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     cos, sin: (N, 1, D) fp32, the sine negative in its first half.
     """
-    # a flip swaps the halves: a compiler turns it into indexing, where a cat costs a stored fp32 copy
-    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)  # (B, N, H, D): second half, first half
-    return (x * cos + swapped * sin).to(x.dtype)
+    # a roll swaps the halves: a compiler turns it into indexing, where a cat costs a stored fp32 copy
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).to(x.dtype)
 
 
 def rotate_and_split(
