@@ -40,7 +40,7 @@ from training.curves import picture, read_run
 from training.evaluate import EvaluationSet, evaluate
 from training.run import Run, resolve
 
-OVERFITS = 0.02  # nats above the least held-out loss of a run: it will not fall again
+OVERFITS = 0.02  # nats above the least held-out loss of a run, five evaluations in a row: it will not fall again
 Curve = list[tuple[int, float, float]]  # tokens, training seconds, held-out loss in nats a token
 
 
@@ -161,7 +161,9 @@ def curve_of_nanogpt(settings: TimeToLossSettings, chosen: Run, lr: float, seed:
                 hardware.synchronize()
             since, from_step = time.perf_counter(), step
         losses = [loss for *_, loss in curve]
-        return bool(losses) and (losses[-1] <= (settings.bench.target or 0.0) or losses[-1] > min(losses) + OVERFITS)
+        return bool(losses) and (
+            losses[-1] <= (settings.bench.target or 0.0) or min(losses[-5:]) > min(losses) + OVERFITS
+        )
 
     with contextlib.redirect_stdout(None):
         sizes = settings.model, chosen.seq_len, chosen.vocab_size, dataset.train
