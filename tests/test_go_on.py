@@ -177,7 +177,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again_as_it_was(here
 
 def test_what_was_left_open_is_chosen_anew(here, train):
     """On the machine that goes on, which may be another: the checkpoint holds both."""
-    assert train(*OWN, "train.max_hours=1e-9").code == 75
+    assert train(*OWN, "hardware.dtype=auto", "train.max_hours=1e-9").code == 75
     meta = open_checkpoint(the_run()).meta
     assert meta["settings"]["model"]["attention"] == "sdpa"
     found = earlier_settings("auto", the_run())
