@@ -73,7 +73,8 @@ def attention(
     """
     _refuse(attention_mask, others)
     refuse_found_holes()
-    attend = _engine(query.device, query.dtype, query.shape[3])
+    engine = _engine.__wrapped__ if torch.compiler.is_compiling() else _engine  # the compiler warns of a cache
+    attend = engine(query.device, query.dtype, query.shape[3])
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if attention_mask is not None and getattr(attention_mask, "dtype", None) != torch.int32:
         blocks = blocks_of(attention_mask, query.shape[2])
