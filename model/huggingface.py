@@ -9,7 +9,6 @@ documents neither waits for the GPU nor copies keys or values.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from importlib import metadata
 
 import torch
@@ -73,8 +72,7 @@ def attention(
     """
     _refuse(attention_mask, others)
     refuse_found_holes()
-    engine = _engine.__wrapped__ if torch.compiler.is_compiling() else _engine  # the compiler warns of a cache
-    attend = engine(query.device, query.dtype, query.shape[3])
+    attend = _engine(query.device, query.dtype, query.shape[3])
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if attention_mask is not None and getattr(attention_mask, "dtype", None) != torch.int32:
         blocks = blocks_of(attention_mask, query.shape[2])
@@ -170,7 +168,6 @@ def _end_to_end(x: Tensor, pitch: int | None = None) -> Tensor:
     return x.as_strided(shape, strides)
 
 
-@lru_cache
 def _engine(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable:
     """Our kernels; on a CPU without Triton's interpreter their mathematics in PyTorch."""
     reason = kernels.why_not("flash", dtype, device=device, head_dim=head_dim)

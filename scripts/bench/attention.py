@@ -50,6 +50,7 @@ from scripts.bench.report import (
     refuse_unknown,
     table,
 )
+from scripts.evidence_tables import PEERS
 from training.hardware import DTYPES, HardwareConfig, set_up
 from training.speed import attention_flops
 
@@ -63,11 +64,7 @@ FLASH4 = {"flash4": False, "flash4_deterministic": True}
 BACKWARD_ONLY = ("flash4_deterministic",)
 MASKS = ("causal", "full", "window", "packed")
 WINDOW = 1024  # tokens that a query sees, itself included
-LABELS = {
-    "flash": "flash (ours)", "sdpa_flash": "FlashAttention-2", "sdpa_cudnn": "cuDNN",
-    "flex": "FlexAttention", "sdpa_efficient": "memory-efficient",
-    "flash4": "FlashAttention-4", "flash4_deterministic": "FlashAttention-4, deterministic",
-}  # fmt: skip
+LABELS = {"flash": "flash (ours)", "sdpa_efficient": "memory-efficient", **PEERS}
 
 
 @dataclass
