@@ -61,22 +61,26 @@ def _in_parts(x: Tensor, world: int) -> Tensor:
 # --- exchanges; the functional collectives are those that torch.compile can trace
 
 
-def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(W, ...): piece w goes to rank w; returns what each rank sent here, in their order."""
-    return collectives.wait_tensor(collectives.all_to_all_single(x.contiguous(), None, None, group))
+def _all_to_all(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Of each (W, ...), piece w goes to rank w; returns what each rank sent here, in their order.
+
+    One tensor is packed while the one before it travels.
+    """
+    travelling = [collectives.all_to_all_single(x.contiguous(), None, None, group) for x in tensors]
+    return tuple(collectives.wait_tensor(x) for x in travelling)
 
 
 class _AllToAll(torch.autograd.Function):
     """`_all_to_all`, differentiable: it is its own inverse."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx, group, *tensors):
         ctx.group = group
-        return _all_to_all(x, group)
+        return _all_to_all(group, *tensors)
 
     @staticmethod
-    def backward(ctx, dx):
-        return _all_to_all(dx, ctx.group), None
+    def backward(ctx, *gradients):
+        return None, *_all_to_all(ctx.group, *gradients)
 
 
 class _Keys(torch.autograd.Function):
@@ -103,7 +107,8 @@ class _Keys(torch.autograd.Function):
         for gradient in gradients:
             total[:, : gradient.size(1)] += gradient
         parts = _in_parts(total.to(like.dtype), dist.get_world_size(ctx.group))
-        return _all_to_all(parts, ctx.group).sum(0, dtype=wide).to(like.dtype), None, None
+        (received,) = _all_to_all(ctx.group, parts)
+        return received.sum(0, dtype=wide).to(like.dtype), None, None
 
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -147,12 +152,12 @@ def heads(
     for name in options.keys() & {"alibi_slopes", "sinks"}:
         if options[name] is not None:
             options[name] = options[name].chunk(world, dim=-1)[rank]
-    # tokens before heads: with B = 1 what arrives is in place
+    # tokens before heads: with B = 1 what arrives is in place, and each of q, k and v has its own rows
     pieces = [x.unflatten(1, (world, -1)).permute(1, 0, 3, 2, 4) for x in (q, k, v)]  # (W, B, n, H / W, D)
-    qkv = _AllToAll.apply(torch.cat(pieces, dim=3), group).movedim(0, 1).flatten(1, 2)  # (B, N, all H / W, D)
-    whole = [x.transpose(1, 2) for x in qkv.split([piece.size(3) for piece in pieces], dim=2)]
+    arrived = _AllToAll.apply(group, *pieces)
+    whole = [x.movedim(0, 1).flatten(1, 2).transpose(1, 2) for x in arrived]  # (B, H / W, N, D)
     o = attend(*whole, causal=causal, window=window, documents=documents, **_given(options))  # (B, Hq / W, N, D)
-    o = _AllToAll.apply(o.transpose(1, 2).unflatten(1, (world, -1)).movedim(1, 0), group)  # (W, B, n, Hq / W, D)
+    (o,) = _AllToAll.apply(group, o.transpose(1, 2).unflatten(1, (world, -1)).movedim(1, 0))  # (W, B, n, Hq / W, D)
     return o.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
