@@ -176,7 +176,7 @@ def _of_booleans(visible: Tensor) -> BlockMask:
         partial.append((count > 0) & ~full[-1])
         bits.append(_packed(eights.transpose(1, 2)[partial[-1]].view(torch.bool)))
     tables = (torch.cat(x).view(batch, heads, q_blocks, k_blocks).cpu().numpy() for x in (full, partial))
-    return _assemble(*tables, torch.cat(bits), num_q, num_k)
+    return _assemble(*tables, bits, num_q, num_k, visible.device)
 
 
 def _asked(
@@ -193,7 +193,7 @@ def _asked(
     batch, head, row, col = asked.nonzero()
     at = torch.from_numpy(np.stack((batch, head, row * BLOCK, col * BLOCK, full[asked]))).to(device)
     within = torch.arange(BLOCK, device=device)
-    bits = [torch.zeros(0, 2, BLOCK, 2, dtype=torch.int64, device=device)]
+    bits = []
     for part in at.split(max(1, _PAIRS // BLOCK**2), dim=1) if at.numel() else ():
         rows, cols = part[2:4, :, None] + within
         if num_q % BLOCK:
@@ -207,7 +207,7 @@ def _asked(
         if num_k % BLOCK:
             seen = (seen | part[4].bool()[:, None, None]) & (cols < num_k)[:, None, :]
         bits.append(_packed(seen))
-    return _assemble(full & ~asked, asked, torch.cat(bits) if len(bits) > 2 else bits[-1], num_q, num_k)
+    return _assemble(full & ~asked, asked, bits, num_q, num_k, within.device)
 
 
 def _vmapped(mask_mod: MaskMod) -> MaskMod:
@@ -222,15 +222,15 @@ def _packed(seen: Tensor) -> Tensor:
     return (sides * _BITS_OF_BYTES >> 56).to(torch.uint8).view(torch.int64)
 
 
-def _assemble(full: np.ndarray, asked: np.ndarray, bits: Tensor, num_q: int, num_k: int) -> BlockMask:
+def _assemble(
+    full: np.ndarray, asked: np.ndarray, bits: list[Tensor], num_q: int, num_k: int, device: torch.device
+) -> BlockMask:
     """full, asked: (B, H, blocks of queries, blocks of keys) bool, never both; bits of the asked, of `_packed`.
 
     The lists are made by the host: a GPU would wait for each of many small launches. Waits for the GPU, to know which
     patterns are equal.
     """
-    device = bits.device
-    ends = torch.arange(-1, 1, device=device)[:, None, None, None].expand(2, 2, BLOCK, 2)
-    bits = torch.cat((ends, bits))  # pattern 0 shows everything, 1 nothing
+    bits = torch.cat((_ends(device), *bits))  # pattern 0 shows everything, 1 nothing
     first, numbers = _distinct(_hashed(bits[:, 0], _ODD).cpu().numpy())
     kept = np.flatnonzero(first == np.arange(len(first)))
     first, kept = torch.from_numpy(np.concatenate((first, kept))).to(device).split((len(first), len(kept)))
@@ -257,23 +257,26 @@ def _assemble(full: np.ndarray, asked: np.ndarray, bits: Tensor, num_q: int, num
         own[:, 1] = table.reshape(-1, others)[at // (2 * others), own[:, 0]]
         begin += visited
     seen = table != 1
-    larger = seen.sum(2, keepdims=True) - seen.cumsum(2)
+    larger = np.count_nonzero(seen, axis=2, keepdims=True) - seen.cumsum(2, dtype=np.int32)
     at = np.flatnonzero(seen)
     own[:, 2] = at % others + (larger.reshape(-1)[at] << 16)
     own[:, 3] = table.reshape(-1)[at]
-    return BlockMask(
-        torch.from_numpy(np.concatenate(starts, axis=2).astype(np.int32)).to(device),
-        torch.from_numpy(visits).to(device),
-        bits.view(torch.int32),
-        num_q,
-        num_k,
-    )
+    starts = np.concatenate(starts, axis=2, dtype=np.int32)
+    lists = torch.from_numpy(np.concatenate((starts.reshape(-1, 4), visits))).to(device)  # in one copy
+    starts, visits = lists[: -len(visits)].view(starts.shape), lists[-len(visits) :]
+    return BlockMask(starts, visits, bits.view(torch.int32), num_q, num_k)
+
+
+@cache
+def _ends(device: torch.device) -> Tensor:
+    """(2, 2, 128, 2) int64: the bits of a pattern that shows everything, and of one that shows nothing."""
+    return torch.arange(-1, 1, device=device)[:, None, None, None].expand(2, 2, BLOCK, 2)
 
 
 def _hashed(words: Tensor, odd: int) -> Tensor:
     """(n,) int64 of patterns (n, 128, 2); two that differ may share one."""
     mixed = words.flatten(1) * _weights(odd, words.device)
-    return ((mixed ^ (mixed >> 29)) * odd).sum(1)  # unmixed, words that differ in their highest bits would cancel
+    return (mixed ^ (mixed >> 29)).sum(1)  # unmixed, words that differ in their highest bits would cancel
 
 
 @cache

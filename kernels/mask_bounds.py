@@ -115,7 +115,7 @@ def _in_blocks(x: Tensor, block: int) -> Range:
     for axis in (2, 3):
         if x.shape[axis] > 1:
             x = x.unflatten(axis, (-1, block))
-            return Range(x.amin(axis + 1), x.amax(axis + 1))
+            return Range(*torch.aminmax(x, dim=axis + 1))
     return Range(x, x)
 
 

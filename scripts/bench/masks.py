@@ -140,7 +140,7 @@ def portable(which: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callabl
     return partial(launch_flash_bwd, do, None, q, k, v, o, lse, options)
 
 
-def build_ms(build: Callable[[], object], device: torch.device, times: int = 5) -> float:
+def build_ms(build: Callable[[], object], device: torch.device, times: int = 20) -> float:
     """Milliseconds until the mask is there, the median after one build more."""
     spent = []
     for _ in range(times + 1):
