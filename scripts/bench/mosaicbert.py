@@ -1,7 +1,8 @@
 """DNABERT-2's network over long sequences: `python -m scripts.bench.mosaicbert` times padded and full batches.
 
 `naive` is its own PyTorch path, `sdpa` PyTorch's attention with its dense bias, `flash` the same model after
-`model.mosaicbert.patch`. Weights are random, code and sizes those of scripts/mosaicbert.py. The parts:
+`model.mosaicbert.patch`. `free` is that with values in place of attention: what no attention can be faster than.
+Weights are random, code and sizes those of scripts/mosaicbert.py. The parts:
 
     attention        one layer's attention alone, from q, k, v on; the dense ways have them padded already
     attention_step   with the gradients of q, k, v
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.program import program
 from kernels import flash_attention_varlen
@@ -31,14 +32,15 @@ from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refu
 from scripts.mosaicbert import BertModel, dnabert2_config
 from training.hardware import HardwareConfig, set_up
 
-ATTENTION = ("naive", "sdpa", "flash")
-PARTS = ("attention", "attention_step", "forward", "step")
+ATTENTION = ("naive", "sdpa", "flash", "free")
+NETWORK = ("forward", "step")
+PARTS = ("attention", "attention_step", *NETWORK)
 
 
 @dataclass
 class MosaicBertBenchSettings:
     seq_len: list[int] = field(default_factory=lambda: [512, 1024, 2048, 4096, 8192, 16384])  # of a batch's longest row
-    attention: list[str] = field(default_factory=lambda: list(ATTENTION))  # naive | sdpa | flash
+    attention: list[str] = field(default_factory=lambda: list(ATTENTION))  # naive | sdpa | flash | free
     all_parts_at: int = 4096  # seq_len at which all parts are timed, full and padded
     batch_tokens: int = 16384  # padding included; one row at least
     num_layers: int = 12  # DNABERT-2's
@@ -60,9 +62,7 @@ def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
         for name, model in models(settings, seq_len, hardware.device):
             model = model.to(hardware.dtype)
             model.encoder.alibi = model.encoder.alibi.to(hardware.dtype)  # no layer has to cast it
-            for part in PARTS if seq_len == settings.all_parts_at else ("forward", "step"):
-                if seq_len != settings.all_parts_at and (name, part) == ("naive", "step"):
-                    continue  # half of all the time
+            for part in parts(name, seq_len == settings.all_parts_at):
                 row = {"part": part, "lengths": lengths, "attention": name, "seq_len": seq_len, "rows": len(ids)}
                 row["tokens"] = tokens
                 try:
@@ -81,7 +81,8 @@ def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
             del model
     add_ratios(report.rows)
     title = f"{settings.num_layers} layers, 12 heads of 64, ALiBi"
-    drawn = [row for row in report.rows if row["part"] in ("forward", "step") and row["lengths"] == "padded"]
+    drawn = [row for row in report.rows if row["part"] in NETWORK and row["lengths"] == "padded"]
+    drawn = [row for row in drawn if row["attention"] != "free"]
     label = lambda row: f"{row['attention']}, {row['part']}"  # noqa: E731
     draw_lengths(run_dir / "bench_mosaicbert.png", drawn, PANELS, label, f"{title}, padded rows")
     report.finish(
@@ -113,6 +114,15 @@ def cases(settings: MosaicBertBenchSettings) -> Iterator[tuple[int, str]]:
             yield seq_len, "full"
 
 
+def parts(name: str, all_parts: bool) -> tuple[str, ...]:
+    """Those that are timed of an attention at one length."""
+    if name == "free":
+        return NETWORK if all_parts else ()
+    if name == "naive" and not all_parts:
+        return ("forward",)  # its steps would be half of all the time
+    return PARTS if all_parts else NETWORK
+
+
 def batch(seq_len: int, rows: int, lengths: str) -> tuple[Tensor, Tensor]:
     """(rows, seq_len) ids, and 1s at the real ones; where they are padded, from an eighth of seq_len to all of it."""
     ids = torch.randint(4096, (rows, seq_len), generator=torch.Generator().manual_seed(0))
@@ -127,18 +137,26 @@ def models(settings: MosaicBertBenchSettings, seq_len: int, device: torch.device
     made = BertModel(dnabert2_config(num_hidden_layers=settings.num_layers, alibi_starting_size=1)).to(device).eval()
     for name in settings.attention:
         model = copy.deepcopy(made)
-        if name == "flash":
+        if name in ("flash", "free"):
             patch(model)
         else:  # 12.9 GB of float32 at 16,384 tokens, which take a CPU minutes
             model.encoder.rebuild_alibi_tensor(size=seq_len, device=device)
         if name == "sdpa":
             for layer in model.encoder.layer:
                 layer.attention.self.attend = with_bias
+        if name == "free":
+            for layer in model.encoder.layer:
+                layer.attention.self.forward = partial(values, layer.attention.self)
         yield name, model
 
 
 def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def values(module: nn.Module, hidden: Tensor, *_: object) -> Tensor:
+    """In place of a layer's attention: each token's own value, (tokens, C)."""
+    return module.Wqkv(hidden).chunk(3, dim=-1)[2]
 
 
 def prepare(part: str, name: str, model: BertModel, ids: Tensor, mask: Tensor) -> Callable[[], object]:
