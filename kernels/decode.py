@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Options, autocast_inputs, check_call, check_tensor
+from .call import Options, autocast_inputs, check_call, check_tensor, key_of, plain_options
 from .device import interpreting
-from .launch import tokens_first
+from .launch import Plan, plan_of, tokens_first
 from .ops import watched
 from .reference import naive_attention
 from .support import why_not_kvcache
@@ -96,20 +96,44 @@ def flash_attention_with_kvcache(
 
     Source: Flash-Decoding (Dao et al., 2023). On a CPU `naive_attention_with_kvcache` runs.
     """
-    call, options = check_kvcache_call(
-        q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace,
-        causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-    )  # fmt: skip
-    if options.scale <= 0.0:  # as in `flash_attention`
-        negative = options.scale < 0.0
-        call = call._replace(q=-call.q if negative else call.q * 0.0)
-        options = options._replace(scale=-options.scale if negative else 1.0)
-    if reason := why_not_kvcache(call.q, call.k_cache, options):
-        raise ValueError(reason)
-    kept = (options.causal, options.scale, options.window_left, options.window_right, options.softcap)
-    operator = flash_kvcache if watched(call.q, call.k_cache) else _run  # the dispatcher takes 10 us
-    o, lse = operator(*call, *kept, options.alibi_slopes, options.sinks)
+    call = Call(q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace)
+    plan = options = given = None
+    if alibi_slopes is sinks is None and _unseen(call):
+        given = plain_options(causal, scale, window, softcap, 0.0)
+        if given is not None:
+            plan = plan_of(decode_key(call, given))
+            options = plan.options
+    if options is None:
+        call, options = check_kvcache_call(
+            *call, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
+        )
+        if options.scale <= 0.0:  # as in `flash_attention`
+            negative = options.scale < 0.0
+            call = call._replace(q=-call.q if negative else call.q * 0.0)
+            options = options._replace(scale=-options.scale if negative else 1.0)
+        if reason := why_not_kvcache(call.q, call.k_cache, options):
+            raise ValueError(reason)
+        if given is not None:
+            plan.options = options
+    if plan is not None or not watched(call.q, call.k_cache):  # the dispatcher takes 10 us
+        o, lse = _run(call, options, plan)
+    else:
+        kept = (options.causal, options.scale, options.window_left, options.window_right, options.softcap)
+        o, lse = flash_kvcache(*call, *kept, options.alibi_slopes, options.sinks)
     return (o, lse) if return_lse else o
+
+
+def _unseen(call: Call) -> bool:
+    """Whether nothing but the kernels depends on this call, and no check of it on more than its key."""
+    if torch.is_grad_enabled() or watched(*[x for x in call if x is not None]):
+        return False
+    return call.q is not None and not torch.is_autocast_enabled(call.q.device.type)
+
+
+def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
+    """`key_of` a call; `tile` overrides the table's."""
+    given = tuple([x is not None for x in call])
+    return key_of(("decode", tile, given), options, *[x for x in call if x is not None])
 
 
 def naive_attention_with_kvcache(
@@ -304,13 +328,16 @@ _LIBRARY.define(
 flash_kvcache = torch.ops.flashgpt.flash_kvcache.default
 
 
-def _run(*arguments) -> tuple[Tensor, Tensor]:
-    call, options = Call(*arguments[: len(Call._fields)]), Options(*arguments[len(Call._fields) :])
+def _run(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Tensor]:
     if not call.q.is_cuda and not interpreting():
         return _naive(call, options)
     from .portable.decode import launch_flash_decode
 
-    return launch_flash_decode(call, options)
+    return launch_flash_decode(call, options, None, plan)
+
+
+def _run_operator(*arguments) -> tuple[Tensor, Tensor]:
+    return _run(Call(*arguments[: len(Call._fields)]), Options(*arguments[len(Call._fields) :]), None)
 
 
 @torch.library.register_fake("flashgpt::flash_kvcache", lib=_LIBRARY)
@@ -318,4 +345,4 @@ def _(q, *others):
     return tokens_first(q, q.shape[3]), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-_LIBRARY.impl("flash_kvcache", _run, "CompositeExplicitAutograd")
+_LIBRARY.impl("flash_kvcache", _run_operator, "CompositeExplicitAutograd")

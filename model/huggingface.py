@@ -72,18 +72,16 @@ def attention(
     """
     _refuse(attention_mask, others)
     refuse_found_holes()
-    attend = _engine(query.device, query.dtype, query.shape[3])
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if attention_mask is not None and getattr(attention_mask, "dtype", None) != torch.int32:
-        blocks = blocks_of(attention_mask, query.shape[2])
+        attend, blocks = _engine(query), blocks_of(attention_mask, query.shape[2])
         o = attend(query, key, value, block_mask=blocks, cu_seqlens=cu_seq_lens_q, dropout_p=dropout, **options)
         return o.transpose(1, 2), None
-    causal, windowed, ranges = is_causal, False, None
+    causal, windowed, padded = is_causal, False, False
     if attention_mask is not None:
         causal, windowed = bool((attention_mask.shape[2] - 1) & 1), attention_mask.shape[2] > 2
-        if attention_mask.shape[0] == 4 and attention_mask.shape[3] > 0:
-            ranges = attention_mask[:, 0, 0]  # (4, B)
-            query = nan_at_holes(query, attention_mask)
+        padded = attention_mask.shape[0] == 4 and attention_mask.shape[3] > 0
+        query = nan_at_holes(query, attention_mask) if padded else query
     elif causal is None:
         causal = getattr(module, "is_causal", True)
     if windowed and not sliding_window:
@@ -92,7 +90,7 @@ def attention(
     options |= {"causal": causal, "window": (back, 0 if windowed and causal else back)}
     watched = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if (
-        ranges is not None
+        padded
         and query.shape[2] <= MAX_QUERIES
         and not (watched or dropout)
         and (causal or not windowed)
@@ -100,22 +98,25 @@ def attention(
         and key.stride() == value.stride()
         and key.stride(3) == 1
     ):
+        first, end, workspace = shared(
+            attention_mask, query.shape[1], lambda: (*attention_mask[:2, 0, 0].unbind(), _workspace(query))
+        )
         o = flash_attention_with_kvcache(
-            query, key, value, cache_seqlens=ranges[1], cache_leftpad=ranges[0], **options,
-            workspace=shared(attention_mask, query.shape[1], lambda: _workspace(query)),
-        )  # fmt: skip
+            query, key, value, cache_seqlens=end, cache_leftpad=first, **options, workspace=workspace
+        )
         return o.transpose(1, 2), None
+    attend = _engine(query)
     options["dropout_p"] = dropout
     rows, _, queries, _ = query.shape
     cu_seqlens = None
     if cu_seq_lens_q is not None:
         cu_seqlens = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
         q, k, v = (_end_to_end(x) for x in (query, key, value))
-    elif ranges is not None:
+    elif padded:
         (q, q_pitch), k_pitch = (_end_to_end(query), queries), None if watched else _pitch(key, value)
         k, v = (_end_to_end(x, k_pitch) for x in (key, value))
         sizes = q.shape[2], k.shape[2], q_pitch, k_pitch or key.shape[2]
-        cu_seqlens = shared(attention_mask, sizes, lambda: padded_documents(ranges, *sizes))
+        cu_seqlens = shared(attention_mask, sizes, lambda: padded_documents(attention_mask[:, 0, 0], *sizes))
     elif (starts := _packing(attention_mask, query, key, position_ids, causal)) is not None:
         cu_seqlens = starts
         q, k, v = (_end_to_end(x) for x in (query, key, value))
@@ -168,12 +169,12 @@ def _end_to_end(x: Tensor, pitch: int | None = None) -> Tensor:
     return x.as_strided(shape, strides)
 
 
-def _engine(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable:
+def _engine(query: Tensor) -> Callable:
     """Our kernels; on a CPU without Triton's interpreter their mathematics in PyTorch."""
-    reason = kernels.why_not("flash", dtype, device=device, head_dim=head_dim)
+    reason = kernels.why_not("flash", query.dtype, device=query.device, head_dim=query.shape[3])
     if reason is None:
         return flash_attention
-    if device.type == "cpu":
+    if query.device.type == "cpu":
         return tiled_attention
     raise ValueError(f"{reason.partition(';')[0]}; {INSTEAD}")
 
@@ -181,12 +182,12 @@ def _engine(device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable
 def _refuse(attention_mask: object, others: dict) -> None:
     """ValueError for what the kernels do not compute."""
     if isinstance(attention_mask, Tensor):
-        shape, dtype = tuple(attention_mask.shape), attention_mask.dtype
+        shape, dtype = attention_mask.shape, attention_mask.dtype
         ours = dtype == torch.int32 and shape[:2] in ((1, 1), (4, 1)) and shape[2] <= 4
         if not (ours or (len(shape) == 4 and (dtype == torch.bool or dtype.is_floating_point))):
             raise ValueError(
-                f"attention_mask reached a layer with shape {shape} and {dtype}; gpt_triton takes (B, tokens) of 1s "
-                f"and 0s, or pairs (B, 1, N, Nk) as booleans or as 0 and -inf; else {INSTEAD}"
+                f"attention_mask reached a layer with shape {tuple(shape)} and {dtype}; gpt_triton takes (B, tokens) "
+                f"of 1s and 0s, or pairs (B, 1, N, Nk) as booleans or as 0 and -inf; else {INSTEAD}"
             )
     for name in BEYOND_US:
         if others.get(name) is not None:

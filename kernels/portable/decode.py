@@ -9,15 +9,15 @@ contracted to fused multiply-adds (`enable_fp_fusion`): a value would be rounded
 register than where it comes from memory.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..call import Options, key_of
-from ..decode import MAX_SPANS, Call, kvcache_workspace
+from ..call import Options
+from ..decode import MAX_SPANS, Call, decode_key, kvcache_workspace
 from ..device import interpreting, num_sms
 from ..launch import Launch, Plan, Switches, dot_precision, padded, plan_of, run, tokens_first
 from .cached import Cached, append, bad_pages, kept_keys, key_pointers
@@ -306,8 +306,7 @@ def launch_flash_decode(
     Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D), and LSE (B, Hq, Nq) float32.
     """
     q = call.q
-    given = tuple(x is not None for x in call)
-    plan = plan or plan_of(key_of(("decode", tile, given), options, *(x for x in call if x is not None)))
+    plan = plan or plan_of(decode_key(call, options, tile))
     if interpreting() and q.dtype == torch.bfloat16:
         wide = [x.float() if x is not None and x.dtype == q.dtype else x for x in call]
         o, lse = launch_flash_decode(Call(*wide), options, tile, plan)
@@ -318,7 +317,8 @@ def launch_flash_decode(
     o, lse = tokens_first(q, q.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
-    tile = tile or decode_tile(call.k_cache.dtype, q.shape[3], _rows(q, call.k_cache)[1], call.block_table is not None)
+    block_m, paged = _rows(q.shape, call.k_cache.shape[1])[1], call.block_table is not None
+    tile = tile or decode_tile(call.k_cache.dtype, q.shape[3], block_m, paged)
     tensors = call._asdict() | {"o": o, "lse": lse, "alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
     tensors["q"] = q if q.stride(3) == 1 else q.contiguous()
     if call.k_new is not None and (call.k_new.stride() != call.v_new.stride() or call.k_new.stride(3) != 1):
@@ -328,28 +328,31 @@ def launch_flash_decode(
             tensors[name] = tensors[name].contiguous()
     if call.workspace is None:
         tensors["workspace"] = kvcache_workspace(q.shape[0], q.shape[1], q.device)
-    tensors |= _memory(q, call.k_cache, call.block_table, tile)
+    pages_of_row = call.block_table.shape[1] if paged else 1
+    sums, maxima = _memory(q.shape, call.k_cache.shape, pages_of_row, tile, cut_for(q.device, tile)[1])
+    tensors["sums"] = q.new_empty(sums, dtype=torch.float32)
+    tensors["maxima"] = q.new_empty(maxima, dtype=torch.float32)
     run(plan, tensors, partial(_launches, options, tile))
     return o, lse
 
 
-def _rows(q: Tensor, k_cache: Tensor) -> tuple[int, int]:
+def _rows(q_shape: torch.Size, num_kv_heads: int) -> tuple[int, int]:
     """(rows of q that share a KV head, BLOCK_M)."""
-    rows = q.shape[1] // k_cache.shape[1] * q.shape[2]
+    rows = q_shape[1] // num_kv_heads * q_shape[2]
     return rows, min(max(16, padded(rows)), 64)
 
 
-def _memory(q: Tensor, k_cache: Tensor, block_table: Tensor | None, tile: DecodeTile) -> dict[str, Tensor]:
-    """Room for the partial results of any lengths: of the tiles of few spans, then of all spans."""
-    rows, block_m = _rows(q, k_cache)
-    slots_of_row = k_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
+@lru_cache(maxsize=64)
+def _memory(
+    q_shape: torch.Size, cache_shape: torch.Size, pages_of_row: int, tile: DecodeTile, few: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of sums and maxima, room for the partial results of any lengths: of the tiles of `few` spans, then of all
+    spans."""
+    rows, block_m = _rows(q_shape, cache_shape[1])
     # a window may begin inside a tile, so that a row has a tile more than its keys would fill
-    spans = q.shape[0] * -(-(slots_of_row // tile.block_k + 2) // tile.span)
-    slots = cut_for(q.device, tile)[1] * tile.span + spans * k_cache.shape[1] * -(-rows // block_m)
-    return {
-        "sums": q.new_empty((slots, min(rows, block_m), padded(q.shape[3])), dtype=torch.float32),
-        "maxima": q.new_empty((slots, 2, block_m), dtype=torch.float32),
-    }
+    spans = q_shape[0] * -(-(cache_shape[2] * pages_of_row // tile.block_k + 2) // tile.span)
+    slots = few * tile.span + spans * cache_shape[1] * -(-rows // block_m)
+    return (slots, min(rows, block_m), padded(q_shape[3])), (slots, 2, block_m)
 
 
 def _launches(options: Options, tile: DecodeTile, **given: Tensor | None) -> list[Launch]:
@@ -375,10 +378,10 @@ def _launches(options: Options, tile: DecodeTile, **given: Tensor | None) -> lis
         given["sums"].shape[1], coarse_from, left, right, options.scale * LOG2_E.value, switches,
     )  # fmt: skip
     constants = {
-        "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": _rows(q, k_cache)[1], "BLOCK_K": tile.block_k,
-        "SPAN": tile.span, "GROUPS": tile.groups, "PAGE": 0 if table is None else page, "SCALES": scales, "UNIT": unit,
-        "CACHE_UNIT": cache_unit, "WORDS": words, "APPEND": k_new is not None, "CAUSAL": options.causal,
-        "LOCAL": options.local, "PRECISION": dot_precision(q),
+        "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": _rows(q.shape, num_kv_heads)[1],
+        "BLOCK_K": tile.block_k, "SPAN": tile.span, "GROUPS": tile.groups, "PAGE": 0 if table is None else page,
+        "SCALES": scales, "UNIT": unit, "CACHE_UNIT": cache_unit, "WORDS": words, "APPEND": k_new is not None,
+        "CAUSAL": options.causal, "LOCAL": options.local, "PRECISION": dot_precision(q),
     }  # fmt: skip
     return [fitting(tile, lambda tile: Launch(flash_decode_kernel, programs, arguments, constants, tile.how))]
 
