@@ -131,9 +131,19 @@ def _unseen(call: Call) -> bool:
 
 
 def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
-    """`key_of` a call; `tile` overrides the table's."""
+    """`key_of` a call; `tile` overrides the table's. A cache that grows by a copy is of one key at any length."""
     given = tuple([x is not None for x in call])
-    return key_of(("decode", tile, given), options, *[x for x in call if x is not None])
+    k, v = call.k_cache, call.v_cache
+    if not (given[1] and given[2]) or call.block_table is not None or call.k_scale is not None:
+        return key_of(("decode", tile, given), options, *[x for x in call if x is not None])
+    strides, together = k.stride(), 0
+    for stride in strides[:3]:
+        together |= stride
+    # what the checks and the launch ask of its shape and strides
+    shape = k.shape[:2], k.shape[3:], k.shape == v.shape, strides == v.stride(), strides[3:]
+    alike = together * k.itemsize % 16, together < 2**31, k.data_ptr() % 16 == v.data_ptr() % 16 == 0
+    kind = "decode", tile, given, shape, alike, k.dtype, v.dtype, k.device, v.device
+    return key_of(kind, options, call.q, *[x for x in call[3:] if x is not None])
 
 
 def naive_attention_with_kvcache(

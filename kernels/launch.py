@@ -1,14 +1,11 @@
 """From a call to its kernels: launches as data, how they are run and run again, and what every launcher needs.
 
-Triton looks at every argument and encodes every TMA descriptor at each launch: 30 microseconds here, and our own
-arithmetic on shapes costs as much. Calls of one key (kernels/call.py) differ in nothing but addresses. So the first
-goes through Triton and leaves `Replay`s in its `Plan`; the next ones hand their addresses to Triton's C entry point.
-Written for and checked with triton 3.6: `_c_entry` reads a private name of it.
+Calls of one key (kernels/call.py) differ in nothing but addresses and a few numbers. So the first goes through Triton
+and leaves `Replay`s (kernels/replay.py) in its `Plan`; the next ones hand over what differs.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -16,8 +13,8 @@ from torch import Tensor
 
 from .call import Options
 from .device import interpreting, l2_bytes
+from .replay import KEPT, Replay, tensors_in
 
-_KEPT = 512  # keys, and addresses of one descriptor: beyond it a cache starts anew
 _LARGEST = 0x7FFF0000  # a tensor dimension that no coordinate here reaches
 # Where every document ends in the coordinates of a packed TMA descriptor: a power of two beyond any number of tokens.
 PACKED_ORIGIN = 2**30
@@ -59,33 +56,35 @@ def plan_of(key: tuple) -> Plan:
     """The plan of a key, empty where it is new."""
     plan = PLANS.get(key)
     if plan is None:
-        if len(PLANS) >= _KEPT:
+        if len(PLANS) >= KEPT:
             PLANS.clear()
         plan = PLANS[key] = Plan()
     return plan
 
 
-def run(plan: Plan, tensors: dict[str, Tensor | None], launches: Callable[..., list[Launch]]) -> None:
+def run(plan: Plan, tensors: dict[str, Tensor | None], launches: Callable[..., list[Launch]], **numbers: int) -> None:
     """Run a call's kernels, on the current stream of its tensors' GPU.
 
     The first time, `launches(**tensors)` says what to launch, and Triton compiles it. From then on the plan's kernels
     are launched on the tensors of the same names. `launches` may use no other tensor, views included.
+
+    numbers: parameters of the kernels in which calls of one key differ, integers that Triton does not specialize on.
 
     Replayed are only addresses that are multiples of 16: Triton has compiled for that.
     """
     device = next(iter(tensors.values())).get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return run(plan, tensors, launches)
-    together, addresses = 0, {}
+            return run(plan, tensors, launches, **numbers)
+    together, values = 0, dict(numbers)
     for name, x in tensors.items():
         if x is not None:
-            addresses[name] = address = x.data_ptr()
+            values[name] = address = x.data_ptr()
             together |= address
     if plan.replays is not None and not together % 16:
         stream = torch._C._cuda_getCurrentRawStream(device)
         for replay in plan.replays:
-            replay(stream, addresses)
+            replay(stream, values)
         return None
     # other objects, so that a tensor that was given twice still has two names
     distinct = {name: None if x is None else x.detach() for name, x in tensors.items()}
@@ -93,10 +92,10 @@ def run(plan: Plan, tensors: dict[str, Tensor | None], launches: Callable[..., l
     replays = []
     for launch in launches(**distinct):
         launched, compiled = start(launch)
-        named = [names.get(id(x)) for x in _tensors_in(launched.arguments)]
+        named = [names.get(id(x)) for x in tensors_in(launched.arguments)]
         assert None not in named, f"{launch.kernel} takes a tensor that the call does not name"
         if compiled is not None:  # None in the interpreter
-            replays.append(Replay(compiled, launched, named))
+            replays.append(Replay(compiled, launched, named, numbers.keys()))
     if replays and not together % 16:
         plan.replays = replays
     return None
@@ -129,105 +128,6 @@ def recorded() -> Iterator[list[Launch]]:
         yield _RECORD[-1]
     finally:
         _RECORD.pop()
-
-
-def _tensors_in(arguments: tuple):
-    """The tensors of a launch in the order of the kernel's parameters."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif hasattr(argument, "block_shape"):
-            yield argument.base
-        elif isinstance(argument, tuple):
-            yield from (x for x in argument if isinstance(x, Tensor))
-
-
-class Replay:
-    """One compiled kernel with the arguments of one launch. Calling it launches it on other addresses.
-
-    named: the names of the launch's tensors in the order of the kernel's parameters.
-    """
-
-    def __init__(self, compiled, launch: Launch, named: list[str]):
-        runner = compiled.run
-        assert runner.global_scratch_size == 0
-        assert runner.profile_scratch_size == 0
-        self._entry = _c_entry(runner)
-        self._slots = []  # (name, position, place in a tuple or None, descriptor's maps or None) of each address
-        self._arguments = [
-            launch.grid, 1, 1, 0, compiled.function, runner.launch_cooperative_grid, runner.launch_pdl, None, None,
-            compiled.packed_metadata, None, None, None,
-        ]  # fmt: skip
-        names = iter(named)
-        descriptions = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        for argument in (*launch.arguments, *launch.constants.values()):
-            position = len(self._arguments)
-            if isinstance(argument, Tensor):
-                self._slots.append((next(names), position, None, None))
-                self._arguments.append(0)
-            elif hasattr(argument, "block_shape"):
-                maps = _TensorMaps(argument, next(descriptions))
-                self._slots.append((next(names), position, None, maps))
-                self._arguments += [None, *argument.shape, *argument.strides]
-            elif isinstance(argument, tuple):
-                inside = [place for place, x in enumerate(argument) if isinstance(x, Tensor)]
-                self._slots += [(next(names), position, place, None) for place in inside]
-                self._arguments.append(tuple(0 if isinstance(x, Tensor) else x for x in argument))
-            else:
-                self._arguments.append(argument)
-
-    def __call__(self, stream: int, addresses: dict[str, int]) -> None:
-        """Launch on a stream of the current device; addresses are multiples of 16 bytes."""
-        arguments = self._arguments.copy()
-        arguments[3] = stream
-        for name, position, place, maps in self._slots:
-            address = addresses[name]
-            if maps is not None:
-                arguments[position] = maps.get(address) or maps.encode(address)
-            elif place is None:
-                arguments[position] = address
-            else:
-                values = list(arguments[position])
-                values[place] = address
-                arguments[position] = tuple(values)
-        self._entry(*arguments)
-
-
-class _TensorMaps(dict):
-    """Address -> encoded TMA descriptor. An encoding depends on nothing else that changes between replays."""
-
-    def __init__(self, descriptor, description):
-        self._descriptor, self._description = copy(descriptor), description
-        self._descriptor.base = None  # the tensor is not ours to keep
-
-    def encode(self, address: int):
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        if len(self) >= _KEPT:
-            self.clear()
-        at = copy(self._descriptor)
-        at.base = _Address(address)
-        self[address] = make_tensordesc_arg(at, self._description)[0]
-        return self[address]
-
-
-class _Address:
-    """What Triton's encoder asks of a tensor."""
-
-    def __init__(self, address: int):
-        self._address = address
-
-    def data_ptr(self) -> int:
-        return self._address
-
-
-def _c_entry(runner):
-    """Triton's compiled launch function. For kernels with descriptors it stands behind a Python loop that encodes
-    them anew at each launch."""
-    launch = runner.launch
-    if not hasattr(launch, "__closure__"):
-        return launch
-    return dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
 
 
 def on_device(q: Tensor):

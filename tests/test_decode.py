@@ -16,6 +16,7 @@ from kernels import (
     kvcache_workspace,
     naive_attention_with_kvcache,
 )
+from kernels.call import Options
 from kernels.launch import PLANS
 from kernels.portable.widen import widened
 from tests.attention_checks import SOFTCAP_FACTOR, assert_within_budget
@@ -309,7 +310,7 @@ def launches(batch, capacity, page, num_q=1):
         cache, table = torch.zeros(batch, 2, capacity, 32, dtype=q.dtype, device=DEVICE), None
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portable, "run", lambda plan, tensors, make: seen.extend(make(**tensors)))
+        patch.setattr(portable, "run", lambda plan, tensors, make, **_: seen.extend(make(**tensors)))
         new = torch.zeros(batch, 2, num_q, 32, dtype=q.dtype, device=DEVICE)
         lengths = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
         flash_attention_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=lengths, block_table=table)
@@ -328,6 +329,50 @@ def test_nothing_is_compiled_for_other_sizes(page):
     first = launches(2, 64, page)
     for batch, capacity in ((1, 32), (16, 96), (3, 4096), (1, 160)) if page else ((1, 32), (16, 75), (3, 4096), (1, 1)):
         assert launches(batch, capacity, page) == first
+
+
+def test_a_longer_cache_is_the_same_call_but_for_numbers_that_it_gives(monkeypatch):
+    from kernels.portable import decode as portable
+
+    seen = []
+    monkeypatch.setattr(portable, "run", lambda plan, tensors, make, **numbers: seen.append((make(**tensors), numbers)))
+    q, lengths = torch.zeros(2, 4, 1, 32, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    keys, options = set(), Options(True, 1.0)
+    for capacity in (64, 1, 75):
+        cache = torch.zeros(2, 2, capacity, 32, device=DEVICE)
+        call = decode.Call(q, cache, cache.clone(), None, None, lengths, None, None, None, None, None)
+        keys.add(decode.decode_key(call, options))
+        portable.launch_flash_decode(call, options)
+    assert len(keys) == 1
+    names = portable.flash_decode_kernel.arg_names
+    rest = []
+    for (launch,), numbers in seen:
+        given = dict(zip(names, launch.arguments, strict=False))
+        assert {name: given.pop(name) for name in numbers} == numbers
+        rest.append({name: x for name, x in given.items() if not isinstance(x, torch.Tensor)})
+    assert rest[0] == rest[1] == rest[2]
+    for other in (cache[:, :, :, ::1].transpose(1, 2).contiguous().transpose(1, 2), cache[:1].expand(2, -1, -1, -1)):
+        keys.add(decode.decode_key(call._replace(k_cache=other), options))  # no longer v's strides
+    assert len(keys) == 2
+
+
+@pytest.mark.gpu
+def test_gpu_a_growing_cache_is_replayed(monkeypatch):
+    from kernels import launch
+
+    monkeypatch.setattr(launch, "PLANS", {})
+    q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+    with torch.no_grad():
+        for tokens in (70, 71, 5000, 72):
+            k, v = torch.randn(2, 2, 2, tokens, 64, dtype=q.dtype, device=DEVICE)
+            lengths = torch.tensor([tokens, tokens // 2], dtype=torch.int32, device=DEVICE)
+            found = flash_attention_with_kvcache(q, k, v, cache_seqlens=lengths)
+            assert len(launch.PLANS) == 1
+            (kept,) = launch.PLANS.values()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(launch, "PLANS", {})
+                assert torch.equal(found, flash_attention_with_kvcache(q, k, v, cache_seqlens=lengths))
+            assert kept.replays is not None
 
 
 @pytest.mark.gpu

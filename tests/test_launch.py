@@ -22,7 +22,12 @@ class Kernel:
         self.first, self.again = [], []
 
     def __getitem__(self, grid):
-        return lambda *arguments, **named: self.first.append((grid, arguments, named)) or self.compiled()
+        def first(*arguments, **named):
+            self.first.append((grid, arguments, named))
+            self.arg_names = [*(f"parameter{i}" for i in range(len(arguments))), *named]
+            return self.compiled()
+
+        return first
 
     def entry(self, *arguments):
         self.again.append(arguments)
@@ -77,6 +82,15 @@ def test_each_address_goes_to_its_place(kernel, monkeypatch):
         (*head, f"map of {a}", 4, 8, 8, 1, b, (1, 2), 3, (None, c, 0.5, d), "constexpr") for a, b, c, d in addresses
     ]
     assert encoded == [(address[0], "how to encode") for address in addresses], "each address once"
+
+
+def test_numbers_that_a_call_gives_go_to_their_parameters(kernel):
+    plan, (x, y) = Plan(), at(2)
+    for tensor, number in ((x, 3), (y, 5)):
+        launches = lambda x, number=number: [Launch(kernel, 1, (2, number, x), {}, {})]  # noqa: E731
+        run(plan, {"x": tensor}, launches, parameter1=number)
+    assert len(kernel.first) == 1
+    assert kernel.again[0][-3:] == (2, 5, y.data_ptr())
 
 
 def test_a_tensor_given_twice_has_two_places(kernel):

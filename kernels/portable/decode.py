@@ -9,7 +9,7 @@ contracted to fused multiply-adds (`enable_fp_fusion`): a value would be rounded
 register than where it comes from memory.
 """
 
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import triton
@@ -24,7 +24,7 @@ from .cached import Cached, append, bad_pages, kept_keys, key_pointers
 from .scores import Scoring, logits_of, slope_of
 from .split import Batch, Parts, extent, fold, folded, last_of, put, row_of, totals
 from .tiles import LN_2, LOG2_E, Mask, mask_scores
-from .tuning import DecodeTile, decode_tile, fitting
+from .tuning import DecodeTile, decode_memory, decode_rows, decode_tile, fitting
 from .widen import widened
 
 NEVER = 2**30  # a window's bound that no distance reaches
@@ -317,7 +317,7 @@ def launch_flash_decode(
     o, lse = tokens_first(q, q.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
-    block_m, paged = _rows(q.shape, call.k_cache.shape[1])[1], call.block_table is not None
+    block_m, paged = decode_rows(q.shape, call.k_cache.shape[1])[1], call.block_table is not None
     tile = tile or decode_tile(call.k_cache.dtype, q.shape[3], block_m, paged)
     tensors = call._asdict() | {"o": o, "lse": lse, "alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
     tensors["q"] = q if q.stride(3) == 1 else q.contiguous()
@@ -329,44 +329,34 @@ def launch_flash_decode(
     if call.workspace is None:
         tensors["workspace"] = kvcache_workspace(q.shape[0], q.shape[1], q.device)
     pages_of_row = call.block_table.shape[1] if paged else 1
-    sums, maxima = _memory(q.shape, call.k_cache.shape, pages_of_row, tile, cut_for(q.device, tile)[1])
-    tensors["sums"] = q.new_empty(sums, dtype=torch.float32)
-    tensors["maxima"] = q.new_empty(maxima, dtype=torch.float32)
-    run(plan, tensors, partial(_launches, options, tile))
+    shapes = decode_memory(q.shape, call.k_cache.shape, pages_of_row, tile, cut_for(q.device, tile)[1])
+    tensors["sums"], tensors["maxima"] = [q.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    cache = _of_cache(call.k_cache, pages_of_row)
+    run(plan, tensors, partial(_launches, options, tile, cache), **cache)
     return o, lse
 
 
-def _rows(q_shape: torch.Size, num_kv_heads: int) -> tuple[int, int]:
-    """(rows of q that share a KV head, BLOCK_M)."""
-    rows = q_shape[1] // num_kv_heads * q_shape[2]
-    return rows, min(max(16, padded(rows)), 64)
+def _of_cache(k_cache: Tensor, pages_of_row: int) -> dict[str, int]:
+    """Arguments in which the launches for a cache and for a longer one differ."""
+    row, head, slot, _ = k_cache.stride()
+    unit = _unit(k_cache)
+    row, head, slot = row // unit, head // unit, slot // unit
+    return {"cache_row": row, "cache_head": head, "cache_slot": slot, "capacity": k_cache.shape[2] * pages_of_row}
 
 
-@lru_cache(maxsize=64)
-def _memory(
-    q_shape: torch.Size, cache_shape: torch.Size, pages_of_row: int, tile: DecodeTile, few: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of sums and maxima, room for the partial results of any lengths: of the tiles of `few` spans, then of all
-    spans."""
-    rows, block_m = _rows(q_shape, cache_shape[1])
-    # a window may begin inside a tile, so that a row has a tile more than its keys would fill
-    spans = q_shape[0] * -(-(cache_shape[2] * pages_of_row // tile.block_k + 2) // tile.span)
-    slots = few * tile.span + spans * cache_shape[1] * -(-rows // block_m)
-    return (slots, min(rows, block_m), padded(q_shape[3])), (slots, 2, block_m)
-
-
-def _launches(options: Options, tile: DecodeTile, **given: Tensor | None) -> list[Launch]:
+def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given: Tensor | None) -> list[Launch]:
     q, k_cache, k_new, k_scale = given["q"], given["k_cache"], given["k_new"], given["k_scale"]
     (batch, num_heads, num_q, head_dim), (_, num_kv_heads, page, _) = q.shape, k_cache.shape
     table = given["block_table"]
-    unit, cache_unit = _unit(q, k_new, given["v_new"]), _unit(k_cache, given["v_cache"])
+    unit, cache_unit = _unit(q, k_new, given["v_new"]), _unit(k_cache)
     programs, coarse_from = cut_for(q.device, tile)
     # a product then runs over half of the columns, and over no fewer than 16
     words = k_cache.element_size() == 1 and q.element_size() == 2 and head_dim > 16 and head_dim % 2 == 0
     words &= cache_unit > 1 and all(given[name].data_ptr() % 16 == 0 for name in ("k_cache", "v_cache"))
     scales = 0 if k_scale is None else 1 if k_scale.dim() == 1 else 2
     strides = [stride // unit for stride in q.stride()[:3]]
-    strides += [stride // cache_unit for stride in k_cache.stride()[:3]]
+    *cache_strides, capacity = cache.values()
+    strides += cache_strides
     strides += [0] * 3 if k_new is None else [stride // unit for stride in k_new.stride()[:3]]
     strides += k_scale.stride() if scales == 2 else [0] * 3
     left, right = (NEVER if bound < 0 else min(bound, NEVER) for bound in (options.window_left, options.window_right))
@@ -374,11 +364,11 @@ def _launches(options: Options, tile: DecodeTile, **given: Tensor | None) -> lis
     tensors = [given[name] for name in _ORDER]
     arguments = (
         *tensors, *strides, 0 if table is None else table.stride(0),
-        batch, num_heads, num_kv_heads, num_q, page if table is None else page * table.shape[1], k_cache.shape[0],
+        batch, num_heads, num_kv_heads, num_q, capacity, k_cache.shape[0],
         given["sums"].shape[1], coarse_from, left, right, options.scale * LOG2_E.value, switches,
     )  # fmt: skip
     constants = {
-        "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": _rows(q.shape, num_kv_heads)[1],
+        "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": decode_rows(q.shape, num_kv_heads)[1],
         "BLOCK_K": tile.block_k, "SPAN": tile.span, "GROUPS": tile.groups, "PAGE": 0 if table is None else page,
         "SCALES": scales, "UNIT": unit, "CACHE_UNIT": cache_unit, "WORDS": words, "APPEND": k_new is not None,
         "CAUSAL": options.causal, "LOCAL": options.local, "PRECISION": dot_precision(q),
@@ -395,6 +385,9 @@ _ORDER = (
 def _unit(*tensors: Tensor | None) -> int:
     """The elements of 16 bytes where all strides are multiples of that, else 1: a compiler that knows it loads by 16
     bytes, and a stride is no constant of the kernel's."""
-    unit = 16 // tensors[0].element_size()
-    strides = [stride for x in tensors if x is not None for stride in x.stride()[:3]]
-    return 1 if any(stride % unit for stride in strides) else unit
+    unit, together = 16 // tensors[0].itemsize, 0
+    for x in tensors:
+        if x is not None:
+            row, head, token, _ = x.stride()
+            together |= row | head | token
+    return 1 if together % unit else unit

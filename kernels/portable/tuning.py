@@ -6,13 +6,14 @@ Registers, spills and shared memory in the reasons come from `python -m scripts.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..call import Options
 from ..device import capability, interpreting
-from ..launch import Launch, descriptor, packed_descriptor, tma_ready
+from ..launch import Launch, descriptor, packed_descriptor, padded, tma_ready
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,25 @@ def decode_tile(dtype: torch.dtype, head_dim: int, block_m: int, paged: bool) ->
     if block_m > 16 or padded > 128 or (dtype.itemsize == 1 and paged):
         return DecodeTile(block_k, 8, 4, stages, 2)  # 255 registers
     return DecodeTile(block_k, 8, 4, stages, 3, max_registers=168)  # 70 KB, at most 8 bytes spilled
+
+
+def decode_rows(q_shape: torch.Size, num_kv_heads: int) -> tuple[int, int]:
+    """(rows of q that share a KV head, BLOCK_M)."""
+    rows = q_shape[1] // num_kv_heads * q_shape[2]
+    return rows, min(max(16, padded(rows)), 64)
+
+
+@lru_cache(maxsize=64)
+def decode_memory(
+    q_shape: torch.Size, cache_shape: torch.Size, pages_of_row: int, tile: DecodeTile, few: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of sums and maxima, room for the partial results of any lengths: of the tiles of `few` spans, then of all
+    spans."""
+    rows, block_m = decode_rows(q_shape, cache_shape[1])
+    # a window may begin inside a tile, so that a row has a tile more than its keys would fill
+    spans = q_shape[0] * -(-(cache_shape[2] * pages_of_row // tile.block_k + 2) // tile.span)
+    slots = few * tile.span + spans * cache_shape[1] * -(-rows // block_m)
+    return (slots, min(rows, block_m), padded(q_shape[3])), (slots, 2, block_m)
 
 
 def variant_of(options: Options) -> str:

@@ -1,0 +1,119 @@
+"""A launch again, on other addresses, by Triton's C entry point.
+
+Triton looks at every argument and encodes every TMA descriptor at each launch: 30 microseconds here, and our own
+arithmetic on shapes costs as much. Written for and checked with triton 3.6: `_c_entry` reads a private name of it.
+"""
+
+from collections.abc import Collection, Iterator
+from copy import copy
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .launch import Launch
+
+KEPT = 512  # addresses of one descriptor, as keys of plans: beyond it a cache starts anew
+
+
+def tensors_in(arguments: tuple) -> Iterator[Tensor]:
+    """The tensors of a launch in the order of the kernel's parameters."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif hasattr(argument, "block_shape"):
+            yield argument.base
+        elif isinstance(argument, tuple):
+            yield from (x for x in argument if isinstance(x, Tensor))
+
+
+class Replay:
+    """One compiled kernel with the arguments of one launch. Calling it launches it on other addresses and numbers.
+
+    named: the names of the launch's tensors in the order of the kernel's parameters.
+    numbers: the kernel's parameters whose values each call gives.
+    """
+
+    def __init__(self, compiled, launch: "Launch", named: list[str], numbers: Collection[str] = ()):
+        runner = compiled.run
+        assert runner.global_scratch_size == 0
+        assert runner.profile_scratch_size == 0
+        self._entry = _c_entry(runner)
+        self._slots = []  # (name, position, place in a tuple or None, descriptor's maps or None) of each
+        self._arguments = [
+            launch.grid, 1, 1, 0, compiled.function, runner.launch_cooperative_grid, runner.launch_pdl, None, None,
+            compiled.packed_metadata, None, None, None,
+        ]  # fmt: skip
+        names = iter(named)
+        descriptions = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        given = (*launch.arguments, *launch.constants.values())
+        for parameter, argument in zip(launch.kernel.arg_names, given, strict=True):
+            position = len(self._arguments)
+            if isinstance(argument, Tensor):
+                self._slots.append((next(names), position, None, None))
+                self._arguments.append(0)
+            elif hasattr(argument, "block_shape"):
+                maps = _TensorMaps(argument, next(descriptions))
+                self._slots.append((next(names), position, None, maps))
+                self._arguments += [None, *argument.shape, *argument.strides]
+            elif isinstance(argument, tuple):
+                inside = [place for place, x in enumerate(argument) if isinstance(x, Tensor)]
+                self._slots += [(next(names), position, place, None) for place in inside]
+                self._arguments.append(tuple(0 if isinstance(x, Tensor) else x for x in argument))
+            else:
+                if parameter in numbers:
+                    self._slots.append((parameter, position, None, None))
+                self._arguments.append(argument)
+
+    def __call__(self, stream: int, values: dict[str, int]) -> None:
+        """Launch on a stream of the current device, on addresses, multiples of 16 bytes, and the differing numbers."""
+        arguments = self._arguments.copy()
+        arguments[3] = stream
+        for name, position, place, maps in self._slots:
+            value = values[name]
+            if maps is not None:
+                arguments[position] = maps.get(value) or maps.encode(value)
+            elif place is None:
+                arguments[position] = value
+            else:
+                inside = list(arguments[position])
+                inside[place] = value
+                arguments[position] = tuple(inside)
+        self._entry(*arguments)
+
+
+class _TensorMaps(dict):
+    """Address -> encoded TMA descriptor. An encoding depends on nothing else that changes between replays."""
+
+    def __init__(self, descriptor, description):
+        self._descriptor, self._description = copy(descriptor), description
+        self._descriptor.base = None  # the tensor is not ours to keep
+
+    def encode(self, address: int):
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        if len(self) >= KEPT:
+            self.clear()
+        at = copy(self._descriptor)
+        at.base = _Address(address)
+        self[address] = make_tensordesc_arg(at, self._description)[0]
+        return self[address]
+
+
+class _Address:
+    """What Triton's encoder asks of a tensor."""
+
+    def __init__(self, address: int):
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _c_entry(runner):
+    """Triton's compiled launch function. For kernels with descriptors it stands behind a Python loop that encodes
+    them anew at each launch."""
+    launch = runner.launch
+    if not hasattr(launch, "__closure__"):
+        return launch
+    return dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
