@@ -12,6 +12,7 @@ from .decode import (
     read_kvcache,
     write_kvcache,
 )
+from .decode_layers import KVCacheLayers
 from .documents import padded_documents, place_documents
 from .fused.cross_entropy import cross_entropy
 from .fused.linear_cross_entropy import linear_cross_entropy
@@ -24,6 +25,7 @@ from .tiled import tiled_attention, tiled_attention_varlen
 
 __all__ = [
     "BlockMask",
+    "KVCacheLayers",
     "block_mask",
     "cross_entropy",
     "flash_attention",

@@ -97,8 +97,14 @@ def flash_attention_with_kvcache(
     Source: Flash-Decoding (Dao et al., 2023). On a CPU `naive_attention_with_kvcache` runs.
     """
     call = Call(q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace)
+    o, lse = attend(*checked(call, causal, scale, window, softcap, alibi_slopes, sinks))
+    return (o, lse) if return_lse else o
+
+
+def checked(call: Call, causal, scale, window, softcap, alibi_slopes, sinks) -> tuple[Call, Options, Plan | None]:
+    """The call and its options found right, and its plan where nothing watches it."""
     plan = options = given = None
-    if alibi_slopes is sinks is None and _unseen(call):
+    if alibi_slopes is sinks is None and unseen(call):
         given = plain_options(causal, scale, window, softcap, 0.0)
         if given is not None:
             plan = plan_of(decode_key(call, given))
@@ -115,15 +121,18 @@ def flash_attention_with_kvcache(
             raise ValueError(reason)
         if given is not None:
             plan.options = options
+    return call, options, plan
+
+
+def attend(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Tensor]:
+    """O and LSE of a checked call."""
     if plan is not None or not watched(call.q, call.k_cache):  # the dispatcher takes 10 us
-        o, lse = _run(call, options, plan)
-    else:
-        kept = (options.causal, options.scale, options.window_left, options.window_right, options.softcap)
-        o, lse = flash_kvcache(*call, *kept, options.alibi_slopes, options.sinks)
-    return (o, lse) if return_lse else o
+        return _run(call, options, plan)
+    kept = (options.causal, options.scale, options.window_left, options.window_right, options.softcap)
+    return flash_kvcache(*call, *kept, options.alibi_slopes, options.sinks)
 
 
-def _unseen(call: Call) -> bool:
+def unseen(call: Call) -> bool:
     """Whether nothing but the kernels depends on this call, and no check of it on more than its key."""
     if torch.is_grad_enabled() or watched(*[x for x in call if x is not None]):
         return False

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from copy import copy
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -80,6 +81,33 @@ class Replay:
                 inside[place] = value
                 arguments[position] = tuple(inside)
         self._entry(*arguments)
+
+
+class Repeated:
+    """Replays of a call whose tensors and numbers, but for a few, are the same each time.
+
+    The memory among them is shared: calls follow each other on one stream.
+    """
+
+    def __init__(self, replays: list[Replay], tensors: dict[str, Tensor | None], numbers: dict[str, int]):
+        self._replays, self._kept = replays, [x for x in tensors.values() if x is not None]
+        self._values = {name: x.data_ptr() for name, x in tensors.items() if x is not None} | numbers
+        self._device = self._kept[0].get_device()
+        self._stream = torch._C._cuda_getCurrentRawStream(self._device)
+
+    def __call__(self, **others: Tensor) -> bool:
+        """Run the kernels with these in place of those; False, and nothing is run, where that cannot be."""
+        values, together = self._values.copy(), 0
+        for name, x in others.items():
+            values[name] = address = x.data_ptr()
+            together |= address
+        if together % 16 or torch.cuda.current_device() != self._device:
+            return False
+        if torch._C._cuda_getCurrentRawStream(self._device) != self._stream:
+            return False
+        for replay in self._replays:
+            replay(self._stream, values)
+        return True
 
 
 class _TensorMaps(dict):

@@ -9,13 +9,14 @@ documents neither waits for the GPU nor copies keys or values.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 
 import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels import flash_attention, flash_attention_with_kvcache, padded_documents, tiled_attention
+from kernels import KVCacheLayers, flash_attention, flash_attention_with_kvcache, padded_documents, tiled_attention
 
 NAME = "gpt_triton"  # transformers takes every name with "flash" in it for a package of its own list
 # what some models (T5, DeepSeek-V3.2, MiniMax-M3, Inkling) hand to their attention and would change its result
@@ -98,13 +99,9 @@ def attention(
         and key.stride() == value.stride()
         and key.stride(3) == 1
     ):
-        first, end, workspace = shared(
-            attention_mask, query.shape[1], lambda: (*attention_mask[:2, 0, 0].unbind(), _workspace(query))
-        )
-        o = flash_attention_with_kvcache(
-            query, key, value, cache_seqlens=end, cache_leftpad=first, **options, workspace=workspace
-        )
-        return o.transpose(1, 2), None
+        kind = query.shape[1], scaling, softcap, back, causal, id(s_aux)
+        attend = shared(attention_mask, kind, lambda: _over_caches(query, attention_mask, options))
+        return attend(query, key, value).transpose(1, 2), None
     attend = _engine(query)
     options["dropout_p"] = dropout
     rows, _, queries, _ = query.shape
@@ -141,10 +138,12 @@ def _packing(
     return shared(position_ids, "cu_seqlens", lambda: documents_of(breaks()))
 
 
-def _workspace(query: Tensor) -> Tensor | None:
-    if torch.compiler.is_compiling():  # one that is written to would have to be copied
-        return None
-    return kernels.kvcache_workspace(query.shape[0], query.shape[1], query.device)
+def _over_caches(query: Tensor, ranges: Tensor, options: dict) -> Callable:
+    """Attention over caches for the layers of a forward that share `ranges` and options."""
+    bounds = {"cache_leftpad": ranges[0, 0, 0], "cache_seqlens": ranges[1, 0, 0].clone()}  # at a multiple of 16 bytes
+    if torch.compiler.is_compiling():  # a workspace, which is written to, would have to be copied
+        return partial(flash_attention_with_kvcache, **bounds, **options)
+    return KVCacheLayers(**bounds, workspace=kernels.kvcache_workspace(*query.shape[:2], query.device), **options)
 
 
 def _pitch(key: Tensor, value: Tensor) -> int | None:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels import (
+    KVCacheLayers,
     decode,
     flash_attention_with_kvcache,
     kvcache_workspace,
@@ -354,6 +355,52 @@ def test_a_longer_cache_is_the_same_call_but_for_numbers_that_it_gives(monkeypat
     for other in (cache[:, :, :, ::1].transpose(1, 2).contiguous().transpose(1, 2), cache[:1].expand(2, -1, -1, -1)):
         keys.add(decode.decode_key(call._replace(k_cache=other), options))  # no longer v's strides
     assert len(keys) == 2
+
+
+def layers(count, tokens, dtype, strided=False):
+    """q, k_cache and v_cache of each layer, and the rows' bounds."""
+    made = []
+    for _ in range(count):
+        q = torch.randn(3, 1, 4, 64, dtype=dtype, device=DEVICE).transpose(1, 2)
+        k, v = torch.randn(2, 3, 2, tokens, 64, dtype=dtype, device=DEVICE)
+        made.append((q, k.transpose(1, 2).contiguous().transpose(1, 2), v) if strided else (q, k, v))
+    bounds = torch.tensor([[tokens, tokens - 5, 20], [0, 7, 20]], dtype=torch.int32, device=DEVICE)
+    return made, {"cache_seqlens": bounds[0].clone(), "cache_leftpad": bounds[1].clone()}
+
+
+@pytest.mark.parametrize("options", [{}, {"window": (30, 0), "softcap": 5.0}, {"sinks": [0.5, -1.0, 0.0, 2.0]}])
+def test_layers_of_a_forward_share_a_call(options):
+    """Each gives its own result, also after one of another shape, under autograd's eye, and when q cannot be taken."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    if "sinks" in options:
+        options = {"sinks": torch.tensor(options["sinks"], device=DEVICE)}
+    made, bounds = layers(3, 70, dtype)
+    attend = KVCacheLayers(**bounds, **options)
+    expected = [flash_attention_with_kvcache(*layer, **bounds, **options) for layer in made]
+    with torch.no_grad():
+        for _ in range(2):
+            found = [attend(*layer) for layer in made]
+            assert all(map(torch.equal, found, expected))
+            assert len({x.data_ptr() for x in found}) == 3
+        longer = [torch.cat((x, x[:, :, :3]), dim=2) if x.shape[2] > 1 else x for x in made[0]]
+        assert torch.equal(attend(*longer), flash_attention_with_kvcache(*longer, **bounds, **options))
+        assert torch.equal(attend(*made[1]), expected[1])
+        with pytest.raises(ValueError, match="v_cache has dtype"):
+            attend(made[0][0], made[0][1], made[0][2].double())
+        assert torch.equal(attend(*made[2]), expected[2])
+    with pytest.raises(ValueError, match="asks for a gradient"):
+        attend(made[0][0].requires_grad_(), *made[0][1:])
+
+
+@pytest.mark.gpu
+def test_gpu_layers_after_the_first_are_replayed(monkeypatch):
+    made, bounds = layers(4, 70, torch.bfloat16)
+    attend = KVCacheLayers(**bounds)
+    with torch.no_grad():
+        expected = [flash_attention_with_kvcache(*layer, **bounds) for layer in made]
+        attend(*made[0])
+        monkeypatch.setattr("kernels.decode_layers.checked", None)
+        assert all(torch.equal(attend(*layer), o) for layer, o in zip(made, expected, strict=True))
 
 
 @pytest.mark.gpu

@@ -233,7 +233,7 @@ def test_keys_and_values_are_not_copied(layout, queries, monkeypatch):
         return q
 
     monkeypatch.setattr(huggingface, "_engine", lambda *_: stub)
-    monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", stub)
+    monkeypatch.setattr(huggingface, "KVCacheLayers", lambda *_, **__: stub)
     shape = (3, N, 2, 16) if layout == "projected" else (3, 2, N, 16)
     k, v = (torch.randn(shape) for _ in range(2))
     if layout == "projected":

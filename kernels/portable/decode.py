@@ -17,14 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..call import Options
-from ..decode import MAX_SPANS, Call, decode_key, kvcache_workspace
-from ..device import interpreting, num_sms
+from ..decode import Call, decode_key, kvcache_workspace
+from ..device import interpreting
 from ..launch import Launch, Plan, Switches, dot_precision, padded, plan_of, run, tokens_first
+from ..replay import Repeated
 from .cached import Cached, append, bad_pages, kept_keys, key_pointers
 from .scores import Scoring, logits_of, slope_of
 from .split import Batch, Parts, extent, fold, folded, last_of, put, row_of, totals
 from .tiles import LN_2, LOG2_E, Mask, mask_scores
-from .tuning import DecodeTile, decode_memory, decode_rows, decode_tile, fitting
+from .tuning import DecodeTile, cut_for, decode_memory, decode_rows, decode_tile, fitting
 from .widen import widened
 
 NEVER = 2**30  # a window's bound that no distance reaches
@@ -290,14 +291,6 @@ def flash_decode_kernel(
             item += programs
 
 
-def cut_for(device: torch.device, tile: DecodeTile) -> tuple[int, int]:
-    """(programs to launch, spans from which on they take whole spans) on this device."""
-    if interpreting():
-        return 3, 5  # few, so that tests meet both kinds of items and tickets
-    sms = num_sms(device.index)
-    return tile.per_sm * sms, min(sms // 4, MAX_SPANS)
-
-
 def launch_flash_decode(
     call: Call, options: Options, tile: DecodeTile | None = None, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -314,12 +307,26 @@ def launch_flash_decode(
             if result is not narrow:
                 narrow.copy_(result)
         return o.to(q.dtype), lse
-    o, lse = tokens_first(q, q.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
-    if o.numel() == 0:
-        return o, lse
+    tile, tensors, cache = _given(call, options, tile)
+    if q.numel():
+        run(plan, tensors, partial(_launches, options, tile, cache), **cache)
+    return tensors["o"], tensors["lse"]
+
+
+def repeated_decode(call: Call, options: Options, plan: Plan) -> Repeated | None:
+    """A launched call once more, for other q, k_cache, v_cache and o; None where its plan has no replays."""
+    if not plan.replays or call.q.stride(3) != 1:
+        return None
+    _, tensors, cache = _given(call, options, None)
+    return Repeated(plan.replays, tensors | dict.fromkeys(("q", "k_cache", "v_cache", "o")), cache)
+
+
+def _given(call: Call, options: Options, tile: DecodeTile | None) -> tuple[DecodeTile, dict, dict[str, int]]:
+    """A call's tile, its tensors with O, LSE and the launch's memory, and the numbers that `_of_cache` gives."""
+    q = call.q
     block_m, paged = decode_rows(q.shape, call.k_cache.shape[1])[1], call.block_table is not None
     tile = tile or decode_tile(call.k_cache.dtype, q.shape[3], block_m, paged)
-    tensors = call._asdict() | {"o": o, "lse": lse, "alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
+    tensors = call._asdict() | {"alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
     tensors["q"] = q if q.stride(3) == 1 else q.contiguous()
     if call.k_new is not None and (call.k_new.stride() != call.v_new.stride() or call.k_new.stride(3) != 1):
         tensors |= {"k_new": call.k_new.contiguous(), "v_new": call.v_new.contiguous()}
@@ -330,10 +337,10 @@ def launch_flash_decode(
         tensors["workspace"] = kvcache_workspace(q.shape[0], q.shape[1], q.device)
     pages_of_row = call.block_table.shape[1] if paged else 1
     shapes = decode_memory(q.shape, call.k_cache.shape, pages_of_row, tile, cut_for(q.device, tile)[1])
-    tensors["sums"], tensors["maxima"] = [q.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    cache = _of_cache(call.k_cache, pages_of_row)
-    run(plan, tensors, partial(_launches, options, tile, cache), **cache)
-    return o, lse
+    tensors["o"] = tokens_first(q, q.shape[3])
+    for name, shape in zip(("lse", "sums", "maxima"), (q.shape[:3], *shapes), strict=True):
+        tensors[name] = q.new_empty(shape, dtype=torch.float32)
+    return tile, tensors, _of_cache(call.k_cache, pages_of_row)
 
 
 def _of_cache(k_cache: Tensor, pages_of_row: int) -> dict[str, int]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..call import Options
-from ..device import capability, interpreting
+from ..decode import MAX_SPANS
+from ..device import capability, interpreting, num_sms
 from ..launch import Launch, descriptor, packed_descriptor, padded, tma_ready
 
 
@@ -198,6 +199,14 @@ def decode_tile(dtype: torch.dtype, head_dim: int, block_m: int, paged: bool) ->
     if block_m > 16 or padded > 128 or (dtype.itemsize == 1 and paged):
         return DecodeTile(block_k, 8, 4, stages, 2)  # 255 registers
     return DecodeTile(block_k, 8, 4, stages, 3, max_registers=168)  # 70 KB, at most 8 bytes spilled
+
+
+def cut_for(device: torch.device, tile: DecodeTile) -> tuple[int, int]:
+    """(programs to launch, spans from which on they take whole spans) on this device."""
+    if interpreting():
+        return 3, 5  # few, so that tests meet both kinds of items and tickets
+    sms = num_sms(device.index)
+    return tile.per_sm * sms, min(sms // 4, MAX_SPANS)
 
 
 def decode_rows(q_shape: torch.Size, num_kv_heads: int) -> tuple[int, int]:

@@ -1,0 +1,41 @@
+"""Attention over the caches of all layers of a forward. Imports no Triton before a GPU has run it."""
+
+from torch import Tensor
+
+from .decode import Call, attend, checked, unseen
+from .launch import tokens_first
+
+
+class KVCacheLayers:
+    """`flash_attention_with_kvcache` in the layers of a forward, one after the other: what the first one has found out
+    of its call, the next ones do not ask again.
+
+    attend = KVCacheLayers(cache_seqlens, cache_leftpad=..., workspace=..., causal=..., ...)
+    o = attend(q, k_cache, v_cache)
+    """
+
+    def __init__(
+        self, cache_seqlens: Tensor, *, cache_leftpad: Tensor | None = None, workspace: Tensor | None = None,
+        causal: bool = True, scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ):  # fmt: skip
+        self._rows = None, None, cache_seqlens, cache_leftpad, None, None, None, workspace
+        self._options = causal, scale, window, softcap, None, sinks
+        self._alike = self._again = None
+
+    def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        call = Call(q, k_cache, v_cache, *self._rows)
+        alike = [(x.shape, x.stride(), x.dtype, x.device) for x in call[:3]] if unseen(call) else None
+        if alike is not None and alike == self._alike:
+            o = tokens_first(q, q.shape[3])
+            if self._again(q=q, k_cache=k_cache, v_cache=v_cache, o=o):
+                return o
+        call, options, plan = checked(call, *self._options)
+        o, _ = attend(call, options, plan)
+        self._alike = None
+        if alike is not None and plan is not None and q.is_cuda:
+            from .portable.decode import repeated_decode
+
+            self._again = repeated_decode(call, options, plan)
+            self._alike = alike if self._again else None
+        return o
