@@ -45,7 +45,7 @@ OTHERS = {
 
 # mask or position_ids -> (its version, what is derived from it), so that all layers of a forward share that
 _DERIVED = WeakTensorKeyDictionary()
-# (event, flag) of padding masks on a GPU: whether they have a hole, once the event has happened; oldest first
+# (event, flags) of padding masks on a GPU: which rows have a hole, once the event has happened; oldest first
 _CHECKS: list[tuple[torch.cuda.Event, Tensor]] = []
 
 
@@ -106,12 +106,14 @@ def mask(
     if seen and hole.any():
         return pairs()
     beginning = not isinstance(q_offset, Tensor) and q_offset == 0 and kv_length == q_length > MAX_QUERIES
+    if causal and not beginning:
+        first, last = first.clamp(max=end), end
+    ranges = first.new_zeros(4, 1, kind, first.shape[0])
+    ranges[0], ranges[1] = first, last
     if beginning if causal else windowed:  # queries and keys are the same tokens: padding has neither
-        rows = first, last, first, last
+        ranges[2:] = ranges[:2]
     else:
-        end = torch.zeros_like(first) + end if causal else last
-        rows = first.minimum(end), end, torch.zeros_like(first), torch.full_like(first, q_length)
-    ranges = torch.stack(rows).to(torch.int32)[:, None, None].expand(4, 1, kind, -1).contiguous()
+        ranges[3] = q_length
     if not seen:
         _check_later(hole, ranges)
     return ranges
@@ -193,11 +195,11 @@ def _check_later(hole: Tensor, ranges: Tensor) -> None:
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():  # a graph has no later: it stops
         torch._assert_async(~hole.any(), HOLE)
         return
-    flag, event = torch.empty((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
-    flag.copy_(hole.any(), non_blocking=True)
+    flags, event = torch.empty(hole.shape, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+    flags.copy_(hole, non_blocking=True)
     event.record(torch.cuda.current_stream(hole.device))
-    _CHECKS.append((event, flag))
-    shared(ranges, "nan", lambda: [torch.where(hole, torch.nan, 0.0)])
+    _CHECKS.append((event, flags))
+    shared(ranges, "holes", lambda: [hole])
 
 
 def refuse_found_holes() -> None:
@@ -205,7 +207,7 @@ def refuse_found_holes() -> None:
     if torch.compiler.is_compiling() or not _CHECKS or torch.cuda.is_current_stream_capturing():
         return
     while _CHECKS and _CHECKS[0][0].query():
-        if _CHECKS.pop(0)[1]:
+        if _CHECKS.pop(0)[1].any():
             _CHECKS.clear()
             raise ValueError(HOLE)
 
@@ -213,9 +215,9 @@ def refuse_found_holes() -> None:
 def nan_at_holes(query: Tensor, ranges: Tensor) -> Tensor:
     """NaN in rows with a hole, for the first layer that takes `ranges`: it reaches the logits, should nobody call
     again."""
-    if torch.compiler.is_compiling() or not (nan := shared(ranges, "nan", list)):
+    if torch.compiler.is_compiling() or not (holes := shared(ranges, "holes", list)):
         return query
-    return query + nan.pop()[:, None, None, None].to(query.dtype)
+    return query.masked_fill(holes.pop()[:, None, None, None], torch.nan)
 
 
 def shared(owner: Tensor, name: object, make: Callable):

@@ -268,7 +268,7 @@ def test_rows_with_a_hole_are_nan_on_a_gpu(in_pytorch):
     """The first layer that takes the mask makes them so."""
     q, mask = torch.randn(3, 4, N, 16), huggingface.mask(3, N, N, attention_mask=padding("left").bool())
     first = huggingface.attention(torch.nn.Identity(), q, q, q, mask)[0]
-    huggingface_masks._DERIVED[mask][1]["nan"] = [torch.tensor([0.0, 0.0, torch.nan])]
+    huggingface_masks._DERIVED[mask][1]["holes"] = [torch.tensor([False, False, True])]
     second, third = (huggingface.attention(torch.nn.Identity(), q, q, q, mask)[0] for _ in range(2))
     assert second[2, 3:].isnan().all()
     assert torch.equal(first[:2], second[:2])
