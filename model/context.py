@@ -71,7 +71,7 @@ def _all_to_all(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...
 
 
 def _packed(x: Tensor) -> Tensor:
-    """`x.contiguous()`, where it copies eight bytes at a time: by elements of 16 bits PyTorch takes three times as
+    """`x.contiguous()`, where it copies eight bytes at a time: by elements of 16 bits PyTorch takes twice as
     long."""
     ratio = 8 // x.itemsize
     if torch.compiler.is_compiling() or x.is_contiguous() or x.stride(-1) != 1:
