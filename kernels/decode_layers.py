@@ -7,11 +7,20 @@ from .launch import tokens_first
 
 
 class KVCacheLayers:
-    """`flash_attention_with_kvcache` in the layers of a forward, one after the other: what the first one has found out
-    of its call, the next ones do not ask again.
+    """`flash_attention_with_kvcache` in the layers of a forward, one after the other on one stream.
 
     attend = KVCacheLayers(cache_seqlens, cache_leftpad=..., workspace=..., causal=..., ...)
     o = attend(q, k_cache, v_cache)
+
+    What the first layer has found out of its call, the next ones, whose tensors have its shapes, do not ask again.
+
+    Args, of each layer: q (B, Hq, Nq, D), k_cache and v_cache (B, Hkv, S, D), which have the new tokens already.
+        The others as in `flash_attention_with_kvcache`.
+
+    Returns O (B, Hq, Nq, D), stored as (B, Nq, Hq, D).
+
+    Raises:
+        ValueError: as `flash_attention_with_kvcache`.
     """
 
     def __init__(
