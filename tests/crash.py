@@ -115,6 +115,7 @@ def steps_logged(run_dir: Path) -> dict[int, float]:
 def main(folder: Path, kills: int, seed: int, size: int = 1) -> dict[str, Any]:
     torch.set_num_threads(1)  # a forked child cannot use its parent's threads
     chance = random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
     run_dir = folder / "killed"
     known: dict[int, str] = {}
     newest, leftovers, ended, took = 0, 0, [], []
