@@ -1,5 +1,7 @@
 """Tiny random models of transformers' families, and what is asked of each with our attention and with theirs."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -85,7 +87,9 @@ def pytorch_on_a_cpu(monkeypatch) -> None:
     """What a CPU without Triton's interpreter runs: the mathematics of the kernels in PyTorch."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(huggingface, "_engine", lambda *_: kernels.tiled_attention)
-        monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", kernels.naive_attention_with_kvcache)
+        naive = kernels.naive_attention_with_kvcache
+        monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", naive)
+        monkeypatch.setattr(huggingface, "KVCacheLayers", lambda **options: partial(naive, **options))
 
 
 def with_each(model, run, **more):

@@ -261,7 +261,7 @@ def test_a_step_copies_no_keys_and_values(family, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         monkeypatch.setattr(huggingface, "_engine", lambda *_: lambda q, k, v, **_: q)
-        monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", lambda q, *_, **__: q)
+        monkeypatch.setattr(huggingface, "KVCacheLayers", lambda **_: lambda q, k, v: q)
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, huggingface.NAME, counted)
     model = on(device, build(family), torch.bfloat16, huggingface.NAME)
     ids, mask = tokens().to(device), padding("left").to(device)

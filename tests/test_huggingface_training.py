@@ -8,12 +8,11 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
 
-import kernels  # noqa: E402
 from data import build_tokenizer  # noqa: E402
 from data.tokenizer_json import tokenizer_json  # noqa: E402
-from model import GPTConfig, build_model, generate, huggingface, resolve_model  # noqa: E402
+from model import GPTConfig, build_model, generate, resolve_model  # noqa: E402
 from scripts import export_hf  # noqa: E402
-from tests.huggingface_models import build  # noqa: E402
+from tests.huggingface_models import build, pytorch_on_a_cpu  # noqa: E402
 from tests.runs import CORPUS, contents, settings  # noqa: E402
 from train import train  # noqa: E402
 from training.checkpoint import open_checkpoint  # noqa: E402
@@ -24,8 +23,7 @@ TEXT = "the quick brown fox: naïve café 漢字"
 
 @pytest.fixture(autouse=True)
 def in_pytorch(monkeypatch):
-    monkeypatch.setattr(huggingface, "_engine", lambda *_: kernels.tiled_attention)
-    monkeypatch.setattr(huggingface, "flash_attention_with_kvcache", kernels.naive_attention_with_kvcache)
+    pytorch_on_a_cpu(monkeypatch)
 
 
 @pytest.fixture(scope="module")
