@@ -339,9 +339,9 @@ def test_a_longer_cache_is_the_same_call_but_for_numbers_that_it_gives(monkeypat
     monkeypatch.setattr(portable, "run", lambda plan, tensors, make, **numbers: seen.append((make(**tensors), numbers)))
     q, lengths = torch.zeros(2, 4, 1, 32, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
     keys, options = set(), Options(True, 1.0)
-    for capacity in (64, 1, 75):
-        cache = torch.zeros(2, 2, capacity, 32, device=DEVICE)
-        call = decode.Call(q, cache, cache.clone(), None, None, lengths, None, None, None, None, None)
+    for capacity, width in ((64, 32), (1, 32), (75, 64), (75, 32)):  # wider: other columns lie between the slots
+        cache, values = torch.zeros(2, 2, 2, capacity, width, device=DEVICE)[..., :32]
+        call = decode.Call(q, cache, values, None, None, lengths, None, None, None, None, None)
         keys.add(decode.decode_key(call, options))
         portable.launch_flash_decode(call, options)
     assert len(keys) == 1
@@ -351,7 +351,7 @@ def test_a_longer_cache_is_the_same_call_but_for_numbers_that_it_gives(monkeypat
         given = dict(zip(names, launch.arguments, strict=False))
         assert {name: given.pop(name) for name in numbers} == numbers
         rest.append({name: x for name, x in given.items() if not isinstance(x, torch.Tensor)})
-    assert rest[0] == rest[1] == rest[2]
+    assert rest[0] == rest[1] == rest[2] == rest[3]
     for other in (cache[:, :, :, ::1].transpose(1, 2).contiguous().transpose(1, 2), cache[:1].expand(2, -1, -1, -1)):
         keys.add(decode.decode_key(call._replace(k_cache=other), options))  # no longer v's strides
     assert len(keys) == 2
