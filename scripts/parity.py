@@ -5,7 +5,7 @@ are equal in exact arithmetic and round differently, and *seed* runs, the baseli
 backend passes when
   - its loss curve is no further from the baseline's than null runs are, over the first ten steps and over all of them
     (tolerance limits, scripts/parity_verdict.py),
-  - its final validation loss is no further from the baseline's than the seeds' are,
+  - its final validation loss lies where those of the baseline, its null runs and its seeds do (the same limits),
   - one call on each layer's own q, k, v and dO, before and after training, agrees with naive attention in float32 as
     nulls do, in the run's precision and in float32, and survives scores that only a running maximum survives.
 The run's folder gets parity.json, parity.png and parity.md, and a folder for each run; wandb gets one group of runs.
@@ -29,7 +29,7 @@ from data import TokenBatches
 from kernels import naive_attention
 from model import ATTENTION, GPT, attend_with
 from scripts.bench.report import Columns, Report, colour, refuse_below_one, refuse_unknown, table
-from scripts.parity_verdict import EARLY, Recorded, compare, fault, judge, limits_of, noise, stress
+from scripts.parity_verdict import EARLY, Recorded, compare, fault, final_losses, judge, limits_of, noise, stress
 from scripts.variants import MUTANTS, nulls, train_once
 from training.checkpoint import open_checkpoint
 from training.curves import picture
@@ -102,7 +102,7 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
 
     baseline = curves["naive"]
     allowed, band = noise([losses for name, losses in curves.items() if name.startswith("null")], baseline)
-    spread = max(abs(run["val_loss"] - runs["naive"]["val_loss"]) for n, run in runs.items() if n.startswith("seed"))
+    final = final_losses([run["val_loss"] for n, run in runs.items() if n.startswith(("naive", "null", "seed"))])
     places, dropout = record_both(settings, run_dir), settings.model.attention_dropout
     options = {"dropout_p": dropout, "dropout_seed": 0} if dropout else {}
     torch.set_float32_matmul_precision("highest")  # TF32 would hide what float32 can show; a run sets its own
@@ -116,20 +116,20 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
         attend = MUTANTS[name][0] if name in MUTANTS else ATTENTION[name]
         verdict = judge(curves[name], baseline, allowed, band)
         verdict["val_loss"] = runs[name]["val_loss"]
-        verdict["inside_seeds"] = abs(verdict["val_loss"] - runs["naive"]["val_loss"]) <= spread
+        verdict["ends_near"] = abs(verdict["val_loss"] - final["center"]) <= final["limit"]
         verdict["rows"] = {place: compare(attend, recorded, options) for place, recorded in places.items()}
         found = {
             place: fault(verdict["rows"][place], stress(attend, recorded, options), limits[place])
             for place, recorded in places.items()
         }
         verdict["fault"] = next((f"{place}: {what}" for place, what in found.items() if what), None)
-        verdict["passes"] = verdict["passes"] and verdict["inside_seeds"] and verdict["fault"] is None
+        verdict["passes"] = verdict["passes"] and verdict["ends_near"] and verdict["fault"] is None
         verdicts[name] = verdict
 
     found = {
         "passes": all(verdict["passes"] for verdict in verdicts.values()),
         "noise": allowed,
-        "seeds": {"runs": settings.parity.seeds, "spread": spread},
+        "final": final,
         "limits": limits,
         "verdicts": verdicts,
         "runs": runs,
@@ -226,13 +226,13 @@ def write(found: dict, run_dir: Path, hardware: str) -> None:
         {
             "attention": name,
             "verdict": "pass" if verdict["passes"] else "FAIL",
-            "outside": "" if verdict["inside_seeds"] else " (outside)",
+            "outside": "" if verdict["ends_near"] else " (outside)",
             "leaves": "never" if verdict["first_outside"] is None else f"at step {verdict['first_outside']}",
         }
         | verdict
         for name, verdict in found["verdicts"].items()
     ]
-    allowed, seeds = found["noise"], found["seeds"]
+    allowed, final = found["noise"], found["final"]
     early, whole = allowed["early"], allowed["whole"]
     said = [
         f"{'PASS' if found['passes'] else 'FAIL'}. {allowed['runs']} null runs are {early['typical']:.2e} nats from "
@@ -240,7 +240,8 @@ def write(found: dict, run_dir: Path, hardware: str) -> None:
         f"Up to {early['limit']:.2e} and {whole['limit']:.2e} is noise: limits that cover {allowed['content']:.0%} of "
         f"such runs with {allowed['confidence']:.0%} confidence (mean + {allowed['k']} sd of the logarithms). No "
         "smaller difference could have been seen.",
-        f"{seeds['runs']} other orders of the batches end within {seeds['spread']:.5f} nats of its validation loss.",
+        f"By the same limits, {final['runs']} runs of naive, nulls and seeds among them, put a right attention's final "
+        f"validation loss within {final['limit']:.5f} nats of {final['center']:.5f}.",
         *(f"{row['attention']} parts from naive {row['fault']}." for row in rows if row["fault"]),
     ]
     shown = table(rows, {"attention": "{attention}"}, VERDICT, "distance from naive, nats", "\n\n".join(said))

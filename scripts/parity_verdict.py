@@ -4,7 +4,8 @@ A run's distance to the baseline is T, the mean over steps of log10 |loss - base
 from step to step, in every run alike, so T is compared with the T of the null runs, which differ from the baseline by
 rounding alone. A backend passes when its T is at most mean + k sd of theirs: k is the one-sided normal tolerance
 factor, which covers 99 % of all such runs with 95 % confidence. It is asked twice: over the first EARLY steps, where
-rounding has not grown yet and a small mistake stands out, and over the whole run.
+rounding has not grown yet and a small mistake stands out, and over the whole run. The final validation loss is held to
+the same factor around all runs of the baseline: itself, null runs and seeds.
 """
 
 import math
@@ -61,6 +62,14 @@ def noise(nulls: list[list[float]], baseline: list[float]) -> tuple[dict, list[f
         center, spread = statistics.fmean(means), statistics.stdev(means)
         allowed[span] = {"typical": 10**center, "limit": 10 ** (center + k * spread)}
     return allowed, band
+
+
+def final_losses(baseline_runs: list[float]) -> dict[str, float]:
+    """Where a right attention's final validation loss lies, from those of the baseline, its null runs and its seeds:
+    mean +- k sd. The largest distance of a few seeds would not do: of two seeds, a third is further in one of three."""
+    k = TOLERANCE[min(len(baseline_runs), max(TOLERANCE))]
+    center, spread = statistics.fmean(baseline_runs), statistics.stdev(baseline_runs)
+    return {"runs": len(baseline_runs), "k": k, "center": center, "limit": max(k * spread, resolution(center))}
 
 
 def judge(losses: list[float], baseline: list[float], allowed: dict, band: list[float]) -> dict:

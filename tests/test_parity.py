@@ -13,7 +13,7 @@ import torch
 
 from scripts import variants
 from scripts.parity import ParitySettings, run_parity, with_one_micro_batch
-from scripts.parity_verdict import judge, noise
+from scripts.parity_verdict import final_losses, judge, noise
 from scripts.variants import MUTANTS
 from tests.runs import settings
 from training import memory
@@ -109,6 +109,20 @@ def test_a_curve_is_judged_by_the_noise():
     wrong = judge([x + 1e-2 for x in baseline], baseline, *allowed)
     assert not wrong["passes"]
     assert not judge([*baseline[:9], math.nan], baseline, *allowed)["passes"]
+
+
+def test_a_final_loss_is_judged_by_all_runs_of_the_baseline():
+    """By the largest distance of its two seeds, a third of right attentions would fail, and these null runs."""
+    import numpy as np
+
+    draws = np.random.default_rng(0).normal(4.5, 0.01, (2000, 9))  # the last: a right attention
+    limits = [final_losses(list(row)) for row in draws[:, :8]]
+    inside = [abs(row[-1] - limit["center"]) <= limit["limit"] for row, limit in zip(draws, limits, strict=True)]
+    assert 0.99 < sum(inside) / len(inside) < 1
+    assert limits[0]["runs"] == 8
+    wrong = [abs(row[-1] + 0.1 - limit["center"]) > limit["limit"] for row, limit in zip(draws, limits, strict=True)]
+    assert sum(wrong) / len(wrong) > 0.98
+    assert final_losses([4.5] * 30)["limit"] == 2.0**-21  # the next float32
 
 
 def test_the_tolerance_factor_covers_what_it_says():
