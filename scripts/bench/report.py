@@ -202,6 +202,7 @@ def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callab
         for axes, panel in zip(all_axes, panels, strict=True):
             for number, name in enumerate(attention):
                 style = {"color": colour(attention[name], number), "markersize": 4, "label": name}
+                style["zorder"] = 3 - number / len(attention)  # the first, ours, above those that it hides
                 style["linestyle"] = STYLES[alike[name].index(name) % len(STYLES)]
                 part = [row for row in rows if label(row) == name and panel.of(row)]
                 done = [(row["seq_len"], row[panel.key]) for row in part if row.get(panel.key)]
@@ -213,7 +214,8 @@ def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callab
                     place = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
                     axes.annotate("out of memory", (full[len(full) // 2], done[-1][1]), **place)
             is_wide = panel.may_be_log and axes.dataLim.y1 > 10 * axes.dataLim.y0
-            axes.set(xscale="log", xlabel="N, tokens", **({"yscale": "log"} if is_wide else {"ylim": (0, None)}))
+            height = {"yscale": "log"} if is_wide else {"ylim": (0, 1.1 * axes.dataLim.y1)}
+            axes.set(xscale="log", xlabel="N, tokens", **height)
             axes.set_title(panel.title, fontsize=10)
             axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else n for n in lengths], fontsize=8)
             axes.xaxis.set_minor_locator(NullLocator())
