@@ -46,3 +46,8 @@ def test_compiled_it_keeps_its_result_and_not_its_input(autocast):
     with hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = compiled(x)
     assert sum(t.nbytes for t in kept) == y.nbytes + 64 * 4
+
+
+def test_on_a_cpu_float64_keeps_its_digits():
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: rms_norm(x, EPS), x)

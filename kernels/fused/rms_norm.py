@@ -2,7 +2,8 @@
 
 A compiled block keeps what the norm returned anyway, for its product's gradient. PyTorch's own gradient reads the
 residual stream too: in fp32, twice as wide, and alive until then. With y = x / rms(x) in place of x it is
-dx = (dy - y mean(dy y)) / rms(x), the same within the rounding of y.
+dx = (dy - y mean(dy y)) / rms(x), the same within the rounding of y. On a CPU, where PyTorch composes its gradient of
+many operators, this one takes about half of the time.
 """
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 def rms_norm(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467), in autocast's dtype or x's.
 
-    The compiler fuses the gradient of a compiled call with what stands around it. Elsewhere PyTorch's operator is used.
+    The compiler fuses the gradient of a compiled call with what stands around it. On a GPU, uncompiled, PyTorch's
+    operator is used: it is one kernel.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+    if not x.is_cuda or (torch.compiler.is_compiling() and torch.is_grad_enabled()):
         return _RMSNorm.apply(x, eps, dtype)
     return F.rms_norm(x, (x.size(-1),), eps=eps).to(dtype)
 
@@ -25,7 +27,7 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         y = wide * scale
         if y.dtype != dtype:  # PyTorch 2.11, compiling, loses the gradient of a result that `to` leaves as it is
@@ -37,6 +39,6 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
         y, scale = ctx.saved_tensors
-        dy, y = dy.float(), y.float()
+        dy, y = dy.to(scale.dtype), y.to(scale.dtype)
         dx = scale * (dy - y * (dy * y).mean(-1, keepdim=True))
         return dx.to(ctx.dtype), None, None

@@ -9,8 +9,9 @@ This file is the contract (torch only); the kernel loads when a CUDA tensor, or 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from .rms_norm import rms_norm
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ def rotate_and_split(
     kv_heads = (qkv.shape[2] - num_heads) // 2
     qk, v = qkv.split([num_heads + kv_heads, kv_heads], dim=2)
     if norm_eps is not None:
-        qk = F.rms_norm(qk, (qk.size(-1),), eps=norm_eps).to(qkv.dtype)
+        qk = rms_norm(qk, norm_eps).to(qkv.dtype)
     q, k = rotate(qk, cos, sin).split([num_heads, kv_heads], dim=2)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
