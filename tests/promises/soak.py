@@ -6,7 +6,8 @@ of tensors and of PyTorch's allocator; and times every step with all that follow
 
 - Memory: the growth from the first sample to the last by the Theil-Sen line (the median of the slopes of all pairs,
   which a few odd samples cannot move), at most `soak.max_growth_mib`.
-- Open files and threads: the median of the last third of the samples, at most that of the first.
+- Open files and threads: the fewest in the last third of the samples, at most that of the first. (Those of a save come
+  and go, and on a slow disk stay for most of the steps.)
 - Step time: the median of the last third of the steps, at most `soak.max_slowdown` times that of the first.
 
 Writes soak.json with every sample. Exit code 1 where something grew. Needs Linux's /proc. Takes the configuration of
@@ -19,6 +20,7 @@ import os
 import sys
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,14 +148,15 @@ def judge(seen: Watched, settings: SoakSettings) -> list[dict[str, Any]]:
     config, rows = settings.soak, []
     for name in seen.samples[0]:
         values = np.array([sample[name] for sample in seen.samples], dtype=np.float64)
-        before, after = medians(values)
         if name in ("open files", "threads"):
+            before, after = of_thirds(np.min, values)
             grew, limit, unit, scale = after - before, 0.0, "", 1
         else:
+            before, after = of_thirds(np.median, values)
             grew = theil_sen(np.array(seen.steps), values) * (seen.steps[-1] - seen.steps[0])
             limit, unit, scale = config.max_growth_mib, "MiB", 2**20
         rows.append(_row(name, unit, before / scale, after / scale, grew / scale, limit))
-    before, after = medians(np.array(seen.seconds) * 1e3)
+    before, after = of_thirds(np.median, np.array(seen.seconds) * 1e3)
     limit = float("inf") if config.max_slowdown is None else (config.max_slowdown - 1) * before
     rows.append(_row("step time", "ms", before, after, after - before, limit))
     return rows
@@ -165,10 +168,10 @@ def _row(name: str, unit: str, before: float, after: float, grew: float, limit: 
     return {"name": name, "unit": unit, **rounded, "passes": bool(grew <= limit)}
 
 
-def medians(values: np.ndarray) -> tuple[float, float]:
+def of_thirds(statistic: Callable[[np.ndarray], float], values: np.ndarray) -> tuple[float, float]:
     """Of the first and of the last third."""
     third = len(values) // 3
-    return float(np.median(values[:third])), float(np.median(values[-third:]))
+    return float(statistic(values[:third])), float(statistic(values[-third:]))
 
 
 def theil_sen(x: np.ndarray, y: np.ndarray) -> float:

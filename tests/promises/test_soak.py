@@ -78,6 +78,21 @@ def test_step_time_is_judged_by_the_medians_of_thirds():
     assert not verdict([s * (1 + i / 1000) for i, s in enumerate(steady)])
 
 
+def test_a_thread_that_comes_and_goes_has_not_been_left_behind():
+    chosen = settings(
+        *TINY, "train.steps=1000", "soak.samples=30", "soak.max_slowdown=null", schema=SoakSettings, experiment=None
+    )
+
+    def verdict(threads) -> bool:
+        samples = [{"threads": count} for count in threads]
+        return judge(Watched(steps=list(range(30)), samples=samples, seconds=array("d", [1.0] * 30)), chosen)[0][
+            "passes"
+        ]
+
+    assert verdict([5] * 20 + [6] * 9 + [5])  # a save that a slow disk holds up
+    assert not verdict([5] * 19 + [6] * 11)
+
+
 def test_the_slope_is_not_moved_by_a_few_odd_samples():
     x = np.arange(50.0)
     y = 3.0 * x
