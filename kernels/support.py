@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +16,6 @@ from .call import Options
 from .device import capability, interpreting
 from .launch import tma_ready
 
-Pass = Literal["forward", "backward"]
-PASSES: tuple[Pass, ...] = ("forward", "backward")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # feature, as in messages and in tests -> its meaning, for the README
@@ -39,36 +36,29 @@ FEATURES = {
 # What a block mask says itself, so that no call may say it beside one.
 IN_THE_MASK = ("causal", "window", "varlen")
 
-# what is computed in tiles, by the kernels and by their mathematics in plain PyTorch: refused there until it is named
-_IN_TILES = frozenset(
-    {"full", "causal", "gqa", "head_dim_v", "lse", "window", "softcap", "alibi_slopes", "sinks", "dropout", "varlen"}
-    | {"block_mask"}
-)
 _ALL_DTYPES = frozenset(DTYPES)
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """What one implementation can do: every feature named here, in every dtype named here, both passes, but
-    for the exceptions."""
+    """What one implementation can do: every feature named here, in every dtype named here, in both passes."""
 
     name: str
     features: frozenset[str]
     dtypes: frozenset[torch.dtype]
     instead: str  # the remedy that its refusals name
-    exceptions: frozenset[tuple[str, Pass, torch.dtype]] = frozenset()
 
-    def supports(self, feature: str, which: Pass, dtype: torch.dtype) -> bool:
+    def supports(self, feature: str, dtype: torch.dtype) -> bool:
         """One cell of the matrix."""
-        return feature in self.features and dtype in self.dtypes and (feature, which, dtype) not in self.exceptions
+        return feature in self.features and dtype in self.dtypes
 
 
 IMPLEMENTATIONS = {
     i.name: i
     for i in (
         Implementation("naive", frozenset(FEATURES), _ALL_DTYPES, instead="model.attention=tiled"),
-        Implementation("tiled", _IN_TILES, _ALL_DTYPES, instead="model.attention=naive"),
-        Implementation("flash", _IN_TILES, _ALL_DTYPES - {torch.float64}, instead="model.attention=naive"),
+        Implementation("tiled", frozenset(FEATURES), _ALL_DTYPES, instead="model.attention=naive"),
+        Implementation("flash", frozenset(FEATURES), _ALL_DTYPES - {torch.float64}, instead="model.attention=naive"),
         # PyTorch's own, as the model calls it; its dropout draws from a stream of its own
         Implementation(
             "sdpa",
@@ -93,13 +83,13 @@ KERNELS = {
         "kvcache",
         frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "alibi_slopes", "sinks"}),
         _ALL_DTYPES - {torch.float64},
-        instead="flash_attention",
+        instead="naive_attention_with_kvcache",
     ),
 }
 
 # The smallest inner dimension of a tensor-core product; beyond 256 the accumulators of one tile no longer fit the
 # register file.
-FLASH_HEAD_DIMS = (16, 256)  # the smallest and the largest
+FLASH_HEAD_DIMS = range(16, 257)
 # TMA strides are multiples of 16 bytes. Tiles are 64, 128 or 256 columns wide, the rest is padding; with 32 this is
 # still faster than the portable kernels' narrower tiles, with less it was not measured.
 HOPPER_HEAD_DIMS = range(32, 257, 8)
@@ -118,38 +108,53 @@ def why_not(
     *,
     device: torch.device | str | None = None,
     head_dim: int | None = None,
-    backward: bool = True,
 ) -> str | None:
     """Why an implementation cannot run these features together in this dtype; where asked, on this device and with this
     head_dim.
 
-    implementation: a name of IMPLEMENTATIONS or KERNELS; backward: whether a gradient will be asked for.
+    implementation: a name of IMPLEMENTATIONS or KERNELS.
 
     "window with dropout in float32 is not supported by NAME; use model.attention=OTHER"
+
+    Raises:
+        ValueError: an implementation or a feature that there is not.
     """
     features = tuple(features)
+    known = IMPLEMENTATIONS | KERNELS
+    if implementation not in known:
+        raise ValueError(f"implementation={implementation} is unknown; use one of {', '.join(known)}")
+    if unknown := [f for f in features if f not in FEATURES]:
+        raise ValueError(f"features has {unknown[0]!r}, which is unknown; use names of {', '.join(FEATURES)}")
     if "block_mask" in features and (twice := [f for f in features if f in IN_THE_MASK]):
         return f"block_mask with {' and '.join(twice)} is not supported; put all of it into the mask"
-    if implementation == "flash":
-        reason = head_dim is not None and _flash_head_dim_reason(head_dim)
-        reason = reason or (device is not None and _flash_device_reason(torch.device(device), dtype))
-        if reason:
-            return reason
-    chosen = IMPLEMENTATIONS.get(implementation) or KERNELS[implementation]
-    passes = PASSES if backward else PASSES[:1]
-    missing = [f for f in features if not all(chosen.supports(f, which, dtype) for which in passes)]
+    reason = head_dim is not None and _head_dim_reason(implementation, head_dim)
+    reason = reason or (device is not None and _device_reason(implementation, torch.device(device), dtype))
+    if reason:
+        return reason
+    chosen = known[implementation]
+    missing = [f for f in features if not chosen.supports(f, dtype)]
     if not missing:
         return None
     return f"{' with '.join(missing)} in {_short(dtype)} is not supported by {implementation}; use {chosen.instead}"
 
 
-def _flash_head_dim_reason(head_dim: int) -> str | None:
-    smallest, largest = FLASH_HEAD_DIMS
-    if smallest <= head_dim <= largest:
+def _head_dim_reason(implementation: str, head_dim: int) -> str | None:
+    allowed = HOPPER_HEAD_DIMS if implementation == "hopper" else FLASH_HEAD_DIMS
+    if implementation not in ("flash", *KERNELS) or head_dim in allowed:
         return None
-    return (
-        f"head_dim {head_dim} is not supported by flash attention ({smallest} to {largest}); use model.attention=sdpa"
-    )
+    name, instead = "flash attention", "model.attention=sdpa"
+    if implementation in KERNELS:
+        name, instead = implementation, KERNELS[implementation].instead
+    return f"head_dim {head_dim} is not supported by {name} ({_listed(allowed)}); use {instead}"
+
+
+def _device_reason(implementation: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    if implementation == "flash":
+        return _flash_device_reason(device, dtype)
+    if implementation == "kvcache":
+        return _kvcache_device_reason(device, dtype)
+    reason = implementation == "hopper" and _no_hopper_device_reason(device)
+    return f"{reason}; use the portable kernels" if reason else None
 
 
 def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -160,7 +165,7 @@ def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return None  # a GPU elsewhere, for which a run is planned here
-        major, minor = capability(torch.cuda.current_device() if device.index is None else device.index)
+        major, minor = capability(device.index)
         if major >= 8:
             return None
         return (
@@ -177,26 +182,41 @@ def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None
     )
 
 
+def _kvcache_device_reason(device: torch.device, cache_dtype: torch.dtype) -> str | None:
+    """Where no kernel runs its definition does, so other devices are taken."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    needed = (8, 9) if cache_dtype == torch.float8_e4m3fn else (8, 0)
+    found = capability(device.index)
+    if found >= needed:
+        return None
+    what = "a cache in float8_e4m3fn" if needed == (8, 9) else "kvcache"
+    return (
+        f"{what} needs compute capability {needed[0]}.{needed[1]}; this device has {found[0]}.{found[1]}; "
+        f"use {KERNELS['kvcache'].instead}"
+    )
+
+
 def why_not_flash(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why `flash_attention` cannot take this checked call."""
     features = features_of(options, q.shape[1], k.shape[1], q.shape[3], v.shape[3])
     reason = why_not("flash", q.dtype, features, device=q.device, head_dim=q.shape[3])
-    return reason or _flash_head_dim_reason(v.shape[3])
+    return reason or _head_dim_reason("flash", v.shape[3])
 
 
 def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backward: bool = False) -> str | None:
     """Why the Hopper forward (or backward) does not take this checked call."""
     head_dim = q.shape[3]
     features = features_of(options, q.shape[1], k.shape[1], head_dim, v.shape[3])
-    reason = why_not("hopper", q.dtype, features, backward=backward)
-    if reason is None and head_dim not in HOPPER_HEAD_DIMS:
-        reason = f"head_dim {head_dim} is not supported by hopper ({_listed(HOPPER_HEAD_DIMS)})"
+    reason = why_not("hopper", q.dtype, features, head_dim=head_dim)
     if reason is None and backward and head_dim not in HOPPER_BACKWARD_HEAD_DIMS:
         reason = (
             f"head_dim {head_dim} is not supported by the hopper backward ({_listed(HOPPER_BACKWARD_HEAD_DIMS)}): "
             "wider dK and dV do not fit in registers"
         )
-    reason = reason or _no_hopper_reason(q, k)
+    reason = reason or _no_hopper_device_reason(q.device)
+    if reason is None and (q.numel() == 0 or k.numel() == 0):
+        reason = "hopper takes no empty tensors"
     if reason is None and options.packed and not backward and head_dim not in HOPPER_PACKED_HEAD_DIMS:
         reason = f"the portable forward is faster for packed documents with head_dim {head_dim}"
     if reason is None and options.masked and options.alibi_slopes is not None:
@@ -213,34 +233,24 @@ def why_not_kvcache(q: Tensor, k_cache: Tensor, options: Options) -> str | None:
     if q.device.type == "cpu" and not interpreting():
         return None
     features = features_of(options, q.shape[1], k_cache.shape[1], q.shape[3], k_cache.shape[3])
-    reason = why_not("kvcache", q.dtype, features, backward=False)
-    if reason is None and q.shape[3] not in range(FLASH_HEAD_DIMS[0], FLASH_HEAD_DIMS[1] + 1):
-        reason = f"head_dim {q.shape[3]} is not supported by kvcache ({FLASH_HEAD_DIMS[0]} to {FLASH_HEAD_DIMS[1]})"
-    if reason is None and q.device.type == "cuda":
-        needed = (8, 9) if k_cache.dtype == torch.float8_e4m3fn else (8, 0)
-        found = capability(torch.cuda.current_device() if q.device.index is None else q.device.index)
-        if found < needed:
-            what = "a cache in float8_e4m3fn" if needed == (8, 9) else "kvcache"
-            reason = f"{what} needs compute capability {needed[0]}.{needed[1]}; this device has {found[0]}.{found[1]}"
-    return reason and (reason if "; use" in reason else f"{reason}; use naive_attention_with_kvcache")
+    reason = why_not("kvcache", q.dtype, features, head_dim=q.shape[3])
+    return reason or _kvcache_device_reason(q.device, k_cache.dtype)
 
 
 def _listed(head_dims: range) -> str:
-    return f"multiples of {head_dims.step} from {head_dims[0]} to {head_dims[-1]}"
+    steps = "" if head_dims.step == 1 else f"multiples of {head_dims.step} from "
+    return f"{steps}{head_dims[0]} to {head_dims[-1]}"
 
 
-def _no_hopper_reason(q: Tensor, k: Tensor) -> str | None:
-    """What keeps every Hopper kernel from running: the device, the Triton, nothing to do."""
-    if q.device.type != "cuda":
-        return f"hopper needs a CUDA device; q is on {q.device.type}"
-    major, minor = capability(q.device.index)
+def _no_hopper_device_reason(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"hopper needs a CUDA device; q is on {device.type}"
+    major, minor = capability(device.index)
     if (major, minor) != (9, 0):
         return f"hopper needs compute capability 9.0; this device has {major}.{minor}"
     installed = _triton_release()
     if not installed.startswith(f"{TRITON_RELEASE}."):
         return f"hopper is written for Triton {TRITON_RELEASE}; {installed} is installed"
-    if q.numel() == 0 or k.numel() == 0:
-        return "hopper takes no empty tensors"
     return None
 
 
@@ -279,8 +289,7 @@ def features_of(options: Options, num_heads: int, num_kv_heads: int, head_dim: i
 
 
 def table() -> str:
-    """The matrix as a Markdown table, for the README: a cell names the dtypes that work forward and backward, for
-    the Hopper kernels those that work forward."""
+    """The matrix as a Markdown table, for the README: a cell names the dtypes that work."""
     names = [*IMPLEMENTATIONS, *KERNELS]
     lines = ["| feature | " + " | ".join(names) + " | meaning |", "|---" * (len(names) + 2) + "|"]
     for feature, meaning in FEATURES.items():
@@ -291,8 +300,7 @@ def table() -> str:
 
 def _cell(implementation: Implementation, feature: str) -> str:
     short = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-    passes = PASSES[:1] if implementation.name in KERNELS else PASSES
-    working = [short[d] for d in DTYPES if all(implementation.supports(feature, which, d) for which in passes)]
+    working = [short[d] for d in DTYPES if implementation.supports(feature, d)]
     return " ".join(working) or "no"
 
 

@@ -607,7 +607,9 @@ def test_the_support_table_refuses():
     with pytest.raises(ValueError, match=r"head_dim 8 is not supported by kvcache \(16 to 256\); use naive_attention"):
         flash_attention_with_kvcache(q, keys, keys, cache_seqlens=lengths)
     q, keys = (torch.zeros(1, 1, n, 16, device=DEVICE, dtype=torch.float64) for n in (1, 40))
-    with pytest.raises(ValueError, match="full in float64 is not supported by kvcache; use flash_attention"):
+    with pytest.raises(
+        ValueError, match="full in float64 is not supported by kvcache; use naive_attention_with_kvcache"
+    ):
         flash_attention_with_kvcache(q, keys, keys, cache_seqlens=lengths, causal=False)
 
 

@@ -703,7 +703,7 @@ def test_the_matrix_says_which_kernel_runs(feature, dtype, monkeypatch):
         widen[2] = torch.randn((*v.shape[:-1], 128), device="cuda").to(dtype).requires_grad_()
     compare_with_oracle(ATTENTION["flash"][which], *widen, with_dlse=feature == "lse", **options)
     for which in ("forward", "backward"):
-        assert (which in launches) == KERNELS["hopper"].supports(feature, which, dtype)
+        assert (which in launches) == KERNELS["hopper"].supports(feature, dtype)
 
 
 @pytest.mark.gpu
@@ -748,12 +748,15 @@ def test_documents_with_narrow_heads_take_the_portable_forward():
         assert support.why_not_hopper(q, q, q, options, backward=True) is None
 
 
+NOT_WIDE = "is not supported by hopper (multiples of 8 from 32 to 256); use the portable kernels"
+
+
 @pytest.mark.parametrize(
     ("head_dim", "backward", "reason"),
     [
-        (24, False, "head_dim 24 is not supported by hopper (multiples of 8 from 32 to 256)"),
-        (36, False, "head_dim 36 is not supported by hopper (multiples of 8 from 32 to 256)"),
-        (264, False, "head_dim 264 is not supported by hopper (multiples of 8 from 32 to 256)"),
+        (24, False, f"head_dim 24 {NOT_WIDE}"),
+        (36, False, f"head_dim 36 {NOT_WIDE}"),
+        (264, False, f"head_dim 264 {NOT_WIDE}"),
         (
             136, True,
             "head_dim 136 is not supported by the hopper backward (multiples of 8 from 32 to 128): wider dK and dV do "

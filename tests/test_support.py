@@ -10,7 +10,7 @@ import torch
 
 from kernels import flash_attention, flash_attention_varlen
 from kernels.call import Options
-from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, IN_THE_MASK, PASSES, features_of, table, why_not
+from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, IN_THE_MASK, features_of, table, why_not
 from model.attention import ATTENTION as MODEL_ATTENTION
 from tests.attention_cases import ATTENTION, OPTIONS, call_for
 from tests.attention_checks import compare_with_oracle, make_qkv
@@ -22,15 +22,8 @@ CELLS = [
 ]
 
 
-def yes(name: str, feature: str, dtype: torch.dtype) -> bool:
-    """Both passes; a cell with one pass only would need a test of its own."""
-    answers = {IMPLEMENTATIONS[name].supports(feature, which, dtype) for which in PASSES}
-    assert len(answers) == 1
-    return answers.pop()
-
-
-YES = [cell for cell in CELLS if yes(*cell.values)]
-NO = [cell for cell in CELLS if not yes(*cell.values)]
+YES = [cell for cell in CELLS if IMPLEMENTATIONS[cell.values[0]].supports(*cell.values[1:])]
+NO = [cell for cell in CELLS if cell not in YES]
 
 
 @pytest.mark.parametrize(("name", "feature", "dtype"), YES)
@@ -125,6 +118,23 @@ def test_a_refusal_names_all_features_and_the_remedy():
     missing, instead = "window with dropout", "model.attention=flash or model.attention=naive"
     expected = f"{missing} in float32 is not supported by sdpa; use {instead}"
     assert why_not("sdpa", torch.float32, ["causal", "window", "dropout"]) == expected
+
+
+def test_every_implementation_answers_for_device_and_head_dim():
+    bf16 = torch.bfloat16
+    assert "needs a CUDA device; q is on cpu; use the portable" in why_not("hopper", bf16, device="cpu")
+    assert "head_dim 24 is not supported by hopper" in why_not("hopper", bf16, head_dim=24)
+    assert "head_dim 8 is not supported by kvcache" in why_not("kvcache", bf16, head_dim=8)
+    assert "head_dim 8 is not supported by flash" in why_not("flash", bf16, head_dim=8)
+    assert why_not("naive", bf16, device="cpu", head_dim=8) is None
+
+
+def test_a_question_about_what_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="implementation=falsh is unknown; use one of naive, tiled, flash"):
+        why_not("falsh", torch.bfloat16)
+    for features in (["causla"], "causal"):
+        with pytest.raises(ValueError, match=r"features has '.*', which is unknown; use names of full, causal"):
+            why_not("flash", torch.bfloat16, features)
 
 
 def test_the_hopper_kernels_take_what_gpts_are_trained_with():
