@@ -298,10 +298,16 @@ def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 _CONVERTED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def version_of(x: Tensor) -> int:
+    """How often it was written to; 0 of inference mode's, which do not count."""
+    return 0 if x.is_inference() else x._version
+
+
+@torch.inference_mode(False)  # whoever trains later may be given the same mask
 def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
     """Converted once for each version of its lists, which waits for the GPU."""
     lists = [(given.kv_num_blocks, given.kv_indices), (given.full_kv_num_blocks, given.full_kv_indices)]
-    described = given.mask_mod, num_q, num_k, *(x if x is None else x._version for pair in lists for x in pair)
+    described = given.mask_mod, num_q, num_k, *(x if x is None else version_of(x) for pair in lists for x in pair)
     if (kept := _CONVERTED.get(given)) is not None and kept[0] == described:
         return kept[1]
     if tuple(given.BLOCK_SIZE) != (BLOCK, BLOCK):

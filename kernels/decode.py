@@ -209,7 +209,7 @@ def check_kvcache_call(
             f"q has {num_q} tokens a row; attention over a cache takes 1 to {MAX_QUERIES}: "
             "read a prompt by flash_attention"
         )
-    like = q[:, :num_kv_heads]
+    like = q[:, :1].expand(-1, num_kv_heads, -1, -1)
     q, _, _, options = check_call(q, like, like, causal=causal, **options)
     if options.packed or options.dropout_p:
         raise ValueError("attention over a cache takes neither cu_seqlens nor dropout_p; use flash_attention")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .block_masks import version_of
 from .call import Options, check_tensor
 
 # Which GPU tensors were found right, for which version of their memory, total and bound: reading one waits for the
@@ -28,15 +29,11 @@ def check_documents(options: Options, total_q: int, total_k: int) -> None:
         if not cu_seqlens.is_cuda:
             _check_starts(name, cu_seqlens.tolist(), total, bound)
             continue
-        described = (_version(cu_seqlens), total, bound)
+        described = (version_of(cu_seqlens), total, bound)
         if _CHECKED.get(cu_seqlens) == described or torch.cuda.is_current_stream_capturing():
             continue
         _check_starts(name, cu_seqlens.tolist(), total, bound)
         _CHECKED[cu_seqlens] = described
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def _check_starts(name: str, starts: list[int], total: int, bound: int) -> None:
@@ -69,7 +66,7 @@ def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device) -
     _check_starts("q", starts, starts[-1], max_seqlen)
     if device.type == "cuda":
         cu_seqlens = cu_seqlens.pin_memory().to(device, non_blocking=True)
-        _CHECKED[cu_seqlens] = (_version(cu_seqlens), starts[-1], max_seqlen)
+        _CHECKED[cu_seqlens] = (version_of(cu_seqlens), starts[-1], max_seqlen)
     return cu_seqlens
 
 
@@ -106,7 +103,7 @@ def _padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int
     cu_seqlens_k = torch.cat((zero, starts_k, end_k[-1:], ranges.new_full((1,), k_tokens)))
     for cu_seqlens, tokens in ((cu_seqlens_q, q_tokens), (cu_seqlens_k, k_tokens)):
         if cu_seqlens.is_cuda:
-            _CHECKED[cu_seqlens] = (_version(cu_seqlens), tokens, tokens)
+            _CHECKED[cu_seqlens] = (version_of(cu_seqlens), tokens, tokens)
     return cu_seqlens_q, cu_seqlens_k
 
 

@@ -67,7 +67,7 @@ def generate(
     """
     check_sampling(temperature, top_k, top_p)
     for number, prompt in enumerate(prompts):
-        if not isinstance(prompt, Sequence | Tensor):
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence | Tensor):
             raise ValueError(f"prompt {number} is {prompt!r}; give a list of prompts, each a list of ids")
         if len(prompt) == 0:
             raise ValueError(f"prompt {number} is empty; give at least one token")
@@ -80,7 +80,9 @@ def generate(
     ):  # fmt: skip
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
-    if not prompts or max_new_tokens == 0:
+    if cache_dtype not in (None, torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"cache_dtype={cache_dtype} must be None, torch.int8 or torch.float8_e4m3fn")
+    if len(prompts) == 0 or max_new_tokens == 0:
         return iter(())
     contexts = [list(map(index, prompt[-model.seq_len :])) for prompt in prompts]
     sequences = [

@@ -5,7 +5,7 @@
 
 The import registers two functions under that name: `mask` (huggingface_masks.py), which they call once a forward and
 kind of layer, and `attention`, which they call in each layer with what `mask` returned. For padding, windows and
-documents neither waits for the GPU nor copies keys or values.
+documents neither copies keys or values; the bounds of documents alone are waited for, once a forward.
 """
 
 from collections.abc import Callable

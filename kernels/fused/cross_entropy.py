@@ -23,9 +23,16 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
     Triton on CUDA, PyTorch's own elsewhere; computed in fp32, the gradient is returned in the logits' dtype.
     """
+    check_targets(targets, logits)
     if logits.is_cuda:
         return cross_entropy_fwd(logits, targets, vocab_size)[0].sum()
     return F.cross_entropy(logits[:, :vocab_size].float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def check_targets(targets: Tensor, rows: Tensor) -> None:
+    """ValueError unless each of the rows has a target."""
+    if targets.shape != rows.shape[:1]:
+        raise ValueError(f"targets has shape {tuple(targets.shape)}; expected ({len(rows)},), one of each row")
 
 
 @torch.library.custom_op("flashgpt::cross_entropy_fwd", mutates_args=())

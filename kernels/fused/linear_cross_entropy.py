@@ -9,7 +9,7 @@ is computed twice. Idea: Liger Kernel, arXiv:2410.10989, section 3.2.
 import torch
 from torch import Tensor
 
-from .cross_entropy import IGNORED, cross_entropy_fwd
+from .cross_entropy import IGNORED, check_targets, cross_entropy_fwd
 
 # Adding a chunk's share to weight's fp32 gradient moves 8 bytes an entry, so longer chunks are faster; and on a GPU of
 # 132 multiprocessors 5,632 rows are one whole wave of dh's tiles. Measured for 65,536 tokens of GPT-2's vocabulary (one
@@ -35,7 +35,11 @@ def linear_cross_entropy(
     """
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
-    chunk_tokens = chunk_tokens or max(CHUNK_TOKENS, CHUNK_LOGITS // len(weight))
+    check_targets(targets, h)
+    if chunk_tokens is None:
+        chunk_tokens = max(CHUNK_TOKENS, CHUNK_LOGITS // len(weight))
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1, or None")
     # whoever evaluates needs no gradient: two of the three products are then not done
     return linear_cross_entropy_fwd(h.to(dtype), weight, targets, vocab_size, chunk_tokens, torch.is_grad_enabled())[0]
 

@@ -34,11 +34,16 @@ def rotate_and_split(
         num_heads: Hq.
         norm_eps: of an RMS norm, without a gain, of each head of q and k before it is turned; None: no norm.
 
+    Raises:
+        ValueError: cos and sin are not of N tokens.
+
     Returns:
         q (B, Hq, N, D), k and v (B, Hkv, N, D) in qkv's dtype, stored as (B, N, H, D).
 
     Triton on CUDA, PyTorch's own operators elsewhere.
     """
+    if not len(cos) == len(sin) == qkv.shape[1]:
+        raise ValueError(f"cos and sin have {len(cos)} and {len(sin)} positions but qkv has {qkv.shape[1]} tokens")
     if qkv.is_cuda:
         return rotary_fwd(qkv, cos, sin, num_heads, norm_eps)[:3]
     kv_heads = (qkv.shape[2] - num_heads) // 2

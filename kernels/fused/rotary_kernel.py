@@ -3,6 +3,7 @@
 Bound by memory: each element is read once and written once.
 """
 
+import itertools
 import math
 
 import triton
@@ -14,6 +15,7 @@ from ..launch import on_device
 
 TOKENS = 16  # of a program
 MAX_HEADS = 4  # of a program: they share the loads of cosine and sine
+MOST_OFFSETS = 2**31  # from a row's first token to its last: what 32 bits hold
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -127,6 +129,17 @@ def launch_rotary(
     if interpreting() and packed.dtype.itemsize == 2:
         return _launch_in_float32(packed, q, k, v, cos, sin, scale, norm_eps, turned, inverse)
     if packed.numel() == 0:
+        return None
+    by_head = [x for x in (q, k, v, *turned) if x is not None]
+    most = MOST_OFFSETS // max(packed.stride(1), *(x.stride(2) for x in by_head))
+    if packed.shape[1] > most:
+        for row, start in itertools.product(range(packed.shape[0]), range(0, packed.shape[1], most)):
+            rows, some = slice(row, row + 1), slice(start, start + most)
+            q_part, k_part, v_part, *turned_part = (None if x is None else x[rows, :, some] for x in (q, k, v, *turned))
+            launch_rotary(
+                packed[rows, some], q_part, k_part, v_part, cos[some], sin[some],
+                None if scale is None else scale[rows, some], norm_eps, turned=turned_part, inverse=inverse,
+            )  # fmt: skip
         return None
     if inverse:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

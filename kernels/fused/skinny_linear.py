@@ -45,7 +45,7 @@ def skinny_linear(
         (..., N) in x's dtype.
 
     Raises:
-        ValueError: more rows than 64, or an unknown activation.
+        ValueError: more rows than 64, an unknown activation, or a weight of another width, dtype or layout.
 
     Triton on CUDA and in its interpreter, PyTorch's own operators elsewhere. No gradient.
     """
@@ -54,6 +54,11 @@ def skinny_linear(
         raise ValueError(f"x has {rows} rows; a skinny product takes at most {MAX_ROWS}: use F.linear")
     if activation not in (None, *ACTIVATIONS):
         raise ValueError(f"activation={activation} is not one of None, {', '.join(ACTIVATIONS)}")
+    if weight.size(-1) != x.size(-1) or weight.dtype != x.dtype or not weight.is_contiguous():
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}, strides {weight.stride()} and dtype {weight.dtype}; expected "
+            f"(N, {x.size(-1)}), contiguous, and {x.dtype}"
+        )
     if not x.is_cuda and not interpreting():
         return _composed(x, weight, norm_eps, activation, residual)
     from .skinny_linear_kernel import launch_skinny_linear

@@ -391,10 +391,11 @@ _ORDER = (
 
 def _unit(*tensors: Tensor | None) -> int:
     """The elements of 16 bytes where all strides are multiples of that, else 1: a compiler that knows it loads by 16
-    bytes, and a stride is no constant of the kernel's."""
+    bytes, and a stride is no constant of the kernel's. 1 where a stride has more than 31 bits, which divided by the
+    unit it would not show, and products with it would be taken in 32."""
     unit, together = 16 // tensors[0].itemsize, 0
     for x in tensors:
         if x is not None:
             row, head, token, _ = x.stride()
             together |= row | head | token
-    return 1 if together % unit else unit
+    return 1 if together % unit or together >= 2**31 else unit
