@@ -39,7 +39,7 @@ WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.js
 FILES = (META, WEIGHTS, STATE)  # what the manifest vouches for
 LINKS = ("last", "best")
 VISIBLE = re.compile(r"step_[0-9]{6,}")
-LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed)?\.[0-9]+")  # see `_hidden`
+LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed|\.replaced)?\.[0-9]+")  # see `_hidden`
 # what torch.load raises where there is no archive, or a strange one
 _STRANGE = (
     *(RuntimeError, EOFError, LookupError, TypeError, ValueError),
@@ -132,14 +132,11 @@ def prepare(folder: Path) -> None:
     for leftover in list(folder.iterdir()):
         if not (named := LEFTOVER.fullmatch(leftover.name)):
             continue
-        if leftover.is_symlink():
-            link = folder / named[1]
-            if link.name in LINKS and leftover.exists() and not os.path.lexists(link):
-                leftover.replace(link)  # it was about to be
-            else:
-                leftover.unlink()
-        elif leftover.is_dir():
-            shutil.rmtree(leftover)
+        about_to_be = named[1] in LINKS and leftover.is_symlink() and leftover.exists()
+        if (about_to_be or named[2] == ".replaced") and not os.path.lexists(folder / named[1]):
+            leftover.rename(folder / named[1])
+        else:
+            _delete(leftover)
     for name in LINKS:
         if (folder / name).is_dir() and not (folder / name).is_symlink():
             _link_again(folder / name)
@@ -175,10 +172,13 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
         write_json({name: fingerprint(temporary / name) for name in FILES}, temporary / MANIFEST)
         for path in (*(temporary / name for name in (*FILES, MANIFEST)), temporary):
             flush(path)
-        if os.path.lexists(final):  # the same step again, after a resume from an earlier one, which is still there
-            _remove(final)
+        replaced = _hidden(final, ".replaced")
+        _delete(replaced)
+        if os.path.lexists(final):  # the same step again: kept until the new one has its name, and it may be the last
+            final.rename(replaced)
         temporary.rename(final)
         flush(folder)
+        _delete(replaced)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return final
@@ -338,3 +338,11 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden)
+
+
+def _delete(path: Path) -> None:
+    """A folder, or a link to one; nothing where it is not there."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
