@@ -109,14 +109,15 @@ def program(
                 folders.append(folder)
                 sys.argv = typed  # for the provenance of what the program writes
                 try:
-                    _refuse_missing_in_files()
-                    if "resume" in cfg:
-                        from conf.resumed import with_earlier_settings  # it needs PyTorch, and tools may not
+                    if is_first:
+                        _refuse_missing_in_files()
+                        if "resume" in cfg:
+                            from conf.resumed import with_earlier_settings  # it needs PyTorch, and tools may not
 
-                        given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, not resolved
-                        given = [override for override in given if override not in defaults]
-                        cfg = with_earlier_settings(cfg, given, folder, set(known_keys(schema)))
-                    settings = settings_from(cfg, schema) if is_first else None
+                            given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, not resolved
+                            given = [override for override in given if override not in defaults]
+                            cfg = with_earlier_settings(cfg, given, folder, set(known_keys(schema)))
+                        settings = settings_from(cfg, schema)
                     if processes:  # those of the first one, which are right
                         cfg = OmegaConf.create(processes.told(OmegaConf.to_container(cfg)))
                         settings = settings_from(cfg, schema)
@@ -224,12 +225,17 @@ def _arguments(
     parser.error = refuse  # type: ignore[method-assign]
     found: argparse.Namespace = parser.parse_intermixed_args(typed)
     flags, values = [a for a in typed if a not in found.overrides], list(found.overrides)
-    if positional and (bare := [value for value in values if "=" not in value and not value.startswith("~")]):
+    if positional and (bare := [value for value in values if _is_positional(value)]):
         listed = ",".join(map(_quoted, bare))
         values = [value for value in values if value not in bare] + [f"{positional}=[{listed}]"]
     values = [_as_typed(value, keys, sweeps=found.multirun) for value in values]
     said = {value.lstrip("+~").partition("=")[0] for value in values}
     return flags, [*values, *(value for value in defaults if value.partition("=")[0] not in said)], found.help
+
+
+def _is_positional(value: str) -> bool:
+    """Whether an argument is no key=value: a path, whose folders may have a = in their names."""
+    return "/" in value.partition("=")[0] or ("=" not in value and not value.startswith("~"))
 
 
 def _as_typed(argument: str, keys: dict[str, Key], *, sweeps: bool) -> str:

@@ -44,7 +44,8 @@ class TokenBatches:
             raise ValueError(f"seed={seed} must lie between 0 and 2^64 - 1")
         self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
         self.rank, self.world_size, self.shifted = rank, world_size, shifted
-        self.windows_per_epoch = num_windows(tokens, seq_len, at_least=2 if shifted else 1) - shifted
+        self.windows_per_epoch = num_windows(tokens, seq_len) - shifted
+        assert self.windows_per_epoch > 0, "open_dataset refuses a text that is too short"
         self._orders: dict[int, np.ndarray] = {}  # epoch -> first tokens; only the epochs of the last batch
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,13 +92,8 @@ def document_starts(inputs: torch.Tensor, end_of_text: int) -> torch.Tensor:
     return begins.flatten().nonzero().flatten().to(torch.int32)
 
 
-def num_windows(tokens: Tokens, seq_len: int, at_least: int = 1) -> int:
-    windows = (len(tokens) - 1) // seq_len
-    if windows < at_least:
-        raise ValueError(
-            f"seq_len={seq_len} needs {at_least * seq_len + 1:,} tokens, there are {len(tokens):,}; use a shorter one"
-        )
-    return windows
+def num_windows(tokens: Tokens, seq_len: int) -> int:
+    return (len(tokens) - 1) // seq_len
 
 
 def gather(tokens: Tokens, firsts: list[int], seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,8 @@ def open_dataset(data: DataConfig, tokenizer: str, *, report: Report | None = No
     dataset = _open(path, identity)
     tokens = ", ".join(f"{split} {len(array):,}" for split, array in dataset.tokens.items())
     say(f"tokens: {tokens} ({dataset.train.dtype}, vocabulary {dataset.vocab_size:,}) in {path}")
-    for split in ("train", "validation"):
-        _refuse_too_long(data.seq_len, split, len(dataset.tokens[split]))
+    for split, windows in (("train", 1 + data.shift_windows), ("validation", 1)):
+        _refuse_too_long(data.seq_len, split, len(dataset.tokens[split]), windows)
     return dataset
 
 
@@ -98,11 +98,14 @@ def locate(data: DataConfig, tokenizer: str) -> tuple[Source, dict[str, Any], Pa
     return source, identity, expanded("cache_dir", data.cache_dir) / name
 
 
-def _refuse_too_long(seq_len: int, split: str, tokens: int) -> None:
-    if seq_len + 1 <= tokens:
+def _refuse_too_long(seq_len: int, split: str, tokens: int, windows: int) -> None:
+    needed = windows * seq_len + 1
+    if needed <= tokens:
         return
-    remedy = f"use data.seq_len={tokens - 1} or less" if tokens > 1 else "use a longer text"
-    raise ValueError(f"data.seq_len={seq_len} needs {seq_len + 1} tokens, the {split} split has {tokens}; {remedy}")
+    longest = (tokens - 1) // windows
+    remedy = f"use data.seq_len={longest} or less" if longest > 0 else "use a longer text"
+    asked = " with data.shift_windows" if windows > 1 else ""
+    raise ValueError(f"data.seq_len={seq_len}{asked} needs {needed} tokens, the {split} split has {tokens}; {remedy}")
 
 
 def _fingerprint(identity: dict[str, Any], about: dict[str, Any]) -> str:
@@ -207,8 +210,9 @@ def _written_at_once(path: Path) -> Iterator[Path]:
 
 def _remove_abandoned(path: Path) -> None:
     for folder in path.parent.glob(f".{path.name}.*.tmp"):
-        if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another start has removed it since
+            if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -28,6 +28,8 @@ def read_tokenizer(name: str) -> str:
         contents, config = (json.loads((folder / file).read_text(encoding="utf-8")) for file in FILES)
         end_of_text = config["eos_token"]
         end_of_text = end_of_text["content"] if isinstance(end_of_text, dict) else end_of_text
+        if not isinstance(end_of_text, str):
+            raise ValueError(f"eos_token is {end_of_text!r}")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"tokenizer={name} has no {' and '.join(FILES)} with an eos_token ({error}); "
@@ -46,7 +48,10 @@ class FileEncoding:
 
         self.name, self.alphabet = name, alphabet
         state = json.loads(alphabet)
-        self._inner = Tokenizer.from_str(json.dumps(state["tokenizer"]))
+        try:
+            self._inner = Tokenizer.from_str(json.dumps(state["tokenizer"]))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"tokenizer={name} has a {FILES[0]} of another format ({error}); use another") from error
         self._inner.encode_special_tokens = True  # special tokens that stand in a text are text
         self._inner.no_padding()
         self._inner.no_truncation()
@@ -63,7 +68,10 @@ class FileEncoding:
         return json.loads(self.alphabet)["tokenizer"]
 
     def encode_ordinary(self, text: str) -> list[int]:
-        return self._inner.encode(text, add_special_tokens=False).ids
+        try:
+            return self._inner.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # as above: a word that it has no token for
+            raise ValueError(f"tokenizer={self.name} cannot encode the text ({error}); use another") from error
 
     def encode_to_numpy(self, text: str, **_: Any) -> np.ndarray:
         return np.array(self.encode_ordinary(text), dtype=np.uint32)

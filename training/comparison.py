@@ -45,10 +45,9 @@ def labels(folders: list[Path]) -> list[str]:
     Where the runs of a sweep differ in more than three settings, as few are named as tell them apart.
     """
     by_folder = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
-    files = [folder / "config.yaml" for folder in folders]
-    if len(folders) == 1 or not all(file.is_file() for file in files):
+    if len(folders) == 1 or not all((folder / "config.yaml").is_file() for folder in folders):
         return by_folder
-    settings = [flat(yaml.safe_load(file.read_text())) for file in files]
+    settings = [settings_of(folder) for folder in folders]
     keys = list(dict.fromkeys(key for each in settings for key in each if key.split(".")[0] not in _NOT_COMPARED))
     keys = [key for key in keys if len({_shown(each.get(key)) for each in settings}) > 1]
     if len(keys) > 3 and len({folder.resolve().parent for folder in folders}) == 1:
@@ -65,6 +64,15 @@ def _as_few(keys: list[str], settings: list[dict[str, Any]]) -> list[str]:
         if apart[1] > apart[0]:
             chosen.append(key)
     return chosen
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What a run's config.yaml says, flat; ValueError where it is damaged."""
+    file = folder / "config.yaml"
+    try:
+        return flat(yaml.safe_load(file.read_text()))
+    except (yaml.YAMLError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged; remove it, and the run is known by its folder") from error
 
 
 def flat(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
@@ -103,10 +111,13 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
     """Draw runs over each other into `path`, print a table of them, return what it shows.
 
     Raises:
-        ValueError: a folder holds no run (`read_run`). OSError: `path` cannot be written.
+        ValueError: a folder holds no run (`read_run`), or a damaged one; `path` cannot be written.
     """
     runs, names = [read_run(folder) for folder in folders], labels(folders)
-    draw_runs(runs, names, path)
+    try:
+        draw_runs(runs, names, path)
+    except OSError as error:
+        raise ValueError(f"out={path} cannot be written ({error.strerror}); name another") from error
     places = {measure: min(max(curve(run, "loss", measure)[0], default=0) for run in runs) for measure in MEASURES}
     rows = [_row(run, name, places) for run, name in zip(runs, names, strict=True)]
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -132,8 +143,8 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
         shown.add_row(*("-" if value is None else form.format(value) for value, form in cells))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(shown)
-    files = [run["folder"] / "config.yaml" for run in runs]
-    if len({yaml.safe_load(file.read_text()).get("tokenizer") for file in files if file.is_file()}) > 1:
+    described = [run["folder"] for run in runs if (run["folder"] / "config.yaml").is_file()]
+    if len({settings_of(folder).get("tokenizer") for folder in described}) > 1:
         console.print("the runs have different tokenizers: a token of one is not one of another; compare bits per byte")
     console.print(f"the curves over each other are in {path}", markup=False, soft_wrap=True)
     return {"picture": str(path), "equal": places, "runs": rows}

@@ -128,13 +128,14 @@ class LossPicture:
         """Draw it, or leave it where too little time has passed since it was drawn; `last`: in any case."""
         if not last and time.perf_counter() < self._next:
             return
-        import matplotlib.figure  # noqa: F401  once, so it is no part of what a drawing takes
-
-        logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it would tell of its fonts among the steps
         began = time.perf_counter()
-        if self._next and not last:
-            gc.collect()  # the figure before is a cycle; it holds megabytes of pixels, and the collector counts objects
         try:
+            import matplotlib.figure  # noqa: F401  which fails where it finds no folder to write to
+
+            began = time.perf_counter()  # the first import is no part of what a drawing takes
+            logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it would tell of its fonts among the steps
+            if self._next and not last:
+                gc.collect()  # the figure before is a cycle; it holds megabytes of pixels, the collector counts objects
             draw_run(read_run(self.path.parent), self.path)
         except (OSError, ValueError) as error:
             if not self._failed:

@@ -329,7 +329,13 @@ def ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
         return 0, 1, 0
     if missing := [name for name in names if name not in environment]:
         raise ValueError(f"{missing[0]} is not set beside {names[1]}; start with torchrun or srun, or unset {names[1]}")
-    rank, size, local_rank = (int(environment[name]) for name in names)
+    numbers = []
+    for name in names:
+        try:
+            numbers.append(int(environment[name]))
+        except ValueError:
+            raise ValueError(f"{name}={environment[name]} is no number; start with torchrun or srun") from None
+    rank, size, local_rank = numbers
     return rank, size, local_rank
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from model import GPT
+from model import GPT, GPTConfig
 from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
-from training.comparison import flat
+from training.comparison import flat, settings_of
 from training.numbers import SPIKE_WINDOW, NumberCheck
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
@@ -72,8 +71,8 @@ def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
     if not (written.exists() and description.exists()):
         return {}
     try:
-        return flat(yaml.safe_load(written.read_text())) | json.loads(description.read_text())["left_open"]
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return settings_of(run_dir) | json.loads(description.read_text())["left_open"]
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{written} or {description.name} is damaged; remove the folder to start anew") from error
 
 
@@ -143,7 +142,7 @@ def _refuse_another_model(
     here: str, before: Mapping[str, Any], settings: Mapping[str, Any], may_change: tuple[str, ...]
 ) -> None:
     for key, new in settings["model"].items():
-        old = before["model"].get(key)
+        old = before["model"].get(key, getattr(GPTConfig, key, None))  # a checkpoint from before there was such a key
         if old != new and key not in may_change:
             raise ValueError(f"{here} was trained with model.{key}={old}, this run has {new}; use {old}")
 

@@ -228,7 +228,7 @@ def resolve(
             resume.refuse_unless_it_fits(initial, sized, tokenizer, vocab_size)
         if settings.profile:
             refuse_too_few(settings.train.steps - (resumed.step if resumed else 0))
-        wandb = wandb_mode(settings.logger)
+        wandb = wandb_mode(settings.logger) if world.is_first else None  # which alone needs a login
         text = {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "wandb": wandb}
         text |= {"resumed": resumed, "initial": initial}
     plan = memory.plan(settings, model, hardware, vocab_size, share)
