@@ -100,6 +100,16 @@ def test_torchs_mask_is_taken_as_it_is(sizes):
     assert not torch.equal(found, flash_attention(q, k, v, block_mask=theirs))
 
 
+def test_torchs_mask_of_inference_mode_serves_training_too():
+    q, k, v = make_qkv(1, 1, 1, 130, 130, 16, device=DEVICE)
+    with torch.inference_mode():
+        theirs = create_block_mask(lambda b, h, q, k: k <= q, 1, 1, 130, 130, device=DEVICE)
+        found = flash_attention(q.detach(), k.detach(), v.detach(), block_mask=theirs)
+    o = flash_attention(q, k, v, block_mask=theirs)
+    assert torch.equal(o, found)
+    torch.autograd.grad(o.sum(), (q, k, v))
+
+
 @pytest.mark.parametrize("together", [block_masks._PAIRS, 1])
 def test_torchs_lists_decide_and_its_function_is_asked_inside_partial_blocks_only(together, monkeypatch):
     """Full blocks that reach past the keys, a mask without a function, and the lists of a mask that was cut."""

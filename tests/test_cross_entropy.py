@@ -70,6 +70,11 @@ def test_a_target_outside_the_vocabulary_is_not_hidden():
     assert losses(logits, targets, 100).isnan()
 
 
+def test_a_row_without_a_target_is_refused():
+    with pytest.raises(ValueError, match=r"targets has shape \(3,\); expected \(4,\), one of each row"):
+        cross_entropy(torch.zeros(4, 5, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE), 5)
+
+
 def test_operator_is_well_formed():
     logits, targets = make(4, 128, 100, "", torch.float32)
     torch.library.opcheck(cross_entropy_fwd, (logits, targets, 100))

@@ -583,6 +583,9 @@ MISTAKES = {
     "q has 4 heads; it must be a multiple of k's 3 heads": {
         "k_cache": torch.zeros(2, 3, 40, 16), "v_cache": torch.zeros(2, 3, 40, 16)
     },
+    "q has 4 heads; it must be a multiple of k's 8 heads": {
+        "k_cache": torch.zeros(2, 8, 40, 16), "v_cache": torch.zeros(2, 8, 40, 16)
+    },
     "takes neither cu_seqlens nor dropout_p": {"dropout_p": 0.5},
 }  # fmt: skip
 
@@ -599,6 +602,15 @@ def test_mistakes_are_named(message, attention):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         attention(**named)
     assert "\n" not in str(error.value)
+
+
+def test_a_stride_of_more_than_31_bits_is_given_whole():
+    """Divided by the elements of 16 bytes it would pass for one of 32 bits, and so would the product with it."""
+    from kernels.portable.decode import _unit
+
+    for row, unit in ((2**30, 8), (2**31, 1), (2**33, 1), (2**30 + 4, 1)):
+        cache = torch.empty(1, dtype=torch.float16, device="meta").as_strided((2, 1, 64, 16), (row, 1024, 16, 1))
+        assert _unit(cache) == unit
 
 
 def test_the_support_table_refuses():

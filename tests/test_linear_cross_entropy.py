@@ -57,6 +57,14 @@ def test_any_chunk_gives_the_plain_loss_and_gradients(chunk, poisoned_memory):
     assert (actual[1][targets == -1] == 0).all()
 
 
+def test_mistakes_are_named():
+    h, weight, targets = torch.zeros(4, 8), torch.zeros(64, 8), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="chunk_tokens is 0; it must be at least 1, or None"):
+        linear_cross_entropy(h, weight, targets, 64, chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"targets has shape \(2,\); expected \(4,\)"):
+        linear_cross_entropy(h, weight, targets[:2], 64)
+
+
 def test_under_autocast_the_products_are_bf16_and_their_sum_is_fp32():
     """128 chunks: a sum in bf16 would be off by more than its parts."""
     h, weight, targets = inputs(rows=256)

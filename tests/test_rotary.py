@@ -79,3 +79,29 @@ def test_strided_gradients():
     dv = dv[..., :1].expand_as(dv)
     dense = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dq, dk, dv)]
     torch.testing.assert_close(rotary_bwd(dq, dk, dv, cos, sin), rotary_bwd(*dense, cos, sin))
+
+
+@pytest.mark.parametrize("norm_eps", [None, 1e-6])
+def test_rows_past_the_offsets_of_32_bits_are_launched_in_parts(norm_eps, monkeypatch):
+    import kernels.fused.rotary_kernel as kernel
+
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+
+    def both_ways():
+        *results, scale = rotary_fwd(qkv, cos, sin, 4, norm_eps)
+        turned = () if norm_eps is None else (*results[:2], scale)
+        return *results, scale, rotary_bwd(*(x + 1 for x in results), cos, sin, *turned)
+
+    whole, launch, tokens = both_ways(), kernel.launch_rotary, []
+    monkeypatch.setattr(kernel, "MOST_OFFSETS", 7 * qkv.stride(1) + 1)
+    monkeypatch.setattr(kernel, "launch_rotary", lambda x, *a, **b: tokens.append(x.shape[:2]) or launch(x, *a, **b))
+    for part, other in zip(both_ways(), whole, strict=True):
+        assert torch.equal(part, other)
+    parts = [(1, 7), (1, 7), (1, 5)] * 2
+    assert tokens == 2 * [(2, 19), *parts]
+
+
+def test_tables_of_other_tokens_are_refused():
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+    with pytest.raises(ValueError, match="cos and sin have 18 and 19 positions but qkv has 19 tokens"):
+        rotate_and_split(qkv, cos[1:], sin, 4)

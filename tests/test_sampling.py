@@ -215,6 +215,8 @@ def test_equal_logits_come_in_the_order_of_their_ids(values, count):
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [1, 2]}, "prompt 0 is 1; give a list of prompts, each a list of ids"),
+        ({"prompts": ["text"]}, "prompt 0 is 'text'; give a list of prompts, each a list of ids"),
+        ({"cache_dtype": torch.int16}, "cache_dtype=torch.int16 must be None, torch.int8 or torch.float8_e4m3fn"),
         ({"prompts": [[1], [0, VOCAB]]}, "an id of prompt 1 lies outside 0..64"),
     ],
 )
@@ -222,6 +224,18 @@ def test_impossible_options_are_refused_at_the_call(options, message):
     arguments = {"prompts": [[1]], "max_new_tokens": 3} | options
     with pytest.raises(ValueError, match=message):
         generate(small_gpt(), **arguments)
+
+
+def test_prompts_may_be_a_tensor_and_none_at_all():
+    prompts = torch.tensor([[1, 2], [3, 4]])
+    assert list(generate(small_gpt(), prompts[:0], max_new_tokens=3)) == []
+    assert len(list(generate(small_gpt(), prompts, max_new_tokens=3))) == 3  # steps of both
+
+
+def test_logits_that_are_no_numbers_choose_a_token_that_there_is():
+    for row in ([float("nan")] * 4, [float("inf")] * 4):
+        token = choose_next_token(torch.tensor([row]), torch.tensor([0.5], dtype=torch.float64))
+        assert 0 <= token.item() < 4
 
 
 # ---- the loop

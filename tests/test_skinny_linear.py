@@ -55,4 +55,7 @@ def test_what_it_does_not_take():
         skinny_linear(x, weight)
     with pytest.raises(ValueError, match="activation=tanh is not one of None, gelu, swiglu, relu2"):
         skinny_linear(x[:1], weight, activation="tanh")
+    for wrong in (weight[:, :8], weight.double(), weight.T.contiguous().T):
+        with pytest.raises(ValueError, match=r"weight has shape .* expected \(N, 16\), contiguous, and torch.float32"):
+            skinny_linear(x[:1], wrong)
     assert not takes_skinny_linear(x[:64].cpu())
