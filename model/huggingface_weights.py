@@ -6,11 +6,9 @@
     swiglu        true      any      Qwen3ForCausalLM
     gelu, relu2   false     null     ArceeForCausalLM
 
-Each class has one table, from the names of its weights to ours, that can be read in both directions. transformers is
-not imported: these are names and shapes.
+transformers is not imported: these are names and shapes.
 """
 
-from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,64 +18,19 @@ from model.config import GPTConfig
 from model.gpt import GPT, INIT_STD, NORM_EPS
 
 ACTIVATIONS = {"swiglu": "silu", "gelu": "gelu_pytorch_tanh", "relu2": "relu2"}  # model.mlp -> hidden_act
-GAINS = "gain", "head_gain"
-
-
-class Part(NamedTuple):
-    """A weight of theirs, one of ours, and how they belong together, a key of `sizes`.
-
-    gain, head_gain: theirs is the gain of a norm. Ours have none, so it is ones. `ours` is the matrix after that norm,
-        into whose columns another gain could be multiplied; "" where something stands between.
-    any other: theirs is so many rows of ours, those that follow the rows of the table's lines before it.
-    """
-
-    theirs: str
-    ours: str
-    how: str
-
-
-def sizes(model: GPT) -> dict[str, int]:
-    """Rows of a weight of theirs, by `Part.how`."""
-    config = model.config
-    return {
-        "vocabulary": model.vocab_size,  # our tables have more rows, which no token uses
-        "width": config.n_embd,
-        "mlp_width": config.mlp_width,
-        "heads": config.num_heads * config.head_dim,
-        "kv_heads": config.kv_heads * config.head_dim,
-        "gain": config.n_embd,
-        "head_gain": config.head_dim,
-    }
-
-
-HEAD = Part("lm_head", "head", "vocabulary")  # neither of us has it where embeddings are tied
-ENDS = (Part("model.embed_tokens", "embedding", "vocabulary"), Part("model.norm", "head", "gain"), HEAD)
-# of each layer, after "model.layers.N." of theirs and "blocks.N." of ours
-ATTENTION = (
-    Part("input_layernorm", "attention.qkv", "gain"),
-    Part("self_attn.q_proj", "attention.qkv", "heads"),
-    Part("self_attn.k_proj", "attention.qkv", "kv_heads"),
-    Part("self_attn.v_proj", "attention.qkv", "kv_heads"),
-    Part("self_attn.o_proj", "attention.out", "width"),
-    Part("post_attention_layernorm", "mlp.up", "gain"),
-)
-QK_NORM = (Part("self_attn.q_norm", "", "head_gain"), Part("self_attn.k_norm", "", "head_gain"))
-GATE = (Part("mlp.gate_proj", "mlp.up", "mlp_width"),)
-MLP = (Part("mlp.up_proj", "mlp.up", "mlp_width"), Part("mlp.down_proj", "mlp.down", "width"))
 
 
 class Architecture(NamedTuple):
-    """A class of transformers, the name of its configuration, and the tensors of a layer."""
+    """A class of transformers, and the name of its configuration."""
 
     name: str
     model_type: str
-    layer: tuple[Part, ...]
 
 
-LLAMA = Architecture("LlamaForCausalLM", "llama", ATTENTION + GATE + MLP)
-MISTRAL = Architecture("MistralForCausalLM", "mistral", ATTENTION + GATE + MLP)
-QWEN3 = Architecture("Qwen3ForCausalLM", "qwen3", ATTENTION + QK_NORM + GATE + MLP)
-ARCEE = Architecture("ArceeForCausalLM", "arcee", ATTENTION + MLP)
+LLAMA = Architecture("LlamaForCausalLM", "llama")
+MISTRAL = Architecture("MistralForCausalLM", "mistral")
+QWEN3 = Architecture("Qwen3ForCausalLM", "qwen3")
+ARCEE = Architecture("ArceeForCausalLM", "arcee")
 
 
 def architecture(config: GPTConfig) -> Architecture:
@@ -130,23 +83,39 @@ def config_json(model: GPT, end_of_text: int | None = None) -> dict[str, Any]:
     return contents
 
 
-def table(model: GPT) -> list[Part]:
-    """All weights that `model` has in transformers, with the names in full."""
-    parts = [part for part in ENDS if part is not HEAD or model.head is not None]
-    for n in range(model.config.num_layers):
-        for theirs, ours, how in architecture(model.config).layer:
-            parts.append(Part(f"model.layers.{n}.{theirs}", ours and f"blocks.{n}.{ours}", how))
-    return parts
-
-
 def tensors(model: GPT) -> dict[str, Tensor]:
-    """The weights of `model` under their names in transformers; they share its memory, all but the gains."""
+    """The weights of `model` under their names in transformers.
+
+    They share its memory, all but the gains of norms, of which ours have none: those are ones.
+    """
+    config = model.config
     own = {name.removesuffix(".weight"): weight.detach() for name, weight in model.named_parameters()}
-    size, taken, found = sizes(model), Counter[str](), {}
-    for theirs, ours, how in table(model):
-        if how in GAINS:
-            found[f"{theirs}.weight"] = torch.ones(size[how]).to(model.embedding.weight)
-        else:
-            found[f"{theirs}.weight"] = own[ours][taken[ours] : taken[ours] + size[how]]
-            taken[ours] += size[how]
-    return found
+    heads = [n * config.head_dim for n in (config.num_heads, config.kv_heads, config.kv_heads)]
+
+    def gain(size: int) -> Tensor:
+        return torch.ones(size).to(model.embedding.weight)
+
+    # rows beyond the vocabulary are padding
+    found = {"model.embed_tokens": own["embedding"][: model.vocab_size], "model.norm": gain(config.n_embd)}
+    if model.head is not None:
+        found["lm_head"] = own["head"][: model.vocab_size]
+    for n in range(config.num_layers):
+        ours, theirs = f"blocks.{n}.", f"model.layers.{n}."
+        q, k, v = own[f"{ours}attention.qkv"].split(heads)
+        *gate, up = own[f"{ours}mlp.up"].split(config.mlp_width)
+        layer = {
+            "input_layernorm": gain(config.n_embd),
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": k,
+            "self_attn.v_proj": v,
+            "self_attn.o_proj": own[f"{ours}attention.out"],
+            "post_attention_layernorm": gain(config.n_embd),
+            "mlp.up_proj": up,
+            "mlp.down_proj": own[f"{ours}mlp.down"],
+        }
+        if gate:
+            layer["mlp.gate_proj"] = gate[0]
+        if config.qk_norm:
+            layer |= {f"self_attn.{x}_norm": gain(config.head_dim) for x in "qk"}
+        found |= {theirs + name: weight for name, weight in layer.items()}
+    return {f"{name}.weight": weight for name, weight in found.items()}
