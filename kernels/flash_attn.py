@@ -23,8 +23,12 @@ def flash_attn_func(
 ) -> Tensor:
     """`flash_attention` of q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D): (B, Nq, Hq, D). s_aux are the sinks; the backward
     is deterministic whatever is asked."""
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
-    return flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+    o = flash_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        causal=causal, scale=softmax_scale, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux,
+        dropout_p=dropout_p,
+    )  # fmt: skip
+    return o.transpose(1, 2)
 
 
 def flash_attn_varlen_func(
@@ -45,19 +49,8 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
 ) -> Tensor:
     """`flash_attention_varlen` of (tokens, H, D) tensors: (tokens, Hq, D)."""
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
-    bounds = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
-    return flash_attention_varlen(q, k, v, *bounds, **options)
-
-
-def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux) -> dict:
-    left, right = window_size
-    return {
-        "dropout_p": dropout_p,
-        "scale": softmax_scale,
-        "causal": causal,
-        "window": (left, 0 if causal and left >= 0 else -1 if causal else right),
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": s_aux,
-    }
+    return flash_attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k),
+        causal=causal, scale=softmax_scale, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux,
+        dropout_p=dropout_p,
+    )  # fmt: skip
