@@ -209,6 +209,17 @@ def full_disk(place: Place) -> None:
     place.monkeypatch.setattr(os, "fsync", fsync)
 
 
+def theirs(contents: dict, end_of_text: str | None) -> Setup:
+    """A folder with a tokenizer of Hugging Face's format."""
+
+    def write(place: Place) -> None:
+        (place.path / "theirs").mkdir()
+        (place.path / "theirs" / "tokenizer.json").write_text(json.dumps(contents))
+        (place.path / "theirs" / "tokenizer_config.json").write_text(json.dumps({"eos_token": end_of_text}))
+
+    return write
+
+
 def experiment(content: bytes, group: str = "experiment") -> Setup:
     def write(place: Place) -> None:
         (place.path / group).mkdir()
@@ -234,6 +245,9 @@ EXPORT = ["checkpoint={p}/" + LAST, "folder={p}/new"]
 HUB = ["data=hub", "~data.files", "data.seq_len=32"]
 WIKITEXT = ["data=wikitext2", "~data.files", "data.seq_len=32"]
 ROWS = ["hello world " * 10] * 200
+THEIRS = ["tokenizer={p}/theirs"]
+WORDS = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
+         "model": {"type": "WordLevel", "vocab": {"<eos>": 0, "the": 1}, "unk_token": "<unk>"}}  # fmt: skip
 
 COMMAND_LINES = [
     Case("unknown key", ["model.num_layerz=3"], ["model.num_layerz", "did you mean model.num_layers?"]),
@@ -366,6 +380,12 @@ DATA = [
          text(b'{"body": "a"}\n{"body": 3}\n', "x.jsonl")),
     Case("end-of-text first held out", [*X, "tokenizer=characters"], ["'<' (U+003C)", "tokenizer=bytes"],
          text(b"abcd\n" * 200 + b"<|endoftext|>")),
+    Case("tokenizer: no end-of-text", THEIRS, ["tokenizer={p}/theirs has no", "(eos_token is None)", "use one of ours"],
+         theirs(WORDS, None)),
+    Case("tokenizer: another format", THEIRS, ["tokenizer={p}/theirs has a tokenizer.json of another format"],
+         theirs({}, "<eos>")),
+    Case("tokenizer: a word without a token", THEIRS, ["tokenizer={p}/theirs cannot encode the text", "use another"],
+         theirs(WORDS, "<eos>")),
     Case("no cache", ["data.cache_dir="], ["data.cache_dir='' is empty", "~/.cache/flashgpt/data"]),
     Case("cache of nobody", ["data.cache_dir='~nosuchuser/x'"], ["data.cache_dir=~nosuchuser/x names no home"]),
     Case("text of nobody", ["data.files='~nosuchuser/x'"], ["data.files=~nosuchuser/x names no home"]),
@@ -553,6 +573,8 @@ CHECKPOINTS = [
          lambda place: (place.path / "first" / "metrics.jsonl").write_text("{\n"), "scripts.compare"),
     Case("compare: no step yet", ["{p}/first"], ["{p}/first/metrics.jsonl has no line yet", "first step"],
          lambda place: (place.path / "first" / "metrics.jsonl").write_text("{"), "scripts.compare"),
+    Case("compare: empty config.yaml", ["{p}/first", "{p}/first"], ["{p}/first/config.yaml is damaged", "delete it"],
+         lambda place: (place.path / "first" / "config.yaml").write_text(""), "scripts.compare"),
     Case("compare: picture below a file", ["{p}/first", "out={p}/corpus.txt/x.png"], ["out={p}/corpus.txt/x"],
          program="scripts.compare"),
 ]  # fmt: skip

@@ -192,6 +192,46 @@ def test_the_same_step_can_be_written_again(tmp_path):
     assert torch.equal(first.linear.weight, second.linear.weight)
 
 
+@pytest.mark.parametrize("linked", [False, True], ids=["folder", "link"])
+@pytest.mark.parametrize("killed_after", [False, True], ids=["between the renames", "after them"])
+def test_a_kill_while_the_same_step_is_written_again_loses_neither(tmp_path, monkeypatch, killed_after, linked):
+    """It may be the only one: the old one is kept until the new one has its name."""
+    old, new, read = Net(), Net(), Net()
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    path = save(folder, old, 5)
+    if linked:
+        path.rename(tmp_path / "archived")
+        path.symlink_to(tmp_path / "archived")
+    rename, flush = Path.rename, checkpoints.flush
+
+    def rename_killed(source, target):
+        if Path(target) == path:
+            raise KeyboardInterrupt
+        return rename(source, target)
+
+    def flush_killed(file):
+        flush(file)
+        if file == folder:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if killed_after:
+            patch.setattr(checkpoints, "flush", flush_killed)
+        else:
+            patch.setattr(Path, "rename", rename_killed)
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # kill -9 clears nothing
+        with pytest.raises(KeyboardInterrupt):
+            save(folder, new, 5)
+    assert [file for file in folder.iterdir() if file.name.startswith(".step_000005.replaced.")]
+    checkpoints.prepare(folder)
+    checkpoints.newest_complete(folder, report=pytest.fail).load_weights(read)
+    assert torch.equal(read.linear.weight, (new if killed_after else old).linear.weight)
+    assert sorted(file.name for file in folder.iterdir()) == ["last", "step_000005"]
+    if linked:
+        assert checkpoints.open_checkpoint(tmp_path / "archived").step == 5
+
+
 # --- damage
 
 

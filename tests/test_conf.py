@@ -2,14 +2,16 @@
 
 import importlib
 import re
-from dataclasses import fields, is_dataclass
+import sys
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from conf.keys import known_keys
-from conf.program import ConfigError
+from conf.program import ConfigError, program
 from conf.schema import Settings
 from data import DataConfig
 from data.config import SOURCES, TOKENIZERS
@@ -19,6 +21,7 @@ from model.recompute import MODES
 from scripts.parity import ParitySettings
 from scripts.sample import SampleSettings
 from tests.runs import settings, told
+from tests.test_text import Echo
 from training.hardware import DTYPES
 from training.numbers import POLICIES
 from training.optimizer import OPTIMIZERS, SCHEDULES
@@ -148,3 +151,27 @@ def test_help_begins_with_the_programs_own_keys_as_they_stand(tmp_path, monkeypa
     assert "hardware.compile=false" in shown.out  # of experiment=parity
     assert "text arrives as typed" in lines[lines.index("== What is typed ==") + 1]
     assert not list(tmp_path.iterdir())
+
+
+def test_only_the_first_process_reads_the_files_of_a_configuration(tmp_path, monkeypatch):
+    """The others are told what it found: a file may lie on its disk alone, or be written by it."""
+
+    @dataclass
+    class Resumable(Echo):
+        resume: str | None = None
+
+    theirs, read = {"prompt": "the first one's"}, []
+    answers = iter([str(tmp_path), {**asdict(Resumable()), **theirs}])
+    second = SimpleNamespace(size=2, rank=1, is_first=False, told=lambda _: next(answers), close=lambda: None)
+
+    @program("tool", Resumable, world=lambda: second)
+    def main(settings: Resumable, run_dir: Path) -> None:
+        read.append(settings.prompt)
+
+    monkeypatch.setattr("conf.program._refuse_missing_in_files", lambda: read.append("files"))
+    monkeypatch.setattr("conf.resumed.with_earlier_settings", lambda cfg, *_: read.append("run") or cfg)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # it is replaced: only the first one prints
+    monkeypatch.setattr(sys, "argv", ["echo.py", "prompt=its own", "resume=auto"])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    main()
+    assert read == ["the first one's"]

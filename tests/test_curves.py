@@ -1,5 +1,6 @@
 """The picture that a run leaves, and runs over each other: finished, under way, killed, swept."""
 
+import builtins
 import json
 import sys
 from pathlib import Path
@@ -14,8 +15,8 @@ from scripts.bench.report import OTHER_COLOURS, Panel, draw_lengths
 from tests.runs import SMALL, small_run, told
 from tests.test_text import Echo
 from train import train
-from training import curves
-from training.comparison import labels, runs_below, state
+from training import comparison, curves
+from training.comparison import compare, labels, runs_below, state
 from training.curves import LossPicture, draw_run, read_run
 from training.lock import locked
 
@@ -114,6 +115,22 @@ def test_what_cannot_be_drawn_is_said_once_and_stops_nothing(tmp_path, monkeypat
     assert capsys.readouterr().out.count("No space left") == 1
 
 
+def test_matplotlib_that_finds_no_folder_to_write_to_stops_no_run(tmp_path, monkeypatch, capsys):
+    """Importing it is what fails then, with an OSError."""
+    real = builtins.__import__
+
+    def nowhere(name, *arguments, **options):
+        if name == "matplotlib.figure":
+            raise OSError("Matplotlib requires access to a writable cache directory")
+        return real(name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", nowhere)
+        summary = train(small_run(tmp_path, "train.steps=2", "train.eval_every=1"), tmp_path / "run")
+    assert summary["exit_code"] == 0
+    assert capsys.readouterr().out.count("writable cache directory; the run goes on") == 1
+
+
 # ---- over each other
 
 
@@ -165,6 +182,22 @@ def test_runs_are_called_by_what_differs(tmp_path, settings, expected):
 def test_runs_of_their_own_that_differ_in_much_are_called_by_their_folders(tmp_path):
     folders = [written(tmp_path / name / "now", RECORDS, **each) for name, each in (("a", WIDE), ("b", DEEP))]
     assert labels(folders) == ["a/now", "b/now"]
+
+
+def test_out_is_named_only_where_it_is_what_cannot_be_used(tmp_path, monkeypatch, capsys):
+    run = written(tmp_path / "run", RECORDS)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"out=.*/file/x\.png cannot be written \(.*\); name another"):
+        compare([run], tmp_path / "file" / "x.png")
+
+    def unreadable(folder):
+        raise PermissionError(13, "Permission denied", str(folder / "metrics.jsonl"))
+
+    monkeypatch.setattr(comparison, "read_run", unreadable)
+    denied = told("scripts.compare", [str(run), f"out={tmp_path / 'x.png'}"], monkeypatch, capsys)
+    assert denied.code == 2
+    assert f"{run / 'metrics.jsonl'}" in denied.error
+    assert "out=" not in denied.error
 
 
 def test_the_runs_of_a_sweep_stay_in_order(tmp_path):

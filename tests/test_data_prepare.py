@@ -5,7 +5,9 @@ import os
 import re
 import socket
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from data import DataConfig, build_tokenizer, open_dataset
+from data import DataConfig, TokenBatches, build_tokenizer, open_dataset
 from data.dataset import digest, locate
 from data.sources import embedded_topics
 from data.textfiles import inspect, lines
@@ -321,6 +323,20 @@ def test_abandoned_folder_is_removed(corpus, cache):
     assert young.exists(), "it may belong to a process at work"
 
 
+def test_an_abandoned_folder_may_be_removed_by_another_start(corpus, cache, monkeypatch):
+    """Of a requeued job each process comes along at once."""
+    path = locate(DataConfig(source="text", files=str(corpus), cache_dir=str(cache)), "bytes")[2]
+    abandoned = cache / f".{path.name}.old.tmp"
+    abandoned.mkdir(parents=True)
+
+    def late() -> float:
+        abandoned.rmdir()
+        return time.time()
+
+    monkeypatch.setattr("data.dataset.time", SimpleNamespace(time=late, perf_counter=time.perf_counter))
+    assert opened(cache, str(corpus)).path == path
+
+
 def test_cache_that_cannot_be_written(corpus, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(ValueError, match=r"data\.cache_dir=.* cannot be written .*use data\.cache_dir=FOLDER"):
@@ -372,6 +388,16 @@ def test_seq_len_longer_than_a_split(corpus, cache):
     with pytest.raises(ValueError, match=rf"data.seq_len={held_out} .*validation.*data.seq_len={held_out - 1} or less"):
         opened(cache, str(corpus), seq_len=held_out)
     opened(cache, str(corpus), seq_len=held_out - 1)
+
+
+def test_shifted_windows_need_two_of_them(corpus, cache):
+    options = {"shift_windows": True, "validation_fraction": 0.4}
+    longest = (int(len(TEXT) * 0.6) - 1) // 2
+    says = rf"data\.seq_len={longest + 1} with data\.shift_windows needs {2 * longest + 3} tokens, the train split has"
+    with pytest.raises(ValueError, match=rf"{says} .*; use data\.seq_len={longest} or less"):
+        opened(cache, str(corpus), seq_len=longest + 1, **options)
+    dataset = opened(cache, str(corpus), seq_len=longest, **options)
+    assert TokenBatches(dataset.train, longest, 1, seed=0, shifted=True).windows_per_epoch == 1
 
 
 @pytest.mark.parametrize(

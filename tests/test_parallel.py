@@ -311,6 +311,8 @@ def test_ranks():
     assert ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == (0, 1, 0), "a shell of salloc"
     with pytest.raises(ValueError, match="RANK is not set beside WORLD_SIZE"):
         ranks({"WORLD_SIZE": "2"})
+    with pytest.raises(ValueError, match="WORLD_SIZE=abc is no number; start with torchrun or srun"):
+        ranks({"RANK": "0", "WORLD_SIZE": "abc", "LOCAL_RANK": "0"})
 
 
 def several(size: int) -> World:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.runs import contents, metrics, settings, small_run
+from tests.test_checkpoint import described_anew
 from train import train
 from training.checkpoint import open_checkpoint
 
@@ -164,6 +165,16 @@ def test_another_commit_is_printed(stopped, capsys, monkeypatch):
     monkeypatch.setenv("GIT_COMMIT", "c0ffee")
     go_on(stopped, "train.steps=3")
     assert f"changed    the commit {then or 'unknown'} -> c0ffee\n" in capsys.readouterr().out
+
+
+def test_a_checkpoint_from_before_there_was_a_key_goes_on(stopped):
+    """What it lacks it was trained with the default of."""
+    shutil.copytree(stopped / "run", stopped / "older", symlinks=True)
+    described_anew(open_checkpoint(stopped / "older").path, lambda meta: meta["settings"]["model"].pop("zero_init"))
+    older = f"resume={stopped / 'older'}"
+    assert go_on(stopped, "train.steps=3", older)["steps"] == 3
+    with pytest.raises(ValueError, match=r"trained with model\.zero_init=False, this run has True; use False"):
+        go_on(stopped, "model.zero_init=true", older)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, caps
     assert [r["step"] for r in records(run_dir)] == [1, 2]  # step 3 is logged in no run, so not in this one
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["stopped"], summary["steps"]) == (name, 3)
+    assert "unigram_val_loss" not in summary, "it reads all of the text, and a stop has little time"
     out = capsys.readouterr().out
     assert f"stopped by {name}; to go on:\n" in out
     assert f"train.py resume={run_dir.relative_to(tmp_path)}\n" in out
@@ -85,6 +86,7 @@ def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "resume=auto"])
     program.main()  # in the same folder: it is the experiment's newest
     assert [r["step"] for r in records(run_dir)] == [1, 2, 4, 6]
+    assert json.loads((run_dir / "summary.json").read_text())["unigram_val_loss"] > 0
 
 
 def test_the_time_limit_saves_and_leaves(tmp_path):

@@ -95,6 +95,12 @@ def test_any_text_arrives_as_typed(text):
     assert settings.runs == ["r" + text.replace("=", "-")]
 
 
+@pytest.mark.parametrize("run", ["runs/a=b/12-00", "./a=b", "/tmp/a=b,c=d"])
+def test_a_path_may_have_an_equals_sign(run):
+    (settings,) = typed(run, "steps=3", "prompt=a/b=c")
+    assert (settings.runs, settings.steps, settings.prompt) == ([run], 3, "a/b=c")
+
+
 @pytest.mark.parametrize(
     ("argument", "key", "value"),
     [
