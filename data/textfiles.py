@@ -1,9 +1,9 @@
 """Local files of text, JSON lines and parquet.
 
 A text file is one document; a row of a JSONL or parquet file is one document, in its column data.text_field (rows with
-an empty text are skipped). Text is UTF-8; line ends become "\\n". Text and parquet are streamed through `datasets`, and
-nothing is copied to its cache. JSON it would read by columns, and make JSON with quotes of every text beside which a
-number stands; so a line of JSON is parsed here, and a wrong row is named.
+an empty text are skipped). Text is UTF-8; line ends become "\\n". Files are read in place, a part at a time. `datasets`
+would read JSON by columns, and make JSON with quotes of every text beside which a number stands; so a line of JSON is
+parsed here, and a wrong row is named.
 """
 
 import codecs
@@ -11,16 +11,15 @@ import glob
 import hashlib
 import json
 import reprlib
-import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from data.config import expanded
 from data.shards import file_sha256, read_blocks
-from data.tokenize import Fragment
+from data.tokenize import PIECE_CHARACTERS, Fragment
 
 FIELD = "text"  # the default of data.text_field
 _ROWS = 4096  # rows handed over at a time: a line of prose is some 70 bytes, so a few hundred kB
@@ -81,12 +80,14 @@ def inspect(paths: list[Path]) -> list[TextFile]:
 def read(file: TextFile, field: str = FIELD) -> Iterator[Fragment]:
     """The documents of one file. Raises ValueError naming the file, and the row, where it cannot be parsed."""
     if file.kind == "text":
-        first = True
-        for text in lines(file, joined=True):
-            yield text, first
-            first = False
+        with _named(file), file.path.open(encoding="utf-8") as stream:
+            first = True
+            # whole lines: where a line has no safe cut, `pieces` joins all of it again with every fragment
+            while text := stream.read(PIECE_CHARACTERS) + stream.readline():
+                yield text, first
+                first = False
         return
-    texts = _json_texts(file, field) if file.kind == "json" else chain.from_iterable(_columns(file, field))
+    texts = _json_texts(file, field) if file.kind == "json" else _parquet_texts(file, field)
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
             raise ValueError(
@@ -130,38 +131,30 @@ def _no_column(field: str, columns: list[str]) -> str:
     return f'no column "{field}", only {", ".join(columns)} (choose one with data.text_field)'
 
 
-def lines(file: TextFile, *, joined: bool = False) -> Iterator[str]:
-    """Lines of a text file with their line ends; `joined` gives a few thousand at a time as one string."""
-    for column in _columns(file, FIELD, keep_linebreaks=True):
-        if joined:
-            yield "".join(column)
-        else:
-            yield from column
+def _parquet_texts(file: TextFile, field: str) -> Iterator[Any]:
+    import pyarrow.parquet  # here: it takes half a second, and a tokenized copy is opened without it
+
+    with _named(file), pyarrow.parquet.ParquetFile(file.path) as table:
+        if field not in table.schema_arrow.names:
+            raise ValueError(_no_column(field, table.schema_arrow.names))
+        for batch in table.iter_batches(_ROWS, columns=[field]):
+            yield from batch.column(field).to_pylist()
 
 
-def _columns(file: TextFile, field: str, **options: bool) -> Iterator[list]:
-    """The column of texts, some rows at a time."""
-    # imported here: it takes two seconds, and a tokenized copy is opened without it
-    from datasets.exceptions import DatasetsError
-    from datasets.packaged_modules.parquet.parquet import Parquet
-    from datasets.packaged_modules.text.text import Text
+def lines(file: TextFile) -> Iterator[str]:
+    """Lines of a text file with their line ends."""
+    with _named(file), file.path.open(encoding="utf-8") as stream:
+        yield from stream
 
-    # the readers behind load_dataset("text", ...), without its request to the hub's download counter for each file
-    reader = {"text": Text, "parquet": Parquet}[file.kind]
-    if file.kind == "parquet":
-        options["batch_size"] = _ROWS  # else the size of the first row group, which may be nothing
-    # a path may hold the signs of a glob, which `datasets` would expand
-    data_files = {"train": [glob.escape(str(file.path.absolute()))]}
-    with tempfile.TemporaryDirectory() as scratch:  # for its lock file; nothing else is written
-        try:
-            rows = reader(cache_dir=scratch, data_files=data_files, **options).as_streaming_dataset("train")
-            for table in rows.with_format("arrow").iter(_ROWS):  # 3x faster than rows made Python objects
-                if field not in table.column_names:
-                    raise ValueError(_no_column(field, table.column_names))
-                yield table[field].to_pylist()
-        except (DatasetsError, ValueError, OSError) as error:  # pyarrow's errors are ValueErrors and OSErrors
-            first_line = str(error).strip().split("\n")[0].rstrip(".")
-            raise ValueError(f"{file.path} cannot be read as {file.kind}: {first_line}; leave it out") from error
+
+@contextmanager
+def _named(file: TextFile) -> Iterator[None]:
+    """What reading it raises, as a ValueError of one line that names it."""
+    try:
+        yield
+    except (ValueError, OSError, RuntimeError, LookupError) as error:  # pyarrow's are among them
+        first_line = str(error).strip().split("\n")[0].rstrip(".")
+        raise ValueError(f"{file.path} cannot be read as {file.kind}: {first_line}; leave it out") from error
 
 
 def _hash_utf8(path: Path) -> str:
