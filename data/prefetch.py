@@ -1,8 +1,9 @@
 """Batches ahead of the step that needs them: on CUDA a thread reads and copies while the GPU works."""
 
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any, Self
 
 import torch
@@ -89,37 +90,16 @@ class Ahead:
     """A thread that calls make(start), make(start + 1), ... and keeps a few results ready, in order."""
 
     def __init__(self, make: Callable[[int], Any], start: int) -> None:
-        self._make = make
-        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._free = threading.Semaphore(BATCHES_AHEAD)
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, args=(start,), name="prefetch", daemon=True)
-        self._thread.start()
+        self._make, self._steps = make, count(start)
+        self._pool = ThreadPoolExecutor(1, "prefetch")
+        self._results = deque(self._pool.submit(make, next(self._steps)) for _ in range(BATCHES_AHEAD))
 
     def take(self) -> Any:
         """The next result; raises what `make` raised, at this call and every later one."""
-        assert not self._closed, "the prefetcher is closed"
-        result, error = self._results.get()
-        if error is not None:
-            self._results.put((None, error))
-            raise error
-        self._free.release()
+        result = self._results[0].result()  # one that raises stays the first
+        self._results.popleft()
+        self._results.append(self._pool.submit(self._make, next(self._steps)))
         return result
 
     def close(self) -> None:
-        self._closed = True
-        self._free.release()
-        self._thread.join()
-
-    def _work(self, step: int) -> None:
-        while True:
-            self._free.acquire()
-            if self._closed:
-                return
-            try:
-                result = self._make(step)
-            except BaseException as error:  # it belongs to whoever waits for the result
-                self._results.put((None, error))
-                return
-            self._results.put((result, None))
-            step += 1
+        self._pool.shutdown(cancel_futures=True)

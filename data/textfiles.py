@@ -22,7 +22,7 @@ from data.shards import file_sha256, read_blocks
 from data.tokenize import PIECE_CHARACTERS, Fragment
 
 FIELD = "text"  # the default of data.text_field
-_ROWS = 4096  # rows handed over at a time: a line of prose is some 70 bytes, so a few hundred kB
+_ROWS = 4096  # of a parquet file, read at a time
 
 
 @dataclass(frozen=True)
