@@ -171,7 +171,7 @@ def run(
             # step late; but at once where numbers or weights are used for anything
             asked = stop.requested
             if bad := check.look(step, loss, grad_norm, wait=asked or config.is_watched(step)):
-                if not bad_steps.handle(bad, prefetcher, stepper.again, stop):
+                if not bad_steps.handle(bad, prefetcher, stepper.step_of, stop):
                     step = bad.step - 1
                     save(step, best=False)
                     break

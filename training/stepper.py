@@ -35,13 +35,20 @@ class Stepper:
         """Compute a step of the run and update the weights; (loss, gradient norm) as `training_step` returns them."""
         hardware = self._chosen.hardware
         with shared_rows(self._context, self._model, self._forward, hardware.world) as whole:
-            return self._step(whole, batch, self._optimizer, hardware, self._graphs)
+            return self.step_of(whole, batch, self._optimizer, hardware, self._graphs)
 
-    def again(
-        self, forward: Callable[..., Tensor], batch: Batch, optimizer: Unstepped, hardware: Hardware
+    def step_of(
+        self,
+        forward: Callable[..., Tensor],
+        batch: Batch,
+        optimizer: Optimizer | Unstepped,
+        hardware: Hardware,
+        graphs: StepGraphs | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """A step once more, kernel by kernel and on whole rows, with another network, for who watches it."""
-        return self._step(forward, batch, optimizer, hardware, None)
+        """A step of `forward`, kernel by kernel without `graphs`: also once more, on whole rows, for who watches it."""
+        inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
+        micro_batch, how = self._chosen.micro_batch, {"graphs": graphs, "dropout": self._chosen.model.draws}
+        return training_step(forward, optimizer, inputs, targets, micro_batch, hardware, starts, **how)
 
     def evaluate(self, windows: EvaluationSet) -> dict[str, float]:
         hardware = self._chosen.hardware
@@ -55,15 +62,3 @@ class Stepper:
             whole = whole_model(self._model)
         prompt = self._chosen.prompt, asked["sample_tokens"], asked["seed"]
         return hardware.world.first(sample)(whole, *prompt, tokenizer, hardware)
-
-    def _step(
-        self,
-        forward: Callable[..., Tensor],
-        batch: Batch,
-        optimizer: Optimizer | Unstepped,
-        hardware: Hardware,
-        graphs: StepGraphs | None,
-    ) -> tuple[Tensor, Tensor]:
-        inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
-        micro_batch, how = self._chosen.micro_batch, {"graphs": graphs, "dropout": self._chosen.model.draws}
-        return training_step(forward, optimizer, inputs, targets, micro_batch, hardware, starts, **how)
