@@ -2,7 +2,6 @@
 
 import http.client
 import math
-import netrc
 import os
 import secrets
 import urllib.error
@@ -61,16 +60,12 @@ def wandb_mode(config: LoggerConfig) -> tuple[str, str]:
 
 def _has_wandb_login() -> bool:
     """Whether a key is at hand, found without the network: the environment, or the netrc file `wandb login` writes."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = os.environ.get("WANDB_BASE_URL", WANDB_URL).split("//")[-1].split("/")[0].split(":")[0]
-    for file in filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")):
-        try:
-            if netrc.netrc(Path(file).expanduser()).authenticators(host):
-                return True
-        except (OSError, RuntimeError, netrc.NetrcParseError):  # RuntimeError: this user has no home
-            continue
-    return False
+    from requests.utils import get_netrc_auth  # it looks where wandb does
+
+    try:
+        return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(os.environ.get("WANDB_BASE_URL", WANDB_URL)))
+    except ValueError:  # WANDB_BASE_URL is no address
+        return False
 
 
 def _silence_of_server() -> str | None:
