@@ -21,7 +21,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class CharacterEncoding(tiktoken.Encoding):
-    """One id for each character of an alphabet. Encoding any other character raises a ValueError that names it."""
+    """One id for each character of an alphabet.
+
+    `encode_ordinary` and `encode_to_numpy` raise a ValueError that names any other character.
+    """
 
     def __init__(self, alphabet: str) -> None:
         super().__init__(
@@ -37,17 +40,11 @@ class CharacterEncoding(tiktoken.Encoding):
         self._refuse_unknown(text)
         return super().encode_ordinary(text)
 
-    def encode(self, text: str, **options: Any) -> list[int]:
-        self._refuse_unknown(text, **options)
-        return super().encode(text, **options)
-
     def encode_to_numpy(self, text: str, **options: Any) -> np.ndarray:
-        self._refuse_unknown(text, **options)
+        self._refuse_unknown(text)
         return super().encode_to_numpy(text, **options)
 
-    def _refuse_unknown(self, text: str, *, allowed_special: Any = (), **_: Any) -> None:
-        if allowed_special == "all" or END_OF_TEXT in allowed_special:  # else it is text like any other
-            text = text.replace(END_OF_TEXT, "")
+    def _refuse_unknown(self, text: str) -> None:
         # tiktoken itself would panic in Rust, which no `except` of a caller expects
         unknown = set(text) - self._known
         if unknown:

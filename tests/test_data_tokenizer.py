@@ -57,7 +57,7 @@ def test_invalid_utf8_can_be_decoded():
 
 def test_unknown_character_is_named():
     encoding = build_tokenizer("characters", "abc")
-    for encode in (encoding.encode_ordinary, encoding.encode, encoding.encode_to_numpy):
+    for encode in (encoding.encode_ordinary, encoding.encode_to_numpy):
         with pytest.raises(ValueError, match=r"'é' \(U\+00E9\).*tokenizer=bytes"):
             encode("abé")
     with pytest.raises(ValueError, match="'<'"):
