@@ -23,7 +23,7 @@ import numpy as np
 import tiktoken
 
 from data.config import DataConfig, expanded
-from data.shards import ShardWriter, TokenArray, open_split, token_dtype, verify
+from data.shards import ShardWriter, TokenArray, flush, open_split, token_dtype, verify
 from data.sources import Source, Stream, open_source
 from data.tokenize import Counts, tokenize
 from data.tokenizer import build_tokenizer, tokenizer_from_state, tokenizer_label, tokenizer_state
@@ -195,7 +195,7 @@ def _written_at_once(path: Path) -> Iterator[Path]:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):  # only writing meets these
                 raise ValueError(refusal.format(error.strerror)) from error
             raise
-        _sync_folder(folder)
+        flush(folder)
         folder.chmod(0o755)  # mkdtemp's folders are private; a cache may be shared
         try:
             folder.rename(path)
@@ -203,7 +203,7 @@ def _written_at_once(path: Path) -> Iterator[Path]:
             if not path.exists():
                 raise
         else:
-            _sync_folder(path.parent)
+            flush(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -213,15 +213,6 @@ def _remove_abandoned(path: Path) -> None:
         with suppress(FileNotFoundError):  # another start has removed it since
             if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Names of files reach the disk only when their folder does."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def digest(value: Any) -> str:

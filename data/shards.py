@@ -7,7 +7,6 @@ would train a wrong model in silence.
 
 import hashlib
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 
 SHARD_TOKENS = 1 << 26  # 128 MiB of uint16: few files, and still several for threads to check at once
-_READ_BYTES = 1 << 22  # bytes hashed at a time
 
 
 class Tokens(Protocol):
@@ -124,13 +122,14 @@ def verify(folder: Path, shards: list[dict[str, Any]], dtype: np.dtype) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    for block in read_blocks(path):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def read_blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            yield block
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Ask the file system to put a file on disk, or a folder: names of files reach the disk only when theirs does."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

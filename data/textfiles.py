@@ -14,14 +14,16 @@ import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from data.config import expanded
-from data.shards import file_sha256, read_blocks
+from data.shards import file_sha256
 from data.tokenize import PIECE_CHARACTERS, Fragment
 
 FIELD = "text"  # the default of data.text_field
+_READ_BYTES = 1 << 22  # of a text file, hashed at a time
 _ROWS = 4096  # of a parquet file, read at a time
 
 
@@ -160,14 +162,15 @@ def _named(file: TextFile) -> Iterator[None]:
 def _hash_utf8(path: Path) -> str:
     """SHA-256 of the file, refusing one that is not UTF-8 with the place of its first wrong byte."""
     digest, decoder, position = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
-    for block in (*read_blocks(path), b""):
-        pending = len(decoder.getstate()[0])
-        try:
-            decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path} is not UTF-8 (byte {position - pending + error.start:,}); convert it with iconv"
-            ) from error
-        digest.update(block)
-        position += len(block)
+    with path.open("rb") as file:
+        for block in chain(iter(lambda: file.read(_READ_BYTES), b""), (b"",)):
+            pending = len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path} is not UTF-8 (byte {position - pending + error.start:,}); convert it with iconv"
+                ) from error
+            digest.update(block)
+            position += len(block)
     return digest.hexdigest()

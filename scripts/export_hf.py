@@ -23,12 +23,13 @@ import torch
 import yaml
 
 from conf.program import program
+from data.shards import flush
 from data.tokenizer_file import FileEncoding
 from data.tokenizer_json import tokenizer_json
 from model import GPT
 from model.huggingface_weights import architecture, config_json, tensors
 from training.checkpoint import META, Checkpoint, newest_checkpoint, open_checkpoint
-from training.checkpoint_files import flush, write_json, write_weights
+from training.checkpoint_files import write_json, write_weights
 from training.curves import read_run
 from training.trained import trained
 

@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 from data import DataConfig, TokenBatches, build_tokenizer, open_dataset
 from data.dataset import digest, locate
 from data.sources import embedded_topics
-from data.textfiles import inspect, lines
+from data.textfiles import inspect, lines, read
 from tests.runs import Outcome, told
 
 TEXT = "".join(f"line {i} of a text\n" for i in range(200))
@@ -136,6 +137,17 @@ def test_files_are_read_alike(tmp_path):
     path = tmp_path / "odd [1]*.txt"
     path.write_bytes(" a\r\n\r\n\x0b\x85 b\u2028c\n\n\n d".encode())
     assert list(lines(inspect([path])[0])) == [" a\n", "\n", "\x0b\x85 b\u2028c\n", "\n", "\n", " d"]
+
+
+def test_a_long_text_is_looked_at_a_part_at_a_time(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"a line of a long text\n" * 2_000_000)
+    tracemalloc.start()
+    (file,) = inspect([path])
+    assert sum(len(text) for text, _ in read(file)) == file.bytes
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < file.bytes / 2
 
 
 def test_characters_come_from_the_training_split(tmp_path, cache):

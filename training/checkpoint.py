@@ -31,7 +31,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from training.checkpoint_files import fingerprint, flush, read_json, write_json, write_state, write_weights
+from data.shards import flush
+from training.checkpoint_files import fingerprint, read_json, write_json, write_state, write_weights
 from training.shard import local, own_rows
 
 FORMAT = 2

@@ -1,15 +1,15 @@
 """The files of a checkpoint: a disk that takes no more is an OSError, what a disk damaged a ValueError of one line."""
 
-import hashlib
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+
+from data.shards import file_sha256
 
 DEEPEST = 16  # a description is nested four deep
 
@@ -77,14 +77,4 @@ def _is_deep(value: Any) -> bool:
 
 def fingerprint(path: Path) -> dict[str, Any]:
     """Size in bytes and SHA-256, as a manifest has them."""
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def flush(path: Path) -> None:
-    """Ask the file system to put a file or folder on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
