@@ -26,7 +26,7 @@ class Tokens(Protocol):
 
 
 class TokenArray:
-    """A read-only 1-D array over memory-mapped shards. Slices (step 1) give numpy arrays, integers give a token."""
+    """A read-only 1-D array over memory-mapped shards. Slices (step 1) give numpy arrays."""
 
     def __init__(self, shards: list[np.ndarray], dtype: np.dtype) -> None:
         self.dtype = np.dtype(dtype)
@@ -36,10 +36,7 @@ class TokenArray:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, index: int | slice) -> Any:
-        if not isinstance(index, slice):
-            position = range(len(self))[index]
-            return self[position : position + 1][0]
+    def __getitem__(self, index: slice) -> np.ndarray:
         start, stop, step = index.indices(len(self))
         assert step == 1, "a token array is read forwards, without gaps"
         if len(self._shards) == 1:

@@ -22,12 +22,11 @@ from pathlib import Path
 from types import FrameType
 
 from training.parallel import ALONE, World
+from training.watch import SHOW_CURSOR
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 EXIT_TIME_LIMIT = 75
 REASONS = (EXIT_TIME_LIMIT, *(128 + number for number in SIGNALS))  # exit codes, as processes vote by them
-SHOW_CURSOR = b"\x1b[?25h"
-
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
@@ -121,4 +120,4 @@ class StopRequest:
         # the progress bar hid it, and may not get to show it again; a closed terminal takes nothing
         if sys.stdout is not None and sys.stdout.isatty():
             with suppress(OSError):
-                os.write(sys.stdout.fileno(), SHOW_CURSOR)
+                os.write(sys.stdout.fileno(), SHOW_CURSOR.encode())
