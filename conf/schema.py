@@ -11,7 +11,7 @@ from model import GPTConfig
 from training.hardware import HardwareConfig
 from training.log import LoggerConfig
 from training.optimizer import OptimConfig
-from training.parallel import ParallelConfig
+from training.parallel import ALONE, ParallelConfig
 from training.run import TrainConfig
 
 
@@ -51,11 +51,7 @@ class Settings:
         if tokens % seq_len:
             nearest = max(seq_len, round(tokens / seq_len) * seq_len)
             raise ValueError(f"train.batch_tokens={tokens} is not a multiple of data.seq_len={seq_len}; use {nearest}")
-        if isinstance(self.train.micro_batch, int) and (tokens // seq_len) % self.train.micro_batch:
-            raise ValueError(
-                f"train.micro_batch={self.train.micro_batch} does not divide the {tokens // seq_len} sequences "
-                f"of a step (train.batch_tokens={tokens} / data.seq_len={seq_len}); use one that does"
-            )
+        ALONE.share(tokens // seq_len, self.train.micro_batch, seq_len)  # before anything else is done
 
     @property
     def sequences_per_step(self) -> int:

@@ -173,9 +173,10 @@ class World:
                 f"cannot share equally; use {nearest}"
             )
         if isinstance(micro_batch, int) and share % micro_batch:
+            each = f" that each of {self.size} processes has" if self.size > 1 else ""
             raise ValueError(
-                f"train.micro_batch={micro_batch} does not divide the {share} sequences of a step that each of "
-                f"{self.size} processes has; use one that does"
+                f"train.micro_batch={micro_batch} does not divide the {share} sequences of a step{each} "
+                f"(train.batch_tokens={sequences * seq_len} / data.seq_len={seq_len}); use one that does"
             )
         return share
 
