@@ -235,7 +235,10 @@ def _arguments(
 
 def _is_positional(value: str) -> bool:
     """Whether an argument is no key=value: a path, whose folders may have a = in their names."""
-    return "/" in value.partition("=")[0] or ("=" not in value and not value.startswith("~"))
+    key, equals, _ = value.partition("=")
+    if equals:
+        return "/" in key and not key.startswith("hydra/")  # hydra/launcher=NAME is a choice of Hydra's
+    return not value.startswith("~")
 
 
 def _as_typed(argument: str, keys: dict[str, Key], *, sweeps: bool) -> str:

@@ -101,6 +101,11 @@ def test_a_path_may_have_an_equals_sign(run):
     assert (settings.runs, settings.steps, settings.prompt) == ([run], 3, "a/b=c")
 
 
+def test_a_group_of_hydras_is_no_path():
+    (settings,) = typed("a", "hydra/job_logging=disabled")
+    assert settings.runs == ["a"]
+
+
 @pytest.mark.parametrize(
     ("argument", "key", "value"),
     [
