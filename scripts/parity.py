@@ -48,7 +48,7 @@ class ParityConfig:
     repeats: int = 1  # of all of it, with seeds train.seed, train.seed + 1, ...: how often does a true backend pass?
 
     def __post_init__(self) -> None:
-        refuse_unknown("parity", self, attention=ATTENTION, mutants=MUTANTS)
+        refuse_unknown("parity.", self, attention=ATTENTION, mutants=MUTANTS)
         if not 4 <= self.nulls <= 20:
             raise ValueError(f"parity.nulls={self.nulls} must be 4 to 20: the tolerance factors end there")
         refuse_below_one("parity.", self, "repeats")

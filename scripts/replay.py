@@ -23,6 +23,7 @@ from torch import Tensor
 
 from conf.program import program
 from model import ATTENTION, GPT, GPTConfig, attend_with, resolve_model
+from scripts.bench.report import refuse_unknown
 from scripts.parity_verdict import ROOM
 from scripts.variants import nulls
 from training.checkpoint import META, STATE, Checkpoint, open_checkpoint
@@ -45,9 +46,7 @@ class ReplaySettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)  # the device; the dtypes are the step's
 
     def __post_init__(self) -> None:
-        for name in self.attention:
-            if name not in ATTENTION:
-                raise ValueError(f"attention={name} is not one of {', '.join(ATTENTION)}")
+        refuse_unknown("", self, attention=ATTENTION)
         if self.hardware.dtype != "auto" or self.hardware.compile:
             raise ValueError(
                 f"hardware.dtype={self.hardware.dtype} hardware.compile={self.hardware.compile}: a step is run again "

@@ -20,6 +20,7 @@ import torch
 from conf.program import program
 from model import GPT, generate
 from model.sampling import check_sampling, marked
+from scripts.bench.report import refuse_below_one
 from training.checkpoint import newest_checkpoint, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 from training.trained import trained
@@ -49,12 +50,7 @@ class SampleSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples={self.num_samples} must be at least 1")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+        refuse_below_one("", self, "num_samples", "max_new_tokens", "batch_size")
         if self.cache not in CACHES:
             raise ValueError(f"cache={self.cache} is not one of null, int8, e4m3")
         check_sampling(self.temperature, self.top_k, self.top_p)

@@ -160,6 +160,8 @@ def test_impossible_benchmarks_are_refused():
         bench_training.BenchConfig(checkpointing=["some"])
     with pytest.raises(ValueError, match=r"bench\.loss=some is not one of auto, chunked, plain"):
         bench_training.BenchConfig(loss=["some"])
+    with pytest.raises(ValueError, match=r"^methods=some is not one of heads, gather, ring"):  # it has no group
+        bench_context.ContextBenchSettings(methods=["some"])
 
 
 def test_one_and_two_processes_are_compared(tmp_path, capsys):

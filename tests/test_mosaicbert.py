@@ -178,6 +178,11 @@ def test_each_part_and_length_has_a_row_for_each_attention(tmp_path, monkeypatch
     assert (tmp_path / "bench_mosaicbert.png").stat().st_size > 0
 
 
+def test_an_unknown_attention_is_refused_by_its_key():
+    with pytest.raises(ValueError, match=r"^attention=some is not one of naive, sdpa, flash, free"):
+        bench.MosaicBertBenchSettings(attention=["some"])
+
+
 @pytest.mark.parametrize("lengths", ["padded", "full"])
 def test_what_is_timed_computes_the_same(lengths, in_pytorch):
     settings = bench.MosaicBertBenchSettings(attention=["naive", "sdpa", "flash"], num_layers=1)

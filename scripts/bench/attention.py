@@ -82,7 +82,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         passes = ("forward", "backward")
-        refuse_unknown("bench", self, attention=(*ATTENTION, *FLASH4), mask=MASKS, passes=passes)
+        refuse_unknown("bench.", self, attention=(*ATTENTION, *FLASH4), mask=MASKS, passes=passes)
         refuse_below_one("bench.", self, "rounds")
         for head_dim, group in product(self.head_dim, self.group):
             if self.hidden % (head_dim * group):

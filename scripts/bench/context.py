@@ -40,7 +40,7 @@ class ContextBenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        refuse_unknown("bench", self, methods=WAYS)
+        refuse_unknown("", self, methods=WAYS)
         refuse_below_one("", self, "gpus", "seq_len", "num_heads", "num_kv_heads", "head_dim", "runs")
 
 

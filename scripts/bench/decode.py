@@ -65,7 +65,7 @@ class BenchConfig:
     replays: int = 7  # of a graph; the median counts
 
     def __post_init__(self) -> None:
-        refuse_unknown("bench", self, family=FAMILIES, attention=("flash", *SDPA))
+        refuse_unknown("bench.", self, family=FAMILIES, attention=("flash", *SDPA))
 
 
 @dataclass

@@ -48,7 +48,7 @@ class BudgetConfig:
     draws: int = 8  # independent inputs; the confidence interval is over them
 
     def __post_init__(self) -> None:
-        refuse_unknown("budget", self, cases=CASES, dtypes=DTYPES)
+        refuse_unknown("budget.", self, cases=CASES, dtypes=DTYPES)
         if self.draws < 2:
             raise ValueError(f"budget.draws={self.draws} must be at least 2: a spread needs two")
 

@@ -67,7 +67,7 @@ class BenchConfig:
     seed: int = 0  # of weights and prompts
 
     def __post_init__(self) -> None:
-        refuse_unknown("bench", self, which=(OURS, *PEERS))
+        refuse_unknown("bench.", self, which=(OURS, *PEERS))
         sizes = "batch", "prompt_tokens", "new_tokens", "prefill_batch", "prefill_tokens", "rounds", "vocab_size"
         refuse_below_one("bench.", self, *sizes)
 

@@ -19,7 +19,7 @@ import torch
 
 from conf.program import program
 from scripts.bench.clock import Mark, measure, peak_bytes
-from scripts.bench.report import Columns, Report, refuse_below_one, table
+from scripts.bench.report import Columns, Report, refuse_below_one, refuse_unknown, table
 from training.hardware import HardwareConfig, set_up
 
 LLAMA_1B = {
@@ -44,9 +44,8 @@ class HuggingFaceBenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
+        refuse_unknown("", self, parts=("prefill", "decode", "step"))
         refuse_below_one("", self, "prompts", "prompt_tokens", "decode_rows", "decode_context", "new_tokens")
-        if wrong := set(self.parts) - {"prefill", "decode", "step"}:
-            raise ValueError(f"parts={min(wrong)} is not one of prefill, decode, step")
 
 
 @program("tool", HuggingFaceBenchSettings, run_dir="runs/bench_huggingface")

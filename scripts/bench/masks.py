@@ -47,7 +47,7 @@ class BenchConfig:
     budget_ms: float = 60.0  # of one call in one round
 
     def __post_init__(self) -> None:
-        refuse_unknown("bench", self, mask=KNOWN, passes=PASSES)
+        refuse_unknown("bench.", self, mask=KNOWN, passes=PASSES)
         refuse_below_one("bench.", self, "seq_len", "head_dim", "hidden", "rounds")
 
 

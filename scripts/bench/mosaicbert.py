@@ -48,7 +48,7 @@ class MosaicBertBenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        refuse_unknown("bench", self, attention=ATTENTION)
+        refuse_unknown("", self, attention=ATTENTION)
         refuse_below_one("", self, "seq_len", "all_parts_at", "batch_tokens", "num_layers")
 
 

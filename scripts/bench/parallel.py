@@ -63,7 +63,7 @@ class BenchConfig:
     steps: int = 20  # timed one by one; the median is reported
 
     def __post_init__(self) -> None:
-        refuse_unknown("bench", self, cells=CELLS)
+        refuse_unknown("bench.", self, cells=CELLS)
         refuse_below_one("bench.", self, "processes", "tokens", "context_tokens", "hash_steps", "warmup_steps", "steps")
         if 1 not in self.processes or len(self.processes) < 2:
             raise ValueError(f"bench.processes={self.processes} must have 1 and more than that; use [1,2]")

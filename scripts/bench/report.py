@@ -39,15 +39,21 @@ def colour(attention: str, number: int) -> str:
 
 
 def refuse_unknown(group: str, config: Any, **known: Iterable[str]) -> None:
-    """ValueError where a list of `config`, by its field's name, has a value that is not among the known ones."""
+    """ValueError where a list of `config`, by its field's name, has a value that is not among the known ones.
+
+    group: what a user types before the names: "bench.", or "" of keys that have no group.
+    """
     for name, allowed in known.items():
         for value in getattr(config, name):
             if value not in allowed:
-                raise ValueError(f"{group}.{name}={value} is not one of {', '.join(allowed)}")
+                raise ValueError(f"{group}{name}={value} is not one of {', '.join(allowed)}")
 
 
 def refuse_below_one(group: str, config: Any, *names: str) -> None:
-    """ValueError where a number of `config`, alone or in a list, is below 1; None may be."""
+    """ValueError where a number of `config`, alone or in a list, is below 1; None may be.
+
+    group: as for `refuse_unknown`.
+    """
     for name in names:
         value = getattr(config, name)
         if value is not None and any(number < 1 for number in (value if isinstance(value, list) else [value])):

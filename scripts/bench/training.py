@@ -53,7 +53,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         attention = ("auto", *ATTENTION, *SDPA_KERNELS)
-        refuse_unknown("bench", self, attention=attention, checkpointing=MODES, loss=LOSSES)
+        refuse_unknown("bench.", self, attention=attention, checkpointing=MODES, loss=LOSSES)
         refuse_below_one("bench.", self, "steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens")
 
 
