@@ -560,7 +560,7 @@ CHECKPOINTS = [
          program="scripts.bench.loss"),
     Case("error budget: unknown case", ["budget.cases=[windows]"], ["budget.cases=windows is not one of full"],
          program="scripts.bench.error_budget"),
-    Case("training benchmark: micro-batch", ["train.micro_batch=5"], ["train.micro_batch=5", "512 sequences"],
+    Case("training benchmark: micro-batch", ["train.micro_batch=5"], ["train.micro_batch=5", "64 sequences"],
          program="scripts.bench.training"),
     Case("sample: temperature", [*SAMPLE, "temperature=-1"], ["temperature=-1.0", "must be 0"],
          program="scripts.sample"),

@@ -1,7 +1,7 @@
 """Training speed of a GPT: `python -m scripts.bench.training` times whole optimizer steps and prints a table.
 
-One row for each context length, attention, activation checkpointing and loss, at a constant number of tokens a step:
-the step of `train.py` itself (compiled and as CUDA graphs where the run would be), on random tokens; beside it the
+One row for each context length, attention and activation checkpointing, at a constant number of tokens a step: the
+step of `train.py` itself (compiled and as CUDA graphs where the run would be), on random tokens; beside it the
 parts of a step without graphs. Out of memory is a row. `bench.saving=true` adds what a save in the background costs the
 loop (scripts/bench/saving.py). The run's folder gets bench_training.json and, where there is more than one context
 length, a chart of tokens a second and of peak memory. The last line is one JSON object.
@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from conf.program import program
 from conf.schema import Settings
 from model import ATTENTION, GPT, resolve_model
-from model.config import LOSSES
 from model.recompute import MODES
 from scripts.bench.clock import Mark, Parts
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_below_one, refuse_unknown, table
@@ -41,10 +40,10 @@ SDPA_KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBacke
 
 @dataclass
 class BenchConfig:
-    attention: list[str] = field(default_factory=lambda: ["auto"])  # model.attention's names | sdpa_flash | sdpa_cudnn
-    seq_len: list[int] = field(default_factory=lambda: [1024])  # context lengths, in tokens
-    checkpointing: list[str] = field(default_factory=list)  # of activations: modes to compare; empty: the model's own
-    loss: list[str] = field(default_factory=list)  # plain | chunked, to compare; empty: the model's own
+    # what is compared; empty: the run's own alone
+    attention: list[str] = field(default_factory=list)  # model.attention's names | sdpa_flash | sdpa_cudnn
+    seq_len: list[int] = field(default_factory=list)  # context lengths, in tokens
+    checkpointing: list[str] = field(default_factory=list)  # modes of model.activation_checkpointing
     micro_batch_tokens: int | None = None  # of one forward and backward, at least a sequence; null: train.micro_batch
     vocab_size: int = 50257  # GPT-2's
     warmup_steps: int = 5  # not timed; the first compiles
@@ -53,7 +52,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         attention = ("auto", *ATTENTION, *SDPA_KERNELS)
-        refuse_unknown("bench.", self, attention=attention, checkpointing=MODES, loss=LOSSES)
+        refuse_unknown("bench.", self, attention=attention, checkpointing=MODES)
         refuse_below_one("bench.", self, "steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens")
 
 
@@ -63,7 +62,10 @@ class BenchSettings(Settings):
 
 
 @program(
-    "config", BenchSettings, run_dir="runs/bench_training", overrides=("model=gpt2_124m", "train.batch_tokens=65536")
+    "config",
+    BenchSettings,
+    run_dir="runs/bench_training",
+    overrides=("model=gpt2_124m", "data.seq_len=1024", "train.batch_tokens=65536"),
 )
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware, bench = set_up(settings.hardware), settings.bench
@@ -71,10 +73,9 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     rows = [  # what cannot be is refused here, before anything is trained
         (attention, one_row(settings, *chosen, attention, hardware))
         for *chosen, attention in product(
-            bench.seq_len,
+            bench.seq_len or [settings.data.seq_len],
             bench.checkpointing or [settings.model.activation_checkpointing],
-            bench.loss or [settings.model.loss],
-            bench.attention,
+            bench.attention or [settings.model.attention],
         )
     ]
     for attention, chosen in rows:
@@ -106,7 +107,7 @@ FIGURES: Columns = {
 
 
 def one_row(
-    settings: BenchSettings, seq_len: int, checkpointing: str, loss: str, attention: str, hardware: Hardware
+    settings: BenchSettings, seq_len: int, checkpointing: str, attention: str, hardware: Hardware
 ) -> BenchSettings:
     """`settings` for one row; the model's attention and loss are names of what will run."""
     sequences, rest = divmod(settings.train.batch_tokens, seq_len)
@@ -115,7 +116,7 @@ def one_row(
             f"bench.seq_len={seq_len} does not divide train.batch_tokens={settings.train.batch_tokens}; use another"
         )
     name = "sdpa" if attention in SDPA_KERNELS else attention
-    model = replace(settings.model, attention=name, activation_checkpointing=checkpointing, loss=loss)
+    model = replace(settings.model, attention=name, activation_checkpointing=checkpointing)
     model, *_ = resolve_model(model, hardware.device, hardware.dtype)
     number = settings.train.micro_batch
     if settings.bench.micro_batch_tokens:
