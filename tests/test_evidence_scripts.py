@@ -110,6 +110,16 @@ def test_the_typed_keys_of_a_run_hold_in_its_benchmark(tmp_path, monkeypatch):
     assert settings_of(bench_training.main).data.seq_len == 1024
 
 
+@pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.1, True)])
+def test_a_step_draws_as_that_of_a_run_does(tmp_path, monkeypatch, dropout, draws):
+    """With dropout each micro-batch has a stream of its own, which is set up in the step."""
+    asked, real = [], bench_training.training_step
+    monkeypatch.setattr(bench_training, "training_step", lambda *a, **how: asked.append(how) or real(*a, **how))
+    chosen = settings_of(bench_training.main, *TINY, f"model.dropout={dropout}")
+    bench_training.main.__wrapped__(chosen, tmp_path)
+    assert {how["dropout"] for how in asked} == {draws}
+
+
 @pytest.mark.parametrize("number", ["auto", "2", "null"])
 def test_the_micro_batch_of_a_run_is_that_of_its_benchmark(tmp_path, capsys, number):
     chosen = settings_of(bench_training.main, *TINY, f"train.micro_batch={number}")

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conf.program import program
 from conf.schema import Settings
-from model import ATTENTION, GPT, resolve_model
+from model import ATTENTION, GPTConfig, build_model, resolve_model
 from model.recompute import MODES
 from scripts.bench.clock import Mark, Parts
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_below_one, refuse_unknown, table
@@ -32,6 +32,7 @@ from training.hardware import Hardware, set_up
 from training.memory import DoesNotFit
 from training.optimizer import Optimizer
 from training.run import Run, resolve
+from training.shard import parallelize
 from training.speed import mfu, model_flops, peak_flops
 from training.step import step_graphs, training_step
 
@@ -118,6 +119,7 @@ def one_row(
     name = "sdpa" if attention in SDPA_KERNELS else attention
     model = replace(settings.model, attention=name, activation_checkpointing=checkpointing)
     model, *_ = resolve_model(model, hardware.device, hardware.dtype)
+    refuse_other_vocabulary(model, settings.bench.vocab_size)
     number = settings.train.micro_batch
     if settings.bench.micro_batch_tokens:
         number = max(1, settings.bench.micro_batch_tokens // seq_len)
@@ -125,6 +127,16 @@ def one_row(
         number = min(number, sequences)
     data, train = replace(settings.data, seq_len=seq_len), replace(settings.train, micro_batch=number)
     return replace(settings, model=model, data=data, train=train)
+
+
+def refuse_other_vocabulary(model: GPTConfig, vocab_size: int) -> None:
+    """ValueError where a model of transformers has fewer tokens than are drawn."""
+    if model.name is None:
+        return
+    from model.huggingface_model import their_config
+
+    if vocab_size > (most := their_config(model).vocab_size):
+        raise ValueError(f"bench.vocab_size={vocab_size} is more than the {most} of {model.name}; use {most} or less")
 
 
 def measure(attention: str, settings: BenchSettings, hardware: Hardware, run_dir: Path) -> Row:
@@ -160,15 +172,16 @@ def figures(settings: BenchSettings, chosen: Run, run_dir: Path) -> Row:
     """Speed and memory of the step; times in ms, memory in GiB."""
     bench, seq_len, hardware = settings.bench, settings.data.seq_len, chosen.hardware
     torch.manual_seed(settings.train.seed)
-    model = GPT(settings.model, bench.vocab_size, seq_len, device=hardware.device)
+    model = build_model(settings.model, bench.vocab_size, seq_len, device=hardware.device)
+    forward = parallelize(model, hardware)
     optimizer = Optimizer(model, settings.optim, hardware.dtype)
-    forward = torch.compile(model, dynamic=False) if hardware.compile else model
     shape = settings.sequences_per_step, seq_len + 1
     tokens = torch.randint(bench.vocab_size, shape, device=hardware.device)
 
     def step(region: Callable[[str], AbstractContextManager], graphs: StepGraphs | None = None) -> None:
         sizes = tokens[:, :-1], tokens[:, 1:], chosen.micro_batch
-        training_step(forward, optimizer, *sizes, hardware, region=region, graphs=graphs)
+        how = {"graphs": graphs, "dropout": chosen.model.draws}
+        training_step(forward, optimizer, *sizes, hardware, region=region, **how)
 
     def seconds_of_steps(region: Callable[[], Callable], graphs: StepGraphs | None) -> list[float]:
         marks = [Mark(hardware.device)]
