@@ -240,6 +240,11 @@ def explain_attention(settings: ExplainSettings) -> tuple[dict, list[Table | str
 
 def explain_step(settings: ExplainSettings) -> tuple[dict, list[Table | str]]:
     """A training step's memory: terms by moment, and activations by layer."""
+    if (name := settings.model.name) is not None:
+        raise ValueError(
+            f"model.name={name} has layers of its own, of which nothing is known before they run; train.py says what "
+            "it holds between steps, so leave what=memory out"
+        )
     world = World(size=settings.processes)
     if torch.cuda.is_available():
         hardware = replace(set_up(settings.hardware), world=world)

@@ -89,6 +89,11 @@ def repeat(settings: ParitySettings, run_dir: Path, repeats: int) -> bool:
 def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     """Train, judge, write what was found into `run_dir`, and return it."""
     console = Console(highlight=False)
+    if settings.model.name is not None:
+        raise ValueError(
+            f"model.name={settings.model.name} has layers of its own, in which no attention can be put in place of "
+            "another; leave it out"
+        )
     if settings.model.attention_dropout and settings.parity.mutants:
         raise ValueError("parity.mutants know no dropout; use model.attention_dropout=0 with them")
     settings = with_one_micro_batch(settings, run_dir)

@@ -11,11 +11,14 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: u
 from data import build_tokenizer  # noqa: E402
 from data.tokenizer_json import tokenizer_json  # noqa: E402
 from model import GPTConfig, build_model, generate, resolve_model  # noqa: E402
-from scripts import export_hf  # noqa: E402
+from scripts import doctor, explain, export_hf, parity  # noqa: E402
+from scripts.bench import generation  # noqa: E402
+from scripts.bench import training as bench_training  # noqa: E402
 from tests.huggingface_models import build, pytorch_on_a_cpu  # noqa: E402
-from tests.runs import CORPUS, contents, settings  # noqa: E402
+from tests.runs import CORPUS, contents, settings, settings_of  # noqa: E402
 from train import train  # noqa: E402
 from training.checkpoint import open_checkpoint  # noqa: E402
+from training.hardware import HardwareConfig, set_up  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "threads_as_before")
 TEXT = "the quick brown fox: naïve café 漢字"
@@ -167,3 +170,36 @@ def test_a_loss_in_chunks_of_other_logits_is_refused(tmp_path):
     config = replace(resolved(saved("Gemma2", tmp_path / "gemma"), "tiled"), loss="chunked")
     with pytest.raises(ValueError, match=r"logits of .*gemma are not its head's product alone; use model.loss=plain"):
         build_model(config, 257, 32, device="cpu")
+
+
+def test_a_step_of_the_benchmark_is_theirs(folders, tmp_path, monkeypatch, capsys):
+    asked, real = [], bench_training.training_step
+    monkeypatch.setattr(bench_training, "training_step", lambda *a, **how: asked.append(a[0]) or real(*a, **how))
+    common = (
+        "model=huggingface", f"model.name={folders['GPT2']}", "data.seq_len=16", "train.batch_tokens=32",
+        "bench.steps=1", "bench.warmup_steps=1", "hardware.device=cpu",
+    )  # fmt: skip
+    chosen = settings_of(bench_training.main, *common, "bench.vocab_size=257")
+    bench_training.main.__wrapped__(chosen, tmp_path)
+    assert {type(network).__name__ for network in asked} == {"PretrainedLM"}
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]["tokens_per_second"] > 0
+    with pytest.raises(ValueError, match=r"bench.vocab_size=50257 is more than the 260 of .*; use 260 or less"):
+        bench_training.main.__wrapped__(settings_of(bench_training.main, *common), tmp_path)
+
+
+def test_what_knows_no_other_model_says_so(folders, tmp_path):
+    theirs = ("model=huggingface", f"model.name={folders['GPT2']}", "hardware.device=cpu")
+    refusals = {
+        parity.main: "no attention can be put in place of another; leave it out",
+        generation.main: "is no GPT of ours, which is what is timed; leave it out",
+        explain.main: "nothing is known before they run; .* leave what=memory out",
+    }
+    for main, words in refusals.items():
+        more = {explain.main: ["what=memory"], generation.main: []}.get(main, [])
+        overrides = theirs if main is not generation.main else theirs[1:]
+        with pytest.raises(ValueError, match=rf"^model.name=.*{words}"):
+            main.__wrapped__(settings_of(main, *overrides, *more), tmp_path)
+    config = GPTConfig(name=str(folders["GPT2"]), attention="naive")
+    found = doctor.causality(config, set_up(HardwareConfig(device="cpu")))
+    assert found.status == "ok"
+    assert found.text.startswith("not asked: ")

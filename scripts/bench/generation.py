@@ -84,6 +84,8 @@ class BenchSettings:
 @torch.no_grad()
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware, bench = set_up(settings.hardware), settings.bench
+    if settings.model.name is not None:
+        raise ValueError(f"model.name={settings.model.name} is no GPT of ours, which is what is timed; leave it out")
     device = hardware.device
     report = Report("bench_generation", run_dir, hardware.description)
     config, *_ = resolve_model(settings.model, device, hardware.dtype)
