@@ -25,6 +25,7 @@ from rich.console import Console
 
 from conf.program import program
 from conf.schema import Settings
+from data import build_tokenizer
 from kernels import block_mask
 from kernels.block_masks import BLOCK
 from kernels.device import GPU, GPUS
@@ -38,7 +39,12 @@ from training.speed import attention_flops
 
 MIB = 2**20
 STATISTIC = 4  # bytes of a row's log-sum-exp, maximum or sum: float32
-VOCABULARY = {"bytes": 257, "characters": 100, "gpt2": 50257}  # token ids of each tokenizer
+VOCABULARY = {"bytes": 257, "characters": 100, "gpt2": 50257}  # token ids of each tokenizer; a folder has its own
+# with what=memory a step's sizes are those of a run: keys of one layer of attention -> those that count
+OF_A_RUN = {
+    "batch": "train.micro_batch", "num_heads": "model.num_heads", "seq_len": "data.seq_len",
+    "head_dim": "model.n_embd", "element": "hardware.dtype", "num_layers": "model.num_layers",
+}  # fmt: skip
 # gpu=rtx4090; gpu=h100 is the SXM5 board, whose own name says no more than its memory
 BOARDS = {board.name.removesuffix(" 80GB HBM3").replace(" ", "").lower(): board for board in reversed(GPUS)}
 
@@ -88,6 +94,10 @@ class ExplainSettings(Settings, Shape):
             raise ValueError(f"what={self.what} is unknown; use attention or memory")
         sizes = "seq_len", "head_dim", "num_heads", "batch", "num_layers", "element", "vocab_size", "processes"
         refuse_below_one("", self, *sizes)
+        defaults = {field.name: field.default for field in fields(self)}
+        for key, counts in OF_A_RUN.items():
+            if self.what == "memory" and (value := getattr(self, key)) != defaults[key]:
+                raise ValueError(f"{key}={value} is for what=attention; with what=memory use {counts}")
         if self.gpu not in BOARDS:
             raise ValueError(f"gpu={self.gpu} is not in the table; use one of {', '.join(BOARDS)}")
 
@@ -252,7 +262,8 @@ def explain_step(settings: ExplainSettings) -> tuple[dict, list[Table | str]]:
         dtype, compiled = DTYPES.get(settings.hardware.dtype, torch.bfloat16), settings.hardware.compile is not False
         words = f"a GPU elsewhere, {dtype}, {'compiled' if compiled else 'eager'}"
         hardware = Hardware(torch.device("cuda"), dtype, compiled, words, world=world)
-    vocab_size = settings.vocab_size or VOCABULARY[settings.tokenizer]
+    tokenizer = settings.tokenizer
+    vocab_size = settings.vocab_size or VOCABULARY.get(tokenizer) or build_tokenizer(tokenizer).n_vocab
     run = resolve(settings, vocab_size=vocab_size, hardware=hardware, world=world)
     model, plan = run.model, run.plan
     moments = {part: plan.kinds(part) for part in plan.moments}

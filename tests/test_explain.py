@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from data import build_tokenizer
+from data.tokenizer_json import tokenizer_json
 from kernels.call import Options
 from kernels.device import GPUS
 from kernels.tiled import tile_order
@@ -135,9 +137,25 @@ def test_the_memory_of_one_of_several_that_share_weights(tmp_path, capsys):
     assert shared["activations"] < 0.6 * alone["activations"]
 
 
-def test_an_unknown_gpu_is_refused():
-    with pytest.raises(ValueError, match="gpu=v100 is not in the table; use one of t4, rtx4090"):
-        ExplainSettings(gpu="v100")
+def test_the_vocabulary_of_a_tokenizer_in_a_folder(tmp_path, capsys):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(build_tokenizer("bytes"))))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    chosen = settings("what=memory", f"tokenizer={tmp_path}", schema=ExplainSettings)
+    explain.main.__wrapped__(chosen, tmp_path)
+    assert " 257 token ids" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"gpu": "v100"}, "gpu=v100 is not in the table; use one of t4, rtx4090"),
+        ({"what": "memory", "seq_len": 8192}, "seq_len=8192 is for what=attention; with what=memory use data.seq_len"),
+        ({"what": "memory", "num_layers": 2}, "num_layers=2 is for what=attention; with what=memory use model.num_"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        ExplainSettings(**wrong)
 
 
 def test_blocks_visited_and_skipped():
