@@ -117,7 +117,9 @@ def over_a_cache_beside_peers(found: Reports) -> Table:
     for row in rows:
         calls.setdefault((row["num_heads"], row["context"], row["batch"]), {})[row["attention"]] = row["us"]
     ahead = [min(peers) / us["flash"] for us in calls.values() if (peers := [us[name] for name in us.keys() & PEERS])]
-    caption = f"Flash is {min(ahead):.2f} to {max(ahead):.2f} times as fast as the faster of its peers."
+    caption = ""
+    if ahead:
+        caption = f"Flash is {min(ahead):.2f} to {max(ahead):.2f} times as fast as the faster of its peers."
     names = CALL | {"B": "{batch}"}
     return pivot(rows, names, "{name}", "{us:.1f}", "Microseconds of one query a row:", caption)
 

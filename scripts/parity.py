@@ -49,6 +49,8 @@ class ParityConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("parity.", self, attention=ATTENTION, mutants=MUTANTS)
+        if not self.attention:
+            raise ValueError("parity.attention=[] judges nothing; name one, as parity.attention=[flash]")
         if not 4 <= self.nulls <= 20:
             raise ValueError(f"parity.nulls={self.nulls} must be 4 to 20: the tolerance factors end there")
         refuse_below_one("parity.", self, "repeats")
@@ -160,7 +162,7 @@ def with_one_micro_batch(settings: ParitySettings, run_dir: Path) -> ParitySetti
 
 def plan_runs(settings: ParitySettings, run_dir: Path) -> dict[str, tuple[ParitySettings, dict]]:
     """name -> the run's settings, and how its attention differs from the baseline's."""
-    config, seed = settings.parity, settings.train.seed
+    config, seed = settings.parity, settings.train.window_seed
     variants: dict[str, dict] = {"naive": {}}
     variants |= {name: {"attend": function} for name, function in nulls(config.nulls, settings.data.seq_len).items()}
     orders = {f"seed {number}": seed + number for number in range(1, config.seeds + 1)}
@@ -189,7 +191,7 @@ def record_both(settings: ParitySettings, run_dir: Path) -> dict[str, Recorded]:
     model = replace(settings.model, attention="naive", activation_checkpointing="none")
     run = resolve(replace(settings, model=model), run_dir / "naive")
     hardware = run.hardware
-    batches = TokenBatches(run.dataset.train, run.seq_len, run.micro_batch, settings.train.seed)
+    batches = TokenBatches(run.dataset.train, run.seq_len, run.micro_batch, settings.train.window_seed)
     inputs, targets = (x.to(hardware.device) for x in batches.batch(0))
     kept: Recorded = []
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from scripts import variants
-from scripts.parity import ParitySettings, run_parity, with_one_micro_batch
+from scripts.parity import ParityConfig, ParitySettings, plan_runs, run_parity, with_one_micro_batch
 from scripts.parity_verdict import final_losses, judge, noise
 from scripts.variants import MUTANTS
 from tests.runs import settings
@@ -57,6 +57,20 @@ def test_one_micro_batch_is_chosen_for_all_runs_before_anything_is_trained(tmp_p
     monkeypatch.setattr(variants, "train", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(ValueError, match="window in float32 is not supported by sdpa"):
         run_parity(replace(chosen, model=replace(chosen.model, window=5)), tmp_path / "parity")
+
+
+def test_what_judges_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"parity.attention=\[\] judges nothing; name one"):
+        ParityConfig(attention=[])
+
+
+@pytest.mark.parametrize(("typed", "orders"), [((), [5, 6, 7]), (("train.data_seed=9",), [9, 10, 11])])
+def test_the_order_of_the_batches_is_the_typed_one(tmp_path, typed, orders):
+    """And those of the seed runs are others."""
+    chosen = settings("train.seed=5", "parity.seeds=2", *typed, schema=ParitySettings, experiment="parity")
+    plan = {name: changed.train for name, (changed, _) in plan_runs(chosen, tmp_path).items()}
+    assert [plan[name].data_seed for name in ("naive", "seed 1", "seed 2")] == orders
+    assert {train.seed for train in plan.values()} == {5}
 
 
 def test_parity_with_a_micro_batch_that_is_chosen(tmp_path):
