@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 import sys
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from scripts import evidence
+from scripts.bench.report import Report
 from scripts.evidence_tables import PAGE, headline, inserted, page
 from tests.runs import settings_of
 from training.log import ROOT
@@ -128,7 +130,9 @@ def small_evidence(folder):
     noise = {span: {"typical": 1e-5, "limit": 1e-3} for span in ("early", "whole")}
     verdict = {"passes": True, "distances": {"early": 2e-5, "whole": 3e-4}, "val_loss": 5.07163}
     write(folder / "parity" / "books" / "parity.json", report | {"noise": noise, "verdicts": {"flash": verdict}})
-    wrong = {"passes": False, "verdicts": {"no rescaling": verdict | {"passes": False}}, "noise": noise}
+    stopped = {"early": None, "whole": None}  # its loss was not finite
+    failed = verdict | {"passes": False, "distances": stopped}
+    wrong = {"passes": False, "verdicts": {"no rescaling": failed}, "noise": noise}
     write(folder / "parity" / "mutants" / "parity.json", report | wrong)
 
 
@@ -154,7 +158,7 @@ def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys):
     assert "| naive | none | chunked | 65,536 | out of memory |" in text
     assert "| 24 | 11 |" in text
     assert "| books | flash | pass | 2.0e-05 (1.0e-03) | 3.0e-04 (1.0e-03) | 5.0716 |" in text
-    assert "| mutants | no rescaling | FAIL |" in text
+    assert "| mutants | no rescaling | FAIL | - (1.0e-03) | - (1.0e-03) | 5.0716 |" in text
     tables = text.split("\n## ")[1:]
     assert "| 12/4, 64, 512 | 10.0 (0.90) | 20.0 (0.90) |" in text
     assert "2 of 2 calls take no longer than that." in text
@@ -177,6 +181,27 @@ def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys):
     assert "rounding alone in 1 of 1 parity runs" in lines[2]
     for line in lines:
         assert line.endswith("(X, torch 2.11.0, commit c0ffee)")
+
+
+def test_a_cache_that_was_timed_without_peers_has_a_table(tmp_path):
+    small_evidence(tmp_path)
+    path = tmp_path / "decode" / "peers" / "decode.json"
+    report = json.loads(path.read_text())
+    write(path, report | {"rows": [row for row in report["rows"] if row["attention"] == "flash"]})
+    assert "| 12/4, 64, 512 | 1 | 10.0 |" in page(tmp_path)
+
+
+def test_a_report_is_json_whatever_its_numbers(tmp_path, capsys):
+    found = {"distances": {"early": math.inf}, "losses": (1.5, math.nan)}
+    Report("x", tmp_path, "none", [{"val_loss": -math.inf}], found).finish(last={"loss": math.nan})
+    for text in ((tmp_path / "x.json").read_text(), capsys.readouterr().out.splitlines()[-1]):
+        report = json.loads(text, parse_constant=lambda word: pytest.fail(word))
+        if "rows" in report:
+            assert report["distances"] == {"early": None}
+            assert report["losses"] == [1.5, None]
+            assert report["rows"] == [{"val_loss": None}]
+        else:
+            assert report["loss"] is None
 
 
 def test_a_page_without_the_comments_stays_as_it_is():

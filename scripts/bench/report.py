@@ -5,6 +5,7 @@ with a key `error` says in a few words why it has no figures.
 """
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -146,11 +147,11 @@ class Report:
         """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found."""
         driver = next((gpu["driver_version"] for gpu in installed_gpus()), None)
         origin = {"hardware": self.hardware, "provenance": provenance() | {"driver": driver}}
-        found = origin | self.more
+        found = without_nan(origin | self.more)
         text = json.dumps(found, indent=2)
         if self.rows:
-            found["rows"] = self.rows
-            rows = ",\n".join(json.dumps(row) for row in self.rows)  # a line each
+            found["rows"] = without_nan(self.rows)
+            rows = ",\n".join(json.dumps(row) for row in found["rows"])  # a line each
             text = text.removesuffix("\n}") + f',\n  "rows": [\n{rows}\n  ]\n}}'
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
         console.print(self.hardware, markup=False)
@@ -162,7 +163,16 @@ class Report:
         (self.folder / f"{self.name}.json").write_text(text + "\n")
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
         (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n")
-        print(json.dumps((last or found) | {"folder": str(self.folder)}))
+        print(json.dumps(without_nan(last or found) | {"folder": str(self.folder)}))
+
+
+def without_nan(found: Any) -> Any:
+    """`found` with None in place of each number that is not finite, which JSON has no word for."""
+    if isinstance(found, dict):
+        return {key: without_nan(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [without_nan(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def origin_line(report: dict[str, Any]) -> str:
