@@ -120,10 +120,46 @@ def test_the_recipe_of_nanogpt():
 
 def test_a_change_is_a_key_that_a_run_has(small):
     assert changed(small, "optim.lr=0.5").optim.lr == 0.5
+    assert changed(small, "optim.lr=1e-3").optim.lr == 0.001  # text in YAML
     assert changed(small, "model.zero_init=true").model.zero_init is True
+    assert changed(small, "model.mlp=relu2").nanogpt == small.nanogpt
+    with pytest.raises(ValueError, match=r"optim.lr=fast has the wrong type: expected a number"):
+        changed(small, "optim.lr=fast")
     for change in ("optim.rate=1", "optim.lr", "nothing.lr=1", "seed=1"):
         with pytest.raises(ValueError, match=r"is no GROUP.KEY=VALUE of a run"):
             changed(small, change)
+
+
+def test_a_change_that_cannot_be_is_refused_before_anything_is_trained(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(time_to_loss, "curve_of_ours", lambda *_: pytest.fail("trained"))
+    small.bench.changes = ["model.qk_norm=true", "data.files=[missing.txt]"]
+    with pytest.raises(ValueError, match=r"missing.txt does not exist"):
+        time_to_loss.main.__wrapped__(small, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lr": []}, r"nanogpt.lr=\[\] trains nothing; name a rate, or leave nanoGPT out"),
+        ({"lr": [1e-3, 0.0]}, r"nanogpt.lr=\[0.001, 0.0\] must be positive"),
+        ({"batch_tokens": 0}, "nanogpt.batch_tokens=0 must be at least 1"),
+        ({"steps": 0}, "nanogpt.steps=0 must be at least 1"),
+        ({"warmup_steps": -1}, "nanogpt.warmup_steps=-1 must be at least 0"),
+        ({"beta2": 1.0}, r"nanogpt.beta2=1.0 must lie in \[0, 1\)"),
+    ],
+)
+def test_an_impossible_recipe_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        NanoGPTConfig(**wrong)
+
+
+@pytest.mark.parametrize(("tokens", "nearest"), [(20, 32), (700, 672)])
+def test_a_step_that_is_no_whole_rows_is_refused(small, tmp_path, monkeypatch, tokens, nearest):
+    monkeypatch.setattr(time_to_loss, "curve_of_ours", lambda *_: pytest.fail("trained"))
+    small.nanogpt.batch_tokens = tokens
+    message = f"nanogpt.batch_tokens={tokens} is not a multiple of data.seq_len=32; use {nearest}"
+    with pytest.raises(ValueError, match=message):
+        time_to_loss.main.__wrapped__(small, tmp_path / "run")
 
 
 def test_seconds_of_ours_are_those_of_all_its_steps(small, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from data import Prefetcher
 from data.shards import Tokens
 from model.config import GPTConfig, round_up
+from scripts.bench.report import refuse_below_one
 from training.hardware import Hardware
 
 FETCH = "git clone https://github.com/karpathy/nanoGPT .cache/nanoGPT"
@@ -42,6 +43,17 @@ class NanoGPTConfig:
     warmup_steps: int = 100  # linear
     beta2: float = 0.99  # AdamW's, of the mean of squared gradients
 
+    def __post_init__(self) -> None:
+        refuse_below_one("nanogpt.", self, "steps", "batch_tokens")
+        if not self.lr:
+            raise ValueError("nanogpt.lr=[] trains nothing; name a rate, or leave nanoGPT out by bench.nanogpt=false")
+        if any(not 0 < rate < math.inf for rate in self.lr):
+            raise ValueError(f"nanogpt.lr={self.lr} must be positive and finite; 1e-3 is the recipe's")
+        if self.warmup_steps < 0:
+            raise ValueError(f"nanogpt.warmup_steps={self.warmup_steps} must be at least 0")
+        if not 0 <= self.beta2 < 1:
+            raise ValueError(f"nanogpt.beta2={self.beta2} must lie in [0, 1)")
+
     def load(self) -> ModuleType:
         """Its model.py as a module. ValueError, with the command that fetches it, where it is not there."""
         path = Path(self.folder) / "model.py"
@@ -56,6 +68,16 @@ class NanoGPTConfig:
     def sha256(self) -> str:
         """Of its model.py: which nanoGPT this is."""
         return sha256((Path(self.folder) / "model.py").read_bytes()).hexdigest()
+
+    def rows(self, seq_len: int) -> int:
+        """Of a step. ValueError where its tokens are no whole number of them."""
+        rows, rest = divmod(self.batch_tokens, seq_len)
+        if rest:
+            raise ValueError(
+                f"nanogpt.batch_tokens={self.batch_tokens} is not a multiple of data.seq_len={seq_len}; "
+                f"use {max(1, rows) * seq_len}"
+            )
+        return rows
 
     def lr_factor(self, step: int) -> float:
         """The rate of `step`, from 0, as a fraction of the peak."""
@@ -121,7 +143,7 @@ def train_nanogpt(
     optimizer = net.configure_optimizers(WEIGHT_DECAY, lr, (BETA1, config.beta2), hardware.device.type)
     forward = torch.compile(net) if hardware.compile else net
     summed = Summed(forward)
-    rows = RandomRows(tokens, seq_len, config.batch_tokens // seq_len, seed)
+    rows = RandomRows(tokens, seq_len, config.rows(seq_len), seed)
     with its_own_choices(hardware), Prefetcher(rows, 0, hardware.device) as batches:
         for step in range(config.steps):
             for group in optimizer.param_groups:

@@ -20,17 +20,17 @@ import math
 import shutil
 import statistics
 import time
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from omegaconf import OmegaConf
 from rich.console import Console
 from torch import nn
 
-from conf.program import program
+from conf.program import program, settings_from
 from conf.schema import Settings
 from data import fixed_windows
 from scripts.bench.nanogpt import NanoGPTConfig, train_nanogpt
@@ -74,10 +74,12 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
     quiet = {"eval_every": bench.every, "log_every": bench.every, "sample_tokens": 0, "save_every": 0}
     settings = replace(settings, train=replace(settings.train, **quiet))
     ours = {"ours": settings} | {f"ours, {change}": changed(settings, change) for change in bench.changes}
-    chosen = resolve(settings, run_dir)  # what cannot be is refused here, before anything is trained
+    # what cannot be is refused here, before anything is trained
+    chosen, *_ = [resolve(one, run_dir) for one in ours.values()]
     report = Report("time_to_loss", run_dir, chosen.hardware.description)
     rates = theirs.lr if bench.nanogpt else []
     if rates:
+        theirs.rows(settings.data.seq_len)
         theirs.load()
         report.more["nanogpt_model_py_sha256"] = theirs.sha256
     console, curves = Console(highlight=False), {}
@@ -100,13 +102,14 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
 
 
 def changed(settings: TimeToLossSettings, change: str) -> TimeToLossSettings:
-    """`settings` with KEY=VALUE. ValueError where there is no such key, or its values cannot be that."""
+    """`settings` with KEY=VALUE, read as the key's type. ValueError where there is no such key, or no such value."""
     key, _, value = change.partition("=")
     group, _, name = key.partition(".")
     owner = getattr(settings, group, None)
     if not is_dataclass(owner) or name not in {f.name for f in fields(owner)} or not value:
         raise ValueError(f"bench.changes={change} is no GROUP.KEY=VALUE of a run, as optim.lr=0.003")
-    return replace(settings, **{group: replace(owner, **{name: yaml.safe_load(value)})})
+    given = OmegaConf.create({group: OmegaConf.from_dotlist([f"{name}={value}"])})
+    return settings_from(OmegaConf.merge(OmegaConf.create(asdict(settings)), given), TimeToLossSettings)
 
 
 def nanogpt_at(lr: float) -> str:
@@ -156,7 +159,7 @@ def curve_of_nanogpt(settings: TimeToLossSettings, chosen: Run, lr: float, seed:
             if step > 1:  # the first step compiles: it is counted like those after it
                 steps = step - (0 if from_step == 1 else from_step)
                 seconds += (time.perf_counter() - since) / (step - from_step) * steps
-                loss = evaluate(network, held_out, config.batch_tokens // chosen.seq_len, hardware)["val_loss"]
+                loss = evaluate(network, held_out, config.rows(chosen.seq_len), hardware)["val_loss"]
                 curve.append((step * config.batch_tokens, seconds, loss))
                 hardware.synchronize()
             since, from_step = time.perf_counter(), step
