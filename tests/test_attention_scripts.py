@@ -13,7 +13,7 @@ from scripts.bench.attention import MASKS, BenchConfig, BenchSettings, Cell, run
 from scripts.bench.clock import measure
 
 CPU = torch.device("cpu")
-CELL = Cell("float32", 1, 2, 1, 32, 16, "causal")
+CELL = Cell("float32", 1, 2, 32, 16, "causal")
 BENCH = BenchConfig(seq_len=[32], head_dim=[16], hidden=32, budget_ms=1.0)
 
 
@@ -56,7 +56,7 @@ def test_each_mask_counts_the_pairs_that_it_leaves(mask, monkeypatch):
     monkeypatch.setattr(attention, "WINDOW", 8)
     cell = replace(CELL, batch=2, mask=mask)
     q, k, v, _ = attention.tensors(cell, CPU)
-    ones = torch.eye(32).expand(2, 1, 32, 32)  # with V the identity, O holds the weights
+    ones = torch.eye(32).expand(2, 2, 32, 32)  # with V the identity, O holds the weights
     weights = attention.implementation("naive", cell, CPU)(0 * q, 0 * k, ones)
     seen = float((weights[0, 0] > 0).sum())
     diagonal = {"full": 0, "window": 8 / 2}.get(mask, 32 / 2)  # the field counts half of a square, without it
@@ -71,15 +71,40 @@ def test_a_mask_that_is_not_measured_is_a_row():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("config", "wrong", "message"),
     [
-        ({"attention": ["flsh"]}, "bench.attention=flsh is not one of flash, naive"),
-        ({"head_dim": [96]}, "bench.hidden=2048 is no multiple of head_dim 96 x group 1"),
+        (BenchConfig, {"attention": ["flsh"]}, "bench.attention=flsh is not one of flash, naive"),
+        (BenchConfig, {"head_dim": [96]}, "bench.hidden=2048 is no multiple of bench.head_dim=96"),
+        (BenchConfig, {"head_dim": [0]}, r"bench.head_dim=\[0\] must be at least 1"),
+        (BenchConfig, {"seq_len": [512, 0]}, r"bench.seq_len=\[512, 0\] must be at least 1"),
+        (BenchConfig, {"tokens": 0}, "bench.tokens=0 must be at least 1"),
+        (decode.BenchConfig, {"batch": [0]}, r"bench.batch=\[0\] must be at least 1"),
+        (decode.BenchConfig, {"context": [0]}, r"bench.context=\[0\] must be at least 1"),
+        (decode.BenchConfig, {"replays": 0}, "bench.replays=0 must be at least 1"),
+        (decode.BenchConfig, {"heads": ["32/8"]}, "bench.heads=32/8 is no Hq/Hkv/D; write three numbers"),
+        (decode.BenchConfig, {"heads": ["32/8/x"]}, "bench.heads=32/8/x is no Hq/Hkv/D; write three numbers"),
+        (decode.BenchConfig, {"heads": ["8/3/64"]}, "bench.heads=8/3/64 has 8 query heads for 3 KV heads; use a"),
+        (error_budget.BudgetConfig, {"seq_len": 0}, "budget.seq_len=0 must be at least 1"),
+        (error_budget.BudgetConfig, {"head_dim": [0]}, r"budget.head_dim=\[0\] must be at least 1"),
+        (error_budget.BudgetConfig, {"num_heads": 0}, "budget.num_heads=0 must be at least 1"),
     ],
 )
-def test_impossible_benchmarks_are_refused(wrong, message):
+def test_impossible_benchmarks_are_refused(config, wrong, message):
     with pytest.raises(ValueError, match=message):
-        BenchConfig(**wrong)
+        config(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"largest_gib": 0.0}, "bench.largest_gib=0.0 leaves out every call; the smallest needs 1.9e-06 GiB"),
+        ({"family": []}, r"bench.family=\[\] of bench.attention=\['flash'\] is no call; name some"),
+    ],
+)
+def test_a_benchmark_without_a_call_is_refused(tmp_path, wrong, message):
+    bench = replace(decode.BenchConfig(["context"], ["flash"], [2], [16, 32], ["2/1/16"]), **wrong)
+    with pytest.raises(ValueError, match=message):
+        decode.main.__wrapped__(decode.BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
 
 
 def test_the_error_budget_writes_its_table(tmp_path, capsys):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scripts.bench.compile_kernels import instructions, same_program, without_lines
+from scripts.bench.compile_kernels import CompileSettings, instructions, same_program, without_lines
 from tests.compiled import compiled
 
 
@@ -25,6 +25,13 @@ def test_a_changed_kernel_is_seen_and_an_unchanged_one_is_not(tmp_path):
     assert found["differ"] == [row["plan"]] == [plan]
     for changed, same in (({}, True), ({"sass": "0"}, True), ({"ptx": "0"}, True), ({"sass": "0", "ptx": "0"}, False)):
         assert same_program(row, row | changed) == same
+
+
+def test_a_pattern_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"only=\( is no regular expression \(missing \), unterminated .*; put"):
+        CompileSettings(only="(")
+    with pytest.raises(ValueError, match="workers=0 must be at least 1"):
+        CompileSettings(workers=0)
 
 
 def test_instructions_have_neither_addresses_nor_names():

@@ -57,14 +57,13 @@ from training.speed import attention_flops
 SDPA = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 ATTENTION = ("flash", "naive", *SDPA, "flex")
 FLASH4 = {"flash4": False, "flash4_deterministic": True}
 BACKWARD_ONLY = ("flash4_deterministic",)
 MASKS = ("causal", "full", "window", "packed")
 WINDOW = 1024  # tokens that a query sees, itself included
-LABELS = {"flash": "flash (ours)", "sdpa_efficient": "memory-efficient", **PEERS}
+LABELS = {"flash": "flash (ours)", **PEERS}
 
 
 @dataclass
@@ -73,7 +72,6 @@ class BenchConfig:
     seq_len: list[int] = field(default_factory=lambda: [2**k for k in range(9, 18)])  # tokens of queries and of keys
     head_dim: list[int] = field(default_factory=lambda: [64, 128])  # 16 to 256
     mask: list[str] = field(default_factory=lambda: ["causal", "full"])  # causal | full | window | packed
-    group: list[int] = field(default_factory=lambda: [1])  # query heads that share a KV head
     passes: list[str] = field(default_factory=lambda: ["forward", "backward"])  # forward | backward
     tokens: int = 16384  # of one call: the batch is tokens / seq_len, at least 1
     hidden: int = 2048  # query heads times head_dim
@@ -83,10 +81,10 @@ class BenchConfig:
     def __post_init__(self) -> None:
         passes = ("forward", "backward")
         refuse_unknown("bench.", self, attention=(*ATTENTION, *FLASH4), mask=MASKS, passes=passes)
-        refuse_below_one("bench.", self, "rounds")
-        for head_dim, group in product(self.head_dim, self.group):
-            if self.hidden % (head_dim * group):
-                raise ValueError(f"bench.hidden={self.hidden} is no multiple of head_dim {head_dim} x group {group}")
+        refuse_below_one("bench.", self, "seq_len", "head_dim", "tokens", "hidden", "rounds")
+        for head_dim in self.head_dim:
+            if self.hidden % head_dim:
+                raise ValueError(f"bench.hidden={self.hidden} is no multiple of bench.head_dim={head_dim}; use one")
 
 
 @dataclass
@@ -102,7 +100,6 @@ class Cell:
     dtype: str
     batch: int
     num_heads: int
-    num_kv_heads: int
     seq_len: int
     head_dim: int
     mask: str
@@ -132,16 +129,15 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
         raise ValueError("bench.attention=flash needs an NVIDIA GPU; use one, or bench.attention=[naive] on a CPU")
     report = Report("attention", run_dir, hardware.description)
     dtype = str(hardware.dtype).removeprefix("torch.")
-    for group, head_dim, mask, seq_len in product(bench.group, bench.head_dim, bench.mask, bench.seq_len):
-        heads = bench.hidden // head_dim
-        cell = Cell(dtype, max(1, bench.tokens // seq_len), heads, heads // group, seq_len, head_dim, mask)
+    for head_dim, mask, seq_len in product(bench.head_dim, bench.mask, bench.seq_len):
+        cell = Cell(dtype, max(1, bench.tokens // seq_len), bench.hidden // head_dim, seq_len, head_dim, mask)
         report.rows += run_cell(cell, bench, hardware.device)
     draw(report)
     report.finish(table(report.rows, NAMES, FIGURES, "attention"))
 
 
 NAMES: Columns = {
-    "shape": "{dtype} B{batch} H{num_heads}/{num_kv_heads} N{seq_len} D{head_dim} {mask}",
+    "shape": "{dtype} B{batch} H{num_heads} N{seq_len} D{head_dim} {mask}",
     "pass": "{pass}",
     "attention": "{attention}",
 }
@@ -238,15 +234,14 @@ def prepared(
 def tensors(cell: Cell, device: torch.device) -> list[Tensor]:
     """q, k, v and dO as a model has them: (B, N, H, D) in memory, seen as (B, H, N, D)."""
     generator = torch.Generator(device).manual_seed(0)
-    heads = (cell.num_heads, cell.num_kv_heads, cell.num_kv_heads, cell.num_heads)
-    shapes = [(cell.batch, cell.seq_len, h, cell.head_dim) for h in heads]
+    shape = cell.batch, cell.seq_len, cell.num_heads, cell.head_dim
     kind = {"generator": generator, "device": device, "dtype": DTYPES[cell.dtype]}
-    return [torch.randn(shape, **kind).transpose(1, 2) for shape in shapes]
+    return [torch.randn(shape, **kind).transpose(1, 2) for _ in "qkvo"]
 
 
 def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """name -> f(q, k, v); NotImplementedError where it does not know the mask."""
-    causal, grouped = cell.mask != "full", cell.num_heads != cell.num_kv_heads
+    causal = cell.mask != "full"
     if cell.mask == "packed" and name in ("flash", "naive"):
         varlen = {"flash": flash_attention_varlen, "naive": naive_attention_varlen}[name]
         starts = torch.tensor([0, *cell.documents * cell.batch]).cumsum(0).to(device, torch.int32)
@@ -265,7 +260,7 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
         rule = (lambda b, h, i, j: (i >= j) & (i - j < WINDOW)) if cell.mask == "window" else lambda b, h, i, j: i >= j
         n = cell.seq_len
         mask = create_block_mask(rule, None, None, n, n, device=device.type) if causal else None
-        return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=grouped)
+        return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
     if name in FLASH4 and cell.mask != "packed":
         try:
             flash4 = import_module("flash_attn.cute").flash_attn_func
@@ -279,7 +274,7 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPA[name]):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     return sdpa
 

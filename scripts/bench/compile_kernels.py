@@ -32,6 +32,7 @@ import triton
 from conf.program import program
 from kernels.device import SHARED_LIMIT_BYTES
 from scripts.bench.kernel_plans import ARCHS, compiled, plans
+from scripts.bench.report import refuse_below_one
 
 SPILL_LIMIT_BYTES = 32  # a few bytes outside the loop cost nothing that can be measured
 DOES_NOT_FIT = "TOO MUCH SHARED MEMORY"
@@ -51,6 +52,13 @@ class CompileSettings:
     def __post_init__(self) -> None:
         if self.arch not in ARCHS:
             raise ValueError(f"arch={self.arch} is none of {', '.join(map(str, ARCHS))}")
+        refuse_below_one("", self, "workers")
+        try:
+            re.compile(self.only)
+        except re.error as error:
+            raise ValueError(
+                f"only={self.only} is no regular expression ({error}); put \\ before a sign that stands for itself"
+            ) from error
 
 
 @program("tool", CompileSettings)

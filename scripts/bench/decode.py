@@ -18,6 +18,7 @@ smoke test: its figures mean nothing there.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -38,7 +39,7 @@ from kernels.device import num_sms
 from kernels.portable.decode import launch_flash_decode
 from kernels.portable.tuning import DecodeTile, decode_tile
 from scripts.bench.clock import GraphClock
-from scripts.bench.report import Columns, Report, Row, refuse_unknown, table
+from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
 from training.curves import picture
 from training.hardware import HardwareConfig, set_up
 
@@ -66,6 +67,13 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, family=FAMILIES, attention=("flash", *SDPA))
+        refuse_below_one("bench.", self, "batch", "context", "replays")
+        for heads in self.heads:
+            if not re.fullmatch(r"[1-9]\d*/[1-9]\d*/[1-9]\d*", heads):
+                raise ValueError(f"bench.heads={heads} is no Hq/Hkv/D; write three numbers, as 32/8/128")
+            queries, keys, _ = map(int, heads.split("/"))
+            if queries % keys:
+                raise ValueError(f"bench.heads={heads} has {queries} query heads for {keys} KV heads; use a multiple")
 
 
 @dataclass
@@ -165,7 +173,15 @@ def tile_cells(one: Cell) -> Iterator[Cell]:
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware, bench = set_up(settings.hardware), settings.bench
     report = Report("decode", run_dir, hardware.description)
-    chosen = [cell for cell in cells(bench) if cell.held_bytes <= bench.largest_gib * 2**30]
+    known = list(cells(bench))
+    chosen = [cell for cell in known if cell.held_bytes <= bench.largest_gib * 2**30]
+    if not known:
+        raise ValueError(f"bench.family={bench.family} of bench.attention={bench.attention} is no call; name some")
+    if not chosen:
+        least = min(cell.held_bytes for cell in known) / 2**30
+        raise ValueError(
+            f"bench.largest_gib={bench.largest_gib} leaves out every call; the smallest needs {least:.2g} GiB"
+        )
     bench_machine = Machine(hardware.device, max(cell.held_bytes for cell in chosen) // 4, bench.replays)
     bandwidth = bench_machine.read_bandwidth()
     report.more = {"read_bytes_per_second": bandwidth}
