@@ -52,8 +52,8 @@ def test_the_losses_are_compared(tmp_path, capsys):
     )  # fmt: skip
     bench_loss.main.__wrapped__(chosen, tmp_path)
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]}
-    assert list(rows)[:3] == ["plain", "chunked 4", "chunked 100"]
-    for row in list(rows.values())[:3]:
+    assert list(rows) == ["plain", "chunked 4", "chunked 100"]
+    for row in rows.values():
         assert row["ms"] > 0
         assert row["loss_error"] < 1e-3
         assert max(row["dh_error"], row["dweight_error"]) < 1e-2

@@ -1,14 +1,12 @@
-"""The output head and its loss, three ways: `python -m scripts.bench.loss` times forward and backward of each.
+"""The output head and its loss, two ways: `python -m scripts.bench.loss` times forward and backward of each.
 
-`plain` has the logits of all tokens at once, `chunked N` those of N tokens (`kernels.linear_cross_entropy`), `liger`
-is Liger Kernel's fused linear cross-entropy where it is installed (`uv pip install liger-kernel`). Beside time and
-memory: the error of the loss and of both gradients against float64, on the first `exact_tokens` tokens. The last line
-is one JSON object.
+`plain` has the logits of all tokens at once, `chunked N` those of N tokens (`kernels.linear_cross_entropy`). Beside
+time and memory: the error of the loss and of both gradients against float64, on the first `exact_tokens` tokens. The
+last line is one JSON object.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -51,8 +49,6 @@ def main(settings: LossBenchSettings, run_dir: Path) -> None:
             report.rows.append({"name": name} | measured(settings, loss, hardware, exact, *inputs))
         except torch.OutOfMemoryError:
             report.rows.append({"name": name, "error": "out of memory"})
-    if find_spec("liger_kernel") is None:
-        report.rows.append({"name": "liger", "error": "not installed"})
     title = f"head and loss of {settings.tokens:,} tokens, forward and backward"
     report.finish(table(report.rows, NAMES, FIGURES, title, "errors relative to float64, by norm"))
 
@@ -88,19 +84,6 @@ def implementations(settings: LossBenchSettings) -> Iterator[tuple[str, Loss]]:
             f"chunked {chunk:,}",
             lambda h, w, t, chunk=chunk: linear_cross_entropy(h, w, t, settings.vocab_size, chunk),
         )
-    if find_spec("liger_kernel") is not None:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-        for name, sums in (("liger", None), ("liger, fp32 sums", torch.float32)):
-
-            def liger(h: Tensor, weight: Tensor, targets: Tensor, sums=sums) -> Tensor:
-                # it knows no padded vocabulary, and would cast the table for every chunk
-                table = weight[: settings.vocab_size].to(h.dtype)
-                arguments = (h, table, targets, None, None, -1, 0.0, 0.0, "sum", None, False, sums)
-                found = LigerFusedLinearCrossEntropyFunction.apply(*arguments)
-                return found[0] if isinstance(found, tuple) else found
-
-            yield name, liger
 
 
 def gradients(loss: Loss, hardware: Hardware, h: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
