@@ -11,6 +11,7 @@ from scripts.bench import attention, decode, error_budget
 from scripts.bench import masks as bench_masks
 from scripts.bench.attention import MASKS, BenchConfig, BenchSettings, Cell, run_cell
 from scripts.bench.clock import measure
+from training.hardware import set_up
 
 CPU = torch.device("cpu")
 CELL = Cell("float32", 1, 2, 32, 16, "causal")
@@ -84,11 +85,13 @@ def test_a_mask_that_is_not_measured_is_a_row():
         (decode.BenchConfig, {"heads": ["32/8"]}, "bench.heads=32/8 is no Hq/Hkv/D; write three numbers"),
         (decode.BenchConfig, {"heads": ["32/8/x"]}, "bench.heads=32/8/x is no Hq/Hkv/D; write three numbers"),
         (decode.BenchConfig, {"heads": ["8/3/64"]}, "bench.heads=8/3/64 has 8 query heads for 3 KV heads; use a"),
+        (decode.BenchSettings, {"hardware": HardwareConfig(dtype="float16")},
+         "hardware.dtype=float16: queries are in bfloat16 here; leave it out"),
         (error_budget.BudgetConfig, {"seq_len": 0}, "budget.seq_len=0 must be at least 1"),
         (error_budget.BudgetConfig, {"head_dim": [0]}, r"budget.head_dim=\[0\] must be at least 1"),
         (error_budget.BudgetConfig, {"num_heads": 0}, "budget.num_heads=0 must be at least 1"),
     ],
-)
+)  # fmt: skip
 def test_impossible_benchmarks_are_refused(config, wrong, message):
     with pytest.raises(ValueError, match=message):
         config(**wrong)
@@ -105,6 +108,22 @@ def test_a_benchmark_without_a_call_is_refused(tmp_path, wrong, message):
     bench = replace(decode.BenchConfig(["context"], ["flash"], [2], [16, 32], ["2/1/16"]), **wrong)
     with pytest.raises(ValueError, match=message):
         decode.main.__wrapped__(decode.BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
+
+
+def test_the_hardware_is_said_as_it_is_used(tmp_path, monkeypatch):
+    """TF32 is off in the error budget and queries over a cache are in bfloat16, whatever is the default elsewhere."""
+    asked = []
+    for module in (error_budget, decode):
+        monkeypatch.setattr(module, "set_up", lambda config: asked.append(config) or set_up(config))
+    cpu = HardwareConfig(device="cpu", dtype="auto")
+    budget = error_budget.BudgetConfig(cases=[])
+    error_budget.main.__wrapped__(error_budget.BudgetSettings(budget, cpu), tmp_path)
+    monkeypatch.setattr(decode.Machine, "read_bandwidth", lambda self: 1e12)
+    monkeypatch.setattr(decode.Machine, "microseconds", lambda self, cell: 1.0)
+    bench = decode.BenchConfig(["context"], ["flash"], batch=[2], context=[16], heads=["2/1/16"])
+    decode.main.__wrapped__(decode.BenchSettings(bench, cpu), tmp_path)
+    assert (asked[0].tf32, asked[1].dtype) == (False, "bfloat16")
+    assert "bfloat16" in json.loads((tmp_path / "decode.json").read_text())["hardware"]
 
 
 def test_the_error_budget_writes_its_table(tmp_path, capsys):

@@ -11,7 +11,6 @@ bandwidth of a kernel that only reads, measured first in the same run. `bench.fa
     ragged    rows of 1k to 64k tokens beside as many tokens in rows of one length
     bits      16 bits, int8 and e4m3, with a scale a head and a scale a token
     growing   one captured graph while its cache grows from 1k to 128k keys a row, and a picture; not by default
-    tiles     other plans of the kernel: keys of a tile, tiles of a span, stages, programs, registers; not by default
 
 The last line is one JSON object; it lists the cells past the goal. On a CPU with TRITON_INTERPRET=1 this is a
 smoke test: its figures mean nothing there.
@@ -34,16 +33,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conf.program import program
 from kernels import flash_attention_with_kvcache, kvcache_workspace
-from kernels.decode import check_kvcache_call
 from kernels.device import num_sms
-from kernels.portable.decode import launch_flash_decode
-from kernels.portable.tuning import DecodeTile, decode_tile
 from scripts.bench.clock import GraphClock
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
 from training.curves import picture
 from training.hardware import HardwareConfig, set_up
 
-FAMILIES = ("context", "group", "queries", "pages", "ragged", "bits", "growing", "tiles")
+FAMILIES = ("context", "group", "queries", "pages", "ragged", "bits", "growing")
 HEADS = (  # groups of 1, 2, 4, 8 and 16
     *("8/8/128", "16/8/128", "32/8/128", "64/8/128", "64/4/128"),
     *("12/12/64", "16/8/64", "32/8/64", "32/4/64", "64/4/64"),
@@ -57,7 +53,7 @@ GROWING_FROM_MIB, GROWING_KEEPS = 64, 0.90
 
 @dataclass
 class BenchConfig:
-    family: list[str] = field(default_factory=lambda: [*FAMILIES[:-2]])  # what is varied; the program's page lists them
+    family: list[str] = field(default_factory=lambda: [*FAMILIES[:-1]])  # what is varied; the program's page lists them
     attention: list[str] = field(default_factory=lambda: ["flash", *SDPA])  # of the family context
     batch: list[int] = field(default_factory=lambda: [1, 4, 16, 64])  # of the family context: rows
     context: list[int] = field(default_factory=lambda: [1024, 4096, 8192, 32768, 131072])  # and keys of a row
@@ -79,7 +75,11 @@ class BenchConfig:
 @dataclass
 class BenchSettings:
     bench: BenchConfig = field(default_factory=BenchConfig)
-    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)  # queries are in bfloat16
+
+    def __post_init__(self) -> None:
+        if self.hardware.dtype not in ("auto", "bfloat16"):
+            raise ValueError(f"hardware.dtype={self.hardware.dtype}: queries are in bfloat16 here; leave it out")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,6 @@ class Cell:
     scale: str = "head"  # of 8 bits: head | token
     capacity: int = 0  # keys that a row has room for; calls that differ in lengths alone are then one graph, and append
     attention: str = "flash"
-    tile: DecodeTile | None = None
 
     @property
     def kv_bytes(self) -> int:
@@ -114,10 +113,8 @@ class Cell:
     def row(self) -> Row:
         mean = sum(self.lengths) // len(self.lengths)
         row = asdict(self) | {"batch": len(self.lengths), "context": mean, "kv_mib": self.kv_bytes / 2**20}
-        shown = self.tile and f"{self.tile.block_k}x{self.tile.span} w{self.tile.num_warps} s{self.tile.num_stages}"
-        shown = shown and f"{shown} p{self.tile.per_sm} r{self.tile.max_registers}"
         order = (self.lengths[0] > self.lengths[-1]) - (self.lengths[0] < self.lengths[-1])
-        return row | {"lengths": ("uniform", "falling", "rising")[order], "tile": shown}
+        return row | {"lengths": ("uniform", "falling", "rising")[order]}
 
 
 def cells(bench: BenchConfig) -> Iterator[Cell]:
@@ -147,31 +144,11 @@ def cells(bench: BenchConfig) -> Iterator[Cell]:
             lengths = *(length for k in range(10, 17) for length in (2**k, 3 * 2 ** (k - 1))), 2**17
             for batch, page, length in product((1, 16), (0, 64), lengths):
                 yield replace(one, lengths=(length,) * batch, page=page, capacity=lengths[-1])
-        else:
-            yield from tile_cells(one)
-
-
-def tile_cells(one: Cell) -> Iterator[Cell]:
-    for lengths, cache in product(((1024,), (8192,), (131072,), (8192,) * 16), ("bf16", "int8")):
-        cell = replace(one, lengths=lengths, cache=cache)
-        own = decode_tile(CACHES[cache], one.head_dim, 16, paged=False)
-        others = [replace(own, num_stages=4, per_sm=2, max_registers=None)]
-        if cache == "bf16":
-            others += [
-                replace(own, per_sm=2, max_registers=None),
-                replace(own, span=4),
-                replace(own, span=16),
-                replace(own, block_k=32, per_sm=4, max_registers=128),
-                replace(own, block_k=128, num_warps=8, per_sm=1, max_registers=None),
-            ]
-        else:
-            others.append(replace(own, block_k=64, per_sm=3, max_registers=168))
-        yield from (replace(cell, tile=tile) for tile in (own, *others))
 
 
 @program("tool", BenchSettings, run_dir="runs/bench_decode")
 def main(settings: BenchSettings, run_dir: Path) -> None:
-    hardware, bench = set_up(settings.hardware), settings.bench
+    hardware, bench = set_up(replace(settings.hardware, dtype="bfloat16")), settings.bench
     report = Report("decode", run_dir, hardware.description)
     known = list(cells(bench))
     chosen = [cell for cell in known if cell.held_bytes <= bench.largest_gib * 2**30]
@@ -249,7 +226,6 @@ NAMES: Columns = {
     "call": "B{batch} H{num_heads}/{num_kv_heads} N{context} {lengths} D{head_dim} Nq{queries}",
     "cache": "{cache} {scale} page {page}",
     "attention": "{attention}",
-    "tile": "{tile}",
 }
 FIGURES: Columns = {
     "K and V, MiB": "{kv_mib:.0f}", "us": "{us:.1f}", "TB/s": "{tb_per_s:.2f}", "goal, us": "{goal_us:.1f}",
@@ -324,11 +300,7 @@ class Machine:
             named |= {name: torch.full(scales, 0.02, device=self.device) for name in ("k_scale", "v_scale")}
         if cell.capacity:
             named |= {name: torch.randn_like(q[:, : cell.num_kv_heads]) for name in ("k", "v")}
-        if cell.tile is None:
-            return lambda: flash_attention_with_kvcache(q, k_cache, v_cache, **named)
-        names = ("cache_seqlens", "cache_leftpad", "block_table", "k_scale", "v_scale", "workspace")
-        call, options = check_kvcache_call(q, k_cache, v_cache, None, None, *(named.get(name) for name in names))
-        return lambda: launch_flash_decode(call, options, cell.tile)
+        return lambda: flash_attention_with_kvcache(q, k_cache, v_cache, **named)
 
     def in_eight_bits(self, cache: str) -> tuple[Tensor, Tensor]:
         if cache not in self.eight:

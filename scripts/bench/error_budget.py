@@ -10,7 +10,7 @@ The last line is one JSON object.
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -62,8 +62,7 @@ class BudgetSettings:
 
 @program("tool", BudgetSettings, run_dir="runs/error_budget")
 def main(settings: BudgetSettings, run_dir: Path) -> None:
-    hardware = set_up(settings.hardware)
-    torch.set_float32_matmul_precision("highest")  # the float32 baseline must not be TF32
+    hardware = set_up(replace(settings.hardware, tf32=False))  # the float32 baseline must not be TF32
     budget, device = settings.budget, hardware.device
     rows = [
         measure(case, dtype, head_dim, budget, device)
