@@ -63,7 +63,7 @@ COMBINATIONS = (
         "sbatch scripts/train.sbatch, or export both as it does",
     ),
     Combination(
-        lambda e: nodes(e) > 1 and e["MASTER_ADDR"].startswith(("localhost", "127.", "::1")),
+        lambda e: nodes(e) > 1 and e.get("MASTER_ADDR", "").startswith(("localhost", "127.", "::1")),
         "MASTER_ADDR={MASTER_ADDR} is another machine on each of {SLURM_STEP_NUM_NODES} nodes",
         "MASTER_ADDR=$(scontrol show hostnames | head -n 1)",
     ),

@@ -72,7 +72,8 @@ def gpu() -> Finding:
 
 def versions() -> Finding:
     """Installed packages beside what pyproject.toml asks for."""
-    if shadows := {d.metadata["Name"].lower() for d in metadata.distributions()} & {"kernels", "flashgpt"}:
+    names = {(d.metadata["Name"] or "").lower() for d in metadata.distributions()}  # a damaged one has none
+    if shadows := names & {"kernels", "flashgpt"}:
         name = min(shadows)
         raise ValueError(f"an installed package is called {name}, as ours is; uv pip uninstall {name}")
     found, wrong = {"python": platform.python_version()}, []

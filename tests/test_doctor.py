@@ -318,6 +318,15 @@ def test_processes_that_do_not_reach_each_other(place):
     assert alone.text == "1 processes reach each other by gloo"
 
 
+def test_what_is_half_there_ends_nothing(tmp_path, monkeypatch):
+    """Nodes without a place to meet, and what an installation that was cut off leaves behind."""
+    assert cluster.launch({"SLURM_STEP_NUM_NODES": "2"}).value == 1
+    before = machine.versions()
+    (tmp_path / "x-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert machine.versions() == before
+
+
 def test_two_jobs_in_one_folder(place):
     place.patch.setenv("SLURM_JOB_ID", "77")
     with locked(place.runs):
