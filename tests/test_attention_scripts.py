@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conf.schema import HardwareConfig
-from scripts.bench import attention, decode, error_budget
+from scripts.bench import attention, clock, decode, error_budget
 from scripts.bench import masks as bench_masks
 from scripts.bench.attention import MASKS, BenchConfig, BenchSettings, Cell, run_cell
 from scripts.bench.clock import measure
@@ -143,6 +143,7 @@ def test_measuring_takes_the_median():
     times = measure(lambda: None, CPU)
     assert 0 <= times.p50 <= times.p99
     assert times.runs == 3
+    assert [clock.p99(range(runs)) for runs in (1, 2, 40, 100, 200)] == [0, 1, 39, 99, 198]
 
 
 def test_a_growing_cache_is_one_call_whose_lengths_change(monkeypatch):

@@ -26,6 +26,7 @@ def test_each_part_has_a_row_for_each_attention(tmp_path):
     for row in rows:  # flash-attn needs a GPU
         assert ("error" in row) == (row["attention"] == "flash_attention_2")
         assert "error" in row or row["tokens_per_second"] > 0
+        assert "error" in row or row["p99_ms"] >= row["ms"]  # of two times the longer
 
 
 def test_an_unknown_part_is_refused():

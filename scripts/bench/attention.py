@@ -14,7 +14,6 @@ speed and memory against N.
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
 """
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ from kernels import (
     naive_attention_varlen,
 )
 from kernels.device import interpreting
-from scripts.bench.clock import Milliseconds, measure, peak_bytes
+from scripts.bench.clock import Milliseconds, free, measure, peak_bytes
 from scripts.bench.report import (
     Columns,
     Panel,
@@ -192,9 +191,7 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
             if which == "forward" and device.type == "cuda" and ms < 1.0:
                 row["python_us"] = python_us(call)
         ready.clear()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free(device)
     if "flex" in bench.attention:
         torch.compiler.reset()  # a shape compiles anew; the limit on recompilations is for accidents
     return rows

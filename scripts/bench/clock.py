@@ -1,10 +1,12 @@
 """What a call takes of a device: time over many runs with a cold L2 cache, memory; and the parts of a training step."""
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -68,7 +70,34 @@ def measure(call: Callable[[], object], device: torch.device, budget_ms: float =
     if on_cuda:
         torch.cuda.synchronize(device)
     spans = sorted(1e3 * begin.seconds_to(end) for begin, end in marks)
-    return Milliseconds(spans[len(spans) // 2], spans[min(len(spans) - 1, int(0.99 * len(spans)))], len(spans))
+    return Milliseconds(spans[len(spans) // 2], p99(spans), len(spans))
+
+
+def p99(times: Iterable[float]) -> float:
+    """What 99 of 100 times do not pass."""
+    times = sorted(times)
+    return times[int(0.99 * len(times))]
+
+
+def of_tokens(
+    call: Callable[[], object], count: int, device: torch.device, budget_ms: float, runs: int = 50
+) -> dict[str, float | None]:
+    """Figures of `call`, which computes `count` tokens, after a first one that builds what is built once."""
+    call()
+    peak, times = peak_bytes(call, device), measure(call, device, budget_ms, runs)
+    row = {"ms": times.p50, "p99_ms": times.p99, "tokens_per_second": 1e3 * count / times.p50}
+    return row | {"peak_gib": None if peak is None else peak / 2**30}
+
+
+def laps(call: Callable[[], object], device: torch.device, warmup: int, runs: int) -> list[float]:
+    """Seconds of each of `runs` calls, one behind the other, after `warmup` that do not count."""
+    marks = [Mark(device)]
+    for _ in range(warmup + runs):
+        call()
+        marks.append(Mark(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return [begin.seconds_to(end) for begin, end in pairwise(marks)][warmup:]
 
 
 class GraphClock:
@@ -140,6 +169,14 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     held = torch.cuda.memory_allocated(device)
     call()
     return torch.cuda.max_memory_allocated(device) - held
+
+
+def free(device: torch.device) -> None:
+    """What the next call needs must not be held by the one before."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 class Parts:

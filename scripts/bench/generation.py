@@ -39,7 +39,7 @@ from model import GPT, GPTConfig, generate, resolve_model
 from model.embedding import embed
 from model.gpt import norm
 from model.huggingface_weights import config_json, tensors
-from scripts.bench.clock import peak_bytes
+from scripts.bench.clock import p99, peak_bytes
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
 from training.hardware import HardwareConfig, set_up
 
@@ -208,7 +208,7 @@ def rounds(
             row["step_ms"] = 1e3 * statistics.median(steps[name])
             row["tokens_per_second_after"] = 1e3 * len(prompts) / row["step_ms"]
         if len(steps[name]) > number:
-            row["step_p99_ms"] = 1e3 * sorted(steps[name])[int(0.99 * len(steps[name]))]
+            row["step_p99_ms"] = 1e3 * p99(steps[name])
     return rows
 
 

@@ -8,7 +8,6 @@ PyTorch brings along, and each row says which it was. The last line is one JSON 
 """
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import pairwise
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from conf.program import program
-from scripts.bench.clock import Mark, measure, peak_bytes
+from scripts.bench.clock import Mark, of_tokens, p99
 from scripts.bench.report import Columns, Report, refuse_below_one, refuse_unknown, table
 from training.hardware import HardwareConfig, set_up
 
@@ -134,14 +133,6 @@ def tokens(model: Any, rows: int, length: int, device: torch.device) -> torch.Te
     )
 
 
-def timed(call: Callable[[], Any], count: int, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:
-    """Figures of `call`, which has `count` tokens."""
-    call()
-    peak, times = peak_bytes(call, device), measure(call, device, settings.budget_ms)
-    row = {"ms": times.p50, "p99_ms": times.p99, "tokens_per_second": 1e3 * count / times.p50}
-    return row | {"peak_gib": None if peak is None else peak / 2**30}
-
-
 def prefill(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:
     """Prompts with a mask of 1s, as generate() passes it; logits of the last token."""
     model.eval()
@@ -152,7 +143,7 @@ def prefill(model: Any, settings: HuggingFaceBenchSettings, device: torch.device
         with torch.no_grad():
             model(ids, attention_mask=mask, logits_to_keep=1, use_cache=True)
 
-    return timed(call, ids.numel(), settings, device)
+    return of_tokens(call, ids.numel(), device, settings.budget_ms)
 
 
 def step(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:
@@ -164,7 +155,7 @@ def step(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
 
-    return timed(call, ids.numel(), settings, device)
+    return of_tokens(call, ids.numel(), device, settings.budget_ms)
 
 
 def decode(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:
@@ -190,9 +181,9 @@ def decode(model: Any, settings: HuggingFaceBenchSettings, device: torch.device)
                 marks.append(Mark(device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    times = sorted(1e3 * a.seconds_to(b) for a, b in pairwise(marks[2:]))
+    times = [1e3 * a.seconds_to(b) for a, b in pairwise(marks[2:])]
     ms = statistics.median(times)
-    return {"ms": ms, "p99_ms": times[int(0.99 * (len(times) - 1))], "tokens_per_second": 1e3 * rows / ms}
+    return {"ms": ms, "p99_ms": p99(times), "tokens_per_second": 1e3 * rows / ms}
 
 
 if __name__ == "__main__":

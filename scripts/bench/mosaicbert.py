@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from conf.program import program
 from kernels import flash_attention_varlen
 from model.mosaicbert import alibi_slopes, patch
-from scripts.bench.clock import measure, peak_bytes
+from scripts.bench.clock import of_tokens
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_below_one, refuse_unknown, table
 from scripts.mosaicbert import BertModel, dnabert2_config
 from training.hardware import HardwareConfig, set_up
@@ -67,11 +67,7 @@ def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
                 row["tokens"] = tokens
                 try:
                     call = prepare(part, name, model, ids, mask)
-                    call()  # what is built once is not of the step
-                    peak = peak_bytes(call, hardware.device)
-                    times = measure(call, hardware.device, settings.budget_ms, runs=200)
-                    row |= {"ms": times.p50, "p99_ms": times.p99, "tokens_per_second": 1e3 * tokens / times.p50}
-                    row["peak_gib"] = None if peak is None else peak / 2**30
+                    row |= of_tokens(call, tokens, hardware.device, settings.budget_ms, runs=200)
                 except torch.OutOfMemoryError:
                     row["error"] = "out of memory"
                 report.rows.append(row)

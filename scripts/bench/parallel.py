@@ -15,7 +15,6 @@ where the run would be. The last line is one JSON object. Without CUDA it is a s
 model.attention=naive gives the ring its LSE: its figures mean nothing.
 """
 
-import gc
 import hashlib
 import json
 import statistics
@@ -33,7 +32,7 @@ from conf.program import program
 from conf.schema import Settings
 from data import Batch
 from model import build_model
-from scripts.bench.clock import Mark
+from scripts.bench.clock import Mark, free, laps
 from scripts.bench.processes import Host, on_each_gpu
 from scripts.bench.report import Report, Row, refuse_below_one, refuse_unknown
 from scripts.evidence_tables import SHARED_BITS, SHARED_STEP, SHARED_SUM
@@ -134,7 +133,7 @@ def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
             network = None
             if host.hardware.compile:
                 torch.compiler.reset()
-            free(host.hardware)
+            free(host.hardware.device)
         for row in known[name](host, settings, network):
             host.world.first(print)(json.dumps(row), flush=True)  # what is known when a later one fails
             rows.append(row)
@@ -152,14 +151,6 @@ def choose(settings: ParallelBenchSettings, hardware: Hardware, world: World) ->
     """A run of `world`."""
     hardware = replace(hardware, world=world)
     return resolve(settings, vocab_size=settings.bench.vocab_size, hardware=hardware, world=world)
-
-
-def free(hardware: Hardware) -> None:
-    """What the next cell needs must not be held by the one before."""
-    gc.collect()
-    if hardware.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(hardware.device)
 
 
 # --- cells
@@ -196,7 +187,7 @@ def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> Ite
                     stepper.step(batch_of(chosen, step))
                 found = sha256([*network.model.parameters(), *moments(optimizer)])
                 del optimizer, stepper
-                free(host.hardware)
+                free(host.hardware.device)
             found = [value for value in host.world.exchange(found) if value]
             equal |= {*found}
             row = {"cell": "hashes", "optimizer": optim, "processes": size, "steps": bench.hash_steps}
@@ -258,7 +249,7 @@ def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twi
     twice: also the bits that some steps end with, the first and a second time.
     """
     bench, hardware = settings.bench, chosen.hardware
-    free(hardware)
+    free(hardware.device)
     optimizer, stepper = network.begin(chosen, settings.optim)
     batch, world, tails = batch_of(chosen, 0), hardware.world, []
     marks = [Mark(hardware.device)]
@@ -280,7 +271,7 @@ def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twi
         hashes = [network.repeated(optimizer, stepper, chosen, bench.hash_steps) for _ in range(2)]
         shown |= {"sha256": hashes[0], "twice": hashes[0] == hashes[1]}
     del optimizer, stepper
-    free(hardware)
+    free(hardware.device)
     return shown | {
         "processes": world.size,
         "seq_len": chosen.seq_len,
@@ -318,14 +309,7 @@ def sum_beside_all_reduce(world: World, group: dist.ProcessGroup, network: Netwo
 
 def median_ms(call: Callable[[], object], world: World, device: torch.device) -> float:
     """Of 20 calls after 5, one behind the other, in the slowest process."""
-    marks = [Mark(device)]
-    for _ in range(25):
-        call()
-        marks.append(Mark(device))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    spans = [1e3 * begin.seconds_to(end) for begin, end in pairwise(marks)][5:]
-    return max(world.exchange(statistics.median(spans)))
+    return max(world.exchange(1e3 * statistics.median(laps(call, device, 5, 20))))
 
 
 def batch_of(chosen: Run, step: int) -> Batch:

@@ -9,12 +9,11 @@ length, a chart of tokens a second and of peak memory. The last line is one JSON
 `sdpa_flash` and `sdpa_cudnn` are PyTorch's scaled_dot_product_attention held to one of its kernels.
 """
 
-import gc
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from conf.program import program
 from conf.schema import Settings
 from model import ATTENTION, GPTConfig, build_model, resolve_model
 from model.recompute import MODES
-from scripts.bench.clock import Mark, Parts
+from scripts.bench.clock import Parts, free, laps
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_below_one, refuse_unknown, table
 from scripts.bench.saving import save_cost
 from training.graph import StepGraphs
@@ -159,12 +158,8 @@ def measure(attention: str, settings: BenchSettings, hardware: Hardware, run_dir
             row |= figures(settings, chosen, run_dir)
     except torch.OutOfMemoryError:
         row["error"] = "out of memory"
-    # what the next row needs must not be held by this one
     torch.compiler.reset()
-    gc.collect()
-    if hardware.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(hardware.device)
+    free(hardware.device)
     return row
 
 
@@ -183,20 +178,18 @@ def figures(settings: BenchSettings, chosen: Run, run_dir: Path) -> Row:
         how = {"graphs": graphs, "dropout": chosen.model.draws}
         training_step(forward, optimizer, *sizes, hardware, region=region, **how)
 
-    def seconds_of_steps(region: Callable[[], Callable], graphs: StepGraphs | None) -> list[float]:
-        marks = [Mark(hardware.device)]
-        for _ in range(bench.warmup_steps + bench.steps):
-            step(region(), graphs)
-            marks.append(Mark(hardware.device))
-        hardware.synchronize()
-        return [begin.seconds_to(end) for begin, end in pairwise(marks)][bench.warmup_steps :]
-
     parts: list[Parts] = []
-    seconds = seconds_of_steps(lambda: parts.append(Parts(hardware.device)) or parts[-1], None)
+
+    def watched_step() -> None:
+        parts.append(Parts(hardware.device))
+        step(parts[-1])
+
+    counts = hardware.device, bench.warmup_steps, bench.steps
+    seconds = laps(watched_step, *counts)
     by_step = [part.seconds() for part in parts[bench.warmup_steps :]]
     graphs = step_graphs(forward, optimizer, hardware, settings.train.batch_tokens) if chosen.graphs else None
     if graphs:
-        seconds = seconds_of_steps(lambda: unwatched, graphs)
+        seconds = laps(lambda: step(unwatched, graphs), *counts)
     rate = settings.train.batch_tokens / statistics.median(seconds)
     row = {
         "tokens_per_second": round(rate),
