@@ -9,9 +9,9 @@ Weights are random, code and sizes those of scripts/mosaicbert.py. The parts:
     forward          of the whole network
     step             forward and backward of the whole network, as in fine-tuning, without the optimizer
 
-Rows of a `padded` batch have between an eighth and all of seq_len tokens, as reads have; only those count. The picture
-has forwards and steps of padded batches; all parts, and full batches, are timed at one length. The last line is one
-JSON object.
+Rows of a `padded` batch have between an eighth and all of seq_len tokens, as reads have; only those count; a batch of
+one row is full. The picture has forwards and steps of padded batches; all parts, and full batches beside padded ones,
+are timed at one length. The last line is one JSON object.
 """
 
 import copy
@@ -51,13 +51,17 @@ class MosaicBertBenchSettings:
         refuse_unknown("", self, attention=ATTENTION)
         refuse_below_one("", self, "seq_len", "all_parts_at", "batch_tokens", "num_layers")
 
+    def rows(self, seq_len: int) -> int:
+        """Of a batch."""
+        return max(1, self.batch_tokens // seq_len)
+
 
 @program("tool", MosaicBertBenchSettings, run_dir="runs/bench_mosaicbert")
 def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     report = Report("bench_mosaicbert", run_dir, hardware.description)
     for seq_len, lengths in cases(settings):
-        ids, mask = batch(seq_len, max(1, settings.batch_tokens // seq_len), lengths)
+        ids, mask = batch(seq_len, settings.rows(seq_len), lengths)
         ids, mask, tokens = ids.to(hardware.device), mask.to(hardware.device), int(mask.sum())
         for name, model in models(settings, seq_len, hardware.device):
             model = model.to(hardware.dtype)
@@ -80,7 +84,8 @@ def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
     drawn = [row for row in report.rows if row["part"] in NETWORK and row["lengths"] == "padded"]
     drawn = [row for row in drawn if row["attention"] != "free"]
     label = lambda row: f"{row['attention']}, {row['part']}"  # noqa: E731
-    draw_lengths(run_dir / "bench_mosaicbert.png", drawn, PANELS, label, f"{title}, padded rows")
+    if drawn:
+        draw_lengths(run_dir / "bench_mosaicbert.png", drawn, PANELS, label, f"{title}, padded rows")
     report.finish(
         table(report.rows, NAMES, FIGURES, title, "real tokens a second; memory beyond weights and bias table")
     )
@@ -103,10 +108,12 @@ PANELS = [
 
 
 def cases(settings: MosaicBertBenchSettings) -> Iterator[tuple[int, str]]:
-    """(seq_len, whether rows are padded or full)"""
+    """(seq_len, whether rows are padded or full); a batch of one row is full."""
     for seq_len in settings.seq_len:
-        yield seq_len, "padded"
-        if seq_len == settings.all_parts_at:
+        alone = settings.rows(seq_len) == 1
+        if not alone:
+            yield seq_len, "padded"
+        if alone or seq_len == settings.all_parts_at:
             yield seq_len, "full"
 
 
