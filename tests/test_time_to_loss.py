@@ -123,8 +123,11 @@ def test_a_change_is_a_key_that_a_run_has(small):
     assert changed(small, "optim.lr=1e-3").optim.lr == 0.001  # text in YAML
     assert changed(small, "model.zero_init=true").model.zero_init is True
     assert changed(small, "model.mlp=relu2").nanogpt == small.nanogpt
-    with pytest.raises(ValueError, match=r"optim.lr=fast has the wrong type: expected a number"):
-        changed(small, "optim.lr=fast")
+    assert changed(small, "train.max_hours=null").train.max_hours is None
+    assert changed(small, "data.files=[a.txt]").data.files == ["a.txt"]
+    for change in ("optim.lr=fast", "optim.lr=null", "train.steps=1.5", "model.qk_norm=1"):
+        with pytest.raises(ValueError, match=rf"bench.changes={change} is of another kind than .*; use one like it"):
+            changed(small, change)
     for change in ("optim.rate=1", "optim.lr", "nothing.lr=1", "seed=1"):
         with pytest.raises(ValueError, match=r"is no GROUP.KEY=VALUE of a run"):
             changed(small, change)

@@ -20,17 +20,18 @@ import math
 import shutil
 import statistics
 import time
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
-from omegaconf import OmegaConf
+import yaml
 from rich.console import Console
 from torch import nn
 
-from conf.program import program, settings_from
+from conf.program import program
 from conf.schema import Settings
 from data import fixed_windows
 from scripts.bench.nanogpt import NanoGPTConfig, train_nanogpt
@@ -108,8 +109,16 @@ def changed(settings: TimeToLossSettings, change: str) -> TimeToLossSettings:
     owner = getattr(settings, group, None)
     if not is_dataclass(owner) or name not in {f.name for f in fields(owner)} or not value:
         raise ValueError(f"bench.changes={change} is no GROUP.KEY=VALUE of a run, as optim.lr=0.003")
-    given = OmegaConf.create({group: OmegaConf.from_dotlist([f"{name}={value}"])})
-    return settings_from(OmegaConf.merge(OmegaConf.create(asdict(settings)), given), TimeToLossSettings)
+    found, hint = yaml.safe_load(value), get_type_hints(type(owner))[name]
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
+    if float in kinds and type(found) in (int, str):  # YAML reads 1e-3 as text
+        with contextlib.suppress(ValueError):
+            found = float(found)
+    if type(found) not in kinds and Any not in kinds:
+        raise ValueError(
+            f"bench.changes={change} is of another kind than {key}={getattr(owner, name)}; use one like it"
+        )
+    return replace(settings, **{group: replace(owner, **{name: found})})
 
 
 def nanogpt_at(lr: float) -> str:
