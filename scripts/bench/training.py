@@ -40,10 +40,9 @@ SDPA_KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBacke
 
 @dataclass
 class BenchConfig:
-    # what is compared; empty: the run's own alone
-    attention: list[str] = field(default_factory=list)  # model.attention's names | sdpa_flash | sdpa_cudnn
-    seq_len: list[int] = field(default_factory=list)  # context lengths, in tokens
-    checkpointing: list[str] = field(default_factory=list)  # modes of model.activation_checkpointing
+    attention: list[str] = field(default_factory=list)  # model.attention's | sdpa_flash | sdpa_cudnn; empty: the run's
+    seq_len: list[int] = field(default_factory=list)  # context lengths, in tokens; empty: the run's
+    checkpointing: list[str] = field(default_factory=list)  # of activations: modes to compare; empty: the model's own
     micro_batch_tokens: int | None = None  # of one forward and backward, at least a sequence; null: train.micro_batch
     vocab_size: int = 50257  # GPT-2's
     warmup_steps: int = 5  # not timed; the first compiles
