@@ -162,7 +162,8 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
         OSError: the disk is full, the folder is gone or may not be written; earlier checkpoints are as they were.
     """
     final = folder / f"step_{meta['step']:06d}"
-    temporary = _hidden(final)
+    temporary, replaced = _hidden(final), _hidden(final, ".replaced")
+    _delete(replaced)
     # not `parents=True`: a folder that vanished (an unmounted disk) must not come back somewhere else in silence
     temporary.mkdir()
     try:
@@ -173,14 +174,14 @@ def write_step(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta:
         write_json({name: fingerprint(temporary / name) for name in FILES}, temporary / MANIFEST)
         for path in (*(temporary / name for name in (*FILES, MANIFEST)), temporary):
             flush(path)
-        replaced = _hidden(final, ".replaced")
-        _delete(replaced)
         if os.path.lexists(final):  # the same step again: kept until the new one has its name, and it may be the last
             final.rename(replaced)
         temporary.rename(final)
         flush(folder)
         _delete(replaced)
     finally:
+        if os.path.lexists(replaced) and not os.path.lexists(final):
+            replaced.rename(final)
         shutil.rmtree(temporary, ignore_errors=True)
     return final
 

@@ -390,9 +390,8 @@ _ORDER = (
 
 
 def _unit(*tensors: Tensor | None) -> int:
-    """The elements of 16 bytes where all strides are multiples of that, else 1: a compiler that knows it loads by 16
-    bytes, and a stride is no constant of the kernel's. 1 where a stride has more than 31 bits, which divided by the
-    unit it would not show, and products with it would be taken in 32."""
+    """The elements of 16 bytes where all strides are multiples of that, so that the compiler, to which no stride is a
+    constant, loads by 16 bytes; else 1. 1 also where a stride has more than 31 bits: its quotient would pass for 32."""
     unit, together = 16 // tensors[0].itemsize, 0
     for x in tensors:
         if x is not None:
