@@ -140,7 +140,9 @@ def why_not(
 
 def _head_dim_reason(implementation: str, head_dim: int) -> str | None:
     allowed = HOPPER_HEAD_DIMS if implementation == "hopper" else FLASH_HEAD_DIMS
-    if implementation not in ("flash", *KERNELS) or head_dim in allowed:
+    # not `in`: Dynamo may have a symbol for it
+    fits = allowed.start <= head_dim < allowed.stop and (head_dim - allowed.start) % allowed.step == 0
+    if fits or implementation not in ("flash", *KERNELS):
         return None
     name, instead = "flash attention", "model.attention=sdpa"
     if implementation in KERNELS:
