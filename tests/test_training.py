@@ -1,10 +1,14 @@
 """The training room: schedule, optimizers, FLOPs, the log."""
 
+import ctypes
 import io
 import json
 import math
 import re
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +22,8 @@ from training.log import LoggerConfig, RunLog
 from training.optimizer import OptimConfig, Optimizer, lr_factor
 from training.random_states import random_states, restore_random_states
 from training.speed import mfu, model_flops
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Net(nn.Module):
@@ -183,6 +189,25 @@ def test_a_mac_where_pytorch_takes_it(monkeypatch):
     assert [state.item() for state in restored] == [7]
     restore_random_states(random_states("cpu"), "mps")
     assert len(restored) == 1
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another libc than glibc")
+def test_a_cpu_keeps_the_memory_that_a_step_frees():
+    """In a process of its own: an allocator is asked once and for all."""
+    code = """
+import resource, torch
+from training.hardware import HardwareConfig, set_up
+set_up(HardwareConfig(device="cpu", num_threads=1))
+def step():
+    tensors = [torch.ones(2**18 * 4**(i % 3)) for i in range(20)]  # 1, 4 and 16 MiB
+step()
+step()  # what lies between has settled
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 50
 
 
 def test_a_cpu_defaults_to_what_it_has_units_for_and_to_eager(monkeypatch):
