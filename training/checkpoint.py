@@ -334,12 +334,10 @@ def _hidden(path: Path, mark: str = "") -> Path:
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint so that nobody ever sees half of it; of one that was moved elsewhere and linked, the link."""
-    if path.is_symlink():
-        return path.unlink()
     hidden = _hidden(path, ".removed")
-    shutil.rmtree(hidden, ignore_errors=True)
+    _delete(hidden)
     path.rename(hidden)
-    shutil.rmtree(hidden)
+    _delete(hidden)
 
 
 def _delete(path: Path) -> None:
