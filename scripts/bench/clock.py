@@ -95,8 +95,7 @@ def laps(call: Callable[[], object], device: torch.device, warmup: int, runs: in
     for _ in range(warmup + runs):
         call()
         marks.append(Mark(device))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    marks[-1].wait()
     return [begin.seconds_to(end) for begin, end in pairwise(marks)][warmup:]
 
 
