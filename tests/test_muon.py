@@ -86,8 +86,9 @@ def test_orthogonalized_matrices_keep_directions_and_lose_lengths(shape, dtype):
 def test_what_products_run_in_follows_from_the_device(monkeypatch):
     for capabilities, dtype, word in (
         ({"avx512_bf16": True, "amx_bf16": True}, torch.bfloat16, "amx_bf16"),
-        ({"avx512_bf16": True, "amx_bf16": False}, torch.bfloat16, "avx512_bf16"),
-        ({"avx512_f": True, "avx512_bf16": False}, torch.float32, "no bfloat16 units"),
+        ({"avx512_bf16": True, "amx_bf16": False, "cpu_name": "AMD EPYC 9R14"}, torch.bfloat16, "avx512_bf16"),
+        ({"avx512_bf16": True, "amx_bf16": False, "cpu_name": "Intel Xeon"}, torch.float32, "no fast bfloat16 units"),
+        ({"avx512_f": True, "avx512_bf16": False, "cpu_name": "AMD EPYC"}, torch.float32, "no fast bfloat16 units"),
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
         assert products_dtype(torch.device("cpu"))[0] == dtype
