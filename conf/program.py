@@ -9,6 +9,7 @@ only under -m, where a comma separates the values of a sweep, one with a comma i
 """
 
 import argparse
+import getpass
 import os
 import re
 import signal
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 EXIT_USER_ERROR = 2
 SIGNALLED = 128  # exit codes above it are 128 + a signal
+NEWER = (3, 14)  # this Python reads help texts that are being added, and one of Hydra 1.3's is no text (hydra #3121)
 
 S = TypeVar("S")
 
@@ -85,6 +87,9 @@ def program(
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
             protect_console(prints_only=config == "tool" or run_dir == ".")
+            name_user()
+            if sys.version_info >= NEWER:
+                sys.exit(fail(f"Python {sys.version_info[0]}.{sys.version_info[1]} is newer than Hydra 1.3; use 3.13"))
             typed, exit_codes, folders, process = sys.argv, [], [], os.getpid()
             flags, values, wants_help = _arguments(typed[1:], defaults, positional, known_keys(schema))
             register(schema)
@@ -173,6 +178,14 @@ def program(
         return command_line
 
     return decorate
+
+
+def name_user() -> None:
+    """Give the user a name where a container knows only a number: PyTorch names a folder by it, or fails."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # the second since Python 3.13
+        os.environ["LOGNAME"] = str(os.getuid())
 
 
 def fail(message: str) -> int:

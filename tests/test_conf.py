@@ -1,5 +1,6 @@
 """Every configuration composes; mistakes are in tests/test_bad_input.py."""
 
+import getpass
 import importlib
 import re
 import sys
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from conf.keys import known_keys
-from conf.program import ConfigError, program
+from conf.program import ConfigError, name_user, program
 from conf.schema import Settings
 from data import DataConfig
 from data.config import SOURCES, TOKENIZERS
@@ -175,3 +176,23 @@ def test_only_the_first_process_reads_the_files_of_a_configuration(tmp_path, mon
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     main()
     assert read == ["the first one's"]
+
+
+def test_a_user_without_a_name_gets_one(monkeypatch):
+    """As in a container that was started for a number; PyTorch's cache and wandb ask for the name."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOGNAME", "")  # so that it is as before after the test
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises((KeyError, OSError)):
+        getpass.getuser()
+    name_user()
+    assert getpass.getuser()
+
+
+def test_a_newer_python_is_refused_before_hydra_fails_on_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("conf.program.NEWER", (3, 0))
+    shown = told("scripts.sample", [], monkeypatch, capsys)
+    assert shown.code == 2
+    assert "is newer than Hydra 1.3; use 3.13" in shown.error
