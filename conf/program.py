@@ -158,7 +158,7 @@ def program(
                     return print(help_page(main.__globals__["__doc__"], config, schema, values))
                 sys.argv = [typed[0], *flags, *values]
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(task)()
-                if after_sweep and len(folders) > 1:
+                if after_sweep and is_first and len(folders) > 1:
                     after_sweep(folders)
                 if processes:
                     processes.close()

@@ -196,3 +196,20 @@ def test_a_newer_python_is_refused_before_hydra_fails_on_it(tmp_path, monkeypatc
     shown = told("scripts.sample", [], monkeypatch, capsys)
     assert shown.code == 2
     assert "is newer than Hydra 1.3; use 3.13" in shown.error
+def test_only_the_first_process_shows_a_sweep(tmp_path, monkeypatch):
+    """Two that draw its picture at once take the unfinished file from each other."""
+    shown = []
+    second = SimpleNamespace(size=2, rank=1, is_first=False, told=lambda value: value, close=lambda: None)
+    settings_seen = []
+
+    @program("tool", Echo, after_sweep=shown.append, world=lambda: second)
+    def main(settings: Echo, run_dir: Path) -> None:
+        settings_seen.append(settings.prompt)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # it is replaced: only the first one prints
+    monkeypatch.setattr(sys, "argv", ["echo.py", "-m", "prompt=a,b"])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    main()
+    assert settings_seen == ["a", "b"]
+    assert shown == []
