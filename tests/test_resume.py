@@ -92,6 +92,18 @@ def test_auto_passes_over_a_damaged_checkpoint(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("torn", [b"", b"\0" * 64, b'{"step": 9, "lo'], ids=["a line", "zeros", "half a line"])
+def test_auto_begins_no_run_anew_over_checkpoints_that_cannot_be_read(tmp_path):
+    """Of another version, say: the new run would delete them, and the metrics too."""
+    run = tmp_path / "run"
+    train(small_run(tmp_path, *STORY, "train.save_every=4"), run)
+    for path in (run / "checkpoints").glob("step_*/checkpoint.json"):
+        path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"no whole checkpoint .*step_000011 has format 1.*; move .*/checkpoints away"):
+        train(small_run(tmp_path, *STORY, "resume=auto"), run)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
 def test_a_history_that_lost_its_end_is_noticed(tmp_path, capsys, torn):
     """As after a power cut: the checkpoint was flushed, the lines before it were not."""
     run = tmp_path / "run"

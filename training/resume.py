@@ -53,9 +53,17 @@ def find(
 
     resume: a path, or "auto": the newest whole checkpoint of `run_dir`, if there is one.
     verify: which of its files are read and compared with their checksums.
+
+    ValueError where the checkpoint cannot be used; with "auto" where none of several can.
     """
     if resume == "auto":
-        return newest_complete(run_dir / "checkpoints", report, verify=verify)
+        passed_over: list[str] = []
+        folder = run_dir / "checkpoints"
+        found = newest_complete(folder, lambda line: passed_over.append(line) or report(line), verify=verify)
+        if passed_over and not found:  # to begin anew would delete them
+            reason = passed_over[0].removeprefix("passed over: ")
+            raise ValueError(f"run {run_dir} has no whole checkpoint ({reason}); move {folder} away to begin anew")
+        return found
     return open_checkpoint(resume, verify=verify) if resume else None
 
 
