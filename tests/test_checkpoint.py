@@ -224,6 +224,8 @@ def test_a_kill_while_the_same_step_is_written_again_loses_neither(tmp_path, mon
         with pytest.raises(KeyboardInterrupt):
             save(folder, new, 5)
     assert [file for file in folder.iterdir() if file.name.startswith(".step_000005.replaced.")]
+    # a run looks for it before it prepares the folder
+    assert checkpoints.newest_complete(folder, report=pytest.fail).step == 5
     checkpoints.prepare(folder)
     checkpoints.newest_complete(folder, report=pytest.fail).load_weights(read)
     assert torch.equal(read.linear.weight, (new if killed_after else old).linear.weight)

@@ -269,6 +269,10 @@ def newest_checkpoint(runs: Path) -> Path:
 def _by_age(folder: Path) -> list[Path]:
     """Visible checkpoints, the one saved last first; what cannot be read counts as newest, so that it is reported."""
     found = [path for path in folder.glob("step_*") if VISIBLE.fullmatch(path.name) and path.is_dir()]
+    # a kill while a step was saved again: `prepare`, which comes later, gives it its name back
+    for path in folder.glob(".step_*.replaced.*"):
+        if (named := LEFTOVER.fullmatch(path.name)) and path.is_dir() and not os.path.lexists(folder / named[1]):
+            found.append(path)
     return sorted(found, key=_age, reverse=True)
 
 
@@ -287,7 +291,7 @@ def _last_save(folder: Path) -> int:
 
 
 def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+    return int(re.search("[0-9]+", path.name)[0])
 
 
 def _hidden_link(link: Path, target: Path) -> Path:
