@@ -511,6 +511,22 @@ def test_a_run_survives_a_full_disk(tmp_path, capsys):
         assert not list(run_dir.glob("checkpoints/.*"))
 
 
+def test_a_checkpoint_that_cannot_be_deleted_is_no_failed_save(saver, monkeypatch):
+    """As where somebody reads it on a network file system: its folder stays, with a hidden file."""
+    save_with(saver, Net(), 1)
+
+    def refuse(path, **_):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_remove", refuse)
+        save_with(saver, Net(), 2)
+    (line,) = saver.lines
+    assert line.startswith(f"not deleted: a checkpoint in {saver.folder}: ")
+    saver.check()
+    assert steps(saver.folder) == [1, 2]
+
+
 # --- in the background
 
 

@@ -92,8 +92,8 @@ class Saver:
             if copied is not None:
                 copied.synchronize()
             self._saved = checkpoints.write(self.folder, weights, state, meta, best=best)
-            checkpoints.prune(self.folder, keep_last=self._keep_last, keep_every=self._keep_every)
             self._error = None
+            self._prune()
         except OSError as error:
             self._error, self._world.unsaved = error, meta["step"]
             self._say(
@@ -102,6 +102,13 @@ class Saver:
             )
         except BaseException as error:  # it belongs to whoever waits
             self._bug = error
+
+    def _prune(self) -> None:
+        """What is saved is saved, whatever becomes of those before."""
+        try:
+            checkpoints.prune(self.folder, keep_last=self._keep_last, keep_every=self._keep_every)
+        except OSError as error:
+            self._say(f"not deleted: a checkpoint in {self.folder}: {error}; delete it after the run")
 
 
 class Giver(Nothing):
