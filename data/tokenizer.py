@@ -61,7 +61,8 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
 
     Raises ValueError for an unknown name, and where GPT-2's files are neither cached nor within reach.
     """
-    check_tokenizer(name)
+    if not alphabet or name in TOKENIZERS:  # what was stored needs no folder, which may be gone
+        check_tokenizer(name)
     if name not in TOKENIZERS:
         from data.tokenizer_file import FileEncoding, read_tokenizer
 

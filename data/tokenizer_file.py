@@ -47,8 +47,9 @@ class FileEncoding:
         from data.tokenizer_json import LETTERS
 
         self.name, self.alphabet = name, alphabet
-        state = json.loads(alphabet)
         try:
+            state = json.loads(alphabet)
+            end_of_text = state["end_of_text"]
             self._inner = Tokenizer.from_str(json.dumps(state["tokenizer"]))
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"tokenizer={name} has a {FILES[0]} of another format ({error}); use another") from error
@@ -56,9 +57,9 @@ class FileEncoding:
         self._inner.no_padding()
         self._inner.no_truncation()
         self.n_vocab = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
-        self.eot_token = self._inner.token_to_id(state["end_of_text"])
+        self.eot_token = self._inner.token_to_id(end_of_text)
         if self.eot_token is None:
-            raise ValueError(f"tokenizer={name} has no token {state['end_of_text']!r}, its eos_token; use another")
+            raise ValueError(f"tokenizer={name} has no token {end_of_text!r}, its eos_token; use another")
         self._bytes = {letter: byte for byte, letter in LETTERS.items()}
         self._of_bytes = '"ByteLevel"' in json.dumps(state["tokenizer"].get("decoder"))
 

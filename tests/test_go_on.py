@@ -16,6 +16,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import train as program
+from data import build_tokenizer
+from data.tokenizer_json import tokenizer_json
 from model import GPT, resolve_model
 from tests.runs import CORPUS, SMALL, contents, metrics, settings, told
 from training.checkpoint import META, open_checkpoint
@@ -173,6 +175,22 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again_as_it_was(here
     (the_run() / "checkpoints").mkdir()
     (the_run() / "config.yaml").write_text("a: [")
     assert "config.yaml or run.json is damaged" in train("resume=auto", "name=mine").error
+
+
+def test_the_folder_of_a_tokenizer_may_be_moved(here, train):
+    """Tokens in the cache and checkpoints hold what was in it."""
+    pytest.importorskip("tokenizers")
+    Path("theirs").mkdir()
+    Path("theirs/tokenizer.json").write_text(json.dumps(tokenizer_json(build_tokenizer("bytes"))))
+    Path("theirs/tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    assert train(*OWN, "tokenizer=theirs", "train.max_hours=1e-9").code == 75
+    Path("theirs").rename("moved")
+    again = train("resume=auto", "name=mine", "tokenizer=moved")
+    assert again.code == 75, again.error
+    shutil.rmtree("cache")
+    last = train("resume=auto", "name=mine", "tokenizer=moved", "train.max_hours=null")
+    assert last.code == 0, last.error
+    assert "trained with tokenizer=" in train("resume=auto", "name=mine", "tokenizer=bytes").error
 
 
 def test_what_was_left_open_is_chosen_anew(here, train):

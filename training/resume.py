@@ -134,6 +134,8 @@ def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fin
 
 def _refuse_another_tokenizer(here: str, checkpoint: Checkpoint, tokenizer: Mapping[str, str], vocab_size: int) -> None:
     then = checkpoint.meta["tokenizer"]
+    if tokenizer["alphabet"] and then.get("alphabet") == tokenizer["alphabet"]:
+        then = then | {"name": tokenizer["name"]}  # of a folder, which may have been moved, the contents count
     if then["name"] != tokenizer["name"]:
         raise ValueError(
             f"{here} was trained with tokenizer={then['name']}, this run has {tokenizer['name']}; "
