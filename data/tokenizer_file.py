@@ -80,7 +80,10 @@ class FileEncoding:
     def decode_bytes(self, tokens: list[int]) -> bytes:
         """Of a tokenizer of bytes the bytes themselves, of another the UTF-8 of its text."""
         if not self._of_bytes:
-            return self._inner.decode(list(tokens), skip_special_tokens=False).encode()
+            # after another token: at the beginning of a text, decoders drop the blank before a word
+            before, after = ([self.eot_token, *some] for some in ([], tokens))
+            whole = self._inner.decode(after, skip_special_tokens=False)
+            return whole[len(self._inner.decode(before, skip_special_tokens=False)) :].encode()
         return b"".join(map(self._piece, tokens))
 
     def decode(self, tokens: list[int]) -> str:

@@ -126,3 +126,16 @@ def test_parallel_is_serial(monkeypatch):
         assert np.concatenate(list(tokenize(stream, encoding, workers, counts))).tolist() == expected
         text = "".join(documents)
         assert counts == Counts(len(expected), len(text), 60)
+
+
+def test_the_blank_before_a_word_is_kept_token_by_token(tmp_path):
+    """Of a tokenizer as Llama's, whose decoder drops that of the first word."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "▁the": 1, "▁fox": 2}))
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    encoding = build_tokenizer(str(tmp_path))
+    tokens = encoding.encode_ordinary("the fox")
+    assert [encoding.decode_bytes([token]) for token in tokens] == [b" the", b" fox"]
+    assert encoding.decode(tokens) == " the fox"
