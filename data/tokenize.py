@@ -22,6 +22,10 @@ PIECE_CHARACTERS = 1 << 18  # large enough that a thread works 15 ms on one, sma
 # follows (a blank) or to itself (a newline), so such a newline always is a token boundary on both sides; bytes and
 # characters have a boundary everywhere.
 _SAFE_CUT = re.compile(r"\n(?=[!-~])")
+# Some languages have few such lines, and a whole book would be one piece. The last white space before something visible
+# begins a token of GPT-2 too; these are white space to every library.
+_OTHER_CUT = re.compile(r"[ \t\n\u3000](?=\S)")
+_LONG = 4  # times the size of a piece: so long a text looks for a safe cut of the first kind
 
 
 @dataclass
@@ -49,6 +53,8 @@ def pieces(fragments: Iterable[Fragment], size: int = PIECE_CHARACTERS) -> Itera
         while length >= size:
             joined = "".join(waiting)
             cut = _SAFE_CUT.search(joined, size - 1)
+            if cut is None and length >= _LONG * size:
+                cut = _OTHER_CUT.search(joined, size - 1)
             if cut is None:
                 waiting = [joined]
                 break

@@ -13,7 +13,8 @@ from data import build_tokenizer, tokenizer_from_state, tokenizer_state
 from data.tokenize import Counts, head, pieces, tail, tokenize
 
 # many line ends, blanks and apostrophes, where GPT-2's pattern is touchy
-SNIPPETS = ["\n", "\n\n\n", "  ", "\t", "\r", "a", "'s", " 1", ".", "é", "–", "\u2003", "\x1c", "\x85", "漢", "😀"]
+SNIPPETS = ["\n", "\n\n\n", "  ", "\t", "\r", "a", "'s", " 1", ".", "é", "–", "\u2003", "\u3000", "\x1c", "\x85"]
+SNIPPETS += ["漢", "😀"]
 PROSE = st.lists(st.sampled_from(SNIPPETS), max_size=60).map("".join)
 
 
@@ -103,6 +104,13 @@ def test_pieces_keep_text_and_documents(fragments, size):
 def test_pieces_change_no_token(gpt2, text, size):
     ids = [token for part, _ in pieces([(text, True)], size) for token in gpt2.encode_ordinary(part)]
     assert ids == gpt2.encode_ordinary(text)
+
+
+def test_a_text_without_lines_that_begin_in_ascii_is_cut_too():
+    line = "\u3000\u3000天地玄黃，宇宙洪荒。\n"
+    cut = [text for text, _ in pieces([(line * 50, True), (line * 50, False)], 40)]
+    assert "".join(cut) == line * 100
+    assert max(map(len, cut)) < 4 * 40
 
 
 @given(st.lists(st.tuples(PROSE.filter(bool), st.booleans()), max_size=6), st.integers(0, 400))
