@@ -67,7 +67,8 @@ def inspect(paths: list[Path]) -> list[TextFile]:
     """Hash every file (2 GB/s a core) and check what can be said before parsing: not empty, and text is UTF-8."""
     files = []
     for path in paths:
-        kind = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}.get(path.suffix, "text")
+        suffix = path.suffix.lower()
+        kind = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}.get(suffix, "text")
         try:
             size = path.stat().st_size
             if size == 0:

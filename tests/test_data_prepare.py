@@ -113,6 +113,14 @@ def test_another_column(tmp_path, cache):
         opened(cache, str(tmp_path / "a.txt"), text_field="body")
 
 
+def test_a_suffix_in_capitals_is_one(tmp_path, cache):
+    """Read as text, rows would be learnt with their braces."""
+    (tmp_path / "ROWS.JSONL").write_text('{"text": "hello"}\n{"text": "world"}\n' * 9)
+    dataset = opened(cache, str(tmp_path / "ROWS.JSONL"))
+    assert dataset.manifest["splits"]["train"]["documents"] == 17
+    assert dataset.tokenizer.decode(dataset.train[:11].tolist()) == "hello<|endoftext|>world"
+
+
 def test_fingerprints_are_those_of_the_first_releases(tmp_path):
     """What was tokenized once is found again, and a run of it resumed."""
     rows = tmp_path / "rows.jsonl"
