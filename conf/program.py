@@ -322,7 +322,7 @@ def _run_dir(resume: str | None, name: str | None, experiment: str, time: str) -
         # .../<run>/checkpoints/<name>  ->  .../<run>
         checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
         run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-        if (run / "checkpoints").is_dir() and checkpoint.is_dir() and (not name or str(name) in run.parts):
+        if (run / "checkpoints").is_dir() and checkpoint.is_dir() and (not name or str(name) in run.parts[-3:]):
             return str(run)
     return f"{runs}/{time}"
 

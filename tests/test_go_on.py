@@ -268,6 +268,10 @@ def test_a_name_is_a_folder_and_nothing_else(here, train):
     assert forked.code == 0
     assert open_checkpoint(the_run("fork")).step == 2
     assert open_checkpoint(the_run()).step == 1
+    above = Path.cwd().name  # a folder that the run lies in is not its name
+    assert train(f"resume={the_run()}", f"name={above}", "train.steps=2").code == 0
+    assert open_checkpoint(the_run(above)).step == 2
+    assert open_checkpoint(the_run()).step == 1
     assert "resume is empty" in train("resume=").error
 
 
