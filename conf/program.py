@@ -146,6 +146,12 @@ def program(
                             processes.close()
                         raise
                     exit_codes.append(stopped.code)
+                except KeyboardInterrupt:  # before there was anything to save
+                    if is_first:
+                        _remove_if_empty(folder)
+                    if processes:
+                        _end_all(processes, folder, "interrupted by SIGINT", 128 + signal.SIGINT)
+                    raise
                 except BaseException as error:
                     if processes and is_first:
                         traceback.print_exc()

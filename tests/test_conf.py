@@ -196,6 +196,28 @@ def test_a_newer_python_is_refused_before_hydra_fails_on_it(tmp_path, monkeypatc
     shown = told("scripts.sample", [], monkeypatch, capsys)
     assert shown.code == 2
     assert "is newer than Hydra 1.3; use 3.13" in shown.error
+@pytest.mark.parametrize("size", [1, 2])
+def test_ctrl_c_before_the_first_step_leaves_nothing_behind(size, tmp_path, monkeypatch, capsys):
+    told_the_others = []
+    first = SimpleNamespace(
+        size=size, rank=0, is_first=True, told=lambda value: value, fail=lambda *why: told_the_others.append(why)
+    )
+
+    @program("tool", Echo, run_dir="echoes", world=lambda: first)
+    def main(settings: Echo, run_dir: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["echo.py"])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130
+    assert told_the_others == [("interrupted by SIGINT", 130)] * (size - 1)
+    assert "Traceback" not in capsys.readouterr().err
+    assert not any(Path("echoes").iterdir())
+
+
 def test_only_the_first_process_shows_a_sweep(tmp_path, monkeypatch):
     """Two that draw its picture at once take the unfinished file from each other."""
     shown = []
