@@ -177,6 +177,17 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again_as_it_was(here
     assert "config.yaml or run.json is damaged" in train("resume=auto", "name=mine").error
 
 
+def test_a_run_that_goes_on_with_nothing_replaces_nobodys_files(here, train):
+    Path("ours").mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        Path("ours", name).write_text('{"step": 1}\n{"step": 2}\n')
+        refused = train(*OWN, "hydra.run.dir=ours", "resume=auto")
+        assert refused.code == 2
+        assert "give another hydra.run.dir" in refused.error
+        assert Path("ours", name).read_text() == '{"step": 1}\n{"step": 2}\n'
+        Path("ours", name).unlink()
+
+
 def test_the_folder_of_a_tokenizer_may_be_moved(here, train):
     """Tokens in the cache and checkpoints hold what was in it."""
     pytest.importorskip("tokenizers")

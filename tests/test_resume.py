@@ -76,6 +76,7 @@ def test_auto_begins_where_nothing_was_saved(tmp_path):
     """A run that died before its first checkpoint starts again in its folder."""
     train(small_run(tmp_path, *STORY), tmp_path / "whole")
     (tmp_path / "parts" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "parts" / "run.json").write_text("{}")  # a run's, which is written first
     (tmp_path / "parts" / "metrics.jsonl").write_text('{"step": 1, "loss": 99.0}\n')
     train(small_run(tmp_path, *STORY, "resume=auto"), tmp_path / "parts")
     same_end(tmp_path / "whole", tmp_path / "parts")
@@ -91,7 +92,6 @@ def test_auto_passes_over_a_damaged_checkpoint(tmp_path, capsys):
     same_end(tmp_path / "whole", tmp_path / "parts")
 
 
-@pytest.mark.parametrize("torn", [b"", b"\0" * 64, b'{"step": 9, "lo'], ids=["a line", "zeros", "half a line"])
 def test_auto_begins_no_run_anew_over_checkpoints_that_cannot_be_read(tmp_path):
     """Of another version, say: the new run would delete them, and the metrics too."""
     run = tmp_path / "run"
@@ -104,6 +104,7 @@ def test_auto_begins_no_run_anew_over_checkpoints_that_cannot_be_read(tmp_path):
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("torn", [b"", b"\0" * 64, b'{"step": 9, "lo'], ids=["a line", "zeros", "half a line"])
 def test_a_history_that_lost_its_end_is_noticed(tmp_path, capsys, torn):
     """As after a power cut: the checkpoint was flushed, the lines before it were not."""
     run = tmp_path / "run"

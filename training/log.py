@@ -83,10 +83,11 @@ class RunLog:
         self.console = Console(highlight=False)
         own = resumed is not None and resumed.path.parent == (run_dir / "checkpoints").resolve()
         expected = resumed.meta["metric_lines"] if own else 0  # another run's checkpoint knows another file
+        goes_on = resumes and (first_step > 0 or (run_dir / "run.json").exists())  # else its files are somebody's own
         self._file = MetricsFile(
-            run_dir / "metrics.jsonl", first_step, resumes=resumes, say=self.say, expected=expected
+            run_dir / "metrics.jsonl", first_step, resumes=goes_on, say=self.say, expected=expected
         )
-        for name in () if resumes else REPLACED:
+        for name in () if goes_on else REPLACED:
             if os.path.lexists(run_dir / name):
                 raise ValueError(
                     f"run folder {run_dir} has a {name}, which a new run would replace; give another hydra.run.dir, or "
@@ -342,9 +343,9 @@ def write_description(run_dir: Path, description: dict, manifest: dict, protocol
     description: of the run, as its checkpoints have it (`Run.description`), with its provenance.
     """
     known = {key: description[key] for key in ("provenance", "left_open")} | {"data": manifest, "evaluation": protocol}
-    contents = {
-        "config.yaml": yaml.safe_dump(description["settings"], sort_keys=False),
+    contents = {  # in this order: by run.json a run that died here is known as one
         "run.json": json.dumps(known, indent=2) + "\n",
+        "config.yaml": yaml.safe_dump(description["settings"], sort_keys=False),
     }
     for name, content in contents.items():  # whole or not at all: a run that was killed early goes on from them
         temporary = run_dir / f".{name}"
