@@ -12,6 +12,7 @@ import pytest
 import train as program
 from tests.runs import SMALL, small_run
 from training.checkpoint import open_checkpoint
+from training.log import LoggerConfig, RunLog
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -91,3 +92,9 @@ def test_an_interpreter_ends_with_its_own_exit_code(prints_only):
         assert done.stderr.splitlines() == (
             [] if quiet else [f"the console cannot be written ({words}); the program goes on without it"]
         )
+
+
+def test_what_a_run_says_is_said_as_it_is(tmp_path, capsys):
+    """No picture takes the place of a word between colons, in a sample or in the folder to go on with."""
+    RunLog(tmp_path, LoggerConfig(wandb="disabled"), {}, first_step=0, steps=1).say("a :key: [bold]")
+    assert capsys.readouterr().out == "a :key: [bold]\n"

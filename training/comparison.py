@@ -141,7 +141,7 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
     for row in rows:
         cells = ((row[key], form) for (_, key), form in columns.items())
         shown.add_row(*("-" if value is None else form.format(value) for value, form in cells))
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 150)
     console.print(shown)
     described = [run["folder"] for run in runs if (run["folder"] / "config.yaml").is_file()]
     if len({settings_of(folder).get("tokenizer") for folder in described}) > 1:

@@ -80,7 +80,7 @@ class RunLog:
         mode = wandb or wandb_mode(config)  # refuses before anything is written
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, emoji=False)  # :key: in a sample is a text
         own = resumed is not None and resumed.path.parent == (run_dir / "checkpoints").resolve()
         expected = resumed.meta["metric_lines"] if own else 0  # another run's checkpoint knows another file
         goes_on = resumes and (first_step > 0 or (run_dir / "run.json").exists())  # else its files are somebody's own
