@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import TokenBatches, open_dataset
+from data import TokenBatches, build_tokenizer, open_dataset
 from tests.runs import SMALL, settings, small_run, told
 from train import train
 from training.checkpoint import open_checkpoint
+from training.evaluate import EvaluationSet
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,6 +60,12 @@ def test_a_run_learns_and_leaves_its_story(tmp_path):
     assert [r["step"] for r in records(run_dir)] == sorted({r["step"] for r in records(run_dir)})
     meta = open_checkpoint(run_dir).meta
     assert meta["settings"]["model"]["attention"] == "sdpa"  # the resolved name, never "auto"
+
+
+def test_the_end_of_a_document_is_no_text(tmp_path):
+    """Else bits per byte of many short documents would be far too few."""
+    bytes_, tokens = build_tokenizer("bytes"), torch.tensor([[97, 256, 98, 256]])
+    assert EvaluationSet.of((tokens, tokens), bytes_).bytes == 2
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])

@@ -2,7 +2,7 @@
 
 Protocol: `windows` non-overlapping windows of seq_len tokens, evenly spaced over the validation split; each target is
 predicted from the tokens before it in its window (a context of 1 to seq_len tokens, stride seq_len). Bytes are the
-decoded targets' UTF-8.
+decoded targets' UTF-8, without end-of-text.
 """
 
 import math
@@ -34,7 +34,9 @@ class EvaluationSet:
     @classmethod
     def of(cls, windows: tuple[torch.Tensor, torch.Tensor], tokenizer: tiktoken.Encoding) -> "EvaluationSet":
         inputs, targets = windows
-        return cls(inputs, targets, sum(len(tokenizer.decode_bytes(row)) for row in targets.tolist()))
+        end_of_text = tokenizer.eot_token  # which is no text
+        texts = ([token for token in row if token != end_of_text] for row in targets.tolist())
+        return cls(inputs, targets, sum(len(tokenizer.decode_bytes(text)) for text in texts))
 
     @property
     def protocol(self) -> dict[str, int]:
