@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import train as program
 from data import TokenBatches, build_tokenizer, open_dataset
 from tests.runs import SMALL, settings, small_run, told
 from train import train
 from training.checkpoint import open_checkpoint
 from training.evaluate import EvaluationSet
+from training.parallel import ALONE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,6 +69,16 @@ def test_the_end_of_a_document_is_no_text(tmp_path):
     """Else bits per byte of many short documents would be far too few."""
     bytes_, tokens = build_tokenizer("bytes"), torch.tensor([[97, 256, 98, 256]])
     assert EvaluationSet.of((tokens, tokens), bytes_).bytes == 2
+
+
+def test_the_others_wait_while_the_first_reads_all_of_the_text(tmp_path, monkeypatch):
+    found = []
+    real = program.unigram_loss
+    monkeypatch.setattr(program, "unigram_loss", lambda *text: found.append(ALONE.patience) or real(*text))
+    train(
+        small_run(tmp_path, "train.steps=2"), tmp_path / "run", on_step=lambda step: setattr(ALONE, "patience", 600.0)
+    )
+    assert found == [math.inf]
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
