@@ -313,6 +313,10 @@ def test_ranks():
         ranks({"WORLD_SIZE": "2"})
     with pytest.raises(ValueError, match="WORLD_SIZE=abc is no number; start with torchrun or srun"):
         ranks({"RANK": "0", "WORLD_SIZE": "abc", "LOCAL_RANK": "0"})
+    with pytest.raises(ValueError, match="RANK=2 is not 0 to 1, as WORLD_SIZE=2 says; start with torchrun or srun"):
+        ranks({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    with pytest.raises(ValueError, match="RANK=0 is not possible with WORLD_SIZE=-1"):
+        ranks({"RANK": "0", "WORLD_SIZE": "-1", "LOCAL_RANK": "0"})
 
 
 def several(size: int) -> World:

@@ -337,6 +337,9 @@ def ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
         except ValueError:
             raise ValueError(f"{name}={environment[name]} is no number; start with torchrun or srun") from None
     rank, size, local_rank = numbers
+    if not 0 <= rank < size:
+        limit = f"0 to {size - 1}, as {names[1]}={size} says" if size > 0 else f"possible with {names[1]}={size}"
+        raise ValueError(f"{names[0]}={rank} is not {limit}; start with torchrun or srun")
     return rank, size, local_rank
 
 
