@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runs import settings
+from tests.runs import settings, small_run
 from training import parallel
 from training.gradient_sum import GradientSum
 from training.hardware import Hardware
@@ -333,6 +333,14 @@ def test_sequences_that_cannot_be_shared_name_the_nearest_that_can():
     with pytest.raises(ValueError, match=r"train.micro_batch=4 does not divide the 2 sequences"):
         several(4).share(8, 4, 32)
     assert several(4).share(8, 2, 32) == 2
+
+
+def test_a_process_with_another_text_is_named(tmp_path):
+    """A file of the same name on a disk of its own; nothing else would tell, as all add the same gradients."""
+    world = several(2)
+    world.exchange = lambda value: [value, "0" * 64 if isinstance(value, str) else value]
+    with pytest.raises(ValueError, match=r"rank 1 of 2 on host1 has another text than rank 0 \(fingerprint 000000"):
+        resolve(small_run(tmp_path), tmp_path / "run", report=lambda line: None, world=world)
 
 
 def test_a_slow_process_is_named_once():

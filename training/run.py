@@ -235,6 +235,8 @@ def resolve(
     if world.is_first:
         resumed_path = str(text["resumed"].path) if text.get("resumed") else None
         world.exchange({"micro_batch": plan.micro_batch, "resume": resumed_path})
+    if text:
+        _refuse_texts_that_differ(world, text["dataset"].fingerprint)
     chosen = replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch))
     context = None
     if world.context > 1:
@@ -285,6 +287,17 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
     if hardware.graphs is not None:
         return hardware.graphs, "as configured"
     return not found, f"{reason}; hardware.cuda_graphs=true tries all the same" if found and not key else reason
+
+
+def _refuse_texts_that_differ(world: World, fingerprint: str) -> None:
+    """ValueError where a process found another text under the same name, as on a disk of its own."""
+    fingerprints = world.exchange(fingerprint)
+    for rank, found in enumerate(fingerprints):
+        if found != fingerprints[0]:
+            raise ValueError(
+                f"{world.describe(rank)} has another text than rank 0 (fingerprint {found[:12]}, there "
+                f"{fingerprints[0][:12]}); give all hosts the same files"
+            )
 
 
 def _as_the_first_chose(settings: Any, micro_batch: int, resume: str | None) -> Any:
