@@ -3,7 +3,8 @@
 YAML keys, dataclass fields and the README use the same words. Nothing below `train.py` sees OmegaConf.
 """
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 
 from conf.keys import is_folder_name
 from data import DataConfig, check_tokenizer
@@ -41,6 +42,11 @@ class Settings:
         for key in ("resume", "init_from"):
             if getattr(self, key) == "":
                 raise ValueError(f"{key} is empty; give a checkpoint or a run's folder, or leave it out")
+        try:
+            json.dumps(asdict(self), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:  # checkpoints with such a name would be taken for damaged ones
+            found = error.object[max(0, error.start - 30) : error.end]
+            raise ValueError(f"{found!a} is not UTF-8; give the file or folder another name") from error
         check_tokenizer(self.tokenizer)
         if self.model.name is not None:
             for key, value in (("optim", self.optim.name), ("train.micro_batch", self.train.micro_batch)):

@@ -360,6 +360,8 @@ DATA = [
     Case("folder", ["data.files={p}"], ["data.files={p} is a folder", "*.txt"]),
     Case("missing", ["data.files=missing.txt"], ["data.files=missing.txt does not exist", "{p}"]),
     Case("glob without match", ["data.files='*.none'"], ["data.files=*.none does not exist"]),
+    Case("name not UTF-8", ["data.files={p}/caf\udce9.txt"], ["caf\\udce9' is not UTF-8; give the file"],
+         lambda place: (place.path / "caf\udce9.txt").write_text(CORPUS)),
     Case("text without files", ["~data.files"], ["data.source=text needs data.files"]),
     Case("no files", ["data.files=[]"], ["data.files=corpus.txt"]),
     Case("number for a file", ["data.files=[3]"], ["data.files=[3] must be paths"]),
