@@ -32,7 +32,7 @@ class DataConfig:
     name: str | None = None  # hub only: the dataset, as "HuggingFaceFW/fineweb-edu"
     config: str | None = None  # hub only: its configuration ("subset" on its page), as "sample-10BT"
     revision: str | None = None  # hub only: a commit or tag; null: the newest, whose commit the fingerprint then holds
-    split: str = "train"  # hub only: what is trained on; "train[:1%]" works where streaming is off
+    split: str = "train"  # hub only: what is trained on; "train[:1%]" works without streaming and local_dir
     validation_split: str | None = None  # hub only: what is held out; null: the last validation_fraction of `split`
     test_split: str | None = None  # hub only: tokenized as well
     streaming: bool = False  # hub only: no copy on the disk but the tokens; read 3 times without a validation_split
