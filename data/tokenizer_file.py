@@ -1,6 +1,7 @@
 """A tokenizer of Hugging Face's format, a folder's tokenizer.json, with the methods of ours."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ class FileEncoding:
         if self.eot_token is None:
             raise ValueError(f"tokenizer={name} has no token {end_of_text!r}, its eos_token; use another")
         self._bytes = {letter: byte for byte, letter in LETTERS.items()}
-        self._of_bytes = '"ByteLevel"' in json.dumps(state["tokenizer"].get("decoder"))
+        decoder = json.dumps(state["tokenizer"].get("decoder"))
+        self._of_bytes, self._falls_back = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
+        self._end = self._inner.decode([self.eot_token], skip_special_tokens=False)
 
     @property
     def contents(self) -> dict[str, Any]:
@@ -78,12 +81,7 @@ class FileEncoding:
         return np.array(self.encode_ordinary(text), dtype=np.uint32)
 
     def decode_bytes(self, tokens: list[int]) -> bytes:
-        """Of a tokenizer of bytes the bytes themselves, of another the UTF-8 of its text."""
-        if not self._of_bytes:
-            # after another token: at the beginning of a text, decoders drop the blank before a word
-            before, after = ([self.eot_token, *some] for some in ([], tokens))
-            whole = self._inner.decode(after, skip_special_tokens=False)
-            return whole[len(self._inner.decode(before, skip_special_tokens=False)) :].encode()
+        """Token by token, also a byte of a character and the blank before a word: a stream decodes one at a time."""
         return b"".join(map(self._piece, tokens))
 
     def decode(self, tokens: list[int]) -> str:
@@ -91,6 +89,13 @@ class FileEncoding:
 
     def _piece(self, token: int) -> bytes:
         piece = self._inner.id_to_token(int(token)) or ""
+        if self._falls_back and (byte := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
+            return bytes.fromhex(byte[1])
+        if not self._of_bytes and token == self.eot_token:
+            return self._end.encode()
+        if not self._of_bytes:  # behind another, as a decoder leaves the blank out with which a text begins
+            text = self._inner.decode([self.eot_token, int(token)], skip_special_tokens=False)
+            return text.removeprefix(self._end).encode()
         if all(letter in self._bytes for letter in piece):
             return bytes(self._bytes[letter] for letter in piece)
         return piece.encode()  # an added token, which is text

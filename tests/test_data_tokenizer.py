@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from data import build_tokenizer, tokenizer_from_state, tokenizer_state
 from data.tokenize import Counts, head, pieces, tail, tokenize
+from training.evaluate import whole_words
 
 # many line ends, blanks and apostrophes, where GPT-2's pattern is touchy
 SNIPPETS = ["\n", "\n\n\n", "  ", "\t", "\r", "a", "'s", " 1", ".", "é", "–", "\u2003", "\u3000", "\x1c", "\x85"]
@@ -72,6 +73,30 @@ def test_stored_tokenizer_is_the_same(encoding):
     again = tokenizer_from_state(stored)
     assert again.encode_ordinary("a bé\n") == encoding.encode_ordinary("a bé\n")
     assert (again.n_vocab, again.eot_token, again.name) == (encoding.n_vocab, encoding.eot_token, encoding.name)
+
+
+def test_tokens_of_sentencepiece_are_streamed_with_their_blanks_and_bytes(tmp_path):
+    """A tokenizer of words with blanks before them, and of bytes for what it has no word for, as Llama 2's."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs transformers: uv run --group hf")
+    words = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
+    model = tokenizers.models.BPE(
+        {word: id for id, word in enumerate(words)}, [("▁", "a"), ("a", "b"), ("▁a", "b")], byte_fallback=True
+    )
+    inner, decoders = tokenizers.Tokenizer(model), tokenizers.decoders
+    blanks = [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    inner.normalizer = tokenizers.normalizers.Sequence(blanks)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
+    inner.add_special_tokens(["</s>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    encoding = build_tokenizer(str(tmp_path))
+    text = "ab a\n\nab 漢 b"
+    tokens = encoding.encode_ordinary(text)
+    assert b"".join(encoding.decode_bytes([token]) for token in tokens) == b" " + text.encode()
+    assert encoding.decode(tokens) == " " + text
+    assert encoding.decode_bytes([encoding.eot_token]) == b"</s>"
+    assert encoding.decode(whole_words(tokens, 3, encoding)) == " a"
 
 
 def test_gpt2_out_of_reach_is_one_line(monkeypatch):
