@@ -65,6 +65,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """One layer's attention: query (B, Hq, N, D), key and value (B, Hkv, Nk, D) -> (B, N, Hq, D) and no weights.
 
+    The result is contiguous, as some models count on (`view`): our kernels store it so, and it is copied on a CPU only.
+
     attention_mask: from `mask`, or a user's mask of pairs, which says all of who sees whom (`blocks_of`).
     cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) int32, of the B * N tokens end to end.
 
@@ -77,7 +79,7 @@ def attention(
     if attention_mask is not None and getattr(attention_mask, "dtype", None) != torch.int32:
         attend, blocks = _engine(query), blocks_of(attention_mask, query.shape[2])
         o = attend(query, key, value, block_mask=blocks, cu_seqlens=cu_seq_lens_q, dropout_p=dropout, **options)
-        return o.transpose(1, 2), None
+        return o.transpose(1, 2).contiguous(), None
     causal, windowed, padded = is_causal, False, False
     if attention_mask is not None:
         causal, windowed = bool((attention_mask.shape[2] - 1) & 1), attention_mask.shape[2] > 2
@@ -118,9 +120,9 @@ def attention(
         cu_seqlens = starts
         q, k, v = (_end_to_end(x) for x in (query, key, value))
     if cu_seqlens is None:
-        return attend(query, key, value, **options).transpose(1, 2), None
-    o = attend(q, k, v, cu_seqlens=cu_seqlens, **options)  # (1, Hq, B N, D), stored as (B N, Hq, D)
-    return o.squeeze(0).transpose(0, 1).unflatten(0, (rows, queries)), None
+        return attend(query, key, value, **options).transpose(1, 2).contiguous(), None
+    o = attend(q, k, v, cu_seqlens=cu_seqlens, **options)  # (1, Hq, B N, D)
+    return o.squeeze(0).transpose(0, 1).contiguous().unflatten(0, (rows, queries)), None
 
 
 def _packing(

@@ -246,6 +246,19 @@ def test_keys_and_values_are_not_copied(layout, queries, monkeypatch):
     assert seen == [[k.data_ptr(), v.data_ptr()]]
 
 
+@pytest.mark.parametrize("seen", ["all", "padded", "packed", "pairs"])
+def test_the_result_can_be_viewed(seen, in_pytorch):
+    """AFMoE and JetMoE merge its heads by `view`, as transformers' own attentions leave it contiguous."""
+    q = torch.randn(3, 4, N, 16)
+    padded, more = padding("left").bool(), {}
+    mask = huggingface.mask(3, N, N, attention_mask=padded if seen == "padded" else None)
+    if seen == "packed":
+        more["cu_seq_lens_q"] = torch.tensor([0, 30, 3 * N], dtype=torch.int32)
+    if seen == "pairs":
+        mask = torch.ones(1, 1, N, N, dtype=torch.bool).tril()
+    assert huggingface.attention(torch.nn.Identity(), q, q, q, mask, **more)[0].is_contiguous()
+
+
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODERS])
 def test_a_step_copies_no_keys_and_values(family, monkeypatch):
     """In no layer of a padded training step, of reading a padded batch and of a token after it."""
@@ -260,8 +273,13 @@ def test_a_step_copies_no_keys_and_values(family, monkeypatch):
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        monkeypatch.setattr(huggingface, "_engine", lambda *_: lambda q, k, v, **_: q)
-        monkeypatch.setattr(huggingface, "KVCacheLayers", lambda **_: lambda q, k, v: q)
+
+        def stub(q, k, v, **_):  # stored as the kernels store it, and of no other memory
+            batch, heads, tokens, head_dim = q.shape
+            return torch.zeros(batch, tokens, heads, head_dim, dtype=q.dtype).transpose(1, 2)
+
+        monkeypatch.setattr(huggingface, "_engine", lambda *_: stub)
+        monkeypatch.setattr(huggingface, "KVCacheLayers", lambda **_: stub)
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, huggingface.NAME, counted)
     model = on(device, build(family), torch.bfloat16, huggingface.NAME)
     ids, mask = tokens().to(device), padding("left").to(device)
