@@ -323,7 +323,10 @@ def write_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, new: Tenso
         values = (values / factor[..., None]).clamp(-largest, largest)
         values = values.round() if cache.dtype == torch.int8 else values
     values = values.to(cache.dtype)
-    if cache.size(-1) * cache.itemsize % 8 == 0 and values.stride(-1) == 1:  # a quarter of the elements, the same bytes
+    of_words = (
+        n * x.itemsize % 8 == 0 for x in (cache, values) for n in (x.size(-1), *x.stride()[:-1], x.storage_offset())
+    )
+    if values.stride(-1) == 1 and all(of_words):  # a quarter of the elements, the same bytes
         cache, values = cache.view(torch.int64), values.view(torch.int64)
     cache[places] = values
 

@@ -523,6 +523,22 @@ def test_a_cpu_without_triton_runs_the_definition(cached, monkeypatch):
         flash_attention_with_kvcache(q, pages, pages, cache_seqlens=lengths, block_table=table, **scales)
 
 
+@pytest.mark.parametrize("odd", ["new", "cache", "offset"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_of_odd_strides_are_appended(dtype, odd):
+    """Parts of wider tensors: their rows do not begin at whole words of eight bytes."""
+    cache_width, width = (17 if odd == name else 16 for name in ("cache", "new"))
+    keys, values = (torch.zeros(2, 2, 8, cache_width, dtype=dtype)[..., :16] for _ in range(2))
+    k, v = (torch.randn(2, 2, 1, width).to(dtype)[..., :16] for _ in range(2))
+    if odd == "offset":
+        k, v = torch.randn(129).to(dtype)[1:].view(2, 2, 2, 1, 16)
+    lengths = torch.tensor([3, 0], dtype=torch.int32)
+    naive_attention_with_kvcache(k, keys, values, k, v, cache_seqlens=lengths)
+    for row, length in enumerate(lengths.tolist()):
+        assert torch.equal(keys[row, :, length], k[row, :, 0])
+        assert torch.equal(values[row, :, length], v[row, :, 0])
+
+
 @pytest.mark.parametrize("fault", ["length", "length by one", "page", "negative page", "padding"])
 def test_what_does_not_fit_is_nan_and_overwrites_nothing(fault):
     q, _, _, k, v, *_, lengths = bits_case(torch.float32, torch.float32, 16, [40, 33])
