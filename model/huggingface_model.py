@@ -6,11 +6,14 @@ model.attention, theirs; batches, documents, loss and optimizer are those of any
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from model import huggingface  # isort: skip  (it refuses another package `kernels`, before transformers imports that)
@@ -58,7 +61,7 @@ def their_config(config: GPTConfig) -> Any:
     """Its configuration in transformers, with our dropout in the place of theirs. Raises ValueError."""
     try:
         theirs = AutoConfig.from_pretrained(config.name).get_text_config()
-    except (OSError, ValueError) as error:
+    except (OSError, StrictDataclassError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"model.name={config.name} is no model of transformers ({reason}); give a folder that "
@@ -84,7 +87,8 @@ class PretrainedLM(nn.Module):
         seq_len: the longest context, in tokens.
 
     Raises:
-        ValueError: a model that is not on transformers' attention interface, or what does not fit to it.
+        ValueError: a model that is not whole or not on transformers' attention interface, or what does not
+            fit to it.
     """
 
     def __init__(self, config: GPTConfig, vocab_size: int, seq_len: int, *, device: torch.device | str = "cpu"):
@@ -103,13 +107,14 @@ class PretrainedLM(nn.Module):
         if config.attention == "tiled" and torch.device(device).type != "cpu":
             raise ValueError("model.attention=tiled with model.name is for a CPU; use model.attention=flash")
         logging.disable_progress_bar()  # the console is the run's
-        self.inner = AutoModelForCausalLM.from_pretrained(config.name, config=theirs, dtype=torch.float32)
-        self.inner.set_attn_implementation(IMPLEMENTATIONS[config.attention])
+        self.inner = _loaded(config.name, theirs)
+        with suppress(ValueError):  # which is about issues of transformers
+            self.inner.set_attn_implementation(IMPLEMENTATIONS[config.attention])
         self.is_ours = self.inner.config._attn_implementation == huggingface.NAME
         if self.inner.config._attn_implementation != IMPLEMENTATIONS[config.attention]:
             raise ValueError(
-                f"model.attention={config.attention} cannot be {config.name}'s: it is not on transformers' attention "
-                "interface; use model.attention=naive"
+                f"model.attention={config.attention} cannot be {config.name}'s: transformers has none such for it; "
+                "use model.attention=naive"
             )
         if config.loss == "chunked":
             self._refuse_other_heads()
@@ -205,3 +210,22 @@ class PretrainedLM(nn.Module):
         product = nn.functional.linear(self.inner.base_model(**few).last_hidden_state, head.weight)
         if not math.isclose(float((logits - product).abs().max()), 0.0, abs_tol=1e-4 * float(logits.abs().max())):
             raise ValueError(f"the logits of {self.config.name} are not its head's product alone; use model.loss=plain")
+
+
+def _loaded(name: str, config: Any) -> nn.Module:
+    """Their model with all of its weights; ValueError where some are not to be had, which would be drawn anew."""
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=torch.float32, output_loading_info=True
+        )
+    except (ImportError, OSError, SafetensorError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"model.name={name} cannot be loaded ({reason}); give a causal model that save_pretrained wrote whole"
+        ) from error
+    if lacking := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"model.name={name} lacks {len(lacking)} weights of {type(model).__name__}, such as {lacking[0]}; give one "
+            "that was saved with its head"
+        )
+    return model

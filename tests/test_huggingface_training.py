@@ -172,6 +172,27 @@ def test_a_loss_in_chunks_of_other_logits_is_refused(tmp_path):
         build_model(config, 257, 32, device="cpu")
 
 
+@pytest.mark.parametrize(("spoil", "match"), [
+    (lambda file: file.unlink(), r"theirs cannot be loaded \(Error no file named model.safetensors.*\); give a causal"),
+    (lambda file: file.write_bytes(file.read_bytes()[:999]), r"theirs cannot be loaded \(Error while deserializing"),
+    (lambda file: build("Llama", vocab_size=260).base_model.save_pretrained(file.parent),
+     r"theirs lacks 1 weights of LlamaForCausalLM, such as lm_head.weight; give one that was saved with its head"),
+    (lambda file: file.with_name("config.json").write_text('{"model_type": "llama", "num_attention_heads": "four"}'),
+     r"theirs is no model of transformers \(Validation error for field 'num_attention_heads'"),
+])  # fmt: skip
+def test_a_model_that_is_not_whole_is_refused_in_a_line(spoil, match, tmp_path):
+    folder = saved("Llama", tmp_path / "theirs")
+    spoil(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"model.name=.*{match}"):
+        build_model(resolved(folder, "sdpa"), 257, 32, device="cpu")
+
+
+def test_an_attention_that_transformers_has_not_is_refused_by_its_key(tmp_path):
+    folder = saved("GptOss", tmp_path / "theirs")
+    with pytest.raises(ValueError, match=r"model.attention=sdpa cannot be .*none such for it; use model.attention=nai"):
+        build_model(resolved(folder, "auto"), 257, 32, device="cpu")
+
+
 def test_a_step_of_the_benchmark_is_theirs(folders, tmp_path, monkeypatch, capsys):
     asked, real = [], bench_training.training_step
     monkeypatch.setattr(bench_training, "training_step", lambda *a, **how: asked.append(a[0]) or real(*a, **how))
