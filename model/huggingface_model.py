@@ -4,7 +4,6 @@
 model.attention, theirs; batches, documents, loss and optimizer are those of any run.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -87,7 +86,7 @@ class PretrainedLM(nn.Module):
         seq_len: the longest context, in tokens.
 
     Raises:
-        ValueError: a model that is not whole or not on transformers' attention interface, or what does not
+        ValueError: a model that is not whole, not causal or not on transformers' attention interface, or what does not
             fit to it.
     """
 
@@ -116,8 +115,7 @@ class PretrainedLM(nn.Module):
                 f"model.attention={config.attention} cannot be {config.name}'s: transformers has none such for it; "
                 "use model.attention=naive"
             )
-        if config.loss == "chunked":
-            self._refuse_other_heads()
+        self._refuse_what_the_loop_is_not_for()
         if config.activation_checkpointing == "full":
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
         self.to(device)
@@ -201,14 +199,26 @@ class PretrainedLM(nn.Module):
         return self._shared[key]
 
     @torch.no_grad()
-    def _refuse_other_heads(self) -> None:
-        """ValueError where the logits are not the head's product alone, as a loss in chunks takes them to be."""
-        head, ids = self.inner.get_output_embeddings(), torch.arange(4)[None]
+    def _refuse_what_the_loop_is_not_for(self) -> None:
+        """ValueError where tokens see those after them, which the loss asks for, and, as a loss in chunks takes them to
+        be, where the logits are not the head's product alone."""
+        head, ids = self.inner.get_output_embeddings(), torch.tensor([[0, 1, 2, 3], [0, 1, 2, 0]])
         few = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
         self.inner.eval()
         logits = self.inner(**few).logits
+
+        def alike(a: Tensor, b: Tensor) -> bool:
+            return float((a - b).abs().max()) <= 1e-4 * float(logits.abs().max())
+
+        if not alike(logits[0, :3], logits[1, :3]):
+            raise ValueError(
+                f"model.name={self.config.name} is not causal: tokens see those after them; give a model that "
+                "generates text, or set is_decoder in its config.json"
+            )
+        if self.config.loss != "chunked":
+            return
         product = nn.functional.linear(self.inner.base_model(**few).last_hidden_state, head.weight)
-        if not math.isclose(float((logits - product).abs().max()), 0.0, abs_tol=1e-4 * float(logits.abs().max())):
+        if getattr(head, "bias", None) is not None or not alike(logits, product):
             raise ValueError(f"the logits of {self.config.name} are not its head's product alone; use model.loss=plain")
 
 

@@ -39,9 +39,9 @@ def folder(request, folders):
     return folders[request.param]
 
 
-def saved(family, path):
+def saved(family, path, **changed):
     """A tiny random model as transformers saves it, with a tokenizer of its own: bytes."""
-    model = build(family, vocab_size=260, initializer_range=0.05, eos_token_id=256)
+    model = build(family, vocab_size=260, initializer_range=0.05, eos_token_id=256, **changed)
     model.save_pretrained(path)
     export = tokenizer_json(build_tokenizer("bytes"))
     (path / "tokenizer.json").write_text(json.dumps(export))
@@ -191,6 +191,25 @@ def test_an_attention_that_transformers_has_not_is_refused_by_its_key(tmp_path):
     folder = saved("GptOss", tmp_path / "theirs")
     with pytest.raises(ValueError, match=r"model.attention=sdpa cannot be .*none such for it; use model.attention=nai"):
         build_model(resolved(folder, "auto"), 257, 32, device="cpu")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "naive", "tiled"])
+def test_a_model_that_is_not_causal_is_refused(attention, tmp_path):
+    folder = saved("Bert", tmp_path / "theirs")
+    with pytest.raises(ValueError, match=r"theirs is not causal: tokens see those after them; give a model that gener"):
+        build_model(resolved(folder, attention), 257, 32, device="cpu")
+    saved("Bert", folder, is_decoder=True)
+    build_model(resolved(folder, attention), 257, 32, device="cpu")
+
+
+def test_a_loss_in_chunks_of_a_head_with_a_bias_is_refused(tmp_path):
+    """Phi's is 0 before it is trained, and would stay so."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.PhiConfig(vocab_size=260, pad_token_id=0, **sizes)
+    transformers.PhiForCausalLM(config).save_pretrained(tmp_path / "phi")
+    config = replace(resolved(tmp_path / "phi", "sdpa"), loss="chunked")
+    with pytest.raises(ValueError, match=r"logits of .*phi are not its head's product alone; use model.loss=plain"):
+        build_model(config, 257, 32, device="cpu")
 
 
 def test_a_step_of_the_benchmark_is_theirs(folders, tmp_path, monkeypatch, capsys):
