@@ -201,7 +201,8 @@ def fail(message: str) -> int:
 
 
 def register(schema: type) -> None:
-    """Tell Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir` and `optim_for`.
+    """Tell Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir`, `optim_for` and
+    `tokenizer_for`.
 
     `schema` holds every field with its default, so that `--cfg job` lists all keys and all can be overridden. It is
     stored without its types: `settings_from` checks those, after composition, where one place can explain a mistake.
@@ -209,6 +210,7 @@ def register(schema: type) -> None:
     ConfigStore.instance().store("schema", _defaults(schema))
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
     OmegaConf.register_new_resolver("optim_for", _optim_for, replace=True)
+    OmegaConf.register_new_resolver("tokenizer_for", lambda model, ours: model or ours, replace=True)
 
 
 @cache

@@ -55,6 +55,14 @@ def test_group_choice_composes(group, choice):
         assert composed.optim.name == ("adamw" if theirs else "muon")  # of quickstart
 
 
+@pytest.mark.parametrize("experiment", ["wikitext2", "wikitext103", "long_context"])
+def test_a_model_of_transformers_keeps_its_tokenizer_in_an_experiment(experiment):
+    theirs = ("model=huggingface", "model.name=OWNER/NAME")
+    assert settings(f"experiment={experiment}").tokenizer == "gpt2"
+    assert settings(f"experiment={experiment}", *theirs).tokenizer == "OWNER/NAME"
+    assert settings(f"experiment={experiment}", *theirs, "tokenizer=bytes").tokenizer == "bytes"
+
+
 def test_long_context_is_what_it_says():
     composed = settings("experiment=long_context")
     assert composed.data.seq_len == 32768
