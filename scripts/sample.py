@@ -25,6 +25,7 @@ from training.checkpoint import newest_checkpoint, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 from training.trained import trained
 
+MOST = 2**28  # tokens of a prompt's samples; what decides each draw takes 8 bytes
 CACHES = {None: None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
@@ -51,6 +52,11 @@ class SampleSettings:
 
     def __post_init__(self) -> None:
         refuse_below_one("", self, "num_samples", "max_new_tokens", "batch_size")
+        if self.num_samples * self.max_new_tokens > MOST:
+            raise ValueError(
+                f"num_samples={self.num_samples} of max_new_tokens={self.max_new_tokens} each are more than {MOST:,} "
+                "tokens of a prompt; use fewer"
+            )
         if self.cache not in CACHES:
             raise ValueError(f"cache={self.cache} is not one of null, int8, e4m3")
         check_sampling(self.temperature, self.top_k, self.top_p)
