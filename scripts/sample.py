@@ -70,7 +70,8 @@ class SampleSettings:
         if self.prompts is None:
             return [self.prompt]
         try:
-            lines = Path(self.prompts).read_text(encoding="utf-8").splitlines()
+            # not splitlines, which cuts at U+2028 and form feeds too; -sig: without the mark that Windows puts first
+            lines = Path(self.prompts).read_text(encoding="utf-8-sig").split("\n")
         except UnicodeDecodeError as error:
             raise ValueError(f"prompts={self.prompts} is not UTF-8 ({error.reason} at byte {error.start})") from error
         if prompts := [line for line in lines if line.strip()]:

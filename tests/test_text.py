@@ -167,6 +167,14 @@ def test_each_line_of_a_file_is_continued(trained, monkeypatch, capsys, tmp_path
     assert sampled(trained, monkeypatch, capsys, "prompt=日本").out.splitlines()[0] in alone
 
 
+def test_a_line_ends_where_a_newline_does(trained, monkeypatch, capsys, tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("\ufeffone\u2028and\x0call\r\ntwo".encode())
+    outcome = sampled(trained, monkeypatch, capsys, f"prompts={tmp_path / 'prompts.txt'}", "max_new_tokens=1")
+    assert outcome.code == 0, outcome.error
+    assert outcome.out.startswith("[one\u2028and\x0call]")
+    assert "\n[two]" in outcome.out
+
+
 @pytest.mark.parametrize("end", ["", EOFError])
 def test_a_terminal_is_asked_for_prompts(trained, monkeypatch, capsys, end):
     typed = iter(["To be", "日本", end])
