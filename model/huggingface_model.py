@@ -67,7 +67,7 @@ def their_config(config: GPTConfig) -> Any:
             "save_pretrained wrote, or OWNER/NAME of the hub"
         ) from error
     for key, value in vars(theirs).items():
-        if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+        if type(value) in (int, float) and ("dropout" in key or key.endswith("pdrop")):  # some files say 0 for 0.0
             setattr(theirs, key, config.attention_dropout if "att" in key else config.dropout)
     return theirs
 

@@ -193,6 +193,14 @@ def test_an_attention_that_transformers_has_not_is_refused_by_its_key(tmp_path):
         build_model(resolved(folder, "auto"), 257, 32, device="cpu")
 
 
+def test_dropout_takes_the_place_of_a_whole_number_too(tmp_path):
+    folder = saved("Llama", tmp_path / "theirs")
+    config = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = build_model(resolved(folder, "naive", attention_dropout=0.25), 257, 32, device="cpu")
+    assert {module.attention_dropout for module in model.modules() if hasattr(module, "attention_dropout")} == {0.25}
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "naive", "tiled"])
 def test_a_model_that_is_not_causal_is_refused(attention, tmp_path):
     folder = saved("Bert", tmp_path / "theirs")
