@@ -34,6 +34,8 @@ SIZES = {
 }
 OURS = ("mlp", "mlp_hidden", "qk_norm", "tie_embeddings", "window", "mask", "rope_base")
 MODES = ("none", "full")
+# of a generation_config.json, what only sampling reads
+OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
 def sized(config: GPTConfig) -> GPTConfig:
@@ -183,6 +185,9 @@ class PretrainedLM(nn.Module):
 
     def save(self, folder: Path) -> None:
         """A folder that transformers opens, without the tokenizer."""
+        generation = self.inner.generation_config
+        for name in () if generation.do_sample else OF_SAMPLING:  # transformers saves none that it would not read
+            setattr(generation, name, None)
         self.inner.save_pretrained(folder)
 
     @torch.compiler.disable

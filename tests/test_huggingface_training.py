@@ -193,6 +193,16 @@ def test_an_attention_that_transformers_has_not_is_refused_by_its_key(tmp_path):
         build_model(resolved(folder, "auto"), 257, 32, device="cpu")
 
 
+def test_what_only_sampling_reads_does_not_keep_a_model_from_being_saved(tmp_path):
+    """As in files of Llama 2 and Vicuna: transformers opens them, and refuses to write them."""
+    folder = saved("Llama", tmp_path / "theirs")
+    greedy = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 256}
+    (folder / "generation_config.json").write_text(json.dumps(greedy))
+    build_model(resolved(folder, "naive"), 257, 32, device="cpu").save(tmp_path / "out")
+    found = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (found.do_sample or False, found.eos_token_id) == (False, 256)
+
+
 def test_dropout_takes_the_place_of_a_whole_number_too(tmp_path):
     folder = saved("Llama", tmp_path / "theirs")
     config = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0}
