@@ -8,6 +8,31 @@ from typing import Any
 import numpy as np
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
+TEMPLATE = "chat_template.jinja"
+
+
+def _folder(name: str) -> Path:
+    """The folder, or that of OWNER/NAME of the hub; ValueError where there is none."""
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=[*FILES, TEMPLATE]))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"tokenizer={name} is no folder and not within reach ({reason})") from error
+    return folder
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Of its tokenizer_config.json, with the template of chats that may lie beside it: for who hands it on."""
+    folder = _folder(name)
+    config = json.loads((folder / FILES[1]).read_text(encoding="utf-8"))
+    if (folder / TEMPLATE).is_file():
+        config["chat_template"] = (folder / TEMPLATE).read_text(encoding="utf-8")
+    return config
 
 
 def read_tokenizer(name: str) -> str:
@@ -15,16 +40,7 @@ def read_tokenizer(name: str) -> str:
 
     Raises ValueError where there is none.
     """
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-        try:
-            folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"tokenizer={name} is no folder and not within reach ({reason})") from error
+    folder = _folder(name)
     try:
         contents, config = (json.loads((folder / file).read_text(encoding="utf-8")) for file in FILES)
         end_of_text = config["eos_token"]

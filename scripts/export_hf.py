@@ -24,7 +24,7 @@ import yaml
 
 from conf.program import program
 from data.shards import flush
-from data.tokenizer_file import FileEncoding
+from data.tokenizer_file import FileEncoding, read_config
 from data.tokenizer_json import tokenizer_json
 from model import GPT
 from model.huggingface_weights import architecture, config_json, tensors
@@ -84,6 +84,8 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
             "model_max_length": model.seq_len,
         },
     }
+    if model.config.name is not None and isinstance(tokenizer, FileEncoding):  # it has a beginning and chats of its own
+        contents["tokenizer_config.json"] = read_config(tokenizer.name)
     if model.config.name is None:
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
         contents |= {"config.json": config_json(model, end_of_text), "generation_config.json": ends}

@@ -91,6 +91,19 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     assert (before - theirs(ids).logits).abs().max() > 1e-3
 
 
+def test_a_tokenizer_is_handed_on_with_its_own_configuration(tmp_path):
+    folder = saved("Llama", tmp_path / "theirs")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": "a"}
+    config |= {"pad_token": "b", "model_max_length": 64}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    model = build_model(resolved(folder, "naive"), 257, 32, device="cpu")
+    export_hf.write_folder(tmp_path / "out", model, build_tokenizer(str(folder)), "")
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (found.bos_token, found.pad_token, found.model_max_length) == ("a", "b", 64)
+    assert found.apply_chat_template([{"role": "user", "content": "c"}], tokenize=False) == "ac"
+
+
 def resolved(folder, attention, document_mask=False, **changed):
     config = GPTConfig(name=str(folder), attention=attention, loss="plain", **changed)
     return resolve_model(config, "cpu", torch.float32, document_mask=document_mask)[0]
