@@ -8,6 +8,7 @@ hands one to the run.
 import contextlib
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -21,6 +22,7 @@ from conf.schema import Settings
 from kernels import naive_attention
 from model.attention import tiled
 from train import train
+from training.stop import REASONS
 
 Attention = Callable[..., Tensor]
 
@@ -39,10 +41,17 @@ def train_once(
     torch.compiler.reset()  # a compiled model would keep the function that it was traced with
     with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
         summary = train(replace(settings, model=model, train=config), folder, attend=attend)
+    exit_if_asked(summary)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     losses += [math.nan] * (config.steps - len(losses))
     return {"losses": losses, "val_loss": summary.get("val_loss", math.nan), "seconds": summary["seconds"]}
+
+
+def exit_if_asked(summary: dict[str, Any]) -> None:
+    """Whoever sends a signal means the program, and part of a run is no figure; nor is what a time limit left."""
+    if summary["exit_code"] in REASONS:
+        sys.exit(summary["exit_code"])
 
 
 # ---- nulls

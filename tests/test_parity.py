@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import naive_attention
 from scripts import variants
 from scripts.parity import ParityConfig, ParitySettings, plan_runs, run_parity, with_one_micro_batch
 from scripts.parity_verdict import final_losses, judge, noise
-from scripts.variants import MUTANTS
-from tests.runs import settings
+from scripts.variants import MUTANTS, train_once
+from tests.runs import settings, small_run
 from training import memory
 
 
@@ -57,6 +59,18 @@ def test_one_micro_batch_is_chosen_for_all_runs_before_anything_is_trained(tmp_p
     monkeypatch.setattr(variants, "train", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(ValueError, match="window in float32 is not supported by sdpa"):
         run_parity(replace(chosen, model=replace(chosen.model, window=5)), tmp_path / "parity")
+
+
+def test_a_signal_ends_the_program_and_is_no_verdict(tmp_path):
+    """The run ends as it would alone; half of its losses would fail a right attention."""
+
+    def attend(q, k, v, *, documents, **options):
+        signal.raise_signal(signal.SIGTERM)
+        return naive_attention(q, k, v, **options)
+
+    with pytest.raises(SystemExit) as stopped:
+        train_once(small_run(tmp_path, "train.steps=2", "model.num_layers=1"), tmp_path / "run", attend=attend)
+    assert stopped.value.code == 128 + signal.SIGTERM
 
 
 def test_what_judges_nothing_is_refused():

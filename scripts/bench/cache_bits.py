@@ -30,6 +30,7 @@ from model import GPT, GPTConfig, KVCache, PagedKVCache
 from model.attention import flash
 from scripts.bench.clock import Milliseconds, measure
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, table
+from scripts.variants import exit_if_asked
 from train import train
 from training.checkpoint import open_checkpoint
 from training.curves import picture
@@ -67,7 +68,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     report = Report("cache_bits", run_dir, hardware.description)
     dtypes = {str(hardware.dtype).removeprefix("torch."): hardware.dtype} | EIGHT_BITS
     if settings.init_from is None:
-        train(settings, run_dir / "trained")
+        exit_if_asked(train(settings, run_dir / "trained"))
     path = settings.init_from or str(run_dir / "trained" / "checkpoints" / "last")
     uncached, losses = held_out(settings, path, dtypes)
     for name, dtype in dtypes.items():

@@ -36,6 +36,7 @@ from conf.schema import Settings
 from data import fixed_windows
 from scripts.bench.nanogpt import NanoGPTConfig, train_nanogpt
 from scripts.bench.report import OTHER_COLOURS, Columns, Report, Row, refuse_below_one, table
+from scripts.variants import exit_if_asked
 from train import train
 from training.curves import picture, read_run
 from training.evaluate import EvaluationSet, evaluate
@@ -135,7 +136,7 @@ def curve_of_ours(settings: TimeToLossSettings, folder: Path, seed: int) -> Curv
     folder.mkdir(parents=True, exist_ok=True)
     config = replace(settings.train, seed=seed)
     with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
-        train(replace(settings, train=config), folder)
+        exit_if_asked(train(replace(settings, train=config), folder))
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of megabytes a run, which nobody needs
     curve, seconds = [], 0.0
     records = [record for record in read_run(folder)["records"] if "val_loss" in record]
