@@ -138,6 +138,15 @@ def why_not(
     return f"{' with '.join(missing)} in {_short(dtype)} is not supported by {implementation}; use {chosen.instead}"
 
 
+def refuse_second_derivative(name: str, instead: str) -> None:
+    """RuntimeError in a backward that is to be differentiated again (create_graph): it would be a constant, in silence.
+
+    A compiled one PyTorch itself refuses.
+    """
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        raise RuntimeError(f"{name} has no second derivative: use {instead}")
+
+
 def _head_dim_reason(implementation: str, head_dim: int) -> str | None:
     allowed = HOPPER_HEAD_DIMS if implementation == "hopper" else FLASH_HEAD_DIMS
     # not `in`: Dynamo may have a symbol for it

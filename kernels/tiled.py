@@ -13,6 +13,7 @@ from .block_masks import BLOCK, HIDDEN, block_table
 from .call import Options, check_call
 from .documents import call_packed
 from .reference import alibi_bias, by_documents, kept_pairs, visible_pairs
+from .support import refuse_second_derivative
 
 
 def tiled_attention(
@@ -178,8 +179,8 @@ class _TiledAttention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
+        refuse_second_derivative("tiled_attention", "naive_attention")
         q, k, v, sinks, o, lse = ctx.saved_tensors
         options = ctx.options
         block_q, block_k, outer, *origin = ctx.blocks

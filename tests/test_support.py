@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import flash_attention, flash_attention_varlen
+from kernels import flash_attention, flash_attention_varlen, linear_cross_entropy, rms_norm, tiled_attention
 from kernels.call import Options
 from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, IN_THE_MASK, features_of, table, why_not
 from model.attention import ATTENTION as MODEL_ATTENTION
@@ -292,3 +292,19 @@ def test_a_packing_changed_past_pytorchs_versions_is_looked_at_again_on_a_cpu(ho
 def test_deterministic_may_be_stated():
     q, k, v = make_qkv(1, 1, 1, 4, 4, 16, device=DEVICE)
     assert torch.equal(flash_attention(q, k, v, deterministic=True), flash_attention(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x: rms_norm(x, 1e-6).sum(), (4, 8)),
+        (lambda x: linear_cross_entropy(x, torch.ones(8, 8), torch.arange(4), 8), (4, 8)),
+        (lambda x: tiled_attention(x, x, x).sum(), (1, 1, 4, 8)),
+    ],
+)
+def test_a_second_derivative_is_an_error_and_never_a_constant(function, shape):
+    """Also where the incoming gradient is one: PyTorch's `once_differentiable` would then say nothing."""
+    x = torch.randn(shape, requires_grad=True)
+    torch.autograd.grad(function(x), x)
+    with pytest.raises(RuntimeError, match=r"(rms_norm|linear_cross_entropy|tiled_attention) has no second derivative"):
+        torch.autograd.grad(function(x), x, create_graph=True)

@@ -9,6 +9,7 @@ is computed twice. Idea: Liger Kernel, arXiv:2410.10989, section 3.2.
 import torch
 from torch import Tensor
 
+from ..support import refuse_second_derivative
 from .cross_entropy import IGNORED, check_targets, cross_entropy_fwd
 
 # Adding a chunk's share to weight's fp32 gradient moves 8 bytes an entry, so longer chunks are faster; and on a GPU of
@@ -109,6 +110,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dloss: Tensor, _dh: None, _dweight: None):
+    refuse_second_derivative("linear_cross_entropy", "torch.nn.functional.cross_entropy")
     dh, dweight = ctx.saved_tensors
     return (dh * dloss).to(dh.dtype), (dweight * dloss).to(ctx.weight_dtype), None, None, None, None
 

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..support import refuse_second_derivative
+
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension (arXiv:1910.07467), in autocast's dtype or x's.
@@ -38,6 +40,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative("rms_norm", "torch.nn.functional.rms_norm")
         y, scale = ctx.saved_tensors
         dy, y = dy.to(scale.dtype), y.to(scale.dtype)
         dx = scale * (dy - y * (dy * y).mean(-1, keepdim=True))
