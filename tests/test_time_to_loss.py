@@ -169,7 +169,7 @@ def test_seconds_of_ours_are_those_of_all_its_steps(small, tmp_path, monkeypatch
     """What lies between the steps is not in a record's rate, and each step is in one."""
     monkeypatch.setattr(time_to_loss, "train", lambda *_: {"exit_code": 0})
     records = [
-        {"step": 1, "loss": 4.0},
+        {"step": 1, "val_loss": 4.0},  # with bench.every=1; the first step compiles and has no rate
         {"step": 2, "val_loss": 3.5, "tokens_per_second": 128.0},
         {"step": 4, "val_loss": 3.0, "tokens_per_second": 64.0},
         {"step": 5, "val_loss": 2.9, "tokens_per_second": 128.0},
@@ -178,6 +178,9 @@ def test_seconds_of_ours_are_those_of_all_its_steps(small, tmp_path, monkeypatch
     assert steps_between(records[1:]) == [2, 2, 1]
     curve = curve_of_ours(small, tmp_path, seed=0)
     assert curve == [(256, 2.0, 3.5), (512, 6.0, 3.0), (640, 7.0, 2.9)]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(records[0]) + "\n")
+    with pytest.raises(ValueError, match=r"ended before an evaluation after its first step; raise train.steps"):
+        curve_of_ours(small, tmp_path, seed=0)
 
 
 def test_both_are_trained_and_compared(small, tmp_path, capsys):

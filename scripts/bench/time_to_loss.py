@@ -139,10 +139,16 @@ def curve_of_ours(settings: TimeToLossSettings, folder: Path, seed: int) -> Curv
         exit_if_asked(train(replace(settings, train=config), folder))
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of megabytes a run, which nobody needs
     curve, seconds = [], 0.0
-    records = [record for record in read_run(folder)["records"] if "val_loss" in record]
+    # the first step compiles, so it has no rate: it is counted like those after it
+    records = [r for r in read_run(folder)["records"] if "val_loss" in r and "tokens_per_second" in r]
     for record, steps in zip(records, steps_between(records), strict=True):
         seconds += steps * config.batch_tokens / record["tokens_per_second"]
         curve.append((record["step"] * config.batch_tokens, seconds, record["val_loss"]))
+    if not curve:
+        raise ValueError(
+            f"the run in {folder} ended before an evaluation after its first step; raise train.steps, or lower "
+            "bench.every or optim.lr"
+        )
     return curve
 
 
