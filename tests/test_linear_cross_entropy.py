@@ -63,6 +63,13 @@ def test_mistakes_are_named():
         linear_cross_entropy(h, weight, targets, 64, chunk_tokens=0)
     with pytest.raises(ValueError, match=r"targets has shape \(2,\); expected \(4,\)"):
         linear_cross_entropy(h, weight, targets[:2], 64)
+    for loss in (
+        lambda n: linear_cross_entropy(h, weight, targets, n),
+        lambda n: cross_entropy(h @ weight.T, targets, n),
+    ):
+        for vocab_size in (65, 0, -1):
+            with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}; it must be from 1 to the"):
+                loss(vocab_size)
 
 
 def test_under_autocast_the_products_are_bf16_and_their_sum_is_fp32():

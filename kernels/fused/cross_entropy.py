@@ -23,16 +23,18 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
     Triton on CUDA, PyTorch's own elsewhere; computed in fp32, the gradient is returned in the logits' dtype.
     """
-    check_targets(targets, logits)
+    check_targets(targets, logits, vocab_size, logits.shape[1])
     if logits.is_cuda:
         return cross_entropy_fwd(logits, targets, vocab_size)[0].sum()
     return F.cross_entropy(logits[:, :vocab_size].float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
-def check_targets(targets: Tensor, rows: Tensor) -> None:
-    """ValueError unless each of the rows has a target."""
+def check_targets(targets: Tensor, rows: Tensor, vocab_size: int, columns: int) -> None:
+    """ValueError unless each of the rows has a target, and the vocabulary has a place in the columns."""
     if targets.shape != rows.shape[:1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected ({len(rows)},), one of each row")
+    if not 1 <= vocab_size <= columns:  # a kernel would read beyond the row
+        raise ValueError(f"vocab_size is {vocab_size}; it must be from 1 to the {columns} columns of the logits")
 
 
 @torch.library.custom_op("flashgpt::cross_entropy_fwd", mutates_args=())

@@ -36,7 +36,7 @@ def linear_cross_entropy(
     """
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
-    check_targets(targets, h)
+    check_targets(targets, h, vocab_size, len(weight))
     if chunk_tokens is None:
         chunk_tokens = max(CHUNK_TOKENS, CHUNK_LOGITS // len(weight))
     if chunk_tokens < 1:
