@@ -573,6 +573,10 @@ CHECKPOINTS = [
     Case("compare: unknown flag", ["{p}/first", "--out", "x.png"], ["--out", "key=value"], program="scripts.compare"),
     Case("compare: damaged", ["{p}/first"], ["{p}/first/metrics.jsonl", "damaged"],
          lambda place: (place.path / "first" / "metrics.jsonl").write_text("{\n"), "scripts.compare"),
+    Case("compare: odd summary", ["{p}/first"], ["summary.json is damaged", "leave {p}/first out"],
+         lambda place: (place.path / "first" / "summary.json").write_text("[]"), "scripts.compare"),
+    Case("compare: step 0", ["{p}/first"], ["{p}/first/metrics.jsonl", "damaged"], lambda place: (
+        place.path / "first" / "metrics.jsonl").write_text('{"step": 0, "tokens": 0}\n'), "scripts.compare"),
     Case("compare: no step yet", ["{p}/first"], ["{p}/first/metrics.jsonl has no line yet", "first step"],
          lambda place: (place.path / "first" / "metrics.jsonl").write_text("{"), "scripts.compare"),
     Case("compare: empty config.yaml", ["{p}/first", "{p}/first"], ["{p}/first/config.yaml is damaged", "delete it"],

@@ -36,7 +36,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         for record in records:  # those of an evaluation alone have no clock of their own
             seconds = record.setdefault("seconds", seconds)
             record.setdefault("tokens", record["step"] * tokens_a_step)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        found.keys()  # of a mapping
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{metrics} or {summary.name} is damaged ({error}); leave {folder} out") from error
     return {"folder": folder, "records": records, "summary": found}
 

@@ -164,7 +164,7 @@ class RunLog:
             "checkpoint": str(checkpoint) if checkpoint else None,
         }
         try:
-            (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            _write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
         self._file.flush()
@@ -347,10 +347,18 @@ def write_description(run_dir: Path, description: dict, manifest: dict, protocol
         "run.json": json.dumps(known, indent=2) + "\n",
         "config.yaml": yaml.safe_dump(description["settings"], sort_keys=False),
     }
-    for name, content in contents.items():  # whole or not at all: a run that was killed early goes on from them
-        temporary = run_dir / f".{name}"
+    for name, content in contents.items():  # a run that was killed early goes on from them
+        _write_whole(run_dir / name, content)
+
+
+def _write_whole(path: Path, content: str) -> None:
+    """Whole or not at all: half a file would be a damaged one, and a run is not compared or exported with that."""
+    temporary = path.with_name(f".{path.name}")
+    try:
         temporary.write_text(content)
-        temporary.replace(run_dir / name)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def command() -> str:
