@@ -203,6 +203,14 @@ def test_runs_of_their_own_that_differ_in_much_are_called_by_their_folders(tmp_p
     assert labels(folders) == ["a/now", "b/now"]
 
 
+def test_a_folder_s_brackets_are_letters(tmp_path, capsys):
+    """And no markup, which the table would take out, or not understand."""
+    compare([written(tmp_path / name, RECORDS) for name in ("a[b]/c[d]", "e[/f]")], tmp_path / "x.png")
+    out = capsys.readouterr().out
+    assert " a[b]/c[d] " in out
+    assert " e[/f] " in out
+
+
 def test_out_is_named_only_where_it_is_what_cannot_be_used(tmp_path, monkeypatch, capsys):
     run = written(tmp_path / "run", RECORDS)
     (tmp_path / "file").write_text("")

@@ -17,6 +17,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as ConsoleTable
 
 from training.curves import picture
@@ -76,7 +77,7 @@ class Table:
         for place, heading in enumerate(self.headings):
             shown.add_column(heading, justify="left" if place < self.named else "right", no_wrap=True)
         for cells in self.lines:
-            shown.add_row(*cells)
+            shown.add_row(*map(escape, cells))
         return shown
 
     def markdown(self) -> str:
