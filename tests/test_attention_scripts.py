@@ -32,6 +32,13 @@ def test_what_a_kernel_refuses_is_a_row_not_an_end():
     assert rows[1]["error"] == "flash-attn-4 is not installed"
 
 
+def test_where_nothing_can_be_measured_the_table_says_why(tmp_path, capsys):
+    bench = BenchConfig(["flash4"], seq_len=[32], head_dim=[16], mask=["causal"], hidden=32)
+    attention.main.__wrapped__(BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
+    assert "flash-attn-4 is not installed" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.png"))
+
+
 def test_out_of_memory_is_a_row_and_is_marked_in_the_charts(monkeypatch, tmp_path, capsys):
     real = attention.prepared
 

@@ -213,6 +213,8 @@ def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callab
     from matplotlib.ticker import NullLocator
 
     panels = [panel for panel in panels if any(row.get(panel.key) for row in rows)]  # a CPU has no memory to show
+    if not panels:  # nothing could be measured; the table says why
+        return
     lengths, attention = sorted({row["seq_len"] for row in rows}), {label(row): row["attention"] for row in rows}
     alike = {label: [name for name in attention if attention[name] == attention[label]] for label in attention}
     with picture(path, 1, len(panels), size=(4.8 * len(panels), 4.2), title=title) as all_axes:
