@@ -33,10 +33,15 @@ from training.numbers import FirstBad, in_words
 from training.optimizer import OptimConfig, Optimizer
 from training.random_states import restore_random_states
 from training.step import training_step
+from training.trained import refuse_other_keys
 
 EXAMPLE = "give a folder such as runs/.../bad_steps/step_000123"
 # of a dump's description; what else it needs, every checkpoint has
-NEEDED = {"first": {"how": str}, "what": str, "dtype": str, "device": str, "vocab_size": int}
+NEEDED = {
+    "first": {"how": str}, "what": str, "dtype": str, "device": str, "vocab_size": int,
+    "settings": {"model": {}, "optim": {}, "data": {"seq_len": int, "document_mask": bool},
+                 "train": {"micro_batch": int | None}},
+}  # fmt: skip
 
 
 @dataclass
@@ -124,6 +129,13 @@ def open_dump(path: str) -> Checkpoint:
     if "first" not in dump.meta:
         raise ValueError(f"checkpoint {path} is no bad step's; {EXAMPLE}")
     dump.refuse_without(NEEDED, dump.meta, META)
+    for group, config in (("model", GPTConfig), ("optim", OptimConfig)):
+        refuse_other_keys(dump, group, config)
+    if (name := dump.meta["settings"]["model"].get("name")) is not None:
+        raise ValueError(
+            f"dump={path} is of {name}, a model of transformers, in which no attention can be put in place of another; "
+            "give a step of a GPT of ours"
+        )
     return dump
 
 

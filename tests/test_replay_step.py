@@ -1,5 +1,6 @@
 """`python -m scripts.replay`: a step that went wrong, run again with each attention."""
 
+import copy
 import itertools
 import json
 import math
@@ -10,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kernels import flash_attention, naive_attention
 from model import ATTENTION
 from model.attention import naive
 from scripts import replay as replaying
 from scripts.parity_verdict import ROOM
-from scripts.replay import ReplaySettings, Rerun, first_parting, replay
+from scripts.replay import ReplaySettings, Rerun, first_parting, open_dump, replay
 from scripts.variants import MUTANTS
 from tests.runs import digest, replaced, small_run
 from tests.test_bad_input import told
@@ -24,6 +26,7 @@ from tests.test_bad_steps import BAD, STORY, Faulty
 from train import train
 from training import optimizer as optimizers
 from training import stepper
+from training.checkpoint import open_checkpoint, write_step
 from training.hardware import HardwareConfig
 from training.random_states import random_states
 
@@ -242,3 +245,23 @@ def test_a_mistake_is_one_line(kept, tmp_path, monkeypatch, capsys, arguments, e
     assert outcome.code == 2
     assert outcome.error.startswith(f"error: {error}")
     assert len(outcome.error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda s: s["model"].update(shape=3), "has model.shape, which this version does not know; use the commit"),
+        (lambda s: s["optim"].update(pace=1), "has optim.pace, which this version does not know; use the commit"),
+        (lambda s: s["model"].update(n_embd="32"), "has a str as its settings.model.n_embd; use another"),
+        (lambda s: s["data"].pop("document_mask"), "has no settings.data.document_mask; use another"),
+        (lambda s: s["model"].update(name="gpt2"), "is of gpt2, a model of transformers, in which no attention can be"),
+    ],
+)
+def test_a_step_of_another_version_or_model_is_refused(kept, tmp_path, change, error):
+    dump = open_checkpoint(kept[0])
+    settings = copy.deepcopy(dump.meta["settings"])
+    change(settings)
+    meta = {**dump.meta, "settings": settings}
+    path = write_step(tmp_path, load_file(dump.path / "model.safetensors"), dump.load_state(), meta)
+    with pytest.raises(ValueError, match=error):
+        open_dump(str(path))

@@ -1,6 +1,5 @@
 """The network and the tokenizer that a checkpoint holds, for programs that use what was trained."""
 
-from dataclasses import fields
 from typing import get_type_hints
 
 import tiktoken
@@ -33,15 +32,7 @@ def trained(
     checkpoint.refuse_without(NEEDED, checkpoint.meta, META)
     tokenizer = tokenizer_from_state(checkpoint.meta["tokenizer"])
     settings = checkpoint.meta["settings"]
-    unknown = settings["model"].keys() - {field.name for field in fields(GPTConfig)}
-    if unknown:
-        raise ValueError(
-            f"checkpoint {checkpoint.path} has model.{min(unknown)}, which this version does not know; "
-            f"use the commit that wrote it ({(checkpoint.meta.get('provenance') or {}).get('commit')})"
-        )
-    kinds = get_type_hints(GPTConfig)
-    expected = {"settings": {"model": {key: kinds[key] for key in settings["model"]}}}
-    checkpoint.refuse_without(expected, checkpoint.meta, META)
+    refuse_other_keys(checkpoint, "model", GPTConfig)
     if tokenizer.n_vocab != checkpoint.meta["vocab_size"]:
         raise ValueError(
             f"checkpoint {checkpoint.path} has vocab_size={checkpoint.meta['vocab_size']}, its tokenizer "
@@ -52,3 +43,14 @@ def trained(
     model = build_model(config, checkpoint.meta["vocab_size"], settings["data"]["seq_len"], device=device)
     checkpoint.load_weights(model)
     return model, tokenizer
+
+
+def refuse_other_keys(checkpoint: Checkpoint, group: str, config: type) -> None:
+    """ValueError where the run's settings of a group are not those of a `config` of this version."""
+    found, kinds = checkpoint.meta["settings"][group], get_type_hints(config)
+    if unknown := found.keys() - kinds.keys():
+        raise ValueError(
+            f"checkpoint {checkpoint.path} has {group}.{min(unknown)}, which this version does not know; "
+            f"use the commit that wrote it ({(checkpoint.meta.get('provenance') or {}).get('commit')})"
+        )
+    checkpoint.refuse_without({"settings": {group: {key: kinds[key] for key in found}}}, checkpoint.meta, META)
