@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from training.parallel import World
 
 EXIT_USER_ERROR = 2
+SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
 SIGNALLED = 128  # exit codes above it are 128 + a signal
 NEWER = (3, 14)  # this Python reads help texts that are being added, and one of Hydra 1.3's is no text (hydra #3121)
 
@@ -177,6 +178,10 @@ def program(
                 sys.exit(fail(explain(error, known_keys(schema))))
             finally:
                 sys.argv = typed
+                for sweep in {folder.parent for folder in folders} if is_first else ():
+                    if list(_listing(sweep)) == [SWEEP]:
+                        (sweep / SWEEP).unlink()
+                        _remove_if_empty(sweep)
             if exit_codes:
                 sys.exit(max(exit_codes))
 

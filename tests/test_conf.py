@@ -243,3 +243,17 @@ def test_only_the_first_process_shows_a_sweep(tmp_path, monkeypatch):
     main()
     assert settings_seen == ["a", "b"]
     assert shown == []
+@pytest.mark.parametrize(
+    ("name", "arguments", "code"),
+    [
+        ("train", ["-m", "optim.lr=-1,-2"], 2),  # refused
+        ("scripts.explain", ["-m", "gpu=h100,h200"], 0),  # which writes nothing
+        ("scripts.export_kernels", ["-m", "folder=a,b"], 0),  # folders of their own
+    ],
+)
+def test_a_sweep_that_has_left_nothing_leaves_no_folder(name, arguments, code, tmp_path, monkeypatch, capsys):
+    """Hydra writes its own file before the first run begins."""
+    monkeypatch.chdir(tmp_path)
+    assert told(name, arguments, monkeypatch, capsys).code == code
+    assert {path.name for path in tmp_path.iterdir()} - {"a", "b"} <= {"runs"}
+    assert not list(tmp_path.glob("runs/*"))
