@@ -28,7 +28,7 @@ from data.tokenizer_file import FileEncoding, read_config
 from data.tokenizer_json import tokenizer_json
 from model import GPT
 from model.huggingface_weights import architecture, config_json, tensors
-from training.checkpoint import META, Checkpoint, newest_checkpoint, open_checkpoint
+from training.checkpoint import META, Checkpoint, given_or_newest, open_checkpoint
 from training.checkpoint_files import write_json, write_weights
 from training.curves import read_run
 from training.trained import trained
@@ -49,7 +49,7 @@ class ExportSettings:
 @program("tool", ExportSettings)
 def main(settings: ExportSettings, run_dir: Path) -> None:
     folder = free_folder(settings.folder)
-    checkpoint = open_checkpoint(settings.checkpoint or newest_checkpoint(Path("runs")))
+    checkpoint = open_checkpoint(given_or_newest(settings.checkpoint))
     model, tokenizer = trained(checkpoint, "cpu", torch.float32, attention="naive")
     checkpoint.refuse_without(NEEDED, checkpoint.meta, META)
     name, parameters = described(model)

@@ -21,7 +21,7 @@ from conf.program import program
 from model import GPT, generate
 from model.sampling import check_sampling, marked
 from scripts.bench.report import refuse_below_one
-from training.checkpoint import newest_checkpoint, open_checkpoint
+from training.checkpoint import given_or_newest, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 from training.trained import trained
 
@@ -82,7 +82,7 @@ class SampleSettings:
 @program("tool", SampleSettings)
 def main(settings: SampleSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
-    checkpoint = open_checkpoint(settings.checkpoint or newest_checkpoint(Path("runs")))
+    checkpoint = open_checkpoint(given_or_newest(settings.checkpoint))
     model, tokenizer = trained(checkpoint, hardware.device, hardware.dtype, attention=settings.model.attention)
     if settings.cache and model.config.attention != "flash":
         raise ValueError(f"cache={settings.cache} needs model.attention=flash, which runs on a GPU; leave it out")

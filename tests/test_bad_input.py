@@ -530,6 +530,9 @@ CHECKPOINTS = [
          program="scripts.sample"),
     Case("sample: empty folder", ["hardware.device=cpu"], ["no checkpoint under runs/"], empty_folder,
          "scripts.sample"),
+    Case("sample: no choice", ["checkpoint="], ["checkpoint is empty", "leave it out"], program="scripts.sample"),
+    Case("export: no choice", ["checkpoint=", "folder={p}/new"], ["checkpoint is empty", "leave it out"],
+         program="scripts.export_hf"),
     Case("sample: damaged", SAMPLE, ["model.safetensors is damaged"], in_checkpoint(
         "model.safetensors", lambda content: content[:99]), "scripts.sample"),
     Case("sample: model of another version", SAMPLE, ["model.shape, which this version does not know"], rewritten(

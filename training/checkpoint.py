@@ -258,6 +258,13 @@ def newest_complete(
     return None
 
 
+def given_or_newest(checkpoint: str | None) -> str | Path:
+    """`checkpoint` as typed; of None the newest under runs/. An empty one (of a variable, say) is no choice."""
+    if checkpoint == "":
+        raise ValueError("checkpoint is empty; give a checkpoint or a run's folder, or leave it out for the newest")
+    return newest_checkpoint(Path("runs")) if checkpoint is None else checkpoint
+
+
 def newest_checkpoint(runs: Path) -> Path:
     """The `last` checkpoint written most recently under `runs`."""
     found = sorted(runs.glob("**/checkpoints/last/" + META), key=lambda p: p.stat().st_mtime)
