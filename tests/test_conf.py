@@ -204,6 +204,8 @@ def test_a_newer_python_is_refused_before_hydra_fails_on_it(tmp_path, monkeypatc
     shown = told("scripts.sample", [], monkeypatch, capsys)
     assert shown.code == 2
     assert "is newer than Hydra 1.3; use 3.13" in shown.error
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_ctrl_c_before_the_first_step_leaves_nothing_behind(size, tmp_path, monkeypatch, capsys):
     told_the_others = []
@@ -243,6 +245,8 @@ def test_only_the_first_process_shows_a_sweep(tmp_path, monkeypatch):
     main()
     assert settings_seen == ["a", "b"]
     assert shown == []
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "code"),
     [
