@@ -38,8 +38,8 @@ def resolution(loss: float) -> float:
 
 
 def log_distances(losses: list[float], baseline: list[float]) -> list[float]:
-    """log10 of the distance at each step, at least a loss's resolution: null runs can be equal to the last bit, and
-    another one is then no further than the next float32. A loss that is not finite is infinitely far."""
+    """log10 of the distance at each step, at least a loss's resolution: null runs can be equal to the last bit. A loss
+    that is not finite is infinitely far."""
     return [
         math.log10(max(abs(a - b), resolution(b))) if math.isfinite(a) else math.inf
         for a, b in zip(losses, baseline, strict=True)
@@ -50,17 +50,20 @@ def noise(nulls: list[list[float]], baseline: list[float]) -> tuple[dict, list[f
     """What the null runs allow: the limits on T, early and over all steps, and the band of distances step by step.
 
     The band is for the largest distance so far: two curves cross now and then, and their distance at one step says
-    little.
+    little. No limit is below two float32 numbers: the runs' own distances are cut off at one, so that all may be equal
+    and have no spread, but a loss and the baseline's are each rounded.
     """
     k = TOLERANCE[len(nulls)]
     curves = [log_distances(losses, baseline) for losses in nulls]
-    columns = zip(*(accumulate(curve, max) for curve in curves), strict=True)
-    band = [10 ** (statistics.fmean(column) + k * statistics.stdev(column)) for column in columns]
+    least = [math.log10(2 * resolution(loss)) for loss in baseline]
+    columns = zip(*(accumulate(curve, max) for curve in (*curves, least)), strict=True)
+    band = [10 ** max(statistics.fmean(column) + k * statistics.stdev(column), own) for *column, own in columns]
     allowed = {"runs": len(nulls), "k": k, "content": 0.99, "confidence": 0.95}
     for span, steps in SPANS.items():
         means = [statistics.fmean(curve[:steps]) for curve in curves]
         center, spread = statistics.fmean(means), statistics.stdev(means)
-        allowed[span] = {"typical": 10**center, "limit": 10 ** (center + k * spread)}
+        limit = max(center + k * spread, statistics.fmean(least[:steps]))
+        allowed[span] = {"typical": 10**center, "limit": 10**limit}
     return allowed, band
 
 

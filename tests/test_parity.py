@@ -110,13 +110,15 @@ def test_dropout_is_compared_with_one_mask(tmp_path):
         run_parity(chosen, tmp_path / "parity")
 
 
-def test_the_next_float_is_no_distance_where_null_runs_are_equal():
-    """So it is on some CPUs with a tiny model."""
+def test_two_floats_are_no_distance_where_null_runs_are_equal():
+    """So they are on some CPUs with a tiny model, where a right attention was two floats away in one step of eight."""
     baseline = [4.8561544] * 6
     allowed = noise([baseline] * 4, baseline)
     step = 2.0**-21
-    assert judge([4.8561544 + step, *baseline[1:]], baseline, *allowed)["passes"]
-    assert not judge([4.8561544 + 2 * step, *baseline[1:]], baseline, *allowed)["passes"]
+    within = judge([loss + 2 * step for loss in baseline], baseline, *allowed)
+    assert (within["passes"], within["first_outside"]) == (True, None)
+    beyond = judge([loss + 3 * step for loss in baseline], baseline, *allowed)
+    assert (beyond["passes"], beyond["first_outside"]) == (False, 1)
 
 
 def test_a_curve_is_judged_by_the_noise():
