@@ -72,7 +72,7 @@ def gpu() -> Finding:
 
 def versions() -> Finding:
     """Installed packages beside what pyproject.toml asks for."""
-    names = {(d.metadata["Name"] or "").lower() for d in metadata.distributions()}  # a damaged one has none
+    names = {(d.metadata.get("Name") or "").lower() for d in metadata.distributions()}  # a damaged one has none
     if shadows := names & {"kernels", "flashgpt"}:
         name = min(shadows)
         raise ValueError(f"an installed package is called {name}, as ours is; uv pip uninstall {name}")
