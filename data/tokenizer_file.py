@@ -59,7 +59,10 @@ class FileEncoding:
     """`name` is what the tokenizer was asked for by, `alphabet` what `read_tokenizer` gave."""
 
     def __init__(self, name: str, alphabet: str) -> None:
-        from tokenizers import Tokenizer
+        try:
+            from tokenizers import Tokenizer
+        except ModuleNotFoundError as error:
+            raise ValueError(f"tokenizer={name} needs the package tokenizers; uv run --group hf brings it") from error
 
         from data.tokenizer_json import LETTERS
 

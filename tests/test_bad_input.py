@@ -213,6 +213,8 @@ def theirs(contents: dict, end_of_text: str | None) -> Setup:
     """A folder with a tokenizer of Hugging Face's format."""
 
     def write(place: Place) -> None:
+        if end_of_text:
+            pytest.importorskip("tokenizers", reason="needs transformers: uv run --group hf")
         (place.path / "theirs").mkdir()
         (place.path / "theirs" / "tokenizer.json").write_text(json.dumps(contents))
         (place.path / "theirs" / "tokenizer_config.json").write_text(json.dumps({"eos_token": end_of_text}))

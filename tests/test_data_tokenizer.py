@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from data import build_tokenizer, tokenizer_from_state, tokenizer_state
 from data.tokenize import Counts, head, pieces, tail, tokenize
+from data.tokenizer_file import FileEncoding
 from training.evaluate import whole_words
 
 # many line ends, blanks and apostrophes, where GPT-2's pattern is touchy
@@ -172,3 +174,9 @@ def test_the_blank_before_a_word_is_kept_token_by_token(tmp_path):
     tokens = encoding.encode_ordinary("the fox")
     assert [encoding.decode_bytes([token]) for token in tokens] == [b" the", b" fox"]
     assert encoding.decode(tokens) == " the fox"
+
+
+def test_a_folder_without_the_package_that_reads_it_is_refused_in_a_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # not installed
+    with pytest.raises(ValueError, match=r"tokenizer=theirs needs the package tokenizers; uv run --group hf brings it"):
+        FileEncoding("theirs", "{}")

