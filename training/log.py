@@ -267,15 +267,7 @@ class MetricsFile:
     def _cut(self) -> FileIO:
         """The file with the lines that are kept, open for more."""
         if self.path.exists():
-            temporary = self.path.with_suffix(".tmp")
-            try:
-                with temporary.open("w") as file:
-                    file.writelines(line + "\n" for line in self._kept)
-                    file.flush()
-                    os.fsync(file.fileno())  # or a power cut leaves the new name and not its content
-                temporary.replace(self.path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            _write_whole(self.path, "".join(line + "\n" for line in self._kept))
         self._kept = []
         return self.path.open("ab", buffering=0)
 
@@ -355,7 +347,10 @@ def _write_whole(path: Path, content: str) -> None:
     """Whole or not at all: half a file would be a damaged one, and a run is not compared or exported with that."""
     temporary = path.with_name(f".{path.name}")
     try:
-        temporary.write_text(content)
+        with temporary.open("w") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut leaves the new name and not its content
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
