@@ -132,8 +132,8 @@ def program(
                         _remove_if_empty(folder)
                 except (ValueError, OSError) as error:
                     message = of_the_system(error) if isinstance(error, OSError) else str(error)
-                    # the run had begun; in a folder that is another process's, it had not
-                    has_begun = not isinstance(error, InUse) and _listing(folder) != found
+                    # the run had begun; in a folder that is another process's, it had not. In "." anybody may write
+                    has_begun = folder != Path() and not isinstance(error, InUse) and _listing(folder) != found
                     if is_first and not _remove_if_empty(folder) and has_begun:
                         message += _keep_traceback(folder / "error.log")
                     if processes:

@@ -228,6 +228,21 @@ def test_ctrl_c_before_the_first_step_leaves_nothing_behind(size, tmp_path, monk
     assert not any(Path("echoes").iterdir())
 
 
+def test_a_program_without_a_folder_of_its_own_leaves_no_traceback_where_others_write(tmp_path, monkeypatch, capsys):
+    @program("tool", Echo)
+    def main(settings: Echo, run_dir: Path) -> None:
+        Path("of another program").touch()
+        raise ValueError("steps=1 is one")
+
+    monkeypatch.setattr(sys, "argv", ["echo.py"])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == "error: steps=1 is one\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["of another program"]
+
+
 def test_only_the_first_process_shows_a_sweep(tmp_path, monkeypatch):
     """Two that draw its picture at once take the unfinished file from each other."""
     shown = []
