@@ -277,6 +277,16 @@ def test_a_sweep_outlives_a_run_that_diverges_and_no_signal(tmp_path, monkeypatc
 # ---- colours
 
 
+def test_a_cross_stands_where_memory_ran_out_first(tmp_path, drawn):
+    rows = [{"seq_len": n, "attention": "flash", "ms": n} for n in (1, 2, 4, 8)]
+    rows += [{"seq_len": 1, "attention": "naive", "ms": 5}]
+    rows += [{"seq_len": n, "attention": "naive", "error": "out of memory"} for n in (8, 2, 4)]
+    draw_lengths(tmp_path / "x.png", rows, [Panel("ms", "ms")], "{attention}".format_map, "")
+    axes = drawn[-1].axes[0]
+    assert [cross.get_offsets().tolist() for cross in axes.collections] == [[[2, 5]]]
+    assert axes.get_legend_handles_labels()[1] == ["flash", "naive", "out of memory"]
+
+
 def test_an_attention_has_one_colour_in_every_picture(tmp_path, drawn):
     rows = [
         {"seq_len": n, "attention": name, "mode": mode, "ms": n} for name in ("naive", "flash", "mine") for n in (1, 2)

@@ -206,7 +206,7 @@ class Panel:
 
 
 def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callable[[Row], str], title: str) -> None:
-    """Figures against the length of a sequence, a curve a label; a cross where memory ran out.
+    """Figures against the length of a sequence, a curve a label; a cross at the first length where memory ran out.
 
     The colour is the row's attention; labels that share one differ in their lines.
     """
@@ -219,6 +219,7 @@ def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callab
     alike = {label: [name for name in attention if attention[name] == attention[label]] for label in attention}
     with picture(path, 1, len(panels), size=(4.8 * len(panels), 4.2), title=title) as all_axes:
         for axes, panel in zip(all_axes, panels, strict=True):
+            ends = []
             for number, name in enumerate(attention):
                 style = {"color": colour(attention[name], number), "markersize": 4, "label": name}
                 style["zorder"] = 3 - number / len(attention)  # the first, ours, above those that it hides
@@ -229,9 +230,9 @@ def draw_lengths(path: Path, rows: list[Row], panels: list[Panel], label: Callab
                     continue
                 axes.plot(*zip(*done, strict=True), marker="o", **style)
                 if full := [row["seq_len"] for row in part if row.get("error") == "out of memory"]:
-                    axes.scatter(full, [done[-1][1]] * len(full), marker="x", color=style["color"], s=40)
-                    place = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-                    axes.annotate("out of memory", (full[len(full) // 2], done[-1][1]), **place)
+                    ends.append((min(full), done[-1][1], style["color"]))
+            for length, height, shade in ends:  # after the curves, so that the legend ends with it
+                axes.scatter(length, height, marker="x", color=shade, s=40, label="out of memory")
             is_wide = panel.may_be_log and axes.dataLim.y1 > 10 * axes.dataLim.y0
             height = {"yscale": "log"} if is_wide else {"ylim": (0, 1.1 * axes.dataLim.y1)}
             axes.set(xscale="log", xlabel="N, tokens", **height)
