@@ -198,6 +198,7 @@ def test_a_checkpoint_from_before_there_was_a_key_goes_on(stopped):
         (("model.tie_embeddings=false",), r"trained with model\.tie_embeddings=True, this run has False"),
         (("tokenizer=bytes",), r"trained with tokenizer=characters, this run has bytes; use tokenizer=characters"),
         (("data.files=OTHER",), r"trained with tokenizer=characters of \d+ tokens, this run's has \d+ or other ones"),
+        (("train.batch_tokens=1024",), r"train\.batch_tokens=512, this run has 1024; use 512, or begin .* init_from="),
         (("optim=adamw",), r"trained with optim\.name=muon, this run has adamw; use muon"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

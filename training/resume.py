@@ -31,7 +31,7 @@ NEEDED_META = {
     "step": int,
     "seconds": (int, float),
     "metric_lines": int,
-    "settings": {"model": {}, "data": {}, "optim": {}},
+    "settings": {"model": {}, "data": {}, "optim": {}, "train": {"batch_tokens": int}},
     "left_open": {},
     "tokenizer": {"name": str},
     "vocab_size": int,
@@ -107,6 +107,13 @@ def refuse_unless_same(
     old, new = before["optim"].get("name"), settings["optim"]["name"]
     if old != new:
         raise ValueError(f"{here} was trained with optim.name={old}, this run has {new}; use {old}")
+    # the step times them is where it is in the text, and what it has seen
+    old, new = before["train"]["batch_tokens"], settings["train"]["batch_tokens"]
+    if old != new:
+        raise ValueError(
+            f"{here} was trained with train.batch_tokens={old}, this run has {new}; use {old}, or begin a run of its "
+            f"own with init_from={checkpoint.path}"
+        )
 
 
 def refuse_unless_it_fits(
