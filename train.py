@@ -103,7 +103,8 @@ def run(
     best_loss, seconds_before, state = math.inf, 0.0, {}
     if resumed:
         state = resume.restore(resumed, model, optimizer, hardware.device)
-        best_loss, seconds_before = state["best_loss"], resumed.meta["seconds"]
+        best_loss = resume.best_loss_before(state, resumed, chosen.description)
+        seconds_before = resumed.meta["seconds"]
     elif chosen.initial:
         chosen.initial.load_weights(model)
     stepper = Stepper(chosen, model, forward, optimizer)
@@ -157,6 +158,7 @@ def run(
         if step >= config.steps:  # it was killed after its last save: its summary is all that may be missing
             log.say(f"complete   all of train.steps={config.steps} are done; raise train.steps to go on")
             results = stepper.evaluate(evaluation)
+            best_loss = min(best_loss, results["val_loss"])
 
         # --- the loop
         speed = Speed(model, hardware, config.batch_tokens, first_step)

@@ -210,6 +210,18 @@ def test_what_cannot_change_is_refused_by_name(stopped, overrides, says):
         go_on(stopped, *(override.replace("OTHER", str(other)) for override in overrides))
 
 
+def test_the_best_loss_is_of_what_is_evaluated_now(tmp_path):
+    """One on another text, or on other windows of it, may be lower than any to come: `best` would stay where it was."""
+    run_dir, other = tmp_path / "run", tmp_path / "other.txt"
+    other.write_bytes(bytes((7 * i * i + i // 3) % 128 for i in range(6000)))
+    ended = train(small_run(tmp_path, "train.steps=40", "optim.lr=1e-2"), run_dir)
+    same = train(small_run(tmp_path, "train.steps=40", f"resume={run_dir}"), run_dir)
+    assert same["best_val_loss"] == ended["best_val_loss"]
+    begun = train(small_run(tmp_path, "train.steps=41", f"resume={run_dir}", f"data.files={other}"), run_dir)
+    assert begun["best_val_loss"] == begun["val_loss"] > ended["best_val_loss"]
+    assert open_checkpoint(run_dir / "checkpoints" / "best").step == 41
+
+
 # --- compiled, and on a GPU
 
 

@@ -25,6 +25,8 @@ MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "dropout", "atten
 MAY_BE_LEARNED = ("window", "rope_base")
 # keys of the data group that leave the text and its split as they are
 NOT_OF_THE_TEXT = ("seq_len", "shift_windows", "document_mask", "cache_dir", "num_workers")
+# keys that say on what a validation loss is measured
+OF_THE_EVALUATION = ("data.seq_len", "data.document_mask", "train.eval_windows")
 
 # what a run cannot go on without. The place in the data and in the schedule is the step: both are functions of it
 NEEDED_META = {
@@ -193,6 +195,15 @@ def _refuse_other_losses(losses: list[Any]) -> None:
     """ValueError where these are not the losses that `NumberCheck` compares the next one with."""
     if len(losses) > SPIKE_WINDOW or not all(type(loss) is float and math.isfinite(loss) for loss in losses):
         raise ValueError(f"number_check.losses is not a list of at most {SPIKE_WINDOW} numbers")
+
+
+def best_loss_before(state: Mapping[str, Any], checkpoint: Checkpoint, description: Mapping[str, Any]) -> float:
+    """The best validation loss of the run so far; inf where it was that of another text, or of other windows of it."""
+    measured = []
+    for run in (checkpoint.meta, description):
+        settings = flat(run["settings"])
+        measured.append([run["data_fingerprint"], *map(settings.get, OF_THE_EVALUATION)])
+    return state["best_loss"] if measured[0] == measured[1] else math.inf
 
 
 def print_changes(checkpoint: Checkpoint, description: Mapping[str, Any], say: Callable[[str], None]) -> None:
