@@ -60,6 +60,11 @@ def find(patterns: list[str]) -> list[Path]:
         if not matches:
             raise ValueError(f"data.files={pattern} does not exist; give a path from {Path.cwd()}")
         paths += matches
+    places = set()
+    for path in paths:
+        if (place := path.resolve()) in places:  # what is held out at its end would be trained on
+            raise ValueError(f"data.files names {path} twice; name it once")
+        places.add(place)
     return paths
 
 

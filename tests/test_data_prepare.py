@@ -403,6 +403,14 @@ def test_missing_files(files, tmp_path, cache):
         opened(cache, str(tmp_path / files))
 
 
+def test_a_file_is_named_once(corpus, tmp_path, cache):
+    """Else the text that is held out at its end is trained on."""
+    (tmp_path / "link.txt").symlink_to(corpus)
+    for again in (str(corpus), str(tmp_path / "corp*.txt"), str(tmp_path / "link.txt")):
+        with pytest.raises(ValueError, match=r"data\.files names .* twice; name it once"):
+            opened(cache, [str(corpus), again])
+
+
 def test_seq_len_longer_than_a_split(corpus, cache):
     held_out = len(TEXT) - int(len(TEXT) * 0.9)
     with pytest.raises(ValueError, match=rf"data.seq_len={held_out} .*validation.*data.seq_len={held_out - 1} or less"):
