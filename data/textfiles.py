@@ -1,9 +1,9 @@
 """Local files of text, JSON lines and parquet.
 
 A text file is one document; a row of a JSONL or parquet file is one document, in its column data.text_field (rows with
-an empty text are skipped). Text is UTF-8; line ends become "\\n". Files are read in place, a part at a time. `datasets`
-would read JSON by columns, and make JSON with quotes of every text beside which a number stands; so a line of JSON is
-parsed here, and a wrong row is named.
+an empty text are skipped). Text is UTF-8; line ends become "\\n", and a byte-order mark at the beginning is left out.
+Files are read in place, a part at a time. `datasets` would read JSON by columns, and make JSON with quotes of every
+text beside which a number stands; so a line of JSON is parsed here, and a wrong row is named.
 """
 
 import codecs
@@ -35,11 +35,13 @@ class TextFile:
     kind: str
     bytes: int
     sha256: str
+    marked: bool = False  # whether it is a text that begins with a byte-order mark, which is no part of it
 
     @property
     def identity(self) -> dict[str, str | int]:
         """What the file is, wherever it lies and whatever its name."""
-        return {"kind": self.kind, "bytes": self.bytes, "sha256": self.sha256}
+        own = {"kind": self.kind, "bytes": self.bytes, "sha256": self.sha256}
+        return own | {"mark": "left out"} if self.marked else own  # it was text once, and its tokens lie in caches
 
 
 def find(patterns: list[str]) -> list[Path]:
@@ -79,16 +81,18 @@ def inspect(paths: list[Path]) -> list[TextFile]:
             if size == 0:
                 raise ValueError(f"{path} is empty; leave it out")
             digest = file_sha256(path) if kind == "parquet" else _hash_utf8(path)
+            with path.open("rb") as file:
+                marked = kind == "text" and file.read(3) == codecs.BOM_UTF8
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror}); leave it out") from error
-        files.append(TextFile(path, kind, size, digest))
+        files.append(TextFile(path, kind, size, digest, marked))
     return files
 
 
 def read(file: TextFile, field: str = FIELD) -> Iterator[Fragment]:
     """The documents of one file. Raises ValueError naming the file, and the row, where it cannot be parsed."""
     if file.kind == "text":
-        with _named(file), file.path.open(encoding="utf-8") as stream:
+        with _named(file), file.path.open(encoding="utf-8-sig") as stream:
             first = True
             # whole lines: where a line has no safe cut, `pieces` joins all of it again with every fragment
             while text := stream.read(PIECE_CHARACTERS) + stream.readline():
@@ -151,7 +155,7 @@ def _parquet_texts(file: TextFile, field: str) -> Iterator[Any]:
 
 def lines(file: TextFile) -> Iterator[str]:
     """Lines of a text file with their line ends."""
-    with _named(file), file.path.open(encoding="utf-8") as stream:
+    with _named(file), file.path.open(encoding="utf-8-sig") as stream:
         yield from stream
 
 

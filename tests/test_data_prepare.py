@@ -147,6 +147,16 @@ def test_files_are_read_alike(tmp_path):
     assert list(lines(inspect([path])[0])) == [" a\n", "\n", "\x0b\x85 b\u2028c\n", "\n", "\n", " d"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path, cache):
+    """Windows' editors write one; `characters` had a token for it."""
+    (tmp_path / "plain.txt").write_text(TEXT)
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode())
+    plain, marked = (opened(cache, str(tmp_path / f"{name}.txt"), "characters") for name in ("plain", "marked"))
+    assert marked.vocab_size == plain.vocab_size
+    assert marked.train[:].tolist() == plain.train[:].tolist()
+    assert "\ufeff" not in "".join(lines(inspect([tmp_path / "marked.txt"])[0]))
+
+
 def test_a_long_text_is_looked_at_a_part_at_a_time(tmp_path):
     path = tmp_path / "long.txt"
     path.write_bytes(b"a line of a long text\n" * 2_000_000)
