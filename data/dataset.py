@@ -84,7 +84,7 @@ def open_dataset(data: DataConfig, tokenizer: str, *, report: Report | None = No
     tokens = ", ".join(f"{split} {len(array):,}" for split, array in dataset.tokens.items())
     say(f"tokens: {tokens} ({dataset.train.dtype}, vocabulary {dataset.vocab_size:,}) in {path}")
     for split, windows in (("train", 1 + data.shift_windows), ("validation", 1)):
-        _refuse_too_long(data.seq_len, split, len(dataset.tokens[split]), windows)
+        _refuse_too_long(data, split, len(dataset.tokens[split]), windows, "validation_fraction" in identity)
     return dataset
 
 
@@ -98,14 +98,16 @@ def locate(data: DataConfig, tokenizer: str) -> tuple[Source, dict[str, Any], Pa
     return source, identity, expanded("cache_dir", data.cache_dir) / name
 
 
-def _refuse_too_long(seq_len: int, split: str, tokens: int, windows: int) -> None:
-    needed = windows * seq_len + 1
+def _refuse_too_long(data: DataConfig, split: str, tokens: int, windows: int, held_out: bool) -> None:
+    needed = windows * data.seq_len + 1
     if needed <= tokens:
         return
     longest = (tokens - 1) // windows
     remedy = f"use data.seq_len={longest} or less" if longest > 0 else "use a longer text"
-    asked = " with data.shift_windows" if windows > 1 else ""
-    raise ValueError(f"data.seq_len={seq_len}{asked} needs {needed} tokens, the {split} split has {tokens}; {remedy}")
+    if held_out:
+        remedy += f", or another data.validation_fraction than {data.validation_fraction:g}"
+    asked = f"data.seq_len={data.seq_len}" + (" with data.shift_windows" if windows > 1 else "")
+    raise ValueError(f"{asked} needs {needed} tokens, the {split} split has {tokens}; {remedy}")
 
 
 def _fingerprint(identity: dict[str, Any], about: dict[str, Any]) -> str:

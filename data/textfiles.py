@@ -178,8 +178,9 @@ def _hash_utf8(path: Path) -> str:
             try:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
+                place = position - pending + error.start
                 raise ValueError(
-                    f"{path} is not UTF-8 (byte {position - pending + error.start:,}); convert it with iconv"
+                    f"{path} is not UTF-8 (byte {place:,}); unpack it, or convert it with iconv"
                 ) from error
             digest.update(block)
             position += len(block)

@@ -381,6 +381,7 @@ def test_cache_that_cannot_be_written(corpus, tmp_path):
     [
         (b"", "a.txt", "a.txt is empty"),
         (b"ok\xff\xfe", "a.txt", "not UTF-8 (byte 2)"),
+        (b"\x1f\x8b\x08\x00", "a.txt.gz", "not UTF-8 (byte 1); unpack it"),
         (b"x" * (1 << 22) + "é".encode()[:1] + b"z", "a.txt", "not UTF-8 (byte 4,194,304)"),
         (b'{"text": "a"}\n{"text": ', "a.jsonl", "cannot be read as json"),
         (b'{"content": "a"}\n', "a.jsonl", 'no column "text", only content'),
@@ -426,6 +427,9 @@ def test_seq_len_longer_than_a_split(corpus, cache):
     with pytest.raises(ValueError, match=rf"data.seq_len={held_out} .*validation.*data.seq_len={held_out - 1} or less"):
         opened(cache, str(corpus), seq_len=held_out)
     opened(cache, str(corpus), seq_len=held_out - 1)
+    for fraction in (1e-6, 0.9999):  # the text is long enough
+        with pytest.raises(ValueError, match=rf"or another data\.validation_fraction than {fraction:g}"):
+            opened(cache, str(corpus), validation_fraction=fraction)
 
 
 def test_shifted_windows_need_two_of_them(corpus, cache):
