@@ -135,6 +135,15 @@ def test_a_run_that_is_refused_late_has_changed_nothing(tmp_path):
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
+def test_going_on_from_an_earlier_checkpoint_with_nothing_to_do_loses_no_metrics(tmp_path):
+    run_dir = tmp_path / "run"
+    train(small_run(tmp_path, "train.steps=4", "train.log_every=1", "train.save_every=2"), run_dir)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    earlier = f"resume={run_dir / 'checkpoints' / 'step_000002'}"
+    assert train(small_run(tmp_path, "train.steps=2", earlier), run_dir)["steps"] == 2
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
 def test_time_spent_goes_on(tmp_path):
     """`seconds` counts all lives of the run, so curves over time do not jump back."""
     live_step_by_step(tmp_path, tmp_path / "run", *STORY)

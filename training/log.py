@@ -94,7 +94,8 @@ class RunLog:
                     "go on with the run that wrote it (resume=auto)"
                 )
         self.picture = LossPicture(run_dir, self.say)
-        self._steps, self._paced_from = steps, (first_step, math.inf)  # the first step compiles: no measure of the pace
+        self._first_step, self._steps = first_step, steps
+        self._paced_from = first_step, math.inf  # the first step compiles: no measure of the pace
         self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resumed=resumes, commit=git_commit)
         # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
         self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.before()])
@@ -167,7 +168,8 @@ class RunLog:
             _write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
-        self._file.flush()
+        if not 0 < self._first_step == results["steps"]:  # where nothing was done, nothing replaces what came after
+            self._file.flush()
         self._with_wandb(lambda run: run.summary.update(named(summary)))
         self.picture.draw(last=True)
         if stop:
