@@ -162,6 +162,24 @@ def test_half_a_last_line_is_left_out(tmp_path):
     assert read_run(run)["records"][2] == {"step": 3, "val_loss": 2.5, "tokens": 24, "seconds": 1.0}
 
 
+EDITS = [
+    ("metrics.jsonl", "loss"),
+    ("metrics.jsonl", "tokens"),
+    ("metrics.jsonl", "seconds"),
+    ("summary.json", "steps"),
+]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_word_for_a_number_is_damage(tmp_path, edit):
+    """Of somebody who edited it; compare ended in a traceback."""
+    file, key = edit
+    records = [record(1), record(2) | ({key: "x"} if file == "metrics.jsonl" else {})]
+    run = written(tmp_path / "run", records, {"steps": 2} | ({key: "x"} if file == "summary.json" else {}))
+    with pytest.raises(ValueError, match=r"is damaged \('x' is no number\)"):
+        read_run(run)
+
+
 def test_what_became_of_a_run(tmp_path):
     finished = written(tmp_path / "0", RECORDS, {"steps": 4, "stopped": None})
     stopped = written(tmp_path / "1", RECORDS, {"steps": 4, "stopped": "SIGTERM"})

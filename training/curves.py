@@ -36,7 +36,11 @@ def read_run(folder: Path) -> dict[str, Any]:
         for record in records:  # those of an evaluation alone have no clock of their own
             seconds = record.setdefault("seconds", seconds)
             record.setdefault("tokens", record["step"] * tokens_a_step)
-        found.keys()  # of a mapping
+        places = [record[key] for record in records for key in ("step", "tokens", "seconds")]
+        places += [found.get(key, 0) for key in ("steps", "seconds")]
+        values = [value for record in records for value in record.values() if value is not None]
+        if wrong := [value for value in places + values if not isinstance(value, int | float)]:
+            raise TypeError(f"{wrong[0]!r} is no number")
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{metrics} or {summary.name} is damaged ({error}); leave {folder} out") from error
     return {"folder": folder, "records": records, "summary": found}
