@@ -31,7 +31,8 @@ def why_no_fp8(device: torch.device | str) -> str | None:
     device = torch.device(device)
     if device.type != "cuda":
         return f"a {device.type.upper()} has none"
-    if torch.cuda.get_device_capability(device) < OLDEST:
+    # with none here, it is a GPU elsewhere, of which a forecast is made
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < OLDEST:
         return f"{torch.cuda.get_device_name(device)} is older than sm_{OLDEST[0]}{OLDEST[1]}"
     return None
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from data import build_tokenizer
 from data.tokenizer_json import tokenizer_json
@@ -122,6 +123,17 @@ def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, 
         assert {key: terms[key] for key in a_token} == {key: 65536 * a_token[key] + copies[key] for key in a_token}
     with pytest.raises(ValueError, match="what=time is unknown; use attention or memory"):
         ExplainSettings(what="time")
+
+
+def test_products_in_8_bits_on_a_gpu_elsewhere(tmp_path, capsys, monkeypatch):
+    """No GPU here can be asked for its age, and what the forward keeps for the MLP is smaller."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kept = {}
+    for fp8 in ("none", "mlp"):
+        chosen = settings("what=memory", f"model.fp8={fp8}", schema=ExplainSettings)
+        explain.main.__wrapped__(chosen, tmp_path)
+        kept[fp8] = json.loads(capsys.readouterr().out.splitlines()[-1])["layers"][0]["mlp"]
+    assert kept["mlp"] == kept["none"] / 2
 
 
 def test_the_memory_of_one_of_several_that_share_weights(tmp_path, capsys):

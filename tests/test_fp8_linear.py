@@ -98,6 +98,7 @@ def test_a_run_in_8_bits_is_sampled_anywhere_and_an_earlier_one_goes_on(tmp_path
 
 
 def test_an_older_gpu_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
     assert why_no_fp8("cuda") == "A100 is older than sm_89"
