@@ -117,6 +117,14 @@ def test_a_benchmark_without_a_call_is_refused(tmp_path, wrong, message):
         decode.main.__wrapped__(decode.BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
 
 
+@pytest.mark.parametrize("key", ["attention", "seq_len", "head_dim", "mask", "passes"])
+def test_a_benchmark_of_nothing_is_refused_and_writes_nothing(tmp_path, key):
+    bench = replace(BENCH, **{"attention": ["naive"], key: []})
+    with pytest.raises(ValueError, match=r"nothing was measured: a list .* is empty; name something"):
+        attention.main.__wrapped__(attention.BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_hardware_is_said_as_it_is_used(tmp_path, monkeypatch):
     """TF32 is off in the error budget and queries over a cache are in bfloat16, whatever is the default elsewhere."""
     asked = []
@@ -124,7 +132,8 @@ def test_the_hardware_is_said_as_it_is_used(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "set_up", lambda config: asked.append(config) or set_up(config))
     cpu = HardwareConfig(device="cpu", dtype="auto")
     budget = error_budget.BudgetConfig(cases=[])
-    error_budget.main.__wrapped__(error_budget.BudgetSettings(budget, cpu), tmp_path)
+    with pytest.raises(ValueError, match=r"nothing was measured: a list .* is empty; name something"):
+        error_budget.main.__wrapped__(error_budget.BudgetSettings(budget, cpu), tmp_path)
     monkeypatch.setattr(decode.Machine, "read_bandwidth", lambda self: 1e12)
     monkeypatch.setattr(decode.Machine, "microseconds", lambda self, cell: 1.0)
     bench = decode.BenchConfig(["context"], ["flash"], batch=[2], context=[16], heads=["2/1/16"])

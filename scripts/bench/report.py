@@ -145,7 +145,12 @@ class Report:
     more: dict[str, Any] = field(default_factory=dict)
 
     def finish(self, *tables: Table, last: dict[str, Any] | None = None) -> None:
-        """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found."""
+        """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found.
+
+        ValueError where nothing was asked for: what could not be measured has a row that says why.
+        """
+        if not self.rows and not any(shown.lines for shown in tables):
+            raise ValueError("nothing was measured: a list that says what is empty; name something in it or drop it")
         driver = next((gpu["driver_version"] for gpu in installed_gpus()), None)
         origin = {"hardware": self.hardware, "provenance": provenance() | {"driver": driver}}
         found = without_nan(origin | self.more)
