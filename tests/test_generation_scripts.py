@@ -48,6 +48,21 @@ def test_each_dtype_of_a_cache_has_its_memory_latency_error_and_loss(tmp_path, c
     assert (tmp_path / "run" / "cache_bits.png").stat().st_size > 5_000
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_heads": 3}, "bench.num_heads=3 is no multiple of bench.num_kv_heads=8; use one"),
+        ({"head_dim": 17}, "bench.head_dim=17 must be even, from 16 to 256"),
+        ({"head_dim": 8}, "bench.head_dim=8 must be even, from 16 to 256"),
+        ({"page": 48}, "bench.page=48 must be a power of two from 16 on"),
+        ({"page": 8}, "bench.page=8 must be a power of two from 16 on"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused_before_a_model_is_trained(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        cache_bits.BenchConfig(**wrong)
+
+
 # --- generate()
 
 

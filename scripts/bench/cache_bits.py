@@ -53,6 +53,14 @@ class BenchConfig:
     def __post_init__(self) -> None:
         sizes = "batch", "context", "num_heads", "num_kv_heads", "head_dim", "page", "replays"
         refuse_below_one("bench.", self, *sizes)
+        # what the cache would refuse, after a whole run
+        if self.num_heads % self.num_kv_heads:
+            heads = f"bench.num_heads={self.num_heads} is no multiple of bench.num_kv_heads={self.num_kv_heads}"
+            raise ValueError(f"{heads}; use one")
+        if self.head_dim % 2 or not 16 <= self.head_dim <= 256:
+            raise ValueError(f"bench.head_dim={self.head_dim} must be even, from 16 to 256")
+        if self.page < 16 or self.page & self.page - 1:
+            raise ValueError(f"bench.page={self.page} must be a power of two from 16 on")
 
 
 @dataclass
