@@ -38,6 +38,7 @@ from training.run import resolve
 from training.speed import attention_flops
 
 MIB = 2**20
+LARGEST = 2**24  # of a size: products of all of them are numbers still
 STATISTIC = 4  # bytes of a row's log-sum-exp, maximum or sum: float32
 VOCABULARY = {"bytes": 257, "characters": 100, "gpt2": 50257}  # token ids of each tokenizer; a folder has its own
 # with what=memory a step's sizes are those of a run: keys of one layer of attention -> those that count
@@ -94,10 +95,16 @@ class ExplainSettings(Settings, Shape):
             raise ValueError(f"what={self.what} is unknown; use attention or memory")
         sizes = "seq_len", "head_dim", "num_heads", "batch", "num_layers", "element", "vocab_size", "processes"
         refuse_below_one("", self, *sizes)
+        for key in sizes:
+            if (getattr(self, key) or 1) > LARGEST:
+                raise ValueError(f"{key}={getattr(self, key)} must be at most {LARGEST}")
         defaults = {field.name: field.default for field in fields(self)}
         for key, counts in OF_A_RUN.items():
             if self.what == "memory" and (value := getattr(self, key)) != defaults[key]:
                 raise ValueError(f"{key}={value} is for what=attention; with what=memory use {counts}")
+        for key in ("processes", "vocab_size"):
+            if self.what == "attention" and (value := getattr(self, key)) != defaults[key]:
+                raise ValueError(f"{key}={value} is for what=memory; use that, or leave it out")
         if self.gpu not in BOARDS:
             raise ValueError(f"gpu={self.gpu} is not in the table; use one of {', '.join(BOARDS)}")
 

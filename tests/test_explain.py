@@ -164,6 +164,10 @@ def test_the_vocabulary_of_a_tokenizer_in_a_folder(tmp_path, capsys):
         ({"gpu": "v100"}, "gpu=v100 is not in the table; use one of t4, rtx4090"),
         ({"what": "memory", "seq_len": 8192}, "seq_len=8192 is for what=attention; with what=memory use data.seq_len"),
         ({"what": "memory", "num_layers": 2}, "num_layers=2 is for what=attention; with what=memory use model.num_"),
+        ({"processes": 8}, "processes=8 is for what=memory; use that, or leave it out"),
+        ({"vocab_size": 50}, "vocab_size=50 is for what=memory; use that, or leave it out"),
+        ({"seq_len": 10**200}, "seq_len=1000*? must be at most 16777216"),
+        ({"what": "memory", "vocab_size": 10**20}, "vocab_size=1000*? must be at most 16777216"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(wrong, message):
