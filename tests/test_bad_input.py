@@ -573,6 +573,8 @@ CHECKPOINTS = [
          program="scripts.sample"),
     Case("compare: no run", ["{p}/cache"], ["{p}/cache has no metrics.jsonl"], program="scripts.compare"),
     Case("compare: nothing", [], ["runs=[]", "give the folders"], program="scripts.compare"),
+    Case("compare: both ways", ["{p}/first", "runs=[{p}/cache]"], ["{p}/first are given both ways", "leave runs= out"],
+         program="scripts.compare"),
     Case("compare: odd name", ["{p}/it's, here", "{p}/first"], ["/it's, here has no metrics.jsonl", "give the folder"],
          program="scripts.compare"),
     Case("compare: unknown flag", ["{p}/first", "--out", "x.png"], ["--out", "key=value"], program="scripts.compare"),
