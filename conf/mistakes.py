@@ -57,8 +57,13 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
     return text
 
 
-def no_value(key: str) -> str:
-    """One line for OmegaConf's mark of a value that is to be given; a merge would leave the default in its place."""
+def no_value(key: str, choice: str | None = None) -> str:
+    """One line for OmegaConf's mark of a value that is to be given; a merge would leave the default in its place.
+
+    choice: group=NAME of the file that has it, where it was not typed.
+    """
+    if choice:
+        return f"{key}=??? stands for a value that is missing in {choice}; give one, as {key}=VALUE"
     return f"{key}=??? stands for a value that is missing; give one, or leave the key out"
 
 

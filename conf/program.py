@@ -307,7 +307,7 @@ def _refuse_missing_in_files() -> None:
                 package = "" if "@package _global_" in first_line else group
                 for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package):
                     if key not in typed:
-                        raise ConfigError(no_value(key))
+                        raise ConfigError(no_value(key, f"{group}={name}"))
 
 
 def _missing(values: Any, key: str = "") -> Iterator[str]:

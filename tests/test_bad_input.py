@@ -292,6 +292,9 @@ CONFIGURATIONS = [
     Case("word for a number", ["model.num_layers=three"], ["model.num_layers=three", "a whole number"]),
     *(Case(f"no value for {key}", [f"{key}=???"], [f"{key}=??? stands for a value that is missing", "give one"])
       for key in ("model.n_embd", "tokenizer", "optim.lr", "logger.tags", "train.max_hours", "resume")),
+    Case("an experiment that wants a file", ["experiment=shakespeare"], [
+        "data.files=??? stands for a value that is missing in data=text; give one, as data.files=VALUE"],
+         program="scripts.prepare"),
     Case("no value in a file", MINE, ["train.eval_every=???", "give one"], experiment(
         b"# @package _global_\ntrain:\n  eval_every: ???\n")),
     Case("no value in a group's file", ["--config-dir={p}", "model=mine"], ["model.qk_norm=???", "give one"],
