@@ -52,8 +52,12 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
     for pattern, words in _HYDRAS.items():
         if found := re.search(pattern, str(error)):
             return words.format(*found.groups())
-    if unknown := re.search(r"Could not (?:override|append to config\.?[^']*) ?'([^']+)'", str(error)):
-        return _unknown_key(unknown.group(1).split("=")[0], keys)
+    unknown = re.search(r"Could not (?:override|(?:append to|delete from) config\.?[^']*) ?'([^']+)'", str(error))
+    if unknown:
+        key = unknown.group(1).split("=")[0]
+        if text.startswith("Could not delete") and key in keys:
+            return f"~{key} deletes nothing: {key} is null already; drop it"
+        return _unknown_key(key, keys)
     return text
 
 

@@ -252,6 +252,8 @@ WORDS = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
          "model": {"type": "WordLevel", "vocab": {"<eos>": 0, "the": 1}, "unk_token": "<unk>"}}  # fmt: skip
 
 COMMAND_LINES = [
+    Case("deleted key without a value", ["~resume"], ["~resume deletes nothing: resume is null already", "drop it"]),
+    Case("deleted key that there is not", ["~model.num_layerz"], ["did you mean model.num_layers?"]),
     Case("unknown key", ["model.num_layerz=3"], ["model.num_layerz", "did you mean model.num_layers?"]),
     Case("key without its group", ["lr=0.1"], ["lr is not a known key", "did you mean optim.lr?"]),
     Case("unknown group", ["modle=tiny"], ["modle", "did you mean model?"]),
