@@ -22,6 +22,8 @@ class CompareSettings:
     def __post_init__(self) -> None:
         if not self.runs:
             raise ValueError("runs=[] names none; give the folders of runs (runs/<experiment>/<time>)")
+        if not Path(self.out).name:
+            raise ValueError(f"out={self.out} names no picture; use out=runs/compare.png")
 
 
 @program("tool", CompareSettings, positional="runs")
