@@ -22,7 +22,7 @@ from training.gradient_sum import GradientSum
 from training.hardware import Hardware
 from training.ordered_sum import ALIGNED, cut, padded
 from training.owners import dealt_by_cost
-from training.parallel import ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World, ranks
+from training.parallel import ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World, meet, ranks
 from training.run import Run, resolve
 from training.watch import StepClock
 
@@ -317,6 +317,14 @@ def test_ranks():
         ranks({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     with pytest.raises(ValueError, match="RANK=0 is not possible with WORLD_SIZE=-1"):
         ranks({"RANK": "0", "WORLD_SIZE": "-1", "LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize("port", ["abc", "", "0", "99999", "-1"])
+def test_where_nobody_can_meet_is_said_at_once(port, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ValueError, match=f"MASTER_PORT={port} is no port; use one number from 1 to 65535"):
+        meet(1, 2, 1)
 
 
 def several(size: int) -> World:

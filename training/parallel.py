@@ -353,13 +353,16 @@ def meet(rank: int, size: int, local_rank: int, limits: Limits = LIMITS) -> Worl
     """This process among `size` that meet at MASTER_ADDR:MASTER_PORT.
 
     Raises:
-        ValueError: they are not there within five minutes.
+        ValueError: they are not there within five minutes, or there can be no such place.
     """
     if size == 1:
         return ALONE
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ValueError(f"{name} is not set, and {size} processes must meet; torchrun sets it")
+    port = os.environ["MASTER_PORT"]
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"MASTER_PORT={port} is no port; use one number from 1 to 65535 for all processes")
     try:
         meeting = dist.rendezvous("env://", rank=rank, world_size=size, timeout=timedelta(minutes=5))
         store = dist.PrefixStore("run", next(iter(meeting))[0])
