@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from scripts.machine import Finding
 from training.hardware import Hardware
-from training.parallel import ranks
+from training.parallel import ranks, refuse_nowhere
 
 Environment = Mapping[str, str]
 PATIENCE = timedelta(seconds=60)  # of a process until the others have imported PyTorch, and for the network itself
@@ -86,6 +86,7 @@ def launch(environment: Environment = os.environ) -> Finding:
 def network(hardware: Hardware) -> Finding:
     """Meets the other processes, which call this too, and adds a number of each: by NCCL on GPUs, else by gloo."""
     rank, size, local_rank = ranks()
+    refuse_nowhere(size)
     backend, device = "gloo", hardware.device
     if device.type == "cuda":
         backend, device = "nccl", torch.device("cuda", local_rank % torch.cuda.device_count())

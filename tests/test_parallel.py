@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.cluster import network
 from tests.runs import settings, small_run
 from training import parallel
 from training.gradient_sum import GradientSum
@@ -325,6 +326,10 @@ def test_where_nobody_can_meet_is_said_at_once(port, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(ValueError, match=f"MASTER_PORT={port} is no port; use one number from 1 to 65535"):
         meet(1, 2, 1)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"MASTER_PORT={port} is no port"):
+        network(Hardware(torch.device("cpu"), torch.float32, False, ""))  # of doctor
 
 
 def several(size: int) -> World:

@@ -343,6 +343,16 @@ def ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     return rank, size, local_rank
 
 
+def refuse_nowhere(size: int) -> None:
+    """ValueError where MASTER_ADDR and MASTER_PORT are no place for `size` processes to meet."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ValueError(f"{name} is not set, and {size} processes must meet; torchrun sets it")
+    port = os.environ["MASTER_PORT"]
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(f"MASTER_PORT={port} is no port; use one number from 1 to 65535 for all processes")
+
+
 @cache
 def this_world() -> World:
     """The processes that this one was started with, as the environment says; ValueError where it says half of it."""
@@ -357,12 +367,7 @@ def meet(rank: int, size: int, local_rank: int, limits: Limits = LIMITS) -> Worl
     """
     if size == 1:
         return ALONE
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ValueError(f"{name} is not set, and {size} processes must meet; torchrun sets it")
-    port = os.environ["MASTER_PORT"]
-    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise ValueError(f"MASTER_PORT={port} is no port; use one number from 1 to 65535 for all processes")
+    refuse_nowhere(size)
     try:
         meeting = dist.rendezvous("env://", rank=rank, world_size=size, timeout=timedelta(minutes=5))
         store = dist.PrefixStore("run", next(iter(meeting))[0])
