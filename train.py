@@ -103,8 +103,7 @@ def run(
     best_loss, seconds_before, state = math.inf, 0.0, {}
     if resumed:
         state = resume.restore(resumed, model, optimizer, hardware.device)
-        best_loss = resume.best_loss_before(state, resumed, chosen.description)
-        seconds_before = resumed.meta["seconds"]
+        best_loss, seconds_before = resume.best_loss_before(state, resumed, chosen.description), resumed.meta["seconds"]
     elif chosen.initial:
         chosen.initial.load_weights(model)
     stepper = Stepper(chosen, model, forward, optimizer)
@@ -158,7 +157,6 @@ def run(
         if step >= config.steps:  # it was killed after its last save: its summary is all that may be missing
             log.say(f"complete   all of train.steps={config.steps} are done; raise train.steps to go on")
             results = stepper.evaluate(evaluation)
-            best_loss = min(best_loss, results["val_loss"])
 
         # --- the loop
         speed = Speed(model, hardware, config.batch_tokens, first_step)
@@ -213,6 +211,7 @@ def run(
             if asked:  # a stopped run saves and leaves: what it would log or evaluate beyond that, no other run has
                 break
 
+        best_loss = min(best_loss, results.get("val_loss", math.inf))
         results |= {"steps": step, "tokens": step * config.batch_tokens, "seconds": seconds()}
         results |= {"best_val_loss": best_loss, "attention": chosen.model.attention}
         world.patience = math.inf  # the first process may read a large text, or wait for a slow disk
