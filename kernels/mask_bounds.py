@@ -80,7 +80,7 @@ class _Following(TorchFunctionMode):
             if len(args) != 1 + args[0].dim() or not all(getattr(x, "dtype", None) in _INDEX for x in args[1:]):
                 raise Undecided
         own = [x for x in args if isinstance(x, Bounds)]
-        name = function.__name__.strip("_")
+        name = function.__name__.lstrip("_").removesuffix("__")  # `add_`, in place, keeps its own and is unknown
         if not own or function in _PROPERTIES:
             return function(*args, **(kwargs or {}))
         name = _SYNONYMS.get(name, name)
@@ -205,7 +205,8 @@ def _bounds(name: str, dtype: torch.dtype, limit: int, args: tuple) -> Range | N
         ranges = [_range(args[0])]
         result = _BY_A_NUMBER[name](*ranges, args[1])
     else:
-        rules = _COMPARED | (_LOGIC if dtypes == {torch.bool} else {} if torch.bool in dtypes else _ARITHMETIC)
+        logic = dtypes == {dtype} == {torch.bool}  # a boolean beside a number, `seen ^ 2`, is an integer
+        rules = _COMPARED | (_LOGIC if logic else {} if torch.bool in dtypes else _ARITHMETIC)
         if name not in rules:
             return None
         # as a () tensor, which `_open` is, counts for less than a larger one of fewer bits

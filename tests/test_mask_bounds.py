@@ -24,6 +24,7 @@ EXACT_AND_MIXED = {
     "where": lambda b, h, q, k: torch.where(q < 130, k < 100, torch.where(k <= q, q - k, 700 - k)) < 140,
     "where of booleans": lambda b, h, q, k: torch.where(k <= q, WHERE[q] == WHERE[k], k > 250),
     "logic by name": lambda b, h, q, k: torch.logical_and(k <= q, torch.logical_not((q ^ 3) == (k & 5) + (q | k))),
+    "logic beside a number": lambda b, h, q, k: ((k <= q) ^ 2 == 2) | ((k > 250) & 1 == 1) & (q > 280),
     "batch and heads": lambda b, h, q, k: (k <= q + SHIFT[b]) & (q - k < 100 * (h + 1)) | (b == h) & (k == 256),
     "two indices": lambda b, h, q, k: SEEN[q // 128, k // 100] | SEEN[b, k % 3] & (q > 290),
     "large numbers": lambda b, h, q, k: (LARGE[q] - LARGE[k] > 0) | (LARGE[q] == LARGE[k]) & (k * 2**55 > q),
@@ -40,6 +41,7 @@ NOT_FOLLOWED = {
     "a list of keys": lambda b, h, q, k: (k == SHIFT).any() | (q == k),
     "no operand": lambda b, h, q, k: torch.ones((), dtype=torch.bool, device=DEVICE),
     "shapes": lambda b, h, q, k: (k <= q) & torch.ones(q.shape, dtype=torch.bool, device=q.device),
+    "in place": lambda b, h, q, k: (k <= q).logical_and_((q - k).sub_(90).abs_() < 20),
     "keywords": lambda b, h, q, k: (q - k).clamp(min=5) > 30,
 }
 
