@@ -313,6 +313,9 @@ def _check_packing(q: Tensor, k: Tensor, cu_seqlens, max_seqlen) -> tuple[Tensor
         raise ValueError(f"q has batch size {q.shape[0]}; documents lie end to end in a batch of 1")
     tensors = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
     bounds = max_seqlen if isinstance(max_seqlen, tuple) else (max_seqlen, max_seqlen)
+    for name, given in (("cu_seqlens", tensors), ("max_seqlen", bounds)):
+        if len(given) != 2:
+            raise ValueError(f"{name} is a tuple of {len(given)}; it must be one for all or a pair, the queries' first")
     for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), tensors, strict=True):
         check_tensor(name, x)
         if x.dtype != torch.int32 or x.dim() != 1 or x.shape[0] < 2:

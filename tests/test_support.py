@@ -191,6 +191,8 @@ DENSE_MISTAKES = {
     "sinks has type list; expected a torch.Tensor": {"sinks": [0.0, 0.0]},
     "deterministic is False; every result here is deterministic: leave it True": {"deterministic": False},
     "max_seqlen is 9, which needs cu_seqlens; pass both or neither": {"max_seqlen": 9},
+    "cu_seqlens is a tuple of 1; it must be one for all or a pair": {"cu_seqlens": (torch.ones(2).int(),)},
+    "max_seqlen is a tuple of 3; it must be": {"cu_seqlens": torch.ones(2).int(), "max_seqlen": (4, 4, 4)},
     "dropout_seed has dtype torch.float32": {"dropout_p": 0.5, "dropout_seed": torch.ones(())},
 }
 
