@@ -183,6 +183,10 @@ def _integer(name: str, value: object) -> int:
 def _number(name: str, value: object) -> float:
     if isinstance(value, int | float):
         return value
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} asks for a gradient and is a constant here; pass {name}.detach() (a learned scale can multiply q)"
+        )
     if hasattr(value, "__float__"):  # NumPy's numbers, tensors of one element
         try:
             return float(value)

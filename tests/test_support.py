@@ -183,6 +183,7 @@ DENSE_MISTAKES = {
     "scale is 1e-320; it must be 0 or, without its sign, from 1e-30 to 1e+30": {"scale": 1e-320},
     "scale is -1e+200; it must be 0 or, without its sign,": {"scale": -1e200},
     "scale has type str; it must be a number": {"scale": "0.5"},
+    "scale asks for a gradient and is a constant here": {"scale": torch.ones((), requires_grad=True)},
     "softcap is 1e-320; it must be 0 or from 1e-30 to 1e+30": {"softcap": 1e-320},
     "softcap has type NoneType; it must be a number": {"softcap": None},
     "softcap has type ndarray; it must be a number": {"softcap": np.ones(2)},
