@@ -211,8 +211,8 @@ def check_kvcache_call(
         )
     like = q[:, :1].expand(-1, num_kv_heads, -1, -1)
     q, _, _, options = check_call(q, like, like, causal=causal, **options)
-    if options.packed or options.dropout_p:
-        raise ValueError("attention over a cache takes neither cu_seqlens nor dropout_p; use flash_attention")
+    if options.packed or options.dropout_p or options.masked:
+        raise ValueError("attention over a cache takes no cu_seqlens, dropout_p or block_mask; use flash_attention")
     _check_cache(q, k_cache, v_cache, k_scale, v_scale)
     if k is not None:
         for name, x in (("k", new_k), ("v", new_v)):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels import (
+    BlockMask,
     KVCacheLayers,
     decode,
     flash_attention_with_kvcache,
@@ -602,7 +603,8 @@ MISTAKES = {
     "q has 4 heads; it must be a multiple of k's 8 heads": {
         "k_cache": torch.zeros(2, 8, 40, 16), "v_cache": torch.zeros(2, 8, 40, 16)
     },
-    "takes neither cu_seqlens nor dropout_p": {"dropout_p": 0.5},
+    "takes no cu_seqlens, dropout_p": {"dropout_p": 0.5},
+    "dropout_p or block_mask; use flash_attention": {"block_mask": BlockMask.from_dense(torch.ones(1, 1).bool())},
 }  # fmt: skip
 
 
@@ -613,7 +615,7 @@ def test_mistakes_are_named(message, attention):
         "q": torch.zeros(2, 4, 1, 16), "k_cache": torch.zeros(2, 2, 40, 16), "v_cache": torch.zeros(2, 2, 40, 16),
         "cache_seqlens": torch.zeros(2).int(),
     } | MISTAKES[message]  # fmt: skip
-    if attention is flash_attention_with_kvcache and "dropout_p" in named:
+    if attention is flash_attention_with_kvcache and {"dropout_p", "block_mask"} & set(named):
         pytest.skip("it has no such argument")
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         attention(**named)
