@@ -65,16 +65,16 @@ class KVCache:
         ValueError where they do not fit, and then nothing changes.
         """
         counts = [num_tokens] * len(rows) if isinstance(num_tokens, int) else num_tokens
+        ends = list(self.length_of)
         for row, count in zip(rows, counts, strict=True):
             self._check_in_use(row)
-            end = self.length_of[row] + count
-            if end > self.max_tokens:
+            ends[row] += count
+            if ends[row] > self.max_tokens:
                 raise ValueError(
-                    f"row {row} of the KV cache would hold {end} tokens and a row has room for {self.max_tokens}; "
-                    "free it or make a cache with larger max_tokens"
+                    f"row {row} of the KV cache would hold {ends[row]} tokens and a row has room for "
+                    f"{self.max_tokens}; free it or make a cache with larger max_tokens"
                 )
-        for row, count in zip(rows, counts, strict=True):
-            self.length_of[row] += count
+        self.length_of = ends
 
     def free(self, row: int) -> None:
         """Take a row out of use."""

@@ -162,6 +162,8 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
         cache.allocate(0)
     with pytest.raises(ValueError, match="row 1 of the KV cache is not in use; allocate it first"):
         cache.extend([1], 1)
+    with pytest.raises(ValueError, match="row 0 of the KV cache would hold 50 tokens"):
+        cache.extend([0, 0], 25)  # a row named twice
     with pytest.raises(ValueError, match="row 0 of the KV cache would hold 41 tokens and a row has room for 40; f"):
         cache.extend([0], 41)
     cache.extend([0], 40)
