@@ -165,8 +165,11 @@ class PagedKVCache(KVCache):
 
     Args:
         config, num_rows, max_tokens, device, dtype: as of `KVCache`.
-        num_pages: of the pool.
+        num_pages: of the pool; None: enough for all rows.
         page: tokens in each, a power of two from 16.
+
+    Raises:
+        ValueError: another page.
     """
 
     def __init__(
@@ -174,11 +177,14 @@ class PagedKVCache(KVCache):
         config: GPTConfig,
         num_rows: int,
         max_tokens: int,
-        num_pages: int,
+        num_pages: int | None,
         page: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ):
+        if page < 16 or page & (page - 1):
+            raise ValueError(f"page={page} must be a power of two from 16 on")
+        num_pages = num_rows * -(-max_tokens // page) if num_pages is None else num_pages
         self.page = page
         self.users_of = [0] * num_pages
         super().__init__(config, num_rows, max_tokens, device, dtype)

@@ -353,7 +353,7 @@ class GPT(nn.Module):
         device, dtype = self.embedding.weight.device, dtype or self.compute_dtype
         if page is None:
             return KVCache(self.config, num_rows, max_tokens, device, dtype)
-        return PagedKVCache(self.config, num_rows, max_tokens, num_rows * -(-max_tokens // page), page, device, dtype)
+        return PagedKVCache(self.config, num_rows, max_tokens, None, page, device, dtype)
 
     @property
     def compute_dtype(self) -> torch.dtype:

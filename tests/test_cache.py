@@ -17,6 +17,13 @@ def paged(num_rows=3, num_pages=8, max_tokens=64, dtype=torch.float32) -> PagedK
     return PagedKVCache(CONFIG, num_rows, max_tokens, num_pages, 16, DEVICE, dtype)
 
 
+@pytest.mark.parametrize("page", [0, 8, 24, -16])
+def test_a_page_is_a_power_of_two_from_16_on(page):
+    """A kernel would refuse it, at its first step."""
+    with pytest.raises(ValueError, match=rf"page={page} must be a power of two from 16 on"):
+        PagedKVCache(CONFIG, 2, 64, None, page)
+
+
 def tokens(num_rows: int, count: int, seed: int) -> list[torch.Tensor]:
     """q, k, v of `count` new tokens of each row, (1, H, num_rows * count, D) as a layer has them."""
     generator = torch.Generator().manual_seed(seed)
