@@ -9,7 +9,6 @@ the first wrote.
 import errno
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -167,8 +166,7 @@ def _prepare(
             say(f"tokenized {split}: {megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.1f} MB/s)")
         with open(folder / MANIFEST, "x") as file:
             json.dump(manifest | {"checksum": digest(manifest)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        flush(folder / MANIFEST)
 
 
 def _alphabet(stream: Stream) -> str:

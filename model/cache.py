@@ -197,7 +197,7 @@ class PagedKVCache(KVCache):
         super()._hold((num_layers, len(self.users_of), num_kv_heads, self.page, head_dim), device, dtype)
 
     def extend(self, rows: list[int], num_tokens: int | list[int]) -> None:
-        before = list(self.length_of)
+        before = self.length_of
         super().extend(rows, num_tokens)
         try:
             self._take({row: -(-self.length_of[row] // self.page) - len(self.pages_of[row]) for row in rows})

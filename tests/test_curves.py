@@ -2,7 +2,6 @@
 
 import builtins
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -134,15 +133,15 @@ def test_matplotlib_that_finds_no_folder_to_write_to_stops_no_run(tmp_path, monk
 
 def test_a_disk_that_is_full_at_the_end_leaves_no_half_of_a_summary(tmp_path, monkeypatch, capsys):
     """With one the run could be neither drawn, nor compared, nor exported with its figures."""
-    real = os.fsync
+    real = Path.write_text
 
-    def full(descriptor):
-        if not list((tmp_path / "run").glob(".summary.json")):
-            return real(descriptor)
-        os.ftruncate(descriptor, 9)
+    def full(path, content, *arguments, **options):
+        if "summary.json" not in path.name:
+            return real(path, content, *arguments, **options)
+        real(path, content[:9])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(Path, "write_text", full)
     train(small_run(tmp_path, "train.steps=2", "train.eval_every=1"), tmp_path / "run")
     out = capsys.readouterr().out
     assert "not written: " in out

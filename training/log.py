@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
+from data.shards import flush
 from training.checkpoint import Checkpoint
 from training.curves import LossPicture
 from training.numbers import NumberCheck
@@ -349,10 +350,8 @@ def _write_whole(path: Path, content: str) -> None:
     """Whole or not at all: half a file would be a damaged one, and a run is not compared or exported with that."""
     temporary = path.with_name(f".{path.name}")
     try:
-        with temporary.open("w") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut leaves the new name and not its content
+        temporary.write_text(content)
+        flush(temporary)  # or a power cut leaves the new name and not its content
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

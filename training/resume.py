@@ -106,16 +106,12 @@ def refuse_unless_same(
         raise ValueError(f"{here} has weights of its own, init_from={began} would replace them; leave one out")
     _refuse_another_tokenizer(here, checkpoint, tokenizer, vocab_size)
     _refuse_another_model(here, before, settings, MAY_CHANGE)
-    old, new = before["optim"].get("name"), settings["optim"]["name"]
-    if old != new:
-        raise ValueError(f"{here} was trained with optim.name={old}, this run has {new}; use {old}")
-    # the step times them is where it is in the text, and what it has seen
-    old, new = before["train"]["batch_tokens"], settings["train"]["batch_tokens"]
-    if old != new:
-        raise ValueError(
-            f"{here} was trained with train.batch_tokens={old}, this run has {new}; use {old}, or begin a run of its "
-            f"own with init_from={checkpoint.path}"
-        )
+    anew = f", or begin a run of its own with init_from={checkpoint.path}"
+    # the step times batch_tokens is where the run is in the text, and what it has seen
+    for group, key, otherwise in (("optim", "name", ""), ("train", "batch_tokens", anew)):
+        old, new = before[group].get(key), settings[group][key]
+        if old != new:
+            raise ValueError(f"{here} was trained with {group}.{key}={old}, this run has {new}; use {old}{otherwise}")
 
 
 def refuse_unless_it_fits(

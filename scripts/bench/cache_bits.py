@@ -12,7 +12,6 @@ The GPT is trained here as `python train.py` would with the same arguments, or l
 run's folder gets cache_bits.json and a picture. The last line is one JSON object.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -106,9 +105,8 @@ def one_more_token(bench: BenchConfig, dtype: torch.dtype, hardware: Hardware) -
     k, v = (torch.randn(bench.batch, bench.num_kv_heads, bench.context, bench.head_dim, **make) for _ in range(2))
     q = torch.randn(bench.batch, bench.num_heads, 1, bench.head_dim, **make)
     one_layer = GPTConfig(1, bench.num_heads, bench.num_kv_heads, bench.num_heads * bench.head_dim)
-    pages = bench.batch * math.ceil(bench.context / bench.page)
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    cache = PagedKVCache(one_layer, bench.batch, bench.context, pages, bench.page, device, dtype)
+    cache = PagedKVCache(one_layer, bench.batch, bench.context, None, bench.page, device, dtype)
     if device.type == "cuda":
         size = torch.cuda.memory_allocated(device) - held
     else:
