@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import shlex
 import sys
 from types import SimpleNamespace
 
@@ -74,8 +75,8 @@ def test_the_command_of_a_figure_can_be_typed(monkeypatch):
     assert command() == "python -m scripts.parity train.steps=2"
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "bench" / "loss.py"), "tokens=8"])
     assert command() == "python -m scripts.bench.loss tokens=8"
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), "profile=true"])
-    assert command() == "python train.py profile=true"
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), 'bench.changes=["optim.lr=1"]', "a='b c'"])
+    assert shlex.split(command()) == ["python", *(a.removeprefix(f"{ROOT}/") for a in sys.argv)]
 
 
 # --- the tables

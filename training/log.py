@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -358,13 +359,13 @@ def _write_whole(path: Path, content: str) -> None:
 
 
 def command() -> str:
-    """What was typed, without where its output went."""
+    """What was typed, as a shell takes it, without where its output went."""
     program = Path(sys.argv[0]).resolve()
     if program.is_relative_to(ROOT) and program.parent != ROOT:
         typed = f"python -m {'.'.join(program.relative_to(ROOT).with_suffix('').parts)}"
     else:
         typed = f"python {program.name}"
-    return " ".join([typed, *(a for a in sys.argv[1:] if not a.startswith("hydra.run.dir="))])
+    return " ".join([typed, *(shlex.quote(a) for a in sys.argv[1:] if not a.startswith("hydra.run.dir="))])
 
 
 def git_commit() -> str | None:
