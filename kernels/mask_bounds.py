@@ -82,7 +82,10 @@ class _Following(TorchFunctionMode):
         own = [x for x in args if isinstance(x, Bounds)]
         name = function.__name__.lstrip("_").removesuffix("__")  # `add_`, in place, keeps its own and is unknown
         if not own or function in _PROPERTIES:
-            return function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Bounds):  # of keywords or lists, which are not looked into
+                raise Undecided
+            return result
         name = _SYNONYMS.get(name, name)
         plain = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Bounds)]
         if kwargs or name not in _KNOWN:
@@ -108,7 +111,9 @@ class _Following(TorchFunctionMode):
         if all(x is not None for x in exact) and not all(any(x.shape[axis] > 1 for x in exact) for axis in (2, 3)):
             result = values(lambda x: x.exact).to(dtype)
             return Bounds.of(dtype, limit, result, _in_blocks(result, self.block))
-        return Bounds.of(dtype, limit, None, _bounds(name, dtype, limit, args) or _open(dtype))
+        if (bounds := _bounds(name, dtype, limit, args)) is None:
+            bounds, limit = _open(dtype), _largest(dtype)
+        return Bounds.of(dtype, limit, None, bounds)
 
 
 def _in_blocks(x: Tensor, block: int) -> Range:
@@ -212,7 +217,7 @@ def _bounds(name: str, dtype: torch.dtype, limit: int, args: tuple) -> Range | N
         # as a () tensor, which `_open` is, counts for less than a larger one of fewer bits
         widest = reduce(torch.promote_types, dtypes - {torch.bool}, torch.bool)
         ranges = [_range(x) for x in args]
-        ranges = [x if x.low.dtype == torch.bool else Range(*(y.to(widest) for y in x)) for x in ranges]
+        ranges = [x if torch.bool in (x.low.dtype, widest) else Range(*(y.to(widest) for y in x)) for x in ranges]
         result = rules[name](*ranges)
     if name in _COMPARED or name in _LOGIC or limit < _largest(dtype):
         return result

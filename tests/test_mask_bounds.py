@@ -32,6 +32,8 @@ EXACT_AND_MIXED = {
     "wrapped in a byte": lambda b, h, q, k: NARROW[q] - NARROW[k] > 50,
     "bytes beside any number": lambda b, h, q, k: NARROW[q] < torch.minimum(q, k),
     "open": lambda b, h, q, k: (k <= q) & (((q * 7 + k * 2**61) >> 3) % 5 < 3) | (torch.minimum(q, k) == 3),
+    "truth beside a number": lambda b, h, q, k: ((k <= q) == 2) | ((k > q) != -1) & ((q < k + 90) > -1) & (k > 3),
+    "after what has no rule": lambda b, h, q, k: ((q - k) * 2 - 1 < 100) & (q != 7 - ((k <= q) + 2)) & (q * k + 1 > 99),
     "constant": lambda b, h, q, k: q >= 0,
 }
 NOT_FOLLOWED = {
@@ -43,6 +45,8 @@ NOT_FOLLOWED = {
     "shapes": lambda b, h, q, k: (k <= q) & torch.ones(q.shape, dtype=torch.bool, device=q.device),
     "in place": lambda b, h, q, k: (k <= q).logical_and_((q - k).sub_(90).abs_() < 20),
     "keywords": lambda b, h, q, k: (q - k).clamp(min=5) > 30,
+    "keywords alone": lambda b, h, q, k: torch.minimum(input=q, other=k) > 30,
+    "a list of operands": lambda b, h, q, k: (torch.stack((q, k)) > 30).all(0),
 }
 
 
