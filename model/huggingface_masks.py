@@ -16,7 +16,6 @@ and kind is 1 + causal + 2 * windowed.
 """
 
 from collections.abc import Callable
-from functools import partial
 from inspect import getclosurevars
 
 import torch
@@ -76,10 +75,15 @@ def mask(
     if "attentions" in (_active_collector.get() or ()):  # GPT-2 and OPT do not tell their layers
         raise ValueError(NO_WEIGHTS)
     refuse_found_holes()
-    pairs = partial(
-        theirs.sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
-        allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
-    )  # fmt: skip
+
+    def pairs() -> Tensor:
+        made = theirs.sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
+        )  # fmt: skip
+        shared(made, "copy", lambda: None)  # nobody else writes to it
+        return made
+
     if (said := _said_by(mask_function)) is None:
         return pairs()
     causal, windowed, documents = said
@@ -184,7 +188,14 @@ def blocks_of(pairs: Tensor, queries: int) -> BlockMask:
                 )
         return BlockMask.from_dense(visible)
 
-    return shared(pairs, ("blocks", queries), build) if isinstance(pairs, Tensor) else pairs
+    if not isinstance(pairs, Tensor):
+        return pairs
+    copy = shared(pairs, "copy", lambda: pairs.clone() if pairs.is_inference() else None)
+    captured = pairs.is_cuda and torch.cuda.is_current_stream_capturing()  # which must not wait
+    if copy is not None and not captured and not torch.equal(copy, pairs):
+        del _DERIVED[pairs]  # written to in inference mode, which counts no versions
+        shared(pairs, "copy", pairs.clone)
+    return shared(pairs, ("blocks", queries), build)
 
 
 # ---- holes

@@ -97,6 +97,17 @@ def test_pairs_in_the_interpreter():
     close(theirs[1], ours[1], 2e-5)
 
 
+def test_pairs_that_change_in_inference_mode(in_pytorch, builds):
+    """It counts no versions."""
+    model = build("Llama")
+    with torch.inference_mode():
+        pairs = added(prefixes())
+        for _ in range(2):
+            close(*with_each(model, lambda model: model(tokens(), attention_mask=pairs).logits))
+            pairs[..., 3] = -1e30
+    assert len(builds) == 2
+
+
 def test_pairs_that_are_the_same_for_all_queries(in_pytorch):
     """What a (B, 1, 1, N) mask broadcasts to, here of an encoder."""
     mask = added(padding("right").bool()[:, None, None])
