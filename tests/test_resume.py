@@ -144,6 +144,21 @@ def test_going_on_from_an_earlier_checkpoint_with_nothing_to_do_loses_no_metrics
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_that_goes_on_in_the_folder_of_another_is_refused(tmp_path):
+    """It would mix their metrics and delete that one's checkpoints. One that was moved and linked is the run's own."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for run in (one, other):
+        train(small_run(tmp_path, "train.steps=2"), run)
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"run folder .*other already holds a run; give another hydra\.run\.dir"):
+        train(small_run(tmp_path, "train.steps=4", f"resume={one}"), other)
+    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
+    (other / "checkpoints" / "step_000002").rename(tmp_path / "moved")
+    (other / "checkpoints" / "step_000002").symlink_to(tmp_path / "moved")
+    train(small_run(tmp_path, "train.steps=4", f"resume={other}"), other)
+    assert [line["step"] for line in metrics(other)] == [1, 2, 4]
+
+
 def test_time_spent_goes_on(tmp_path):
     """`seconds` counts all lives of the run, so curves over time do not jump back."""
     live_step_by_step(tmp_path, tmp_path / "run", *STORY)
@@ -165,6 +180,7 @@ def stopped(tmp_path_factory):
 
 def go_on(stopped, *overrides):
     run = small_run(stopped, *STORY, "tokenizer=characters", f"resume={stopped / 'run'}", *overrides)
+    shutil.rmtree(stopped / "elsewhere", ignore_errors=True)
     return train(run, stopped / "elsewhere")
 
 

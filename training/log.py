@@ -83,9 +83,10 @@ class RunLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False, emoji=False)  # :key: in a sample is a text
-        own = resumed is not None and resumed.path.parent == (run_dir / "checkpoints").resolve()
+        own = resumed is not None and resumed.path in {path.resolve() for path in run_dir.glob("checkpoints/*")}
         expected = resumed.meta["metric_lines"] if own else 0  # another run's checkpoint knows another file
-        goes_on = resumes and (first_step > 0 or (run_dir / "run.json").exists())  # else its files are somebody's own
+        # else its files are somebody's own, or another run's
+        goes_on = resumes and (own or (resumed is None and (run_dir / "run.json").exists()))
         self._file = MetricsFile(
             run_dir / "metrics.jsonl", first_step, resumes=goes_on, say=self.say, expected=expected
         )
