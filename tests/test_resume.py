@@ -11,6 +11,7 @@ from tests.runs import contents, metrics, settings, small_run
 from tests.test_checkpoint import described_anew
 from train import train
 from training.checkpoint import open_checkpoint
+from training.step import Step
 
 # 36 windows and 4 a step: the first epoch ends exactly after step 9. Two micro-batches a step, dropout on; metrics,
 # evaluations and samples at intervals that no stop coincides with
@@ -157,6 +158,25 @@ def test_a_run_that_goes_on_in_the_folder_of_another_is_refused(tmp_path):
     (other / "checkpoints" / "step_000002").symlink_to(tmp_path / "moved")
     train(small_run(tmp_path, "train.steps=4", f"resume={other}"), other)
     assert [line["step"] for line in metrics(other)] == [1, 2, 4]
+
+
+def test_lines_of_two_lives_do_not_mix(tmp_path):
+    """The second goes back, saves more often than it logs, and is killed before its first line."""
+    run, story = tmp_path / "run", ("optim.schedule=constant", "train.eval_every=0", "train.save_every=2")
+    train(small_run(tmp_path, *story, "train.steps=8", "train.log_every=1", "train.keep_every=2"), run)
+    before, back = (run / "metrics.jsonl").read_bytes(), f"resume={run / 'checkpoints' / 'step_000004'}"
+
+    def kill(step: Step) -> None:
+        if step.number == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            small_run(tmp_path, *story, "train.steps=8", "train.log_every=8", "optim.lr=1e-5", back), run, on_step=kill
+        )
+    assert (run / "metrics.jsonl").read_bytes() == before
+    train(small_run(tmp_path, *story, "train.steps=8", "train.log_every=8", "optim.lr=1e-5", "resume=auto"), run)
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 8]
 
 
 def test_time_spent_goes_on(tmp_path):

@@ -84,7 +84,7 @@ class RunLog:
         self.run_dir = run_dir
         self.console = Console(highlight=False, emoji=False)  # :key: in a sample is a text
         own = resumed is not None and resumed.path in {path.resolve() for path in run_dir.glob("checkpoints/*")}
-        expected = resumed.meta["metric_lines"] if own else 0  # another run's checkpoint knows another file
+        expected = resumed.meta["metric_lines"] if own else None  # another run's checkpoint knows another file
         # else its files are somebody's own, or another run's
         goes_on = resumes and (own or (resumed is None and (run_dir / "run.json").exists()))
         self._file = MetricsFile(
@@ -205,13 +205,14 @@ class MetricsFile:
 
     Args:
         expected: lines that the file had up to `first_step` when that was saved; `say` is told where some are gone.
+            More are of an earlier life, which went further: a later one that saved was killed before its first line.
 
     Raises:
         ValueError: the file exists and the run is a new one, or it is damaged.
     """
 
     def __init__(
-        self, path: Path, first_step: int, *, resumes: bool, say: Callable[[str], None], expected: int = 0
+        self, path: Path, first_step: int, *, resumes: bool, say: Callable[[str], None], expected: int | None = None
     ) -> None:
         if path.exists() and not resumes:
             raise ValueError(
@@ -220,10 +221,10 @@ class MetricsFile:
         self.path, self._say = path, say
         self._waiting: list[str] = []
         self._failed = False
-        self._kept = _lines_until(path, first_step) if path.exists() else []  # until the rest is cut
+        self._kept = _lines_until(path, first_step)[:expected] if path.exists() else []  # until the rest is cut
         self.lines = len(self._kept)
         self._file: FileIO | None = None
-        if self.lines < expected:
+        if expected is not None and self.lines < expected:
             say(
                 f"metrics    {path} has lost {expected - self.lines} of its {expected} lines up to step {first_step} "
                 "(a power cut, or an edit); the run goes on without them"
