@@ -11,6 +11,8 @@ from tests.runs import contents, metrics, settings, small_run
 from tests.test_checkpoint import described_anew
 from train import train
 from training.checkpoint import open_checkpoint
+from training.comparison import state
+from training.curves import read_run
 from training.step import Step
 
 # 36 windows and 4 a step: the first epoch ends exactly after step 9. Two micro-batches a step, dropout on; metrics,
@@ -177,6 +179,24 @@ def test_lines_of_two_lives_do_not_mix(tmp_path):
     assert (run / "metrics.jsonl").read_bytes() == before
     train(small_run(tmp_path, *story, "train.steps=8", "train.log_every=8", "optim.lr=1e-5", "resume=auto"), run)
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 8]
+
+
+def test_the_summary_of_an_earlier_life_does_not_outlive_its_metrics(tmp_path):
+    """It gave a run that went on and was killed the seconds of the stop before, and one that went back the end too."""
+    run, story = tmp_path / "run", ("optim.schedule=constant", "train.log_every=1", "train.save_every=2")
+    train(small_run(tmp_path, *story, "train.steps=6"), run)
+    back = small_run(tmp_path, *story, "train.steps=6", f"resume={run / 'checkpoints' / 'step_000002'}")
+
+    def kill(step: Step) -> None:
+        if step.number == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(back, run, on_step=kill)
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4]
+    assert state(read_run(run)) == "killed"
+    assert train(small_run(tmp_path, *story, "train.steps=6", "resume=auto"), run)["steps"] == 6
+    assert state(read_run(run)) == "finished"
 
 
 def test_time_spent_goes_on(tmp_path):

@@ -167,12 +167,12 @@ class RunLog:
             "exit_code": stop.exit_code if stop else 0,
             "checkpoint": str(checkpoint) if checkpoint else None,
         }
+        if not 0 < self._first_step == results["steps"]:  # where nothing was done, nothing replaces what came after
+            self._file.flush()
         try:
             _write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
-        if not 0 < self._first_step == results["steps"]:  # where nothing was done, nothing replaces what came after
-            self._file.flush()
         self._with_wandb(lambda run: run.summary.update(named(summary)))
         self.picture.draw(last=True)
         if stop:
@@ -272,6 +272,7 @@ class MetricsFile:
 
     def _cut(self) -> FileIO:
         """The file with the lines that are kept, open for more."""
+        self.path.with_name("summary.json").unlink(missing_ok=True)  # of the life before, which ended elsewhere
         if self.path.exists():
             _write_whole(self.path, "".join(line + "\n" for line in self._kept))
         self._kept = []
