@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 EXIT_USER_ERROR = 2
 SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
+DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
 SIGNALLED = 128  # exit codes above it are 128 + a signal
 NEWER = (3, 14)  # this Python reads help texts that are being added, and one of Hydra 1.3's is no text (hydra #3121)
 
@@ -331,8 +332,10 @@ def _run_dir(resume: str | None, name: str | None, experiment: str, time: str) -
     # not yet checked: a name that is refused later makes no folder elsewhere
     runs = f"runs/{name if name and is_folder_name(str(name)) else experiment}"
     if resume == "auto":
-        earlier = sorted(path.parent for path in Path(runs).glob("*/checkpoints"))
-        return str(earlier[-1]) if earlier else f"{runs}/{time}"
+        earlier = [path.parent for path in Path(runs).glob("*/checkpoints")]
+        # by the time of its name; a folder that somebody renamed has none, and was put aside
+        newest = max(earlier, key=lambda run: (bool(DATED.match(run.name)), run.name), default=None)
+        return str(newest or f"{runs}/{time}")
     if resume:
         # .../<run>/checkpoints/<name>  ->  .../<run>
         checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number

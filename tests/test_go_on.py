@@ -177,6 +177,17 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again_as_it_was(here
     assert "config.yaml or run.json is damaged" in train("resume=auto", "name=mine").error
 
 
+def test_auto_takes_the_newest_by_time_and_says_what_it_took(here, train):
+    """Not a folder that somebody renamed; nor is it the first run of a name whose newest died before it saved."""
+    assert train(*OWN, "train.max_hours=1e-9").code == 75
+    (first := the_run()).rename(first.with_name("to be kept"))
+    newest = shutil.copytree(first.with_name("to be kept"), first, symlinks=True)
+    assert f"resumed    from {newest.resolve()}/" in train("resume=auto", "name=mine").out
+    shutil.rmtree(newest / "checkpoints")
+    (newest / "checkpoints").mkdir()
+    assert f"resumed    nothing: {newest} has no checkpoint yet" in train("resume=auto", "name=mine").out
+
+
 def test_a_run_that_goes_on_with_nothing_replaces_nobodys_files(here, train):
     Path("ours").mkdir()
     for name in ("config.yaml", "metrics.jsonl"):

@@ -147,7 +147,7 @@ class Run:
         if self.hardware.device.type == "cuda":
             lines.append(f"graphs     {'on' if self.graphs else 'off'} ({self.graphs_reason})")
         if self.settings["resume"] == "auto" and not self.resumed:
-            lines.append(f"resumed    nothing: no run in {run_dir.parent} has a checkpoint yet; this is a new one")
+            lines.append(f"resumed    nothing: {run_dir} has no checkpoint yet; it begins at its first step")
         if self.initial:
             lines.append(f"weights    of {self.initial.path} after {self.initial.step} steps; all else begins anew")
         if self.hardware.device.type == "cpu":
