@@ -16,6 +16,7 @@ arXiv:2307.08691, section 3; the roofline of Williams et al. 2009.
 """
 
 import json
+import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,8 @@ class ExplainSettings(Settings, Shape):
 
 @program("config", ExplainSettings, experiment="quickstart", run_dir=".")
 def main(settings: ExplainSettings, run_dir: Path) -> None:
+    if settings.what == "attention":
+        refuse_of_a_run(sys.argv[1:], settings.model.mask)
     explain = explain_step if settings.what == "memory" else explain_attention
     report, shown = explain(settings)
     console = Console(highlight=False, width=130)
@@ -120,6 +123,17 @@ def main(settings: ExplainSettings, run_dir: Path) -> None:
             part = part.caption
         console.print(part, markup=False, soft_wrap=True)
     print(json.dumps(report))
+
+
+def refuse_of_a_run(typed: list[str], mask: str | None) -> None:
+    """ValueError for a key of a training run: beside what=attention all but the mask's do nothing."""
+    own = {*(field.name for field in fields(Shape)), *ExplainSettings.__annotations__, "model.mask"}
+    own |= {"model.window"} if mask is not None else set()
+    instead = {of_a_run: f"use {key}" for key, of_a_run in OF_A_RUN.items()}
+    for key in (argument.lstrip("+~").partition("=")[0] for argument in typed if argument[:1] != "-"):
+        if key not in own and not key.startswith("hydra"):
+            remedy = instead.get(key, "leave it out")
+            raise ValueError(f"{key} is of a training run, for what=memory; with what=attention {remedy}")
 
 
 # --- attention: the formulas

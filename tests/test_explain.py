@@ -22,7 +22,7 @@ from scripts.explain import (
     recomputation_share,
     roofline,
 )
-from tests.runs import settings
+from tests.runs import settings, told
 
 MIB, GIB = 2**20, 2**30
 LLAMA = Shape(num_heads=32, seq_len=4096, head_dim=128, element=2)
@@ -183,3 +183,28 @@ def test_blocks_visited_and_skipped():
     report, shown = explain.explain_attention(settings("model.mask=dilated:3", "seq_len=512", schema=ExplainSettings))
     assert report["mask"]["visited"] == report["mask"]["causal"] == 10
     assert shown[0].startswith("model.mask=dilated:3: of 16 blocks of 128 x 128 10 are visited, 10 of them partial")
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (
+            ["model.num_heads=4"],
+            "model.num_heads is of a training run, for what=memory; with what=attention use num_heads",
+        ),
+        (["experiment=wikitext2", "seq_len=512"], "experiment is of a training run, for what=memory; with"),
+        (["model.window=128"], "model.window is of a training run, for what=memory; with what=attention leave it out"),
+        (["seq_len=512", "model.mask=prefix:64", "model.window=128", "hydra.run.dir=.", "--multirun"], None),
+    ],
+)
+def test_keys_of_a_run_do_not_seem_to_count_for_one_layer(typed, message):
+    if message is None:
+        return explain.refuse_of_a_run(typed, "prefix:64")
+    with pytest.raises(ValueError, match=message):
+        explain.refuse_of_a_run(typed, None)
+
+
+def test_a_command_line_of_one_layer_with_keys_of_a_run_is_refused(monkeypatch, capsys):
+    outcome = told("scripts.explain", ["model.num_heads=4", "data.seq_len=512"], monkeypatch, capsys)
+    assert outcome.code == 2
+    assert "model.num_heads is of a training run" in outcome.error
