@@ -253,7 +253,7 @@ def _arguments(
     found: argparse.Namespace = parser.parse_intermixed_args(typed)
     flags, values = [a for a in typed if a not in found.overrides], list(found.overrides)
     if positional and (bare := [value for value in values if _is_positional(value)]):
-        if named := [value for value in values if value.partition("=")[0] == positional]:
+        if named := [value for value in values if value.startswith(f"{positional}=")]:  # a folder may be called so
             refuse(f"{named[0]} and {bare[0]} are given both ways; leave {positional}= out")
         listed = ",".join(map(_quoted, bare))
         values = [value for value in values if value not in bare] + [f"{positional}=[{listed}]"]

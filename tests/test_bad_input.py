@@ -580,6 +580,8 @@ CHECKPOINTS = [
     Case("compare: no run", ["{p}/cache"], ["{p}/cache has no metrics.jsonl"], program="scripts.compare"),
     Case("compare: nothing", [], ["runs=[]", "give the folders"], program="scripts.compare"),
     Case("compare: no picture", ["{p}/first", "out="], ["out= names no picture", "use"], program="scripts.compare"),
+    Case("compare: a folder called runs", ["runs"], ["runs has no metrics.jsonl", "give the folder of a run"],
+         program="scripts.compare"),
     Case("compare: both ways", ["{p}/first", "runs=[{p}/cache]"], ["{p}/first are given both ways", "leave runs= out"],
          program="scripts.compare"),
     Case("compare: odd name", ["{p}/it's, here", "{p}/first"], ["/it's, here has no metrics.jsonl", "give the folder"],
