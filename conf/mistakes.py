@@ -21,6 +21,7 @@ _HYDRAS = {
     r"Sweep parameters '(.*?)' requires": "{} is several values; use -m for one run each, or one value",
     r"Error merging override (.*)": "{} has the wrong type; write a value as `--cfg job` shows it",
     r"Additional config directory '(.*?)' not found": "--config-dir={} is not a folder; name one",
+    r"(\w+)(?:\. To override| appears more than once)": "+{0} adds a group, and {0} is there; write {0}=NAME",
     r"Config group override must be a .* Got (\w+)": "a group takes the name of a file, not {}; write model=tiny, say",
 }
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
@@ -57,6 +58,8 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
         key = unknown.group(1).split("=")[0]
         if text.startswith("Could not delete") and key in keys:
             return f"~{key} deletes nothing: {key} is null already; drop it"
+        if text.startswith("Could not append") and key in keys:
+            return f"+{key} adds a key, and {key} is there; write {key}=VALUE"
         return _unknown_key(key, keys)
     return text
 

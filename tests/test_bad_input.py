@@ -252,6 +252,9 @@ WORDS = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
          "model": {"type": "WordLevel", "vocab": {"<eos>": 0, "the": 1}, "unk_token": "<unk>"}}  # fmt: skip
 
 COMMAND_LINES = [
+    Case("added key that is there", ["+data.seq_len=12"], ["+data.seq_len adds a key", "write data.seq_len=VALUE"]),
+    Case("added group that is there", ["+model=tiny"], ["+model adds a group", "write model=NAME"]),
+    Case("added experiment", ["+experiment=shakespeare"], ["+experiment adds a group", "write experiment=NAME"]),
     Case("deleted key without a value", ["~resume"], ["~resume deletes nothing: resume is null already", "drop it"]),
     Case("deleted key that there is not", ["~model.num_layerz"], ["did you mean model.num_layers?"]),
     Case("unknown key", ["model.num_layerz=3"], ["model.num_layerz", "did you mean model.num_layers?"]),
