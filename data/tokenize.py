@@ -70,9 +70,10 @@ def tokenize(
     """Token ids (uint32) of the stream, in order, with end-of-text between documents; adds to `counts` as it goes."""
     end_of_text = np.array([encoding.eot_token], dtype=np.uint32)
 
-    def encode(text: str) -> tuple[np.ndarray, int]:
-        # special tokens that stand in the text are text
-        return encoding.encode_to_numpy(text, disallowed_special=()), len(text.encode())
+    def encode(text: str, first: bool) -> tuple[np.ndarray, int]:
+        # special tokens that stand in the text are text; tiktoken's encodings begin a text as they go on with one
+        begins = {} if isinstance(encoding, tiktoken.Encoding) else {"first": first}
+        return encoding.encode_to_numpy(text, disallowed_special=(), **begins), len(text.encode())
 
     for (_, first), (tokens, size) in ordered_map(encode, pieces(fragments), num_workers):
         if first and counts.documents:
@@ -85,14 +86,14 @@ def tokenize(
 
 
 def ordered_map(
-    function: Callable[[str], tuple], stream: Iterator[Fragment], num_workers: int
+    function: Callable[[str, bool], tuple], stream: Iterator[Fragment], num_workers: int
 ) -> Iterator[tuple[Fragment, tuple]]:
-    """`function` of each text by a pool of threads, results in order, only a few texts in memory at a time."""
+    """`function` of each fragment by a pool of threads, results in order, only a few texts in memory at a time."""
     running: deque = deque()
     with ThreadPoolExecutor(num_workers) as pool:
         try:
             for fragment in stream:
-                running.append((fragment, pool.submit(function, fragment[0])))
+                running.append((fragment, pool.submit(function, *fragment)))
                 if len(running) > 2 * num_workers:  # enough that no thread waits while the oldest result is written
                     done, future = running.popleft()
                     yield done, future.result()

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data import build_tokenizer, tokenizer_from_state, tokenizer_state
-from data.tokenize import Counts, head, pieces, tail, tokenize
+from data.tokenize import PIECE_CHARACTERS, Counts, head, pieces, tail, tokenize
 from data.tokenizer_file import FileEncoding
 from training.evaluate import whole_words
 
@@ -98,6 +98,11 @@ def test_tokens_of_sentencepiece_are_streamed_with_their_blanks_and_bytes(tmp_pa
     assert b"".join(encoding.decode_bytes([token]) for token in tokens) == b" " + text.encode()
     assert encoding.decode(tokens) == " " + text
     assert encoding.decode_bytes([encoding.eot_token]) == b"</s>"
+    whole = "ab a\nb " * (PIECE_CHARACTERS // 4) + "\nab"  # read in pieces, with the tokens of one call
+    cut = list(tokenize([(whole, True), ("\na", True)], encoding, 2, Counts()))
+    assert len(cut) == 4
+    one_call = [*encoding.encode_ordinary(whole), encoding.eot_token, *encoding.encode_ordinary("\na")]
+    assert np.array_equal(np.concatenate(cut), one_call)
     assert encoding.decode(whole_words(tokens, 3, encoding)) == " a"
 
 
