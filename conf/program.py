@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 EXIT_USER_ERROR = 2
 SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
+# its folder where those of the single runs would not be in one
+SEVERAL = "hydra.sweep.dir='runs/several/${now:%Y-%m-%d_%H-%M-%S}'"
 DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
 SIGNALLED = 128  # exit codes above it are 128 + a signal
 NEWER = (3, 14)  # this Python reads help texts that are being added, and one of Hydra 1.3's is no text (hydra #3121)
@@ -258,6 +260,8 @@ def _arguments(
         listed = ",".join(map(_quoted, bare))
         values = [value for value in values if value not in bare] + [f"{positional}=[{listed}]"]
     values = [_as_typed(value, keys, sweeps=found.multirun) for value in values]
+    if found.multirun and any(re.match(r"(experiment|name)=.*[,(]", value) for value in values):
+        defaults = [SEVERAL, *defaults]
     said = {value.lstrip("+~").partition("=")[0] for value in values}
     return flags, [*values, *(value for value in defaults if value.partition("=")[0] not in said)], found.help
 

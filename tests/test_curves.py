@@ -272,6 +272,17 @@ def test_a_sweep_ends_with_its_table(tmp_path, monkeypatch, capsys, drawn):
     assert [row["steps"] for row in rows] == [2, 2]
 
 
+def test_a_sweep_of_experiments_is_in_one_folder(tmp_path, monkeypatch, capsys):
+    small_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    own = ["data=text", "data.files=corpus.txt", "data.cache_dir=cache", *SMALL, "train.steps=1"]
+    done = told("train", ["-m", "experiment=quickstart,shakespeare", *own], monkeypatch, capsys)
+    assert done.code == 0, done.error
+    (sweep,) = (tmp_path / "runs" / "several").iterdir()
+    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "compare.png", "multirun.yaml"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["several"]
+
+
 @pytest.mark.parametrize(("code", "runs"), [(65, 3), (143, 1)])
 def test_a_sweep_outlives_a_run_that_diverges_and_no_signal(tmp_path, monkeypatch, code, runs):
     seen, ended = [], []
