@@ -1,6 +1,7 @@
 """The evidence programs in their smallest form."""
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_the_command_in_a_file_is_what_was_typed(tmp_path, monkeypatch, capsys):
     assert told("scripts.bench.loss", typed, monkeypatch, capsys).code == 0
     (path,) = tmp_path.glob("runs/bench_loss/*/bench_loss.json")
     command = json.loads(path.read_text())["provenance"]["command"]
-    assert command.partition(" tokens")[1:] == (" tokens", " ".join(typed).removeprefix("tokens"))
+    assert command.partition(" tokens")[1:] == (" tokens", shlex.join(typed).removeprefix("tokens"))
 
 
 def test_a_save_is_paid_for_by_the_loop_once_a_cadence(tmp_path, capsys, monkeypatch):

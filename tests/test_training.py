@@ -242,6 +242,7 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
             opened.metrics(step, {"loss": float(step)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # all that a machine which lost power got to write
+    (tmp_path / "run.json").touch()  # the folder is a run's
     with log(tmp_path, first_step=2, resumes=True) as opened:
         opened.metrics(3, {"loss": 9.0})
     assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 9.0)]
@@ -252,6 +253,7 @@ def test_until_the_first_new_line_nothing_is_dropped(tmp_path, monkeypatch):
     with log(tmp_path) as opened:
         for step in (1, 2, 3):
             opened.metrics(step, {"loss": float(step)})
+    (tmp_path / "run.json").touch()  # the folder is a run's
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with pytest.raises(ValueError, match="refused"), log(tmp_path, first_step=1, resumes=True):
         raise ValueError("refused")
