@@ -254,6 +254,8 @@ def _arguments(
     parser.error = refuse  # type: ignore[method-assign]
     found: argparse.Namespace = parser.parse_intermixed_args(typed)
     flags, values = [a for a in typed if a not in found.overrides], list(found.overrides)
+    if empty := {"hydra.run.dir=", "hydra.sweep.dir="}.intersection(values):  # of a shell's variable that is not set
+        refuse(f"{empty.pop()} names no folder; write . for this one")
     if positional and (bare := [value for value in values if _is_positional(value)]):
         if named := [value for value in values if value.startswith(f"{positional}=")]:  # a folder may be called so
             refuse(f"{named[0]} and {bare[0]} are given both ways; leave {positional}= out")

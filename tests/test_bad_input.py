@@ -290,6 +290,7 @@ COMMAND_LINES = [
         )
         for name in ("config.yaml", "summary.json", "loss.png")
     ),
+    Case("folder without a name", ["hydra.run.dir="], ["hydra.run.dir= names no folder; write . for this one"]),
     Case("sweep", ["-m", "train.steps=0"], ["train.steps=0 must be at least 1"]),
 ]
 
