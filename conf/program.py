@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 EXIT_USER_ERROR = 2
 SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
-# its folder where those of the single runs would not be in one
-SEVERAL = "hydra.sweep.dir='runs/several/${now:%Y-%m-%d_%H-%M-%S}'"
+NOW = "${now:%Y-%m-%d_%H-%M-%S}"
+SEVERAL = f"hydra.sweep.dir='runs/several/{NOW}'"  # where the folders of a sweep's runs would not be in one
 DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
 SIGNALLED = 128  # exit codes above it are 128 + a signal
 NEWER = (3, 14)  # this Python reads help texts that are being added, and one of Hydra 1.3's is no text (hydra #3121)
@@ -82,7 +82,7 @@ def program(
     if run_dir == ".":
         defaults.append("hydra.run.dir=.")
     elif run_dir:
-        dated = f"'{run_dir}/${{now:%Y-%m-%d_%H-%M-%S}}'"
+        dated = f"'{run_dir}/{NOW}'"
         defaults += [f"hydra.run.dir={dated}", f"hydra.sweep.dir={dated}"]
 
     def decorate(main: Callable[[S, Path], Any]) -> Callable[[], None]:
@@ -264,8 +264,13 @@ def _arguments(
     values = [_as_typed(value, keys, sweeps=found.multirun) for value in values]
     if found.multirun and any(re.match(r"(experiment|name)=.*[,(]", value) for value in values):
         defaults = [SEVERAL, *defaults]
-    said = {value.lstrip("+~").partition("=")[0] for value in values}
-    return flags, [*values, *(value for value in defaults if value.partition("=")[0] not in said)], found.help
+    said = set(map(key_of, values))
+    return flags, [*values, *(value for value in defaults if key_of(value) not in said)], found.help
+
+
+def key_of(override: str) -> str:
+    """The key or group that an argument sets, adds or deletes."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def _is_positional(value: str) -> bool:

@@ -98,11 +98,12 @@ class FileEncoding:
 
     def encode_to_numpy(self, text: str, *, first: bool = True, **_: Any) -> np.ndarray:
         """first: whether a document begins here; else without the blank that SentencePiece's put before any text."""
-        tokens, line = self.encode_ordinary(text), [] if first else self.encode_ordinary("\n")
+        line = [] if first else self.encode_ordinary("\n")
         if len(line) > 1 and self._inner.id_to_token(line[0]) == "▁":
             behind = self.encode_ordinary("\n" + text)
-            tokens = behind[len(line) :] if behind[: len(line)] == line else tokens
-        return np.array(tokens, dtype=np.uint32)
+            if behind[: len(line)] == line:
+                return np.array(behind[len(line) :], dtype=np.uint32)
+        return np.array(self.encode_ordinary(text), dtype=np.uint32)
 
     def decode_bytes(self, tokens: list[int]) -> bytes:
         """Token by token, also a byte of a character and the blank before a word: a stream decodes one at a time."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from conf.program import program
+from conf.program import key_of, program
 from conf.schema import Settings
 from data import build_tokenizer
 from kernels import block_mask
@@ -130,7 +130,7 @@ def refuse_of_a_run(typed: list[str], mask: str | None) -> None:
     own = {*(field.name for field in fields(Shape)), *ExplainSettings.__annotations__, "model.mask"}
     own |= {"model.window"} if mask is not None else set()
     instead = {of_a_run: f"use {key}" for key, of_a_run in OF_A_RUN.items()}
-    for key in (argument.lstrip("+~").partition("=")[0] for argument in typed if argument[:1] != "-"):
+    for key in (key_of(argument) for argument in typed if argument[:1] != "-"):
         if key not in own and not key.startswith("hydra"):
             remedy = instead.get(key, "leave it out")
             raise ValueError(f"{key} is of a training run, for what=memory; with what=attention {remedy}")

@@ -250,13 +250,20 @@ def test_the_runs_of_a_sweep_stay_in_order(tmp_path):
     assert runs_below(tmp_path) == folders
 
 
-def test_a_sweep_ends_with_its_table(tmp_path, monkeypatch, capsys, drawn):
+def swept(tmp_path, monkeypatch, capsys, *overrides):
+    """(what was said, the folder) of a sweep of small runs, which leaves nothing beside its folder."""
     small_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    own = ["data=text", "data.files=corpus.txt", "data.cache_dir=cache", *SMALL, "train.steps=2"]
-    done = told("train", ["-m", "optim.lr=1e-3,3e-4", *own], monkeypatch, capsys)
+    own = ["data=text", "data.files=corpus.txt", "data.cache_dir=cache", *SMALL]
+    done = told("train", ["-m", *own, *overrides], monkeypatch, capsys)
     assert done.code == 0, done.error
-    (sweep,) = (tmp_path / "runs" / "quickstart").iterdir()
+    (sweep,) = (tmp_path / "runs").glob("*/*")
+    return done, sweep
+
+
+def test_a_sweep_ends_with_its_table(tmp_path, monkeypatch, capsys, drawn):
+    done, sweep = swept(tmp_path, monkeypatch, capsys, "optim.lr=1e-3,3e-4", "train.steps=2")
+    assert sweep.parent.name == "quickstart"
     table = done.out[done.out.rindex("finished") - 400 :]
     for label in ("optim.lr=1e-3", "optim.lr=3e-4"):
         assert f" {label} finished " in " ".join(table.split())
@@ -273,12 +280,7 @@ def test_a_sweep_ends_with_its_table(tmp_path, monkeypatch, capsys, drawn):
 
 
 def test_a_sweep_of_experiments_is_in_one_folder(tmp_path, monkeypatch, capsys):
-    small_run(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    own = ["data=text", "data.files=corpus.txt", "data.cache_dir=cache", *SMALL, "train.steps=1"]
-    done = told("train", ["-m", "experiment=quickstart,shakespeare", *own], monkeypatch, capsys)
-    assert done.code == 0, done.error
-    (sweep,) = (tmp_path / "runs" / "several").iterdir()
+    _, sweep = swept(tmp_path, monkeypatch, capsys, "experiment=quickstart,shakespeare", "train.steps=1")
     assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "compare.png", "multirun.yaml"]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["several"]
 
