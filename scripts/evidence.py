@@ -44,6 +44,10 @@ SMALL = (  # nanoGPT's GPU recipe for tinyshakespeare: its network, context, dro
     "train.batch_tokens=16384", "bench.seq_len=[256]", "bench.vocab_size=65", "bench.steps=60",
     "bench.warmup_steps=20", "hardware.compile=true",
 )  # fmt: skip
+LARGE = (  # 1.3 billion parameters
+    "model.num_layers=24", "model.num_heads=16", "model.n_embd=2048", "bench.seq_len=[2048]",
+    "bench.micro_batch_tokens=16384",
+)  # fmt: skip
 PROFILE = (
     "model=gpt2_124m", *BOOKS, "optim=adamw", "data.seq_len=1024", "train.batch_tokens=65536", "train.steps=8",
     "optim.warmup_steps=1", "train.eval_windows=1", "train.sample_tokens=0", "profile=true",
@@ -154,6 +158,7 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         '"optim.cautious_decay=true"]',
     ),
     **{f"training/small_{optim}": (*SMALL, f"optim={optim}") for optim in ("adamw", "muon")},
+    **{f"training/large_{fp8}": (*LARGE, f"model.fp8={fp8}", *TEN_STEPS) for fp8 in ("none", "mlp", "all")},
     "training/grid": (
         "hardware.compile=false", "bench.attention=[flash,naive]", "bench.checkpointing=[none,full,selective]",
         "bench.seq_len=[512,1024,2048,4096,8192,16384,32768,65536,131072]", "train.batch_tokens=131072",

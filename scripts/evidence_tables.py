@@ -227,6 +227,11 @@ PAGE = (
     Part("The training step, compiled, by activation checkpointing", f"training/checkpointing/{BENCH}", STEP),
     Part("The training step of 10.7 million parameters, compiled", f"training/small_*/{BENCH}", STEP),
     Part(
+        "The training step of 1.3 billion parameters, products in 8 bits in none, the MLP, all of a block",
+        f"training/large_*/{BENCH}",
+        STEP,
+    ),
+    Part(
         "Training seconds until a held-out loss, beside nanoGPT",
         "time_to_loss/*/time_to_loss.json",
         printed("time_to_loss"),
