@@ -10,6 +10,8 @@ from .masked import by_bits, pattern_words
 from .pipeline import pass_baton, take_baton
 from .tma import slot
 
+LAG_LOG2 = gl.constexpr(8.0)
+
 
 @gluon.jit
 def hide(scores, row, key, mask, BLOCK_K: gl.constexpr):
@@ -94,6 +96,45 @@ def thread_sums(probs, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
+def settled(sums):
+    """sums, before what follows: else ptxas moves the exponentials that they are made of to where they are used, behind
+    the wait for the product that they are to hide. What it cannot know: no sum is below 0, so no thread sleeps."""
+    return gl.inline_asm_elementwise(
+        "{.reg .pred never; setp.lt.f32 never, $1, 0f00000000; @never nanosleep.u32 0; mov.b32 $0, $1;}", "=f,f",
+        [sums], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _rescale_asm(values):
+    acc, factors = ([f"${i}" for i in range(start, start + values)] for start in (values, 2 * values))
+    lines = [
+        f"setp.neu.f32 any, {factors[0]}, 0f3F800000;",  # of a thread's two rows
+        f"setp.neu.or.f32 any, {factors[2]}, 0f3F800000, any;",
+        "vote.sync.any.pred any, any, 0xffffffff;",
+        *(f"mov.b32 ${i}, {value};" for i, value in enumerate(acc)),
+        "@!any bra.uni KEPT;",
+        *(f"mul.f32 ${i}, ${i}, {factor};" for i, factor in enumerate(factors)),
+    ]
+    return f"{{.reg .pred any; {' '.join(lines)} KEPT: }}"
+
+
+@gluon.constexpr_function
+def _rescale_constraints(values):
+    return ",".join(["=&f"] * values + ["f"] * (2 * values))
+
+
+@gluon.jit
+def rescaled(acc, factor, HEAD_DIM: gl.constexpr):
+    """acc (64, HEAD_DIM) times a factor for each row. A warp, whose rows are 16, leaves it where all factors are 1."""
+    values: gl.constexpr = HEAD_DIM // 2  # of a thread
+    return gl.inline_asm_elementwise(
+        _rescale_asm(values), _rescale_constraints(values), [acc, factor[:, None]],
+        dtype=gl.float32, is_pure=True, pack=values,
+    )  # fmt: skip
+
+
+@gluon.jit
 def row_max(scores, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, s_layout: gl.constexpr):
     """The maximum of each row of scores (64, BLOCK_K).
 
@@ -151,6 +192,9 @@ def softmax_step(
     At a query tile's FIRST key tile nothing is added, and maximum and sum begin. Step s has the keys from
     from_step_0 - s * BLOCK_K on, of a block mask the visit from_step_0 - s; the query tile ends with step end - 1.
     """
+    # little is left between P V and the next products, where there are registers for two tiles' P: P is packed before
+    # the wait, and O rescaled only where a maximum has risen by a factor of 2^LAG_LOG2 in P (arXiv:2603.05451)
+    SHORT: gl.constexpr = build.HEAD_DIM == 128
     barriers = call.barriers
     tiles = call.tiles
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.BLOCK_K, 16])
@@ -182,6 +226,8 @@ def softmax_step(
     new_max = row_max(scores, build.CONSUMERS, build.BLOCK_K, s_layout)
     if not FIRST:
         new_max = gl.maximum(running_max, new_max)
+        if SHORT:
+            new_max = gl.where((new_max - running_max) * factor > LAG_LOG2, new_max, running_max)
     if MASKED:
         # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
         base_log2 = gl.where(new_max == -float("inf"), 0.0, new_max) * factor
@@ -192,8 +238,13 @@ def softmax_step(
         running_sum = thread_sums(p, build.BLOCK_K)
     else:
         rescale = gl.exp2(running_max * factor - base_log2)
+        if SHORT:
+            rescale = gl.where(new_max == running_max, 1.0, rescale)
         sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
         running_sum = running_sum * gl.convert_layout(rescale, sum_layout)[:, None] + thread_sums(p, build.BLOCK_K)
+    if SHORT:
+        running_sum = settled(running_sum)
+        next_probs = pack(p, tiles.v.dtype, build.BLOCK_K)
     # waiting here for the next keys (they have long arrived) also ends a basic block: without it ptxas moves
     # the wait for P V in front of the exponentials, and they no longer overlap
     next_stage, next_phase = slot(step + 1, build.STAGES)
@@ -201,8 +252,10 @@ def softmax_step(
     if not FIRST:
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
-    probs = pack(p, tiles.v.dtype, build.BLOCK_K)  # not earlier: the old P's registers are free only now
+    if not SHORT:
+        next_probs = pack(p, tiles.v.dtype, build.BLOCK_K)  # not earlier: the old P's registers are free only now
     if not FIRST:
         acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        acc = acc * gl.convert_layout(rescale, acc_rows)[:, None]
-    return acc, probs, new_max, running_sum
+        rescale = gl.convert_layout(rescale, acc_rows)
+        acc = rescaled(acc, rescale, build.HEAD_DIM) if SHORT else acc * rescale[:, None]
+    return acc, next_probs, new_max, running_sum
