@@ -251,7 +251,8 @@ def _python(function, machine, made: dict):
             "tma": machine, "mbarrier": _MBARRIER,
             "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.wait_products,
             "where_bit": lambda values, words, bits, hidden: np.where(words & bits != 0, values, HIDDEN[hidden]),
-            **dict.fromkeys(("pack", "unpack", "_pack", "_unpack"), lambda probs, *_: probs), **machine.replaced,
+            **dict.fromkeys(("pack", "unpack", "_pack", "_unpack", "settled"), lambda values, *_: values),
+            "rescaled": lambda acc, factor, *_: acc * factor[:, None], **machine.replaced,
         }  # fmt: skip
         for name, value in names.items():
             if name in ours:

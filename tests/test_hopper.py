@@ -2,8 +2,10 @@
 
 import importlib.util
 import itertools
+import math
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
@@ -321,6 +323,34 @@ def test_simulated_plans(
     exact = naive_attention(*wide, causal=causal, return_lse=True)
     torch.testing.assert_close(o.double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
+
+
+def test_simulated_maximum_that_rises_with_each_key_tile(monkeypatch):
+    """By less than the lag, where rows keep a maximum of before, and by more. The rightmost tile is the first."""
+    from kernels.hopper import forward as hopper_fwd
+    from tests import hopper_simulator
+
+    factors = []
+
+    def rescaled(acc, factor, *_):
+        factors.append(np.asarray(factor))
+        return acc * factor[:, None]
+
+    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel, replaced={"rescaled": rescaled})
+    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
+    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
+    q, k, v = (0.1 * torch.randn(1, 1, n, 128) for n in (130, 700, 700))
+    q[..., 0] = torch.linspace(0.5, 20.0, 130)  # how much a row's scores rise a tile, as exponents of 2
+    k[..., 0] = (700 - torch.arange(700)) / 128
+    options = Options(False, math.log(2.0))
+    o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, options)
+    exact = naive_attention(*(x.double() for x in (q, k, v)), scale=options.scale, return_lse=True)
+    torch.testing.assert_close(o.double(), exact[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
+    factors = np.stack(factors)
+    assert (factors == 1.0).any()
+    assert (factors < 2.0**-8).any()
+    assert not ((factors < 1.0) & (factors > 2.0**-8)).any()
 
 
 @pytest.mark.parametrize(

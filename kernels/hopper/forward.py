@@ -13,8 +13,7 @@ Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from ri
                         tiles come first  alone is done
 
 A window's left edge is masked too, in the last tiles. Tiles that only other rows of the program see are handed back.
-Packed documents: one tile a program, found before the roles part; descriptors clip at the document's end, as well
-for the store of O.
+Packed documents: descriptors clip at the document's end, as well for the store of O.
 """
 
 from dataclasses import dataclass
@@ -260,6 +259,7 @@ def hopper_fwd_kernel(
     LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
     PING_PONG: gl.constexpr,
     PAIRED: gl.constexpr,  # causal tiles two at a time, in pairs of equal work
+    LAZY_RESCALE: gl.constexpr,  # see `softmax_step`
     MASK_OF_BATCH: gl.constexpr,  # dimensions of the block mask
     MASK_OF_HEAD: gl.constexpr,
 ):
@@ -286,7 +286,7 @@ def hopper_fwd_kernel(
     else:
         masked: gl.constexpr = None
     call = Call(tiles, barriers, sizes, (window_left, window_right), document, masked, alibi_slopes)
-    build = Build(HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED)
+    build = Build(HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED, LAZY_RESCALE)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -310,21 +310,20 @@ def hopper_fwd_kernel(
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How the forward runs: consumer warpgroups of 64 queries, K/V stages, ping-pong, persistent grid."""
+    """How the forward runs: consumer warpgroups of 64 queries, K/V stages, and what the kernel's constants say."""
 
     consumers: int
     stages: int = 2
     ping_pong: bool = False
     persistent: bool = True
     block_k: int = 128
+    lazy_rescale: bool = False
 
 
 def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """The fastest of those tried at 1,024 to 32,768 tokens, or within 1 % of it: one H200, torch 2.11.0, triton 3.6.0,
-    2026-11-21, 16,384 tokens a call, hidden size 2,048 (NOTES.md).
-
-    With a window, a soft-cap or documents at 16,384 tokens: one of four. head_dim is the tiles'; 256 leaves room for
-    key tiles of 64 and two stages.
+    2026-11-23, 16,384 tokens a call, hidden size 2,048 (NOTES.md).
+    With a window, a soft-cap or documents at 16,384 tokens: one of four. 256 has room for key tiles of 64, two stages.
     """
     causal = options.causal
     if options.masked:  # 128 queries, as a mask's blocks have
@@ -337,7 +336,8 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
         persistent = not causal or options.packed or num_q <= 1024
         return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=persistent)
     if head_dim == 128:
-        return ForwardPlan(consumers=2, ping_pong=causal, persistent=not causal or num_q <= 8192)
+        lazy = options.alibi_slopes is None  # with ALiBi it was not measured
+        return ForwardPlan(2, ping_pong=causal, persistent=not causal or num_q <= 8192, lazy_rescale=lazy)
     if not causal:
         return ForwardPlan(consumers=3, ping_pong=num_q <= 4096)
     if num_q <= 1024:
@@ -391,7 +391,7 @@ def _launches(
     constants = {
         "HEAD_DIM": tile, "BLOCK_K": schedule.block_k, "CONSUMERS": schedule.consumers, "STAGES": schedule.stages,
         "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": schedule.ping_pong, "PAIRED": paired,
-        **mask_constants(options),
+        "LAZY_RESCALE": schedule.lazy_rescale, **mask_constants(options),
     }  # fmt: skip
     launches = documents_launches(q, k, **given)
     if options.packed:

@@ -51,6 +51,7 @@ class Build:
     LOCAL: gl.constexpr
     PING_PONG: gl.constexpr
     PAIRED: gl.constexpr
+    LAZY_RESCALE: gl.constexpr
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from .masked import by_bits, pattern_words
 from .pipeline import pass_baton, take_baton
 from .tma import slot
 
-LAG_LOG2 = gl.constexpr(8.0)
+LAG_LOG2 = gl.constexpr(8.0)  # float16 holds 2^15; sums and O are float32
 
 
 @gluon.jit
@@ -191,10 +191,10 @@ def softmax_step(
 
     At a query tile's FIRST key tile nothing is added, and maximum and sum begin. Step s has the keys from
     from_step_0 - s * BLOCK_K on, of a block mask the visit from_step_0 - s; the query tile ends with step end - 1.
+
+    With LAZY_RESCALE little is left between P V and the next products: P is packed before the wait for them, into
+    registers of its own, and the maximum that P and O refer to is an earlier one until P would pass 2^LAG_LOG2.
     """
-    # little is left between P V and the next products, where there are registers for two tiles' P: P is packed before
-    # the wait, and O rescaled only where a maximum has risen by a factor of 2^LAG_LOG2 in P (arXiv:2603.05451)
-    SHORT: gl.constexpr = build.HEAD_DIM == 128
     barriers = call.barriers
     tiles = call.tiles
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.BLOCK_K, 16])
@@ -226,7 +226,7 @@ def softmax_step(
     new_max = row_max(scores, build.CONSUMERS, build.BLOCK_K, s_layout)
     if not FIRST:
         new_max = gl.maximum(running_max, new_max)
-        if SHORT:
+        if build.LAZY_RESCALE:
             new_max = gl.where((new_max - running_max) * factor > LAG_LOG2, new_max, running_max)
     if MASKED:
         # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
@@ -238,11 +238,11 @@ def softmax_step(
         running_sum = thread_sums(p, build.BLOCK_K)
     else:
         rescale = gl.exp2(running_max * factor - base_log2)
-        if SHORT:
+        if build.LAZY_RESCALE:
             rescale = gl.where(new_max == running_max, 1.0, rescale)
         sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
         running_sum = running_sum * gl.convert_layout(rescale, sum_layout)[:, None] + thread_sums(p, build.BLOCK_K)
-    if SHORT:
+    if build.LAZY_RESCALE:
         running_sum = settled(running_sum)
         next_probs = pack(p, tiles.v.dtype, build.BLOCK_K)
     # waiting here for the next keys (they have long arrived) also ends a basic block: without it ptxas moves
@@ -252,10 +252,10 @@ def softmax_step(
     if not FIRST:
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
-    if not SHORT:
+    if not build.LAZY_RESCALE:
         next_probs = pack(p, tiles.v.dtype, build.BLOCK_K)  # not earlier: the old P's registers are free only now
     if not FIRST:
         acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
         rescale = gl.convert_layout(rescale, acc_rows)
-        acc = rescaled(acc, rescale, build.HEAD_DIM) if SHORT else acc * rescale[:, None]
+        acc = rescaled(acc, rescale, build.HEAD_DIM) if build.LAZY_RESCALE else acc * rescale[:, None]
     return acc, next_probs, new_max, running_sum
