@@ -268,12 +268,16 @@ def headline(folder: Path) -> str:
     lines = []
     if found := reports(folder, "attention/peers/attention.json"):
         beside = ratios(rows_of(found))
-        if {("forward", "sdpa_cudnn"), ("backward", "sdpa_cudnn")} <= beside.keys():
-            forward, backward = (beside[which, "sdpa_cudnn"] for which in ("forward", "backward"))
+        means = {key: f"{statistics.geometric_mean(found):.2f}" for key, found in beside.items()}
+        speeds = [
+            f"{means['forward', peer]} times {whose} speed forward and {means['backward', peer]} times backward"
+            for peer, whose in {"sdpa_cudnn": "cuDNN's", "flash4": "FlashAttention-4's"}.items()
+            if {("forward", peer), ("backward", peer)} <= means.keys()
+        ]
+        if speeds:
+            shapes = max(len(found) for found in beside.values())
             lines.append(
-                f"- **Attention**: {statistics.geometric_mean(forward):.2f} times cuDNN's speed forward and "
-                f"{statistics.geometric_mean(backward):.2f} times backward, geometric means over {len(forward)} shapes "
-                f"({_brief(found)})"
+                f"- **Attention**: {', '.join(speeds)}, geometric means over {shapes} shapes ({_brief(found)})"
             )
     if found := reports(folder, "parallel/step/bench_parallel.json"):
         steps = [row for row in rows_of(found) if row["cell"] == "replicate"]
