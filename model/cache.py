@@ -68,6 +68,8 @@ class KVCache:
         ends = list(self.length_of)
         for row, count in zip(rows, counts, strict=True):
             self._check_in_use(row)
+            if count < 0:
+                raise ValueError(f"row {row} of the KV cache cannot be extended by {count} tokens; use 0 or more")
             ends[row] += count
             if ends[row] > self.max_tokens:
                 raise ValueError(

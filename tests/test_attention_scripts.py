@@ -86,6 +86,8 @@ def test_a_mask_that_is_not_measured_is_a_row():
         (BenchConfig, {"head_dim": [0]}, r"bench.head_dim=\[0\] must be at least 1"),
         (BenchConfig, {"seq_len": [512, 0]}, r"bench.seq_len=\[512, 0\] must be at least 1"),
         (BenchConfig, {"tokens": 0}, "bench.tokens=0 must be at least 1"),
+        (BenchConfig, {"budget_ms": -1.0}, "bench.budget_ms=-1.0 must be at least 1"),
+        (BenchConfig, {"budget_ms": float("nan")}, "bench.budget_ms=nan must be at least 1"),
         (decode.BenchConfig, {"batch": [0]}, r"bench.batch=\[0\] must be at least 1"),
         (decode.BenchConfig, {"context": [0]}, r"bench.context=\[0\] must be at least 1"),
         (decode.BenchConfig, {"replays": 0}, "bench.replays=0 must be at least 1"),

@@ -54,7 +54,10 @@ def test_flash_reads_the_cache_as_the_views_do(window):
     assert torch.equal(caches[0].keys[:, 0, :, :27], caches[1].keys[:, 0, :, :27])
     with pytest.raises(ValueError, match="row 0 of the KV cache would hold 43 tokens and a row has room for 40; free"):
         caches[0].extend([1, 0], 16)
-    assert caches[0].length_of == [27, 6]
+    for cache in caches:
+        with pytest.raises(ValueError, match="row 0 of the KV cache cannot be extended by -1 tokens; use 0 or more"):
+            cache.extend([1, 0], [3, -1])
+        assert cache.length_of == [27, 6]
 
 
 def test_rows_in_pages_attend_to_their_own_tokens(monkeypatch):

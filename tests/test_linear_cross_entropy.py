@@ -59,8 +59,9 @@ def test_any_chunk_gives_the_plain_loss_and_gradients(chunk, poisoned_memory):
 
 def test_mistakes_are_named():
     h, weight, targets = torch.zeros(4, 8), torch.zeros(64, 8), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="chunk_tokens is 0; it must be at least 1, or None"):
-        linear_cross_entropy(h, weight, targets, 64, chunk_tokens=0)
+    for chunk_tokens in (0, 2.5):
+        with pytest.raises(ValueError, match=f"chunk_tokens is {chunk_tokens}; it must be an integer of at least 1"):
+            linear_cross_entropy(h, weight, targets, 64, chunk_tokens=chunk_tokens)
     with pytest.raises(ValueError, match=r"targets has shape \(2,\); expected \(4,\)"):
         linear_cross_entropy(h, weight, targets[:2], 64)
     for loss in (

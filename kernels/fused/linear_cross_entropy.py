@@ -39,8 +39,8 @@ def linear_cross_entropy(
     check_targets(targets, h, vocab_size, len(weight))
     if chunk_tokens is None:
         chunk_tokens = max(CHUNK_TOKENS, CHUNK_LOGITS // len(weight))
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1, or None")
+    elif not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be an integer of at least 1, or None")
     # whoever evaluates needs no gradient: two of the three products are then not done
     return linear_cross_entropy_fwd(h.to(dtype), weight, targets, vocab_size, chunk_tokens, torch.is_grad_enabled())[0]
 

@@ -80,7 +80,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         passes = ("forward", "backward")
         refuse_unknown("bench.", self, attention=(*ATTENTION, *FLASH4), mask=MASKS, passes=passes)
-        refuse_below_one("bench.", self, "seq_len", "head_dim", "tokens", "hidden", "rounds")
+        refuse_below_one("bench.", self, "seq_len", "head_dim", "tokens", "hidden", "rounds", "budget_ms")
         for head_dim in self.head_dim:
             if self.hidden % head_dim:
                 raise ValueError(f"bench.hidden={self.hidden} is no multiple of bench.head_dim={head_dim}; use one")

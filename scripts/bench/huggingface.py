@@ -44,7 +44,8 @@ class HuggingFaceBenchSettings:
 
     def __post_init__(self) -> None:
         refuse_unknown("", self, parts=("prefill", "decode", "step"))
-        refuse_below_one("", self, "prompts", "prompt_tokens", "decode_rows", "decode_context", "new_tokens")
+        sizes = "prompts", "prompt_tokens", "decode_rows", "decode_context", "new_tokens"
+        refuse_below_one("", self, *sizes, "budget_ms")
 
 
 @program("tool", HuggingFaceBenchSettings, run_dir="runs/bench_huggingface")

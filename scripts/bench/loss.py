@@ -33,7 +33,7 @@ class LossBenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        refuse_below_one("", self, "tokens", "n_embd", "vocab_size", "exact_tokens", "chunk_tokens")
+        refuse_below_one("", self, "tokens", "n_embd", "vocab_size", "exact_tokens", "chunk_tokens", "budget_ms")
         if self.padded_vocab < self.vocab_size:
             raise ValueError(f"padded_vocab={self.padded_vocab} must be at least vocab_size={self.vocab_size}")
 

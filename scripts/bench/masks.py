@@ -48,7 +48,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, mask=KNOWN, passes=PASSES)
-        refuse_below_one("bench.", self, "seq_len", "head_dim", "hidden", "rounds")
+        refuse_below_one("bench.", self, "seq_len", "head_dim", "hidden", "rounds", "budget_ms")
 
 
 @dataclass

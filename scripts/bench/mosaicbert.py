@@ -49,7 +49,7 @@ class MosaicBertBenchSettings:
 
     def __post_init__(self) -> None:
         refuse_unknown("", self, attention=ATTENTION)
-        refuse_below_one("", self, "seq_len", "all_parts_at", "batch_tokens", "num_layers")
+        refuse_below_one("", self, "seq_len", "all_parts_at", "batch_tokens", "num_layers", "budget_ms")
 
     def rows(self, seq_len: int) -> int:
         """Of a batch."""

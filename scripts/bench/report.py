@@ -58,7 +58,7 @@ def refuse_below_one(group: str, config: Any, *names: str) -> None:
     """
     for name in names:
         value = getattr(config, name)
-        if value is not None and any(number < 1 for number in (value if isinstance(value, list) else [value])):
+        if value is not None and not all(number >= 1 for number in (value if isinstance(value, list) else [value])):
             raise ValueError(f"{group}{name}={value} must be at least 1")
 
 
