@@ -29,7 +29,7 @@ Columns = dict[str, str]  # heading -> what a row has there, as a format string 
 # an attention has one colour in every picture; what is no attention of ours or a peer's has another
 COLOURS = {
     "naive": "black", "flash": "C0", "sdpa_flash": "C1", "sdpa_cudnn": "C2", "flex": "C5",
-    "tiled": "C6", "sdpa": "C8",
+    "flash4": "C3", "flash4_deterministic": "C4", "tiled": "C6", "sdpa": "C8",
 }  # fmt: skip
 OTHER_COLOURS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
 STYLES = ("-", "--", ":", "-.")  # of lines of one colour
