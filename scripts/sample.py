@@ -62,6 +62,8 @@ class SampleSettings:
         check_sampling(self.temperature, self.top_k, self.top_p)
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
+        if self.hardware.compile:
+            raise ValueError("hardware.compile=true: no part of sampling is compiled; leave it out")
         if self.prompts == "":
             raise ValueError("prompts is empty; give a file with a prompt a line, or leave it out")
         if self.prompt and self.prompts:

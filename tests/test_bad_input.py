@@ -542,6 +542,8 @@ CHECKPOINTS = [
     Case("sample: empty folder", ["hardware.device=cpu"], ["no checkpoint under runs/"], empty_folder,
          "scripts.sample"),
     Case("sample: no prompts", [*SAMPLE, "prompts="], ["prompts is empty", "leave it out"], program="scripts.sample"),
+    Case("sample: compiled", [*SAMPLE, "hardware.compile=true"], ["hardware.compile=true", "leave it out"],
+         program="scripts.sample"),
     Case("sample: no choice", ["checkpoint="], ["checkpoint is empty", "leave it out"], program="scripts.sample"),
     Case("export: no choice", ["checkpoint=", "folder={p}/new"], ["checkpoint is empty", "leave it out"],
          program="scripts.export_hf"),
