@@ -107,8 +107,9 @@ def test_the_time_limit_is_in_hours():
 # for each line on stdin a child, and how it ended: PyTorch is imported once. A child is busy, as a step is;
 # `signal.pause` would sleep through a signal that came just before it
 LOOP = """
-import os, sys
+import os, signal, sys
 from training.stop import StopRequest
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup pytest's children would ignore it
 for line in sys.stdin:
     if child := os.fork():
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
