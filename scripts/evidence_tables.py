@@ -226,11 +226,7 @@ PAGE = (
     Part("The training step, eager, by length and activation checkpointing", f"training/grid/{BENCH}", STEP),
     Part("The training step, compiled, by activation checkpointing", f"training/checkpointing/{BENCH}", STEP),
     Part("The training step of 10.7 million parameters, compiled", f"training/small_*/{BENCH}", STEP),
-    Part(
-        "The training step of 1.3 billion parameters, products in 8 bits in none, the MLP, all of a block",
-        f"training/large_*/{BENCH}",
-        STEP,
-    ),
+    Part("The training step of 1.3 billion parameters, compiled", f"training/large_*/{BENCH}", STEP),
     Part(
         "Training seconds until a held-out loss, beside nanoGPT",
         "time_to_loss/*/time_to_loss.json",
