@@ -264,14 +264,14 @@ def headline(folder: Path) -> str:
     lines = []
     if found := reports(folder, "attention/peers/attention.json"):
         beside = ratios(rows_of(found))
-        means = {key: f"{statistics.geometric_mean(found):.2f}" for key, found in beside.items()}
+        means = {key: f"{statistics.geometric_mean(r):.2f}" for key, r in beside.items()}
+        shown = [p for p in ("sdpa_cudnn", "flash4") if {("forward", p), ("backward", p)} <= beside.keys()]
         speeds = [
-            f"{means['forward', peer]} times {whose} speed forward and {means['backward', peer]} times backward"
-            for peer, whose in {"sdpa_cudnn": "cuDNN's", "flash4": "FlashAttention-4's"}.items()
-            if {("forward", peer), ("backward", peer)} <= means.keys()
+            f"{means['forward', peer]} times {PEERS[peer]}'s speed forward and {means['backward', peer]} times backward"
+            for peer in shown
         ]
-        if speeds:
-            shapes = max(len(found) for found in beside.values())
+        if shown:
+            shapes = len(beside["forward", shown[0]])
             lines.append(
                 f"- **Attention**: {', '.join(speeds)}, geometric means over {shapes} shapes ({_brief(found)})"
             )

@@ -228,6 +228,17 @@ PACKED = {
 SHAPES = [(1, 1), (193, 193), (300, 100), (100, 300), (640, 640), (1000, 1000)]
 
 
+def simulated_forward(monkeypatch, multiprocessors: int = 3, **how):
+    """The module of the forward, whose kernel Python runs (tests/hopper_simulator.py); in L2 a head or two."""
+    from kernels.hopper import forward as hopper_fwd
+    from tests import hopper_simulator
+
+    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel, **how)
+    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: multiprocessors)
+    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
+    return hopper_fwd
+
+
 SIMULATED = [
     # lengths of queries and of keys, causal, window, soft-cap; two numbers are no documents
     ([193], [193], True, (-1, -1), 0.0),
@@ -250,12 +261,7 @@ SIMULATED = [
 @pytest.mark.usefixtures("poisoned_memory")
 def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, causal, window, softcap, monkeypatch):
     """The kernel's own source, run by Python (tests/hopper_simulator.py), where Gluon has no interpreter."""
-    from kernels.hopper import forward as hopper_fwd
-    from tests import hopper_simulator
-
-    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel)
-    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 3)  # not all take as many tiles
-    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)  # a section of one head or of two
+    hopper_fwd = simulated_forward(monkeypatch)  # of three, not all take as many tiles
     qkv, packed = make_packed(lengths_q, lengths_k, 2, 1, head_dim)
     documents = packed if len(lengths_q) > 1 else {}
     q, k, v = (_in_nan(x.detach()).transpose(0, 1)[None] for x in qkv)
@@ -280,11 +286,7 @@ ALIBI = [
 @pytest.mark.parametrize(("lengths_q", "lengths_k", "how"), ALIBI)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_simulated_alibi_forward_agrees_with_float64(lengths_q, lengths_k, how, monkeypatch):
-    from kernels.hopper import forward as hopper_fwd
-    from tests import hopper_simulator
-
-    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel)
-    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 3)
+    hopper_fwd = simulated_forward(monkeypatch)
     qkv, packed = make_packed(lengths_q, lengths_k, 2, 1, 64)
     how = how | {"alibi_slopes": torch.rand(len(lengths_q), 2) + 0.05}
     q, k, v = (_in_nan(x.detach()).transpose(0, 1)[None] for x in qkv)
@@ -309,12 +311,7 @@ def test_simulated_plans(
     consumers, stages, ping_pong, num_heads, num_kv_heads, num_q, num_k, causal, monkeypatch
 ):  # fmt: skip
     """Programs of several tiles, whose order and barriers depend on the plan."""
-    from kernels.hopper import forward as hopper_fwd
-    from tests import hopper_simulator
-
-    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel, pauses=Random(num_q))
-    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
-    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
+    hopper_fwd = simulated_forward(monkeypatch, 2, pauses=Random(num_q))
     sizes = (num_heads, num_q), (num_kv_heads, num_k), (num_kv_heads, num_k)
     q, k, v = (torch.randn(1, heads, n, 64) for heads, n in sizes)
     plan = hopper_fwd.ForwardPlan(consumers, stages, ping_pong)
@@ -327,18 +324,13 @@ def test_simulated_plans(
 
 def test_simulated_maximum_that_rises_with_each_key_tile(monkeypatch):
     """By less than the lag, where rows keep a maximum of before, and by more. The rightmost tile is the first."""
-    from kernels.hopper import forward as hopper_fwd
-    from tests import hopper_simulator
-
     factors = []
 
     def rescaled(acc, factor, *_):
         factors.append(np.asarray(factor))
         return acc * factor[:, None]
 
-    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel, replaced={"rescaled": rescaled})
-    monkeypatch.setattr(hopper_fwd, "num_sms", lambda _: 2)
-    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
+    hopper_fwd = simulated_forward(monkeypatch, 2, replaced={"rescaled": rescaled})
     q, k, v = (0.1 * torch.randn(1, 1, n, 128) for n in (130, 700, 700))
     q[..., 0] = torch.linspace(0.5, 20.0, 130)  # how much a row's scores rise a tile, as exponents of 2
     k[..., 0] = (700 - torch.arange(700)) / 128
@@ -360,11 +352,7 @@ def test_simulated_maximum_that_rises_with_each_key_tile(monkeypatch):
 @pytest.mark.usefixtures("poisoned_memory")
 def test_simulated_forward_under_a_block_mask(dims, num_q, num_k, softcap, monkeypatch):
     """Full, partial and hidden blocks, rows of blocks without any, rows that see nothing; batch and heads."""
-    from kernels.hopper import forward as hopper_fwd
-    from tests import hopper_simulator
-
-    hopper_simulator.simulate(monkeypatch, hopper_fwd.hopper_fwd_kernel, pauses=Random(num_q))
-    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**18)
+    hopper_fwd = simulated_forward(monkeypatch, pauses=Random(num_q))
     mask = random_mask(*dims, num_q, num_k, torch.Generator().manual_seed(num_q))
     q, k, v = (torch.randn(2, heads, n, 64) for heads, n in ((2, num_q), (1, num_k), (1, num_k)))
     options = Options(False, 0.125, softcap=softcap, **dict(zip(MASK_TENSORS, mask, strict=False)))
