@@ -48,6 +48,10 @@ LARGE = (  # 1.3 billion parameters
     "model.num_layers=24", "model.num_heads=16", "model.n_embd=2048", "bench.seq_len=[2048]",
     "bench.micro_batch_tokens=16384",
 )  # fmt: skip
+NOVELS = (  # the speedrun's recipe on more text than it can learn by heart, to the loss where nanoGPT's schedule ends
+    "experiment=speedrun", "data.files={books}", "data.validation_fraction=0.05", "data.seq_len=1024",
+    "model.dropout=0.0", "model.attention_dropout=0.0", "train.eval_windows=512", "bench.target=null",
+)  # fmt: skip
 PROFILE = (
     "model=gpt2_124m", *BOOKS, "optim=adamw", "data.seq_len=1024", "train.batch_tokens=65536", "train.steps=8",
     "optim.warmup_steps=1", "train.eval_windows=1", "train.sample_tokens=0", "profile=true",
@@ -152,10 +156,24 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "experiment=speedrun", "data.files={shakespeare}", "bench.target=1.4698", "nanogpt.lr=[1e-3,2e-3,3e-3]",
         "nanogpt.steps=5000", "nanogpt.batch_tokens=16384",
     ),
+    "time_to_loss/small": (  # the CPU's recipe on a GPU
+        "data.files={shakespeare}", "train.steps=225", "nanogpt.lr=[1e-3,2e-3]",
+    ),
     "time_to_loss/points": (  # speedrun without each of its points
-        "experiment=speedrun", "data.files={shakespeare}", "bench.target=1.4698", "bench.nanogpt=false",
+        "experiment=speedrun", "data.files={shakespeare}", "bench.target=1.4698", "bench.opponents=[]",
         'bench.changes=["model.zero_init=false","model.qk_norm=false","model.mlp=gelu","data.shift_windows=false",'
         '"optim.cautious_decay=true"]',
+    ),
+    "time_to_loss/bytes": (
+        *NOVELS, "tokenizer=bytes", "train.batch_tokens=65536", "train.steps=200", "optim.lr=3e-3", "bench.every=25",
+        'bench.changes=["train.steps=150","optim.lr=0.002"]', "bench.opponents=[nanogpt,nanochat]",
+        "nanogpt.lr=[1e-3,2e-3,4e-3]", "nanogpt.steps=600", "nanogpt.batch_tokens=65536", "nanochat.lr=[0.02,0.04]",
+    ),
+    "time_to_loss/gpt2": (  # 124M
+        *NOVELS, "tokenizer=gpt2", "model.num_layers=12", "model.num_heads=12", "model.n_embd=768",
+        "train.batch_tokens=32768", "train.steps=140", "bench.every=20",
+        'bench.changes=["train.steps=100","optim.lr=0.003"]', "nanogpt.lr=[6e-4,1.8e-3]", "nanogpt.steps=300",
+        "nanogpt.batch_tokens=32768", "nanogpt.beta2=0.95",
     ),
     **{f"training/small_{optim}": (*SMALL, f"optim={optim}") for optim in ("adamw", "muon")},
     **{f"training/large_{fp8}": (*LARGE, f"model.fp8={fp8}", *TEN_STEPS) for fp8 in ("none", "mlp", "all")},

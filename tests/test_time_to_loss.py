@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scripts.bench import time_to_loss
-from scripts.bench.nanogpt import NanoGPTConfig, RandomRows
+from scripts.bench.opponents import NanoGPTConfig, RandomRows
 from scripts.bench.time_to_loss import (
     TimeToLossConfig,
     TimeToLossSettings,
@@ -103,8 +103,8 @@ def test_without_a_target_it_is_what_nanogpt_reaches_with_every_seed():
         ("nanoGPT, lr 0.002", 1): [(1, 1.0, 4.0)],
     }
     assert reached(curves, "nanoGPT, lr 0.001") == 2.1
-    with pytest.raises(ValueError, match=r"bench.target=null is nanoGPT's own loss"):
-        TimeToLossConfig(target=None, nanogpt=False)
+    with pytest.raises(ValueError, match=r"bench.target=null is an opponent's loss"):
+        TimeToLossConfig(target=None, opponents=[])
 
 
 def test_the_recipe_of_nanogpt():
@@ -143,7 +143,7 @@ def test_a_change_that_cannot_be_is_refused_before_anything_is_trained(small, tm
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"lr": []}, r"nanogpt.lr=\[\] trains nothing; name a rate, or leave nanoGPT out"),
+        ({"lr": []}, r"nanogpt.lr=\[\] trains nothing; name a rate, or leave nanoGPT out of bench.opponents"),
         ({"lr": [1e-3, 0.0]}, r"nanogpt.lr=\[0.001, 0.0\] must be positive"),
         ({"batch_tokens": 0}, "nanogpt.batch_tokens=0 must be at least 1"),
         ({"steps": 0}, "nanogpt.steps=0 must be at least 1"),
@@ -199,7 +199,7 @@ def test_both_are_trained_and_compared(small, tmp_path, capsys):
         assert seconds[0] > 0
         if curve["name"].startswith("nanoGPT"):  # it stops there
             assert [loss <= 3.2 for loss in losses] == [False] * (len(losses) - 1) + [True]
-    assert len(found["nanogpt_model_py_sha256"]) == 64
+    assert len(found["nanoGPT_sha256"]) == 64
     assert (tmp_path / "run" / "time_to_loss.png").stat().st_size > 5_000
     assert "times" in (tmp_path / "run" / "time_to_loss.md").read_text()
     assert not list(tmp_path.rglob("checkpoints"))

@@ -1,13 +1,14 @@
-"""How long until a held-out loss? `python -m scripts.bench.time_to_loss` trains ours and nanoGPT and prints a table.
+"""How long until a held-out loss? `python -m scripts.bench.time_to_loss` trains ours and others and prints a table.
 
     python -m scripts.bench.time_to_loss data.files=input.txt                          the CPU recipe, on a CPU
     python -m scripts.bench.time_to_loss experiment=speedrun data.files=input.txt bench.target=1.4698 \
         nanogpt.steps=5000 nanogpt.batch_tokens=16384 bench.every=50                   the GPU recipe, on a GPU
 
-Both train on the same text and tokens and are judged on the same held-out windows by the same code; runs take turns,
+All train on the same text and tokens and are judged on the same held-out windows by the same code; runs take turns,
 seed by seed. Ours is the run that `train.py` would be. nanoGPT is its own model.py and recipe
-(scripts/bench/nanogpt.py) at its own learning rate, the first of `nanogpt.lr`, and at the best of them; a run of it
-ends at the target, or where it overfits. `'bench.changes=["model.qk_norm=true"]'` adds rows of ours with a key changed.
+(scripts/bench/opponents.py) at its own learning rate, the first of `nanogpt.lr`, and at the best of them;
+`bench.opponents=[nanogpt,nanochat]` adds nanochat. A run of theirs ends at the target, or where it overfits.
+`'bench.changes=["model.qk_norm=true"]'` adds rows of ours with a key changed.
 
 Seconds are those of training steps alone: evaluation, saving, compilation and the first step, which is counted like the
 others, are left out. Between two evaluations the loss is taken to be a straight line. A ratio of times is a ratio of
@@ -34,8 +35,8 @@ from torch import nn
 from conf.program import program
 from conf.schema import Settings
 from data import fixed_windows
-from scripts.bench.nanogpt import NanoGPTConfig, train_nanogpt
-from scripts.bench.report import OTHER_COLOURS, Columns, Report, Row, refuse_below_one, table
+from scripts.bench.opponents import OPPONENTS, NanochatConfig, NanoGPTConfig, Opponent, Sizes, train_opponent
+from scripts.bench.report import OTHER_COLOURS, Columns, Report, Row, refuse_below_one, refuse_unknown, table
 from scripts.variants import exit_if_asked
 from train import train
 from training.curves import picture, read_run
@@ -48,18 +49,19 @@ Curve = list[tuple[int, float, float]]  # tokens, training seconds, held-out los
 
 @dataclass
 class TimeToLossConfig:
-    target: float | None = 1.8857  # the held-out loss, in nats a token; null: what nanoGPT reaches at its own rate
-    every: int = 25  # steps of ours between two evaluations; nanoGPT's are as many tokens apart
+    target: float | None = 1.8857  # held-out, in nats a token; null: what the first opponent reaches at its own rate
+    every: int = 25  # steps of ours between two evaluations; an opponent's are as many tokens apart
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])  # of weights, batches and dropout
     changes: list[str] = field(default_factory=list)  # KEY=VALUE: ours once more with that, a row each
-    nanogpt: bool = True  # train nanoGPT, too
+    opponents: list[str] = field(default_factory=lambda: ["nanogpt"])  # nanogpt | nanochat; []: ours alone
 
     def __post_init__(self) -> None:
         refuse_below_one("bench.", self, "every")
+        refuse_unknown("bench.", self, opponents=OPPONENTS)
         if self.target is not None and not self.target > 0:
             raise ValueError(f"bench.target={self.target} must be above 0 nats")
-        if self.target is None and not self.nanogpt:
-            raise ValueError("bench.target=null is nanoGPT's own loss; use bench.nanogpt=true, or a number")
+        if self.target is None and not self.opponents:
+            raise ValueError("bench.target=null is an opponent's loss; use bench.opponents=[nanogpt], or a number")
         if not self.seeds:
             raise ValueError("bench.seeds=[] trains nothing; name one, or three for a spread")
 
@@ -68,39 +70,40 @@ class TimeToLossConfig:
 class TimeToLossSettings(Settings):
     bench: TimeToLossConfig = field(default_factory=TimeToLossConfig)
     nanogpt: NanoGPTConfig = field(default_factory=NanoGPTConfig)
+    nanochat: NanochatConfig = field(default_factory=NanochatConfig)
 
 
 @program("config", TimeToLossSettings, experiment="shakespeare", run_dir="runs/bench_time_to_loss")
 def main(settings: TimeToLossSettings, run_dir: Path) -> None:
-    bench, theirs = settings.bench, settings.nanogpt
+    bench = settings.bench
     quiet = {"eval_every": bench.every, "log_every": bench.every, "sample_tokens": 0, "save_every": 0}
     settings = replace(settings, train=replace(settings.train, **quiet))
     ours = {"ours": settings} | {f"ours, {change}": changed(settings, change) for change in bench.changes}
     # what cannot be is refused here, before anything is trained
     chosen, *_ = [resolve(one, run_dir) for one in ours.values()]
     report = Report("time_to_loss", run_dir, chosen.hardware.description)
-    rates = theirs.lr if bench.nanogpt else []
-    if rates:
-        theirs.rows(settings.data.seq_len)
-        theirs.load()
-        report.more["nanogpt_model_py_sha256"] = theirs.sha256
+    opponents: list[Opponent] = [getattr(settings, name) for name in bench.opponents]
+    for opponent in opponents:
+        opponent.rows(settings.data.seq_len)
+        report.more[f"{opponent.NAME}_sha256"] = opponent.sha256
     console, curves = Console(highlight=False), {}
     for seed in bench.seeds:
         for name, one in ours.items():
             curves[name, seed] = curve_of_ours(one, run_dir / folder_of(name) / f"seed_{seed}", seed)
             say(console, name, seed, curves[name, seed], bench.target)
-        for lr in rates:
-            name = nanogpt_at(lr)
-            curves[name, seed] = curve_of_nanogpt(settings, chosen, lr, seed)
-            say(console, name, seed, curves[name, seed], bench.target)
-    target = bench.target or reached(curves, nanogpt_at(rates[0]))
+        for opponent in opponents:
+            for lr in opponent.lr:
+                name = at(opponent, lr)
+                curves[name, seed] = curve_of_opponent(settings, chosen, opponent, lr, seed)
+                say(console, name, seed, curves[name, seed], bench.target)
+    target = bench.target or reached(curves, at(opponents[0], opponents[0].lr[0]))
     report.rows = rows_of(curves, target)
     report.more["target"] = target
     report.more["curves"] = [{"name": n, "seed": s, "tokens_seconds_loss": c} for (n, s), c in curves.items()]
     draw(run_dir / "time_to_loss.png", curves, target, chosen.hardware.description)
     title = f"training seconds until {target:.4f} nats a token, held out ({len(bench.seeds)} seeds: mean and sd)"
     caption = "times: how often as fast as nanoGPT at its own learning rate, and at its best: by tokens x by rate"
-    report.finish(table(report.rows, NAMES, FIGURES, title, caption if rates else ""))
+    report.finish(table(report.rows, NAMES, FIGURES, title, caption if "nanogpt" in bench.opponents else ""))
 
 
 def changed(settings: TimeToLossSettings, change: str) -> TimeToLossSettings:
@@ -122,8 +125,8 @@ def changed(settings: TimeToLossSettings, change: str) -> TimeToLossSettings:
     return replace(settings, **{group: replace(owner, **{name: found})})
 
 
-def nanogpt_at(lr: float) -> str:
-    return f"nanoGPT, lr {lr:g}"
+def at(opponent: Opponent, lr: float) -> str:
+    return f"{opponent.NAME}, lr {lr:g}"
 
 
 def folder_of(name: str) -> str:
@@ -158,10 +161,10 @@ def steps_between(records: list[dict[str, Any]]) -> list[int]:
     return [now - before for before, now in pairwise(steps)]
 
 
-def curve_of_nanogpt(settings: TimeToLossSettings, chosen: Run, lr: float, seed: int) -> Curve:
-    """Train nanoGPT until it is at the target or overfits, at most to the end of its schedule."""
+def curve_of_opponent(settings: TimeToLossSettings, chosen: Run, config: Opponent, lr: float, seed: int) -> Curve:
+    """Train an opponent until it is at the target or overfits, at most to the end of its schedule."""
     torch.compiler.reset()
-    config, hardware, dataset = settings.nanogpt, chosen.hardware, chosen.dataset
+    hardware, dataset = chosen.hardware, chosen.dataset
     windows = fixed_windows(dataset.validation, chosen.seq_len, settings.train.eval_windows)
     held_out = EvaluationSet.of(windows, dataset.tokenizer)
     every = max(2, round(settings.bench.every * settings.train.batch_tokens / config.batch_tokens))
@@ -185,8 +188,8 @@ def curve_of_nanogpt(settings: TimeToLossSettings, chosen: Run, lr: float, seed:
         )
 
     with contextlib.redirect_stdout(None):
-        sizes = settings.model, chosen.seq_len, chosen.vocab_size, dataset.train
-        train_nanogpt(config, lr, *sizes, hardware, seed, after_step)
+        sizes = Sizes(settings.model, chosen.seq_len, chosen.vocab_size)
+        train_opponent(config, lr, sizes, dataset.train, hardware, seed, after_step)
     return curve
 
 
@@ -240,7 +243,7 @@ def rows_of(curves: dict[tuple[str, int], Curve], target: float) -> list[Row]:
     default = next((row for row in rows if row["name"].startswith("nanoGPT")), {})
     best = min(peers, key=lambda row: row["seconds"], default={})
     for row in rows:
-        if "seconds" in row and row["name"].startswith("ours"):
+        if "seconds" in row and not row["name"].startswith("nanoGPT"):
             for peer, which in ((default, ""), (best, "_best")):
                 if "seconds" in peer:
                     row[f"fewer_tokens{which}"] = peer["tokens"] / row["tokens"]

@@ -1,0 +1,324 @@
+"""Other people's networks and optimizers as opponents, each in the recipe that its own training script states.
+
+Their files are not ours and are not stored here: whoever measures fetches them. Both read rows that begin anywhere in
+the text; our Prefetcher reads them ahead on a GPU. A network is compiled where our run is, with PyTorch's own choices.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from hashlib import sha256
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data import Prefetcher
+from data.shards import Tokens
+from model.config import GPTConfig, round_up
+from scripts.bench.report import refuse_below_one
+from training.hardware import Hardware
+
+
+@dataclass
+class Sizes:
+    """What an opponent's network has in common with ours."""
+
+    model: GPTConfig
+    seq_len: int
+    vocab_size: int
+
+
+@dataclass
+class Contender:
+    """A network with its optimizer.
+
+    Attributes:
+        mean_loss: of inputs and targets (rows, seq_len), which a step differentiates.
+        summed: the network in the interface of ours: the loss is a sum over the targets that are not -1.
+        update: changes the weights by the gradients of a step, from 0, and clears them.
+    """
+
+    mean_loss: Callable[[Tensor, Tensor], Tensor]
+    summed: nn.Module
+    update: Callable[[int], None]
+
+
+@dataclass
+class Opponent:
+    """Where its code is, and what every recipe says."""
+
+    NAME: ClassVar[str]
+    FILES: ClassVar[tuple[str, ...]]  # that are read, in `folder`
+
+    folder: str
+    lr: list[float]  # peak rates: the recipe's, and others to tune it
+    steps: int  # optimizer steps of its schedule
+    batch_tokens: int  # tokens of one optimizer step
+
+    def __post_init__(self) -> None:
+        refuse_below_one(self.group, self, "steps", "batch_tokens")
+        if not self.lr:
+            raise ValueError(
+                f"{self.group}lr=[] trains nothing; name a rate, or leave {self.NAME} out of bench.opponents"
+            )
+        if any(not 0 < rate < math.inf for rate in self.lr):
+            raise ValueError(f"{self.group}lr={self.lr} must be positive and finite")
+
+    @property
+    def group(self) -> str:
+        return f"{self.NAME.lower()}."
+
+    @property
+    def sha256(self) -> str:
+        """Of its files: which version this is. ValueError, with the command that fetches it, where one is missing."""
+        paths = [Path(self.folder) / name for name in self.FILES]
+        if missing := next((path for path in paths if not path.is_file()), None):
+            fetch = f"git clone https://github.com/karpathy/{self.NAME} .cache/{self.NAME}"
+            raise ValueError(
+                f"{self.group}folder={self.folder} has no {missing.relative_to(self.folder)}; fetch it: {fetch}"
+            )
+        return sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+    def rows(self, seq_len: int) -> int:
+        """Of a step. ValueError where its tokens are no whole number of them."""
+        rows, rest = divmod(self.batch_tokens, seq_len)
+        if rest:
+            raise ValueError(
+                f"{self.group}batch_tokens={self.batch_tokens} is not a multiple of data.seq_len={seq_len}; "
+                f"use {max(1, rows) * seq_len}"
+            )
+        return rows
+
+    def contender(self, lr: float, sizes: Sizes, hardware: Hardware) -> Contender:
+        """Its network with new weights, trained at the peak rate `lr`."""
+        raise NotImplementedError
+
+
+@dataclass
+class NanoGPTConfig(Opponent):
+    """nanoGPT; the defaults are its CPU recipe for tinyshakespeare, config/train_shakespeare_char.py."""
+
+    NAME = "nanoGPT"
+    FILES = ("model.py",)
+    LEAST_RATE: ClassVar[float] = 0.1  # of the peak, where the cosine ends
+    WEIGHT_DECAY: ClassVar[float] = 0.1
+    BETA1: ClassVar[float] = 0.9
+    GRAD_CLIP: ClassVar[float] = 1.0
+
+    folder: str = ".cache/nanoGPT"
+    lr: list[float] = field(default_factory=lambda: [1e-3])
+    steps: int = 2000
+    batch_tokens: int = 768
+    warmup_steps: int = 100  # linear
+    beta2: float = 0.99  # AdamW's, of the mean of squared gradients
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_steps < 0:
+            raise ValueError(f"nanogpt.warmup_steps={self.warmup_steps} must be at least 0")
+        if not 0 <= self.beta2 < 1:
+            raise ValueError(f"nanogpt.beta2={self.beta2} must lie in [0, 1)")
+
+    def lr_factor(self, step: int) -> float:
+        """The rate of `step`, from 0, as a fraction of the peak."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return self.LEAST_RATE + (1 - self.LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def contender(self, lr: float, sizes: Sizes, hardware: Hardware) -> Contender:
+        module = _module("nanogpt_model", Path(self.folder) / "model.py")
+        model, vocab = sizes.model, sizes.vocab_size
+        shape: dict[str, Any] = {"n_layer": model.num_layers, "n_head": model.num_heads, "n_embd": model.n_embd}
+        padded = vocab if vocab < 2**15 else round_up(vocab, 64)  # as its own data sets have it
+        config = module.GPTConfig(
+            **shape, block_size=sizes.seq_len, vocab_size=padded, dropout=model.dropout, bias=False
+        )
+        net = module.GPT(config).to(hardware.device)
+        optimizer = net.configure_optimizers(self.WEIGHT_DECAY, lr, (self.BETA1, self.beta2), hardware.device.type)
+        forward = torch.compile(net) if hardware.compile else net
+
+        def mean_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+            with hardware.autocast():
+                return forward(inputs, targets)[1]
+
+        def update(step: int) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * self.lr_factor(step)
+            nn.utils.clip_grad_norm_(net.parameters(), self.GRAD_CLIP)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return Contender(mean_loss, _Summed(forward), update)
+
+
+@dataclass
+class NanochatConfig(Opponent):
+    """nanochat's base model and its MuonAdamW at the width of ours, by the rules and numbers of its base_train.py.
+
+    Rates grow as the root of a step's tokens, weight decay as that over the model's size. Attention is PyTorch's, which
+    it takes where FlashAttention-3 is not, and without windows, as it then advises.
+    """
+
+    NAME = "nanochat"
+    FILES = ("nanochat/gpt.py", "nanochat/optim.py")
+    MATRIX_LR: ClassVar[float] = 0.02  # `lr` stands in its place, and moves the other rates by as much
+    OTHER_LR: ClassVar[dict[str, float]] = {"embedding_lr": 0.3, "unembedding_lr": 0.008, "scalar_lr": 0.5}
+    WEIGHT_DECAY: ClassVar[float] = 0.28
+    REFERENCE: ClassVar[tuple[int, int]] = (12, 2**19)  # the layers, of 64 columns each, and tokens it was tuned at
+    WARMDOWN, LEAST_RATE = 0.65, 0.05  # the share of the steps, and of the rate at their end
+
+    folder: str = ".cache/nanochat"
+    lr: list[float] = field(default_factory=lambda: [0.02])
+    steps: int = 600
+    batch_tokens: int = 65536
+    warmup_steps: int = 40
+
+    def lr_factor(self, step: int) -> float:
+        left = (self.steps - step) / max(1, round(self.WARMDOWN * self.steps))
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return 1.0 if left >= 1 else left + (1 - left) * self.LEAST_RATE
+
+    def momentum(self, step: int) -> float:
+        """Muon's: up to 0.97 in 400 steps, down to 0.90 while the rate falls."""
+        if step < 400:
+            return 0.85 + 0.12 * step / 400
+        left = min(1.0, (self.steps - step) / max(1, round(self.WARMDOWN * self.steps)))
+        return 0.97 * left + 0.90 * (1 - left)
+
+    def contender(self, lr: float, sizes: Sizes, hardware: Hardware) -> Contender:
+        if self.folder not in sys.path:
+            sys.path.append(self.folder)
+        module, model = import_module("nanochat.gpt"), sizes.model
+
+        def network(layers: int, heads: int, width: int) -> nn.Module:
+            shape = {"n_layer": layers, "n_head": heads, "n_kv_head": heads, "n_embd": width, "window_pattern": "L"}
+            with torch.device("meta"):  # as its own script does
+                return module.GPT(module.GPTConfig(sequence_len=sizes.seq_len, vocab_size=sizes.vocab_size, **shape))
+
+        net = network(model.num_layers, model.num_heads, model.n_embd)
+        layers, reference_tokens = self.REFERENCE
+        reference = network(layers, layers // 2, 64 * layers)
+        smaller = _matrices(reference) / _matrices(net)
+        net.to_empty(device=hardware.device)
+        net.init_weights()
+        with_batch = math.sqrt(self.batch_tokens / reference_tokens)
+        decay = self.WEIGHT_DECAY * with_batch * smaller
+        moved = with_batch * lr / self.MATRIX_LR
+        rates = {name: rate * moved for name, rate in self.OTHER_LR.items()}
+        optimizer = net.setup_optimizer(matrix_lr=self.MATRIX_LR * moved, weight_decay=decay, **rates)
+        forward = torch.compile(net, dynamic=False) if hardware.compile else net
+
+        def update(step: int) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self.lr_factor(step)
+                if group["kind"] == "muon":
+                    group["momentum"] = self.momentum(step)
+                    group["weight_decay"] = decay * 0.5 * (1 + math.cos(math.pi * step / self.steps))
+            optimizer.step()
+            net.zero_grad(set_to_none=True)
+
+        return Contender(forward, _WithoutAutocast(forward), update)
+
+
+OPPONENTS = {"nanogpt": NanoGPTConfig, "nanochat": NanochatConfig}
+
+
+class RandomRows:
+    """Rows of `seq_len` tokens that begin anywhere, drawn with replacement; what Prefetcher reads.
+
+    Args:
+        tokens: one split, 1-D; it is held in memory.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, batch_size: int, seed: int) -> None:
+        self._tokens, self._places = tokens[:].astype(np.int64), np.arange(seq_len + 1)
+        self._batch_size, self._random = batch_size, np.random.default_rng(seed)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The next inputs and targets, (batch_size, seq_len) int64 on the CPU; `step` is not asked."""
+        starts = self._random.integers(len(self._tokens) - len(self._places) + 1, size=self._batch_size)
+        rows = torch.from_numpy(self._tokens[starts[:, None] + self._places])
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def train_opponent(
+    config: Opponent,
+    lr: float,
+    sizes: Sizes,
+    tokens: Tokens,
+    hardware: Hardware,
+    seed: int,
+    after_step: Callable[[int, nn.Module], bool],
+) -> None:
+    """Train an opponent's network.
+
+    Args:
+        lr: the peak rate.
+        after_step: called after each step, from 1, with the network in our interface; True ends the training.
+    """
+    torch.manual_seed(seed)
+    contender = config.contender(lr, sizes, hardware)
+    rows = RandomRows(tokens, sizes.seq_len, config.rows(sizes.seq_len), seed)
+    with its_own_choices(hardware), Prefetcher(rows, 0, hardware.device) as batches:
+        for step in range(config.steps):
+            inputs, targets, _ = next(batches)
+            contender.mean_loss(inputs, targets).backward()
+            contender.update(step)
+            if after_step(step + 1, contender.summed):
+                break
+
+
+def its_own_choices(hardware: Hardware) -> AbstractContextManager:
+    """torch.compile as it is by itself; our runs hold it to choices that are the same in any process."""
+    if not hardware.compile:
+        return nullcontext()
+    from torch._inductor import config as inductor
+
+    return inductor.patch(deterministic=False)
+
+
+class _Summed(nn.Module):
+    """nanoGPT's."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        _, mean = self.net(tokens, targets)
+        return mean * (targets != -1).sum()
+
+
+class _WithoutAutocast(nn.Module):
+    """nanochat's, which casts its weights itself."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self.net(tokens, targets) * (targets != -1).sum()
+
+
+def _matrices(net: nn.Module) -> int:
+    """What nanochat counts as a model's size."""
+    counts = net.num_scaling_params()
+    return counts["transformer_matrices"] + counts["lm_head"]
+
+
+def _module(name: str, path: Path) -> ModuleType:
+    spec = spec_from_file_location(name, path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
