@@ -171,9 +171,8 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
     ),
     "time_to_loss/gpt2": (  # 124M
         *NOVELS, "tokenizer=gpt2", "model.num_layers=12", "model.num_heads=12", "model.n_embd=768",
-        "train.batch_tokens=32768", "train.steps=140", "bench.every=20",
-        'bench.changes=["train.steps=100","optim.lr=0.003"]', "nanogpt.lr=[6e-4,1.8e-3]", "nanogpt.steps=300",
-        "nanogpt.batch_tokens=32768", "nanogpt.beta2=0.95",
+        "train.batch_tokens=32768", "train.steps=100", "bench.every=20", "nanogpt.lr=[6e-4,1.2e-3]",
+        "nanogpt.steps=300", "nanogpt.batch_tokens=32768", "nanogpt.beta2=0.95",
     ),
     **{f"training/small_{optim}": (*SMALL, f"optim={optim}") for optim in ("adamw", "muon")},
     **{f"training/large_{fp8}": (*LARGE, f"model.fp8={fp8}", *TEN_STEPS) for fp8 in ("none", "mlp", "all")},

@@ -228,7 +228,7 @@ PAGE = (
     Part("The training step of 10.7 million parameters, compiled", f"training/small_*/{BENCH}", STEP),
     Part("The training step of 1.3 billion parameters, compiled", f"training/large_*/{BENCH}", STEP),
     Part(
-        "Training seconds until a held-out loss, beside nanoGPT",
+        "Training seconds until a held-out loss, beside nanoGPT and nanochat",
         "time_to_loss/*/time_to_loss.json",
         printed("time_to_loss"),
     ),

@@ -2,13 +2,16 @@
 
 import json
 import math
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from model.config import GPTConfig
 from scripts.bench import time_to_loss
-from scripts.bench.opponents import NanoGPTConfig, RandomRows
+from scripts.bench.opponents import NanochatConfig, NanoGPTConfig, RandomRows, Sizes
 from scripts.bench.time_to_loss import (
     TimeToLossConfig,
     TimeToLossSettings,
@@ -20,6 +23,7 @@ from scripts.bench.time_to_loss import (
     steps_between,
 )
 from tests.runs import CORPUS, settings
+from training.hardware import HardwareConfig, set_up
 
 OPPONENT = '''
 """The interface of nanoGPT's model.py, and none of its code: a bigram model."""
@@ -49,6 +53,57 @@ class GPT(nn.Module):
         logits = self.table(idx)
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 '''
+
+NANOCHAT = '''
+"""The interface of nanochat's gpt.py, and none of its code: a table of bigrams."""
+import dataclasses, torch
+from torch import nn
+
+@dataclasses.dataclass
+class GPTConfig:
+    sequence_len: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    window_pattern: str
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.vocab_size)
+        assert self.table.weight.is_meta and config.window_pattern == "L"
+        self.matrices = 12 * config.n_layer * config.n_embd**2
+
+    def init_weights(self):
+        nn.init.zeros_(self.table.weight)
+
+    def num_scaling_params(self):
+        return {"transformer_matrices": self.matrices, "lm_head": 0, "wte": 10**9}
+
+    def setup_optimizer(self, **given):
+        self.given = given
+        group = {"params": list(self.parameters()), "lr": given["embedding_lr"], "kind": "muon"}
+        self.optimizer = torch.optim.SGD([group | {"initial_lr": group["lr"]}])
+        return self.optimizer
+
+    def forward(self, idx, targets):
+        assert not torch.is_autocast_enabled("cpu")
+        return nn.functional.cross_entropy(self.table(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+'''
+
+
+@pytest.fixture
+def nanochat(tmp_path, monkeypatch):
+    folder = tmp_path / "nanochat_clone"
+    (folder / "nanochat").mkdir(parents=True)
+    (folder / "nanochat" / "gpt.py").write_text(NANOCHAT)
+    (folder / "nanochat" / "optim.py").write_text("")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield NanochatConfig(folder=str(folder), steps=100, batch_tokens=2**17, warmup_steps=10)
+    for name in ("nanochat", "nanochat.gpt"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -116,6 +171,33 @@ def test_the_recipe_of_nanogpt():
     assert torch.equal(targets, inputs + 1)
     assert set(inputs[:, 0].tolist()) == set(range(32))  # each place where a row and its last target fit
     assert not torch.equal(rows.batch(1)[0], inputs)
+
+
+def test_the_recipe_of_nanochat(nanochat):
+    assert [nanochat.lr_factor(step) for step in (0, 9, 10, 35, 100)] == pytest.approx([0.1, 1.0, 1.0, 1.0, 0.05])
+    assert nanochat.lr_factor(60) == pytest.approx(0.05 + 0.95 * 40 / 65)
+    assert replace(nanochat, steps=1000).momentum(399) == pytest.approx(0.97, abs=4e-4)
+    assert replace(nanochat, steps=1000).momentum(1000) == pytest.approx(0.90)
+    hardware = set_up(HardwareConfig(device="cpu", dtype="bfloat16", compile=False))
+    sizes = Sizes(GPTConfig(num_layers=6, num_heads=6, n_embd=384), seq_len=32, vocab_size=50)
+    contender = nanochat.contender(0.04, sizes, hardware)
+    net = contender.mean_loss
+    # a step of a quarter of the reference's tokens, so half of its rates; twice of that as lr is twice 0.02
+    assert net.given["matrix_lr"] == pytest.approx(0.02)
+    assert net.given["embedding_lr"] == pytest.approx(0.3)
+    assert net.given["weight_decay"] == pytest.approx(0.28 / 2 * (12 * 768**2) / (6 * 384**2))
+    inputs = torch.zeros(2, 32, dtype=torch.long)
+    targets = inputs.clone()
+    targets[:, 16:] = -1
+    with hardware.autocast():
+        assert contender.summed(inputs, targets).item() == pytest.approx(32 * math.log(50))
+    net(inputs, targets).backward()
+    contender.update(60)
+    (group,) = net.optimizer.param_groups
+    assert group["lr"] == pytest.approx(0.3 * nanochat.lr_factor(60))
+    assert group["weight_decay"] == pytest.approx(net.given["weight_decay"] * 0.5 * (1 + math.cos(0.6 * math.pi)))
+    assert net.table.weight.grad is None
+    assert net.table.weight.abs().sum() > 0
 
 
 def test_a_change_is_a_key_that_a_run_has(small):
