@@ -205,6 +205,17 @@ def test_a_report_is_json_whatever_its_numbers(tmp_path, capsys):
             assert report["loss"] is None
 
 
+def test_what_was_measured_outlives_a_benchmark_that_is_stopped(tmp_path, capsys):
+    report, read = Report("x", tmp_path, "none"), lambda: json.loads((tmp_path / "x.json").read_text())
+    report.add({"ms": 1.0})
+    report.add({"ms": math.nan}, {"ms": 3.0})
+    assert read()["rows"] == [{"ms": 1.0}, {"ms": None}, {"ms": 3.0}]
+    assert read()["unfinished"]
+    report.finish()
+    assert "unfinished" not in read()
+    assert len(read()["rows"]) == 3
+
+
 def test_a_page_without_the_comments_stays_as_it_is():
     assert inserted("nothing <!-- figures --> open", "figures", "x") == "nothing <!-- figures --> open"
 

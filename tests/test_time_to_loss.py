@@ -287,6 +287,19 @@ def test_both_are_trained_and_compared(small, tmp_path, capsys):
     assert not list(tmp_path.rglob("checkpoints"))
 
 
+def test_a_run_that_is_stopped_keeps_the_curves_before_it(small, tmp_path, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time_to_loss, "curve_of_ours", lambda *_: [(100, 1.0, 3.0)])
+    monkeypatch.setattr(time_to_loss, "curve_of_opponent", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        time_to_loss.main.__wrapped__(small, tmp_path / "run")
+    found = json.loads((tmp_path / "run" / "time_to_loss.json").read_text())
+    assert found["unfinished"]
+    assert found["curves"] == [{"name": "ours", "seed": 0, "tokens_seconds_loss": [[100, 1.0, 3.0]]}]
+
+
 def test_without_its_code_the_program_says_how_to_get_it(small, tmp_path):
     small.nanogpt.folder = str(tmp_path)
     with pytest.raises(ValueError, match=r"has no model.py; fetch it: git clone https://github.com/karpathy/nanoGPT"):

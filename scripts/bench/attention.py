@@ -130,7 +130,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     dtype = str(hardware.dtype).removeprefix("torch.")
     for head_dim, mask, seq_len in product(bench.head_dim, bench.mask, bench.seq_len):
         cell = Cell(dtype, max(1, bench.tokens // seq_len), bench.hidden // head_dim, seq_len, head_dim, mask)
-        report.rows += run_cell(cell, bench, hardware.device)
+        report.add(*run_cell(cell, bench, hardware.device))
     draw(report)
     report.finish(table(report.rows, NAMES, FIGURES, "attention"))
 

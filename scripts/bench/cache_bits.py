@@ -80,7 +80,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     uncached, losses = held_out(settings, path, dtypes)
     for name, dtype in dtypes.items():
         loss = {"val_loss": losses[name], "more_loss": losses[name] - uncached}
-        report.rows.append({"cache": name} | one_more_token(settings.bench, dtype, hardware) | loss)
+        report.add({"cache": name} | one_more_token(settings.bench, dtype, hardware) | loss)
     report.more = {"loss_without_cache": uncached}
     title = "cache of {batch} rows of {context:,} tokens, {num_heads}/{num_kv_heads} heads of {head_dim}".format_map(
         vars(settings.bench)

@@ -110,7 +110,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
         for name, row in rounds(calls, prompts, bench.new_tokens, bench.rounds, device).items():
             if name == OURS and device.type == "cuda":
                 row |= counted(partial(steps_of, model, CHOICES[choice], prompts, bench.new_tokens))
-            report.rows.append({"model": name, "choice": choice, **row})
+            report.add({"model": name, "choice": choice, **row})
 
     prompts = prompts_of(bench, bench.prefill_batch, bench.prefill_tokens)
     calls = {name: caller(name, "greedy") for name in which if name in (OURS, "transformers")}
@@ -118,7 +118,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     rows = rounds(calls, prompts, 1, bench.rounds, device)
     for name, row in rows.items():
         row["of_forward"] = row["first_ms"] / rows["forward"]["first_ms"]
-        report.rows.append({"model": name, "choice": "reading", **row})
+        report.add({"model": name, "choice": "reading", **row})
     report.finish(table(report.rows, NAMES, FIGURES, "generate()", said))
 
 

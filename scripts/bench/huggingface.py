@@ -64,7 +64,7 @@ def main(settings: HuggingFaceBenchSettings, run_dir: Path) -> None:
                 row["error"] = "out of memory"
             except ImportError as error:
                 row["error"] = str(error)
-            report.rows.append(row)
+            report.add(row)
             model.zero_grad()
     report.finish(table(report.rows, NAMES, FIGURES, "Llama-3.2-1B's sizes, random weights"))
 

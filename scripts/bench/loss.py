@@ -46,9 +46,9 @@ def main(settings: LossBenchSettings, run_dir: Path) -> None:
     exact = exact_results(settings, *inputs)
     for name, loss in implementations(settings):
         try:
-            report.rows.append({"name": name} | measured(settings, loss, hardware, exact, *inputs))
+            report.add({"name": name} | measured(settings, loss, hardware, exact, *inputs))
         except torch.OutOfMemoryError:
-            report.rows.append({"name": name, "error": "out of memory"})
+            report.add({"name": name, "error": "out of memory"})
     title = f"head and loss of {settings.tokens:,} tokens, forward and backward"
     report.finish(table(report.rows, NAMES, FIGURES, title, "errors relative to float64, by norm"))
 

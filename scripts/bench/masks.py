@@ -8,7 +8,6 @@ without a mask on the portable kernels ("dense": the share of its speed a block)
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1, where FlexAttention is left out, it is a smoke test.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -62,10 +61,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware, bench = set_up(settings.hardware), settings.bench
     report = Report("masks", run_dir, hardware.description)
     for name, head_dim in product(bench.mask, bench.head_dim):
-        rows = rows_of(name, head_dim, bench, hardware.device, hardware.dtype)
-        for row in rows:
-            print(json.dumps(row), flush=True)  # what is known when a later mask fails
-        report.rows += rows
+        report.add(*rows_of(name, head_dim, bench, hardware.device, hardware.dtype))
     caption = "ratio: FlexAttention's time over ours. dense: ours a block against the portable kernels without a mask."
     report.finish(table(report.rows, NAMES, FIGURES, f"block masks, {bench.seq_len:,} tokens", caption))
 

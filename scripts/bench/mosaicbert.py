@@ -74,7 +74,7 @@ def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
                     row |= of_tokens(call, tokens, hardware.device, settings.budget_ms, runs=200)
                 except torch.OutOfMemoryError:
                     row["error"] = "out of memory"
-                report.rows.append(row)
+                report.add(row)
                 took = f"{row['ms']:.2f} ms" if "ms" in row else row["error"]
                 print(f"{seq_len:,} tokens, {lengths}, {part}, {name}: {took}", flush=True)
                 call = None  # it holds on to its tensors

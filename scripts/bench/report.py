@@ -1,7 +1,7 @@
 """The frame of every benchmark: rows of figures as a table, files with where they come from, a picture, a last line.
 
-A benchmark makes `Report(name, folder, hardware)`, appends to `rows`, and calls `finish`. A row is a dictionary; one
-with a key `error` says in a few words why it has no figures.
+A benchmark makes `Report(name, folder, hardware)`, calls `add` for each row, and `finish`. A row is a dictionary; one
+with a key `error` says in a few words why it has no figures. What was added is in the folder's file from then on.
 """
 
 import json
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from string import Formatter
 from textwrap import shorten
@@ -144,6 +145,29 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def origin(self) -> dict[str, Any]:
+        driver = next((gpu["driver_version"] for gpu in installed_gpus()), None)
+        return {"hardware": self.hardware, "provenance": provenance() | {"driver": driver}}
+
+    def add(self, *rows: Row) -> None:
+        """Keep what was measured, in the file too: a benchmark that is stopped has measured for minutes."""
+        self.rows += rows
+        if rows:
+            self.write({"unfinished": True})
+
+    def write(self, more: dict[str, Any] | None = None) -> dict[str, Any]:
+        """All that was found so far, with `more`, as the folder's JSON file; returns it."""
+        found = without_nan(self.origin | self.more | (more or {}))
+        text = json.dumps(found, indent=2)
+        if self.rows:
+            found["rows"] = without_nan(self.rows)
+            rows = ",\n".join(json.dumps(row) for row in found["rows"])  # a line each
+            text = text.removesuffix("\n}") + f',\n  "rows": [\n{rows}\n  ]\n}}'
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{self.name}.json").write_text(text + "\n")
+        return found
+
     def finish(self, *tables: Table, last: dict[str, Any] | None = None) -> None:
         """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found.
 
@@ -151,22 +175,13 @@ class Report:
         """
         if not self.rows and not any(shown.lines for shown in tables):
             raise ValueError("nothing was measured: a list that says what is empty; name something in it or drop it")
-        driver = next((gpu["driver_version"] for gpu in installed_gpus()), None)
-        origin = {"hardware": self.hardware, "provenance": provenance() | {"driver": driver}}
-        found = without_nan(origin | self.more)
-        text = json.dumps(found, indent=2)
-        if self.rows:
-            found["rows"] = without_nan(self.rows)
-            rows = ",\n".join(json.dumps(row) for row in found["rows"])  # a line each
-            text = text.removesuffix("\n}") + f',\n  "rows": [\n{rows}\n  ]\n}}'
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
         console.print(self.hardware, markup=False)
         for shown in tables:
             console.print(shown.console())
             if shown.caption:
                 console.print(shown.caption, markup=False)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"{self.name}.json").write_text(text + "\n")
+        found = self.write()
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
         (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n")
         print(json.dumps(without_nan(last or found) | {"folder": str(self.folder)}))

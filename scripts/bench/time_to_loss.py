@@ -86,20 +86,23 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
     for opponent in opponents:
         opponent.rows(settings.data.seq_len)
         report.more[f"{opponent.NAME}_sha256"] = opponent.sha256
-    console, curves = Console(highlight=False), {}
+    console, curves, kept = Console(highlight=False), {}, report.more.setdefault("curves", [])
+
+    def keep(name: str, seed: int, curve: Curve) -> None:
+        say(console, name, seed, curve, bench.target)
+        curves[name, seed] = curve
+        kept.append({"name": name, "seed": seed, "tokens_seconds_loss": curve})
+        report.write({"unfinished": True})
+
     for seed in bench.seeds:
         for name, one in ours.items():
-            curves[name, seed] = curve_of_ours(one, run_dir / folder_of(name) / f"seed_{seed}", seed)
-            say(console, name, seed, curves[name, seed], bench.target)
+            keep(name, seed, curve_of_ours(one, run_dir / folder_of(name) / f"seed_{seed}", seed))
         for opponent in opponents:
             for lr in opponent.lr:
-                name = at(opponent, lr)
-                curves[name, seed] = curve_of_opponent(settings, chosen, opponent, lr, seed)
-                say(console, name, seed, curves[name, seed], bench.target)
+                keep(at(opponent, lr), seed, curve_of_opponent(settings, chosen, opponent, lr, seed))
     target = bench.target or reached(curves, at(opponents[0], opponents[0].lr[0]))
     report.rows = rows_of(curves, target)
     report.more["target"] = target
-    report.more["curves"] = [{"name": n, "seed": s, "tokens_seconds_loss": c} for (n, s), c in curves.items()]
     draw(run_dir / "time_to_loss.png", curves, target, chosen.hardware.description)
     title = f"training seconds until {target:.4f} nats a token, held out ({len(bench.seeds)} seeds: mean and sd)"
     caption = "times: how often as fast as nanoGPT at its own learning rate, and at its best: by tokens x by rate"

@@ -78,7 +78,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
         )
     ]
     for attention, chosen in rows:
-        report.rows.append(measure(attention, chosen, hardware, run_dir))
+        report.add(measure(attention, chosen, hardware, run_dir))
     if len(bench.seq_len) > 1:
         memory = Panel("peak memory, GiB", "peak_memory_gib", may_be_log=True)
         panels = [Panel("tokens a second", "tokens_per_second"), memory]
