@@ -129,7 +129,7 @@ def test_a_bad_step_of_shared_weights_is_named_kept_whole_and_gone_back_from(fou
 
 
 def test_blocks_of_shared_weights_are_compiled_once(found):
-    """Four of them: a graph to train and one to evaluate."""
+    """Two of them: a graph to train and one to evaluate."""
     compiled = found["compiled"]
     assert compiled["codes"] == [0, 0], compiled["err"]
     assert compiled["out"][0].endswith("graphs 2\n")
