@@ -139,7 +139,7 @@ def test_a_ratio_of_times_is_one_of_tokens_times_one_of_rates():
         ("nanoGPT, lr 0.003", 0): [(900, 9.0, 2.0)],
         ("nanoGPT, lr 0.003", 1): [(900, 9.0, 2.1)],
     }
-    ours, default, best, never = rows_of(curves, 2.0)
+    ours, default, best, never = rows_of(curves, 2.0, "nanoGPT")
     assert (ours["seconds"], ours["tokens"]) == (1.5, 200)
     assert ours["seconds_sd"] == pytest.approx(math.sqrt(0.5))
     assert never["error"] == "1 of 2 never; least 2.0500"
@@ -148,6 +148,9 @@ def test_a_ratio_of_times_is_one_of_tokens_times_one_of_rates():
         assert ours[f"times{which}"] == pytest.approx(ours[f"fewer_tokens{which}"] * ours[f"rate{which}"])
     assert ours["fewer_tokens"] == 5
     assert ours["times_best"] == 6
+    _, default, best, _ = rows_of(curves, 2.0, "ours")  # whoever is named first
+    assert (default["times"], best["times"]) == (0.1, pytest.approx(1 / 6))
+    assert not any("times" in row for row in rows_of(curves, 2.0, ""))
 
 
 def test_without_a_target_it_is_what_nanogpt_reaches_with_every_seed():

@@ -7,7 +7,8 @@
 All train on the same text and tokens and are judged on the same held-out windows by the same code; runs take turns,
 seed by seed. Ours is the run that `train.py` would be. nanoGPT is its own model.py and recipe
 (scripts/bench/opponents.py) at its own learning rate, the first of `nanogpt.lr`, and at the best of them;
-`bench.opponents=[nanogpt,nanochat]` adds nanochat. A run of theirs ends at the target, or where it overfits.
+`bench.opponents=[nanogpt,nanochat]` adds nanochat, and ratios are to the first one named. A run of theirs ends at the
+target, or where it overfits.
 `'bench.changes=["model.qk_norm=true"]'` adds rows of ours with a key changed.
 
 Seconds are those of training steps alone: evaluation, saving, compilation and the first step, which is counted like the
@@ -100,13 +101,14 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
         for opponent in opponents:
             for lr in opponent.lr:
                 keep(at(opponent, lr), seed, curve_of_opponent(settings, chosen, opponent, lr, seed))
+    peer = opponents[0].NAME if opponents else ""
     target = bench.target or reached(curves, at(opponents[0], opponents[0].lr[0]))
-    report.rows = rows_of(curves, target)
+    report.rows = rows_of(curves, target, peer)
     report.more["target"] = target
     draw(run_dir / "time_to_loss.png", curves, target, chosen.hardware.description)
     title = f"training seconds until {target:.4f} nats a token, held out ({len(bench.seeds)} seeds: mean and sd)"
-    caption = "times: how often as fast as nanoGPT at its own learning rate, and at its best: by tokens x by rate"
-    report.finish(table(report.rows, NAMES, FIGURES, title, caption if "nanogpt" in bench.opponents else ""))
+    caption = f"times: how often as fast as {peer} at its own learning rate, and at its best: by tokens x by rate"
+    report.finish(table(report.rows, NAMES, FIGURES, title, caption if peer else ""))
 
 
 def changed(settings: TimeToLossSettings, change: str) -> TimeToLossSettings:
@@ -236,22 +238,21 @@ FIGURES: Columns = {
 }
 
 
-def rows_of(curves: dict[tuple[str, int], Curve], target: float) -> list[Row]:
-    """A row for each name: means over its seeds, and how often as fast it is as nanoGPT."""
+def rows_of(curves: dict[tuple[str, int], Curve], target: float, peer: str) -> list[Row]:
+    """A row for each name: means over its seeds, and how often as fast it is as `peer`, if that is anyone."""
     rows = []
     for name in dict.fromkeys(name for name, _ in curves):
         own = [curve for (its_name, _), curve in curves.items() if its_name == name]
         rows.append({"name": name, "seeds": len(own), **figures(own, target)})
-    peers = [row for row in rows if row["name"].startswith("nanoGPT") and "seconds" in row]
-    default = next((row for row in rows if row["name"].startswith("nanoGPT")), {})
-    best = min(peers, key=lambda row: row["seconds"], default={})
+    its = [row for row in rows if peer and row["name"].startswith(peer)]
+    best = min((row for row in its if "seconds" in row), key=lambda row: row["seconds"], default={})
     for row in rows:
-        if "seconds" in row and not row["name"].startswith("nanoGPT"):
-            for peer, which in ((default, ""), (best, "_best")):
-                if "seconds" in peer:
-                    row[f"fewer_tokens{which}"] = peer["tokens"] / row["tokens"]
-                    row[f"rate{which}"] = row["tokens_per_second"] / peer["tokens_per_second"]
-                    row[f"times{which}"] = peer["seconds"] / row["seconds"]
+        if "seconds" in row and row not in its:
+            for other, which in ((its[0] if its else {}, ""), (best, "_best")):
+                if "seconds" in other:
+                    row[f"fewer_tokens{which}"] = other["tokens"] / row["tokens"]
+                    row[f"rate{which}"] = row["tokens_per_second"] / other["tokens_per_second"]
+                    row[f"times{which}"] = other["seconds"] / row["seconds"]
     return rows
 
 
