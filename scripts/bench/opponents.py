@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,13 +55,13 @@ class Contender:
 class Opponent:
     """Where its code is, and what every recipe says."""
 
-    NAME: ClassVar[str]
-    FILES: ClassVar[tuple[str, ...]]  # that are read, in `folder`
+    NAME, FILES = "", ()  # as its repository is called, and which of its files in `folder` are read
 
     folder: str
-    lr: list[float]  # peak rates: the recipe's, and others to tune it
-    steps: int  # optimizer steps of its schedule
-    batch_tokens: int  # tokens of one optimizer step
+    lr: list[float]
+    steps: int
+    batch_tokens: int
+    warmup_steps: int
 
     def __post_init__(self) -> None:
         refuse_below_one(self.group, self, "steps", "batch_tokens")
@@ -71,6 +71,8 @@ class Opponent:
             )
         if any(not 0 < rate < math.inf for rate in self.lr):
             raise ValueError(f"{self.group}lr={self.lr} must be positive and finite")
+        if self.warmup_steps < 0:
+            raise ValueError(f"{self.group}warmup_steps={self.warmup_steps} must be at least 0")
 
     @property
     def group(self) -> str:
@@ -108,22 +110,20 @@ class NanoGPTConfig(Opponent):
 
     NAME = "nanoGPT"
     FILES = ("model.py",)
-    LEAST_RATE: ClassVar[float] = 0.1  # of the peak, where the cosine ends
-    WEIGHT_DECAY: ClassVar[float] = 0.1
-    BETA1: ClassVar[float] = 0.9
-    GRAD_CLIP: ClassVar[float] = 1.0
+    LEAST_RATE = 0.1  # of the peak, where the cosine ends
+    WEIGHT_DECAY = 0.1
+    BETA1 = 0.9
+    GRAD_CLIP = 1.0
 
-    folder: str = ".cache/nanoGPT"
-    lr: list[float] = field(default_factory=lambda: [1e-3])
-    steps: int = 2000
-    batch_tokens: int = 768
+    folder: str = ".cache/nanoGPT"  # where its model.py is
+    lr: list[float] = field(default_factory=lambda: [1e-3])  # peak rates: the recipe's, and others to tune it
+    steps: int = 2000  # optimizer steps of its schedule
+    batch_tokens: int = 768  # tokens of one optimizer step
     warmup_steps: int = 100  # linear
     beta2: float = 0.99  # AdamW's, of the mean of squared gradients
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.warmup_steps < 0:
-            raise ValueError(f"nanogpt.warmup_steps={self.warmup_steps} must be at least 0")
         if not 0 <= self.beta2 < 1:
             raise ValueError(f"nanogpt.beta2={self.beta2} must lie in [0, 1)")
 
@@ -170,17 +170,16 @@ class NanochatConfig(Opponent):
 
     NAME = "nanochat"
     FILES = ("nanochat/gpt.py", "nanochat/optim.py")
-    MATRIX_LR: ClassVar[float] = 0.02  # `lr` stands in its place, and moves the other rates by as much
-    OTHER_LR: ClassVar[dict[str, float]] = {"embedding_lr": 0.3, "unembedding_lr": 0.008, "scalar_lr": 0.5}
-    WEIGHT_DECAY: ClassVar[float] = 0.28
-    REFERENCE: ClassVar[tuple[int, int]] = (12, 2**19)  # the layers, of 64 columns each, and tokens it was tuned at
+    MATRIX_LR = 0.02  # `lr` stands in its place, and moves the other rates by as much
+    WEIGHT_DECAY = 0.28
+    REFERENCE = (12, 2**19)  # the layers, of 64 columns each, and tokens it was tuned at
     WARMDOWN, LEAST_RATE = 0.65, 0.05  # the share of the steps, and of the rate at their end
 
-    folder: str = ".cache/nanochat"
-    lr: list[float] = field(default_factory=lambda: [0.02])
-    steps: int = 600
-    batch_tokens: int = 65536
-    warmup_steps: int = 40
+    folder: str = ".cache/nanochat"  # the clone
+    lr: list[float] = field(default_factory=lambda: [0.02])  # peak rates of its matrices: the recipe's, and others
+    steps: int = 600  # optimizer steps of its schedule
+    batch_tokens: int = 65536  # tokens of one optimizer step
+    warmup_steps: int = 40  # linear
 
     def lr_factor(self, step: int) -> float:
         left = (self.steps - step) / max(1, round(self.WARMDOWN * self.steps))
@@ -214,8 +213,9 @@ class NanochatConfig(Opponent):
         with_batch = math.sqrt(self.batch_tokens / reference_tokens)
         decay = self.WEIGHT_DECAY * with_batch * smaller
         moved = with_batch * lr / self.MATRIX_LR
-        rates = {name: rate * moved for name, rate in self.OTHER_LR.items()}
-        optimizer = net.setup_optimizer(matrix_lr=self.MATRIX_LR * moved, weight_decay=decay, **rates)
+        rates = {"matrix_lr": self.MATRIX_LR, "embedding_lr": 0.3, "unembedding_lr": 0.008, "scalar_lr": 0.5}
+        rates = {name: rate * moved for name, rate in rates.items()}
+        optimizer = net.setup_optimizer(weight_decay=decay, **rates)
         forward = torch.compile(net, dynamic=False) if hardware.compile else net
 
         def update(step: int) -> None:
