@@ -16,6 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .mask_bounds import Undecided, decided_blocks
 
 BLOCK = 128  # queries and keys in a block, as in torch's BlockMask
+MOST_TOKENS = 2**15 * BLOCK  # a block's number and how many larger ones there are share an int32
+MOST_VISITS = 2**30  # places in the list of both sides are int32
 HIDDEN, FULL = -2, -1  # entries of `block_table`; the others are numbers of patterns
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -243,6 +245,8 @@ def _assemble(
     pattern = np.where(full, 0, 1)
     pattern[asked] = numbers[2:]
     visited = np.count_nonzero(pattern != 1)
+    if visited >= MOST_VISITS:
+        raise ValueError(f"the mask visits {visited:,} blocks of 128 x 128; the most are {MOST_VISITS - 1:,}")
     visits, starts, begin = np.zeros((1 + 2 * visited, 4), np.int32), [], 1
     visits[0, 1] = 1
     for table in (pattern, np.ascontiguousarray(pattern.swapaxes(2, 3))):  # (B, H, rows, others): of queries, of keys
@@ -312,6 +316,7 @@ def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
         return kept[1]
     if tuple(given.BLOCK_SIZE) != (BLOCK, BLOCK):
         raise ValueError(f"block_mask has BLOCK_SIZE {given.BLOCK_SIZE}; make it with BLOCK_SIZE={BLOCK}")
+    _check_sizes(Nq=num_q, Nk=num_k)
     q_blocks, k_blocks = -(-num_q // BLOCK), -(-num_k // BLOCK)
     numbers = given.kv_num_blocks
     if (
@@ -342,3 +347,5 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} is {size!r}; it must be an integer of at least 1")
+        if name in ("Nq", "Nk") and size > MOST_TOKENS:
+            raise ValueError(f"{name} is {size:,}; a block mask takes at most {MOST_TOKENS:,} tokens")

@@ -332,16 +332,21 @@ def test_refusals(attention, options, message):
         attention(q, k, v, **(options | {"block_mask": mask}))
 
 
-def test_mistakes_in_building():
+def test_mistakes_in_building(monkeypatch):
     with pytest.raises(ValueError, match=r"visible has dtype torch.float32 and shape \(2, 2\); expected booleans"):
         BlockMask.from_dense(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"mask_mod returned torch.int64; it must return a boolean"):
         block_mask(lambda b, h, q, k: q - k, None, None, 4, 4, DEVICE)
     with pytest.raises(ValueError, match="Nk is 0; it must be an integer of at least 1"):
         block_mask(lambda b, h, q, k: q >= k, None, None, 4, 0, DEVICE)
+    with pytest.raises(ValueError, match="Nq is 4,194,305; a block mask takes at most 4,194,304 tokens"):
+        block_mask(lambda b, h, q, k: q >= k, None, None, 2**22 + 1, 4, DEVICE)
     theirs = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 256, 256, device=DEVICE, BLOCK_SIZE=64)
     with pytest.raises(ValueError, match=r"block_mask has BLOCK_SIZE \(64, 64\); make it with BLOCK_SIZE=128"):
         BlockMask.from_torch(theirs)
+    monkeypatch.setattr(block_masks, "MOST_VISITS", 3)
+    with pytest.raises(ValueError, match="the mask visits 3 blocks of 128 x 128; the most are 2"):
+        block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, DEVICE)
 
 
 @pytest.mark.gpu
