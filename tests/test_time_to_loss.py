@@ -184,7 +184,7 @@ def test_the_recipe_of_nanochat(nanochat):
     hardware = set_up(HardwareConfig(device="cpu", dtype="bfloat16", compile=False))
     sizes = Sizes(GPTConfig(num_layers=6, num_heads=6, n_embd=384), seq_len=32, vocab_size=50)
     contender = nanochat.contender(0.04, sizes, hardware)
-    net = contender.mean_loss
+    net = contender.net
     # a step of a quarter of the reference's tokens, so half of its rates; twice of that as lr is twice 0.02
     assert net.given["matrix_lr"] == pytest.approx(0.02)
     assert net.given["embedding_lr"] == pytest.approx(0.3)
@@ -193,8 +193,8 @@ def test_the_recipe_of_nanochat(nanochat):
     targets = inputs.clone()
     targets[:, 16:] = -1
     with hardware.autocast():
-        assert contender.summed(inputs, targets).item() == pytest.approx(32 * math.log(50))
-    net(inputs, targets).backward()
+        assert contender(inputs, targets).item() == pytest.approx(32 * math.log(50))
+    contender.mean_loss(inputs, targets).backward()
     contender.update(60)
     (group,) = net.optimizer.param_groups
     assert group["lr"] == pytest.approx(0.3 * nanochat.lr_factor(60))

@@ -36,19 +36,22 @@ class Sizes:
     vocab_size: int
 
 
-@dataclass
-class Contender:
-    """A network with its optimizer.
+class Contender(nn.Module):
+    """A network with its optimizer, in the interface of ours: the loss is a sum over the targets that are not -1.
 
     Attributes:
         mean_loss: of inputs and targets (rows, seq_len), which a step differentiates.
-        summed: the network in the interface of ours: the loss is a sum over the targets that are not -1.
         update: changes the weights by the gradients of a step, from 0, and clears them.
     """
 
-    mean_loss: Callable[[Tensor, Tensor], Tensor]
-    summed: nn.Module
-    update: Callable[[int], None]
+    def __init__(
+        self, net: nn.Module, mean_loss: Callable[[Tensor, Tensor], Tensor], update: Callable[[int], None]
+    ) -> None:
+        super().__init__()
+        self.net, self.mean_loss, self.update = net, mean_loss, update
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.mean_loss(tokens, targets) * (targets != -1).sum()
 
 
 @dataclass
@@ -157,7 +160,7 @@ class NanoGPTConfig(Opponent):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        return Contender(mean_loss, _Summed(forward), update)
+        return Contender(forward, mean_loss, update)
 
 
 @dataclass
@@ -172,7 +175,7 @@ class NanochatConfig(Opponent):
     FILES = ("nanochat/gpt.py", "nanochat/optim.py")
     MATRIX_LR = 0.02  # `lr` stands in its place, and moves the other rates by as much
     WEIGHT_DECAY = 0.28
-    REFERENCE = (12, 2**19)  # the layers, of 64 columns each, and tokens it was tuned at
+    LAYERS, TOKENS = 12, 2**19  # of the model, as many times 64 columns wide, and of the step that it was tuned at
     WARMDOWN, LEAST_RATE = 0.65, 0.05  # the share of the steps, and of the rate at their end
 
     folder: str = ".cache/nanochat"  # the clone
@@ -182,17 +185,22 @@ class NanochatConfig(Opponent):
     warmup_steps: int = 40  # linear
 
     def lr_factor(self, step: int) -> float:
-        left = (self.steps - step) / max(1, round(self.WARMDOWN * self.steps))
+        """The rate of `step`, from 0, as a fraction of the peak."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        return 1.0 if left >= 1 else left + (1 - left) * self.LEAST_RATE
+        left = self._left(step)
+        return left + (1 - left) * self.LEAST_RATE
 
     def momentum(self, step: int) -> float:
         """Muon's: up to 0.97 in 400 steps, down to 0.90 while the rate falls."""
         if step < 400:
             return 0.85 + 0.12 * step / 400
-        left = min(1.0, (self.steps - step) / max(1, round(self.WARMDOWN * self.steps)))
+        left = self._left(step)
         return 0.97 * left + 0.90 * (1 - left)
+
+    def _left(self, step: int) -> float:
+        """Of the steps in which the rate falls, the share that is left."""
+        return min(1.0, (self.steps - step) / max(1, round(self.WARMDOWN * self.steps)))
 
     def contender(self, lr: float, sizes: Sizes, hardware: Hardware) -> Contender:
         if self.folder not in sys.path:
@@ -205,18 +213,21 @@ class NanochatConfig(Opponent):
                 return module.GPT(module.GPTConfig(sequence_len=sizes.seq_len, vocab_size=sizes.vocab_size, **shape))
 
         net = network(model.num_layers, model.num_heads, model.n_embd)
-        layers, reference_tokens = self.REFERENCE
-        reference = network(layers, layers // 2, 64 * layers)
+        reference = network(self.LAYERS, self.LAYERS // 2, 64 * self.LAYERS)
         smaller = _matrices(reference) / _matrices(net)
         net.to_empty(device=hardware.device)
         net.init_weights()
-        with_batch = math.sqrt(self.batch_tokens / reference_tokens)
+        with_batch = math.sqrt(self.batch_tokens / self.TOKENS)
         decay = self.WEIGHT_DECAY * with_batch * smaller
         moved = with_batch * lr / self.MATRIX_LR
         rates = {"matrix_lr": self.MATRIX_LR, "embedding_lr": 0.3, "unembedding_lr": 0.008, "scalar_lr": 0.5}
         rates = {name: rate * moved for name, rate in rates.items()}
         optimizer = net.setup_optimizer(weight_decay=decay, **rates)
         forward = torch.compile(net, dynamic=False) if hardware.compile else net
+
+        def mean_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+            with torch.autocast(hardware.device.type, enabled=False):  # it casts its weights itself
+                return forward(inputs, targets)
 
         def update(step: int) -> None:
             for group in optimizer.param_groups:
@@ -227,10 +238,10 @@ class NanochatConfig(Opponent):
             optimizer.step()
             net.zero_grad(set_to_none=True)
 
-        return Contender(forward, _WithoutAutocast(forward), update)
+        return Contender(forward, mean_loss, update)
 
 
-OPPONENTS = {"nanogpt": NanoGPTConfig, "nanochat": NanochatConfig}
+OPPONENTS = tuple(config.NAME.lower() for config in (NanoGPTConfig, NanochatConfig))
 
 
 class RandomRows:
@@ -274,7 +285,7 @@ def train_opponent(
             inputs, targets, _ = next(batches)
             contender.mean_loss(inputs, targets).backward()
             contender.update(step)
-            if after_step(step + 1, contender.summed):
+            if after_step(step + 1, contender):
                 break
 
 
@@ -285,30 +296,6 @@ def its_own_choices(hardware: Hardware) -> AbstractContextManager:
     from torch._inductor import config as inductor
 
     return inductor.patch(deterministic=False)
-
-
-class _Summed(nn.Module):
-    """nanoGPT's."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        _, mean = self.net(tokens, targets)
-        return mean * (targets != -1).sum()
-
-
-class _WithoutAutocast(nn.Module):
-    """nanochat's, which casts its weights itself."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(tokens.device.type, enabled=False):
-            return self.net(tokens, targets) * (targets != -1).sum()
 
 
 def _matrices(net: nn.Module) -> int:
