@@ -154,11 +154,15 @@ class Report:
         """Keep what was measured, in the file too: a benchmark that is stopped has measured for minutes."""
         self.rows += rows
         if rows:
-            self.write({"unfinished": True})
+            self.keep()
 
-    def write(self, more: dict[str, Any] | None = None) -> dict[str, Any]:
-        """All that was found so far, with `more`, as the folder's JSON file; returns it."""
-        found = without_nan(self.origin | self.more | (more or {}))
+    def keep(self) -> None:
+        """Write what was found so far to the folder's JSON file."""
+        self._written(unfinished=True)
+
+    def _written(self, **more: Any) -> dict[str, Any]:
+        """All that was found, with `more`, as it is in the folder's JSON file now."""
+        found = without_nan(self.origin | self.more | more)
         text = json.dumps(found, indent=2)
         if self.rows:
             found["rows"] = without_nan(self.rows)
@@ -181,7 +185,7 @@ class Report:
             console.print(shown.console())
             if shown.caption:
                 console.print(shown.caption, markup=False)
-        found = self.write()
+        found = self._written()
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
         (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n")
         print(json.dumps(without_nan(last or found) | {"folder": str(self.folder)}))

@@ -93,7 +93,7 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
         say(console, name, seed, curve, bench.target)
         curves[name, seed] = curve
         kept.append({"name": name, "seed": seed, "tokens_seconds_loss": curve})
-        report.write({"unfinished": True})
+        report.keep()
 
     for seed in bench.seeds:
         for name, one in ours.items():
