@@ -58,7 +58,7 @@ def test_a_mistake_is_named(tmp_path, monkeypatch):
 
 
 def test_a_comparison_that_sees_nothing_fails(tmp_path, monkeypatch):
-    monkeypatch.setitem(PLANTED, "planted nothing", lambda _: None)
+    monkeypatch.setitem(PLANTED, "planted nothing", lambda: None)
     report = matrix(tmp_path, "train.steps=7", "invariance.only=[logging]")
     assert not report["passes"]
     assert [row["verdict"] for row in report["rows"].values() if not row["as_expected"]] == ["NOT SEEN"]
