@@ -5,11 +5,13 @@ room for the tokens it will bring, on the host; the call stores them and then mo
 the same call can be a CUDA graph. Keys are stored after RoPE: positions never change.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kernels import flash_attention_with_kvcache, kvcache_workspace, place_documents, read_kvcache, write_kvcache
-from model.attention import ALL, AttentionFunction, Documents, flash
+from model.attention import AttentionFunction, Documents, flash
 from model.config import GPTConfig
 
 MAX_QUERIES = 16  # of a row, from which on attention over a cache is `flash_attention`'s
@@ -92,15 +94,14 @@ class KVCache:
         new = torch.arange(num_tokens, device=self.lengths.device)
         return (self.lengths.clamp(min=0)[:, None] + new).flatten()
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, window: tuple[int, int] = ALL
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, **options: Any) -> Tensor:
         """Store the new tokens of one layer, for which `extend` has made room, and attend over each row's tokens.
 
         Args:
             q: (1, Hq, rows * N, D); k, v: (1, Hkv, rows * N, D): N new tokens of each row, row after row.
             attend: the model's attention; `flash` reads up to 16 tokens a row by `flash_attention_with_kvcache`, others
                 read all rows of one length at a time.
+            options: window and scale, as `attend` takes them.
 
         Returns (1, Hq, rows * N, D); rows that are not in use give 0.
         """
@@ -110,8 +111,8 @@ class KVCache:
                 self.workspace = kvcache_workspace(q.size(0), q.size(1), q.device)
             (keys, k_scale), (values, v_scale) = self._of(layer)
             o = flash_attention_with_kvcache(
-                q, keys, values, k, v, cache_seqlens=self.lengths, block_table=self.block_table, window=window,
-                k_scale=k_scale, v_scale=v_scale, workspace=self.workspace,
+                q, keys, values, k, v, cache_seqlens=self.lengths, block_table=self.block_table,
+                k_scale=k_scale, v_scale=v_scale, workspace=self.workspace, **options,
             )  # fmt: skip
         else:
             o = torch.zeros_like(q)
@@ -119,7 +120,7 @@ class KVCache:
             for length in sorted(set(lengths) - {ABSENT}):  # rows of one length are one call
                 rows = torch.tensor([row for row, other in enumerate(lengths) if other == length], device=q.device)
                 stored = self._append(layer, rows, length, k[rows], v[rows])
-                o[rows] = attend(q[rows], *stored, causal=True, window=window)
+                o[rows] = attend(q[rows], *stored, causal=True, **options)
         return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
     def advance(self, num_tokens: int) -> None:
@@ -289,19 +290,17 @@ class Prompts:
         """Of all tokens, (num_tokens,) int64."""
         return self._positions
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, window: tuple[int, int] = ALL
-    ) -> Tensor:
-        """Store k, v (1, Hkv, tokens, D), and attend within each row: (1, Hq, tokens, D)."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, **options: Any) -> Tensor:
+        """Store k, v (1, Hkv, tokens, D), and attend within each row: (1, Hq, tokens, D); `options` as a cache's."""
         self.cache.store(layer, self.places, k[0], v[0])
         if len(set(self.counts)) == 1:  # a batch: dense kernels are faster
             q, k, v = (x[0].unflatten(1, (len(self.counts), -1)).transpose(0, 1) for x in (q, k, v))
-            o = attend(q, k, v, causal=True, window=window)  # (rows, Hq, N, D)
+            o = attend(q, k, v, causal=True, **options)  # (rows, Hq, N, D)
             return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
         if attend is flash:
-            return attend(q, k, v, causal=True, window=window, documents=self.documents)
+            return attend(q, k, v, causal=True, **options, documents=self.documents)
         each = zip(*(x.split(self.counts, dim=2) for x in (q, k, v)), strict=True)
-        return torch.cat([attend(*row, causal=True, window=window) for row in each], dim=2)
+        return torch.cat([attend(*row, causal=True, **options) for row in each], dim=2)
 
     def advance(self, num_tokens: int) -> None:
         """Count the tokens as stored."""

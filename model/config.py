@@ -32,6 +32,7 @@ class GPTConfig:
     mlp: str = "gelu"  # gelu | swiglu | relu2
     mlp_hidden: int | None = None  # null: 4 n_embd; with swiglu 8/3 n_embd, which has as many weights
     qk_norm: bool = False  # RMSNorm on the heads of q and k: bounds the scores
+    qk_gain: float = 1.0  # with qk_norm: what scores are multiplied by; they lie within +-qk_gain sqrt(head_dim)
     tie_embeddings: bool = True  # the output head is the embedding table
     zero_init: bool = False  # what writes to the residual stream, and a head of its own, begin at zero
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
@@ -129,6 +130,10 @@ class GPTConfig:
                 raise ValueError(f"model.{key}={getattr(self, key)} must be at least 0 and below 1")
         if not (self.rope_base > 1 and math.isfinite(self.rope_base)):
             raise ValueError(f"model.rope_base={self.rope_base} must be a number above 1; 10000 is usual")
+        if not 0 < self.qk_gain < math.inf:
+            raise ValueError(f"model.qk_gain={self.qk_gain} must be positive and finite; 1 leaves scores as they are")
+        if self.qk_gain != 1 and not self.qk_norm:
+            raise ValueError(f"model.qk_gain={self.qk_gain} is of normed heads; use model.qk_norm=true, or qk_gain=1")
 
 
 def resolve_model(

@@ -64,6 +64,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
         self.norm_eps = NORM_EPS if config.qk_norm else None
+        self.scale = None if config.qk_gain == 1 else config.qk_gain * self.head_dim**-0.5  # None: the root alone
         self.layer = layer  # our place in the KV cache
         self.window = (-1 if config.window is None else config.window - 1, -1)  # its right bound is causal's
         self.dropout_p = config.attention_dropout
@@ -95,13 +96,13 @@ class CausalSelfAttention(nn.Module):
         qkv = qkv.view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
         q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads, self.norm_eps)  # (B, H, N, D) each
         if kv_cache is not None:
-            o = kv_cache.attend(self.layer, q, k, v, self.attend, window=self.window)  # (B, Hq, N, D)
+            o = kv_cache.attend(self.layer, q, k, v, self.attend, window=self.window, scale=self.scale)  # (B, Hq, N, D)
         else:
             dropout_p = self.dropout_p if self.training else 0.0
             seen = {"causal": True, "window": self.window}
             if self.pattern is not None:
                 seen = {"block_mask": self.pattern(N)}
-            o = self.attend(q, k, v, **seen, dropout_p=dropout_p, documents=documents)
+            o = self.attend(q, k, v, **seen, scale=self.scale, dropout_p=dropout_p, documents=documents)
         return o.transpose(1, 2).reshape(B, N, -1)  # (B, N, C)
 
 

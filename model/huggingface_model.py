@@ -32,7 +32,7 @@ SIZES = {
     "num_kv_heads": "num_key_value_heads",
     "n_embd": "hidden_size",
 }
-OURS = ("mlp", "mlp_hidden", "qk_norm", "tie_embeddings", "window", "mask", "rope_base")
+OURS = ("mlp", "mlp_hidden", "qk_norm", "qk_gain", "tie_embeddings", "window", "mask", "rope_base")
 MODES = ("none", "full")
 # of a generation_config.json, what only sampling reads
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")

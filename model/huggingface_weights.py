@@ -116,6 +116,7 @@ def tensors(model: GPT) -> dict[str, Tensor]:
         if gate:
             layer["mlp.gate_proj"] = gate[0]
         if config.qk_norm:
-            layer |= {f"self_attn.{x}_norm": gain(config.head_dim) for x in "qk"}
+            layer["self_attn.q_norm"] = gain(config.head_dim) * config.qk_gain
+            layer["self_attn.k_norm"] = gain(config.head_dim)
         found |= {theirs + name: weight for name, weight in layer.items()}
     return {f"{name}.weight": weight for name, weight in found.items()}

@@ -45,7 +45,7 @@ def test_flash_reads_the_cache_as_the_views_do(window):
                 cache.allocate(1)
             in_use = [row for row in range(2) if cache.length_of[row] >= 0]
             cache.extend(in_use, count)
-            results.append(cache.attend(0, q, k, v, attend, window))
+            results.append(cache.attend(0, q, k, v, attend, window=window))
             cache.advance(count)
         for result in results[1:]:
             torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-5)

@@ -30,7 +30,7 @@ HOMES = {
     "LlamaForCausalLM": SWIGLU,
     "MistralForCausalLM": SWIGLU | WINDOW,
     "Qwen3ForCausalLM": SWIGLU | {"qk_norm": True},
-    "Qwen3ForCausalLM window": SWIGLU | WINDOW | {"qk_norm": True},
+    "Qwen3ForCausalLM window": SWIGLU | WINDOW | {"qk_norm": True, "qk_gain": 1.7},
     "ArceeForCausalLM gelu": {"mlp": "gelu"},
     "ArceeForCausalLM relu2": {"mlp": "relu2", "mlp_hidden": 48, "rope_base": 500.0},
 }

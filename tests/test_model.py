@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from model import ATTENTION, GPT, GPTConfig, resolve_attention, resolve_model
+from model.attention import attend_with
 from model.embedding import embed, embedding_bwd
 
 VOCAB = 65  # padded to 128
@@ -223,6 +224,23 @@ def test_loss_under_bf16_autocast_is_fp32_and_close():
     torch.testing.assert_close(loss, model(tokens, targets), rtol=1e-2, atol=0)
 
 
+def test_qk_gain_multiplies_the_scores():
+    model = small_gpt(qk_norm=True, qk_gain=1.7)
+    tokens, _ = batch()
+
+    def scaled(layer, attend):
+        def attend_with_scale(q, k, v, *, scale, **options):
+            assert scale is None
+            return attend(1.7 * q, k, v, **options)
+
+        return attend_with_scale
+
+    other = small_gpt(qk_norm=True)
+    with attend_with(other, scaled):
+        torch.testing.assert_close(model(tokens), other(tokens))
+    assert not torch.allclose(model(tokens), other(tokens))
+
+
 def test_a_context_beyond_seq_len_is_refused():
     with pytest.raises(ValueError, match=r"context of 33 tokens .* seq_len=32"):
         small_gpt()(torch.zeros(1, 33, dtype=torch.int64))
@@ -385,6 +403,9 @@ def test_flash_trains_like_sdpa_on_the_gpu(mode):
         ({"attention_dropout": 1.5}, "model.attention_dropout=1.5 must be at least 0 and below 1"),
         ({"dropout": math.nan}, "model.dropout=nan must be at least 0 and below 1"),
         ({"rope_base": 0.0}, "model.rope_base=0.0 must be a number above 1"),
+        ({"qk_norm": True, "qk_gain": 0.0}, "model.qk_gain=0.0 must be positive and finite; 1 leaves scores"),
+        ({"qk_norm": True, "qk_gain": math.inf}, "model.qk_gain=inf must be positive and finite"),
+        ({"qk_gain": 1.5}, "model.qk_gain=1.5 is of normed heads; use model.qk_norm=true, or qk_gain=1"),
         ({"mlp": "silu"}, "model.mlp=silu is unknown; use one of gelu, swiglu, relu2"),
         ({"attention": "fa2"}, "model.attention=fa2 is unknown; use one of auto, flash, naive, tiled, sdpa"),
         ({"activation_checkpointing": "all"}, "is unknown; use one of none, pointwise, full, selective"),

@@ -49,7 +49,7 @@ def texts(model: GPT, prompts: list[list[int]], **options) -> list[list[int]]:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("pieces", [[32], [10, 1, 1, 20], [1] * 6])
 def test_cached_logits_are_the_uncached_ones(num_kv_heads, pieces, page):
-    model = small_gpt(num_kv_heads=num_kv_heads, qk_norm=True).eval()
+    model = small_gpt(num_kv_heads=num_kv_heads, qk_norm=True, qk_gain=1.7).eval()
     tokens = prompt(sum(pieces), rows=2)
     cache = model.make_cache(2, page=page)
     actual = []
