@@ -56,6 +56,15 @@ def printed(program: str) -> Callable[[Reports], Table]:
     return made
 
 
+def raced(found: Reports) -> Table:
+    """Seconds until a loss, with the loss of each run."""
+    columns = import_module("scripts.bench.time_to_loss")
+    rows = [row | {"target": found[row["experiment"]]["target"]} for row in rows_of(found)]
+    caption = "times: how often as fast as nanoGPT, and in the run of that name as nanochat, at its own learning rate, "
+    names = {"run": "{experiment}", "loss": "{target:.4f}"} | columns.NAMES
+    return table(rows, names, columns.FIGURES, caption=f"{caption}and at its best: by tokens x by rate")
+
+
 # --- attention
 
 SHAPE: Columns = {"D, mask, N": "{head_dim}, {mask}, {seq_len:,}"}
@@ -230,7 +239,7 @@ PAGE = (
     Part(
         "Training seconds until a held-out loss, beside nanoGPT and nanochat",
         "time_to_loss/*/time_to_loss.json",
-        printed("time_to_loss"),
+        raced,
     ),
     Part("What a save costs the training", f"training/saving/{BENCH}", STEP),
     Part("The training step on several GPUs", "parallel/s*/bench_parallel.json", SHARED_STEP),
