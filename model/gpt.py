@@ -64,7 +64,7 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
         self.norm_eps = NORM_EPS if config.qk_norm else None
-        self.scale = None if config.qk_gain == 1 else config.qk_gain * self.head_dim**-0.5  # None: the root alone
+        self.scale = None if config.qk_gain == 1 else config.qk_gain * self.head_dim**-0.5  # None: attention's own
         self.layer = layer  # our place in the KV cache
         self.window = (-1 if config.window is None else config.window - 1, -1)  # its right bound is causal's
         self.dropout_p = config.attention_dropout

@@ -86,7 +86,7 @@ def config_json(model: GPT, end_of_text: int | None = None) -> dict[str, Any]:
 def tensors(model: GPT) -> dict[str, Tensor]:
     """The weights of `model` under their names in transformers.
 
-    They share its memory, all but the gains of norms, of which ours have none: those are ones.
+    They share its memory, all but the gains of norms: ones, as ours have none, and qk_gain on q's.
     """
     config = model.config
     own = {name.removesuffix(".weight"): weight.detach() for name, weight in model.named_parameters()}

@@ -58,11 +58,11 @@ def printed(program: str) -> Callable[[Reports], Table]:
 
 def raced(found: Reports) -> Table:
     """Seconds until a loss, with the loss of each run."""
-    columns = import_module("scripts.bench.time_to_loss")
+    bench = import_module("scripts.bench.time_to_loss")
     rows = [row | {"target": found[row["experiment"]]["target"]} for row in rows_of(found)]
-    caption = "times: how often as fast as nanoGPT, and in the run of that name as nanochat, at its own learning rate, "
-    names = {"run": "{experiment}", "loss": "{target:.4f}"} | columns.NAMES
-    return table(rows, names, columns.FIGURES, caption=f"{caption}and at its best: by tokens x by rate")
+    names = {"run": "{experiment}", "loss": "{target:.4f}"} | bench.NAMES
+    caption = bench.caption("nanoGPT, and in the run of that name as nanochat,")
+    return table(rows, names, bench.FIGURES, caption=caption)
 
 
 # --- attention
@@ -291,10 +291,10 @@ def headline(folder: Path) -> str:
         speeds = ", ".join(cell(one if row["processes"] == 1 else several, row) for row in steps)
         step = cell("{batch_tokens:,} tokens a GPU and step in sequences of {seq_len:,}", steps[0])
         soon = ""
-        raced = reports(folder, "time_to_loss/shakespeare/time_to_loss.json")
-        if ours := next((row for row in rows_of(raced) if row["name"] == "ours" and "times_best" in row), None):
+        race = reports(folder, "time_to_loss/shakespeare/time_to_loss.json")
+        if ours := next((row for row in rows_of(race) if row["name"] == "ours" and "times_best" in row), None):
             form = "; at nanoGPT's best loss on Shakespeare {times:.1f} times as soon as nanoGPT, {times_best:.1f} with"
-            soon, found = cell(f"{form} its learning rate tuned", ours), found | raced
+            soon, found = cell(f"{form} its learning rate tuned", ours), found | race
         lines.append(f"- **Training**: GPT-2 124M at {speeds}, with the same bits, {step}{soon} ({_brief(found)})")
     if found := reports(folder, "generation/bench_generation.json"):
         speed = {

@@ -107,8 +107,12 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
     report.more["target"] = target
     draw(run_dir / "time_to_loss.png", curves, target, chosen.hardware.description)
     title = f"training seconds until {target:.4f} nats a token, held out ({len(bench.seeds)} seeds: mean and sd)"
-    caption = f"times: how often as fast as {peer} at its own learning rate, and at its best: by tokens x by rate"
-    report.finish(table(report.rows, NAMES, FIGURES, title, caption if peer else ""))
+    report.finish(table(report.rows, NAMES, FIGURES, title, caption(peer) if peer else ""))
+
+
+def caption(peer: str) -> str:
+    """What the columns of ratios are."""
+    return f"times: how often as fast as {peer} at its own learning rate, and at its best: by tokens x by rate"
 
 
 def changed(settings: TimeToLossSettings, change: str) -> TimeToLossSettings:
