@@ -2,6 +2,8 @@
 
 import builtins
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -129,6 +131,15 @@ def test_matplotlib_that_finds_no_folder_to_write_to_stops_no_run(tmp_path, monk
         summary = train(small_run(tmp_path, "train.steps=2", "train.eval_every=1"), tmp_path / "run")
     assert summary["exit_code"] == 0
     assert capsys.readouterr().out.count("writable cache directory; the run goes on") == 1
+
+
+def test_matplotlib_s_first_import_of_all_is_silent(tmp_path):
+    """It looks for fonts, keeps what it found in a folder of its own, and says so where information is logged."""
+    code = "import logging; logging.basicConfig(level=20); import training.curves, matplotlib.figure"
+    command, environment = [sys.executable, "-c", code], os.environ | {"MPLCONFIGDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert list(tmp_path.glob("fontlist-*"))
+    assert not done.stdout + done.stderr
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_no_half_of_a_summary(tmp_path, monkeypatch, capsys):

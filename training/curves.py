@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _SHARE_OF_TIME = 0.02  # of a run that drawing may take
+logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its first import of all tells of fonts, among the steps
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -138,7 +139,6 @@ class LossPicture:
             import matplotlib.figure  # noqa: F401  which fails where it finds no folder to write to
 
             began = time.perf_counter()  # the first import is no part of what a drawing takes
-            logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it would tell of its fonts among the steps
             if self._next and not last:
                 gc.collect()  # the figure before is a cycle; it holds megabytes of pixels, the collector counts objects
             draw_run(read_run(self.path.parent), self.path)
