@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..device import capability, interpreting
-from ..launch import dot_precision, on_device
+from ..launch import Launch, dot_precision, on_device, start
 
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
@@ -33,11 +33,9 @@ def tile_for(num_rows: int, num_outputs: int) -> Tile:
     if num_rows == 1:
         return Tile(1, 4, 1024, 4, 1)
     if num_outputs < 2048:  # few programs: rows are shared among them too
-        tile = Tile(32, 16, 256, 4, 3)
-    else:
-        tile = Tile(64, 32, 128, 8, 4) if num_outputs < 16384 else Tile(64, 64, 64, 4, 5)
-    block_m = min(tile.block_m, max(16, triton.next_power_of_2(num_rows)))
-    return tile._replace(block_m=block_m, num_warps=tile.num_warps if block_m == 64 else 4)
+        return Tile(32 if num_rows > 16 else 16, 16, 256, 4, 3)
+    # 64 rows however few there are: wgmma takes no fewer, and without it 8 rows take half as long again
+    return Tile(64, 32 if num_outputs < 16384 else 64, 64, 4, 5)
 
 
 @triton.jit
@@ -87,15 +85,19 @@ def skinny_linear_kernel(
 ):
     """BLOCK_N outputs of BLOCK_M rows, by tensor cores.
 
-    Grid:     (cdiv(num_outputs, BLOCK_N), cdiv(num_rows, BLOCK_M)).
-    Math:     out = activation(x W^T / sqrt(mean(x^2) + eps)) + residual.
+    Grid:     cdiv(num_outputs, BLOCK_N) programs for each BLOCK_M rows.
+    Math:     out = activation(x W^T / sqrt(mean(x^2) + eps)) + residual; the sums of x^2 are the diagonal of x x^T.
     Numerics: products accumulate in fp32, over K in order; all that follows is fp32; rounded once.
+
+    No tile of x may be read by anything but tensor cores. Where threads read it too, Triton 3.6 gives the loop a buffer
+    too few for wgmma, which is asynchronous: the copy of a later tile overwrote rows that were still being multiplied.
     """
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_blocks = tl.cdiv(num_outputs, BLOCK_N)
+    rows = tl.program_id(0) // column_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_M], tl.float32)
+    gram = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
     if EARLY:
         gdc_wait()
     for first in range(0, K, BLOCK_K):
@@ -110,9 +112,13 @@ def skinny_linear_kernel(
             tile = _weights(weight + num_outputs.to(tl.int64) * K, columns, num_outputs, first, K, BLOCK_K)
             value = tl.dot(x_tile, tile.T, value, input_precision=PRECISION)
         if NORM:
-            squares += tl.sum(x_tile.to(tl.float32) * x_tile.to(tl.float32), 1)
+            gram = tl.dot(x_tile, x_tile.T, gram, input_precision=PRECISION)
     if EARLY:
         gdc_launch_dependents()
+    mine = tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]
+    squares = tl.sum(tl.where(mine, gram, 0.0), 1)
+    diagonal = tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]
+    squares = tl.sum(tl.where(diagonal, gram, 0.0), 1)
     acc = _finish(acc, value, squares[:, None], norm_eps, K, NORM, ACTIVATION)
     at = rows.to(tl.int64)[:, None] * num_outputs + columns[None, :]
     real = (rows < num_rows)[:, None] & (columns < num_outputs)[None, :]
@@ -180,21 +186,21 @@ def launch_skinny_linear(
     out = x.new_empty((*x.shape[:-1], num_outputs))
     if out.numel() == 0:
         return out
-    early = not interpreting() and capability(x.device.index) >= (9, 0)
+    early = x.is_cuda and not interpreting() and capability(x.device.index) >= (9, 0)
     tile = tile_for(num_rows, num_outputs)
-    what = {
-        "K": width, "NORM": norm_eps is not None, "ACTIVATION": activation, "EARLY": early, "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    if num_rows == 1:
+        kernel, sizes, more = one_row_linear_kernel, (num_outputs,), {}
+    else:
+        kernel, sizes = skinny_linear_kernel, (num_rows, num_outputs)
+        more = {"BLOCK_M": tile.block_m, "PRECISION": dot_precision(x)}
+    constants = {
+        "K": width, "NORM": norm_eps is not None, "ACTIVATION": activation, "EARLY": early,
+        "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, **more,
     }  # fmt: skip
-    if early:
-        what["launch_pdl"] = True
-    grid = (triton.cdiv(num_outputs, tile.block_n), triton.cdiv(num_rows, tile.block_m))
+    how = {"num_warps": tile.num_warps, "num_stages": tile.num_stages} | ({"launch_pdl": True} if early else {})
+    programs = triton.cdiv(num_outputs, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
     with on_device(x):
-        if num_rows == 1:
-            one_row_linear_kernel[grid](x.contiguous(), weight, residual, out, num_outputs, norm_eps or 0.0, **what)
-        else:
-            skinny_linear_kernel[grid](
-                x.contiguous(), weight, residual, out, num_rows, num_outputs, norm_eps or 0.0,
-                BLOCK_M=tile.block_m, PRECISION=dot_precision(x), **what,
-            )  # fmt: skip
+        start(
+            Launch(kernel, programs, (x.contiguous(), weight, residual, out, *sizes, norm_eps or 0.0), constants, how)
+        )
     return out

@@ -123,10 +123,30 @@ def compile_plan(arch: int, plan: str) -> dict:
     verdicts = {
         DOES_NOT_FIT: row["shared_bytes"] > SHARED_LIMIT_BYTES[arch],
         "spills": row["spill_bytes"] > SPILL_LIMIT_BYTES,
+        "copied over": not plan.startswith("hopper") and copied_over(kernel.asm["ttgir"]),
         "wgmma serialized": bool(complaints) or row["WARPGROUP.DEPBAR"] * 2 > wgmma > 0,
-        "no wgmma": arch == 90 and "fp32" not in plan and not plan.startswith("decode") and row["HMMA"] > 0,
+        "no wgmma": arch == 90 and "fp32" not in plan and not plan.startswith(("decode", "skinny")) and row["HMMA"] > 0,
     }
     return row | {"notes": [note for note, true in verdicts.items() if true]}
+
+
+def copied_over(ttgir: str) -> bool:
+    """Whether Triton's loop copies into shared memory that an asynchronous wgmma may still read.
+
+    With `pendings` a step's products are in flight when the copies for a later step are issued. They need a slot that
+    is not filled before the loop, where slots are constants. Triton 3.6 makes none for a tile that is loaded into
+    registers too.
+    """
+    if not re.search(r"warp_group_dot_wait.*\bpendings = [1-9]", ttgir):
+        return False
+    alias = dict(re.findall(r"(%\w+) = ttg\.memdesc_(?:index|trans) (%\w+)", ttgir))
+    operands = re.findall(r"ttng\.warp_group_dot (%\w+), (%\w+)", ttgir)
+    read = {alias.get(alias.get(x, x), alias.get(x, x)) for pair in operands for x in pair}
+    filled: dict[str, set[str]] = {}
+    for buffer, slot in re.findall(r"ttg\.memdesc_index (%\w+)\[(%c\d+_i32)\]", ttgir):
+        filled.setdefault(buffer, set()).add(slot)
+    slots = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x.*mutable", ttgir)
+    return any(buffer in read and len(filled.get(buffer, ())) == int(number) for buffer, number in slots)
 
 
 def instructions(sass: str, name: str) -> list[str]:

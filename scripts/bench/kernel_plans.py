@@ -22,6 +22,7 @@ from triton.runtime.jit import create_function_from_signature
 from kernels import BlockMask
 from kernels.call import Options
 from kernels.decode import Call, kvcache_workspace
+from kernels.fused.skinny_linear_kernel import launch_skinny_linear
 from kernels.hopper.backward import launch_hopper_bwd
 from kernels.hopper.forward import launch_hopper_fwd
 from kernels.launch import Launch, recorded
@@ -36,6 +37,8 @@ KERNELS = {  # the main ones; what runs before and after them is no plan
     "flash_dkdv_kernel": "dkdv",
     "flash_dq_kernel": "dq",
     "flash_decode_kernel": "decode",
+    "skinny_linear_kernel": "skinny",
+    "one_row_linear_kernel": "skinny",
     "hopper_fwd_kernel": "hopper_fwd",
     "hopper_bwd_kernel": "hopper_bwd",
 }
@@ -62,7 +65,12 @@ SPECIAL = (
 def plans(arch: int) -> dict[str, Launch]:
     """All plans of both engines on compute capability arch / 10, by a name that no other has."""
     found = {}
-    for words, launches in (*portable_calls(arch), *decode_calls(arch), *(hopper_calls() if arch == 90 else ())):
+    for words, launches in (
+        *portable_calls(arch),
+        *decode_calls(arch),
+        *skinny_calls(),
+        *(hopper_calls() if arch == 90 else ()),
+    ):
         for launch in launches:
             if kernel := KERNELS.get(launch.kernel.__name__):
                 found[f"{kernel} {arch} {name(words, launch)}"] = launch
@@ -76,7 +84,7 @@ def plans(arch: int) -> dict[str, Launch]:
 
 def name(words: tuple[str, ...], launch: Launch) -> str:
     constants, how = launch.constants, launch.how
-    words = [str(constants["HEAD_DIM"]), *words]
+    words = [str(constants.get("HEAD_DIM") or constants["K"]), *words]
     if "BLOCK_Q" in constants:
         words += [f"{constants['BLOCK_Q']}x{constants['BLOCK_K']}", f"w{how['num_warps']}", f"s{how['num_stages']}"]
     if "CONSUMERS" in constants:
@@ -109,9 +117,9 @@ def decode_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
     for head_dim, rows, dtype, page, scales, words in (
         (64, 1, "bf16", 0, 0, ()), (80, 1, "bf16", 0, 0, ()), (128, 1, "bf16", 0, 0, ()), (256, 1, "bf16", 0, 0, ()),
         (128, 32, "bf16", 0, 0, ()), (128, 64, "bf16", 0, 0, ()), (64, 1, "bf16", 16, 0, ()),
-        (128, 1, "bf16", 64, 0, ()), (128, 1, "int8", 0, 1, ()), (128, 1, "int8", 16, 3, ()),
-        (128, 1, "fp8e4nv", 0, 3, ()), (64, 1, "fp8e4nv", 64, 1, ()), (128, 1, "fp32", 0, 0, ()),
-        (128, 1, "bf16", 16, 0, ("softcap", "alibi", "sinks")),
+        (64, 1, "bf16", 128, 0, ()), (128, 1, "bf16", 64, 0, ()), (128, 1, "int8", 0, 1, ()),
+        (128, 1, "int8", 16, 3, ()), (128, 1, "fp8e4nv", 0, 3, ()), (64, 1, "fp8e4nv", 64, 1, ()),
+        (128, 1, "fp32", 0, 0, ()), (128, 1, "bf16", 16, 0, ("softcap", "alibi", "sinks")),
     ):  # fmt: skip
         if dtype == "fp8e4nv" and arch < 89:
             continue
@@ -128,6 +136,19 @@ def decode_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
         with recorded() as launches:
             launch_flash_decode(tensors, options)
         yield (dtype, f"{rows} rows", f"page {page}", f"scales {scales}", *words), launches
+
+
+def skinny_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
+    """GPT-2 124M's products of a step: outputs, rows, activation."""
+    for width, outputs, rows, activation in (
+        (768, 2304, 1, None), (768, 3072, 64, "gelu"), (768, 2048, 64, "swiglu"), (768, 50304, 64, None),
+        (3072, 768, 64, None),
+    ):  # fmt: skip
+        weights = 2 * outputs if activation == "swiglu" else outputs
+        x, weight = (torch.empty(n, width, dtype=torch.bfloat16, device="meta") for n in (rows, weights))
+        with recorded() as launches:
+            launch_skinny_linear(x, weight, 1e-6 if width == 768 else None, activation, None)
+        yield (f"{outputs} outputs", f"{rows} rows", *([activation] if activation else [])), launches
 
 
 def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
