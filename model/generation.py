@@ -21,7 +21,7 @@ from model.cache import ABSENT, KVCache, PagedKVCache, Prompts
 from model.gpt import GPT
 from model.sampling import check_sampling, choose_next_token
 
-PAGE = 64  # tokens
+PAGE = 128  # tokens: a tile of the decode kernel lies in one page
 PROMPT_TOKENS = 32768  # read in one call, where there is more than one prompt
 Drawn = list[tuple[int, int]]  # (sequence, token)
 

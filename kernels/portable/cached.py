@@ -21,20 +21,28 @@ class Cached:
     HEAD_DIM: tl.constexpr
     BLOCK_D: tl.constexpr
     PAGE: tl.constexpr  # slots of a page; 0: contiguous
+    PADDED: tl.constexpr  # `pad` may be other than 0
 
 
 @triton.jit
-def key_pointers(tensor, strides, first, inside, cache, COUNT: tl.constexpr):
-    """Where the keys first .. first + COUNT lie; `inside` says which may be read or written."""
+def key_pointers(tensor, strides, first, end, cache, COUNT: tl.constexpr, TILE: tl.constexpr):
+    """Where the keys first .. first + COUNT lie, of which those from `end` on may not be read or written.
+
+    TILE: `first` is a multiple of COUNT.
+    """
     lanes = tl.arange(0, COUNT)
     base = tensor + cache.head.to(tl.int64) * strides[1]
-    if cache.PAGE > 0:
-        slots = cache.pad + first + lanes
-        page = tl.load(cache.pages + slots // cache.PAGE, mask=inside, other=0)
-        return base + (page.to(tl.int64) * strides[0] + (slots % cache.PAGE) * strides[2])
-    else:
+    if cache.PAGE == 0:
         base += cache.row.to(tl.int64) * strides[0] + (cache.pad + first).to(tl.int64) * strides[2]
         return base + lanes * strides[2]
+    elif TILE and not cache.PADDED and cache.PAGE % COUNT == 0:  # all in one page
+        page = tl.load(cache.pages + first // cache.PAGE, mask=first < end, other=0)
+        base += page.to(tl.int64) * strides[0] + (first % cache.PAGE) * strides[2]
+        return base + lanes * strides[2]
+    else:
+        slots = cache.pad + first + lanes
+        page = tl.load(cache.pages + slots // cache.PAGE, mask=first + lanes < end, other=0)
+        return base + (page.to(tl.int64) * strides[0] + (slots % cache.PAGE) * strides[2])
 
 
 @triton.jit
@@ -71,12 +79,14 @@ def append(new, tensor, scale, new_strides, first, begin, end, cache, SCALES: tl
             values = values.to(tl.float32)
             if SCALES == 2:
                 factor = tl.maximum(tl.math.div_rn(tl.max(tl.abs(values), 1), limit), 2.0**-60)
-                tl.store(key_pointers(scale, cache.scale_strides, start, inside, cache, APPENDED), factor, mask=inside)
+                tl.store(
+                    key_pointers(scale, cache.scale_strides, start, end, cache, APPENDED, False), factor, mask=inside
+                )
                 values = tl.math.div_rn(values, tl.broadcast_to(factor[:, None], values.shape))
             else:
                 values = tl.math.div_rn(values, tl.full(values.shape, tl.load(scale + cache.head), tl.float32))
             values = tl.minimum(tl.maximum(values, -limit), limit)
             if tensor.dtype.element_ty == tl.int8:
                 values = (values + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
-        pointers = key_pointers(tensor, cache.strides, start, inside, cache, APPENDED)
+        pointers = key_pointers(tensor, cache.strides, start, end, cache, APPENDED, False)
         tl.store(pointers[:, None] + columns[None, :], values.to(tensor.dtype.element_ty), mask=keep)

@@ -51,8 +51,8 @@ def _attend(
     inside = keys < num_keys
     keep = kept_keys(inside, cache)
     columns = tl.arange(0, cache.BLOCK_D)
-    k_rows = key_pointers(k, cache.strides, start, inside, cache, BLOCK_K)
-    v_rows = key_pointers(v, cache.strides, start, inside, cache, BLOCK_K)
+    k_rows = key_pointers(k, cache.strides, start, num_keys, cache, BLOCK_K, True)
+    v_rows = key_pointers(v, cache.strides, start, num_keys, cache, BLOCK_K, True)
     # what is not a key reads as 0: 0 * NaN is NaN
     k_tile = tl.load(k_rows[:, None] + columns[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
     v_tile = tl.load(v_rows[:, None] + columns[None, :], mask=keep, other=0.0, eviction_policy="evict_first")
@@ -63,7 +63,7 @@ def _attend(
     else:
         scores = tl.dot(q_tile, k_tile.to(q_tile.dtype).T, input_precision=scoring.PRECISION)
     if SCALES == 2:
-        rows = key_pointers(k_scale, cache.scale_strides, start, inside, cache, BLOCK_K)
+        rows = key_pointers(k_scale, cache.scale_strides, start, num_keys, cache, BLOCK_K, True)
         scores *= tl.load(rows, mask=inside, other=0.0)[None, :]
     elif SCALES == 1:
         scores *= tl.load(k_scale + cache.head)
@@ -74,7 +74,7 @@ def _attend(
     probs = tl.exp2(logits * factor - base[:, None])
     total = tl.sum(probs, 1)
     if SCALES == 2:
-        rows = key_pointers(v_scale, cache.scale_strides, start, inside, cache, BLOCK_K)
+        rows = key_pointers(v_scale, cache.scale_strides, start, num_keys, cache, BLOCK_K, True)
         probs *= tl.load(rows, mask=inside, other=0.0)[None, :]
     probs = probs.to(q_tile.dtype)
     if WORDS:
@@ -185,7 +185,7 @@ def flash_decode_kernel(
         if PAGE > 0:
             pages = block_table + row.to(tl.int64) * table_row
         scale_strides = (scale_row, scale_head, scale_slot)
-        cache = Cached(pages, row, kv_head, pad, strides, scale_strides, HEAD_DIM, BLOCK_D, PAGE)
+        cache = Cached(pages, row, kv_head, pad, strides, scale_strides, HEAD_DIM, BLOCK_D, PAGE, padded)
         end_key = tl.minimum(end * BLOCK_K, keys)
         if PAGE > 0:
             most: tl.constexpr = triton.next_power_of_2(SPAN * BLOCK_K // PAGE + 2)
@@ -211,8 +211,8 @@ def flash_decode_kernel(
             k_read = k_cache.to(tl.pointer_type(tl.int16), bitcast=True)
             v_read = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
             HALF: tl.constexpr = CACHE_UNIT // 2
-            strides = (cache_row * HALF, cache_head * HALF, cache_slot * HALF)
-            cache = Cached(pages, row, kv_head, pad, strides, scale_strides, HEAD_DIM // 2, BLOCK_D // 2, PAGE)
+            halves = (cache_row * HALF, cache_head * HALF, cache_slot * HALF)
+            cache = Cached(pages, row, kv_head, pad, halves, scale_strides, HEAD_DIM // 2, BLOCK_D // 2, PAGE, padded)
         else:
             k_read, v_read = k_cache, v_cache
             q_keep = real[:, None] & (columns < HEAD_DIM)[None, :]
