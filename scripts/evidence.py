@@ -159,10 +159,9 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
     "time_to_loss/small": (  # the CPU's recipe on a GPU
         "data.files={shakespeare}", "train.steps=225", "nanogpt.lr=[1e-3,2e-3]",
     ),
-    "time_to_loss/points": (  # speedrun without each of its points, and with others
+    "time_to_loss/points": (  # speedrun without each of its points
         "experiment=speedrun", "data.files={shakespeare}", "bench.target=1.4698", "bench.opponents=[]",
-        'bench.changes=["model.zero_init=false","model.qk_norm=false","model.mlp=gelu","data.shift_windows=false",'
-        '"optim.cautious_decay=true","model.qk_gain=2","optim.momentum=0.9"]',
+        'bench.changes=["model.zero_init=false","model.qk_norm=false","model.mlp=gelu","data.shift_windows=false"]',
     ),
     "time_to_loss/bytes": (
         *NOVELS, "tokenizer=bytes", "train.batch_tokens=65536", "train.steps=200", "optim.lr=3e-3", "bench.every=25",
