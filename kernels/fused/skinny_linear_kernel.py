@@ -115,8 +115,6 @@ def skinny_linear_kernel(
             gram = tl.dot(x_tile, x_tile.T, gram, input_precision=PRECISION)
     if EARLY:
         gdc_launch_dependents()
-    mine = tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]
-    squares = tl.sum(tl.where(mine, gram, 0.0), 1)
     diagonal = tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]
     squares = tl.sum(tl.where(diagonal, gram, 0.0), 1)
     acc = _finish(acc, value, squares[:, None], norm_eps, K, NORM, ACTIVATION)
@@ -199,8 +197,7 @@ def launch_skinny_linear(
     }  # fmt: skip
     how = {"num_warps": tile.num_warps, "num_stages": tile.num_stages} | ({"launch_pdl": True} if early else {})
     programs = triton.cdiv(num_outputs, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
+    arguments = (x.contiguous(), weight, residual, out, *sizes, norm_eps or 0.0)
     with on_device(x):
-        start(
-            Launch(kernel, programs, (x.contiguous(), weight, residual, out, *sizes, norm_eps or 0.0), constants, how)
-        )
+        start(Launch(kernel, programs, arguments, constants, how))
     return out

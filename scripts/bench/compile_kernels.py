@@ -1,4 +1,4 @@
-"""Compile the attention kernels for a GPU that need not be here, and print what the hardware would say.
+"""Compile attention, and the products of generation, for a GPU that need not be here, and print what the hardware would say.
 
     python -m scripts.bench.compile_kernels                                all plans of compute capability 9.0
     python -m scripts.bench.compile_kernels arch=80 only='fwd.*causal'     those whose names match
@@ -9,10 +9,10 @@ A row holds registers for each thread, bytes spilled, shared memory in KB, and c
 HMMA (tensor cores with and without wgmma), DEPBAR (waits for wgmma), all. `sass` is the beginning of the SHA-256 of the
 instructions, without addresses, labels and names: two builds with the same one run the same. One PTX can have several:
 ptxas for 10.0 does not repeat itself, and elsewhere line numbers can change a register's name. DIFFERS therefore means
-that the PTX without line numbers differs too. Noted are spills beyond 32
-bytes, wgmma that ptxas serialized and a missing wgmma; a tile that spills may still be the fastest. The exit code is 1
-where a kernel needs more shared memory than a block may use. Takes seconds a kernel and no GPU. The last line is one
-JSON object.
+that the PTX without line numbers differs too. Noted are spills beyond 32 bytes, wgmma that ptxas serialized, a missing
+wgmma, and a tile that is copied over while wgmma may still read it, whose results are wrong now and then; a tile that
+spills may still be the fastest. The exit code is 1 where a kernel needs more shared memory than a block may use. Takes
+seconds a kernel and no GPU. The last line is one JSON object.
 """
 
 import hashlib

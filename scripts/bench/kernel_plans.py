@@ -63,14 +63,10 @@ SPECIAL = (
 
 @lru_cache
 def plans(arch: int) -> dict[str, Launch]:
-    """All plans of both engines on compute capability arch / 10, by a name that no other has."""
+    """All plans of both engines and of generation's products on compute capability arch / 10, by a name that no other has."""
     found = {}
-    for words, launches in (
-        *portable_calls(arch),
-        *decode_calls(arch),
-        *skinny_calls(),
-        *(hopper_calls() if arch == 90 else ()),
-    ):
+    hopper = hopper_calls() if arch == 90 else ()
+    for words, launches in (*portable_calls(arch), *decode_calls(arch), *skinny_calls(), *hopper):
         for launch in launches:
             if kernel := KERNELS.get(launch.kernel.__name__):
                 found[f"{kernel} {arch} {name(words, launch)}"] = launch
