@@ -1,4 +1,4 @@
-"""Compile attention, and the products of generation, for a GPU that need not be here, and print what the hardware would say.
+"""Compile attention and the products of generation for a GPU that need not be here; print what the hardware would say.
 
     python -m scripts.bench.compile_kernels                                all plans of compute capability 9.0
     python -m scripts.bench.compile_kernels arch=80 only='fwd.*causal'     those whose names match

@@ -63,7 +63,7 @@ SPECIAL = (
 
 @lru_cache
 def plans(arch: int) -> dict[str, Launch]:
-    """All plans of both engines and of generation's products on compute capability arch / 10, by a name that no other has."""
+    """All plans of both engines and of generation's products, on compute capability arch / 10, by their names."""
     found = {}
     hopper = hopper_calls() if arch == 90 else ()
     for words, launches in (*portable_calls(arch), *decode_calls(arch), *skinny_calls(), *hopper):
