@@ -1,6 +1,5 @@
 """The Hopper kernels: what they compile to (no GPU needed), and that they are right (GPU)."""
 
-import importlib.util
 import itertools
 import math
 from random import Random
@@ -22,7 +21,7 @@ from tests.attention_checks import (
     naive_for,
     oracle,
 )
-from tests.compiled import compiled
+from tests.compiled import compiled, needs_triton
 from tests.fuzz import random_mask
 
 MASK_TENSORS = ("mask_starts", "mask_visits", "mask_bits")
@@ -63,7 +62,7 @@ THE_OTHERS = {
 }
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, whose wheel carries ptxas")
+@needs_triton
 @pytest.mark.parametrize(
     "plans", [COMPILED, pytest.param(THE_OTHERS, marks=pytest.mark.slow)], ids=["some", "the others"]
 )

@@ -1,12 +1,10 @@
 """Products of a few rows with what is fused into them, against the operators they stand for."""
 
-import importlib.util
-
 import pytest
 import torch
 
 from kernels.fused.skinny_linear import ACTIVATIONS, _composed, skinny_linear, takes_skinny_linear
-from tests.compiled import compiled
+from tests.compiled import compiled, needs_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,7 +40,7 @@ def test_in_16_bits_it_is_rounded_once(dtype):
     assert ((actual[0].double() - expected).abs() <= (rounded.double() - expected).abs() * 1.01 + 2e-5).all()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, whose wheel carries ptxas")
+@needs_triton
 def test_no_copy_overtakes_a_product():
     """Triton gives some loops a buffer too few; `compile_kernels` reads it from what they compile to."""
     rows = compiled("only=^skinny.*[0-9]{4}.outputs.64.rows")["rows"]

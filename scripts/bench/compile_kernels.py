@@ -123,6 +123,7 @@ def compile_plan(arch: int, plan: str) -> dict:
     verdicts = {
         DOES_NOT_FIT: row["shared_bytes"] > SHARED_LIMIT_BYTES[arch],
         "spills": row["spill_bytes"] > SPILL_LIMIT_BYTES,
+        # the Hopper kernels place their buffers themselves
         "copied over": not plan.startswith("hopper") and copied_over(kernel.asm["ttgir"]),
         "wgmma serialized": bool(complaints) or row["WARPGROUP.DEPBAR"] * 2 > wgmma > 0,
         "no wgmma": arch == 90 and "fp32" not in plan and not plan.startswith(("decode", "skinny")) and row["HMMA"] > 0,
@@ -141,7 +142,8 @@ def copied_over(ttgir: str) -> bool:
         return False
     alias = dict(re.findall(r"(%\w+) = ttg\.memdesc_(?:index|trans) (%\w+)", ttgir))
     operands = re.findall(r"ttng\.warp_group_dot (%\w+), (%\w+)", ttgir)
-    read = {alias.get(alias.get(x, x), alias.get(x, x)) for pair in operands for x in pair}
+    # an operand is a slot of a buffer, or that transposed
+    read = {alias.get(of := alias.get(x, x), of) for pair in operands for x in pair}
     filled: dict[str, set[str]] = {}
     for buffer, slot in re.findall(r"ttg\.memdesc_index (%\w+)\[(%c\d+_i32)\]", ttgir):
         filled.setdefault(buffer, set()).add(slot)

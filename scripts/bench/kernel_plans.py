@@ -1,4 +1,4 @@
-"""Every plan that the attention launchers can choose on a GPU, and how Triton compiles one without the GPU.
+"""Every plan of attention on a GPU and the products of generation, and how Triton compiles one without the GPU.
 
 A plan is a kernel with its constants: head_dim's tiles, mask, options, warps and stages. The launchers themselves say
 what they would launch: they are called on tensors without memory, and `kernels.launch.recorded` keeps their launches.
