@@ -13,7 +13,7 @@ from .device import interpreting
 from .launch import Plan, plan_of, tokens_first
 from .ops import watched
 from .reference import naive_attention
-from .support import why_not_kvcache
+from .support import why_not_hopper_kvcache, why_not_kvcache
 
 MAX_QUERIES = 16  # a row; more read a prompt, which `flash_attention` does
 SMALLEST_PAGE = 16
@@ -149,8 +149,8 @@ def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
     for stride in strides[:3]:
         together |= stride
     # what the checks and the launch ask of its shape and strides
-    shape = k.shape[:2], k.shape[3:], k.shape == v.shape, strides == v.stride(), strides[3:]
-    alike = together * k.itemsize % 16, together < 2**31, k.data_ptr() % 16 == v.data_ptr() % 16 == 0
+    shape = k.shape[:2], k.shape[3:], k.shape[2] > 0, k.shape == v.shape, strides == v.stride(), strides[3:]
+    alike = together * k.itemsize % 16, together < 2**31, 0 in strides, k.data_ptr() % 16 == v.data_ptr() % 16 == 0
     kind = "decode", tile, given, shape, alike, k.dtype, v.dtype, k.device, v.device
     return key_of(kind, options, call.q, *[x for x in call[3:] if x is not None])
 
@@ -353,6 +353,14 @@ flash_kvcache = torch.ops.flashgpt.flash_kvcache.default
 def _run(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Tensor]:
     if not call.q.is_cuda and not interpreting():
         return _naive(call, options)
+    plan = plan or plan_of(decode_key(call, options))
+    if plan.on_hopper is None:
+        cache = call.k_cache, call.v_cache
+        plan.on_hopper = why_not_hopper_kvcache(call.q, *cache, call.cache_leftpad, call.block_table) is None
+    if plan.on_hopper:
+        from .hopper.decode import launch_hopper_decode
+
+        return launch_hopper_decode(call, options, None, plan)
     from .portable.decode import launch_flash_decode
 
     return launch_flash_decode(call, options, None, plan)

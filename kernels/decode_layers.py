@@ -43,8 +43,10 @@ class KVCacheLayers:
         o, _ = attend(call, options, plan)
         self._alike = None
         if alike is not None and plan is not None and q.is_cuda:
-            from .portable.decode import repeated_decode
-
-            self._again = repeated_decode(call, options, plan)
+            if plan.on_hopper:
+                from .hopper.decode import repeated_hopper_decode as repeated
+            else:
+                from .portable.decode import repeated_decode as repeated
+            self._again = repeated(call, options, plan)
             self._alike = alike if self._again else None
         return o

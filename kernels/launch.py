@@ -62,13 +62,16 @@ def plan_of(key: tuple) -> Plan:
     return plan
 
 
-def run(plan: Plan, tensors: dict[str, Tensor | None], launches: Callable[..., list[Launch]], **numbers: int) -> None:
+def run(
+    plan: Plan, tensors: dict[str, Tensor | None], launches: Callable[..., list[Launch]], **numbers: int | tuple
+) -> None:
     """Run a call's kernels, on the current stream of its tensors' GPU.
 
     The first time, `launches(**tensors)` says what to launch, and Triton compiles it. From then on the plan's kernels
     are launched on the tensors of the same names. `launches` may use no other tensor, views included.
 
-    numbers: parameters of the kernels in which calls of one key differ, integers that Triton does not specialize on.
+    numbers: parameters of the kernels in which calls of one key differ: integers that Triton does not specialize on,
+        and `sizes_described` of descriptors.
 
     Replayed are only addresses that are multiples of 16: Triton has compiled for that.
     """
@@ -259,9 +262,15 @@ def tma_ready(x: Tensor) -> bool:
 def descriptor(x: Tensor, rows: int, columns: int):
     """A TMA descriptor of x (..., N, D) that loads tiles of (rows, columns); what is outside x reads as 0, and is not
     written."""
-    # a dimension of size 1 may carry any stride; the hardware wants a multiple of 16 bytes
+    shape, strides = sizes_described(x)
+    return _descriptor(x, [*shape], [*strides], [1] * (x.dim() - 2) + [rows, columns])
+
+
+def sizes_described(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and strides that a TMA descriptor of x gives. A dimension of size 1 may carry any stride; the hardware
+    wants a multiple of 16 bytes."""
     strides = [16 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return _descriptor(x, list(x.shape), [*strides, 1], [1] * (x.dim() - 2) + [rows, columns])
+    return tuple(x.shape), (*strides, 1)
 
 
 def packed_descriptor(x: Tensor, rows: int, columns: int):

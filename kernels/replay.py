@@ -54,7 +54,7 @@ class Replay:
                 self._slots.append((next(names), position, None, None))
                 self._arguments.append(0)
             elif hasattr(argument, "block_shape"):
-                maps = _TensorMaps(argument, next(descriptions))
+                maps = _TensorMaps(argument, next(descriptions), parameter if parameter in numbers else None)
                 self._slots.append((next(names), position, None, maps))
                 self._arguments += [None, *argument.shape, *argument.strides]
             elif isinstance(argument, tuple):
@@ -73,7 +73,7 @@ class Replay:
         for name, position, place, maps in self._slots:
             value = values[name]
             if maps is not None:
-                arguments[position] = maps.get(value) or maps.encode(value)
+                arguments[position] = maps.of(value, values)
             elif place is None:
                 arguments[position] = value
             else:
@@ -111,21 +111,28 @@ class Repeated:
 
 
 class _TensorMaps(dict):
-    """Address -> encoded TMA descriptor. An encoding depends on nothing else that changes between replays."""
+    """(address, sizes) -> encoded TMA descriptor. An encoding depends on nothing else that changes between replays."""
 
-    def __init__(self, descriptor, description):
+    def __init__(self, descriptor, description, sized: str | None):
         self._descriptor, self._description = copy(descriptor), description
         self._descriptor.base = None  # the tensor is not ours to keep
+        self._sized = sized  # the number that gives shape and strides; None: they are always the same
 
-    def encode(self, address: int):
+    def of(self, address: int, values: dict[str, int | tuple]):
+        sizes = values[self._sized] if self._sized else None
+        return self.get((address, sizes)) or self._encode(address, sizes)
+
+    def _encode(self, address: int, sizes: tuple | None):
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         if len(self) >= KEPT:
             self.clear()
         at = copy(self._descriptor)
         at.base = _Address(address)
-        self[address] = make_tensordesc_arg(at, self._description)[0]
-        return self[address]
+        if sizes:
+            at.shape, at.strides = map(list, sizes)
+        self[address, sizes] = made = make_tensordesc_arg(at, self._description)[0]
+        return made
 
 
 class _Address:

@@ -98,6 +98,9 @@ HOPPER_BACKWARD_HEAD_DIMS = range(32, 129, 8)  # dK and dV (64, 256) in fp32 wou
 # than 128, tiles are 64 keys wide, half a block of a mask.
 HOPPER_PACKED_HEAD_DIMS = range(64, 257, 8)
 HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
+# Attention over a cache: with less the tiles of 64 columns would be half empty, with more stages would not fit.
+HOPPER_KVCACHE_HEAD_DIMS = range(40, 129, 8)
+HOPPER_KVCACHE_ROWS = 8  # queries that share a KV head; with 16 the portable kernel is faster in long caches
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
 
 
@@ -236,7 +239,7 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backwar
         reason = f"block masks with head_dim {head_dim} take the portable forward ({_listed(HOPPER_MASKED_HEAD_DIMS)})"
     if reason is None and options.masked and backward and options.mask_starts.shape[1] > 1 and "gqa" in features:
         reason = "the hopper backward walks a group's heads together: a block mask may not tell them apart"
-    return reason or _unaddressable_reason(q, k, v)
+    return reason or _unaddressable_reason(q=q, k=k, v=v)
 
 
 def why_not_kvcache(q: Tensor, k_cache: Tensor, options: Options) -> str | None:
@@ -246,6 +249,25 @@ def why_not_kvcache(q: Tensor, k_cache: Tensor, options: Options) -> str | None:
     features = features_of(options, q.shape[1], k_cache.shape[1], q.shape[3], k_cache.shape[3])
     reason = why_not("kvcache", q.dtype, features, head_dim=q.shape[3])
     return reason or _kvcache_device_reason(q.device, k_cache.dtype)
+
+
+def why_not_hopper_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, leftpad: Tensor | None, block_table: Tensor | None
+) -> str | None:
+    """Why the Hopper kernel does not take this checked call over a cache; nothing of the batch or its lengths does."""
+    head_dim, rows = q.shape[3], q.shape[1] // k_cache.shape[1] * q.shape[2]
+    reason = _no_hopper_device_reason(q.device)
+    if reason is None and (q.dtype not in _HALVES or k_cache.dtype != q.dtype):
+        reason = f"hopper takes caches in 16 bits; this one is in {_short(k_cache.dtype)}"
+    if reason is None and head_dim not in HOPPER_KVCACHE_HEAD_DIMS:
+        reason = f"hopper takes caches with head_dim {_listed(HOPPER_KVCACHE_HEAD_DIMS)}; this one has {head_dim}"
+    if reason is None and rows > HOPPER_KVCACHE_ROWS:
+        reason = f"{rows} queries share a KV head; hopper takes up to {HOPPER_KVCACHE_ROWS} over a cache"
+    if reason is None and leftpad is not None and block_table is not None:
+        reason = "hopper takes cache_leftpad in contiguous caches: keys in pages would begin inside a copy"
+    if reason is None and (q.numel() == 0 or k_cache.numel() == 0):
+        reason = "hopper takes no empty tensors"
+    return reason or _unaddressable_reason(k_cache=k_cache, v_cache=v_cache)
 
 
 def _listed(head_dims: range) -> str:
@@ -270,8 +292,8 @@ def _triton_release() -> str:
     return version("triton")  # reads a file: 0.3 ms
 
 
-def _unaddressable_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+def _unaddressable_reason(**tensors: Tensor) -> str | None:
+    for name, tensor in tensors.items():
         if not tma_ready(tensor):
             return (
                 f"hopper needs {name} 16-byte aligned with strides that are multiples of 16 bytes; "

@@ -23,12 +23,13 @@ from ..launch import Launch, Plan, Switches, dot_precision, padded, plan_of, run
 from ..replay import Repeated
 from .cached import Cached, append, bad_pages, kept_keys, key_pointers
 from .scores import Scoring, logits_of, slope_of
-from .split import Batch, Parts, extent, fold, folded, last_of, put, row_of, totals
-from .tiles import LN_2, LOG2_E, Mask, mask_scores
+from .split import ROWS_BLOCK, Batch, Item, Parts, extent, fold, gathered, row_of, store_row, totals
+from .tiles import LOG2_E, Mask, mask_scores
 from .tuning import DecodeTile, cut_for, decode_memory, decode_rows, decode_tile, fitting
 from .widen import widened
 
 NEVER = 2**30  # a window's bound that no distance reaches
+IN_FLIGHT = tl.constexpr(4)
 # integers that may be 1, or a multiple of 16, in one call and not in the next, which would compile again
 NOT_SPECIALIZED = (
     "q_batch", "q_head", "q_token", "cache_row", "cache_head", "cache_slot", "new_batch", "new_head", "new_token",
@@ -152,8 +153,8 @@ def flash_decode_kernel(
     """
     padded: tl.constexpr = leftpad is not None
     pads = leftpad if padded else seqlens
-    batch = Batch(seqlens, pads, num_rows, num_q, capacity, window_left, BLOCK_K, SPAN, APPEND, padded)
-    parts = Parts(sums, maxima, slot_rows, BLOCK_M, BLOCK_D)
+    lanes = tl.arange(0, ROWS_BLOCK)
+    batch = Batch(seqlens, pads, num_rows, num_q, capacity, window_left, lanes, BLOCK_K, SPAN, APPEND, padded)
     group = num_heads // num_kv_heads
     row_blocks = tl.cdiv(group * num_q, BLOCK_M)
     width = num_kv_heads * row_blocks  # items of a tile, or of a span
@@ -162,6 +163,10 @@ def flash_decode_kernel(
     num_items = tl.where(by_tile, num_tiles, num_spans) * width
     programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK_D)
+    parts = Parts(
+        sums, maxima, slot_rows, workspace, coarse_from, tl.arange(0, BLOCK_M), columns, BLOCK_M, BLOCK_D, SPAN,
+        GROUPS, 0, IN_FLIGHT,
+    )  # fmt: skip
 
     item = tl.program_id(0)
     while item < num_items:
@@ -169,7 +174,6 @@ def flash_decode_kernel(
         inner = item - unit * width
         row, tiles_before, spans_before = row_of(unit, by_tile, batch)
         keys, first_tile, tiles, pad, fault = extent(row, batch)
-        spans = tl.cdiv(tiles, SPAN)
         span = tl.where(by_tile, (unit - tiles_before) // SPAN, unit - spans_before)
         tiles_of_span = tl.minimum(tiles - span * SPAN, SPAN)
         begin = first_tile + tl.where(by_tile, unit - tiles_before, span * SPAN)
@@ -239,48 +243,13 @@ def flash_decode_kernel(
             acc = tl.join(acc, odd).reshape(BLOCK_M, BLOCK_D)
         total = tl.where(fault, float("nan"), total)
 
-        done = begin >= 0
-        if by_tile & (tiles_of_span > 1):
-            put(item, acc, maximum, total, parts)
-            turn = workspace + 2 + (spans_before + span) * width + inner
-            done = last_of(turn, tiles_of_span)
-            if done:
-                first = (tiles_before + span * SPAN) * width + inner
-                acc, maximum, total = folded(first, width, tiles_of_span, parts)
-        spans_of_group = tl.cdiv(spans, GROUPS)
-        group_place = span // spans_of_group
-        members = tl.minimum(spans - group_place * spans_of_group, spans_of_group)
-        turn = workspace + 2 + coarse_from + (row * width + inner) * (GROUPS + 1)
-        first = coarse_from * SPAN + spans_before * width + inner
-        first_of_group = first + group_place * spans_of_group * width
-        if done & (members > 1):
-            put(first + span * width, acc, maximum, total, parts)
-            done = last_of(turn + 1 + group_place, members)
-            if done:
-                acc, maximum, total = folded(first_of_group, width, members, parts)
-        if done & (spans > spans_of_group):
-            put(first_of_group, acc, maximum, total, parts)  # its spans' results have been read
-            done = last_of(turn, tl.cdiv(spans, spans_of_group))
-            if done:
-                step = spans_of_group * width
-                acc, maximum, total = folded(first, step, tl.cdiv(spans, spans_of_group), parts)
+        taken = Item(item, by_tile, row, inner, width, tiles, span, tiles_before, spans_before)
+        done, acc, maximum, total = gathered(acc, maximum, total, taken, parts)
         if done:
-            if switches.sinks is not None:  # a key without a value
-                sink = tl.load(switches.sinks + head) * LOG2_E
-                acc, maximum, total = fold(
-                    acc, maximum, total, tl.zeros_like(acc), sink, tl.full([BLOCK_M], 1.0, tl.float32)
-                )
-            if SCALES == 1:
-                acc *= tl.load(v_scale + kv_head)
-            denominator = tl.where(total == 0.0, 1.0, total)
-            acc = acc * (1.0 / denominator)[:, None]
-            o_rows = o + ((row.to(tl.int64) * num_q + query) * num_heads + head) * HEAD_DIM
-            tl.store(
-                o_rows[:, None] + columns[None, :], acc.to(o.dtype.element_ty),
-                mask=real[:, None] & (columns < HEAD_DIM)[None, :],
+            store_row(
+                acc, maximum, total, o, lse, switches.sinks, v_scale + kv_head if SCALES == 1 else None, row, query,
+                head, num_q, num_heads, parts, HEAD_DIM,
             )  # fmt: skip
-            lse_rows = lse + (row.to(tl.int64) * num_heads + head) * num_q + query
-            tl.store(lse_rows, (maximum + tl.log2(denominator)) * LN_2, mask=real)
 
         if (num_items > programs) & (by_tile == 0):  # spans take long, and not all equally
             drawn = tl.atomic_add(workspace + 1, 1, sem="relaxed")
@@ -307,24 +276,27 @@ def launch_flash_decode(
             if result is not narrow:
                 narrow.copy_(result)
         return o.to(q.dtype), lse
-    tile, tensors, cache = _given(call, options, tile)
+    tile, tensors, cache = given_tensors(call, options, tile)
     if q.numel():
-        run(plan, tensors, partial(_launches, options, tile, cache), **cache)
+        run(plan, tensors, partial(decode_launches, options, tile, cache), **cache)
     return tensors["o"], tensors["lse"]
 
 
-def repeated_decode(call: Call, options: Options, plan: Plan) -> Repeated | None:
+def repeated_decode(
+    call: Call, options: Options, plan: Plan, tile: DecodeTile | None = None, **numbers: tuple
+) -> Repeated | None:
     """A launched call once more, for other q, k_cache, v_cache and o; None where its plan has no replays."""
     if not plan.replays or call.q.stride(3) != 1:
         return None
-    _, tensors, cache = _given(call, options, None)
-    return Repeated(plan.replays, tensors | dict.fromkeys(("q", "k_cache", "v_cache", "o")), cache)
+    _, tensors, cache = given_tensors(call, options, tile)
+    return Repeated(plan.replays, tensors | dict.fromkeys(("q", "k_cache", "v_cache", "o")), cache | numbers)
 
 
-def _given(call: Call, options: Options, tile: DecodeTile | None) -> tuple[DecodeTile, dict, dict[str, int]]:
+def given_tensors(call: Call, options: Options, tile: DecodeTile | None) -> tuple[DecodeTile, dict, dict[str, int]]:
     """A call's tile, its tensors with O, LSE and the launch's memory, and the numbers that `_of_cache` gives."""
     q = call.q
-    block_m, paged = decode_rows(q.shape, call.k_cache.shape[1])[1], call.block_table is not None
+    paged = call.block_table is not None
+    block_m = decode_rows(q.shape, call.k_cache.shape[1])[1]
     tile = tile or decode_tile(call.k_cache.dtype, q.shape[3], block_m, paged)
     tensors = call._asdict() | {"alibi_slopes": options.alibi_slopes, "sinks": options.sinks}
     tensors["q"] = q if q.stride(3) == 1 else q.contiguous()
@@ -351,7 +323,7 @@ def _of_cache(k_cache: Tensor, pages_of_row: int) -> dict[str, int]:
     return {"cache_row": row, "cache_head": head, "cache_slot": slot, "capacity": k_cache.shape[2] * pages_of_row}
 
 
-def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given: Tensor | None) -> list[Launch]:
+def decode_launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given: Tensor | None) -> list[Launch]:
     q, k_cache, k_new, k_scale = given["q"], given["k_cache"], given["k_new"], given["k_scale"]
     (batch, num_heads, num_q, head_dim), (_, num_kv_heads, page, _) = q.shape, k_cache.shape
     table = given["block_table"]
@@ -375,7 +347,8 @@ def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given
         given["sums"].shape[1], coarse_from, left, right, options.scale * LOG2_E.value, switches,
     )  # fmt: skip
     constants = {
-        "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim), "BLOCK_M": decode_rows(q.shape, num_kv_heads)[1],
+        "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim),
+        "BLOCK_M": decode_rows(q.shape, num_kv_heads, tile.least_rows)[1],
         "BLOCK_K": tile.block_k, "SPAN": tile.span, "GROUPS": tile.groups, "PAGE": 0 if table is None else page,
         "SCALES": scales, "UNIT": unit, "CACHE_UNIT": cache_unit, "WORDS": words, "APPEND": k_new is not None,
         "CAUSAL": options.causal, "LOCAL": options.local, "PRECISION": dot_precision(q),

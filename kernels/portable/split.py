@@ -1,13 +1,16 @@
-"""How the keys of a batch are cut into items of work, made on the device from the lengths, and the results folded."""
+"""How the keys of a batch are cut into items of work, made on the device from the lengths, and the results folded.
+
+For the portable kernel and for Hopper's: indices come from the caller, who knows how they lie over its threads.
+"""
 
 import triton
 import triton.language as tl
 
 from .record import record
+from .tiles import LN_2, LOG2_E
 
 # batch rows whose lengths are looked at together: each warp has them all, so that their sums need no barrier
 ROWS_BLOCK = tl.constexpr(32)
-IN_FLIGHT = tl.constexpr(4)  # partial results that are loaded together
 
 
 @record
@@ -20,10 +23,26 @@ class Batch:
     num_q: tl.tensor
     capacity: tl.tensor  # slots of a row
     window_left: tl.tensor
+    lanes: tl.tensor  # 0 .. ROWS_BLOCK - 1
     BLOCK_K: tl.constexpr
     SPAN: tl.constexpr
     APPEND: tl.constexpr
     PADDED: tl.constexpr
+
+
+@record
+class Item:
+    """What a program has taken of a row and KV head: a tile or a span."""
+
+    number: tl.tensor  # among the items, which is its slot among the tiles' results
+    by_tile: tl.tensor
+    row: tl.tensor
+    inner: tl.tensor  # KV head, and block of query rows
+    width: tl.tensor  # of these there are so many
+    tiles: tl.tensor  # of the row
+    span: tl.tensor  # in the row
+    tiles_before: tl.tensor  # of the rows before it
+    spans_before: tl.tensor
 
 
 @record
@@ -33,8 +52,16 @@ class Parts:
     sums: tl.tensor
     maxima: tl.tensor  # (slots, 2, BLOCK_M)
     rows: tl.tensor  # of a slot
+    workspace: tl.tensor  # of the launch
+    coarse_from: tl.tensor  # spans that have turns of their own, and slots for their tiles
+    lines: tl.tensor  # 0 .. BLOCK_M - 1
+    columns: tl.tensor  # 0 .. BLOCK_D - 1
     BLOCK_M: tl.constexpr
     BLOCK_D: tl.constexpr
+    SPAN: tl.constexpr
+    GROUPS: tl.constexpr
+    FLAT: tl.constexpr  # spans of a row whose tiles are all folded by one program; 0: a span's are, and then the spans
+    IN_FLIGHT: tl.constexpr  # partial results that are loaded together
 
 
 @triton.jit
@@ -57,7 +84,7 @@ def extent(rows, batch):
 @triton.jit
 def _counts(first, batch):
     """(tiles, spans) of ROWS_BLOCK rows."""
-    _, _, tiles, _, _ = extent(first + tl.arange(0, ROWS_BLOCK), batch)
+    _, _, tiles, _, _ = extent(first + batch.lanes, batch)
     return tiles, tl.cdiv(tiles, batch.SPAN)
 
 
@@ -103,11 +130,19 @@ def fold(acc, maximum, total, part_acc, part_maximum, part_total):
 
 
 @triton.jit
+def nothing(parts):
+    """What a fold begins with: (sums, maxima, denominators)."""
+    acc = (parts.lines[:, None] * 0 + parts.columns[None, :] * 0).to(tl.float32)
+    zeros = (parts.lines * 0).to(tl.float32)
+    return acc, zeros - float("inf"), zeros
+
+
+@triton.jit
 def put(slot, acc, maximum, total, parts):
-    rows, columns = tl.arange(0, parts.BLOCK_M), tl.arange(0, parts.BLOCK_D)
     sums = parts.sums + slot.to(tl.int64) * (parts.rows * parts.BLOCK_D)
-    tl.store(sums + rows[:, None] * parts.BLOCK_D + columns[None, :], acc, mask=(rows < parts.rows)[:, None])
-    maxima = parts.maxima + slot.to(tl.int64) * (2 * parts.BLOCK_M) + rows
+    real = (parts.lines < parts.rows)[:, None]
+    tl.store(sums + parts.lines[:, None] * parts.BLOCK_D + parts.columns[None, :], acc, mask=real)
+    maxima = parts.maxima + slot.to(tl.int64) * (2 * parts.BLOCK_M) + parts.lines
     tl.store(maxima, maximum)
     tl.store(maxima + parts.BLOCK_M, total)
 
@@ -115,18 +150,17 @@ def put(slot, acc, maximum, total, parts):
 @triton.jit
 def folded(slot, step, count, parts):
     """The fold of `count` parts from memory, in their order; `step` slots lie from one to the next."""
-    acc = tl.zeros([parts.BLOCK_M, parts.BLOCK_D], tl.float32)
-    maximum = tl.full([parts.BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([parts.BLOCK_M], tl.float32)
-    rows, columns = tl.arange(0, parts.BLOCK_M), tl.arange(0, parts.BLOCK_D)
-    for first in range(0, count, IN_FLIGHT):
-        for place in tl.static_range(IN_FLIGHT):
+    acc, maximum, total = nothing(parts)
+    for first in range(0, count, parts.IN_FLIGHT):
+        for place in tl.static_range(parts.IN_FLIGHT):
             known = first + place < count
             at = (slot + (first + place) * step).to(tl.int64)
             # past the first-level cache, which knows nothing of what other multiprocessors have written
-            sums = parts.sums + at * (parts.rows * parts.BLOCK_D) + rows[:, None] * parts.BLOCK_D + columns[None, :]
-            part = tl.load(sums, mask=(rows < parts.rows)[:, None] & known, other=0.0, cache_modifier=".cg")
-            maxima = parts.maxima + at * (2 * parts.BLOCK_M) + rows
+            lines = parts.lines
+            sums = parts.sums + at * (parts.rows * parts.BLOCK_D)
+            sums += lines[:, None] * parts.BLOCK_D + parts.columns[None, :]
+            part = tl.load(sums, mask=(lines < parts.rows)[:, None] & known, other=0.0, cache_modifier=".cg")
+            maxima = parts.maxima + at * (2 * parts.BLOCK_M) + lines
             part_maximum = tl.load(maxima, mask=known, other=-float("inf"), cache_modifier=".cg")
             part_total = tl.load(maxima + parts.BLOCK_M, mask=known, other=0.0, cache_modifier=".cg")
             acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
@@ -143,3 +177,85 @@ def last_of(turn, count):
     if last:
         tl.store(turn, 0)
     return last
+
+
+@triton.jit
+def gathered(acc, maximum, total, item, parts):
+    """An item's result, and with those of the others the row's: (whether this program came last and has it, the row's
+    sums, maxima, denominators)."""
+    if parts.FLAT > 0:
+        spans = tl.cdiv(item.tiles, parts.SPAN)
+        if item.by_tile & (spans <= parts.FLAT):
+            done = item.row >= 0
+            if item.tiles > 1:
+                turn = parts.workspace + 2 + parts.coarse_from
+                turn += (item.row * item.width + item.inner) * (parts.GROUPS + 1)
+                put(item.number, acc, maximum, total, parts)
+                done = last_of(turn, item.tiles)
+                if done:
+                    acc, maximum, total = nothing(parts)
+                    for span in range(spans):
+                        first = (item.tiles_before + span * parts.SPAN) * item.width + item.inner
+                        count = tl.minimum(item.tiles - span * parts.SPAN, parts.SPAN)
+                        part, part_maximum, part_total = folded(first, item.width, count, parts)
+                        acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+        else:
+            done, acc, maximum, total = _by_levels(acc, maximum, total, item, parts)
+    else:
+        done, acc, maximum, total = _by_levels(acc, maximum, total, item, parts)
+    return done, acc, maximum, total
+
+
+@triton.jit
+def _by_levels(acc, maximum, total, item, parts):
+    """Tiles of a span, spans of a group, groups of a row: each level by the program that comes last to it."""
+    width, inner = item.width, item.inner
+    tiles_of_span = tl.minimum(item.tiles - item.span * parts.SPAN, parts.SPAN)
+    spans = tl.cdiv(item.tiles, parts.SPAN)
+    done = item.row >= 0
+    if item.by_tile & (tiles_of_span > 1):
+        put(item.number, acc, maximum, total, parts)
+        turn = parts.workspace + 2 + (item.spans_before + item.span) * width + inner
+        done = last_of(turn, tiles_of_span)
+        if done:
+            first = (item.tiles_before + item.span * parts.SPAN) * width + inner
+            acc, maximum, total = folded(first, width, tiles_of_span, parts)
+    spans_of_group = tl.cdiv(spans, parts.GROUPS)
+    group_place = item.span // spans_of_group
+    members = tl.minimum(spans - group_place * spans_of_group, spans_of_group)
+    turn = parts.workspace + 2 + parts.coarse_from + (item.row * width + inner) * (parts.GROUPS + 1)
+    first = parts.coarse_from * parts.SPAN + item.spans_before * width + inner
+    first_of_group = first + group_place * spans_of_group * width
+    if done & (members > 1):
+        put(first + item.span * width, acc, maximum, total, parts)
+        done = last_of(turn + 1 + group_place, members)
+        if done:
+            acc, maximum, total = folded(first_of_group, width, members, parts)
+    if done & (spans > spans_of_group):
+        put(first_of_group, acc, maximum, total, parts)  # its spans' results have been read
+        done = last_of(turn, tl.cdiv(spans, spans_of_group))
+        if done:
+            step = spans_of_group * width
+            acc, maximum, total = folded(first, step, tl.cdiv(spans, spans_of_group), parts)
+    return done, acc, maximum, total
+
+
+@triton.jit
+def store_row(
+    acc, maximum, total, o, lse, sinks, v_scale, row, query, head, num_q, num_heads, parts, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """O and LSE of the queries and heads (BLOCK_M,) of a row, with sinks and a scale of V where they are not None."""
+    real = query < num_q
+    if sinks is not None:  # a key without a value
+        sink = tl.load(sinks + head) * LOG2_E
+        value, _, zeros = nothing(parts)
+        acc, maximum, total = fold(acc, maximum, total, value, sink, zeros + 1.0)
+    if v_scale is not None:
+        acc *= tl.load(v_scale)
+    denominator = tl.where(total == 0.0, 1.0, total)
+    acc = acc * (1.0 / denominator)[:, None]
+    o_rows = o + ((row.to(tl.int64) * num_q + query) * num_heads + head) * HEAD_DIM
+    keep = real[:, None] & (parts.columns < HEAD_DIM)[None, :]
+    tl.store(o_rows[:, None] + parts.columns[None, :], acc.to(o.dtype.element_ty), mask=keep)
+    lse_rows = lse + (row.to(tl.int64) * num_heads + head) * num_q + query
+    tl.store(lse_rows, (maximum + tl.log2(denominator)) * LN_2, mask=real)

@@ -167,6 +167,8 @@ class DecodeTile:
     per_sm: int  # programs for each multiprocessor
     max_registers: int | None = None  # of a thread
     groups: int = 16  # of a row's spans, at most: of 128 the last program folds 8, and then 16 groups
+    least_rows: int = 16  # of queries in a tile
+    few: float = 0.25  # spans a multiprocessor, below which programs take tiles
 
     @property
     def how(self) -> dict[str, int | bool | None]:
@@ -206,13 +208,13 @@ def cut_for(device: torch.device, tile: DecodeTile) -> tuple[int, int]:
     if interpreting():
         return 3, 5  # few, so that tests meet both kinds of items and tickets
     sms = num_sms(device.index)
-    return tile.per_sm * sms, min(sms // 4, MAX_SPANS)
+    return tile.per_sm * sms, min(int(sms * tile.few), MAX_SPANS)
 
 
-def decode_rows(q_shape: torch.Size, num_kv_heads: int) -> tuple[int, int]:
+def decode_rows(q_shape: torch.Size, num_kv_heads: int, least: int = 16) -> tuple[int, int]:
     """(rows of q that share a KV head, BLOCK_M)."""
     rows = q_shape[1] // num_kv_heads * q_shape[2]
-    return rows, min(max(16, padded(rows)), 64)
+    return rows, min(max(least, padded(rows)), 64)
 
 
 @lru_cache(maxsize=64)
@@ -221,7 +223,7 @@ def decode_memory(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of sums and maxima, room for the partial results of any lengths: of the tiles of `few` spans, then of all
     spans."""
-    rows, block_m = decode_rows(q_shape, cache_shape[1])
+    rows, block_m = decode_rows(q_shape, cache_shape[1], tile.least_rows)
     # a window may begin inside a tile, so that a row has a tile more than its keys would fill
     spans = q_shape[0] * -(-(cache_shape[2] * pages_of_row // tile.block_k + 2) // tile.span)
     slots = few * tile.span + spans * cache_shape[1] * -(-rows // block_m)

@@ -24,6 +24,7 @@ from kernels.call import Options
 from kernels.decode import Call, kvcache_workspace
 from kernels.fused.skinny_linear_kernel import launch_skinny_linear
 from kernels.hopper.backward import launch_hopper_bwd
+from kernels.hopper.decode import launch_hopper_decode
 from kernels.hopper.forward import launch_hopper_fwd
 from kernels.launch import Launch, recorded
 from kernels.portable.backward import launch_flash_bwd
@@ -41,6 +42,7 @@ KERNELS = {  # the main ones; what runs before and after them is no plan
     "one_row_linear_kernel": "skinny",
     "hopper_fwd_kernel": "hopper_fwd",
     "hopper_bwd_kernel": "hopper_bwd",
+    "hopper_decode_kernel": "hopper_decode",
 }
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": torch.float8_e4m3fn,
@@ -131,6 +133,8 @@ def decode_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
             options = options._replace(alibi_slopes=options.alibi_slopes[:, : 4 * rows])
         with recorded() as launches:
             launch_flash_decode(tensors, options)
+            if arch == 90 and dtype == "bf16" and rows <= 8 and head_dim <= 128:
+                launch_hopper_decode(tensors, options)
         yield (dtype, f"{rows} rows", f"page {page}", f"scales {scales}", *words), launches
 
 

@@ -1,0 +1,189 @@
+"""Attention of a few new queries over a cache of keys and values, for Hopper (sm_90a), in Gluon.
+
+Items of work, their results and the fold of these are the portable kernel's (kernels/portable/decode.py, split.py): a
+row's bits follow from its own keys alone. Hopper's own is how an item is computed, by two roles (decode_roles.py). One
+warp takes items, tells of them, and sends for tiles of 128 keys and values by TMA, into the next items as long as
+stages are free, so that memory does not wait for the end of an item. One warpgroup computes. Keys are the rows of both
+products, so that a few queries fill wgmma, and P passes through shared memory:
+
+    S^T (keys, queries) = K Q^T        O^T (D, queries) = V^T P^T
+
+New tokens: TMA may read a cache's slot before or after they are written to it, so the consumer writes them over what
+has come, and zeros over what lies behind a row's last key: 0 * NaN is NaN.
+"""
+
+from functools import partial
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..call import Options
+from ..decode import Call, decode_key
+from ..launch import Launch, Plan, plan_of, run, sizes_described
+from ..portable.decode import NOT_SPECIALIZED, decode_launches, given_tensors, repeated_decode
+from ..portable.split import Parts
+from ..portable.tuning import DecodeTile
+from ..replay import Repeated
+from . import tma
+from .decode_roles import FIELDS, HALF, ITEMS, Build, Cache, Rings, consumer, producer
+
+FLAT = gl.constexpr(
+    2
+)  # spans of a row whose tiles are all folded at once: more would wait for memory one after the other
+
+
+@gluon.jit(do_not_specialize=list(NOT_SPECIALIZED))
+def hopper_decode_kernel(
+    # descriptors of boxes (1, 1, PIECE, 64)
+    k_desc,  # (B, Hkv, S, D), or pages (P, Hkv, PAGE, D), bf16 | fp16
+    v_desc,
+    # inputs, as of `flash_decode_kernel`
+    q,  # (B, Hq, Nq, D) in the cache's dtype
+    k_cache,
+    v_cache,
+    k_new,  # (B, Hkv, Nq, D), or None
+    v_new,
+    k_scale,  # None, as a cache in 8 bits has the portable kernel; so has the scales' layout no use
+    v_scale,
+    seqlens,  # (B,) int32
+    leftpad,  # (B,) int32 or None
+    block_table,  # (B, pages of a row) int32 or None
+    # outputs
+    o,  # (B, Nq, Hq, D), contiguous
+    lse,  # (B, Hq, Nq) fp32, contiguous, natural logarithm
+    # memory of the launch
+    sums,  # (slots, slot_rows, BLOCK_D) fp32
+    maxima,  # (slots, 2, BLOCK_M) fp32
+    workspace,  # int32: fault, ticket, turns of spans, turns of rows; all but the first are 0 before and after
+    # layout, in units of UNIT elements (of CACHE_UNIT those of the cache); the last stride is 1
+    q_batch, q_head, q_token,
+    cache_row, cache_head, cache_slot,
+    new_batch, new_head, new_token,
+    scale_row, scale_head, scale_slot,
+    table_row,
+    # sizes
+    num_rows,  # B
+    num_heads,  # Hq
+    num_kv_heads,  # Hkv
+    num_q,  # Nq
+    capacity,  # S, or PAGE times the width of the block table
+    num_pages,
+    slot_rows,  # min(BLOCK_M, Nq * Hq // Hkv)
+    coarse_from,  # from so many spans on a program takes spans; its tiles are SPAN times as many
+    window_left,  # NEVER without a window
+    window_right,  # read only where LOCAL
+    scale_log2,  # scale * log2(e), positive
+    switches,  # Switches: what is None is compiled away
+    HEAD_DIM: gl.constexpr,
+    BLOCK_D: gl.constexpr,  # of the tiles: 64 or 128, no less than HEAD_DIM
+    BLOCK_M: gl.constexpr,  # no less than the queries times the heads of a group
+    BLOCK_K: gl.constexpr,
+    SPAN: gl.constexpr,
+    GROUPS: gl.constexpr,
+    PAGE: gl.constexpr,  # 0: contiguous
+    STAGES: gl.constexpr,
+    UNIT: gl.constexpr,
+    CACHE_UNIT: gl.constexpr,
+    APPEND: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
+):  # fmt: skip
+    """`flash_decode_kernel` on Hopper: the same items, the same numerics, other tiles."""
+    is_padded: gl.constexpr = leftpad is not None
+    pads = leftpad if is_padded else seqlens
+    dtype: gl.constexpr = k_desc.dtype
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_D], dtype)
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HALF], dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile_layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile_layout)
+    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], q_layout)
+    p_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], p_layout)
+    items = gl.allocate_shared_memory(gl.int32, [ITEMS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    item_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
+    item_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    for place in gl.static_range(ITEMS):
+        mbarrier.init(item_full.index(place), count=1)
+        mbarrier.init(item_empty.index(place), count=1)
+    fence_async_shared()
+    halves: gl.constexpr = [STAGES * (BLOCK_D // HALF), BLOCK_K, HALF]
+    k_halves = k_tiles._reinterpret(dtype, halves, half_layout)
+    v_halves = v_tiles._reinterpret(dtype, halves, half_layout)
+    rings = Rings(k_halves, v_halves, k_full, v_full, empty, items, item_full, item_empty)
+    build = Build(HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_K, SPAN, PAGE, STAGES, APPEND)
+    strides = (cache_row * CACHE_UNIT, cache_head * CACHE_UNIT, cache_slot * CACHE_UNIT)
+    new_strides = (new_batch * UNIT, new_head * UNIT, new_token * UNIT)
+    table = block_table if PAGE > 0 else seqlens
+    cache = Cache(strides, new_strides, table, table_row, num_pages)
+    group = num_heads // num_kv_heads
+    out: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_D, BLOCK_D // 4], [4, 1], [1, 0])
+    lines = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, out))
+    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, out))
+    parts = Parts(
+        sums, maxima, slot_rows, workspace, coarse_from, lines, columns, BLOCK_M, BLOCK_D, SPAN, GROUPS, FLAT,
+        64 // BLOCK_M,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (consumer, (
+                q, (q_batch * UNIT, q_head * UNIT, q_token * UNIT), k_cache, v_cache, k_new, v_new, o, lse, num_heads,
+                num_q, group, num_kv_heads, (window_left, window_right), scale_log2, switches, cache, rings, parts,
+                q_tile, p_tile, k_tiles, v_tiles, build, CAUSAL, LOCAL,
+            )),
+            (producer, (
+                k_desc, v_desc, seqlens, pads, num_rows, num_q, capacity, window_left, workspace, coarse_from,
+                num_kv_heads, cache, rings, build, is_padded,
+            )),
+        ],
+        [1], [40],
+    )  # fmt: skip
+
+
+def tile_for(head_dim: int) -> DecodeTile:
+    """Three stages of 64 KB fill a multiprocessor at head_dim 128; at 64 two programs of three stages do."""
+    wide = head_dim > 64
+    return DecodeTile(
+        block_k=128, span=8, num_warps=4, num_stages=3, per_sm=1 if wide else 2, max_registers=255 if wide else 128,
+        least_rows=8, few=0.4,
+    )  # fmt: skip
+
+
+def launch_hopper_decode(
+    call: Call, options: Options, tile: DecodeTile | None = None, plan: Plan | None = None
+) -> tuple[Tensor, Tensor]:
+    """`launch_flash_decode`, of a call that `why_not_hopper_kvcache` does not refuse."""
+    plan = plan or plan_of(decode_key(call, options, ("hopper", tile)))
+    tile, tensors, cache = given_tensors(call, options, tile or tile_for(call.q.shape[3]))
+    run(plan, tensors, partial(_launches, options, tile, cache), **cache, **_described(call))
+    return tensors["o"], tensors["lse"]
+
+
+def repeated_hopper_decode(call: Call, options: Options, plan: Plan) -> Repeated | None:
+    """`repeated_decode`, of a call that this module has launched."""
+    return repeated_decode(call, options, plan, tile_for(call.q.shape[3]), **_described(call))
+
+
+def _described(call: Call) -> dict[str, tuple]:
+    """Shape and strides in the descriptors, in which the launches for a cache and for a longer one differ."""
+    of_cache = sizes_described(call.k_cache)
+    return {"k_desc": of_cache, "v_desc": of_cache}
+
+
+def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given: Tensor | None) -> list[Launch]:
+    (portable,) = decode_launches(options, tile, cache, **given)
+    piece = min(portable.constants["PAGE"] or tile.block_k, tile.block_k)
+    descriptors = (tma.descriptor(given[name], piece, HALF.value) for name in ("k_cache", "v_cache"))
+    constants = portable.constants | {"STAGES": tile.num_stages}
+    constants = {name: constants[name] for name in hopper_decode_kernel.arg_names if name in constants}
+    how = {name: value for name, value in tile.how.items() if name != "num_stages"}
+    return [Launch(hopper_decode_kernel, portable.grid, (*descriptors, *portable.arguments), constants, how)]
