@@ -31,8 +31,10 @@ class Tile(np.ndarray):
 
     type = SimpleNamespace(layout=None)
 
-    def to(self, _dtype):
-        return self.astype(np.int64) if self.dtype == bool else self
+    def to(self, dtype):
+        if self.dtype == bool:
+            return self.astype(np.int64)
+        return self.astype(np.float32) if dtype == "float32" else self
 
 
 def as_value(x):
@@ -48,14 +50,19 @@ def flat(x: Tensor) -> np.ndarray:
 
 
 class Pointer:
+    dtype = SimpleNamespace(element_ty=None)
+
     def __init__(self, memory: np.ndarray, offset):
         self.memory, self.offset = memory, offset
 
     def __add__(self, offset):
         return Pointer(self.memory, self.offset + offset)
 
+    def __getitem__(self, place):
+        return Pointer(self.memory, self.offset[place])
 
-def load_by_pointer(pointer, mask=True, other=0):
+
+def load_by_pointer(pointer, mask=True, other=0, cache_modifier=None):
     inside = np.where(mask, pointer.offset, 0)
     assert (inside >= 0).all()
     return as_value(np.where(mask, pointer.memory[inside], other))
@@ -88,6 +95,9 @@ class Shared:
 
     def _reinterpret(self, _dtype, shape, _layout):
         assert not self.in_pieces, "some rows of a wide tile are no tile of their own"
+        if self.array.ndim == 3 and shape[-1] < self.array.shape[-1]:
+            assert shape[-1] * self.element_bytes == 128, "the columns that one swizzle takes"
+            return _Columns(self, self.array.shape[-1] // shape[-1])
         same = self.array.view()
         same.shape = shape  # never a copy
         return Shared(same, self.element_bytes)
@@ -97,6 +107,18 @@ class Shared:
 
     def store(self, value):
         self.array[...] = value
+
+
+class _Columns:
+    """Wide tiles as memory has them: columns of swizzled rows, one behind the other."""
+
+    def __init__(self, tiles: Shared, columns: int):
+        self._tiles, self._columns = tiles, columns
+
+    def index(self, i):
+        tile, column = divmod(i, self._columns)
+        width = self._tiles.array.shape[-1] // self._columns
+        return Shared(self._tiles.array[tile][:, column * width : (column + 1) * width], self._tiles.element_bytes)
 
 
 class Descriptor:

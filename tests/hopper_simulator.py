@@ -160,11 +160,19 @@ class _Machine:
             self._own.unwritten.append(partial(write_rows, tile, list(descriptor.rows(coordinates))))
 
     def store_by_pointer(self, pointer, value, mask=True):
-        inside = np.broadcast_to(mask, pointer.offset.shape)
-        write = partial(pointer.memory.__setitem__, pointer.offset[inside], value[inside].copy())
+        offset = np.asarray(pointer.offset)
+        inside = np.broadcast_to(mask, offset.shape)
+        write = partial(pointer.memory.__setitem__, offset[inside], np.broadcast_to(value, offset.shape)[inside].copy())
         self._own.unwritten.append(write)
 
-    def atomic_add(self, pointer, value, sem, scope):
+    def atomic_add(self, pointer, value, sem, scope="gpu"):
+        if isinstance(pointer.offset, int):  # a counter
+            with self._memory:
+                if sem == "acq_rel":
+                    self._complete()
+                before = Int(pointer.memory[pointer.offset])
+                pointer.memory[pointer.offset] += value
+            return before
         assert (sem, scope) == ("relaxed", "gpu"), "the order is the barrier's and the turn's"
         self._own.unwritten.append(partial(np.add.at, pointer.memory, pointer.offset, value.copy()))
 
@@ -212,7 +220,7 @@ def _language(machine) -> SimpleNamespace:
         for name, function in {
             "minimum": np.minimum, "maximum": np.maximum, "where": np.where, "exp2": np.exp2, "log2": np.log2,
             "sum": np.sum, "max": np.max, "abs": np.abs, "cumsum": np.cumsum, "reshape": np.reshape,
-            "permute": np.transpose,
+            "permute": np.transpose, "rsqrt": lambda x: 1.0 / np.sqrt(x), "cdiv": lambda a, b: -(-a // b),
         }.items()
     }  # fmt: skip
     return SimpleNamespace(
@@ -222,7 +230,7 @@ def _language(machine) -> SimpleNamespace:
         zeros=lambda shape, *_: np.zeros(shape, np.float32).view(Tile),
         full=lambda shape, value, dtype, *_: np.full(shape, value, dtype).view(Tile),
         load=load_by_pointer, store=machine.store_by_pointer, atomic_add=machine.atomic_add, convert_layout=passed,
-        static_range=range, constexpr=passed,
+        static_range=range, constexpr=passed, debug_barrier=lambda: None,
         inline_asm_elementwise=lambda asm, *a, **_: as_value(1.0 / _only_reciprocal(asm, *a)),
         allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: "tile"),
@@ -269,6 +277,8 @@ def on_device(argument):
         return Descriptor(argument)
     if isinstance(argument, Tensor):
         return Pointer(flat(argument), argument.storage_offset())
+    if isinstance(argument, tuple):
+        return type(argument)(*map(on_device, argument))
     return Int(argument) if isinstance(argument, int) else argument
 
 

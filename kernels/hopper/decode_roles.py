@@ -84,9 +84,9 @@ def _told(rings, place, FIELD: gl.constexpr):
 def _bad_pages(begin, end, pad, pages, num_pages, lanes, PAGE: gl.constexpr):
     """1 where a page of the keys begin .. end is none of the pool's."""
     bad = begin * 0
-    last = (pad + end - 1) // PAGE
-    for number in range((pad + begin) // PAGE, last + 1, ROWS_BLOCK):
-        page = gl.load(pages + number + lanes, mask=number + lanes <= last, other=0)
+    end_page = gl.where(begin < end, (pad + end + PAGE - 1) // PAGE, 0)  # a row without a key has no page
+    for number in range((pad + begin) // PAGE, end_page, ROWS_BLOCK):
+        page = gl.load(pages + number + lanes, mask=number + lanes < end_page, other=0)
         bad = gl.maximum(bad, gl.max(((page < 0) | (page >= num_pages)).to(gl.int32), 0))
     return bad
 
@@ -120,10 +120,11 @@ def producer(
         kv_head = item - unit * width
         row, tiles_before, spans_before = row_of(unit, by_tile, batch)
         keys, first_tile, tiles, pad, unfit = extent(row, batch)
-        span = gl.where(by_tile, (unit - tiles_before) // SPAN, unit - spans_before)
-        begin = first_tile + gl.where(by_tile, unit - tiles_before, span * SPAN)
+        place_in_row = unit - gl.where(by_tile, tiles_before, spans_before)
+        span = gl.where(by_tile, place_in_row // SPAN, place_in_row)
+        begin = first_tile + gl.where(by_tile, place_in_row, span * SPAN)
         end = begin + gl.where(by_tile, 1, gl.minimum(tiles - span * SPAN, SPAN))
-        fault = unfit.to(gl.int32)
+        fault = gl.where(unfit, 1, 0)
         pages = cache.block_table + row.to(gl.int64) * cache.table_row
         if PAGE > 0:
             end_key = gl.minimum(end * BLOCK_K, keys)
@@ -138,7 +139,7 @@ def producer(
         _tell(rings, place, 3, end)
         _tell(rings, place, 4, keys)
         _tell(rings, place, 5, pad)
-        _tell(rings, place, 6, 2 * by_tile.to(gl.int32) + fault)
+        _tell(rings, place, 6, gl.where(by_tile, 2, 0) + fault)
         _tell(rings, place, 7, item)
         _tell(rings, place, 8, tiles)
         _tell(rings, place, 9, span)
@@ -257,8 +258,8 @@ def consumer(
         query = packed // group
         slope = 0.0
         if switches.alibi_slopes is not None:
-            slopes = switches.alibi_slopes + row * num_heads + kv_head * group + packed - query * group
-            slope = (gl.load(slopes, mask=query < num_q, other=0.0) * LOG2_E)[None, :]
+            of_head = row * num_heads + kv_head * group + (packed - query * group)
+            slope = (gl.load(switches.alibi_slopes + of_head, mask=query < num_q, other=0.0) * LOG2_E)[None, :]
         mask = Mask(num_q, keys, window, CAUSAL, LOCAL)
         scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, 0, "ieee")
         first_new = keys - num_q if build.APPEND else keys

@@ -1,0 +1,171 @@
+"""Attention over a cache by the Hopper kernel: what it compiles to, and its own source run by Python. No GPU needed.
+
+On a GPU tests/test_decode.py meets it: the calls that it takes are most of those there.
+"""
+
+from random import Random
+
+import pytest
+import torch
+
+from kernels import naive_attention_with_kvcache
+from kernels.call import Options, canonical_window
+from kernels.decode import Call, kvcache_workspace
+from kernels.launch import PLANS, sizes_described
+from kernels.portable.tuning import DecodeTile
+from kernels.support import why_not_hopper_kvcache
+from tests.compiled import compiled, needs_triton
+
+SMALL = DecodeTile(block_k=64, span=2, num_warps=4, num_stages=2, per_sm=1, groups=2, least_rows=8)
+
+
+@needs_triton
+def test_compiles_to_asynchronous_wgmma():
+    rows = compiled("only=^hopper_decode.*(64|128).*1.rows.page.(0|16)")["rows"]
+    assert len(rows) >= 3
+    for row in rows:
+        assert row["complaints"] == [], row["plan"]
+        assert row["HGMMA"] > 0, row["plan"]
+        assert row["HMMA"] == 0, row["plan"]
+        assert row["UTMALDG"] > 0, row["plan"]
+        assert row["WARPGROUP.DEPBAR"] <= row["HGMMA"] / 3, row["plan"]
+        assert row["spill_bytes"] <= 16, row["plan"]
+
+
+def a_call(lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=True, leftpad=None, seed=0):
+    """A call in float32, in whose cache all slots behind a row's keys are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, capacity = len(lengths), max(0, *lengths) + num_q + 3
+    q, k, v = (torch.randn(rows, h, num_q, head_dim, generator=generator) for h in (heads, kv_heads, kv_heads))
+    pages = -(-capacity // page) if page else 1
+    table = torch.randperm(rows * pages, generator=generator).reshape(rows, pages).int() if page else None
+    shape = (rows * pages, kv_heads, page, head_dim) if page else (rows, kv_heads, capacity, head_dim)
+    caches = [torch.randn(shape, generator=generator) for _ in range(2)]
+    for row, length in enumerate(lengths):
+        slots = torch.arange(max(length, 0), pages * page if page else capacity)
+        line = table[row].long()[slots // page] if page else torch.full_like(slots, row)
+        for cache in caches:
+            cache[line, :, slots % page if page else slots] = torch.nan
+    new = (k, v) if append else (None, None)
+    tensors = (torch.tensor(lengths, dtype=torch.int32), leftpad, table, None, None)
+    return Call(q, *caches, *new, *tensors, kvcache_workspace(rows, heads, "cpu"))
+
+
+def run(monkeypatch, call, tile=SMALL, cut=(3, 5), pauses=None, causal=True, window=(-1, -1), softcap=0.0, **tensors):
+    """O, LSE and the caches after the call, by the kernel's own source."""
+    from kernels.hopper import decode as hopper
+    from kernels.portable import decode as portable
+    from tests import hopper_simulator
+
+    hopper_simulator.simulate(monkeypatch, hopper.hopper_decode_kernel, pauses=pauses)
+    monkeypatch.setattr(portable, "cut_for", lambda *_: cut)
+    PLANS.clear()
+    mask, *bounds = canonical_window(causal, window)
+    options = Options(mask, call.q.shape[3] ** -0.5, *bounds, softcap)._replace(**tensors)
+    call = call._replace(k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone())
+    o, lse = hopper.launch_hopper_decode(call, options, tile)
+    assert not call.workspace[1:].any(), "a turn is left"
+    PLANS.clear()
+    return o, lse, call.k_cache, call.v_cache
+
+
+CASES = {
+    "one tile": {"lengths": [30, 63]},
+    "new tokens in two tiles": {"lengths": [62, 190], "num_q": 4, "heads": 4, "kv_heads": 2},
+    "tiles of a row, spans of a row": {"lengths": [200, 700, 0, -1, 64]},
+    "groups of spans": {"lengths": [1200]},
+    "nothing appended": {"lengths": [64, 100, 1], "append": False},
+    "narrow heads": {"lengths": [150, 20], "head_dim": 48},
+    "wide heads": {"lengths": [150, 20, 300], "head_dim": 80},
+    "pages of 16": {"lengths": [150, 20, 400], "head_dim": 128, "page": 16},
+    "pages of 64": {"lengths": [150, 20, 400], "page": 64},
+    "pages larger than tiles": {"lengths": [300, 127], "head_dim": 80, "page": 128},
+    "left padding": {"lengths": [150, 90], "leftpad": torch.tensor([13, 70], dtype=torch.int32)},
+}
+OPTIONS = [{}, {"window": (70, 0)}, {"softcap": 5.0}, {"causal": False, "window": (100, 40)}]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_simulated_it_agrees_with_float64(name, options, monkeypatch):
+    if options and name not in ("new tokens in two tiles", "tiles of a row, spans of a row", "pages of 16"):
+        pytest.skip("these options with the cases that tell")
+    call = a_call(**CASES[name])
+    exact = call._replace(**{x: y.double() for x, y in call._asdict().items() if y is not None and y.is_floating_point()})
+    exact = exact._replace(k_cache=exact.k_cache.clone(), v_cache=exact.v_cache.clone())
+    o, lse, k_cache, v_cache = run(monkeypatch, call, pauses=Random(len(name)), **options)
+    named = {"k": exact.k_new, "v": exact.v_new, **{x: getattr(exact, x) for x in Call._fields[5:8]}}
+    expected = naive_attention_with_kvcache(*exact[:3], **named, **options, return_lse=True)
+    torch.testing.assert_close(o.double(), expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected[1], atol=2e-5, rtol=1e-5)
+    for ours, theirs in ((k_cache, exact.k_cache), (v_cache, exact.v_cache)):
+        assert torch.equal(ours.double().nan_to_num(9.0), theirs.nan_to_num(9.0))
+
+
+def test_simulated_sinks_and_slopes(monkeypatch):
+    call = a_call([150, 20], heads=4, kv_heads=2)
+    given = {"sinks": torch.randn(4), "alibi_slopes": torch.rand(2, 4)}
+    o, lse, *_ = run(monkeypatch, call, **given)
+    exact = [x.double().clone() for x in call[:5]]
+    expected = naive_attention_with_kvcache(*exact, cache_seqlens=call.cache_seqlens, **given, return_lse=True)
+    torch.testing.assert_close(o.double(), expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected[1], atol=2e-5, rtol=1e-5)
+
+
+def test_simulated_items_give_the_same_bits(monkeypatch):
+    """Tiles folded at once and by levels, spans, many programs and one."""
+    call = a_call([500, 61, 250])
+    first, *others = (
+        run(monkeypatch, call, SMALL, cut)[:2] for cut in ((3, 1), (3, 500), (1, 1), (40, 500), (2, 9))
+    )
+    assert all(torch.equal(ours, theirs) for other in others for ours, theirs in zip(other, first, strict=True))
+
+
+@pytest.mark.parametrize("fault", ["length", "page"])
+def test_simulated_what_does_not_fit_is_nan_and_overwrites_nothing(fault, monkeypatch):
+    call = a_call([100, 40], page=16)
+    if fault == "length":
+        call.cache_seqlens[0] = 16 * call.block_table.shape[1]
+    else:
+        call.block_table[0, 2] = 99
+    before = call.k_cache.clone(), call.v_cache.clone()
+    o, _, *after = run(monkeypatch, call)
+    assert o[0].isnan().all()
+    assert not o[1].isnan().any()
+    assert call.workspace[0] == 1
+    mine = call.block_table[0][(call.block_table[0] >= 0) & (call.block_table[0] < len(call.k_cache))].long()
+    for ours, theirs in zip(after, before, strict=True):
+        assert torch.equal(ours[mine].nan_to_num(9.0), theirs[mine].nan_to_num(9.0)) or fault == "page"
+
+
+def test_what_it_does_not_take_is_said(monkeypatch):
+    monkeypatch.setattr("kernels.support._no_hopper_device_reason", lambda device: None)
+    half = {"dtype": torch.bfloat16}
+    q, cache, lengths = torch.zeros(2, 8, 1, 64, **half), torch.zeros(2, 2, 10, 64, **half), torch.zeros(2)
+    assert why_not_hopper_kvcache(q, cache, cache, None, None) is None
+    table = torch.zeros(2, 1)
+    refused = {
+        "16 bits": (q, cache.char(), cache.char(), None, None),
+        "head_dim": (q[..., :32], cache[..., :32], cache[..., :32], None, None),
+        "16 queries share": (q.expand(2, 8, 4, 64), cache, cache, None, None),
+        "cache_leftpad": (q, cache, cache, lengths, table),
+        "empty": (q, cache[:, :, :0], cache[:, :, :0], None, None),
+        "16-byte aligned": (q, cache.expand(2, 2, 10, 64)[:1].expand(2, -1, -1, -1), cache, None, None),
+    }
+    for part, tensors in refused.items():
+        assert part in why_not_hopper_kvcache(*tensors), part
+
+
+def test_a_longer_cache_is_another_descriptor_of_the_same_launch(monkeypatch):
+    """Calls of one key are replayed with the shape and strides that each gives."""
+    from kernels.hopper import decode as hopper
+
+    seen = []
+    monkeypatch.setattr(hopper, "run", lambda plan, tensors, make, **numbers: seen.append((make(**tensors), numbers)))
+    for length in (64, 75):
+        call = a_call([length - 4])
+        hopper.launch_hopper_decode(call, Options(True, 1.0))
+        (launch,), numbers = seen[-1]
+        for name, tensor in (("k_desc", call.k_cache), ("v_desc", call.v_cache)):
+            described = launch.arguments[hopper.hopper_decode_kernel.arg_names.index(name)]
+            assert numbers[name] == sizes_described(tensor) == (tuple(described.shape), tuple(described.strides))
