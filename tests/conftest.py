@@ -76,6 +76,21 @@ def runs_leave_no_pictures():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forecasts_are_shared(tmp_path_factory):
+    """By the processes of the suite and those that its tests start; of a step that nobody has asked of, one is made."""
+    from tests.runs import Forecasts
+
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+    (folder / "forecasts").mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORECASTS", str(folder / "forecasts"))
+        patch.setattr("training.memory._HELD", Forecasts(folder / "forecasts"))
+        yield
+
+
 @pytest.fixture
 def poisoned_memory():
     """Fill memory that `torch.empty` returns with NaN, so that a store which never happens shows."""
