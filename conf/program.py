@@ -226,6 +226,11 @@ def _defaults(schema: type) -> DictConfig:
     return OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(schema)))
 
 
+@cache
+def _typed(schema: type) -> DictConfig:
+    return OmegaConf.structured(schema)
+
+
 def settings_from(cfg: DictConfig, schema: type[S]) -> S:
     """Merge `cfg` strictly into the dataclasses of `schema` and return them; raise ConfigError with one line."""
     keys = known_keys(schema)
@@ -236,7 +241,7 @@ def settings_from(cfg: DictConfig, schema: type[S]) -> S:
         if name in keys and is_dataclass(keys[name].type) and not OmegaConf.is_dict(cfg[name]):
             raise ConfigError(f"{name}={cfg[name]} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), cfg)
+        merged = OmegaConf.merge(_typed(schema), cfg)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(error, keys, cfg)) from error

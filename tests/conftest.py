@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 # containers often forbid bytecode, and every process that the suite starts would compile PyTorch's modules again
@@ -13,6 +14,7 @@ if sys.dont_write_bytecode:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
 
+import omegaconf.base
 import pytest
 import torch
 
@@ -73,6 +75,29 @@ def runs_leave_no_pictures():
     """Drawing one takes longer than all else of a small run; tests/test_curves.py draws them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.curves.draw_run", lambda run, path: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forecasts_are_shared(tmp_path_factory):
+    """By the processes of the suite and those that its tests start; of a step that nobody has asked of, one is made."""
+    from tests.runs import Forecasts
+
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+    (folder / "forecasts").mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORECASTS", str(folder / "forecasts"))
+        patch.setattr("training.memory._HELD", Forecasts(folder / "forecasts"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def references_are_parsed_once():
+    """A program's configuration holds the same few ${...} each time, and their parser takes an eighth of composing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(omegaconf.base, "parse", cache(omegaconf.base.parse))
         yield
 
 

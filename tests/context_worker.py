@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch._dynamo  # once, before the processes part
+import torch._dynamo  # these two once, before the processes part
+import torch._inductor.compile_fx
 import torch.distributed as dist
 from torch import Tensor
 

@@ -4,8 +4,11 @@ import copy
 import hashlib
 import importlib
 import json
+import os
+import pickle
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from omegaconf import OmegaConf
 from conf.program import register, settings_from
 from conf.schema import Settings
 from model import ATTENTION
+from training import memory
 from training.checkpoint import Checkpoint
 
 CORPUS = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs.\n" * 60
@@ -42,6 +46,35 @@ SMALL = (
     "hardware.device=cpu",
     "hardware.dtype=float32",  # whatever units this CPU has
 )
+
+
+class Forecasts(dict):
+    """What steps hold, in files: the many processes of the suite ask of the same few dozen steps."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def _file(self, step: str) -> Path:
+        return self._folder / hashlib.sha256(step.encode()).hexdigest()
+
+    def __contains__(self, step: str) -> bool:
+        return super().__contains__(step) or self._file(step).exists()
+
+    def __missing__(self, step: str) -> dict[str, Counter]:
+        held = pickle.loads(self._file(step).read_bytes())
+        super().__setitem__(step, held)
+        return held
+
+    def __setitem__(self, step: str, held: dict[str, Counter]) -> None:
+        super().__setitem__(step, held)
+        written = self._file(step).with_suffix(f".{os.getpid()}")
+        written.write_bytes(pickle.dumps(held))
+        written.rename(self._file(step))
+
+
+if "FORECASTS" in os.environ:  # tests/conftest.py has made it
+    memory._HELD = Forecasts(Path(os.environ["FORECASTS"]))
 
 
 def settings(*overrides: str, schema: type = Settings, config: str = "config", experiment: str | None = "quickstart"):

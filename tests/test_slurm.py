@@ -48,7 +48,7 @@ else:
 IMPORTS_TRAIN = f"""
 import gc, sys
 sys.path.insert(0, {str(ROOT)!r})
-import train
+import tests.runs, torch._dynamo, train
 from training import curves
 curves.draw_run = lambda run, path: None
 gc.freeze()

@@ -24,7 +24,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LIVES = """
 import gc, json, os, signal, sys
 from pathlib import Path
-import wandb
+import wandb.sdk.launch  # as a run that is online does, whose child would do so each time
+import torch._dynamo
 import train as program
 from tests.runs import small_run
 from training import curves

@@ -1,5 +1,6 @@
 """The processes of a benchmark, one a GPU of this host: they start once, and all of its cells run in them."""
 
+import gc
 import os
 import pickle
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # as any optimizer does at its first step, and here before imports are frozen
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -69,6 +71,7 @@ def _run(rank: int, sizes: list[int], port: int, function: Callable[..., Any], s
             if rank < size:
                 named = dist.PrefixStore(f"first_{size}", store)
                 worlds[size] = World(rank, size, rank, named, groups[size])
+    gc.freeze()  # imports stay: what a cell leaves is collected without a look at them
     result = function(Host(hardware, groups, worlds), settings)
     if rank == 0:
         found.write_bytes(pickle.dumps(result))
