@@ -5,7 +5,7 @@ _KERNELS = {
         *("flash_fwd_kernel", "flash_dkdv_kernel", "flash_dq_kernel", "_delta_kernel"),
         *("hopper_fwd_kernel", "hopper_bwd_kernel", "_after_kernel", "_documents_kernel"),
         "_document_tiles_kernel",
-        "flash_decode_kernel",
+        *("flash_decode_kernel", "hopper_decode_kernel"),
     ),
     "cross-entropy": ("cross_entropy_fwd_kernel", "cross_entropy_bwd_kernel", "cross_entropy_in_place_kernel"),
     "rotary": ("rotary_kernel",),

@@ -1,6 +1,5 @@
 """Attention over a cache: right against float64, each row's bits its own, nothing compiled or overwritten for it."""
 
-import inspect
 import random
 import re
 from itertools import product
@@ -297,40 +296,45 @@ def test_eight_bits_are_widened_exactly(stored, dtype):
     assert torch.equal(torch.stack((even, odd), 1)[known], expected[known])
 
 
-def launches(batch, capacity, page, num_q=1):
+def launches(engine, batch, capacity, page, num_q=1):
     """(constants, how Triton specializes the arguments) of a call."""
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.nvidia.compiler import CUDABackend
 
+    from kernels.hopper import decode as hopper
     from kernels.portable import decode as portable
 
-    q = torch.zeros(batch, 4, num_q, 32, dtype=torch.float16, device=DEVICE)
+    q = torch.zeros(batch, 4, num_q, 64, dtype=torch.float16, device=DEVICE)
     if page:
-        cache = torch.zeros(batch * capacity // page, 2, page, 32, dtype=q.dtype, device=DEVICE)
+        cache = torch.zeros(batch * capacity // page, 2, page, 64, dtype=q.dtype, device=DEVICE)
         table = torch.arange(batch * capacity // page, device=DEVICE, dtype=torch.int32).reshape(batch, -1)
     else:
-        cache, table = torch.zeros(batch, 2, capacity, 32, dtype=q.dtype, device=DEVICE), None
+        cache, table = torch.zeros(batch, 2, capacity, 64, dtype=q.dtype, device=DEVICE), None
     seen = []
+    module, launch = {
+        "portable": (portable, portable.launch_flash_decode), "hopper": (hopper, hopper.launch_hopper_decode)
+    }[engine]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(portable, "run", lambda plan, tensors, make, **_: seen.extend(make(**tensors)))
-        new = torch.zeros(batch, 2, num_q, 32, dtype=q.dtype, device=DEVICE)
+        patch.setattr(module, "run", lambda plan, tensors, make, **_: seen.extend(make(**tensors)))
+        new = torch.zeros(batch, 2, num_q, 64, dtype=q.dtype, device=DEVICE)
         lengths = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-        flash_attention_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=lengths, block_table=table)
+        call = decode.Call(q, cache, cache.clone(), new, new, lengths, None, table, None, None, None)
+        launch(call, Options(True, 1.0))
     launch = seen[0]
-    names = list(inspect.signature(portable.flash_decode_kernel.fn).parameters)
     types = []
-    for name, x in zip(names, launch.arguments, strict=False):
+    for name, x in zip(launch.kernel.arg_names, launch.arguments, strict=False):
         special = name not in portable.NOT_SPECIALIZED
         types.append(native_specialize_impl(CUDABackend, x, False, special, special))
     return launch.constants, types
 
 
+@pytest.mark.parametrize("engine", ["portable", "hopper"])
 @pytest.mark.parametrize("page", [0, 32])
-def test_nothing_is_compiled_for_other_sizes(page):
+def test_nothing_is_compiled_for_other_sizes(page, engine):
     """Batch, capacity, pool and lengths are no part of what Triton compiles for, nor is a count of 1 or 16."""
-    first = launches(2, 64, page)
+    first = launches(engine, 2, 64, page)
     for batch, capacity in ((1, 32), (16, 96), (3, 4096), (1, 160)) if page else ((1, 32), (16, 75), (3, 4096), (1, 1)):
-        assert launches(batch, capacity, page) == first
+        assert launches(engine, batch, capacity, page) == first
 
 
 def test_a_longer_cache_is_the_same_call_but_for_numbers_that_it_gives(monkeypatch):
@@ -425,7 +429,14 @@ def test_gpu_a_growing_cache_is_replayed(monkeypatch):
 
 @pytest.mark.gpu
 def test_kernels_compiled_are_counted():
+    from kernels.hopper.decode import hopper_decode_kernel
     from kernels.portable.decode import flash_decode_kernel
+
+    def compiled():
+        caches = (kernel.device_caches[torch.cuda.current_device()][0] for kernel in kernels)
+        return sum(map(len, caches))
+
+    kernels = hopper_decode_kernel, flash_decode_kernel  # whichever takes the calls
 
     def call(batch, capacity, page, lengths):
         q = torch.randn(batch, 8, 1, 64, device=DEVICE, dtype=torch.bfloat16)
@@ -438,12 +449,12 @@ def test_kernels_compiled_are_counted():
 
     for page in (0, 16):
         call(1, 64, page, [3])
-        compiled = flash_decode_kernel.device_caches[torch.cuda.current_device()][0]
-        count = len(compiled)
+        count = compiled()
+        assert count > 0
         for batch, capacity in ((1, 64), (1, 2048), (4, 512), (16, 65_536), (33, 80)):
             for length in (0, 1, 16, capacity - 1):
                 call(batch, capacity, page, [length] * batch)
-        assert len(compiled) == count
+        assert compiled() == count
 
 
 @pytest.mark.gpu
