@@ -40,6 +40,8 @@ COMPILED = {
     "hopper_fwd 90 128 bf16 window softcap varlen 2x64x128 s2": 32,  # of a tile, not of its steps
     "hopper_bwd 90 128 bf16 causal": 48,  # of an item; of a step 4 bytes
     "hopper_bwd 90 128 bf16 full block_mask": 56,  # as above
+    "hopper_decode 90 64 bf16 1 rows page 0 scales 0": 0,
+    "hopper_decode 90 128 bf16 1 rows page 16 scales 0 softcap alibi sinks": 0,
 }
 THE_OTHERS = {
     "hopper_fwd 90 128 bf16 full 2x64x128 s2": 0,
@@ -77,7 +79,7 @@ def test_compiles_to_asynchronous_wgmma(plans):
         assert row["spill_bytes"] <= plans[plan], plan
         assert row["shared_bytes"] <= SHARED_LIMIT, plan
         assert row["UTMALDG"] > 0, plan
-        assert row["UTMASTG"] > 0, plan
+        assert (row["UTMASTG"] > 0) != plan.startswith("hopper_decode"), plan
         assert (row["REDG.E.ADD.F32x4"] > 0) == plan.startswith("hopper_bwd"), f"{plan}: dQ is added 16 bytes at a time"
 
 
