@@ -29,9 +29,8 @@ from ..replay import Repeated
 from . import tma
 from .decode_roles import FIELDS, HALF, ITEMS, Build, Cache, Rings, consumer, producer
 
-FLAT = gl.constexpr(
-    2
-)  # spans of a row whose tiles are all folded at once: more would wait for memory one after the other
+# spans of a row whose tiles are all folded at once: more would wait for memory one after the other
+FLAT = gl.constexpr(2)
 
 
 @gluon.jit(do_not_specialize=list(NOT_SPECIALIZED))
