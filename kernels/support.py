@@ -100,7 +100,7 @@ HOPPER_PACKED_HEAD_DIMS = range(64, 257, 8)
 HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
 # Attention over a cache: with less the tiles of 64 columns would be half empty, with more stages would not fit.
 HOPPER_KVCACHE_HEAD_DIMS = range(40, 129, 8)
-HOPPER_KVCACHE_ROWS = 8  # queries that share a KV head; with 16 the portable kernel is faster in long caches
+HOPPER_KVCACHE_ROWS = 16  # queries that share a KV head; with 32 the portable kernel is faster
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
 
 

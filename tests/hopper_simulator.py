@@ -5,7 +5,7 @@ tiles are visited, masks, phases and counts of barriers (a partition that waits 
 of every copy, turns that programs wait for. TMA addresses memory as the hardware does, 64-bit arithmetic and bounds
 included. A product reads its operands as late as it may, when it is waited for; so does a copy out. What is written or
 added to global memory is seen when its partition ends, or when a turn is passed on by a partition that met the writing
-one at a hardware barrier. Layouts, registers, rounding to 16 bits and time do not exist here.
+one at a barrier. Layouts, registers, rounding to 16 bits and time do not exist here.
 """
 
 import os
@@ -39,6 +39,8 @@ class _Barrier:
         with self._machine.changed:
             self._arrived += arrived
             self._bytes += announced
+            if arrived:
+                self._machine.leave(id(self))
             assert self._arrived <= self._count
             if self._arrived == self._count and self._bytes == 0:
                 self._phase, self._arrived = self._phase ^ 1, 0
@@ -47,6 +49,7 @@ class _Barrier:
     def wait(self, phase, pred=True):
         if pred:
             self._machine.wait_until(lambda: self._phase != phase)
+            self._machine.take(id(self))
 
 
 _MBARRIER = SimpleNamespace(
@@ -63,6 +66,7 @@ class _InFlight(threading.local):
 
     def __init__(self):
         self.products, self.unread, self.unwritten = [], [], []  # unwritten: functions
+        self.taken = []  # what others had not written when they arrived at a barrier
 
 
 class _Machine:
@@ -177,23 +181,29 @@ class _Machine:
         self._own.unwritten.append(partial(np.add.at, pointer.memory, pointer.offset, value.copy()))
 
     def _complete(self):
-        for write in self._own.unwritten:
-            write()
-        self._own.unwritten.clear()
+        for writes in (self._own.taken, self._own.unwritten):
+            for write in writes:
+                write()
+            writes.clear()
 
     def named_barrier(self, instruction, identifier, threads, warps=4):
         with self.changed:
             meeting = self._named[identifier] = self._named.get(identifier, 0) + 32 * warps
-            unwritten = self._unwritten.setdefault(identifier, [])
-            unwritten += self._own.unwritten
-            self._own.unwritten.clear()
+            self.leave(identifier)
             self.changed.notify_all()
         if instruction == "bar.sync":
             whole = -(-meeting // threads) * threads
             self.wait_until(lambda: self._named[identifier] >= whole)
-            with self.changed:
-                self._own.unwritten += unwritten
-                unwritten.clear()
+            self.take(identifier)
+
+    def leave(self, barrier):
+        """What this thread has written is now for those who pass the barrier to tell of; the caller holds the lock."""
+        self._unwritten.setdefault(barrier, []).extend(self._own.unwritten)
+        self._own.unwritten.clear()
+
+    def take(self, barrier):
+        with self.changed:
+            self._own.taken += self._unwritten.pop(barrier, [])
 
     def multiply(self, left, right, acc, use_acc=True, is_async=False):
         result = np.full(acc.shape, np.nan, np.float32).view(Tile)
@@ -230,7 +240,7 @@ def _language(machine) -> SimpleNamespace:
         zeros=lambda shape, *_: np.zeros(shape, np.float32).view(Tile),
         full=lambda shape, value, dtype, *_: np.full(shape, value, dtype).view(Tile),
         load=load_by_pointer, store=machine.store_by_pointer, atomic_add=machine.atomic_add, convert_layout=passed,
-        static_range=range, constexpr=passed, debug_barrier=lambda: None,
+        static_range=range, constexpr=passed, debug_barrier=lambda: None, thread_barrier=lambda: None,
         inline_asm_elementwise=lambda asm, *a, **_: as_value(1.0 / _only_reciprocal(asm, *a)),
         allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: "tile"),

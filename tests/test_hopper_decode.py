@@ -134,7 +134,7 @@ def test_what_it_does_not_take_is_said(monkeypatch):
     refused = {
         "16 bits": (q, cache.char(), cache.char(), None, None),
         "head_dim": (q[..., :32], cache[..., :32], cache[..., :32], None, None),
-        "16 queries share": (q.expand(2, 8, 4, 64), cache, cache, None, None),
+        "32 queries share": (q.expand(2, 8, 8, 64), cache, cache, None, None),
         "cache_leftpad": (q, cache, cache, lengths, table),
         "empty": (q, cache[:, :, :0], cache[:, :, :0], None, None),
         "16-byte aligned": (q, cache.expand(2, 2, 10, 64)[:1].expand(2, -1, -1, -1), cache, None, None),

@@ -1,10 +1,12 @@
 """Attention of a few new queries over a cache of keys and values, for Hopper (sm_90a), in Gluon.
 
 Items of work, their results and the fold of these are the portable kernel's (kernels/portable/decode.py, split.py): a
-row's bits follow from its own keys alone. Hopper's own is how an item is computed, by two roles (decode_roles.py). One
-warp takes items, tells of them, and sends for tiles of 128 keys and values by TMA, into the next items as long as
-stages are free, so that memory does not wait for the end of an item. One warpgroup computes. Keys are the rows of both
-products, so that a few queries fill wgmma, and P passes through shared memory:
+row's bits follow from its own keys alone. Hopper's own is how an item is computed, by four roles that wait for one
+another and for nothing else. One warp takes items, tells of them, and sends for tiles of 128 keys and values by TMA,
+into the next items as long as stages are free; another fetches the items' queries (decode_loads.py). One warpgroup
+computes, and leaves a part of a row in global memory; one takes turns with other programs and folds the parts
+(decode_roles.py). So neither memory nor tensor cores wait for the end of an item. Keys are the rows of both products,
+so that a few queries fill wgmma, and P passes through shared memory:
 
     S^T (keys, queries) = K Q^T        O^T (D, queries) = V^T P^T
 
@@ -17,20 +19,17 @@ from functools import partial
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..call import Options
 from ..decode import Call, decode_key
 from ..launch import Launch, Plan, plan_of, run, sizes_described
 from ..portable.decode import NOT_SPECIALIZED, decode_launches, given_tensors, repeated_decode
-from ..portable.split import Parts
 from ..portable.tuning import DecodeTile
 from ..replay import Repeated
 from . import tma
-from .decode_roles import FIELDS, HALF, ITEMS, Build, Cache, Rings, consumer, producer
-
-# spans of a row whose tiles are all folded at once: more would wait for memory one after the other
-FLAT = gl.constexpr(2)
+from .decode_loads import FIELDS, HALF, ITEMS, Build, Cache, Rings, fetcher, producer
+from .decode_roles import collector, consumer
 
 
 @gluon.jit(do_not_specialize=list(NOT_SPECIALIZED))
@@ -99,7 +98,7 @@ def hopper_decode_kernel(
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile_layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile_layout)
-    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], q_layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [ITEMS, BLOCK_M, BLOCK_D], q_layout)
     p_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], p_layout)
     items = gl.allocate_shared_memory(gl.int32, [ITEMS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -107,52 +106,47 @@ def hopper_decode_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     item_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     item_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    for place in gl.static_range(ITEMS):
-        mbarrier.init(item_full.index(place), count=1)
-        mbarrier.init(item_empty.index(place), count=1)
-    fence_async_shared()
+    q_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
+    stored = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     halves: gl.constexpr = [STAGES * (BLOCK_D // HALF), BLOCK_K, HALF]
     k_halves = k_tiles._reinterpret(dtype, halves, half_layout)
     v_halves = v_tiles._reinterpret(dtype, halves, half_layout)
-    rings = Rings(k_halves, v_halves, k_full, v_full, empty, items, item_full, item_empty)
-    build = Build(HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_K, SPAN, PAGE, STAGES, APPEND)
+    rings = Rings(
+        k_halves, v_halves, k_full, v_full, empty, items, item_full, item_empty, q_tiles, q_full, stored
+    )  # fmt: skip
+    build = Build(HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_K, SPAN, GROUPS, PAGE, STAGES, APPEND)
     strides = (cache_row * CACHE_UNIT, cache_head * CACHE_UNIT, cache_slot * CACHE_UNIT)
     new_strides = (new_batch * UNIT, new_head * UNIT, new_token * UNIT)
     table = block_table if PAGE > 0 else seqlens
     cache = Cache(strides, new_strides, table, table_row, num_pages)
     group = num_heads // num_kv_heads
-    out: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_D, BLOCK_D // 4], [4, 1], [1, 0])
-    lines = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, out))
-    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, out))
-    parts = Parts(
-        sums, maxima, slot_rows, workspace, coarse_from, lines, columns, BLOCK_M, BLOCK_D, SPAN, GROUPS, FLAT,
-        64 // BLOCK_M,
-    )  # fmt: skip
     gl.warp_specialize(
         [
             (consumer, (
-                q, (q_batch * UNIT, q_head * UNIT, q_token * UNIT), k_cache, v_cache, k_new, v_new, o, lse, num_heads,
-                num_q, group, num_kv_heads, (window_left, window_right), scale_log2, switches, cache, rings, parts,
-                q_tile, p_tile, k_tiles, v_tiles, build, CAUSAL, LOCAL,
+                o, lse, k_cache, v_cache, k_new, v_new, num_heads, num_q, group, num_kv_heads,
+                (window_left, window_right), scale_log2, switches, sums, maxima, slot_rows, workspace, coarse_from,
+                cache, rings, p_tile, k_tiles, v_tiles, build, CAUSAL, LOCAL,
+            )),
+            (collector, (
+                o, lse, switches.sinks, num_heads, num_q, group, num_kv_heads, sums, maxima, slot_rows, workspace,
+                coarse_from, rings, build,
             )),
             (producer, (
                 k_desc, v_desc, seqlens, pads, num_rows, num_q, capacity, window_left, workspace, coarse_from,
                 num_kv_heads, cache, rings, build, is_padded,
             )),
+            (fetcher, (q, (q_batch * UNIT, q_head * UNIT, q_token * UNIT), group, num_q, rings, build)),
         ],
-        [1], [40],
+        [4, 1, 1], [184, 80, 80] if BLOCK_D == 128 else [88, 40, 40],  # the consumer has what is left: 240, 112
     )  # fmt: skip
 
 
 def tile_for(head_dim: int) -> DecodeTile:
-    """Three stages of 64 KB fill a multiprocessor at head_dim 128; at 64 two programs of three stages do."""
+    """Three stages of 64 KB fill a multiprocessor at head_dim 128; at 64 two programs of three stages do. The registers
+    are those of a thread at launch, which the warps of a program then share out."""
     wide = head_dim > 64
     return DecodeTile(
-        block_k=128, span=8, num_warps=4, num_stages=3, per_sm=1 if wide else 2, max_registers=255 if wide else 128,
+        block_k=128, span=8, num_warps=4, num_stages=3, per_sm=1 if wide else 2, max_registers=168 if wide else 80,
         least_rows=8, few=0.4,
     )  # fmt: skip
 

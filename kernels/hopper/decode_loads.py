@@ -1,0 +1,197 @@
+"""The warps of a Hopper program over a cache that load, and what they hand on: the producer, which takes items and
+sends for their tiles, and the fetcher, which loads their queries. The whole is in decode.py, the other roles in
+decode_roles.py.
+
+Barriers (mbarriers; a stage s of the ring of tiles, a place i of the ring of items):
+    k_full[s], v_full[s]   tiles have arrived          empty[s]        the consumer's products with both are done
+    item_full[i]           an item is described        item_empty[i]   nobody needs its description any more
+    q_full[i]              its queries have arrived    stored[i]       its result is in global memory
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..portable.record import record
+from ..portable.split import ROWS_BLOCK, Batch, extent, row_of, totals
+from . import tma
+from .tma import slot
+
+ITEMS = gl.constexpr(3)  # that the producer describes ahead
+FIELDS = gl.constexpr(12)
+HALF = gl.constexpr(64)  # columns of a TMA box: what one swizzle of shared memory takes
+STARTED = gl.constexpr(9)  # the hardware barrier where all THREADS meet when the mbarriers are there
+THREADS = gl.constexpr(320)
+
+
+@record
+class Rings:
+    """What the roles hand to one another in shared memory, as in the table above."""
+
+    k: gl.shared_memory_descriptor  # (STAGES * halves, BLOCK_K, 64), as TMA writes them
+    v: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    items: gl.shared_memory_descriptor  # (ITEMS * FIELDS, 1) int32
+    item_full: gl.shared_memory_descriptor
+    item_empty: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor  # (ITEMS, BLOCK_M, BLOCK_D)
+    q_full: gl.shared_memory_descriptor
+    stored: gl.shared_memory_descriptor
+
+
+@record
+class Cache:
+    """Where a row's keys lie, for stores by pointer."""
+
+    strides: tuple  # (row or page, head, slot), elements
+    new_strides: tuple  # (row, head, token)
+    block_table: gl.tensor  # read only where PAGE
+    table_row: gl.tensor
+    num_pages: gl.tensor
+
+
+@record
+class Build:
+    """The kernel's constants, as its parameters name them."""
+
+    HEAD_DIM: gl.constexpr
+    BLOCK_D: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_K: gl.constexpr
+    SPAN: gl.constexpr
+    GROUPS: gl.constexpr
+    PAGE: gl.constexpr
+    STAGES: gl.constexpr
+    APPEND: gl.constexpr
+
+
+@gluon.jit
+def _tell(rings, place, FIELD: gl.constexpr, value):
+    """By the producer's one warp."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    rings.items.index(place * FIELDS + FIELD).store(gl.full([1], value, gl.int32, one))
+
+
+@gluon.jit
+def told(rings, place, FIELD: gl.constexpr, WARPS: gl.constexpr = 4):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(rings.items.index(place * FIELDS + FIELD).load(one), 0)
+
+
+@gluon.jit
+def _bad_pages(begin, end, pad, pages, num_pages, lanes, PAGE: gl.constexpr):
+    """1 where a page of the keys begin .. end is none of the pool's."""
+    bad = begin * 0
+    end_page = gl.where(begin < end, (pad + end + PAGE - 1) // PAGE, 0)  # a row without a key has no page
+    for number in range((pad + begin) // PAGE, end_page, ROWS_BLOCK):
+        page = gl.load(pages + number + lanes, mask=number + lanes < end_page, other=0)
+        bad = gl.maximum(bad, gl.max(((page < 0) | (page >= num_pages)).to(gl.int32), 0))
+    return bad
+
+
+@gluon.jit
+def producer(
+    k_desc, v_desc, seqlens, leftpad, num_rows, num_q, capacity, window_left, workspace, coarse_from, width, cache,
+    rings, build, PADDED: gl.constexpr,
+):  # fmt: skip
+    BLOCK_K: gl.constexpr = build.BLOCK_K
+    SPAN: gl.constexpr = build.SPAN
+    PAGE: gl.constexpr = build.PAGE
+    HALVES: gl.constexpr = build.BLOCK_D // HALF
+    PIECE: gl.constexpr = k_desc.block_type.shape[2]  # keys that lie together: of a page, or a tile
+    lanes = gl.arange(0, ROWS_BLOCK, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    batch = Batch(seqlens, leftpad, num_rows, num_q, capacity, window_left, lanes, BLOCK_K, SPAN, build.APPEND, PADDED)
+    num_tiles, num_spans = totals(batch)
+    by_tile = num_spans * width < coarse_from
+    num_items = gl.where(by_tile, num_tiles, num_spans) * width
+    programs = gl.num_programs(0)
+    tma.named_barrier("bar.sync", STARTED, THREADS, 1)
+    step, turn = 0, 0
+    item = gl.program_id(0)
+    while item < num_items:
+        following = item + programs
+        if num_items > programs:  # drawn early, so that nobody waits for the ticket
+            drawn = gl.atomic_add(workspace + 1, 1, sem="relaxed")
+            if drawn == num_items - 1:  # the last: one for each item past the first ones, one a program for none
+                gl.store(workspace + 1, 0)
+            following = programs + drawn
+        unit = item // width
+        kv_head = item - unit * width
+        row, tiles_before, spans_before = row_of(unit, by_tile, batch)
+        keys, first_tile, tiles, pad, unfit = extent(row, batch)
+        place_in_row = unit - gl.where(by_tile, tiles_before, spans_before)
+        span = gl.where(by_tile, place_in_row // SPAN, place_in_row)
+        begin = first_tile + gl.where(by_tile, place_in_row, span * SPAN)
+        end = begin + gl.where(by_tile, 1, gl.minimum(tiles - span * SPAN, SPAN))
+        fault = gl.where(unfit, 1, 0)
+        pages = cache.block_table + row.to(gl.int64) * cache.table_row
+        if PAGE > 0:
+            end_key = gl.minimum(end * BLOCK_K, keys)
+            fault = gl.maximum(fault, _bad_pages(begin * BLOCK_K, end_key, pad, pages, cache.num_pages, lanes, PAGE))
+        if fault > 0:
+            end = begin
+        for tile in range(begin, gl.maximum(end, begin + 1)):
+            if tile < end:
+                stage, phase = slot(step, build.STAGES)
+                mbarrier.wait(rings.empty.index(stage), phase ^ 1)
+                k_full, v_full = rings.k_full.index(stage), rings.v_full.index(stage)
+                mbarrier.expect(k_full, BLOCK_K * build.BLOCK_D * 2)
+                mbarrier.expect(v_full, BLOCK_K * build.BLOCK_D * 2)
+                for piece in gl.static_range(BLOCK_K // PIECE):
+                    line = row
+                    at = pad + tile * BLOCK_K + piece * PIECE
+                    if PAGE > 0:
+                        line = gl.load(pages + at // PAGE, mask=tile * BLOCK_K + piece * PIECE < keys, other=0)
+                        at = at % PAGE
+                    for half in gl.static_range(HALVES):
+                        coordinates = [line, kv_head, at, half * HALF]
+                        k_part = rings.k.index(stage * HALVES + half).slice(piece * PIECE, PIECE, 0)
+                        v_part = rings.v.index(stage * HALVES + half).slice(piece * PIECE, PIECE, 0)
+                        tma.load(k_desc, coordinates, k_full, _as_box(k_part, k_desc))
+                        tma.load(v_desc, coordinates, v_full, _as_box(v_part, v_desc))
+                step += 1
+            if tile == begin:  # its first copy has been sent for: all wait for that one
+                place, phase = slot(turn, ITEMS)
+                mbarrier.wait(rings.item_empty.index(place), phase ^ 1)
+                flags = gl.where(by_tile, 2, 0) + fault
+                fields = row, kv_head, begin, end, keys, pad, flags, item, tiles, span, tiles_before, spans_before
+                for field in gl.static_range(FIELDS):
+                    _tell(rings, place, field, fields[field])
+                mbarrier.arrive(rings.item_full.index(place), count=1)
+        item = following
+        turn += 1
+    place, phase = slot(turn, ITEMS)
+    mbarrier.wait(rings.item_empty.index(place), phase ^ 1)
+    _tell(rings, place, 0, -1)
+    mbarrier.arrive(rings.item_full.index(place), count=1)
+
+
+@gluon.jit
+def _as_box(part, descriptor):
+    return part._reinterpret(descriptor.dtype, descriptor.block_type.shape, descriptor.layout)
+
+
+@gluon.jit
+def fetcher(q, q_strides, group, num_q, rings, build):
+    """The queries and heads of items' KV heads, BLOCK_M with zeros for those that do not exist; by one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // build.BLOCK_D, build.BLOCK_D // 8], [1, 1], [1, 0])
+    packed = gl.arange(0, build.BLOCK_M, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, build.BLOCK_D, layout=gl.SliceLayout(0, layout))
+    query = packed // group
+    keep = (query < num_q)[:, None] & (columns < build.HEAD_DIM)[None, :]
+    tma.named_barrier("bar.sync", STARTED, THREADS, 1)
+    turn, place = 0, 0
+    mbarrier.wait(rings.item_full.index(0), 0)
+    row = told(rings, 0, 0, 1)
+    while row >= 0:
+        head = told(rings, place, 1, 1) * group + packed - query * group
+        rows = q + row.to(gl.int64) * q_strides[0] + head * q_strides[1] + query * q_strides[2]
+        rings.q.index(place).store(gl.load(rows[:, None] + columns[None, :], mask=keep, other=0.0))
+        fence_async_shared()
+        mbarrier.arrive(rings.q_full.index(place), count=1)
+        turn += 1
+        place, phase = slot(turn, ITEMS)
+        mbarrier.wait(rings.item_full.index(place), phase)
+        row = told(rings, place, 0, 1)
