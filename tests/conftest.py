@@ -78,14 +78,17 @@ def runs_leave_no_pictures():
         yield
 
 
+def folder_of_all_workers(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forecasts_are_shared(tmp_path_factory):
     """By the processes of the suite and those that its tests start; of a step that nobody has asked of, one is made."""
     from tests.runs import Forecasts
 
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all workers
+    folder = folder_of_all_workers(tmp_path_factory)
     (folder / "forecasts").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORECASTS", str(folder / "forecasts"))
@@ -99,6 +102,14 @@ def references_are_parsed_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(omegaconf.base, "parse", cache(omegaconf.base.parse))
         yield
+
+
+@pytest.fixture(scope="session")
+def quick_python(tmp_path_factory, forecasts_are_shared) -> str:
+    """A program to start in place of `python`, whose processes have PyTorch when they begin: tests/fork_server.py."""
+    from tests.fork_server import stand_in
+
+    return str(stand_in(folder_of_all_workers(tmp_path_factory) / "forks"))
 
 
 @pytest.fixture

@@ -272,20 +272,20 @@ program.main()
 """
 
 
-def ended(program, arguments, folder):
+def ended(python, program, arguments, folder):
     """`program` in a process of its own."""
     environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     return subprocess.run(
-        [sys.executable, "-c", program, *arguments], cwd=folder, env=environment, capture_output=True, text=True,
+        [python, "-c", program, *arguments], cwd=folder, env=environment, capture_output=True, text=True,
         timeout=300,
     )  # fmt: skip
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and a limit on the address space that holds")
-def test_a_run_that_is_really_starved_ends_with_advice(tmp_path):
+def test_a_run_that_is_really_starved_ends_with_advice(tmp_path, quick_python):
     arguments = [*text_in(tmp_path), *SMALL, *LARGE, "hydra.run.dir=run", "hardware.num_threads=1"]
-    done = ended(STARVED, [*arguments, "train.save_every=1"], tmp_path)
+    done = ended(quick_python, STARVED, [*arguments, "train.save_every=1"], tmp_path)
     assert done.returncode == 2, done.stderr
     check_advice(done.stderr, "cpu", tmp_path / "run")
     assert open_checkpoint(tmp_path / "run").step == 2  # what was saved before is whole
@@ -304,6 +304,7 @@ def test_a_gpu_whose_memory_really_runs_out(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     done = ended(
+        sys.executable,
         SCARCE,
         [
             *text_in(tmp_path),

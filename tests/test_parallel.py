@@ -30,9 +30,9 @@ from training.watch import StepClock
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def cases_of(folder: Path, *only: str) -> dict:
+def cases_of(python: str, folder: Path, *only: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.processes", str(folder), *only],
+        [python, "-m", "tests.processes", str(folder), *only],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -44,15 +44,15 @@ def cases_of(folder: Path, *only: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
-    return cases_of(tmp_path_factory.mktemp("processes"))
+def found(tmp_path_factory, quick_python) -> dict:
+    return cases_of(quick_python, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.gpu
 def test_two_gpus_have_one_ones_bits_and_end_together(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two NVIDIA GPUs")
-    found = cases_of(tmp_path, "gpus")
+    found = cases_of(sys.executable, tmp_path, "gpus")
     one, two = found["nccl_1"], found["nccl_2"]
     assert two["codes"] == [0, 0], two["err"]
     assert (one["contents"], one["metrics"]) == (two["contents"], two["metrics"])
