@@ -1,6 +1,8 @@
 """Where the tests run: without a CUDA device, Triton kernels run in Triton's interpreter."""
 
+import contextlib
 import gc
+import importlib
 import os
 import sys
 from collections import Counter
@@ -32,11 +34,30 @@ else:
     torch.set_num_threads(2)
 
 
-def pytest_configure():
+def pytest_configure(config):
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and not config.getoption("file_or_dir"):
+        compile_a_share(int(worker.removeprefix("gw")))
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests import interpreter  # imports Triton
 
         interpreter.make_quick()
+
+
+def compile_a_share(worker: int) -> None:
+    """Import another part of what the tests import first: on a new machine all workers would compile the same.
+
+    Each finds the bytecode of the others' parts when it comes to them. The tests' own modules have their asserts
+    rewritten, which takes as long as all else; those of the third part import nothing of the first two.
+    """
+    parts = [
+        ("torch._dynamo", "torch._inductor.compile_fx"),
+        ("datasets", "matplotlib.figure", "hypothesis"),
+        [f"tests.{file.stem}" for file in sorted(Path(__file__).parent.glob("test_[k-z]*.py"))],
+    ]
+    for name in parts[worker % 3]:
+        with contextlib.suppress(pytest.skip.Exception):
+            importlib.import_module(name)
 
 
 def pytest_xdist_auto_num_workers(config):
