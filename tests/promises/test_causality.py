@@ -22,7 +22,7 @@ def config(name: str = "naive", **changes) -> GPTConfig:
 
 
 @BOTH_DTYPES
-@pytest.mark.parametrize("changes", [{}, {"window": 100}, {"num_kv_heads": 3}, {"mlp": "swiglu", "qk_norm": True}])
+@pytest.mark.parametrize("changes", [{}, {"window": 100}, {"num_kv_heads": 3, "mlp": "swiglu", "qk_norm": True}])
 @pytest.mark.parametrize("name", ["naive", "tiled"])
 def test_what_is_right_is_found_right(name, changes, dtype):
     hardware = set_up(HardwareConfig(device=DEVICE, dtype=dtype))
