@@ -78,7 +78,10 @@ SHORT = ["train.steps=3", "train.log_every=1", "train.eval_every=2", "train.samp
 RUNS = {  # what all have, and what those of four processes have beside it
     "rows and tokens dealt": ([*SHORT, "train.micro_batch=2"], ["parallel.context=2"], ["parallel.context=2"]),
     "documents": (
-        [*SHORT, "train.micro_batch=1", "data.document_mask=true", "model.attention=naive", "model.window=9"],
+        [
+            *(*SHORT, "train.batch_tokens=64", "train.micro_batch=1"),
+            *("data.document_mask=true", "model.attention=naive", "model.window=9"),
+        ],
         ["parallel.context=4", "model.activation_checkpointing=full"],
     ),
 }
