@@ -1,10 +1,13 @@
 """Where the tests run: without a CUDA device, Triton kernels run in Triton's interpreter."""
 
+import contextlib
+import copy
 import gc
+import importlib
 import os
 import sys
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 # containers often forbid bytecode, and every process that the suite starts would compile PyTorch's modules again
@@ -17,6 +20,7 @@ if sys.dont_write_bytecode:
 import omegaconf.base
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 # files that start processes and wait for them: early, while other processes of the suite have work
 WAITING = ("test_parallel.py", "test_slurm.py", "test_survival.py", "test_train.py", "test_wandb.py")
@@ -32,11 +36,30 @@ else:
     torch.set_num_threads(2)
 
 
-def pytest_configure():
+def pytest_configure(config):
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and not config.getoption("file_or_dir"):
+        compile_a_share(int(worker.removeprefix("gw")))
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests import interpreter  # imports Triton
 
         interpreter.make_quick()
+
+
+def compile_a_share(worker: int) -> None:
+    """Import another part of what the tests import first: on a new machine all workers would compile the same.
+
+    Each finds the bytecode of the others' parts when it comes to them. The tests' own modules have their asserts
+    rewritten, which takes as long as all else; those of the third part import nothing of the first two.
+    """
+    parts = [
+        ("torch._dynamo", "torch._inductor.compile_fx"),
+        ("datasets", "matplotlib.figure", "hypothesis"),
+        [f"tests.{file.stem}" for file in sorted(Path(__file__).parent.glob("test_[k-z]*.py"))],
+    ]
+    for name in parts[worker % 3]:
+        with contextlib.suppress(pytest.skip.Exception):
+            importlib.import_module(name)
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -78,14 +101,17 @@ def runs_leave_no_pictures():
         yield
 
 
+def folder_of_all_workers(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forecasts_are_shared(tmp_path_factory):
     """By the processes of the suite and those that its tests start; of a step that nobody has asked of, one is made."""
     from tests.runs import Forecasts
 
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all workers
+    folder = folder_of_all_workers(tmp_path_factory)
     (folder / "forecasts").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORECASTS", str(folder / "forecasts"))
@@ -94,11 +120,22 @@ def forecasts_are_shared(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def references_are_parsed_once():
-    """A program's configuration holds the same few ${...} each time, and their parser takes an eighth of composing."""
+def what_is_composed_is_parsed_once():
+    """Programs are given the same arguments again and again, and their configuration holds the same few ${...}: the
+    two parsers took a quarter of composing it."""
+    parsed = cache(partial(OverridesParser.parse_rule, OverridesParser.create()))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OverridesParser, "parse_rule", lambda self, text, rule: copy.copy(parsed(text, rule)))
         patch.setattr(omegaconf.base, "parse", cache(omegaconf.base.parse))
         yield
+
+
+@pytest.fixture(scope="session")
+def quick_python(tmp_path_factory, forecasts_are_shared) -> str:
+    """A program to start in place of `python`, whose processes have PyTorch when they begin: tests/fork_server.py."""
+    from tests.fork_server import stand_in
+
+    return str(stand_in(folder_of_all_workers(tmp_path_factory) / "forks"))
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch._dynamo  # these two once, before the processes part
-import torch._inductor.compile_fx
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from kernels import place_documents
@@ -26,11 +25,6 @@ from train import train
 from training import curves
 from training.context import Context
 from training.parallel import ALONE, World
-
-if os.environ.get("TRITON_INTERPRET") == "1":  # tests/conftest.py has set it
-    from tests import interpreter  # imports Triton
-
-    interpreter.make_quick()
 
 PROCESSES = 4
 STARTS = (0, 3, 4, 11, 12, 13, 19)  # of documents, in a row; some end within a chunk and some are one token
@@ -195,6 +189,13 @@ def training_case(group: dist.ProcessGroup, folder: Path, common: list[str], *ru
 
 
 Case = tuple[int, Callable, tuple, dict]  # processes, function, its arguments after the group
+
+
+def main(folder: str) -> None:
+    """Fork the processes for the cases that are in `folder`."""
+    cases = pickle.loads((Path(folder) / "cases").read_bytes())
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    mp.start_processes(work, (Path(folder), store.port, cases), nprocs=PROCESSES, start_method="fork")
 
 
 def work(

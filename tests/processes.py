@@ -37,7 +37,7 @@ from training.watch import Limits
 
 QUICK = Limits(beat=0.1, silent=6.0, silent_if_suspected=2.0, grace=0.5)
 RUN = (
-    *("train.steps=20", "train.batch_tokens=512", "train.micro_batch=2", "train.log_every=1"),
+    *("train.steps=10", "train.batch_tokens=512", "train.micro_batch=2", "train.log_every=1"),
     *("train.eval_every=5", "train.eval_windows=7", "train.keep_last=9", "model.dropout=0.1", "model.n_embd=16"),
 )
 Case = Callable[[int, parallel.World], None]  # what a rank does
@@ -148,8 +148,8 @@ def same_bits(folder: Path) -> dict[str, Any]:
 def resumed_elsewhere(folder: Path) -> dict[str, Any]:
     """1 -> 2 -> 1 processes; the second life is ended by a signal to one of its two."""
     lives = (
-        (1, at(7, 0, kill_me(signal.SIGTERM))),
-        (2, at(11, 1, kill_me(signal.SIGUSR1))),
+        (1, at(3, 0, kill_me(signal.SIGTERM))),
+        (2, at(6, 1, kill_me(signal.SIGUSR1))),
         (1, None),
     )
     found = {}
@@ -168,7 +168,7 @@ def sharded(folder: Path) -> dict[str, Any]:
     plain = (*few, "optim.grad_clip=0", "model.n_embd=20", "train.sample_tokens=8")
     clipped = (*few, "optim.grad_clip=0.5", "train.eval_every=9", shard)
     rows = (*few, "optim=adamw", "optim.grad_clip=0", "train.micro_batch=16", "parallel.context=2")
-    bad = (shard, "train.on_nonfinite=rollback", "train.save_every=1", "train.steps=12")
+    bad = (shard, "train.on_nonfinite=rollback", "train.save_every=1", "train.steps=8")
     lives = [  # name, run, processes, overrides, at which step which rank is asked to stop
         ("shard_1", "whole", 1, plain, None),
         ("shard_4", "shared", 4, (*plain, shard, "model.activation_checkpointing=selective"), None),
@@ -239,7 +239,7 @@ def numbers(folder: Path) -> dict[str, Any]:
     found = {}
     for size in (1, 2):
         name = f"nan_{size}"
-        case = with_bad_steps(folder, name, "train.on_nonfinite=skip", "train.steps=12")
+        case = with_bad_steps(folder, name, "train.on_nonfinite=skip", "train.steps=8")
         found[name] = processes(folder / f"said_{name}", size, case) | left_by(folder / name)
         found[name]["summary"] = json.loads((folder / name / "summary.json").read_text())
     return found

@@ -747,12 +747,12 @@ def test_a_torn_last_line_of_metrics_is_dropped(place, monkeypatch, capsys):
 # --- what only a process of its own can show
 
 
-def test_a_hub_out_of_reach(tmp_path):
+def test_a_hub_out_of_reach(tmp_path, quick_python):
     """`datasets` reads its addresses when it is imported."""
     addresses = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "data=wikitext2", cache, "logger.wandb=disabled"],
+        [quick_python, str(ROOT / "train.py"), "data=wikitext2", cache, "logger.wandb=disabled"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -160,10 +160,10 @@ def of_batch_and_heads(name: str, tokens: int, *dims: int) -> BlockMask:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_agrees_with_float64(name):
-    """Each row of the table, for each batch entry and head another one, with empty rows and heads that share keys."""
+    """Each row of the table, for each head another one, with empty rows and heads that share keys."""
     tokens = 170
-    q, k, v = make_qkv(2, 2, 1, tokens, tokens, 16, device=DEVICE)
-    ours = compare_with_oracle(flash_attention, q, k, v, block_mask=of_batch_and_heads(name, tokens, 2, 2))
+    q, k, v = make_qkv(1, 2, 1, tokens, tokens, 16, device=DEVICE)
+    ours = compare_with_oracle(flash_attention, q, k, v, block_mask=of_batch_and_heads(name, tokens, 1, 2))
     assert (ours["lse"] == -torch.inf).any(-1).all()
 
 

@@ -1,6 +1,7 @@
 """Context parallelism: several processes that share each row compute what one does."""
 
 import pickle
+import subprocess
 
 import pytest
 import torch
@@ -77,21 +78,24 @@ SHORT = ["train.steps=3", "train.log_every=1", "train.eval_every=2", "train.samp
 RUNS = {  # what all have, and what those of four processes have beside it
     "rows and tokens dealt": ([*SHORT, "train.micro_batch=2"], ["parallel.context=2"], ["parallel.context=2"]),
     "documents": (
-        [*SHORT, "train.micro_batch=1", "data.document_mask=true", "model.attention=naive", "model.window=9"],
+        [
+            *(*SHORT, "train.batch_tokens=64", "train.micro_batch=1"),
+            *("data.document_mask=true", "model.attention=naive", "model.window=9"),
+        ],
         ["parallel.context=4", "model.activation_checkpointing=full"],
     ),
 }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What came of each case, in each of its processes; they are forked from a server that has imported PyTorch."""
+def found(tmp_path_factory, quick_python):
+    """What came of each case, in each of its processes."""
     folder = tmp_path_factory.mktemp("context")
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    mp.get_context("forkserver").set_forkserver_preload(["tests.context_worker"])
     training = {name: (PROCESSES, training_case, (folder / name, *runs), {}) for name, runs in RUNS.items()}
-    arguments = folder, store.port, CASES | training
-    mp.start_processes(context_worker.work, arguments, nprocs=PROCESSES, start_method="forkserver")
+    (folder / "cases").write_bytes(pickle.dumps(CASES | training))
+    program = "import sys; from tests.context_worker import main; main(sys.argv[1])"
+    done = subprocess.run([quick_python, "-c", program, folder], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
     each = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
     return {name: [results[name] for results in each if name in results] for name in CASES | RUNS}
 

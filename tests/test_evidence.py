@@ -27,7 +27,8 @@ def test_each_is_a_configuration_of_its_program(name):
     assert kept
 
 
-def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, monkeypatch):
+def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, monkeypatch, quick_python):
+    monkeypatch.setattr(sys, "executable", quick_python)
     monkeypatch.setattr(evidence, "EXPERIMENTS", {"explain": ("seq_len=128",), "explain wrong": ("gpu=none",)})
     kept = tmp_path / "kept"
     with pytest.raises(SystemExit):

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 
 import pytest
 import torch
@@ -185,16 +186,28 @@ def test_impossible_benchmarks_are_refused():
         bench_context.ContextBenchSettings(methods=["some"])
 
 
-def test_one_and_two_processes_are_compared(tmp_path, capsys):
+# its processes are forked, and not started anew, where there is no GPU that would not have it
+FORKED = """
+from functools import partial
+import torch.multiprocessing as mp
+mp.spawn = partial(mp.start_processes, start_method="fork")
+from scripts.bench.parallel import main
+main()
+"""
+
+
+def test_one_and_two_processes_are_compared(tmp_path, quick_python):
     """Over gloo: all cells in the same processes, and the tables of evidence from what they left."""
-    chosen = settings_of(
-        bench_parallel.main, "hardware.device=cpu", "hardware.num_threads=1", "model=tiny", "model.num_layers=1",
+    chosen = [
+        "hardware.device=cpu", "hardware.num_threads=1", "model=tiny", "model.num_layers=1",
         "model.n_embd=32", "model.num_heads=2", "data.seq_len=16", "bench.processes=[1,2]", "bench.tokens=32",
         "bench.shard_layers=1", "bench.shard_embd=32", "bench.context_tokens=32", "model.attention=naive",
         "bench.vocab_size=50", "bench.steps=2", "bench.warmup_steps=1", "bench.hash_steps=2",
-    )  # fmt: skip
-    bench_parallel.main.__wrapped__(chosen, tmp_path / "parallel" / "step")
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+        f"hydra.run.dir={tmp_path / 'parallel' / 'step'}",
+    ]  # fmt: skip
+    done = subprocess.run([quick_python, "-c", FORKED, *chosen], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     hashes = [row for row in rows if row["cell"] == "hashes"]
     assert [(row["optimizer"], row["processes"]) for row in hashes] == [
         (name, size) for name in ("adamw", "muon") for size in (1, 2)

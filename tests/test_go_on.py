@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import datasets  # noqa: F401  its log would keep the first test's stderr, and later tests write to it
@@ -57,8 +58,11 @@ def changes(out: str) -> list[str]:
     return [line.removeprefix("changed    ") for line in out.splitlines() if line.startswith("changed")]
 
 
-def test_what_a_stopped_run_advises_goes_on_when_pasted_and_ends_with_the_same_bits(here, train):
+def test_what_a_stopped_run_advises_goes_on_when_pasted_and_ends_with_the_same_bits(
+    here, train, quick_python, monkeypatch
+):
     """Into a shell, in whatever folder the run lies."""
+    monkeypatch.setattr(sys, "executable", quick_python)
     assert train(*OWN, "hydra.run.dir=whole").code == 0
     stopped = train(*OWN, """hydra.run.dir='it\\'s "mine", a=b'""", "train.max_hours=1e-9")
     assert stopped.code == 75

@@ -1,7 +1,7 @@
 """Attention over a cache by the Hopper kernel, its own source run by Python: no GPU needed.
 
 On a GPU tests/test_decode.py meets it: the calls that it takes are most of those there. What it compiles to is with the
-other Hopper kernels in tests/test_hopper.py.
+other Hopper kernels in tests/test_offline_compilation.py.
 """
 
 from itertools import product

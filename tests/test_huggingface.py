@@ -193,6 +193,7 @@ def test_compiled():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_compiled_with_a_window(in_pytorch):
     model = build("Mistral", num_hidden_layers=1)
     model.set_attn_implementation(huggingface.NAME)

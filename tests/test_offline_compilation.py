@@ -1,11 +1,45 @@
-"""What the offline compile tool says; every plan of every GPU compiles and fits (`pytest -m slow`)."""
+"""What kernels compile to, without a GPU: some of them, or every plan of every GPU (`pytest -m slow`)."""
 
 import json
 
 import pytest
 
 from scripts.bench.compile_kernels import CompileSettings, instructions, same_program, without_lines
-from tests.compiled import compiled
+from tests.compiled import compiled, needs_triton
+
+SHARED_LIMIT = 232_448  # bytes that one program may use on sm_90
+
+# plan, as scripts.bench.compile_kernels names it -> most bytes of stack: more means new spills
+COMPILED = {
+    "hopper_fwd 90 128 bf16 causal 2x64x128 s2 ping_pong paired": 0,
+    "hopper_bwd 90 128 bf16 causal": 48,  # of an item; of a step 4 bytes
+    "hopper_bwd 90 128 bf16 full block_mask": 56,  # as above
+    "hopper_decode 90 64 bf16 1 rows page 0 scales 0": 16,  # of a program
+    "hopper_decode 90 128 bf16 1 rows page 16 scales 0 softcap alibi sinks": 0,
+}
+THE_OTHERS = {
+    "hopper_fwd 90 64 bf16 full 3x64x128 s2": 32,
+    "hopper_fwd 90 128 bf16 window softcap varlen 2x64x128 s2": 32,  # of a tile, not of its steps
+    "hopper_fwd 90 128 bf16 full 2x64x128 s2": 0,
+    "hopper_fwd 90 64 bf16 causal 3x64x128 s2 ping_pong paired": 88,
+    "hopper_fwd 90 128 bf16 causal softcap 2x64x128 s2 paired": 0,
+    "hopper_fwd 90 128 bf16 full block_mask 2x64x128 s2": 0,
+    "hopper_fwd 90 64 bf16 full block_mask softcap 2x64x128 s3": 0,
+    "hopper_fwd 90 128 bf16 window 2x64x128 s2": 0,
+    "hopper_fwd 90 64 bf16 causal varlen 3x64x128 s2 ping_pong": 64,
+    "hopper_fwd 90 256 bf16 causal 2x64x64 s2 paired": 8,  # of a program
+    "hopper_fwd 90 256 bf16 full 2x64x64 s2": 0,
+    "hopper_fwd 90 256 bf16 window softcap varlen 2x64x64 s2": 56,  # as above
+    "hopper_bwd 90 128 bf16 full": 16,  # of an item, not of its steps
+    "hopper_bwd 90 128 bf16 window": 48,  # as above
+    "hopper_bwd 90 128 bf16 causal varlen": 64,  # as above
+    "hopper_bwd 90 128 bf16 causal softcap": 136,  # of a step 18 accesses
+    "hopper_bwd 90 64 bf16 window softcap varlen": 40,
+    "hopper_bwd 90 64 bf16 causal": 72,  # of an item, not of its steps
+    "hopper_bwd 90 64 bf16 full": 40,  # as above
+}
+SKINNY = "skinny.*[0-9]{4}.outputs.64.rows.*"
+CHANGED = next(iter(COMPILED))
 
 
 @pytest.mark.slow
@@ -16,13 +50,56 @@ def test_every_plan_compiles_and_fits(arch):
     assert summary["compiled"] >= 60
 
 
-def test_a_changed_kernel_is_seen_and_an_unchanged_one_is_not(tmp_path):
-    """By the hashes of its instructions and its PTX, beside the output of an earlier run."""
-    plan, path = "fwd 80 16 bf16 causal 128x64 w4 s2", tmp_path / "earlier.txt"
-    path.write_text(json.dumps({"rows": [{"plan": plan, "sass": "0", "ptx": "0"}]}))
-    found = compiled("arch=80", f"only='{plan}'", f"against={path}")
-    (row,) = found["rows"]
-    assert found["differ"] == [row["plan"]] == [plan]
+@pytest.fixture(scope="module")
+def some(tmp_path_factory) -> dict:
+    """Compiled by one process, beside the output of an earlier run, which knew one of them in another form."""
+    path = tmp_path_factory.mktemp("compiled") / "earlier.txt"
+    path.write_text(json.dumps({"rows": [{"plan": CHANGED, "sass": "0", "ptx": "0"}]}))
+    return compiled(f"only='^({'|'.join(COMPILED)}|{SKINNY})$'", f"against={path}")
+
+
+def check_wgmma(rows: list[dict], plans: dict[str, int]) -> None:
+    """Asynchronous, fed by TMA, with no more bytes of stack than known."""
+    assert {row["plan"] for row in rows} == set(plans)
+    for row in rows:
+        plan = row["plan"]
+        assert row["complaints"] == [], f"{plan}: ptxas serialized the wgmma instructions"
+        assert row["HGMMA"] > 0, plan
+        assert row["HMMA"] == 0, plan
+        assert row["WARPGROUP.DEPBAR"] <= row["HGMMA"] / 3, plan
+        assert row["spill_bytes"] <= plans[plan], plan
+        assert row["shared_bytes"] <= SHARED_LIMIT, plan
+        assert row["UTMALDG"] > 0, plan
+        assert (row["UTMASTG"] > 0) != plan.startswith("hopper_decode"), plan
+        assert (row["REDG.E.ADD.F32x4"] > 0) == plan.startswith("hopper_bwd"), f"{plan}: dQ is added 16 bytes at a time"
+
+
+@needs_triton
+def test_compiles_to_asynchronous_wgmma(some):
+    check_wgmma([row for row in some["rows"] if row["plan"].startswith("hopper")], COMPILED)
+
+
+@pytest.mark.slow
+@needs_triton
+def test_the_others_compile_to_asynchronous_wgmma():
+    check_wgmma(compiled(f"only='^({'|'.join(THE_OTHERS)})$'")["rows"], THE_OTHERS)
+
+
+@needs_triton
+def test_no_copy_overtakes_a_product(some):
+    """Triton gives some loops a buffer too few; `compile_kernels` reads it from what they compile to."""
+    rows = [row for row in some["rows"] if row["plan"].startswith("skinny")]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["HGMMA"] > 0, row["plan"]
+        assert "copied over" not in row["notes"], row["plan"]
+
+
+@needs_triton
+def test_a_changed_kernel_is_seen_and_an_unchanged_one_is_not(some):
+    """By the hashes of its instructions and its PTX."""
+    (row,) = (row for row in some["rows"] if row["plan"] == CHANGED)
+    assert some["differ"] == [CHANGED]
     for changed, same in (({}, True), ({"sass": "0"}, True), ({"ptx": "0"}, True), ({"sass": "0", "ptx": "0"}, False)):
         assert same_program(row, row | changed) == same
 

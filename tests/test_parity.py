@@ -164,13 +164,22 @@ def test_the_tolerance_factor_covers_what_it_says():
     assert covered.mean() == pytest.approx(0.95, abs=0.005)
 
 
+# of each run, which would take longer than the run
+NO_PICTURES = """
+import runpy
+from training import curves
+curves.draw_run = lambda run, path: None
+runpy.run_module("scripts.parity", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_as_typed_without_a_gpu(tmp_path):
     """A process that nobody told to interpret: the program does, before Triton is imported."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [
-            sys.executable, "-m", "scripts.parity", "train.steps=6", "train.batch_tokens=32", "model.num_layers=1",
+            sys.executable, "-c", NO_PICTURES, "train.steps=2", "train.batch_tokens=32", "model.num_layers=1",
             "model.num_heads=1", "model.n_embd=16", "train.eval_windows=2", "parity.nulls=4", "parity.seeds=2",
             "parity.attention=[flash]", "logger.wandb=disabled",
             f"data.cache_dir={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}",

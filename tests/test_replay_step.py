@@ -4,10 +4,7 @@ import copy
 import itertools
 import json
 import math
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +27,6 @@ from training.checkpoint import open_checkpoint, write_step
 from training.hardware import HardwareConfig
 from training.random_states import random_states
 
-ROOT = Path(__file__).resolve().parent.parent
 TINY = ("data.seq_len=16", "train.batch_tokens=64", "train.micro_batch=2")  # flash is in Triton's interpreter
 PLACES = [("a", "x"), ("b", "x"), ("c", "x")]
 PLACE = {"module": "blocks.1.attention", "tensor": "o", "micro_batch": 1}
@@ -215,11 +211,10 @@ def test_documents_and_what_cannot_run(tmp_path, capsys):
     assert rows["tiled", "float32"]["parts"] is None
 
 
-def test_the_command_line(kept, tmp_path):
+def test_the_command_line(kept, tmp_path, quick_python):
     def run(*arguments):
-        command = [sys.executable, "-m", "scripts.replay", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-                              text=True, timeout=300)  # fmt: skip
+        command = [quick_python, "-m", "scripts.replay", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
     done = run(f"dump={kept[0]}", "attention=[sdpa]", "hardware.device=cpu")
     assert done.returncode == 0, done.stderr

@@ -52,8 +52,8 @@ def same_end(one, other):
     "overrides",
     [
         ("optim=adamw", "optim.lr=1", "optim.warmup_steps=10"),  # rising so far that the best loss is not the last one
-        ("optim=muon",),
-        ("optim=muon", "optim.schedule=wsd", "data.seq_len=32", "train.batch_tokens=2560"),  # an epoch ends in a step
+        # an epoch ends in a step
+        ("optim=muon", "optim.schedule=wsd", "data.seq_len=32", "train.batch_tokens=2560", "train.micro_batch=40"),
         ("data.document_mask=true", "model.attention=naive", "model.activation_checkpointing=full"),
     ],
     ids=" ".join,

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kernels.fused.skinny_linear import ACTIVATIONS, _composed, skinny_linear, takes_skinny_linear
-from tests.compiled import compiled, needs_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -38,16 +37,6 @@ def test_in_16_bits_it_is_rounded_once(dtype):
     assert actual.shape == (1, 5, 24)
     rounded = expected.to(dtype)
     assert ((actual[0].double() - expected).abs() <= (rounded.double() - expected).abs() * 1.01 + 2e-5).all()
-
-
-@needs_triton
-def test_no_copy_overtakes_a_product():
-    """Triton gives some loops a buffer too few; `compile_kernels` reads it from what they compile to."""
-    rows = compiled("only=^skinny.*[0-9]{4}.outputs.64.rows")["rows"]
-    assert len(rows) == 3
-    for row in rows:
-        assert row["HGMMA"] > 0, row["plan"]
-        assert "copied over" not in row["notes"], row["plan"]
 
 
 @pytest.mark.gpu

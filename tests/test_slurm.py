@@ -44,15 +44,6 @@ else:
     assert sys.argv[1:] == ["requeue", os.environ["SLURM_JOB_ID"]], sys.argv
     open("requeued", "x").close()
 """
-# for an srun of it: what its tasks would each spend seconds on
-IMPORTS_TRAIN = f"""
-import gc, sys
-sys.path.insert(0, {str(ROOT)!r})
-import tests.runs, torch._dynamo, train
-from training import curves
-curves.draw_run = lambda run, path: None
-gc.freeze()
-"""
 # train.py as it is; but in its third step, before it was ever requeued, the last task gets the signal
 SIGNALLED = """
 import itertools, os, signal, sys
@@ -95,13 +86,13 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path) -> Callable[[str], Cluster]:
-    """A cluster for jobs whose python is the given script; its srun begins with `first`."""
+    """A cluster for jobs whose python is the given script, and whose srun is run by `interpreter`."""
 
-    def start(python: str, first: str = "") -> Cluster:
+    def start(python: str, interpreter: str = sys.executable) -> Cluster:
         (tmp_path / "bin").mkdir()
-        for name, source in (("srun", first + SRUN), ("scontrol", SCONTROL), ("python", python)):
+        for name, source in (("srun", SRUN), ("scontrol", SCONTROL), ("python", python)):
             program = tmp_path / "bin" / name
-            program.write_text(f"#!{sys.executable}\n{source}")
+            program.write_text(f"#!{interpreter if name == 'srun' else sys.executable}\n{source}")
             program.chmod(0o755)
         return Cluster(tmp_path, tmp_path / "bin" / "python")
 
@@ -109,9 +100,9 @@ def cluster(tmp_path) -> Callable[[str], Cluster]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_job_that_is_signalled_ends_with_the_bits_of_one_that_is_not(cluster):
+def test_a_job_that_is_signalled_ends_with_the_bits_of_one_that_is_not(cluster, quick_python):
     """Two tasks, one of which gets the signal; beside it a run of one process."""
-    job = cluster(SIGNALLED, IMPORTS_TRAIN)
+    job = cluster(SIGNALLED, quick_python)
     own = ["train.steps=8", "train.log_every=1", "train.eval_every=8", "model.dropout=0.1", "train.micro_batch=4"]
     train(small_run(job.folder, *own), job.folder / "whole")
     text = ["data=text", f"data.files={job.folder / 'corpus.txt'}", f"data.cache_dir={job.folder / 'cache'}"]

@@ -155,9 +155,9 @@ def test_a_window_longer_than_the_data_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def command(tmp_path: Path, *arguments: str) -> list[str]:
+def command(python: str, tmp_path: Path, *arguments: str) -> list[str]:
     return [
-        sys.executable,
+        python,
         str(ROOT / "train.py"),
         "data=text",
         f"data.files={tmp_path / 'corpus.txt'}",
@@ -171,7 +171,7 @@ def test_the_command_line_end_to_end(tmp_path, monkeypatch, capsys):
     small_run(tmp_path)  # writes the corpus
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     done = subprocess.run(
-        [*command(tmp_path, "train.steps=12", "train.sample_tokens=8"), "logger.wandb=auto"],
+        [*command(sys.executable, tmp_path, "train.steps=12", "train.sample_tokens=8"), "logger.wandb=auto"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -199,10 +199,10 @@ def test_the_command_line_end_to_end(tmp_path, monkeypatch, capsys):
     assert json.loads(sampled.out.splitlines()[-1])["step"] == 12
 
 
-def test_ctrl_c_saves_and_leaves(tmp_path):
+def test_ctrl_c_saves_and_leaves(tmp_path, quick_python):
     small_run(tmp_path)
     process = subprocess.Popen(
-        command(tmp_path, "train.steps=100000", "train.log_every=1", "train.eval_every=0"),
+        command(quick_python, tmp_path, "train.steps=100000", "train.log_every=1", "train.eval_every=0"),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

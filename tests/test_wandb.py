@@ -14,7 +14,6 @@ from tests.wandb_stub import WandbStub
 from train import train
 from training.wandb_run import LoggerConfig, start_wandb
 
-ROOT = Path(__file__).resolve().parent.parent
 REMOTE = "https://somebodys-login:secret@git.example.org/somebodys-group/model.git"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -25,10 +24,8 @@ LIVES = """
 import gc, json, os, signal, sys
 from pathlib import Path
 import wandb.sdk.launch  # as a run that is online does, whose child would do so each time
-import torch._dynamo
 import train as program
 from tests.runs import small_run
-from training import curves
 from training.log import RunLog
 
 folder = Path(sys.argv[1])
@@ -51,9 +48,7 @@ def live(settings, run, dies, with_wandb):
     program.train(settings, folder / run)
 
 
-program.torch.set_num_threads(1)
 answers, sys.stdout = sys.stdout, sys.stderr
-curves.draw_run = lambda run, path: None
 program.train(small_run(folder, *names), folder / "rehearsal")
 gc.freeze()
 for line in sys.stdin:
@@ -81,17 +76,17 @@ def environment(url: str) -> dict[str, str]:
 class Lives:
     """Runs in `folder` that die and go on."""
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, python: str, folder: Path, url: str) -> None:
         self.folder = folder
         self._output = folder / "output.txt"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", LIVES, str(folder)],
+            [python, "-c", LIVES, str(folder)],
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output.open("w"),
             text=True,
-            env=environment(url) | {"PYTHONPATH": str(ROOT)},
+            env=environment(url),
         )
 
     def __enter__(self) -> "Lives":
@@ -125,12 +120,12 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def lives(server, tmp_path_factory):
+def lives(server, tmp_path_factory, quick_python):
     folder = tmp_path_factory.mktemp("lives")
     small_run(folder)  # writes the corpus
     subprocess.run(["git", "init", "-q", str(folder)], check=True)
     subprocess.run(["git", "-C", str(folder), "remote", "add", "origin", REMOTE], check=True)
-    with Lives(folder, server.url) as opened:
+    with Lives(quick_python, folder, server.url) as opened:
         yield opened
 
 

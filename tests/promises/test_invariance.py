@@ -20,10 +20,11 @@ def matrix(tmp_path, *overrides: str) -> dict:
 
 @pytest.mark.parametrize("with_wandb", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_steps_have_the_same_bits_whatever_watches_them(tmp_path, capsys, monkeypatch, with_wandb):
-    """Fifty; without wandb 22, in which everything that is watched at intervals is watched twice."""
+    """Fifty, for each thing that watches; without wandb 22 of one layer, for all of them at once and for a profile."""
     overrides, steps = (), 50
     if not with_wandb:  # most of the time would be wandb's processes starting, and long traces being written
-        overrides, steps = ("train.micro_batch=8", "train.steps=22"), 22
+        only = "invariance.only=[profiling,everything]"  # what is watched at intervals is watched twice
+        overrides, steps = ("model.num_layers=1", "train.micro_batch=8", "train.steps=22", only), 22
         for name, toggle in TOGGLES.items():
             left_out = {"logger.wandb"} | ({"profile"} if name == "everything" else set())
             monkeypatch.setitem(TOGGLES, name, {key: value for key, value in toggle.items() if key not in left_out})
@@ -31,17 +32,23 @@ def test_all_steps_have_the_same_bits_whatever_watches_them(tmp_path, capsys, mo
     invariance.main.__wrapped__(chosen, tmp_path)
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said["passes"]
-    assert list(said["rows"]) == [BASELINE, *TOGGLES, *PLANTED]
-    assert {said["rows"][name] for name in TOGGLES} == {f"the same bits at all {steps} steps"}
+    watched = list(TOGGLES) if with_wandb else ["profiling", "everything"]
+    assert list(said["rows"]) == [BASELINE, *watched, *PLANTED]
+    assert {said["rows"][name] for name in watched} == {f"the same bits at all {steps} steps"}
     for name, stream in (("planted torch.rand", "cpu"), ("planted random.random", "python")):
         assert said["rows"][name].startswith(f"seen: differs from step 4 on: random stream {stream}")  # after step 3's
     rows = json.loads((tmp_path / "invariance.json").read_text())["rows"]
     assert len({row["digest"] for row in rows.values()}) == 1 + len(PLANTED)
     # what is switched did happen, and every step is another one
-    assert len((tmp_path / "evaluation" / "metrics.jsonl").read_text().splitlines()) == 2 + steps // 3
-    assert "a sample after 7 steps" in (tmp_path / "samples" / "console.txt").read_text()
+    if with_wandb:
+        assert len((tmp_path / "evaluation" / "metrics.jsonl").read_text().splitlines()) == 2 + steps // 3
+    for name in ("samples", "everything") if with_wandb else ("everything",):
+        assert "a sample after 7 steps" in (tmp_path / name / "console.txt").read_text()
+    for name in ("saving", "everything") if with_wandb else ("everything",):
+        assert (tmp_path / name / "checkpoints" / f"step_0000{steps // 10}0").is_dir()
+    lines = [json.loads(line) for line in (tmp_path / "everything" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("val_loss" in line for line in lines) >= steps // 3
     assert (tmp_path / "profiling" / "profile" / "trace.json.gz").exists()
-    assert (tmp_path / "saving" / "checkpoints" / f"step_0000{steps // 10}0").is_dir()
     assert bool(list((tmp_path / "wandb").glob("wandb/offline-run-*"))) == with_wandb
     assert len({step["weights"] for step in rows[BASELINE]["steps"]}) == steps
     line = f"| everything | what each row switches | {rows[BASELINE]['digest']} | the same bits at all {steps} steps |"
