@@ -154,9 +154,6 @@ class _Machine:
                 target[: len(source)] = source
         barrier.change(announced=-tile.size * shared.element_bytes)
 
-    def prefetch(self, pointers):
-        assert (pointers.memory[pointers.offset] == pointers.memory[pointers.offset]).all(), "of what is there"
-
     def store(self, descriptor, coordinates, shared):
         self._own.unread.append((descriptor, coordinates, shared))
 

@@ -135,9 +135,7 @@ def hopper_decode_kernel(
                 k_desc, v_desc, seqlens, pads, num_rows, num_q, capacity, window_left, workspace, coarse_from,
                 num_kv_heads, cache, rings, build, is_padded,
             )),
-            (fetcher, (
-                q, (q_batch * UNIT, q_head * UNIT, q_token * UNIT), k_new, v_new, group, num_q, cache, rings, build
-            )),
+            (fetcher, (q, (q_batch * UNIT, q_head * UNIT, q_token * UNIT), group, num_q, rings, build)),
         ],
         [4, 1, 1], [184, 80, 80] if BLOCK_D == 128 else [88, 40, 40],  # the consumer has what is left: 240, 112
     )  # fmt: skip

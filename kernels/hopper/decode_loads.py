@@ -174,34 +174,21 @@ def _as_box(part, descriptor):
 
 
 @gluon.jit
-def fetcher(q, q_strides, k_new, v_new, group, num_q, cache, rings, build):
-    """The queries and heads of items' KV heads, BLOCK_M with zeros for those that do not exist; by one warp.
-
-    New tokens it only brings near: the consumer would wait for them behind all copies that are under way.
-    """
+def fetcher(q, q_strides, group, num_q, rings, build):
+    """The queries and heads of items' KV heads, BLOCK_M with zeros for those that do not exist; by one warp."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // build.BLOCK_D, build.BLOCK_D // 8], [1, 1], [1, 0])
     packed = gl.arange(0, build.BLOCK_M, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, build.BLOCK_D, layout=gl.SliceLayout(0, layout))
     query = packed // group
     keep = (query < num_q)[:, None] & (columns < build.HEAD_DIM)[None, :]
-    new_layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 1], [1, 0])
-    new = gl.minimum(gl.arange(0, build.BLOCK_M, layout=gl.SliceLayout(1, new_layout)), num_q - 1)
-    lines = gl.arange(0, build.BLOCK_D // HALF, layout=gl.SliceLayout(0, new_layout)) * HALF
     tma.named_barrier("bar.sync", STARTED, THREADS, 1)
     turn, place = 0, 0
     mbarrier.wait(rings.item_full.index(0), 0)
     row = told(rings, 0, 0, 1)
     while row >= 0:
-        kv_head = told(rings, place, 1, 1)
-        head = kv_head * group + packed - query * group
+        head = told(rings, place, 1, 1) * group + packed - query * group
         rows = q + row.to(gl.int64) * q_strides[0] + head * q_strides[1] + query * q_strides[2]
-        values = gl.load(rows[:, None] + columns[None, :], mask=keep, other=0.0)
-        if build.APPEND:
-            base = row.to(gl.int64) * cache.new_strides[0] + kv_head.to(gl.int64) * cache.new_strides[1]
-            offsets = base + (new * cache.new_strides[2])[:, None] + lines[None, :]
-            tma.prefetch(k_new + offsets)
-            tma.prefetch(v_new + offsets)
-        rings.q.index(place).store(values)
+        rings.q.index(place).store(gl.load(rows[:, None] + columns[None, :], mask=keep, other=0.0))
         fence_async_shared()
         mbarrier.arrive(rings.q_full.index(place), count=1)
         turn += 1

@@ -49,14 +49,6 @@ def named_barrier(INSTRUCTION: gl.constexpr, identifier, THREADS: gl.constexpr, 
 
 
 @gluon.jit
-def prefetch(pointers):
-    """Have the lines that are pointed to brought into the first-level cache; nobody waits for them."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _by_one_warp(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, address, value):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lanes = gl.arange(0, 32, layout=layout)
