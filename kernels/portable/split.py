@@ -183,22 +183,7 @@ def last_of(turn, count):
 def gathered(acc, maximum, total, item, parts):
     """An item's result, and with those of the others the row's: (whether this program came last and has it, the row's
     sums, maxima, denominators)."""
-    done = handed(acc, maximum, total, item, parts)
-    if done == 0:
-        done, acc, maximum, total = collected(item, parts)
-    return done, acc, maximum, total
-
-
-@triton.jit
-def handed(acc, maximum, total, item, parts):
-    """Whether an item is all of its row; else its result is put down for those who collect."""
-    whole = is_whole(item, parts)
-    if whole == 0:
-        spans = tl.cdiv(item.tiles, parts.SPAN)
-        of_span = parts.coarse_from * parts.SPAN + (item.spans_before + item.span) * item.width + item.inner
-        by_tile = item.by_tile & ((_tiles_of_span(item, parts) > 1) | (spans <= parts.FLAT))
-        put(tl.where(by_tile, item.number, of_span), acc, maximum, total, parts)
-    return whole
+    return _by_levels(acc, maximum, total, item, parts, False)
 
 
 @triton.jit
@@ -208,44 +193,53 @@ def is_whole(item, parts):
 
 
 @triton.jit
+def handed(acc, maximum, total, item, parts):
+    """`is_whole`; where it is not, the item's result is put down for `collected`."""
+    whole = is_whole(item, parts)
+    if whole == 0:
+        by_tile = item.by_tile & ((_tiles_of_span(item, parts) > 1) | (tl.cdiv(item.tiles, parts.SPAN) <= parts.FLAT))
+        of_span = parts.coarse_from * parts.SPAN + (item.spans_before + item.span) * item.width + item.inner
+        put(tl.where(by_tile, item.number, of_span), acc, maximum, total, parts)
+    return whole
+
+
+@triton.jit
+def collected(item, parts):
+    """`gathered`, of an item that is not all of its row and was `handed`, be it by other threads."""
+    acc, maximum, total = nothing(parts)
+    spans = tl.cdiv(item.tiles, parts.SPAN)
+    if item.by_tile & (spans <= parts.FLAT):
+        turn = parts.workspace + 2 + parts.coarse_from
+        turn += (item.row * item.width + item.inner) * (parts.GROUPS + 1)
+        done = last_of(turn, item.tiles)
+        if done:
+            for span in range(spans):
+                first = (item.tiles_before + span * parts.SPAN) * item.width + item.inner
+                count = tl.minimum(item.tiles - span * parts.SPAN, parts.SPAN)
+                part, part_maximum, part_total = folded(first, item.width, count, parts)
+                acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+    else:
+        done, acc, maximum, total = _by_levels(acc, maximum, total, item, parts, True)
+    return done, acc, maximum, total
+
+
+@triton.jit
 def _tiles_of_span(item, parts):
     return tl.minimum(item.tiles - item.span * parts.SPAN, parts.SPAN)
 
 
 @triton.jit
-def collected(item, parts):
-    """After `handed`, of an item that is not all of its row: (whether this program came last, the row's sums, maxima,
-    denominators)."""
-    if parts.FLAT > 0:
-        spans = tl.cdiv(item.tiles, parts.SPAN)
-        if item.by_tile & (spans <= parts.FLAT):
-            acc, maximum, total = nothing(parts)
-            turn = parts.workspace + 2 + parts.coarse_from
-            turn += (item.row * item.width + item.inner) * (parts.GROUPS + 1)
-            done = last_of(turn, item.tiles)
-            if done:
-                for span in range(spans):
-                    first = (item.tiles_before + span * parts.SPAN) * item.width + item.inner
-                    count = tl.minimum(item.tiles - span * parts.SPAN, parts.SPAN)
-                    part, part_maximum, part_total = folded(first, item.width, count, parts)
-                    acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
-        else:
-            done, acc, maximum, total = _by_levels(item, parts)
-    else:
-        done, acc, maximum, total = _by_levels(item, parts)
-    return done, acc, maximum, total
-
-
-@triton.jit
-def _by_levels(item, parts):
-    """Tiles of a span, spans of a group, groups of a row: each level by the program that comes last to it."""
+def _by_levels(acc, maximum, total, item, parts, HANDED: tl.constexpr):
+    """Tiles of a span, spans of a group, groups of a row: each level by the program that comes last to it.
+    HANDED: the item's own result is in memory."""
     width, inner = item.width, item.inner
     tiles_of_span = _tiles_of_span(item, parts)
     spans = tl.cdiv(item.tiles, parts.SPAN)
     done = item.row >= 0
-    acc, maximum, total = nothing(parts)
     of_tiles = item.by_tile & (tiles_of_span > 1)
     if of_tiles:
+        if not HANDED:
+            put(item.number, acc, maximum, total, parts)
         turn = parts.workspace + 2 + (item.spans_before + item.span) * width + inner
         done = last_of(turn, tiles_of_span)
         if done:
@@ -258,13 +252,13 @@ def _by_levels(item, parts):
     first = parts.coarse_from * parts.SPAN + item.spans_before * width + inner
     first_of_group = first + group_place * spans_of_group * width
     if done & (members > 1):
-        if of_tiles:
+        if not HANDED or of_tiles:
             put(first + item.span * width, acc, maximum, total, parts)
         done = last_of(turn + 1 + group_place, members)
         if done:
             acc, maximum, total = folded(first_of_group, width, members, parts)
     if done & (spans > spans_of_group):
-        if of_tiles | (members > 1):
+        if not HANDED or of_tiles | (members > 1):
             put(first_of_group, acc, maximum, total, parts)  # its spans' results have been read
         done = last_of(turn, tl.cdiv(spans, spans_of_group))
         if done:
