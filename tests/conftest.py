@@ -63,8 +63,8 @@ def compile_a_share(worker: int) -> None:
 
 
 def pytest_xdist_auto_num_workers(config):
-    """A process a core and one more, as some tests wait; one in all where there is a GPU, whose memory some look at."""
-    return 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0)) + 1
+    """A process a core; one in all where there is a GPU, whose memory some tests look at."""
+    return 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
 
 
 def pytest_collection_modifyitems(items):
