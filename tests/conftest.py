@@ -39,14 +39,14 @@ else:
 def pytest_configure(config):
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and not config.getoption("file_or_dir"):
-        compile_a_share(int(worker.removeprefix("gw")))
+        compile_a_share(int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests import interpreter  # imports Triton
 
         interpreter.make_quick()
 
 
-def compile_a_share(worker: int) -> None:
+def compile_a_share(worker: int, workers: int) -> None:
     """Import another part of what the tests import first: on a new machine all workers would compile the same.
 
     Each finds the bytecode of the others' parts when it comes to them. The tests' own modules have their asserts
@@ -57,9 +57,11 @@ def compile_a_share(worker: int) -> None:
         ("datasets", "matplotlib.figure", "hypothesis"),
         [f"tests.{file.stem}" for file in sorted(Path(__file__).parent.glob("test_[k-z]*.py"))],
     ]
-    for name in parts[worker % 3]:
-        with contextlib.suppress(pytest.skip.Exception):
-            importlib.import_module(name)
+    for number, part in enumerate(parts):
+        if worker == min(number, workers - 1):
+            for name in part:
+                with contextlib.suppress(pytest.skip.Exception):
+                    importlib.import_module(name)
 
 
 def pytest_xdist_auto_num_workers(config):
