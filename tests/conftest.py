@@ -22,8 +22,11 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-# files that start processes and wait for them: early, while other processes of the suite have work
-WAITING = ("test_parallel.py", "test_slurm.py", "test_survival.py", "test_train.py", "test_wandb.py")
+# files that start processes and wait for them, in turns with long ones that do not: of two workers one has work
+FIRST = (
+    *("test_parallel.py", "test_bad_input.py", "test_slurm.py", "test_hopper.py", "test_survival.py"),
+    *("test_memory.py", "test_train.py", "test_resume.py", "test_wandb.py"),
+)
 
 # before any test module imports triton: the interpreter is chosen when a kernel is decorated
 if not torch.cuda.is_available():
@@ -70,8 +73,9 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Files that wait for processes first; tests marked `gpu` skip themselves, where there is no CUDA device."""
-    items.sort(key=lambda item: item.path.name not in WAITING)
+    """FIRST first; tests marked `gpu` skip themselves, where there is no CUDA device."""
+    place = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
