@@ -81,6 +81,25 @@ def told(rings, place, FIELD: gl.constexpr, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
+def started(mine, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Make a role's rings of COUNT mbarriers each, and wait until all roles have made theirs."""
+    for i in gl.static_range(COUNT):
+        for ring in gl.static_range(len(mine)):
+            mbarrier.init(mine[ring].index(i), count=1)
+    if len(mine) > 0:
+        fence_async_shared()
+    tma.named_barrier("bar.sync", STARTED, THREADS, WARPS)
+
+
+@gluon.jit
+def awaited(rings, turn, WARPS: gl.constexpr = 4):
+    """When the turn's item is told of: (its place in the ring, the phase of that place's barriers, its row)."""
+    place, phase = slot(turn, ITEMS)
+    mbarrier.wait(rings.item_full.index(place), phase)
+    return place, phase, told(rings, place, 0, WARPS)
+
+
+@gluon.jit
 def _bad_pages(begin, end, pad, pages, num_pages, lanes, PAGE: gl.constexpr):
     """1 where a page of the keys begin .. end is none of the pool's."""
     bad = begin * 0
@@ -107,7 +126,7 @@ def producer(
     by_tile = num_spans * width < coarse_from
     num_items = gl.where(by_tile, num_tiles, num_spans) * width
     programs = gl.num_programs(0)
-    tma.named_barrier("bar.sync", STARTED, THREADS, 1)
+    started((), 0, 1)
     step, turn = 0, 0
     item = gl.program_id(0)
     while item < num_items:
@@ -181,10 +200,9 @@ def fetcher(q, q_strides, group, num_q, rings, build):
     columns = gl.arange(0, build.BLOCK_D, layout=gl.SliceLayout(0, layout))
     query = packed // group
     keep = (query < num_q)[:, None] & (columns < build.HEAD_DIM)[None, :]
-    tma.named_barrier("bar.sync", STARTED, THREADS, 1)
-    turn, place = 0, 0
-    mbarrier.wait(rings.item_full.index(0), 0)
-    row = told(rings, 0, 0, 1)
+    started((), 0, 1)
+    turn = 0
+    place, _, row = awaited(rings, turn, 1)
     while row >= 0:
         head = told(rings, place, 1, 1) * group + packed - query * group
         rows = q + row.to(gl.int64) * q_strides[0] + head * q_strides[1] + query * q_strides[2]
@@ -192,6 +210,4 @@ def fetcher(q, q_strides, group, num_q, rings, build):
         fence_async_shared()
         mbarrier.arrive(rings.q_full.index(place), count=1)
         turn += 1
-        place, phase = slot(turn, ITEMS)
-        mbarrier.wait(rings.item_full.index(place), phase)
-        row = told(rings, place, 0, 1)
+        place, _, row = awaited(rings, turn, 1)

@@ -14,8 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..portable.scores import Scoring, logits_of
 from ..portable.split import Item, Parts, collected, handed, is_whole, store_row
 from ..portable.tiles import LOG2_E, Mask, mask_scores
-from . import tma
-from .decode_loads import ITEMS, STARTED, THREADS, told
+from .decode_loads import ITEMS, awaited, started, told
 from .tma import slot
 
 PATCHED = gl.constexpr(32)  # keys that are written over together
@@ -106,16 +105,10 @@ def consumer(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     of_row: gl.constexpr = gl.SliceLayout(0, acc_layout)
     out_layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_D, BLOCK_D // 4], [4, 1], [1, 0])
-    for i in gl.static_range(build.STAGES):
-        mbarrier.init(rings.k_full.index(i), count=1)
-        mbarrier.init(rings.v_full.index(i), count=1)
-        mbarrier.init(rings.empty.index(i), count=1)
-    fence_async_shared()
-    tma.named_barrier("bar.sync", STARTED, THREADS)
+    started((rings.k_full, rings.v_full, rings.empty), build.STAGES)
     parts = _parts(sums, maxima, slot_rows, workspace, coarse_from, build)
-    step, turn, place, phase_of_item = 0, 0, 0, 0
-    mbarrier.wait(rings.item_full.index(0), 0)
-    row = told(rings, 0, 0)
+    step, turn = 0, 0
+    place, phase_of_item, row = awaited(rings, turn)
     while row >= 0:
         begin, end = told(rings, place, 2), told(rings, place, 3)
         keys, pad = told(rings, place, 4), told(rings, place, 5)
@@ -178,26 +171,17 @@ def consumer(
         gl.thread_barrier()  # the stores of all threads come before the word of them
         mbarrier.arrive(rings.stored.index(place), count=1)
         turn += 1
-        place, phase_of_item = slot(turn, ITEMS)
-        mbarrier.wait(rings.item_full.index(place), phase_of_item)
-        row = told(rings, place, 0)
+        place, phase_of_item, row = awaited(rings, turn)
 
 
 @gluon.jit
 def collector(
     o, lse, sinks, num_heads, num_q, group, width, sums, maxima, slot_rows, workspace, coarse_from, rings, build
 ):
-    for i in gl.static_range(ITEMS):
-        mbarrier.init(rings.item_full.index(i), count=1)
-        mbarrier.init(rings.item_empty.index(i), count=1)
-        mbarrier.init(rings.q_full.index(i), count=1)
-        mbarrier.init(rings.stored.index(i), count=1)
-    fence_async_shared()
-    tma.named_barrier("bar.sync", STARTED, THREADS)
+    started((rings.item_full, rings.item_empty, rings.q_full, rings.stored), ITEMS)
     parts = _parts(sums, maxima, slot_rows, workspace, coarse_from, build)
-    turn, place, phase = 0, 0, 0
-    mbarrier.wait(rings.item_full.index(0), 0)
-    row = told(rings, 0, 0)
+    turn = 0
+    place, phase, row = awaited(rings, turn)
     while row >= 0:
         item, _ = _item_told(rings, place, row, width)
         mbarrier.wait(rings.stored.index(place), phase)
@@ -207,6 +191,4 @@ def collector(
             if done:
                 _store(acc, maximum, total, o, lse, sinks, item, group, num_q, num_heads, parts, build)
         turn += 1
-        place, phase = slot(turn, ITEMS)
-        mbarrier.wait(rings.item_full.index(place), phase)
-        row = told(rings, place, 0)
+        place, phase, row = awaited(rings, turn)

@@ -180,13 +180,6 @@ def last_of(turn, count):
 
 
 @triton.jit
-def gathered(acc, maximum, total, item, parts):
-    """An item's result, and with those of the others the row's: (whether this program came last and has it, the row's
-    sums, maxima, denominators)."""
-    return _by_levels(acc, maximum, total, item, parts, False)
-
-
-@triton.jit
 def is_whole(item, parts):
     """Whether an item is all of its row."""
     return tl.where(item.by_tile, item.tiles, tl.cdiv(item.tiles, parts.SPAN)) == 1
@@ -219,7 +212,7 @@ def collected(item, parts):
                 part, part_maximum, part_total = folded(first, item.width, count, parts)
                 acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
     else:
-        done, acc, maximum, total = _by_levels(acc, maximum, total, item, parts, True)
+        done, acc, maximum, total = gathered(acc, maximum, total, item, parts, True)
     return done, acc, maximum, total
 
 
@@ -229,9 +222,10 @@ def _tiles_of_span(item, parts):
 
 
 @triton.jit
-def _by_levels(acc, maximum, total, item, parts, HANDED: tl.constexpr):
-    """Tiles of a span, spans of a group, groups of a row: each level by the program that comes last to it.
-    HANDED: the item's own result is in memory."""
+def gathered(acc, maximum, total, item, parts, HANDED: tl.constexpr = False):
+    """An item's result, and with those of the others the row's: (whether this program came last and has it, the row's
+    sums, maxima, denominators). Tiles of a span, spans of a group, groups of a row: each level by the program that
+    comes last to it. HANDED: the item's own result is in memory."""
     width, inner = item.width, item.inner
     tiles_of_span = _tiles_of_span(item, parts)
     spans = tl.cdiv(item.tiles, parts.SPAN)
