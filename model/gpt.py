@@ -86,15 +86,18 @@ class CausalSelfAttention(nn.Module):
     def heads(
         self,
         qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         kv_cache: KVCache | Prompts | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Attention between its two products: (B, N, (Hq + 2 Hkv) D) -> (B, N, C)."""
+        """Attention between its products: (B, N, (Hq + 2 Hkv) D) -> (B, N, C); cos is None if q and k are turned."""
         B, N, _ = qkv.shape
         qkv = qkv.view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
-        q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads, self.norm_eps)  # (B, H, N, D) each
+        if cos is None:
+            q, k, v = qkv.transpose(1, 2).split([self.num_heads, self.kv_heads, self.kv_heads], 1)
+        else:
+            q, k, v = rotate_and_split(qkv, cos, sin, self.num_heads, self.norm_eps)  # (B, H, N, D) each
         if kv_cache is not None:
             o = kv_cache.attend(self.layer, q, k, v, self.attend, window=self.window, scale=self.scale)  # (B, Hq, N, D)
         else:
@@ -169,7 +172,10 @@ class Block(nn.Module):
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache) -> Tensor:
         """`forward` of the few tokens of a step of generation: four products, and all but attention is part of one."""
         attention, mlp = self.attention, self.mlp
-        qkv = skinny_linear(x, attention.qkv.weight, norm_eps=NORM_EPS)
+        rotary = None
+        if attention.norm_eps is None:  # a head's norm stands before its turn
+            rotary, cos, sin = (cos, sin, attention.num_heads + attention.kv_heads), None, None
+        qkv = skinny_linear(x, attention.qkv.weight, norm_eps=NORM_EPS, rotary=rotary)
         o = attention.heads(qkv, cos, sin, kv_cache)
         x = skinny_linear(o, attention.out.weight, residual=x)
         h = skinny_linear(x, mlp.up.weight, norm_eps=NORM_EPS, activation=mlp.kind)

@@ -110,15 +110,23 @@ class Shared:
 
 
 class _Columns:
-    """Wide tiles as memory has them: columns of swizzled rows, one behind the other."""
+    """Wide tiles as memory has them: columns of swizzled rows, one behind the other; whole, or in pieces of rows."""
 
-    def __init__(self, tiles: Shared, columns: int):
-        self._tiles, self._columns = tiles, columns
+    dtype = None
+
+    def __init__(self, tiles: Shared, columns: int, pieces: int = 1):
+        self._tiles, self._columns, self._pieces = tiles, columns, pieces
+
+    def _reinterpret(self, _dtype, shape, _layout):
+        return _Columns(self._tiles, self._columns, self._tiles.array.shape[1] // shape[-2])
 
     def index(self, i):
+        i, piece = divmod(i, self._pieces)
         tile, column = divmod(i, self._columns)
-        width = self._tiles.array.shape[-1] // self._columns
-        return Shared(self._tiles.array[tile][:, column * width : (column + 1) * width], self._tiles.element_bytes)
+        _, height, width = self._tiles.array.shape
+        height, width = height // self._pieces, width // self._columns
+        rows = self._tiles.array[tile][piece * height : (piece + 1) * height]
+        return Shared(rows[:, column * width : (column + 1) * width], self._tiles.element_bytes)
 
 
 class Descriptor:
@@ -137,8 +145,10 @@ class Descriptor:
         last_column = min(first_column + self.block_type.shape[-1], self._shape[-1])
         for row in range(first_row, first_row + self.block_type.shape[-2]):
             place = [*outer, row]
-            inside = all(0 <= c < n for c, n in zip(place, self._shape[:-1], strict=True))
+            if not all(0 <= c < n for c, n in zip(place, self._shape[:-1], strict=True)):
+                yield None
+                continue
             size = self._memory.itemsize
             address = sum(c * stride * size for c, stride in zip(place, self._strides[:-1], strict=True)) % 2**64
             start = self._start + address // size
-            yield self._memory[start + first_column : start + last_column] if inside else None
+            yield self._memory[start + first_column : start + last_column]

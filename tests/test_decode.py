@@ -2,6 +2,7 @@
 
 import random
 import re
+from functools import partial
 from itertools import product
 
 import pytest
@@ -16,6 +17,7 @@ from kernels import (
     flash_attention_with_kvcache,
     kvcache_workspace,
     naive_attention_with_kvcache,
+    skinny_linear,
 )
 from kernels.call import Options
 from kernels.launch import PLANS
@@ -665,3 +667,43 @@ def test_the_benchmark_has_calls_of_every_family():
     machine = bench.Machine(torch.device(DEVICE), max(2 * cell.held_bytes for cell in small), 1)
     for cell in small[:5]:
         assert torch.isfinite(machine.call(cell)()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [0, 128])
+def test_calls_that_begin_before_the_kernel_before_has_ended_are_as_right(page):
+    """In a graph an appending call begins while the product that makes its tokens still runs, and the next product
+    while it ends: as in a step of generation, whose bits are those of kernels that take turns."""
+    rows, heads, head_dim, tokens, layers = 64, 12, 64, 512, 6
+    generator = torch.Generator("cuda").manual_seed(0)
+    draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda", generator=generator)
+    width = heads * head_dim
+    weights = [(draw(3 * width, width) * width**-0.5, draw(width, width) * width**-0.5) for _ in range(layers)]
+    table = torch.randperm(rows * tokens // page).reshape(rows, -1).int().cuda() if page else None
+    shape = (rows * tokens // page, heads, page, head_dim) if page else (rows, heads, tokens, head_dim)
+    caches = [(draw(shape), draw(shape)) for _ in range(layers)]
+    lengths = torch.randint(1, tokens, (rows,), dtype=torch.int32).cuda()
+    workspace, x = kvcache_workspace(rows, heads, "cuda"), draw(rows, width)
+
+    def step(between=lambda: None):
+        y = x
+        for (into, out), (k_cache, v_cache) in zip(weights, caches, strict=True):
+            qkv = skinny_linear(y, into, norm_eps=1e-6).view(rows, 3 * heads, 1, head_dim)
+            between()
+            o = flash_attention_with_kvcache(
+                qkv[:, :heads], k_cache, v_cache, qkv[:, heads:-heads], qkv[:, -heads:], cache_seqlens=lengths,
+                block_table=table, workspace=workspace,
+            )  # fmt: skip
+            between()
+            y = skinny_linear(o.reshape(rows, width), out, residual=y)
+            between()
+        return y
+
+    with torch.no_grad():
+        expected = step(torch.cuda.synchronize)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            overlapping = step()
+        for _ in range(20):
+            graph.replay()
+            assert torch.equal(overlapping, expected)

@@ -28,6 +28,19 @@ def test_it_is_what_it_stands_for(rows, width, outputs, norm_eps, activation):
         torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("rows", "heads", "head_dim"), [(1, 5, 8), (3, 3, 80), (40, 6, 64), (64, 9, 16)])
+def test_it_turns_heads(rows, heads, head_dim):
+    """Those of queries and keys; the values behind them stay as they are."""
+    x, weight, _ = tensors(rows, 72, heads * head_dim)
+    angle = torch.rand(rows, 1, head_dim // 2, device=DEVICE)
+    cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((-angle, angle), -1).sin()
+    for turned in (heads - 2, heads):
+        rotary = (cos, sin, turned)
+        expected = _composed(x.double(), weight.double(), 0.5, None, None, rotary)
+        actual = skinny_linear(x, weight, norm_eps=0.5, rotary=rotary)
+        torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_it_is_rounded_once(dtype):
     x, weight, residual = tensors(5, 96, 24, dtype)
@@ -76,4 +89,10 @@ def test_what_it_does_not_take():
     for wrong in (weight[:, :8], weight.double(), weight.T.contiguous().T):
         with pytest.raises(ValueError, match=r"weight has shape .* expected \(N, 16\), contiguous, and torch.float32"):
             skinny_linear(x[:1], wrong)
+    tables = torch.ones(2, 3, 1, 4, device=DEVICE)
+    for rows, turned in ((3, 3), (2, 1)):
+        with pytest.raises(ValueError, match=f"3 positions and turns {turned} heads of 4; expected {rows} positions"):
+            skinny_linear(x[:rows], weight, rotary=(*tables, turned))
+    with pytest.raises(ValueError, match="rotary turns a plain product"):
+        skinny_linear(x[:3], weight, rotary=(*tables, 1), activation="gelu")
     assert not takes_skinny_linear(x[:64].cpu())

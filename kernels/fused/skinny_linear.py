@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import interpreting
+from .rotary import rotate
 
 MAX_ROWS = 64
 ACTIVATIONS = ("gelu", "swiglu", "relu2")
@@ -29,8 +30,10 @@ def skinny_linear(
     norm_eps: float | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
+    rotary: tuple[Tensor, Tensor, int] | None = None,
 ) -> Tensor:
-    """activation(rms_norm(x) weight^T) + residual, each part but the product left out where it is None.
+    """activation(rms_norm(x) weight^T) + residual, or the product's heads turned to their rows' positions; each part
+    but the product is left out where it is None.
 
     A row's bits are the same among 2 to 64 rows; one row alone is multiplied in another order.
 
@@ -40,12 +43,15 @@ def skinny_linear(
         norm_eps: of the RMS norm of x, without a gain; it scales the product, so x is not rounded in between.
         activation: None, "gelu" (tanh), "relu2" or "swiglu".
         residual: (..., N), x's dtype, contiguous.
+        rotary: (cos, sin, H) turns the first H heads of D outputs as `rotate_and_split` does, before they are rounded;
+            cos and sin (rows, ..., D) fp32, contiguous. Neither activation nor residual may stand beside it.
 
     Returns:
         (..., N) in x's dtype.
 
     Raises:
-        ValueError: more rows than 64, an unknown activation, or a weight of another width, dtype or layout.
+        ValueError: more rows than 64, an unknown activation, or a weight of another width, dtype or layout; tables of
+            other rows, more heads than outputs, or an activation or residual beside them.
 
     Triton on CUDA and in its interpreter, PyTorch's own operators elsewhere. No gradient.
     """
@@ -59,14 +65,23 @@ def skinny_linear(
             f"weight has shape {tuple(weight.shape)}, strides {weight.stride()} and dtype {weight.dtype}; expected "
             f"(N, {x.size(-1)}), contiguous, and {x.dtype}"
         )
+    if rotary is not None:
+        cos, sin, num_turned = rotary
+        if activation is not None or residual is not None:
+            raise ValueError("rotary turns a plain product; leave activation and residual out, or rotary")
+        if not len(cos) == len(sin) == rows or num_turned * cos.size(-1) > weight.size(0):
+            raise ValueError(
+                f"rotary has {len(cos)} and {len(sin)} positions and turns {num_turned} heads of {cos.size(-1)}; "
+                f"expected {rows} positions, the rows of x, and at most {weight.size(0)} outputs"
+            )
     if not x.is_cuda and not interpreting():
-        return _composed(x, weight, norm_eps, activation, residual)
+        return _composed(x, weight, norm_eps, activation, residual, rotary)
     from .skinny_linear_kernel import launch_skinny_linear
 
-    return launch_skinny_linear(x, weight, norm_eps, activation, residual)
+    return launch_skinny_linear(x, weight, norm_eps, activation, residual, rotary)
 
 
-def _composed(x, weight, norm_eps, activation, residual) -> Tensor:
+def _composed(x, weight, norm_eps, activation, residual, rotary=None) -> Tensor:
     """The definition."""
     if norm_eps is not None:
         x = F.rms_norm(x, (x.size(-1),), eps=norm_eps)
@@ -78,4 +93,9 @@ def _composed(x, weight, norm_eps, activation, residual) -> Tensor:
     elif activation == "swiglu":
         gate, value = y.chunk(2, dim=-1)
         y = F.silu(gate) * value
+    if rotary is not None:
+        cos, sin, num_turned = rotary
+        heads = y.view(1, len(cos), -1, cos.size(-1))
+        turned = rotate(heads[:, :, :num_turned], cos.view(len(cos), 1, -1), sin.view(len(cos), 1, -1))
+        y = torch.cat((turned, heads[:, :, num_turned:]), 2).view_as(y)
     return y if residual is None else residual + y

@@ -2,7 +2,8 @@
 
 Bound by memory: each weight is read once; the rows are read by every program, from the second-level cache. A launch
 takes half as long as such a product. So on Hopper and later a kernel starts while its predecessor ends, one of a single
-row asks for its first weights, which nobody writes, and only then it waits (programmatic dependent launch).
+row asks for its first weights, which nobody writes, and only then it waits (programmatic dependent launch). Sooner, or
+with the weights of 64 rows brought into the second-level cache meanwhile, it is in the predecessor's way.
 """
 
 from typing import NamedTuple
@@ -39,64 +40,98 @@ def tile_for(num_rows: int, num_outputs: int) -> Tile:
 
 
 @triton.jit
-def _weights(weight, columns, num_outputs, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _weights(weight, rows, num_outputs, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Columns first .. first + BLOCK_K of some rows of the weight."""
     k = first + tl.arange(0, BLOCK_K)
-    mask = (columns < num_outputs)[:, None] & (k < K)[None, :]
+    mask = (rows < num_outputs)[:, None] & (k < K)[None, :]
     if K % BLOCK_K == 0:
-        mask = (columns < num_outputs)[:, None]
-    at = weight + columns.to(tl.int64)[:, None] * K + k[None, :]
+        mask = (rows < num_outputs)[:, None]
+    at = weight + rows.to(tl.int64)[:, None] * K + k[None, :]
     return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")  # not read again in this step
 
 
 @triton.jit
-def _finish(acc, value, squares, norm_eps, K: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr):
+def _outputs(program, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A program's outputs: BLOCK_N, or with heads as many pairs' first ones."""
+    outputs = program * BLOCK_N + tl.arange(0, BLOCK_N)
+    if HEAD_DIM > 0:
+        outputs += outputs // (HEAD_DIM // 2) * (HEAD_DIM // 2)
+    return outputs
+
+
+@triton.jit
+def _finish(acc, other, squares, norm_eps, K: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr):
     """What follows the product, all in fp32; squares: the sum of x^2 of each row, as wide as acc."""
     if NORM:
         scale = tl.rsqrt(squares / K + norm_eps)
         acc *= scale
-        value *= scale
+        other *= scale
     if ACTIVATION == "gelu":
         acc *= tl.sigmoid(2.0 * SQRT_2_OVER_PI * (acc + 0.044715 * acc * acc * acc))  # (1 + tanh(y)) / 2 is a sigmoid
     elif ACTIVATION == "relu2":
         acc = tl.maximum(acc, 0.0) * tl.maximum(acc, 0.0)
     elif ACTIVATION == "swiglu":
-        acc = acc * tl.sigmoid(acc) * value
-    return acc
+        acc = acc * tl.sigmoid(acc) * other
+    return acc, other
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_outputs"])
+@triton.jit
+def _store(
+    acc, other, rows, outputs, residual, out, cos, sin, num_rows, num_outputs, turned, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """acc and, with heads, the other one of each pair, turned to the row's position; rows and outputs broadcast."""
+    at = rows.to(tl.int64) * num_outputs + outputs
+    real = (rows < num_rows) & (outputs < num_outputs)
+    if HEAD_DIM > 0:
+        table = rows * HEAD_DIM + outputs % HEAD_DIM
+        turns = real & (outputs < turned)
+        c = tl.load(cos + table, mask=turns, other=1.0)
+        s = tl.load(sin + table + HEAD_DIM // 2, mask=turns, other=0.0)
+        acc, other = acc * c - other * s, other * c + acc * s
+        tl.store(out + at + HEAD_DIM // 2, other.to(out.dtype.element_ty), mask=real)
+    if residual is not None:
+        acc += tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_outputs", "turned"])
 def skinny_linear_kernel(
     x,  # (num_rows, K)
     weight,  # (num_outputs, K), or (2 num_outputs, K) with swiglu
     residual,  # (num_rows, num_outputs) or None
     out,  # (num_rows, num_outputs)
+    cos,  # (num_rows, HEAD_DIM) fp32, or None without heads
+    sin,  # the same, negative in the first half
     num_rows,
     num_outputs,
+    turned,  # of outputs, the first ones
     norm_eps,
     K: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HEAD_DIM: tl.constexpr,  # of heads that turn; 0: none do
     EARLY: tl.constexpr,  # launched before the predecessor has ended
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BLOCK_N outputs of BLOCK_M rows, by tensor cores.
+    """BLOCK_N outputs, or pairs of a head's, of BLOCK_M rows, by tensor cores.
 
-    Grid:     cdiv(num_outputs, BLOCK_N) programs for each BLOCK_M rows.
+    Grid:     cdiv(num_outputs, BLOCK_N) programs for each BLOCK_M rows; with heads half as many.
     Math:     out = activation(x W^T / sqrt(mean(x^2) + eps)) + residual; the sums of x^2 are the diagonal of x x^T.
     Numerics: products accumulate in fp32, over K in order; all that follows is fp32; rounded once.
 
     No tile of x may be read by anything but tensor cores. Where threads read it too, Triton 3.6 gives the loop a buffer
     too few for wgmma, which is asynchronous: the copy of a later tile overwrote rows that were still being multiplied.
     """
-    column_blocks = tl.cdiv(num_outputs, BLOCK_N)
-    rows = tl.program_id(0) // column_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    blocks = tl.cdiv(num_outputs, (2 if HEAD_DIM > 0 else 1) * BLOCK_N)
+    rows = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    outputs = _outputs(tl.program_id(0) % blocks, HEAD_DIM, BLOCK_N)
+    TWO: tl.constexpr = ACTIVATION == "swiglu" or HEAD_DIM > 0
+    others = weight + (HEAD_DIM // 2 if HEAD_DIM > 0 else num_outputs.to(tl.int64)) * K  # of the second product
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    other = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     gram = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
     if EARLY:
         gdc_wait()
@@ -106,98 +141,112 @@ def skinny_linear_kernel(
         if K % BLOCK_K == 0:
             mask = (rows < num_rows)[:, None]
         x_tile = tl.load(x + rows[:, None] * K + k[None, :], mask=mask, other=0.0)
-        tile = _weights(weight, columns, num_outputs, first, K, BLOCK_K)
+        tile = _weights(weight, outputs, num_outputs, first, K, BLOCK_K)
         acc = tl.dot(x_tile, tile.T, acc, input_precision=PRECISION)
-        if ACTIVATION == "swiglu":
-            tile = _weights(weight + num_outputs.to(tl.int64) * K, columns, num_outputs, first, K, BLOCK_K)
-            value = tl.dot(x_tile, tile.T, value, input_precision=PRECISION)
+        if TWO:
+            tile = _weights(others, outputs, num_outputs, first, K, BLOCK_K)
+            other = tl.dot(x_tile, tile.T, other, input_precision=PRECISION)
         if NORM:
             gram = tl.dot(x_tile, x_tile.T, gram, input_precision=PRECISION)
     if EARLY:
         gdc_launch_dependents()
     diagonal = tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]
     squares = tl.sum(tl.where(diagonal, gram, 0.0), 1)
-    acc = _finish(acc, value, squares[:, None], norm_eps, K, NORM, ACTIVATION)
-    at = rows.to(tl.int64)[:, None] * num_outputs + columns[None, :]
-    real = (rows < num_rows)[:, None] & (columns < num_outputs)[None, :]
-    if residual is not None:
-        acc += tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)
+    acc, other = _finish(acc, other, squares[:, None], norm_eps, K, NORM, ACTIVATION)
+    _store(
+        acc, other, rows[:, None], outputs[None, :], residual, out, cos, sin, num_rows, num_outputs, turned, HEAD_DIM
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_outputs"])
+@triton.jit(do_not_specialize=["num_outputs", "turned"])
 def one_row_linear_kernel(
     x,  # (K,)
     weight,
     residual,
     out,
+    cos,
+    sin,
     num_outputs,
+    turned,
     norm_eps,
     K: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N outputs of the only row, by multiplications and a sum: tensor cores would wait for 15 rows more.
+    """BLOCK_N outputs, or pairs, of the only row, by multiplications and a sum: tensor cores would wait for 15 more.
 
-    Grid:     (cdiv(num_outputs, BLOCK_N),).
-    Math, numerics: as `skinny_linear_kernel`, but for the order of the sums.
+    Grid, math, numerics: as `skinny_linear_kernel`, but for the order of the sums.
     """
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs = _outputs(tl.program_id(0), HEAD_DIM, BLOCK_N)
+    TWO: tl.constexpr = ACTIVATION == "swiglu" or HEAD_DIM > 0
+    others = weight + (HEAD_DIM // 2 if HEAD_DIM > 0 else num_outputs.to(tl.int64)) * K
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    value = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    other = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    tile = _weights(weight, columns, num_outputs, 0, K, BLOCK_K)
+    tile = _weights(weight, outputs, num_outputs, 0, K, BLOCK_K)
+    other_tile = tile
+    if TWO:
+        other_tile = _weights(others, outputs, num_outputs, 0, K, BLOCK_K)
     if EARLY:
         gdc_wait()
     for first in tl.static_range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
         if first > 0:
-            tile = _weights(weight, columns, num_outputs, first, K, BLOCK_K)
+            tile = _weights(weight, outputs, num_outputs, first, K, BLOCK_K)
+            if TWO:
+                other_tile = _weights(others, outputs, num_outputs, first, K, BLOCK_K)
         acc += tile.to(tl.float32) * x_tile[None, :]
-        if ACTIVATION == "swiglu":
-            values = _weights(weight + num_outputs.to(tl.int64) * K, columns, num_outputs, first, K, BLOCK_K)
-            value += values.to(tl.float32) * x_tile[None, :]
+        if TWO:
+            other += other_tile.to(tl.float32) * x_tile[None, :]
         if NORM:
             squares += x_tile * x_tile
     if EARLY:
         gdc_launch_dependents()
-    y = _finish(tl.sum(acc, 1), tl.sum(value, 1), tl.sum(squares, 0), norm_eps, K, NORM, ACTIVATION)
-    real = columns < num_outputs
-    if residual is not None:
-        y += tl.load(residual + columns, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + columns, y.to(out.dtype.element_ty), mask=real)
+    acc, other = _finish(
+        tl.sum(acc, 1), tl.sum(other, 1), tl.sum(squares, 0), norm_eps, K, NORM, ACTIVATION
+    )  # fmt: skip
+    _store(acc, other, 0 * outputs, outputs, residual, out, cos, sin, 1, num_outputs, turned, HEAD_DIM)
 
 
 def launch_skinny_linear(
-    x: Tensor, weight: Tensor, norm_eps: float | None, activation: str | None, residual: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    norm_eps: float | None,
+    activation: str | None,
+    residual: Tensor | None,
+    rotary: tuple[Tensor, Tensor, int] | None,
 ) -> Tensor:
     """As `skinny_linear`, whose arguments are checked."""
     if interpreting() and x.dtype.itemsize == 2:  # which keeps bfloat16 as integers
         wide = None if residual is None else residual.float()
-        return launch_skinny_linear(x.float(), weight.float(), norm_eps, activation, wide).to(x.dtype)
+        return launch_skinny_linear(x.float(), weight.float(), norm_eps, activation, wide, rotary).to(x.dtype)
     width = x.size(-1)
     num_rows, num_outputs = x.numel() // width, weight.size(0) // (2 if activation == "swiglu" else 1)
     out = x.new_empty((*x.shape[:-1], num_outputs))
     if out.numel() == 0:
         return out
     early = x.is_cuda and not interpreting() and capability(x.device.index) >= (9, 0)
+    cos, sin, num_turned = rotary or (None, None, 0)
+    head_dim = 0 if rotary is None else cos.size(-1)
     tile = tile_for(num_rows, num_outputs)
+    block_n = tile.block_n if rotary is None else tile.block_n // 2  # pairs
     if num_rows == 1:
         kernel, sizes, more = one_row_linear_kernel, (num_outputs,), {}
     else:
         kernel, sizes = skinny_linear_kernel, (num_rows, num_outputs)
         more = {"BLOCK_M": tile.block_m, "PRECISION": dot_precision(x)}
     constants = {
-        "K": width, "NORM": norm_eps is not None, "ACTIVATION": activation, "EARLY": early,
-        "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, **more,
+        "K": width, "NORM": norm_eps is not None, "ACTIVATION": activation, "HEAD_DIM": head_dim, "EARLY": early,
+        "BLOCK_N": block_n, "BLOCK_K": tile.block_k, **more,
     }  # fmt: skip
     how = {"num_warps": tile.num_warps, "num_stages": tile.num_stages} | ({"launch_pdl": True} if early else {})
     programs = triton.cdiv(num_outputs, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
-    arguments = (x.contiguous(), weight, residual, out, *sizes, norm_eps or 0.0)
+    arguments = (x.contiguous(), weight, residual, out, cos, sin, *sizes, num_turned * head_dim, norm_eps or 0.0)
     with on_device(x):
         start(Launch(kernel, programs, arguments, constants, how))
     return out

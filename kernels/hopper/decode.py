@@ -125,7 +125,7 @@ def hopper_decode_kernel(
             (consumer, (
                 o, lse, k_cache, v_cache, k_new, v_new, num_heads, num_q, group, num_kv_heads,
                 (window_left, window_right), scale_log2, switches, sums, maxima, slot_rows, workspace, coarse_from,
-                cache, rings, p_tile, k_tiles, v_tiles, build, CAUSAL, LOCAL,
+                cache, rings, p_tile, k_tiles, v_tiles, build, is_padded, CAUSAL, LOCAL,
             )),
             (collector, (
                 o, lse, switches.sinks, num_heads, num_q, group, num_kv_heads, sums, maxima, slot_rows, workspace,
@@ -179,4 +179,5 @@ def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given
     constants = portable.constants | {"STAGES": tile.num_stages}
     constants = {name: constants[name] for name in hopper_decode_kernel.arg_names if name in constants}
     how = {name: value for name, value in tile.how.items() if name != "num_stages"}
+    how["launch_pdl"] = constants["APPEND"]  # the kernel before has made the new tokens: begin while it runs
     return [Launch(hopper_decode_kernel, portable.grid, (*descriptors, *portable.arguments), constants, how)]

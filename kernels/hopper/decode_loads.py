@@ -100,6 +100,16 @@ def awaited(rings, turn, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
+def shifted(tile, keys, build, PADDED: gl.constexpr):
+    """How many keys before a tile's first one its copy begins: half a tile, where the row's last keys fit in the other.
+
+    What a copy would read there lies before its page, where TMA reads nothing, or has just been read; behind the last
+    key it would be memory. Left padding is neither.
+    """
+    return gl.where((keys - tile * build.BLOCK_K <= build.BLOCK_K // 2) & (not PADDED), build.BLOCK_K // 2, 0)
+
+
+@gluon.jit
 def _bad_pages(begin, end, pad, pages, num_pages, lanes, PAGE: gl.constexpr):
     """1 where a page of the keys begin .. end is none of the pool's."""
     bad = begin * 0
@@ -121,12 +131,14 @@ def producer(
     HALVES: gl.constexpr = build.BLOCK_D // HALF
     PIECE: gl.constexpr = k_desc.block_type.shape[2]  # keys that lie together: of a page, or a tile
     lanes = gl.arange(0, ROWS_BLOCK, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    started((), 0, 1)
+    if build.APPEND:  # whoever is told of an item is told after this
+        tma.wait_for_previous()
     batch = Batch(seqlens, leftpad, num_rows, num_q, capacity, window_left, lanes, BLOCK_K, SPAN, build.APPEND, PADDED)
     num_tiles, num_spans = totals(batch)
     by_tile = num_spans * width < coarse_from
     num_items = gl.where(by_tile, num_tiles, num_spans) * width
     programs = gl.num_programs(0)
-    started((), 0, 1)
     step, turn = 0, 0
     item = gl.program_id(0)
     while item < num_items:
@@ -158,12 +170,18 @@ def producer(
                 k_full, v_full = rings.k_full.index(stage), rings.v_full.index(stage)
                 mbarrier.expect(k_full, BLOCK_K * build.BLOCK_D * 2)
                 mbarrier.expect(v_full, BLOCK_K * build.BLOCK_D * 2)
+                shift = shifted(tile, keys, build, PADDED)
                 for piece in gl.static_range(BLOCK_K // PIECE):
                     line = row
-                    at = pad + tile * BLOCK_K + piece * PIECE
-                    if PAGE > 0:
-                        line = gl.load(pages + at // PAGE, mask=tile * BLOCK_K + piece * PIECE < keys, other=0)
-                        at = at % PAGE
+                    at = pad + tile * BLOCK_K - shift
+                    if PAGE >= BLOCK_K:
+                        line = gl.load(pages + tile * BLOCK_K // PAGE, mask=tile * BLOCK_K < keys, other=0)
+                        at = tile * BLOCK_K % PAGE - shift
+                    elif PAGE > 0:
+                        first = tile * BLOCK_K - shift + piece * PIECE
+                        inside = (first >= tile * BLOCK_K) & (first < keys)
+                        line = gl.load(pages + gl.maximum(first, 0) // PAGE, mask=inside, other=0)
+                        at = gl.where(inside, 0, PAGE)  # outside of it TMA reads nothing
                     for half in gl.static_range(HALVES):
                         coordinates = [line, kv_head, at, half * HALF]
                         k_part = rings.k.index(stage * HALVES + half).slice(piece * PIECE, PIECE, 0)
@@ -181,6 +199,8 @@ def producer(
                 mbarrier.arrive(rings.item_full.index(place), count=1)
         item = following
         turn += 1
+    if build.APPEND:  # with nothing left to send for; sooner, they would be in the way
+        tma.let_next_begin()
     place, phase = slot(turn, ITEMS)
     mbarrier.wait(rings.item_empty.index(place), phase ^ 1)
     _tell(rings, place, 0, -1)

@@ -14,10 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..portable.scores import Scoring, logits_of
 from ..portable.split import Item, Parts, collected, handed, is_whole, store_row
 from ..portable.tiles import LOG2_E, Mask, mask_scores
-from .decode_loads import ITEMS, awaited, started, told
+from .decode_loads import ITEMS, awaited, shifted, started, told
 from .tma import slot
 
 PATCHED = gl.constexpr(32)  # keys that are written over together
+NEVER = gl.constexpr(2**30)  # a key that no query sees
 # spans of a row whose tiles are all folded at once: more would wait for memory one after the other
 FLAT = gl.constexpr(2)
 IN_FLIGHT = gl.constexpr(4)  # partial results that are loaded together
@@ -96,8 +97,8 @@ def _store(acc, maximum, total, o, lse, sinks, item, group, num_q, num_heads, pa
 @gluon.jit
 def consumer(
     o, lse, k_cache, v_cache, k_new, v_new, num_heads, num_q, group, width, window, scale_log2, switches, sums, maxima,
-    slot_rows, workspace, coarse_from, cache, rings, p_tile, k_tiles, v_tiles, build, CAUSAL: gl.constexpr,
-    LOCAL: gl.constexpr,
+    slot_rows, workspace, coarse_from, cache, rings, p_tile, k_tiles, v_tiles, build, PADDED: gl.constexpr,
+    CAUSAL: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = build.BLOCK_M
     BLOCK_K: gl.constexpr = build.BLOCK_K
@@ -122,7 +123,7 @@ def consumer(
             slope = (gl.load(switches.alibi_slopes + of_head, mask=query < num_q, other=0.0) * LOG2_E)[None, :]
         mask = Mask(num_q, keys, window, CAUSAL, LOCAL)
         scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, 0, "ieee")
-        first_new = keys - num_q if build.APPEND else keys
+        first_new = gl.maximum(keys - num_q, 0) if build.APPEND else keys  # an absent row has no keys
         acc = gl.zeros([BLOCK_D, BLOCK_M], gl.float32, acc_layout)
         maximum = gl.full([BLOCK_M], -float("inf"), gl.float32, of_row)
         total = gl.zeros([BLOCK_M], gl.float32, of_row)
@@ -130,7 +131,7 @@ def consumer(
         mbarrier.wait(rings.q_full.index(place), phase_of_item)
         for tile in range(begin, end):
             stage, phase = slot(step, build.STAGES)
-            start = tile * BLOCK_K
+            start = tile * BLOCK_K - shifted(tile, keys, build, PADDED)
             k_tile, v_tile = k_tiles.index(stage), v_tiles.index(stage)
             mbarrier.wait(rings.k_full.index(stage), phase)
             if build.APPEND:  # noqa: SIM102  # known at compile time; what is no key is masked
@@ -141,6 +142,7 @@ def consumer(
             scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             key = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, acc_layout))
+            key = gl.where(key < tile * BLOCK_K, NEVER, key)  # another tile has it
             logits, factor, _ = logits_of(scores, query[None, :], key[:, None], scoring)
             logits = mask_scores(logits, query[None, :], key[:, None], mask)
             part_maximum = gl.max(logits, 0) * factor

@@ -68,7 +68,7 @@ def plans(arch: int) -> dict[str, Launch]:
     """All plans of both engines and of generation's products, on compute capability arch / 10, by their names."""
     found = {}
     hopper = hopper_calls() if arch == 90 else ()
-    for words, launches in (*portable_calls(arch), *decode_calls(arch), *skinny_calls(), *hopper):
+    for words, launches in (*portable_calls(arch), *decode_calls(arch), *skinny_calls(arch), *hopper):
         for launch in launches:
             if kernel := KERNELS.get(launch.kernel.__name__):
                 found[f"{kernel} {arch} {name(words, launch)}"] = launch
@@ -82,7 +82,7 @@ def plans(arch: int) -> dict[str, Launch]:
 
 def name(words: tuple[str, ...], launch: Launch) -> str:
     constants, how = launch.constants, launch.how
-    words = [str(constants.get("HEAD_DIM") or constants["K"]), *words]
+    words = [str(constants.get("K") or constants["HEAD_DIM"]), *words]
     if "BLOCK_Q" in constants:
         words += [f"{constants['BLOCK_Q']}x{constants['BLOCK_K']}", f"w{how['num_warps']}", f"s{how['num_stages']}"]
     if "CONSUMERS" in constants:
@@ -138,17 +138,21 @@ def decode_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
         yield (dtype, f"{rows} rows", f"page {page}", f"scales {scales}", *words), launches
 
 
-def skinny_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
-    """GPT-2 124M's products of a step: outputs, rows, activation."""
-    for width, outputs, rows, activation in (
-        (768, 2304, 1, None), (768, 3072, 64, "gelu"), (768, 2048, 64, "swiglu"), (768, 50304, 64, None),
-        (3072, 768, 64, None),
+def skinny_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
+    """GPT-2 124M's products of a step: outputs, rows, activation or rotary."""
+    for width, outputs, rows, word in (
+        (768, 2304, 1, "rotary"), (768, 2304, 64, "rotary"), (768, 3072, 64, "gelu"), (768, 2048, 64, "swiglu"),
+        (768, 50304, 64, None), (3072, 768, 64, None), (3072, 768, 1, None),
     ):  # fmt: skip
-        weights = 2 * outputs if activation == "swiglu" else outputs
+        weights = 2 * outputs if word == "swiglu" else outputs
+        activation = None if word == "rotary" else word
+        tables = torch.empty(2, rows, 1, 64, device="meta")
+        rotary = (*tables, 24) if word == "rotary" else None
         x, weight = (torch.empty(n, width, dtype=torch.bfloat16, device="meta") for n in (rows, weights))
         with recorded() as launches:
-            launch_skinny_linear(x, weight, 1e-6 if width == 768 else None, activation, None)
-        yield (f"{outputs} outputs", f"{rows} rows", *([activation] if activation else [])), launches
+            launch_skinny_linear(x, weight, 1e-6 if width == 768 else None, activation, None, rotary)
+        launches = [launch._replace(constants=launch.constants | {"EARLY": arch >= 90}) for launch in launches]
+        yield (f"{outputs} outputs", f"{rows} rows", *([word] if word else [])), launches
 
 
 def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
