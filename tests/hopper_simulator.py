@@ -199,9 +199,6 @@ class _Machine:
     def wait_for_previous(self):
         """The launch before has ended."""
 
-    def let_next_begin(self):
-        """There is none."""
-
     def leave(self, barrier):
         """What this thread has written is now for those who pass the barrier to tell of; the caller holds the lock."""
         self._unwritten.setdefault(barrier, []).extend(self._own.unwritten)

@@ -199,8 +199,6 @@ def producer(
                 mbarrier.arrive(rings.item_full.index(place), count=1)
         item = following
         turn += 1
-    if build.APPEND:  # with nothing left to send for; sooner, they would be in the way
-        tma.let_next_begin()
     place, phase = slot(turn, ITEMS)
     mbarrier.wait(rings.item_empty.index(place), phase ^ 1)
     _tell(rings, place, 0, -1)

@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents as let_next_begin  # noqa: F401
 from triton.language.extra.cuda import gdc_wait as wait_for_previous  # noqa: F401
 
 from .. import launch
