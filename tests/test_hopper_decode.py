@@ -21,7 +21,7 @@ SMALL = DecodeTile(block_k=64, span=2, num_warps=4, num_stages=2, per_sm=1, grou
 
 
 def a_call(lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=True, leftpad=None, seed=0):
-    """A call in float32, in whose cache all slots behind a row's keys are NaN."""
+    """A call in float32, in whose cache all slots before and behind a row's keys are NaN."""
     generator = torch.Generator().manual_seed(seed)
     rows, capacity = len(lengths), max(0, *lengths) + num_q + 3
     q, k, v = (torch.randn(rows, h, num_q, head_dim, generator=generator) for h in (heads, kv_heads, kv_heads))
@@ -31,6 +31,8 @@ def a_call(lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=Tr
     caches = [torch.randn(shape, generator=generator) for _ in range(2)]
     for row, length in enumerate(lengths):
         slots = torch.arange(max(length, 0), pages * page if page else capacity)
+        if leftpad is not None:
+            slots = torch.cat((torch.arange(leftpad[row]), slots))
         line = table[row].long()[slots // page] if page else torch.full_like(slots, row)
         for cache in caches:
             cache[line, :, slots % page if page else slots] = torch.nan
@@ -68,7 +70,7 @@ CASES = {
     "pages of 16": {"lengths": [150, 20, 400], "head_dim": 128, "page": 16},
     "pages of 64": {"lengths": [150, 20, 400], "page": 64},
     "pages larger than tiles": {"lengths": [300, 127], "head_dim": 80, "page": 128},
-    "left padding": {"lengths": [150, 90], "leftpad": torch.tensor([13, 70], dtype=torch.int32)},
+    "left padding": {"lengths": [150, 90, 60], "leftpad": torch.tensor([13, 70, 45], dtype=torch.int32)},
 }
 OPTIONS = [{"window": (70, 0)}, {"softcap": 5.0}, {"causal": False, "window": (100, 40)}]
 WITH_OPTIONS = "new tokens in two tiles", "tiles of a row, spans of a row", "pages of 16"

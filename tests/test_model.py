@@ -465,3 +465,24 @@ def test_on_the_gpu_a_row_that_is_looked_up_often_has_a_gradient_of_the_same_bit
     first, *others = (embedding_bwd(do, tokens, 128) for _ in range(10))
     assert all(torch.equal(first, other) for other in others)
     assert torch.get_deterministic_debug_mode() == 0
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_fused_products_of_a_step_give_the_same_logits(qk_norm, mlp, monkeypatch):
+    """On a GPU a step of generation is `Block.decode`; here its operators are what they stand for."""
+    config = GPTConfig(num_layers=2, num_heads=4, num_kv_heads=2, n_embd=64, attention="naive", loss="plain", mlp=mlp)
+    config = dataclasses.replace(config, qk_norm=qk_norm)
+    model = GPT(config, 50, 32, generator=torch.Generator().manual_seed(0)).eval()
+    tokens = torch.randint(50, (3, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens)
+        for fused in (False, True):
+            monkeypatch.setattr("model.gpt.takes_skinny_linear", lambda x, fused=fused: fused)
+            cache = model.make_cache(3)
+            for row in range(3):
+                cache.allocate(row)
+            for first, last in ((0, 5), (5, 6), (6, 9)):
+                cache.extend([0, 1, 2], last - first)
+                logits = model(tokens[:, first:last], kv_cache=cache)
+                torch.testing.assert_close(logits, expected[:, first:last], rtol=1e-4, atol=1e-5)
