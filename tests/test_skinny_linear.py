@@ -90,9 +90,9 @@ def test_what_it_does_not_take():
         with pytest.raises(ValueError, match=r"weight has shape .* expected \(N, 16\), contiguous, and torch.float32"):
             skinny_linear(x[:1], wrong)
     tables = torch.ones(2, 3, 1, 4, device=DEVICE)
-    for rows, turned in ((3, 3), (2, 1)):
+    for rows, turned, outputs in ((3, 3, 8), (2, 1, 8), (3, 1, 6)):
         with pytest.raises(ValueError, match=f"3 positions and turns {turned} heads of 4; expected {rows} positions"):
-            skinny_linear(x[:rows], weight, rotary=(*tables, turned))
+            skinny_linear(x[:rows], weight[:outputs], rotary=(*tables, turned))
     with pytest.raises(ValueError, match="rotary turns a plain product"):
         skinny_linear(x[:3], weight, rotary=(*tables, 1), activation="gelu")
     assert not takes_skinny_linear(x[:64].cpu())

@@ -43,15 +43,15 @@ def skinny_linear(
         norm_eps: of the RMS norm of x, without a gain; it scales the product, so x is not rounded in between.
         activation: None, "gelu" (tanh), "relu2" or "swiglu".
         residual: (..., N), x's dtype, contiguous.
-        rotary: (cos, sin, H) turns the first H heads of D outputs as `rotate_and_split` does, before they are rounded;
-            cos and sin (rows, ..., D) fp32, contiguous. Neither activation nor residual may stand beside it.
+        rotary: (cos, sin, H) turns the first H of N / D heads as `rotate_and_split` does, before they are rounded; cos
+            and sin (rows, ..., D) fp32. Neither activation nor residual may stand beside it.
 
     Returns:
         (..., N) in x's dtype.
 
     Raises:
         ValueError: more rows than 64, an unknown activation, or a weight of another width, dtype or layout; tables of
-            other rows, more heads than outputs, or an activation or residual beside them.
+            other rows, outputs that are no whole heads or too few, or an activation or residual beside them.
 
     Triton on CUDA and in its interpreter, PyTorch's own operators elsewhere. No gradient.
     """
@@ -69,10 +69,11 @@ def skinny_linear(
         cos, sin, num_turned = rotary
         if activation is not None or residual is not None:
             raise ValueError("rotary turns a plain product; leave activation and residual out, or rotary")
-        if not len(cos) == len(sin) == rows or num_turned * cos.size(-1) > weight.size(0):
+        heads, left = divmod(weight.size(0), cos.size(-1))
+        if not len(cos) == len(sin) == rows or left or num_turned > heads:
             raise ValueError(
                 f"rotary has {len(cos)} and {len(sin)} positions and turns {num_turned} heads of {cos.size(-1)}; "
-                f"expected {rows} positions, the rows of x, and at most {weight.size(0)} outputs"
+                f"expected {rows} positions, the rows of x, and at most the heads in {weight.size(0)} outputs"
             )
     if not x.is_cuda and not interpreting():
         return _composed(x, weight, norm_eps, activation, residual, rotary)

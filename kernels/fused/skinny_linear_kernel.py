@@ -231,8 +231,9 @@ def launch_skinny_linear(
     if out.numel() == 0:
         return out
     early = x.is_cuda and not interpreting() and capability(x.device.index) >= (9, 0)
-    cos, sin, num_turned = rotary or (None, None, 0)
-    head_dim = 0 if rotary is None else cos.size(-1)
+    cos, sin, head_dim, num_turned = None, None, 0, 0
+    if rotary is not None:
+        cos, sin, head_dim, num_turned = *(x.contiguous() for x in rotary[:2]), rotary[0].size(-1), rotary[2]
     tile = tile_for(num_rows, num_outputs)
     block_n = tile.block_n if rotary is None else tile.block_n // 2  # pairs
     if num_rows == 1:

@@ -10,13 +10,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_wait as wait_for_previous  # noqa: F401
+from triton.language.extra.cuda import gdc_wait
 
 from .. import launch
 
 load = tma.async_copy_global_to_shared  # (descriptor, coordinates, mbarrier, shared tile)
 store = tma.async_copy_shared_to_global  # (descriptor, coordinates, shared tile)
 store_wait = tma.store_wait  # until all but n stores of this thread have READ their shared tile
+wait_for_previous = gdc_wait  # until the kernel before has ended, where this one was launched sooner (launch_pdl)
 
 
 @gluon.jit
