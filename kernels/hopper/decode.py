@@ -11,7 +11,8 @@ so that a few queries fill wgmma, and P passes through shared memory:
     S^T (keys, queries) = K Q^T        O^T (D, queries) = V^T P^T
 
 New tokens: TMA may read a cache's slot before or after they are written to it, so the consumer writes them over what
-has come, and zeros over what lies behind a row's last key: 0 * NaN is NaN.
+has come, and zeros over what lies behind a row's last key: 0 * NaN is NaN. Where a row's last keys fit in half a tile
+its other half is not read (`shifted`).
 """
 
 from functools import partial
