@@ -25,7 +25,7 @@ class Launch(NamedTuple):
 
     arguments: the kernel's parameters in order, but for its constexprs, which `constants` names in their order. Tensors
         stand among them as they are, inside descriptors, or inside tuples.
-    how: num_warps, num_stages, launch_cooperative_grid.
+    how: Triton's options: num_warps, num_stages, maxnreg, launch_cooperative_grid, launch_pdl.
     smaller: what to launch instead where the GPU's shared memory is too small, asked with Triton's error; None where
         nothing else is left.
     """

@@ -110,23 +110,15 @@ class Shared:
 
 
 class _Columns:
-    """Wide tiles as memory has them: columns of swizzled rows, one behind the other; whole, or in pieces of rows."""
+    """Wide tiles as memory has them: columns of swizzled rows, one behind the other."""
 
-    dtype = None
-
-    def __init__(self, tiles: Shared, columns: int, pieces: int = 1):
-        self._tiles, self._columns, self._pieces = tiles, columns, pieces
-
-    def _reinterpret(self, _dtype, shape, _layout):
-        return _Columns(self._tiles, self._columns, self._tiles.array.shape[1] // shape[-2])
+    def __init__(self, tiles: Shared, columns: int):
+        self._tiles, self._columns = tiles, columns
 
     def index(self, i):
-        i, piece = divmod(i, self._pieces)
         tile, column = divmod(i, self._columns)
-        _, height, width = self._tiles.array.shape
-        height, width = height // self._pieces, width // self._columns
-        rows = self._tiles.array[tile][piece * height : (piece + 1) * height]
-        return Shared(rows[:, column * width : (column + 1) * width], self._tiles.element_bytes)
+        width = self._tiles.array.shape[-1] // self._columns
+        return Shared(self._tiles.array[tile][:, column * width : (column + 1) * width], self._tiles.element_bytes)
 
 
 class Descriptor:

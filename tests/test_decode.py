@@ -672,8 +672,8 @@ def test_the_benchmark_has_calls_of_every_family():
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [0, 128])
 def test_calls_that_begin_before_the_kernel_before_has_ended_are_as_right(page):
-    """In a graph an appending call begins while the product that makes its tokens still runs, and the next product
-    while it ends: as in a step of generation, whose bits are those of kernels that take turns."""
+    """In a graph an appending call begins while the product that makes its tokens ends, as in a step of generation,
+    whose bits are those of kernels that take turns."""
     rows, heads, head_dim, tokens, layers = 64, 12, 64, 512, 6
     generator = torch.Generator("cuda").manual_seed(0)
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda", generator=generator)

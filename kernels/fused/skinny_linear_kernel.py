@@ -2,8 +2,8 @@
 
 Bound by memory: each weight is read once; the rows are read by every program, from the second-level cache. A launch
 takes half as long as such a product. So on Hopper and later a kernel starts while its predecessor ends, one of a single
-row asks for its first weights, which nobody writes, and only then it waits (programmatic dependent launch). Sooner, or
-with the weights of 64 rows brought into the second-level cache meanwhile, it is in the predecessor's way.
+row asks for its first weights, which nobody writes, and only then it waits (programmatic dependent launch). To start
+sooner, or to bring weights into the second-level cache meanwhile, made a step of 64 rows longer (hopper/NOTES.md).
 """
 
 from typing import NamedTuple
@@ -188,7 +188,6 @@ def one_row_linear_kernel(
     other = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     tile = _weights(weight, outputs, num_outputs, 0, K, BLOCK_K)
-    other_tile = tile
     if TWO:
         other_tile = _weights(others, outputs, num_outputs, 0, K, BLOCK_K)
     if EARLY:
@@ -231,9 +230,10 @@ def launch_skinny_linear(
     if out.numel() == 0:
         return out
     early = x.is_cuda and not interpreting() and capability(x.device.index) >= (9, 0)
-    cos, sin, head_dim, num_turned = None, None, 0, 0
+    cos, sin, num_turned = rotary or (None, None, 0)
+    head_dim = 0
     if rotary is not None:
-        cos, sin, head_dim, num_turned = *(x.contiguous() for x in rotary[:2]), rotary[0].size(-1), rotary[2]
+        cos, sin, head_dim = cos.contiguous(), sin.contiguous(), cos.size(-1)
     tile = tile_for(num_rows, num_outputs)
     block_n = tile.block_n if rotary is None else tile.block_n // 2  # pairs
     if num_rows == 1:

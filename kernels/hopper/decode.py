@@ -180,5 +180,5 @@ def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given
     constants = portable.constants | {"STAGES": tile.num_stages}
     constants = {name: constants[name] for name in hopper_decode_kernel.arg_names if name in constants}
     how = {name: value for name, value in tile.how.items() if name != "num_stages"}
-    how["launch_pdl"] = constants["APPEND"]  # the kernel before has made the new tokens: begin while it runs
+    how["launch_pdl"] = constants["APPEND"]  # the kernel before makes the new tokens: begin while it ends
     return [Launch(hopper_decode_kernel, portable.grid, (*descriptors, *portable.arguments), constants, how)]
