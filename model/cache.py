@@ -46,7 +46,8 @@ class KVCache:
         self.max_tokens = max_tokens
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
         self.length_of = [ABSENT] * num_rows  # the same on the host, with those for which there is room
-        self.workspace: Tensor | None = None  # of the kernels, once they are asked
+        self.workspace: Tensor | None = None  # of attention, once it is asked
+        self.products_workspace = torch.zeros(config.n_embd, dtype=torch.int32, device=device)
 
     def _hold(self, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> None:
         # zeros: what is behind a row's last key is loaded with it, and 0 times NaN is NaN
@@ -91,8 +92,10 @@ class KVCache:
 
     def positions(self, num_tokens: int) -> Tensor:
         """Of `num_tokens` new tokens a row, row after row: (rows * num_tokens,) int64."""
-        new = torch.arange(num_tokens, device=self.lengths.device)
-        return (self.lengths.clamp(min=0)[:, None] + new).flatten()
+        first = self.lengths.clamp(min=0)
+        if num_tokens == 1:  # a step: no kernel more than it needs
+            return first.long()
+        return (first[:, None] + torch.arange(num_tokens, device=first.device)).flatten()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, **options: Any) -> Tensor:
         """Store the new tokens of one layer, for which `extend` has made room, and attend over each row's tokens.
@@ -125,7 +128,7 @@ class KVCache:
 
     def advance(self, num_tokens: int) -> None:
         """Count `num_tokens` as stored in each row in use, on the device, once every layer has attended."""
-        self.lengths += num_tokens * (self.lengths != ABSENT)
+        self.lengths.add_(self.lengths != ABSENT, alpha=num_tokens)
 
     def _append(self, layer: int, rows: Tensor, length: int, k: Tensor, v: Tensor) -> list[Tensor]:
         """Store k, v (n, Hkv, N, D) behind n rows of `length` tokens; all keys and values then, in k's dtype."""
@@ -276,6 +279,7 @@ class Prompts:
         device = cache.lengths.device
         counts = torch.tensor([cache.length_of[row] for row in rows])
         self.cache, self.counts = cache, counts.tolist()
+        self.products_workspace = cache.products_workspace
         self._positions = torch.cat([torch.arange(count) for count in self.counts]).to(device)
         self.rows = torch.tensor(rows, device=device)
         self.lengths = counts.int().to(device)

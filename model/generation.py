@@ -102,7 +102,7 @@ def generate(
     with torch.no_grad():
         twin = model.for_inference(model.compute_dtype)
         cache = twin.make_cache(min(batch_size, len(sequences)), min(longest, model.seq_len), PAGE, cache_dtype)
-    return Generation(twin, cache, uniform.T, choose, stop_token).run(sequences)
+    return Generation(twin, cache, uniform.T, choose, stop_token, greedy=temperature == 0).run(sequences)
 
 
 @dataclass(eq=False)
@@ -134,6 +134,7 @@ class Generation:
         uniform: (samples, tokens) float64: what decides each draw of each sample.
         choose: (logits (S, V), uniform (S,)) -> tokens (S,).
         stop_token: as in `generate`.
+        greedy: `choose` asks for no uniform, and is given None.
     """
 
     def __init__(
@@ -141,20 +142,25 @@ class Generation:
         model: GPT,
         cache: PagedKVCache,
         uniform: Tensor,
-        choose: Callable[[Tensor, Tensor], Tensor],
+        choose: Callable[[Tensor, Tensor | None], Tensor],
         stop_token: int | None,
+        greedy: bool = False,
     ):
-        self.model, self.cache, self.choose, self.stop_token = model, cache, choose, stop_token
+        self.model, self.cache, self.choose, self.stop_token, self.greedy = model, cache, choose, stop_token, greedy
         self.device, num_rows = cache.lengths.device, len(cache.length_of)
         self.uniform = uniform.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
         self.sequence_of: list[Continued | None] = [None] * num_rows
-        self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)  # the newest of each row
-        self.sample = torch.zeros_like(self.tokens)  # which of its prompt's a row is
-        self.drawn = torch.zeros_like(self.tokens)  # tokens of a row's text
+        # The newest token of each row, and the one before it: a step reads one half and writes the other, so that its
+        # tokens are on their way to the host while the next step runs.
+        self.tokens = torch.zeros(2, num_rows, dtype=torch.int64, device=self.device)
+        self.half = 0  # of the newest
+        self.sample = torch.zeros_like(self.tokens[0])  # which of its prompt's a row is
+        self.drawn = torch.zeros_like(self.tokens[0])  # tokens of a row's text
         self.on_cuda = self.device.type == "cuda"
+        self.copies = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
         # other attentions ask the host for lengths
         self.takes_graph = self.on_cuda and model.config.attention == "flash"
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graphs: list[torch.cuda.CUDAGraph] = []  # of a step that reads the first half, and the second
 
     def run(self, sequences: list[Continued]) -> Iterator[Drawn]:
         """Continue the sequences until all have ended."""
@@ -208,48 +214,57 @@ class Generation:
         rows = torch.tensor([row for row, _ in taken], device=self.device)
         self.sample[rows] = torch.tensor([sequence.sample for _, sequence in taken], device=self.device)
         self.drawn[rows] = torch.tensor([sequence.drawn for _, sequence in taken], device=self.device)
-        self.tokens[rows] = self._draw(logits[reader_of], self.sample[rows], self.drawn[rows])
+        tokens = self._draw(logits[reader_of], self.sample[rows], self.drawn[rows])
+        if self.copies:  # of what was in these rows
+            torch.cuda.current_stream().wait_stream(self.copies)
+        self.tokens[self.half, rows] = tokens
         self.drawn[rows] += 1
         for row, sequence in taken:
             self.sequence_of[row] = sequence
-        return self._send(self.tokens[rows], [sequence for _, sequence in taken])
+        return self._send(tokens, [sequence for _, sequence in taken])
 
     @torch.no_grad()
     def _launch(self, rows: list[int]) -> Step:
         """One more token of each row in use."""
-        if self.takes_graph and self.graph is None:
-            self.graph = self._captured()
+        if self.takes_graph and not self.graphs:
+            self.graphs = self._captured()
         self.cache.extend(rows, 1)
-        if self.graph is None:
-            self._step()
+        if self.graphs:
+            self.graphs[self.half].replay()
         else:
-            self.graph.replay()
-        return self._send(self.tokens, list(self.sequence_of))
+            self._step(self.half)
+        self.half ^= 1
+        return self._send(self.tokens[self.half], list(self.sequence_of))
 
-    def _step(self) -> None:
-        """The device's part of a step, the same for whatever the rows hold."""
-        logits = self._logits(self.tokens[:, None], self.cache)[:, 0]  # (rows, V)
-        self.tokens.copy_(self._draw(logits, self.sample, self.drawn))
-        self.drawn += 1
+    def _step(self, half: int) -> None:
+        """The device's part of a step, the same for whatever the rows hold; it reads this half of the tokens."""
+        logits = self._logits(self.tokens[half, :, None], self.cache)[:, 0]  # (rows, V)
+        self.tokens[half ^ 1] = self._draw(logits, self.sample, self.drawn)
+        if not self.greedy:
+            self.drawn += 1
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        """The step as a CUDA graph, after it has run once without rows, so that all is compiled."""
+    def _captured(self) -> list[torch.cuda.CUDAGraph]:
+        """The step as CUDA graphs, one a half, after it has run once without rows, so that all is compiled."""
         state = (self.cache.lengths, self.tokens, self.drawn)
         before = [x.clone() for x in state]
         self.cache.lengths.fill_(ABSENT)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        graphs = []
         with torch.cuda.stream(stream):
-            self._step()
-            graph = torch.cuda.CUDAGraph()
-            # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
-            graph.capture_begin(capture_error_mode="thread_local")
-            self._step()
-            graph.capture_end()
+            self._step(0)
+            for half in range(2):
+                graph = torch.cuda.CUDAGraph()
+                # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
+                pool = graphs[0].pool() if graphs else None  # they take turns
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                self._step(half)
+                graph.capture_end()
+                graphs.append(graph)
         torch.cuda.current_stream().wait_stream(stream)
         for x, value in zip(state, before, strict=True):
             x.copy_(value)
-        return graph
+        return graphs
 
     def _logits(self, tokens: Tensor, cache: KVCache | Prompts) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):  # the weights have its dtype
@@ -257,15 +272,22 @@ class Generation:
 
     def _draw(self, logits: Tensor, sample: Tensor, drawn: Tensor) -> Tensor:
         """A token for each row of logits (S, V); `drawn` of rows that are not in use goes past the last draw."""
+        if self.greedy:
+            return self.choose(logits, None)
         return self.choose(logits, self.uniform[sample, drawn.clamp(max=self.uniform.size(1) - 1)])
 
     def _send(self, tokens: Tensor, sequences: list[Continued | None]) -> Step:
         """Start the tokens' way to the host. A sequence that has now asked for all of its tokens leaves its row."""
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=self.on_cuda)
-        host.copy_(tokens, non_blocking=True)
-        arrived = torch.cuda.Event() if self.on_cuda else None
-        if arrived:
-            arrived.record()
+        arrived = None
+        if self.copies:
+            self.copies.wait_stream(torch.cuda.current_stream())
+            tokens.record_stream(self.copies)
+            with torch.cuda.stream(self.copies):
+                host.copy_(tokens, non_blocking=True)
+                arrived = self.copies.record_event()
+        else:
+            host.copy_(tokens)
         for sequence in filter(None, sequences):
             sequence.drawn += 1
             if sequence.drawn == self.uniform.size(1):

@@ -179,7 +179,7 @@ class Block(nn.Module):
         o = attention.heads(qkv, cos, sin, kv_cache)
         x = skinny_linear(o, attention.out.weight, residual=x)
         h = skinny_linear(x, mlp.up.weight, norm_eps=NORM_EPS, activation=mlp.kind)
-        return skinny_linear(h, mlp.down.weight, residual=x)  # (B, N, C)
+        return skinny_linear(h, mlp.down.weight, residual=x, workspace=kv_cache.products_workspace)  # (B, N, C)
 
     def costly_products(self) -> tuple[nn.Linear, ...]:
         """The products whose outputs activation_checkpointing=selective keeps, beside attention's.

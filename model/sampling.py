@@ -16,7 +16,7 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
 
 def choose_next_token(
     logits: Tensor,
-    uniform: Tensor,
+    uniform: Tensor | None,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -30,7 +30,7 @@ def choose_next_token(
     Args:
         logits: (S, V), any float dtype and device.
         uniform: (S,) float64 in [0, 1), which decides; drawn on the CPU it gives the same text on every device, up to
-            the rounding of the logits.
+            the rounding of the logits. At temperature 0 it is not read and may be None.
 
     Returns:
         (S,) int64, on the device of logits.

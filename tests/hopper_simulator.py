@@ -196,6 +196,11 @@ class _Machine:
             self.wait_until(lambda: self._named[identifier] >= whole)
             self.take(identifier)
 
+    def fence_async_global(self):
+        for write in self._own.unwritten:
+            write()
+        self._own.unwritten.clear()
+
     def wait_for_previous(self):
         """The launch before has ended."""
 

@@ -678,16 +678,18 @@ def test_calls_that_begin_before_the_kernel_before_has_ended_are_as_right(page):
     generator = torch.Generator("cuda").manual_seed(0)
     draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda", generator=generator)
     width = heads * head_dim
-    weights = [(draw(3 * width, width) * width**-0.5, draw(width, width) * width**-0.5) for _ in range(layers)]
+    sizes = (3 * width, width), (width, width), (4 * width, width), (width, 4 * width)
+    weights = [[draw(n, k) * k**-0.5 for n, k in sizes] for _ in range(layers)]
     table = torch.randperm(rows * tokens // page).reshape(rows, -1).int().cuda() if page else None
     shape = (rows * tokens // page, heads, page, head_dim) if page else (rows, heads, tokens, head_dim)
     caches = [(draw(shape), draw(shape)) for _ in range(layers)]
     lengths = torch.randint(1, tokens, (rows,), dtype=torch.int32).cuda()
     workspace, x = kvcache_workspace(rows, heads, "cuda"), draw(rows, width)
+    turns = torch.zeros(width, dtype=torch.int32, device="cuda")
 
     def step(between=lambda: None):
         y = x
-        for (into, out), (k_cache, v_cache) in zip(weights, caches, strict=True):
+        for (into, out, up, down), (k_cache, v_cache) in zip(weights, caches, strict=True):
             qkv = skinny_linear(y, into, norm_eps=1e-6).view(rows, 3 * heads, 1, head_dim)
             between()
             o = flash_attention_with_kvcache(
@@ -696,6 +698,10 @@ def test_calls_that_begin_before_the_kernel_before_has_ended_are_as_right(page):
             )  # fmt: skip
             between()
             y = skinny_linear(o.reshape(rows, width), out, residual=y)
+            between()
+            h = skinny_linear(y, up, norm_eps=1e-6, activation="gelu")
+            between()
+            y = skinny_linear(h, down, residual=y, workspace=turns)
             between()
         return y
 

@@ -31,6 +31,7 @@ def skinny_linear(
     activation: str | None = None,
     residual: Tensor | None = None,
     rotary: tuple[Tensor, Tensor, int] | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """activation(rms_norm(x) weight^T) + residual, or the product's heads turned to their rows' positions; each part
     but the product is left out where it is None.
@@ -45,13 +46,16 @@ def skinny_linear(
         residual: (..., N), x's dtype, contiguous.
         rotary: (cos, sin, H) turns the first H of N / D heads as `rotate_and_split` does, before they are rounded; cos
             and sin (rows, ..., D) fp32. Neither activation nor residual may stand beside it.
+        workspace: (N,) int32 zeros, and zeros again afterwards, for calls that follow one another; None: made anew,
+            where a product needs it.
 
     Returns:
         (..., N) in x's dtype.
 
     Raises:
         ValueError: more rows than 64, an unknown activation, or a weight of another width, dtype or layout; tables of
-            other rows, outputs that are no whole heads or too few, or an activation or residual beside them.
+            other rows, outputs that are no whole heads or too few, or an activation or residual beside them; another
+            workspace.
 
     Triton on CUDA and in its interpreter, PyTorch's own operators elsewhere. No gradient.
     """
@@ -75,11 +79,15 @@ def skinny_linear(
                 f"rotary has {len(cos)} and {len(sin)} positions and turns {num_turned} heads of {cos.size(-1)}; "
                 f"expected {rows} positions, the rows of x, and at most the heads in {weight.size(0)} outputs"
             )
+    if workspace is not None and (workspace.dtype != torch.int32 or workspace.numel() < weight.size(0)):
+        raise ValueError(
+            f"workspace has {workspace.numel()} elements of {workspace.dtype}; expected {weight.size(0)} int32 zeros"
+        )
     if not x.is_cuda and not interpreting():
         return _composed(x, weight, norm_eps, activation, residual, rotary)
     from .skinny_linear_kernel import launch_skinny_linear
 
-    return launch_skinny_linear(x, weight, norm_eps, activation, residual, rotary)
+    return launch_skinny_linear(x, weight, norm_eps, activation, residual, rotary, workspace)
 
 
 def _composed(x, weight, norm_eps, activation, residual, rotary=None) -> Tensor:

@@ -1,13 +1,15 @@
 """The Triton kernels of skinny_linear.py: a program has some outputs and runs over all of their weights.
 
-Bound by memory: each weight is read once; the rows are read by every program, from the second-level cache. A launch
-takes half as long as such a product. So on Hopper and later a kernel starts while its predecessor ends, one of a single
-row asks for its first weights, which nobody writes, and only then it waits (programmatic dependent launch). To start
-sooner, or to bring weights into the second-level cache meanwhile, made a step of 64 rows longer (hopper/NOTES.md).
+Bound by memory: each weight is read once; the rows are read by every program, from the second-level cache. Of wide rows
+a program therefore takes a part, and the last one of an output adds the parts. A launch takes half as long as such a
+product. So on Hopper and later a kernel starts while its predecessor ends, one of a single row asks for its first
+weights, which nobody writes, and only then it waits (programmatic dependent launch). To start sooner, or to bring
+weights into the second-level cache meanwhile, made a step of 64 rows longer (hopper/NOTES.md).
 """
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,36 +17,42 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..device import capability, interpreting
 from ..launch import Launch, dot_precision, on_device, start
+from ..portable.split import last_of
 
+LONG = 2048  # columns
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 
 
 class Tile(NamedTuple):
-    """How a product is cut: block_m rows by block_n outputs a program, block_k columns at a time."""
+    """How a product is cut: block_m rows by block_n outputs a program, block_k columns at a time, and where `parts` is
+    more than one, one of so many parts of the columns."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    parts: int = 1
 
 
-def tile_for(num_rows: int, num_outputs: int) -> Tile:
+def tile_for(num_rows: int, num_outputs: int, width: int, plain: bool) -> Tile:
     """The fastest of a sweep on an H200 over GPT-2 124M's products (bf16, cold weights, in a CUDA graph)."""
     if num_rows == 1:
         return Tile(1, 4, 1024, 4, 1)
+    if plain and width >= LONG:
+        return Tile(64, 16, 128, 4, 4, parts=2)
     if num_outputs < 2048:  # few programs: rows are shared among them too
         return Tile(32 if num_rows > 16 else 16, 16, 256, 4, 3)
     # 64 rows however few there are: wgmma takes no fewer, and without it 8 rows take half as long again
-    return Tile(64, 32 if num_outputs < 16384 else 64, 64, 4, 5)
+    return Tile(64, 32, 64, 4, 5) if num_outputs < 16384 else Tile(64, 128, 64, 4, 3)
 
 
 @triton.jit
-def _weights(weight, rows, num_outputs, first, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _weights(weight, rows, num_outputs, first, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr = 1):
     """Columns first .. first + BLOCK_K of some rows of the weight."""
     k = first + tl.arange(0, BLOCK_K)
     mask = (rows < num_outputs)[:, None] & (k < K)[None, :]
-    if K % BLOCK_K == 0:
+    if K % (PARTS * BLOCK_K) == 0:
         mask = (rows < num_outputs)[:, None]
     at = weight + rows.to(tl.int64)[:, None] * K + k[None, :]
     return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")  # not read again in this step
@@ -94,6 +102,20 @@ def _store(
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)
 
 
+@triton.jit
+def _summed(acc, block, part, sums, turns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
+    """A block's parts summed in their order, by the program that is the last to come here: (sum, whether it is)."""
+    at = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    sums += block * (PARTS * BLOCK_M * BLOCK_N)
+    tl.store(sums + part * (BLOCK_M * BLOCK_N) + at, acc)
+    last = last_of(turns + block, PARTS)
+    if last:
+        acc = tl.load(sums + at, cache_modifier=".cg")  # past the first-level cache, as folds are
+        for other in tl.static_range(1, PARTS):
+            acc += tl.load(sums + other * (BLOCK_M * BLOCK_N) + at, cache_modifier=".cg")
+    return acc, last
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "turned"])
 def skinny_linear_kernel(
     x,  # (num_rows, K)
@@ -102,6 +124,8 @@ def skinny_linear_kernel(
     out,  # (num_rows, num_outputs)
     cos,  # (num_rows, HEAD_DIM) fp32, or None without heads
     sin,  # the same, negative in the first half
+    sums,  # (blocks, PARTS, BLOCK_M, BLOCK_N) fp32: memory of the launch, where PARTS > 1
+    turns,  # (blocks,) int32, 0 before and after, where PARTS > 1
     num_rows,
     num_outputs,
     turned,  # of outputs, the first ones
@@ -114,20 +138,24 @@ def skinny_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,  # of the columns; more than one only of a plain product
     PRECISION: tl.constexpr,
 ):
     """BLOCK_N outputs, or pairs of a head's, of BLOCK_M rows, by tensor cores.
 
-    Grid:     cdiv(num_outputs, BLOCK_N) programs for each BLOCK_M rows; with heads half as many.
+    Grid:     PARTS * cdiv(num_outputs, BLOCK_N) programs for each BLOCK_M rows; with heads half as many.
     Math:     out = activation(x W^T / sqrt(mean(x^2) + eps)) + residual; the sums of x^2 are the diagonal of x x^T.
-    Numerics: products accumulate in fp32, over K in order; all that follows is fp32; rounded once.
+    Numerics: products accumulate in fp32, over K in order, and so do parts; all that follows is fp32; rounded once.
 
     No tile of x may be read by anything but tensor cores. Where threads read it too, Triton 3.6 gives the loop a buffer
     too few for wgmma, which is asynchronous: the copy of a later tile overwrote rows that were still being multiplied.
     """
     blocks = tl.cdiv(num_outputs, (2 if HEAD_DIM > 0 else 1) * BLOCK_N)
-    rows = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    outputs = _outputs(tl.program_id(0) % blocks, HEAD_DIM, BLOCK_N)
+    block = tl.program_id(0) // PARTS
+    rows = block // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    outputs = _outputs(block % blocks, HEAD_DIM, BLOCK_N)
+    COLUMNS: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K  # of a part
+    begin = tl.program_id(0) % PARTS * COLUMNS
     TWO: tl.constexpr = ACTIVATION == "swiglu" or HEAD_DIM > 0
     others = weight + (HEAD_DIM // 2 if HEAD_DIM > 0 else num_outputs.to(tl.int64)) * K  # of the second product
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -135,21 +163,25 @@ def skinny_linear_kernel(
     gram = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
     if EARLY:
         gdc_wait()
-    for first in range(0, K, BLOCK_K):
+    for step in range(0, COLUMNS, BLOCK_K):
+        first = begin + step
         k = first + tl.arange(0, BLOCK_K)
         mask = (rows < num_rows)[:, None] & (k < K)[None, :]
-        if K % BLOCK_K == 0:
+        if K % (PARTS * BLOCK_K) == 0:
             mask = (rows < num_rows)[:, None]
         x_tile = tl.load(x + rows[:, None] * K + k[None, :], mask=mask, other=0.0)
-        tile = _weights(weight, outputs, num_outputs, first, K, BLOCK_K)
+        tile = _weights(weight, outputs, num_outputs, first, K, BLOCK_K, PARTS)
         acc = tl.dot(x_tile, tile.T, acc, input_precision=PRECISION)
         if TWO:
-            tile = _weights(others, outputs, num_outputs, first, K, BLOCK_K)
+            tile = _weights(others, outputs, num_outputs, first, K, BLOCK_K, PARTS)
             other = tl.dot(x_tile, tile.T, other, input_precision=PRECISION)
         if NORM:
             gram = tl.dot(x_tile, x_tile.T, gram, input_precision=PRECISION)
     if EARLY:
         gdc_launch_dependents()
+    if PARTS > 1:
+        acc, last = _summed(acc, block, tl.program_id(0) % PARTS, sums, turns, BLOCK_M, BLOCK_N, PARTS)
+        num_rows = tl.where(last, num_rows, 0)  # the others store nothing
     diagonal = tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]
     squares = tl.sum(tl.where(diagonal, gram, 0.0), 1)
     acc, other = _finish(acc, other, squares[:, None], norm_eps, K, NORM, ACTIVATION)
@@ -219,11 +251,13 @@ def launch_skinny_linear(
     activation: str | None,
     residual: Tensor | None,
     rotary: tuple[Tensor, Tensor, int] | None,
+    workspace: Tensor | None,
 ) -> Tensor:
     """As `skinny_linear`, whose arguments are checked."""
     if interpreting() and x.dtype.itemsize == 2:  # which keeps bfloat16 as integers
         wide = None if residual is None else residual.float()
-        return launch_skinny_linear(x.float(), weight.float(), norm_eps, activation, wide, rotary).to(x.dtype)
+        wide = x.float(), weight.float(), norm_eps, activation, wide, rotary, workspace
+        return launch_skinny_linear(*wide).to(x.dtype)
     width = x.size(-1)
     num_rows, num_outputs = x.numel() // width, weight.size(0) // (2 if activation == "swiglu" else 1)
     out = x.new_empty((*x.shape[:-1], num_outputs))
@@ -234,20 +268,27 @@ def launch_skinny_linear(
     head_dim = 0
     if rotary is not None:
         cos, sin, head_dim = cos.contiguous(), sin.contiguous(), cos.size(-1)
-    tile = tile_for(num_rows, num_outputs)
+    plain = norm_eps is None and activation is None and rotary is None
+    tile = tile_for(num_rows, num_outputs, width, plain)
     block_n = tile.block_n if rotary is None else tile.block_n // 2  # pairs
+    blocks = triton.cdiv(num_outputs, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
+    sums = turns = None
+    if tile.parts > 1:
+        sums = x.new_empty((blocks, tile.parts, tile.block_m, tile.block_n), dtype=torch.float32)
+        turns = x.new_zeros(blocks, dtype=torch.int32) if workspace is None else workspace
     if num_rows == 1:
-        kernel, sizes, more = one_row_linear_kernel, (num_outputs,), {}
+        kernel, memory, sizes, more = one_row_linear_kernel, (), (num_outputs,), {}
     else:
-        kernel, sizes = skinny_linear_kernel, (num_rows, num_outputs)
-        more = {"BLOCK_M": tile.block_m, "PRECISION": dot_precision(x)}
+        kernel, memory, sizes = skinny_linear_kernel, (sums, turns), (num_rows, num_outputs)
+        more = {"BLOCK_M": tile.block_m, "PARTS": tile.parts, "PRECISION": dot_precision(x)}
     constants = {
         "K": width, "NORM": norm_eps is not None, "ACTIVATION": activation, "HEAD_DIM": head_dim, "EARLY": early,
         "BLOCK_N": block_n, "BLOCK_K": tile.block_k, **more,
     }  # fmt: skip
     how = {"num_warps": tile.num_warps, "num_stages": tile.num_stages} | ({"launch_pdl": True} if early else {})
-    programs = triton.cdiv(num_outputs, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
-    arguments = (x.contiguous(), weight, residual, out, cos, sin, *sizes, num_turned * head_dim, norm_eps or 0.0)
+    arguments = (
+        x.contiguous(), weight, residual, out, cos, sin, *memory, *sizes, num_turned * head_dim, norm_eps or 0.0
+    )  # fmt: skip
     with on_device(x):
-        start(Launch(kernel, programs, arguments, constants, how))
+        start(Launch(kernel, tile.parts * blocks, arguments, constants, how))
     return out

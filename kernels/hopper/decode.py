@@ -10,9 +10,9 @@ so that a few queries fill wgmma, and P passes through shared memory:
 
     S^T (keys, queries) = K Q^T        O^T (D, queries) = V^T P^T
 
-New tokens: TMA may read a cache's slot before or after they are written to it, so the consumer writes them over what
-has come, and zeros over what lies behind a row's last key: 0 * NaN is NaN. Where a row's last keys fit in half a tile
-its other half is not read (`shifted`).
+New tokens: the producer puts those of a tile into the cache before it sends for the tile. A row's last tile is copied
+from so many keys sooner that little lies behind its last key (`shifted`); over what does the consumer writes zeros, as
+0 * NaN is NaN. A page that the pool does not have TMA reads as zeros; the consumer, told of it, then gives NaN.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ from ..portable.decode import NOT_SPECIALIZED, decode_launches, given_tensors, r
 from ..portable.tuning import DecodeTile
 from ..replay import Repeated
 from . import tma
-from .decode_loads import FIELDS, HALF, ITEMS, Build, Cache, Rings, fetcher, producer
+from .decode_loads import FIELDS, HALF, ITEMS, SHIFT, Build, Cache, Rings, fetcher, producer
 from .decode_roles import collector, consumer
 
 
@@ -119,14 +119,14 @@ def hopper_decode_kernel(
     strides = (cache_row * CACHE_UNIT, cache_head * CACHE_UNIT, cache_slot * CACHE_UNIT)
     new_strides = (new_batch * UNIT, new_head * UNIT, new_token * UNIT)
     table = block_table if PAGE > 0 else seqlens
-    cache = Cache(strides, new_strides, table, table_row, num_pages)
+    cache = Cache(k_cache, v_cache, k_new, v_new, strides, new_strides, table, table_row, num_pages)
     group = num_heads // num_kv_heads
     gl.warp_specialize(
         [
             (consumer, (
-                o, lse, k_cache, v_cache, k_new, v_new, num_heads, num_q, group, num_kv_heads,
-                (window_left, window_right), scale_log2, switches, sums, maxima, slot_rows, workspace, coarse_from,
-                cache, rings, p_tile, k_tiles, v_tiles, build, is_padded, CAUSAL, LOCAL,
+                o, lse, num_heads, num_q, group, num_kv_heads, (window_left, window_right), scale_log2, switches, sums,
+                maxima, slot_rows, workspace, coarse_from, rings, p_tile, k_tiles, v_tiles, build, is_padded, CAUSAL,
+                LOCAL,
             )),
             (collector, (
                 o, lse, switches.sinks, num_heads, num_q, group, num_kv_heads, sums, maxima, slot_rows, workspace,
@@ -138,7 +138,7 @@ def hopper_decode_kernel(
             )),
             (fetcher, (q, (q_batch * UNIT, q_head * UNIT, q_token * UNIT), group, num_q, rings, build)),
         ],
-        [4, 1, 1], [184, 80, 80] if BLOCK_D == 128 else [88, 40, 40],  # the consumer has what is left: 240, 112
+        [4, 1, 1], [184, 80, 80] if BLOCK_D == 128 else [80, 56, 56],  # the consumer has what is left: 240, 104
     )  # fmt: skip
 
 
@@ -175,7 +175,8 @@ def _described(call: Call) -> dict[str, tuple]:
 
 def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given: Tensor | None) -> list[Launch]:
     (portable,) = decode_launches(options, tile, cache, **given)
-    piece = min(portable.constants["PAGE"] or tile.block_k, tile.block_k)
+    page = portable.constants["PAGE"]
+    piece = SHIFT.value if 0 < page < tile.block_k else tile.block_k
     descriptors = (tma.descriptor(given[name], piece, HALF.value) for name in ("k_cache", "v_cache"))
     constants = portable.constants | {"STAGES": tile.num_stages}
     constants = {name: constants[name] for name in hopper_decode_kernel.arg_names if name in constants}

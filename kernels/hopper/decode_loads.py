@@ -20,6 +20,7 @@ from .tma import slot
 ITEMS = gl.constexpr(3)  # that the producer describes ahead
 FIELDS = gl.constexpr(12)
 HALF = gl.constexpr(64)  # columns of a TMA box: what one swizzle of shared memory takes
+SHIFT = gl.constexpr(16)  # keys: what the smallest page holds
 STARTED = gl.constexpr(9)  # the hardware barrier where all THREADS meet when the mbarriers are there
 THREADS = gl.constexpr(320)
 
@@ -43,8 +44,12 @@ class Rings:
 
 @record
 class Cache:
-    """Where a row's keys lie, for stores by pointer."""
+    """Where a row's keys lie, and those that are to be appended, by pointer."""
 
+    k: gl.tensor
+    v: gl.tensor
+    k_new: gl.tensor  # None, as v_new, but where APPEND
+    v_new: gl.tensor
     strides: tuple  # (row or page, head, slot), elements
     new_strides: tuple  # (row, head, token)
     block_table: gl.tensor  # read only where PAGE
@@ -101,23 +106,48 @@ def awaited(rings, turn, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def shifted(tile, keys, build, PADDED: gl.constexpr):
-    """How many keys before a tile's first one its copy begins: half a tile, where the row's last keys fit in the other.
+    """How many keys before a tile's first one its copy begins: as many as the row's last tile has slots behind its
+    last key, in whole SHIFTs.
 
     What a copy would read there lies before its page, where TMA reads nothing, or has just been read; behind the last
     key it would be memory. Left padding is neither.
     """
-    return gl.where((keys - tile * build.BLOCK_K <= build.BLOCK_K // 2) & (not PADDED), build.BLOCK_K // 2, 0)
+    behind = gl.maximum((tile + 1) * build.BLOCK_K - keys, 0)
+    return gl.where(PADDED, 0, behind // SHIFT * SHIFT)
 
 
 @gluon.jit
-def _bad_pages(begin, end, pad, pages, num_pages, lanes, PAGE: gl.constexpr):
-    """1 where a page of the keys begin .. end is none of the pool's."""
-    bad = begin * 0
-    end_page = gl.where(begin < end, (pad + end + PAGE - 1) // PAGE, 0)  # a row without a key has no page
-    for number in range((pad + begin) // PAGE, end_page, ROWS_BLOCK):
-        page = gl.load(pages + number + lanes, mask=number + lanes < end_page, other=0)
-        bad = gl.maximum(bad, gl.max(((page < 0) | (page >= num_pages)).to(gl.int32), 0))
-    return bad
+def _known(page, cache):
+    """Whether the pool has such a page. Of another one TMA reads zeros."""
+    return (page >= 0) & (page < cache.num_pages)
+
+
+@gluon.jit
+def _append(begin, end, first_new, row, kv_head, pad, cache, build):
+    """The new tokens among the keys begin .. end into their slots, where TMA then finds them."""
+    BLOCK_D: gl.constexpr = build.BLOCK_D
+    TOKENS: gl.constexpr = 256 // BLOCK_D
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [TOKENS, BLOCK_D // 8], [1, 1], [1, 0])
+    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
+    base = row.to(gl.int64) * cache.new_strides[0] + kv_head.to(gl.int64) * cache.new_strides[1]
+    for first in range(gl.maximum(begin, first_new), end, TOKENS):
+        key = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
+        keep = (key < end)[:, None] & (columns < build.HEAD_DIM)[None, :]
+        tokens = (base + (key - first_new) * cache.new_strides[2])[:, None] + columns[None, :]
+        new_k = gl.load(cache.k_new + tokens, mask=keep, other=0.0)
+        new_v = gl.load(cache.v_new + tokens, mask=keep, other=0.0)
+        slots = pad + key
+        line = key.to(gl.int64) * 0 + row
+        if build.PAGE > 0:
+            pages = cache.block_table + row.to(gl.int64) * cache.table_row
+            line = gl.load(pages + slots // build.PAGE, mask=key < end, other=0)
+            keep = keep & _known(line, cache)[:, None]
+            line, slots = line.to(gl.int64), slots % build.PAGE
+        there = kv_head.to(gl.int64) * cache.strides[1] + line * cache.strides[0]
+        there += slots.to(gl.int64) * cache.strides[2]
+        gl.store(cache.k + there[:, None] + columns[None, :], new_k, mask=keep)
+        gl.store(cache.v + there[:, None] + columns[None, :], new_v, mask=keep)
+    tma.fence_async_global()
 
 
 @gluon.jit
@@ -131,13 +161,13 @@ def producer(
     HALVES: gl.constexpr = build.BLOCK_D // HALF
     PIECE: gl.constexpr = k_desc.block_type.shape[2]  # keys that lie together: of a page, or a tile
     lanes = gl.arange(0, ROWS_BLOCK, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    started((), 0, 1)
     if build.APPEND:  # whoever is told of an item is told after this
         tma.wait_for_previous()
     batch = Batch(seqlens, leftpad, num_rows, num_q, capacity, window_left, lanes, BLOCK_K, SPAN, build.APPEND, PADDED)
     num_tiles, num_spans = totals(batch)
     by_tile = num_spans * width < coarse_from
     num_items = gl.where(by_tile, num_tiles, num_spans) * width
+    started((), 0, 1)  # the others have made their barriers meanwhile
     programs = gl.num_programs(0)
     step, turn = 0, 0
     item = gl.program_id(0)
@@ -156,47 +186,50 @@ def producer(
         span = gl.where(by_tile, place_in_row // SPAN, place_in_row)
         begin = first_tile + gl.where(by_tile, place_in_row, span * SPAN)
         end = begin + gl.where(by_tile, 1, gl.minimum(tiles - span * SPAN, SPAN))
-        fault = gl.where(unfit, 1, 0)
+        flags = gl.where(by_tile, 2, 0) + gl.where(unfit, 1, 0)
         pages = cache.block_table + row.to(gl.int64) * cache.table_row
-        if PAGE > 0:
-            end_key = gl.minimum(end * BLOCK_K, keys)
-            fault = gl.maximum(fault, _bad_pages(begin * BLOCK_K, end_key, pad, pages, cache.num_pages, lanes, PAGE))
-        if fault > 0:
-            end = begin
-        for tile in range(begin, gl.maximum(end, begin + 1)):
-            if tile < end:
-                stage, phase = slot(step, build.STAGES)
-                mbarrier.wait(rings.empty.index(stage), phase ^ 1)
-                k_full, v_full = rings.k_full.index(stage), rings.v_full.index(stage)
-                mbarrier.expect(k_full, BLOCK_K * build.BLOCK_D * 2)
-                mbarrier.expect(v_full, BLOCK_K * build.BLOCK_D * 2)
-                shift = shifted(tile, keys, build, PADDED)
-                for piece in gl.static_range(BLOCK_K // PIECE):
-                    line = row
-                    at = pad + tile * BLOCK_K - shift
-                    if PAGE >= BLOCK_K:
-                        line = gl.load(pages + tile * BLOCK_K // PAGE, mask=tile * BLOCK_K < keys, other=0)
-                        at = tile * BLOCK_K % PAGE - shift
-                    elif PAGE > 0:
-                        first = tile * BLOCK_K - shift + piece * PIECE
-                        inside = (first >= tile * BLOCK_K) & (first < keys)
-                        line = gl.load(pages + gl.maximum(first, 0) // PAGE, mask=inside, other=0)
-                        at = gl.where(inside, 0, PAGE)  # outside of it TMA reads nothing
-                    for half in gl.static_range(HALVES):
-                        coordinates = [line, kv_head, at, half * HALF]
-                        k_part = rings.k.index(stage * HALVES + half).slice(piece * PIECE, PIECE, 0)
-                        v_part = rings.v.index(stage * HALVES + half).slice(piece * PIECE, PIECE, 0)
-                        tma.load(k_desc, coordinates, k_full, _as_box(k_part, k_desc))
-                        tma.load(v_desc, coordinates, v_full, _as_box(v_part, v_desc))
-                step += 1
+        place, phase_of_item = slot(turn, ITEMS)
+        for tile in range(begin, end):
+            start = tile * BLOCK_K - shifted(tile, keys, build, PADDED)
+            if build.APPEND:  # before the wait for a stage, which is the longer one
+                first_new = gl.maximum(keys - num_q, 0)  # an absent row has no keys
+                end_key = gl.minimum(start + BLOCK_K, keys)
+                if end_key > first_new:
+                    _append(start, end_key, first_new, row, kv_head, pad, cache, build)
+            stage, phase = slot(step, build.STAGES)
+            mbarrier.wait(rings.empty.index(stage), phase ^ 1)
+            k_full, v_full = rings.k_full.index(stage), rings.v_full.index(stage)
+            mbarrier.expect(k_full, BLOCK_K * build.BLOCK_D * 2)
+            for piece in gl.static_range(BLOCK_K // PIECE):
+                line = row
+                at = pad + start
+                if PAGE >= BLOCK_K:
+                    line = gl.load(pages + tile * BLOCK_K // PAGE, mask=tile * BLOCK_K < keys, other=0)
+                    at = tile * BLOCK_K % PAGE - (tile * BLOCK_K - start)
+                elif PAGE > 0:
+                    first = start + piece * PIECE
+                    inside = (first >= tile * BLOCK_K) & (first < keys)
+                    first = gl.maximum(first, 0)
+                    line = gl.load(pages + first // PAGE, mask=inside, other=0)
+                    at = gl.where(inside, first % PAGE, PAGE)  # outside of it TMA reads nothing
+                if PAGE > 0:
+                    flags = flags | gl.where(_known(line, cache), 0, 1)
+                for half in gl.static_range(HALVES):
+                    coordinates = [line, kv_head, at, half * HALF]
+                    k_part = rings.k.index(stage * HALVES + half).slice(piece * PIECE, PIECE, 0)
+                    v_part = rings.v.index(stage * HALVES + half).slice(piece * PIECE, PIECE, 0)
+                    tma.load(k_desc, coordinates, k_full, _as_box(k_part, k_desc))
+                    tma.load(v_desc, coordinates, v_full, _as_box(v_part, v_desc))
             if tile == begin:  # its first copy has been sent for: all wait for that one
-                place, phase = slot(turn, ITEMS)
-                mbarrier.wait(rings.item_empty.index(place), phase ^ 1)
-                flags = gl.where(by_tile, 2, 0) + fault
+                mbarrier.wait(rings.item_empty.index(place), phase_of_item ^ 1)
                 fields = row, kv_head, begin, end, keys, pad, flags, item, tiles, span, tiles_before, spans_before
                 for field in gl.static_range(FIELDS):
                     _tell(rings, place, field, fields[field])
                 mbarrier.arrive(rings.item_full.index(place), count=1)
+            elif PAGE > 0:
+                _tell(rings, place, 6, flags)
+            mbarrier.expect(v_full, BLOCK_K * build.BLOCK_D * 2)  # last: with the values the flags are known
+            step += 1
         item = following
         turn += 1
     place, phase = slot(turn, ITEMS)

@@ -14,10 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..portable.scores import Scoring, logits_of
 from ..portable.split import Item, Parts, collected, handed, is_whole, store_row
 from ..portable.tiles import LOG2_E, Mask, mask_scores
-from .decode_loads import ITEMS, awaited, shifted, started, told
+from .decode_loads import ITEMS, SHIFT, awaited, shifted, started, told
 from .tma import slot
 
-PATCHED = gl.constexpr(32)  # keys that are written over together
 NEVER = gl.constexpr(2**30)  # a key that no query sees
 # spans of a row whose tiles are all folded at once: more would wait for memory one after the other
 FLAT = gl.constexpr(2)
@@ -25,35 +24,15 @@ IN_FLIGHT = gl.constexpr(4)  # partial results that are loaded together
 
 
 @gluon.jit
-def _patch(tile, new, pointer, start, first_new, keys, pad, row, kv_head, cache, build):
-    """Over the keys of a tile from `first_new` on: the new tokens, which are appended to the cache too; zeros behind
-    the last. `start` is the tile's first key; without APPEND `first_new` is `keys`."""
+def _cleared(tile, start, keys, build, PADDED: gl.constexpr):
+    """Zeros over what a tile holds behind a row's last key; `start` is the tile's first."""
     BLOCK_D: gl.constexpr = build.BLOCK_D
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
-    for piece in gl.static_range(build.BLOCK_K // PATCHED):
-        if start + (piece + 1) * PATCHED > first_new:
-            part = tile.slice(piece * PATCHED, PATCHED, 0)
-            key = start + piece * PATCHED + gl.arange(0, PATCHED, layout=gl.SliceLayout(1, layout))
-            old = part.load(layout)
-            if build.APPEND:
-                inside = (key >= first_new) & (key < keys)
-                keep = inside[:, None] & (columns < build.HEAD_DIM)[None, :]
-                base = new + row.to(gl.int64) * cache.new_strides[0] + kv_head.to(gl.int64) * cache.new_strides[1]
-                tokens = base + (key - first_new) * cache.new_strides[2]
-                values = gl.load(tokens[:, None] + columns[None, :], mask=keep, other=0.0)
-                slots = pad + key
-                line = key.to(gl.int64) * 0 + row
-                if build.PAGE > 0:
-                    pages = cache.block_table + row.to(gl.int64) * cache.table_row
-                    line = gl.load(pages + slots // build.PAGE, mask=inside, other=0).to(gl.int64)
-                    slots = slots % build.PAGE
-                there = pointer + kv_head.to(gl.int64) * cache.strides[1] + line * cache.strides[0]
-                there += slots.to(gl.int64) * cache.strides[2]
-                gl.store(there[:, None] + columns[None, :], values, mask=keep)
-            else:
-                values = gl.zeros([PATCHED, BLOCK_D], tile.dtype, layout)
-            part.store(gl.where((key < first_new)[:, None], old, values))
+    zeros = gl.zeros([SHIFT, BLOCK_D], tile.dtype, layout)
+    for piece in gl.static_range(0 if PADDED else build.BLOCK_K // SHIFT - 1, build.BLOCK_K // SHIFT):
+        part = tile.slice(piece * SHIFT, SHIFT, 0)
+        key = start + piece * SHIFT + gl.arange(0, SHIFT, layout=gl.SliceLayout(1, layout))
+        part.store(gl.where((key < keys)[:, None], part.load(layout), zeros))
 
 
 @gluon.jit
@@ -82,7 +61,7 @@ def _item_told(rings, place, row, width):
     kv_head, flags, item = told(rings, place, 1), told(rings, place, 6), told(rings, place, 7)
     tiles, span = told(rings, place, 8), told(rings, place, 9)
     tiles_before, spans_before = told(rings, place, 10), told(rings, place, 11)
-    return Item(item, flags > 1, row, kv_head, width, tiles, span, tiles_before, spans_before), flags % 2
+    return Item(item, flags > 1, row, kv_head, width, tiles, span, tiles_before, spans_before)
 
 
 @gluon.jit
@@ -96,9 +75,9 @@ def _store(acc, maximum, total, o, lse, sinks, item, group, num_q, num_heads, pa
 
 @gluon.jit
 def consumer(
-    o, lse, k_cache, v_cache, k_new, v_new, num_heads, num_q, group, width, window, scale_log2, switches, sums, maxima,
-    slot_rows, workspace, coarse_from, cache, rings, p_tile, k_tiles, v_tiles, build, PADDED: gl.constexpr,
-    CAUSAL: gl.constexpr, LOCAL: gl.constexpr,
+    o, lse, num_heads, num_q, group, width, window, scale_log2, switches, sums, maxima, slot_rows, workspace,
+    coarse_from, rings, p_tile, k_tiles, v_tiles, build, PADDED: gl.constexpr, CAUSAL: gl.constexpr,
+    LOCAL: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = build.BLOCK_M
     BLOCK_K: gl.constexpr = build.BLOCK_K
@@ -112,8 +91,8 @@ def consumer(
     place, phase_of_item, row = awaited(rings, turn)
     while row >= 0:
         begin, end = told(rings, place, 2), told(rings, place, 3)
-        keys, pad = told(rings, place, 4), told(rings, place, 5)
-        item, fault = _item_told(rings, place, row, width)
+        keys = told(rings, place, 4)
+        item = _item_told(rings, place, row, width)
         kv_head = item.inner
         packed = gl.arange(0, BLOCK_M, layout=of_row)
         query = packed // group
@@ -123,7 +102,6 @@ def consumer(
             slope = (gl.load(switches.alibi_slopes + of_head, mask=query < num_q, other=0.0) * LOG2_E)[None, :]
         mask = Mask(num_q, keys, window, CAUSAL, LOCAL)
         scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, 0, "ieee")
-        first_new = gl.maximum(keys - num_q, 0) if build.APPEND else keys  # an absent row has no keys
         acc = gl.zeros([BLOCK_D, BLOCK_M], gl.float32, acc_layout)
         maximum = gl.full([BLOCK_M], -float("inf"), gl.float32, of_row)
         total = gl.zeros([BLOCK_M], gl.float32, of_row)
@@ -134,10 +112,6 @@ def consumer(
             start = tile * BLOCK_K - shifted(tile, keys, build, PADDED)
             k_tile, v_tile = k_tiles.index(stage), v_tiles.index(stage)
             mbarrier.wait(rings.k_full.index(stage), phase)
-            if build.APPEND:  # noqa: SIM102  # known at compile time; what is no key is masked
-                if start + BLOCK_K > first_new:
-                    _patch(k_tile, k_new, k_cache, start, first_new, keys, pad, row, kv_head, cache, build)
-                    fence_async_shared()
             nothing = gl.zeros([BLOCK_K, BLOCK_M], gl.float32, acc_layout)
             scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -150,8 +124,8 @@ def consumer(
             probs = gl.exp2(logits * factor - base[None, :])
             p_tile.store(gl.permute(probs.to(q_tile.dtype), (1, 0)))
             mbarrier.wait(rings.v_full.index(stage), phase)
-            if start + BLOCK_K > first_new:
-                _patch(v_tile, v_new, v_cache, start, first_new, keys, pad, row, kv_head, cache, build)
+            if start + BLOCK_K > keys:  # of keys that are none the scores are masked, but 0 * NaN is NaN
+                _cleared(v_tile, start, keys, build, PADDED)
             fence_async_shared()
             nothing = gl.zeros([BLOCK_D, BLOCK_M], gl.float32, acc_layout)
             part = warpgroup_mma(
@@ -162,7 +136,7 @@ def consumer(
             mbarrier.arrive(rings.empty.index(stage), count=1)
             acc, maximum, total = _fold_columns(acc, maximum, total, part, part_maximum, part_total)
             step += 1
-        if fault > 0:
+        if told(rings, place, 6) % 2 > 0:  # of the last tile's page too
             gl.store(workspace, 1)
             total = total + float("nan")
         acc = gl.convert_layout(gl.permute(acc, (1, 0)), out_layout)
@@ -185,7 +159,7 @@ def collector(
     turn = 0
     place, phase, row = awaited(rings, turn)
     while row >= 0:
-        item, _ = _item_told(rings, place, row, width)
+        item = _item_told(rings, place, row, width)
         mbarrier.wait(rings.stored.index(place), phase)
         mbarrier.arrive(rings.item_empty.index(place), count=1)
         if is_whole(item, parts) == 0:

@@ -96,6 +96,12 @@ def pass_turn(address):
     )  # fmt: skip
 
 
+@gluon.jit
+def fence_async_global():
+    """What this warp has stored to global memory is seen by copies that it sends for from here on. By one warp."""
+    _by_one_warp("fence.proxy.async.global; bar.warp.sync 0xffffffff; mov.u32 $0, $2;", "=r,r,r", 0, 0)
+
+
 _GLUON_DTYPE = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,

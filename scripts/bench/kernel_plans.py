@@ -150,7 +150,7 @@ def skinny_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
         rotary = (*tables, 24) if word == "rotary" else None
         x, weight = (torch.empty(n, width, dtype=torch.bfloat16, device="meta") for n in (rows, weights))
         with recorded() as launches:
-            launch_skinny_linear(x, weight, 1e-6 if width == 768 else None, activation, None, rotary)
+            launch_skinny_linear(x, weight, 1e-6 if width == 768 else None, activation, None, rotary, None)
         launches = [launch._replace(constants=launch.constants | {"EARLY": arch >= 90}) for launch in launches]
         yield (f"{outputs} outputs", f"{rows} rows", *([word] if word else [])), launches
 
