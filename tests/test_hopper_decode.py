@@ -110,21 +110,24 @@ def test_simulated_items_give_the_same_bits(monkeypatch):
     assert all(torch.equal(ours, theirs) for other in others for ours, theirs in zip(other, first, strict=True))
 
 
-@pytest.mark.parametrize("fault", ["length", "page"])
-def test_simulated_what_does_not_fit_is_nan_and_overwrites_nothing(fault, monkeypatch):
+@pytest.mark.parametrize("cut", [(3, 5), (3, 1)])
+@pytest.mark.parametrize("fault", ["length", "page", "page of the last tile", "page of the new token"])
+def test_simulated_what_does_not_fit_is_nan_and_overwrites_nothing(fault, cut, monkeypatch):
+    """Items are tiles, and spans, whose later pages are looked at after others are told of the item."""
     call = a_call([100, 40], page=16)
     if fault == "length":
         call.cache_seqlens[0] = 16 * call.block_table.shape[1]
     else:
-        call.block_table[0, 2] = 99
+        call.block_table[0, {"page": 2, "page of the last tile": 5, "page of the new token": 6}[fault]] = 99
     before = call.k_cache.clone(), call.v_cache.clone()
-    o, _, *after = run(monkeypatch, call)
+    o, _, *after = run(monkeypatch, call, cut=cut)
     assert o[0].isnan().all()
     assert not o[1].isnan().any()
     assert call.workspace[0] == 1
     mine = call.block_table[0][(call.block_table[0] >= 0) & (call.block_table[0] < len(call.k_cache))].long()
     for ours, theirs in zip(after, before, strict=True):
-        assert torch.equal(ours[mine].nan_to_num(9.0), theirs[mine].nan_to_num(9.0)) or fault == "page"
+        appends = fault in ("page", "page of the last tile")  # to a page that there is
+        assert torch.equal(ours[mine].nan_to_num(9.0), theirs[mine].nan_to_num(9.0)) != appends
 
 
 def test_what_it_does_not_take_is_said(monkeypatch):
