@@ -11,13 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from model.cache import ABSENT, KVCache, PagedKVCache, Prompts
+from model.cache import KVCache, PagedKVCache, Prompts
 from model.gpt import GPT
 from model.sampling import check_sampling, choose_next_token
 
@@ -66,15 +65,19 @@ def generate(
         ValueError: an impossible option, at the call and not at the first token.
     """
     check_sampling(temperature, top_k, top_p)
+    contexts = []  # arrays: a list of as many ids would keep a GPU waiting
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str) or not isinstance(prompt, Sequence | Tensor):
             raise ValueError(f"prompt {number} is {prompt!r}; give a list of prompts, each a list of ids")
         if len(prompt) == 0:
             raise ValueError(f"prompt {number} is empty; give at least one token")
-        if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+        ids = array("q", prompt)
+        least, largest = torch.frombuffer(ids, dtype=torch.int64).aminmax()
+        if least < 0 or largest >= model.vocab_size:
             raise ValueError(
                 f"an id of prompt {number} lies outside 0..{model.vocab_size - 1}; use the model's tokenizer"
             )
+        contexts.append(ids[-model.seq_len :])
     for name, value, least in (
         ("num_samples", num_samples, 1), ("batch_size", batch_size, 1), ("max_new_tokens", max_new_tokens, 0)
     ):  # fmt: skip
@@ -84,7 +87,6 @@ def generate(
         raise ValueError(f"cache_dtype={cache_dtype} must be None, torch.int8 or torch.float8_e4m3fn")
     if len(prompts) == 0 or max_new_tokens == 0:
         return iter(())
-    contexts = [list(map(index, prompt[-model.seq_len :])) for prompt in prompts]
     sequences = [
         Continued(number * num_samples + sample, sample, context)
         for number, context in enumerate(contexts)
@@ -111,7 +113,7 @@ class Continued:
 
     number: int
     sample: int  # which of its prompt's
-    context: list[int]  # what is to be read, or was; samples of a prompt have one list
+    context: array  # ids to be read, or that were; samples of a prompt have one array
     new: list[int] = field(default_factory=list)  # what followed it, as far as the host knows
     drawn: int = 0  # tokens that the device was asked for
     stopped: bool = False
@@ -160,7 +162,8 @@ class Generation:
         self.copies = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
         # other attentions ask the host for lengths
         self.takes_graph = self.on_cuda and model.config.attention == "flash"
-        self.graphs: list[torch.cuda.CUDAGraph] = []  # of a step that reads the first half, and the second
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of a step, by the half that it reads
+        self.compiled = False  # a first step has run
 
     def run(self, sequences: list[Continued]) -> Iterator[Drawn]:
         """Continue the sequences until all have ended."""
@@ -168,28 +171,33 @@ class Generation:
         while True:
             if waiting and None in self.sequence_of:
                 on_their_way.append(self._read_prompts(waiting))
+            if len(self.graphs) < 2:  # over such a step the host takes its time
+                yield from self._handed_over(on_their_way, 0)
             rows = [row for row, sequence in enumerate(self.sequence_of) if sequence]
             full = [row for row in rows if self.cache.length_of[row] == self.cache.max_tokens]
             if rows and not full:
                 on_their_way.append(self._launch(rows))
             elif not on_their_way and not waiting and not full:
                 return
-            while len(on_their_way) > (1 if rows and not full else 0):
-                if drawn := self._arrived(on_their_way.popleft()):
-                    yield drawn
+            yield from self._handed_over(on_their_way, 1 if rows and not full else 0)
             for row in full:  # all of their tokens have arrived
                 if sequence := self.sequence_of[row]:
                     self._release(sequence)
                     half = max(1, self.cache.max_tokens // 2)
-                    sequence.context, sequence.new = (sequence.context + sequence.new)[-half:], []
+                    sequence.context, sequence.new = (sequence.context + array("q", sequence.new))[-half:], []
                     waiting.appendleft(sequence)
+
+    def _handed_over(self, on_their_way: deque[Step], left: int) -> Iterator[Drawn]:
+        while len(on_their_way) > left:
+            if drawn := self._arrived(on_their_way.popleft()):
+                yield drawn
 
     @torch.no_grad()
     def _read_prompts(self, waiting: deque[Continued]) -> Step:
         """Give free rows to those who wait, read their contexts in one call, draw a token of each."""
         taken: list[tuple[int, Continued]] = []
         readers: list[int] = []  # rows that read; the others are forks of the last reader before them
-        reader_of, counts, tokens = [], [], []
+        reader_of, counts, tokens = [], [], array("q")
         for row in [row for row, sequence in enumerate(self.sequence_of) if sequence is None]:
             if not waiting:
                 break
@@ -205,8 +213,7 @@ class Generation:
             reader_of.append(len(readers) - 1)
         self.cache.extend(readers, counts)
         prompts = self.cache.prompts(readers)
-        # not torch.tensor, which takes milliseconds for as many ids
-        ids = torch.frombuffer(array("q", tokens), dtype=torch.int64)
+        ids = torch.frombuffer(tokens, dtype=torch.int64)
         logits = self._logits(ids[None].to(self.device), prompts)[0]  # (readers, V)
         for (row, _), reader in zip(taken, reader_of, strict=True):
             if row != readers[reader]:
@@ -214,25 +221,26 @@ class Generation:
         rows = torch.tensor([row for row, _ in taken], device=self.device)
         self.sample[rows] = torch.tensor([sequence.sample for _, sequence in taken], device=self.device)
         self.drawn[rows] = torch.tensor([sequence.drawn for _, sequence in taken], device=self.device)
-        tokens = self._draw(logits[reader_of], self.sample[rows], self.drawn[rows])
+        first = self._draw(logits[reader_of], self.sample[rows], self.drawn[rows])
         if self.copies:  # of what was in these rows
             torch.cuda.current_stream().wait_stream(self.copies)
-        self.tokens[self.half, rows] = tokens
+        self.tokens[self.half, rows] = first
         self.drawn[rows] += 1
         for row, sequence in taken:
             self.sequence_of[row] = sequence
-        return self._send(tokens, [sequence for _, sequence in taken])
+        return self._send(first, [sequence for _, sequence in taken])
 
     @torch.no_grad()
     def _launch(self, rows: list[int]) -> Step:
         """One more token of each row in use."""
-        if self.takes_graph and not self.graphs:
-            self.graphs = self._captured()
         self.cache.extend(rows, 1)
-        if self.graphs:
+        if self.takes_graph and self.compiled:
+            if self.half not in self.graphs:
+                self.graphs[self.half] = self._captured(self.half)
             self.graphs[self.half].replay()
         else:
             self._step(self.half)
+            self.compiled = True
         self.half ^= 1
         return self._send(self.tokens[self.half], list(self.sequence_of))
 
@@ -243,28 +251,17 @@ class Generation:
         if not self.greedy:
             self.drawn += 1
 
-    def _captured(self) -> list[torch.cuda.CUDAGraph]:
-        """The step as CUDA graphs, one a half, after it has run once without rows, so that all is compiled."""
-        state = (self.cache.lengths, self.tokens, self.drawn)
-        before = [x.clone() for x in state]
-        self.cache.lengths.fill_(ABSENT)
-        stream = torch.cuda.Stream()
+    def _captured(self, half: int) -> torch.cuda.CUDAGraph:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
-        graphs = []
         with torch.cuda.stream(stream):
-            self._step(0)
-            for half in range(2):
-                graph = torch.cuda.CUDAGraph()
-                # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
-                pool = graphs[0].pool() if graphs else None  # they take turns
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                self._step(half)
-                graph.capture_end()
-                graphs.append(graph)
+            # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
+            pool = next((other.pool() for other in self.graphs.values()), None)  # they take turns
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._step(half)
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        for x, value in zip(state, before, strict=True):
-            x.copy_(value)
-        return graphs
+        return graph
 
     def _logits(self, tokens: Tensor, cache: KVCache | Prompts) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):  # the weights have its dtype
