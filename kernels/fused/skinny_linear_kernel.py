@@ -255,9 +255,9 @@ def launch_skinny_linear(
 ) -> Tensor:
     """As `skinny_linear`, whose arguments are checked."""
     if interpreting() and x.dtype.itemsize == 2:  # which keeps bfloat16 as integers
-        wide = None if residual is None else residual.float()
-        wide = x.float(), weight.float(), norm_eps, activation, wide, rotary, workspace
-        return launch_skinny_linear(*wide).to(x.dtype)
+        x32, weight32, residual32 = (None if t is None else t.float() for t in (x, weight, residual))
+        out = launch_skinny_linear(x32, weight32, norm_eps, activation, residual32, rotary, workspace)
+        return out.to(x.dtype)
     width = x.size(-1)
     num_rows, num_outputs = x.numel() // width, weight.size(0) // (2 if activation == "swiglu" else 1)
     out = x.new_empty((*x.shape[:-1], num_outputs))
