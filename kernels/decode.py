@@ -355,8 +355,8 @@ def _run(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Tenso
         return _naive(call, options)
     plan = plan or plan_of(decode_key(call, options))
     if plan.on_hopper is None:
-        cache = call.k_cache, call.v_cache
-        plan.on_hopper = why_not_hopper_kvcache(call.q, *cache, call.cache_leftpad, call.block_table) is None
+        tensors = call.k_cache, call.v_cache, call.k_new, call.v_new, call.cache_leftpad, call.block_table
+        plan.on_hopper = why_not_hopper_kvcache(call.q, *tensors) is None
     if plan.on_hopper:
         from .hopper.decode import launch_hopper_decode
 

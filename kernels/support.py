@@ -100,7 +100,7 @@ HOPPER_PACKED_HEAD_DIMS = range(64, 257, 8)
 HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
 # Attention over a cache: with less the tiles of 64 columns would be half empty, with more stages would not fit.
 HOPPER_KVCACHE_HEAD_DIMS = range(40, 129, 8)
-HOPPER_KVCACHE_ROWS = 16  # queries that share a KV head; with 32 the portable kernel is faster
+HOPPER_KVCACHE_ROWS = 64  # queries that share a KV head
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
 
 
@@ -252,8 +252,9 @@ def why_not_kvcache(q: Tensor, k_cache: Tensor, options: Options) -> str | None:
 
 
 def why_not_hopper_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, leftpad: Tensor | None, block_table: Tensor | None
-) -> str | None:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, leftpad: Tensor | None,
+    block_table: Tensor | None,
+) -> str | None:  # fmt: skip
     """Why the Hopper kernel does not take this checked call over a cache; nothing of the batch or its lengths does."""
     head_dim, rows = q.shape[3], q.shape[1] // k_cache.shape[1] * q.shape[2]
     reason = _no_hopper_device_reason(q.device)
@@ -267,7 +268,9 @@ def why_not_hopper_kvcache(
         reason = "hopper takes cache_leftpad in contiguous caches: keys in pages would begin inside a copy"
     if reason is None and (q.numel() == 0 or k_cache.numel() == 0):
         reason = "hopper takes no empty tensors"
-    return reason or _unaddressable_reason(k_cache=k_cache, v_cache=v_cache)
+    if reason is None and k is not None:
+        reason = _unaddressable_reason(k=k, v=v)
+    return reason or _unaddressable_reason(q=q, k_cache=k_cache, v_cache=v_cache)
 
 
 def _listed(head_dims: range) -> str:

@@ -97,7 +97,7 @@ class Shared:
         assert not self.in_pieces, "some rows of a wide tile are no tile of their own"
         if self.array.ndim == 3 and shape[-1] < self.array.shape[-1]:
             assert shape[-1] * self.element_bytes == 128, "the columns that one swizzle takes"
-            return _Columns(self, self.array.shape[-1] // shape[-1])
+            return _Columns(self, *shape[1:])
         same = self.array.view()
         same.shape = shape  # never a copy
         return Shared(same, self.element_bytes)
@@ -110,15 +110,17 @@ class Shared:
 
 
 class _Columns:
-    """Wide tiles as memory has them: columns of swizzled rows, one behind the other."""
+    """Wide tiles as memory has them: columns of swizzled rows, one behind the other; by pieces of so many rows."""
 
-    def __init__(self, tiles: Shared, columns: int):
-        self._tiles, self._columns = tiles, columns
+    def __init__(self, tiles: Shared, rows: int, width: int):
+        self._tiles, self._rows, self._width = tiles, rows, width
 
     def index(self, i):
-        tile, column = divmod(i, self._columns)
-        width = self._tiles.array.shape[-1] // self._columns
-        return Shared(self._tiles.array[tile][:, column * width : (column + 1) * width], self._tiles.element_bytes)
+        _, rows, width = self._tiles.array.shape
+        rest, piece = divmod(i, rows // self._rows)
+        tile, column = divmod(rest, width // self._width)
+        part = self._tiles.array[tile, piece * self._rows :, column * self._width :]
+        return Shared(part[: self._rows, : self._width], self._tiles.element_bytes)
 
 
 class Descriptor:

@@ -69,6 +69,19 @@ class _InFlight(threading.local):
         self.taken = []  # what others had not written when they arrived at a barrier
 
 
+class _Once:
+    """A write that several threads may tell of, of whom the first one does it."""
+
+    def __init__(self, write):
+        self._write, self._lock, self.done = write, threading.Lock(), False
+
+    def __call__(self):
+        with self._lock:
+            if not self.done:
+                self._write()
+            self.done = True
+
+
 class _Machine:
     """One program: its threads, barriers, what is in flight. It stands for the module hopper/tma.py too."""
 
@@ -196,6 +209,12 @@ class _Machine:
             self.wait_until(lambda: self._named[identifier] >= whole)
             self.take(identifier)
 
+    def gather(self, pointers, keep, shared):
+        shared.store(load_by_pointer(pointers, mask=keep, other=0.0))
+
+    def gathered(self):
+        """Its copies come at once."""
+
     def fence_async_global(self):
         for write in self._own.unwritten:
             write()
@@ -206,12 +225,14 @@ class _Machine:
 
     def leave(self, barrier):
         """What this thread has written is now for those who pass the barrier to tell of; the caller holds the lock."""
-        self._unwritten.setdefault(barrier, []).extend(self._own.unwritten)
+        self._unwritten.setdefault(barrier, []).extend(map(_Once, self._own.unwritten))
         self._own.unwritten.clear()
 
     def take(self, barrier):
         with self.changed:
-            self._own.taken += self._unwritten.pop(barrier, [])
+            left = self._unwritten.get(barrier, [])
+            left[:] = [write for write in left if not write.done]
+            self._own.taken += left  # others may wait at the barrier too
 
     def multiply(self, left, right, acc, use_acc=True, is_async=False):
         result = np.full(acc.shape, np.nan, np.float32).view(Tile)
@@ -238,7 +259,8 @@ def _language(machine) -> SimpleNamespace:
         for name, function in {
             "minimum": np.minimum, "maximum": np.maximum, "where": np.where, "exp2": np.exp2, "log2": np.log2,
             "sum": np.sum, "max": np.max, "abs": np.abs, "cumsum": np.cumsum, "reshape": np.reshape,
-            "permute": np.transpose, "rsqrt": lambda x: 1.0 / np.sqrt(x), "cdiv": lambda a, b: -(-a // b),
+            "permute": np.transpose, "expand_dims": np.expand_dims, "rsqrt": lambda x: 1.0 / np.sqrt(x),
+            "cdiv": lambda a, b: -(-a // b),
         }.items()
     }  # fmt: skip
     return SimpleNamespace(

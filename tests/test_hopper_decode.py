@@ -4,6 +4,7 @@ On a GPU tests/test_decode.py meets it: the calls that it takes are most of thos
 other Hopper kernels in tests/test_offline_compilation.py.
 """
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -18,6 +19,7 @@ from kernels.portable.tuning import DecodeTile
 from kernels.support import why_not_hopper_kvcache
 
 SMALL = DecodeTile(block_k=64, span=2, num_warps=4, num_stages=2, per_sm=1, groups=2, least_rows=8)
+UPRIGHT = replace(SMALL, least_rows=64)  # queries as rows
 
 
 def a_call(lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=True, leftpad=None, seed=0):
@@ -71,20 +73,29 @@ CASES = {
     "pages of 64": {"lengths": [150, 20, 400], "page": 64},
     "pages larger than tiles": {"lengths": [300, 127], "head_dim": 80, "page": 128},
     "left padding": {"lengths": [150, 90, 60], "leftpad": torch.tensor([13, 70, 45], dtype=torch.int32)},
+    "many queries": {"lengths": [300, 2, 100], "head_dim": 80, "num_q": 11, "heads": 4, "page": 16},
 }
 OPTIONS = [{"window": (70, 0)}, {"softcap": 5.0}, {"causal": False, "window": (100, 40)}]
 WITH_OPTIONS = "new tokens in two tiles", "tiles of a row, spans of a row", "pages of 16"
 
 
+AS_ROWS = "many queries", "tiles of a row, spans of a row", "left padding"
+
+
 @pytest.mark.parametrize(
-    ("name", "options"), [*((name, {}) for name in CASES), *product(WITH_OPTIONS, OPTIONS)], ids=str
-)
-def test_simulated_it_agrees_with_float64(name, options, monkeypatch):
+    ("name", "options", "tile"),
+    [
+        *((name, {}, SMALL) for name in CASES), *product(WITH_OPTIONS, OPTIONS, [SMALL]),
+        *((name, {}, UPRIGHT) for name in AS_ROWS), *product(AS_ROWS[:1], OPTIONS, [UPRIGHT]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_simulated_it_agrees_with_float64(name, options, tile, monkeypatch):
     call = a_call(**CASES[name])
     exact = call._replace(
         **{name: None if x is None else x.double() for name, x in zip(Call._fields[:5], call, strict=False)}
     )
-    o, lse, k_cache, v_cache = run(monkeypatch, call, pauses=Random(len(name)), **options)
+    o, lse, k_cache, v_cache = run(monkeypatch, call, tile, pauses=Random(len(name)), **options)
     named = {"k": exact.k_new, "v": exact.v_new, **{x: getattr(exact, x) for x in Call._fields[5:8]}}
     expected = naive_attention_with_kvcache(*exact[:3], **named, **options, return_lse=True)
     torch.testing.assert_close(o.double(), expected[0], atol=1e-5, rtol=1e-5)
@@ -93,20 +104,22 @@ def test_simulated_it_agrees_with_float64(name, options, monkeypatch):
         assert torch.equal(ours.double().nan_to_num(9.0), theirs.nan_to_num(9.0))
 
 
-def test_simulated_sinks_and_slopes(monkeypatch):
+@pytest.mark.parametrize("tile", [SMALL, UPRIGHT], ids=str)
+def test_simulated_sinks_and_slopes(tile, monkeypatch):
     call = a_call([150, 20], heads=4, kv_heads=2)
     given = {"sinks": torch.randn(4), "alibi_slopes": torch.rand(2, 4)}
-    o, lse, *_ = run(monkeypatch, call, **given)
+    o, lse, *_ = run(monkeypatch, call, tile, **given)
     exact = [x.double().clone() for x in call[:5]]
     expected = naive_attention_with_kvcache(*exact, cache_seqlens=call.cache_seqlens, **given, return_lse=True)
     torch.testing.assert_close(o.double(), expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), expected[1], atol=2e-5, rtol=1e-5)
 
 
-def test_simulated_items_give_the_same_bits(monkeypatch):
+@pytest.mark.parametrize("tile", [SMALL, UPRIGHT], ids=str)
+def test_simulated_items_give_the_same_bits(tile, monkeypatch):
     """Tiles folded at once and by levels, spans, many programs and one."""
     call = a_call([500, 61, 250])
-    first, *others = (run(monkeypatch, call, SMALL, cut)[:2] for cut in ((3, 1), (3, 500), (1, 1), (40, 500), (2, 9)))
+    first, *others = (run(monkeypatch, call, tile, cut)[:2] for cut in ((3, 1), (3, 500), (1, 1), (40, 500), (2, 9)))
     assert all(torch.equal(ours, theirs) for other in others for ours, theirs in zip(other, first, strict=True))
 
 
@@ -134,15 +147,19 @@ def test_what_it_does_not_take_is_said(monkeypatch):
     monkeypatch.setattr("kernels.support._no_hopper_device_reason", lambda device: None)
     half = {"dtype": torch.bfloat16}
     q, cache, lengths = torch.zeros(2, 8, 1, 64, **half), torch.zeros(2, 2, 10, 64, **half), torch.zeros(2)
-    assert why_not_hopper_kvcache(q, cache, cache, None, None) is None
+    new, odd = torch.zeros(2, 2, 1, 64, **half), torch.zeros(2, 8, 1, 65, **half)[..., 1:]
+    assert why_not_hopper_kvcache(q, cache, cache, new, new, None, None) is None
     table = torch.zeros(2, 1)
+    nothing = (None,) * 4
     refused = {
-        "16 bits": (q, cache.char(), cache.char(), None, None),
-        "head_dim": (q[..., :32], cache[..., :32], cache[..., :32], None, None),
-        "32 queries share": (q.expand(2, 8, 8, 64), cache, cache, None, None),
-        "cache_leftpad": (q, cache, cache, lengths, table),
-        "empty": (q, cache[:, :, :0], cache[:, :, :0], None, None),
-        "16-byte aligned": (q, cache.expand(2, 2, 10, 64)[:1].expand(2, -1, -1, -1), cache, None, None),
+        "16 bits": (q, cache.char(), cache.char(), *nothing),
+        "head_dim": (q[..., :32], cache[..., :32], cache[..., :32], *nothing),
+        "72 queries share": (q.expand(2, 8, 18, 64), cache, cache, *nothing),
+        "cache_leftpad": (q, cache, cache, None, None, lengths, table),
+        "empty": (q, cache[:, :, :0], cache[:, :, :0], *nothing),
+        "k_cache 16-byte aligned": (q, cache.expand(2, 2, 10, 64)[:1].expand(2, -1, -1, -1), cache, *nothing),
+        "q 16-byte aligned": (odd, cache, cache, *nothing),
+        "v 16-byte aligned": (q, cache, cache, new, odd[:, :2], None, None),
     }
     for part, tensors in refused.items():
         assert part in why_not_hopper_kvcache(*tensors), part

@@ -5,10 +5,10 @@ row's bits follow from its own keys alone. Hopper's own is how an item is comput
 another and for nothing else. One warp takes items, tells of them, and sends for tiles of 128 keys and values by TMA,
 into the next items as long as stages are free; another fetches the items' queries (decode_loads.py). One warpgroup
 computes, and leaves a part of a row in global memory; one takes turns with other programs and folds the parts
-(decode_roles.py). So neither memory nor tensor cores wait for the end of an item. Keys are the rows of both products,
-so that a few queries fill wgmma, and P passes through shared memory:
+(decode_roles.py). So neither memory nor tensor cores wait for the end of an item. Up to 16 queries that share a KV head
+are columns of both products, as wgmma wants 64 rows, and P passes through shared memory; up to 64 are rows:
 
-    S^T (keys, queries) = K Q^T        O^T (D, queries) = V^T P^T
+    S^T (keys, queries) = K Q^T        O^T (D, queries) = V^T P^T        or        S = Q K^T        O = P V
 
 New tokens: the producer puts those of a tile into the cache before it sends for the tile. A row's last tile is copied
 from so many keys sooner that little lies behind its last key (`shifted`); over what does the consumer writes zeros, as
@@ -26,10 +26,10 @@ from ..call import Options
 from ..decode import Call, decode_key
 from ..launch import Launch, Plan, plan_of, run, sizes_described
 from ..portable.decode import NOT_SPECIALIZED, decode_launches, given_tensors, repeated_decode
-from ..portable.tuning import DecodeTile
+from ..portable.tuning import DecodeTile, decode_rows
 from ..replay import Repeated
 from . import tma
-from .decode_loads import FIELDS, HALF, ITEMS, SHIFT, Build, Cache, Rings, fetcher, producer
+from .decode_loads import BOX, FIELDS, HALF, SHIFT, Build, Cache, Rings, fetcher, producer
 from .decode_roles import collector, consumer
 
 
@@ -90,6 +90,8 @@ def hopper_decode_kernel(
     LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
 ):  # fmt: skip
     """`flash_decode_kernel` on Hopper: the same items, the same numerics, other tiles."""
+    UPRIGHT: gl.constexpr = BLOCK_M == 64
+    ITEMS: gl.constexpr = 2 if UPRIGHT else 3  # whose queries there is room for
     is_padded: gl.constexpr = leftpad is not None
     pads = leftpad if is_padded else seqlens
     dtype: gl.constexpr = k_desc.dtype
@@ -100,7 +102,9 @@ def hopper_decode_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile_layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile_layout)
     q_tiles = gl.allocate_shared_memory(dtype, [ITEMS, BLOCK_M, BLOCK_D], q_layout)
-    p_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], p_layout)
+    p_tile = q_tiles  # nobody's: P then stays in registers
+    if not UPRIGHT:
+        p_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], p_layout)
     items = gl.allocate_shared_memory(gl.int32, [ITEMS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -112,10 +116,13 @@ def hopper_decode_kernel(
     halves: gl.constexpr = [STAGES * (BLOCK_D // HALF), BLOCK_K, HALF]
     k_halves = k_tiles._reinterpret(dtype, halves, half_layout)
     v_halves = v_tiles._reinterpret(dtype, halves, half_layout)
+    boxes: gl.constexpr = [ITEMS * (BLOCK_D // HALF) * (BLOCK_M // BOX), BOX, HALF]
+    box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, HALF], dtype)
+    q_boxes = q_tiles._reinterpret(dtype, boxes, box_layout)
     rings = Rings(
-        k_halves, v_halves, k_full, v_full, empty, items, item_full, item_empty, q_tiles, q_full, stored
+        k_halves, v_halves, k_full, v_full, empty, items, item_full, item_empty, q_tiles, q_boxes, q_full, stored
     )  # fmt: skip
-    build = Build(HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_K, SPAN, GROUPS, PAGE, STAGES, APPEND)
+    build = Build(HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_K, SPAN, GROUPS, PAGE, STAGES, ITEMS, APPEND, UPRIGHT)
     strides = (cache_row * CACHE_UNIT, cache_head * CACHE_UNIT, cache_slot * CACHE_UNIT)
     new_strides = (new_batch * UNIT, new_head * UNIT, new_token * UNIT)
     table = block_table if PAGE > 0 else seqlens
@@ -142,13 +149,17 @@ def hopper_decode_kernel(
     )  # fmt: skip
 
 
-def tile_for(head_dim: int) -> DecodeTile:
-    """Three stages of 64 KB fill a multiprocessor at head_dim 128; at 64 two programs of three stages do. The registers
-    are those of a thread at launch, which the warps of a program then share out."""
-    wide = head_dim > 64
+def tile_for(head_dim: int, rows: int) -> DecodeTile:
+    """The tile of calls whose `rows` queries share a KV head.
+
+    192 KB on their way fill a multiprocessor: at head_dim 128 three stages of one program, at 64 three of each of two,
+    or six where scores of more rows leave registers for half a tile. These are a thread's at launch, which the warps of
+    a program then share out. A tile's result is large where rows are many: tiles are then items of fewer calls."""
+    wide, upright = head_dim > 64, rows > 16
+    block_k = 64 if upright and not wide else 128
     return DecodeTile(
-        block_k=128, span=8, num_warps=4, num_stages=3, per_sm=1 if wide else 2, max_registers=168 if wide else 80,
-        least_rows=8, few=0.4,
+        block_k, span=1024 // block_k, num_warps=4, num_stages=384 // block_k, per_sm=1 if wide else 2,
+        max_registers=168 if wide else 80, least_rows=64 if upright else 8, few=0.1 if upright else 0.4,
     )  # fmt: skip
 
 
@@ -157,14 +168,18 @@ def launch_hopper_decode(
 ) -> tuple[Tensor, Tensor]:
     """`launch_flash_decode`, of a call that `why_not_hopper_kvcache` does not refuse."""
     plan = plan or plan_of(decode_key(call, options, ("hopper", tile)))
-    tile, tensors, cache = given_tensors(call, options, tile or tile_for(call.q.shape[3]))
+    tile, tensors, cache = given_tensors(call, options, tile or _tile_of(call))
     run(plan, tensors, partial(_launches, options, tile, cache), **cache, **_described(call))
     return tensors["o"], tensors["lse"]
 
 
 def repeated_hopper_decode(call: Call, options: Options, plan: Plan) -> Repeated | None:
     """`repeated_decode`, of a call that this module has launched."""
-    return repeated_decode(call, options, plan, tile_for(call.q.shape[3]), **_described(call))
+    return repeated_decode(call, options, plan, _tile_of(call), **_described(call))
+
+
+def _tile_of(call: Call) -> DecodeTile:
+    return tile_for(call.q.shape[3], decode_rows(call.q.shape, call.k_cache.shape[1])[0])
 
 
 def _described(call: Call) -> dict[str, tuple]:

@@ -17,10 +17,10 @@ from ..portable.split import ROWS_BLOCK, Batch, extent, row_of, totals
 from . import tma
 from .tma import slot
 
-ITEMS = gl.constexpr(3)  # that the producer describes ahead
-FIELDS = gl.constexpr(12)
+FIELDS = gl.constexpr(11)
 HALF = gl.constexpr(64)  # columns of a TMA box: what one swizzle of shared memory takes
 SHIFT = gl.constexpr(16)  # keys: what the smallest page holds
+BOX = gl.constexpr(8)  # queries: what one pattern of shared memory takes
 STARTED = gl.constexpr(9)  # the hardware barrier where all THREADS meet when the mbarriers are there
 THREADS = gl.constexpr(320)
 
@@ -38,6 +38,7 @@ class Rings:
     item_full: gl.shared_memory_descriptor
     item_empty: gl.shared_memory_descriptor
     q: gl.shared_memory_descriptor  # (ITEMS, BLOCK_M, BLOCK_D)
+    q_boxes: gl.shared_memory_descriptor  # the same, as (ITEMS * halves * BLOCK_M / 8, 8, 64)
     q_full: gl.shared_memory_descriptor
     stored: gl.shared_memory_descriptor
 
@@ -69,7 +70,9 @@ class Build:
     GROUPS: gl.constexpr
     PAGE: gl.constexpr
     STAGES: gl.constexpr
+    ITEMS: gl.constexpr  # that the producer describes ahead
     APPEND: gl.constexpr
+    UPRIGHT: gl.constexpr  # queries are the rows of products, in place of keys
 
 
 @gluon.jit
@@ -97,9 +100,9 @@ def started(mine, COUNT: gl.constexpr, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
-def awaited(rings, turn, WARPS: gl.constexpr = 4):
+def awaited(rings, turn, build, WARPS: gl.constexpr = 4):
     """When the turn's item is told of: (its place in the ring, the phase of that place's barriers, its row)."""
-    place, phase = slot(turn, ITEMS)
+    place, phase = slot(turn, build.ITEMS)
     mbarrier.wait(rings.item_full.index(place), phase)
     return place, phase, told(rings, place, 0, WARPS)
 
@@ -188,7 +191,7 @@ def producer(
         end = begin + gl.where(by_tile, 1, gl.minimum(tiles - span * SPAN, SPAN))
         flags = gl.where(by_tile, 2, 0) + gl.where(unfit, 1, 0)
         pages = cache.block_table + row.to(gl.int64) * cache.table_row
-        place, phase_of_item = slot(turn, ITEMS)
+        place, phase_of_item = slot(turn, build.ITEMS)
         for tile in range(begin, end):
             start = tile * BLOCK_K - shifted(tile, keys, build, PADDED)
             if build.APPEND:  # before the wait for a stage, which is the longer one
@@ -222,17 +225,17 @@ def producer(
                     tma.load(v_desc, coordinates, v_full, _as_box(v_part, v_desc))
             if tile == begin:  # its first copy has been sent for: all wait for that one
                 mbarrier.wait(rings.item_empty.index(place), phase_of_item ^ 1)
-                fields = row, kv_head, begin, end, keys, pad, flags, item, tiles, span, tiles_before, spans_before
+                fields = row, kv_head, begin, end, keys, flags, item, tiles, span, tiles_before, spans_before
                 for field in gl.static_range(FIELDS):
                     _tell(rings, place, field, fields[field])
                 mbarrier.arrive(rings.item_full.index(place), count=1)
             elif PAGE > 0:
-                _tell(rings, place, 6, flags)
+                _tell(rings, place, 5, flags)
             mbarrier.expect(v_full, BLOCK_K * build.BLOCK_D * 2)  # last: with the values the flags are known
             step += 1
         item = following
         turn += 1
-    place, phase = slot(turn, ITEMS)
+    place, phase = slot(turn, build.ITEMS)
     mbarrier.wait(rings.item_empty.index(place), phase ^ 1)
     _tell(rings, place, 0, -1)
     mbarrier.arrive(rings.item_full.index(place), count=1)
@@ -245,20 +248,29 @@ def _as_box(part, descriptor):
 
 @gluon.jit
 def fetcher(q, q_strides, group, num_q, rings, build):
-    """The queries and heads of items' KV heads, BLOCK_M with zeros for those that do not exist; by one warp."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // build.BLOCK_D, build.BLOCK_D // 8], [1, 1], [1, 0])
-    packed = gl.arange(0, build.BLOCK_M, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, build.BLOCK_D, layout=gl.SliceLayout(0, layout))
-    query = packed // group
-    keep = (query < num_q)[:, None] & (columns < build.HEAD_DIM)[None, :]
+    """The queries and heads of items' KV heads, in boxes of 8 and 64 columns; by one warp. Those that do not exist are
+    left as they are, which concerns nobody's sums but their own."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    lines = gl.arange(0, BOX, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    HALVES: gl.constexpr = build.BLOCK_D // HALF
+    boxes = gl.cdiv(group * num_q, BOX)
     started((), 0, 1)
     turn = 0
-    place, _, row = awaited(rings, turn, 1)
+    place, _, row = awaited(rings, turn, build, 1)
     while row >= 0:
-        head = told(rings, place, 1, 1) * group + packed - query * group
-        rows = q + row.to(gl.int64) * q_strides[0] + head * q_strides[1] + query * q_strides[2]
-        rings.q.index(place).store(gl.load(rows[:, None] + columns[None, :], mask=keep, other=0.0))
-        fence_async_shared()
+        first_head = told(rings, place, 1, 1) * group
+        of_row = q + row.to(gl.int64) * q_strides[0]
+        for box in range(boxes):
+            packed = box * BOX + lines
+            query = packed // group
+            rows = of_row + (first_head + packed - query * group) * q_strides[1] + query * q_strides[2]
+            for half in gl.static_range(HALVES):
+                column = half * HALF + columns
+                keep = (query < num_q)[:, None] & (column < build.HEAD_DIM)[None, :]
+                to = rings.q_boxes.index((place * HALVES + half) * (build.BLOCK_M // BOX) + box)
+                tma.gather(rows[:, None] + column[None, :], keep, to)
+        tma.gathered()
         mbarrier.arrive(rings.q_full.index(place), count=1)
         turn += 1
-        place, _, row = awaited(rings, turn, 1)
+        place, _, row = awaited(rings, turn, build, 1)

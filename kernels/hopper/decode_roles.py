@@ -12,9 +12,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..portable.scores import Scoring, logits_of
-from ..portable.split import Item, Parts, collected, handed, is_whole, store_row
+from ..portable.split import (
+    Item,
+    Parts,
+    collected,
+    fold,
+    handed,
+    is_flat,
+    is_whole,
+    last_of,
+    level_of,
+    lines_from,
+    put,
+    store_row,
+)
 from ..portable.tiles import LOG2_E, Mask, mask_scores
-from .decode_loads import ITEMS, SHIFT, awaited, shifted, started, told
+from .decode_loads import SHIFT, awaited, shifted, started, told
 from .tma import slot
 
 NEVER = gl.constexpr(2**30)  # a key that no query sees
@@ -45,10 +58,14 @@ def _fold_columns(acc, maximum, total, part, part_maximum, part_total):
     return acc, larger, total * weight + part_total * part_weight
 
 
+@gluon.constexpr_function
+def _lines_layout(build):
+    return gl.BlockedLayout([1, 4], [128 // build.BLOCK_D, build.BLOCK_D // 4], [4, 1], [1, 0])
+
+
 @gluon.jit
-def _parts(sums, maxima, slot_rows, workspace, coarse_from, build):
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // build.BLOCK_D, build.BLOCK_D // 4], [4, 1], [1, 0])
-    lines = gl.arange(0, build.BLOCK_M, layout=gl.SliceLayout(1, layout))
+def _parts(sums, maxima, slot_rows, workspace, coarse_from, build, LINES: gl.constexpr, layout: gl.constexpr):
+    lines = gl.arange(0, LINES, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, build.BLOCK_D, layout=gl.SliceLayout(0, layout))
     return Parts(
         sums, maxima, slot_rows, workspace, coarse_from, lines, columns, build.BLOCK_M, build.BLOCK_D, build.SPAN,
@@ -58,9 +75,9 @@ def _parts(sums, maxima, slot_rows, workspace, coarse_from, build):
 
 @gluon.jit
 def _item_told(rings, place, row, width):
-    kv_head, flags, item = told(rings, place, 1), told(rings, place, 6), told(rings, place, 7)
-    tiles, span = told(rings, place, 8), told(rings, place, 9)
-    tiles_before, spans_before = told(rings, place, 10), told(rings, place, 11)
+    kv_head, flags, item = told(rings, place, 1), told(rings, place, 5), told(rings, place, 6)
+    tiles, span = told(rings, place, 7), told(rings, place, 8)
+    tiles_before, spans_before = told(rings, place, 9), told(rings, place, 10)
     return Item(item, flags > 1, row, kv_head, width, tiles, span, tiles_before, spans_before)
 
 
@@ -74,6 +91,71 @@ def _store(acc, maximum, total, o, lse, sinks, item, group, num_q, num_heads, pa
 
 
 @gluon.jit
+def _by_rows(q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase, build, PADDED: gl.constexpr):
+    """One tile, queries as rows: (its sum of P V, unfinished, maxima, sums)."""
+    BLOCK_M: gl.constexpr = build.BLOCK_M
+    BLOCK_K: gl.constexpr = build.BLOCK_K
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.BLOCK_D, 16])
+    of_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    mask = scoring.mask
+    nothing = gl.zeros([BLOCK_M, BLOCK_K], gl.float32, s_layout)
+    scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    key = (start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, s_layout)))[None, :]
+    logits, factor, _ = logits_of(scores, query, key, scoring)
+    edge = (start + BLOCK_K + mask.num_q > mask.num_k + 1) | (start < tile * BLOCK_K)
+    if mask.LOCAL or edge:  # elsewhere each query sees each key
+        logits = _seen(logits, query, key, tile, mask, build)
+    maximum = gl.max(logits, 1) * factor
+    base = gl.where(maximum == -float("inf"), 0.0, maximum)
+    probs = gl.exp2(logits * factor - base[:, None])
+    rounded = gl.convert_layout(probs.to(q_tile.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    mbarrier.wait(v_full, phase)
+    if start + BLOCK_K > mask.num_k:  # of keys that are none the scores are masked, but 0 * NaN is NaN
+        _cleared(v_tile, start, mask.num_k, build, PADDED)
+        fence_async_shared()
+    nothing = gl.zeros([BLOCK_M, build.BLOCK_D], gl.float32, acc_layout)
+    part = warpgroup_mma(rounded, v_tile, nothing, use_acc=False, is_async=True)
+    return part, gl.convert_layout(maximum, of_row), gl.convert_layout(gl.sum(probs, 1), of_row)
+
+
+@gluon.jit
+def _by_columns(
+    q_tile, k_tile, v_tile, p_tile, tile, start, query, scoring, v_full, phase, build, PADDED: gl.constexpr
+):  # fmt: skip
+    """`_by_rows`, queries as columns: few of them fill wgmma, and P passes through shared memory."""
+    BLOCK_M: gl.constexpr = build.BLOCK_M
+    BLOCK_K: gl.constexpr = build.BLOCK_K
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    mask = scoring.mask
+    nothing = gl.zeros([BLOCK_K, BLOCK_M], gl.float32, acc_layout)
+    scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    key = (start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, acc_layout)))[:, None]
+    logits, factor, _ = logits_of(scores, query, key, scoring)
+    logits = _seen(logits, query, key, tile, mask, build)
+    maximum = gl.max(logits, 0) * factor
+    base = gl.where(maximum == -float("inf"), 0.0, maximum)
+    probs = gl.exp2(logits * factor - base[None, :])
+    p_tile.store(gl.permute(probs.to(q_tile.dtype), (1, 0)))
+    mbarrier.wait(v_full, phase)
+    if start + BLOCK_K > mask.num_k:  # of keys that are none the scores are masked, but 0 * NaN is NaN
+        _cleared(v_tile, start, mask.num_k, build, PADDED)
+    fence_async_shared()
+    nothing = gl.zeros([build.BLOCK_D, BLOCK_M], gl.float32, acc_layout)
+    part = warpgroup_mma(v_tile.permute([1, 0]), p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    return part, maximum, gl.sum(probs, 0)
+
+
+@gluon.jit
+def _seen(logits, query, key, tile, mask, build):
+    """-inf where the query does not see the key, or another tile has it."""
+    key = gl.where(key < tile * build.BLOCK_K, NEVER, key)
+    return mask_scores(logits, query, key, mask)
+
+
+@gluon.jit
 def consumer(
     o, lse, num_heads, num_q, group, width, window, scale_log2, switches, sums, maxima, slot_rows, workspace,
     coarse_from, rings, p_tile, k_tiles, v_tiles, build, PADDED: gl.constexpr, CAUSAL: gl.constexpr,
@@ -82,27 +164,33 @@ def consumer(
     BLOCK_M: gl.constexpr = build.BLOCK_M
     BLOCK_K: gl.constexpr = build.BLOCK_K
     BLOCK_D: gl.constexpr = build.BLOCK_D
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    of_row: gl.constexpr = gl.SliceLayout(0, acc_layout)
-    out_layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_D, BLOCK_D // 4], [4, 1], [1, 0])
+    UPRIGHT: gl.constexpr = build.UPRIGHT
+    KEYS: gl.constexpr = 1 if UPRIGHT else 0  # their axis in scores, and that of columns in sums
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K if UPRIGHT else BLOCK_M, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D if UPRIGHT else BLOCK_M, 16])
+    acc_shape: gl.constexpr = [BLOCK_M, BLOCK_D] if UPRIGHT else [BLOCK_D, BLOCK_M]
+    of_row: gl.constexpr = gl.SliceLayout(KEYS, acc_layout)
+    out_layout: gl.constexpr = acc_layout if UPRIGHT else _lines_layout(build)
     started((rings.k_full, rings.v_full, rings.empty), build.STAGES)
-    parts = _parts(sums, maxima, slot_rows, workspace, coarse_from, build)
+    parts = _parts(sums, maxima, slot_rows, workspace, coarse_from, build, BLOCK_M, out_layout)
     step, turn = 0, 0
-    place, phase_of_item, row = awaited(rings, turn)
+    place, phase_of_item, row = awaited(rings, turn, build)
     while row >= 0:
         begin, end = told(rings, place, 2), told(rings, place, 3)
         keys = told(rings, place, 4)
         item = _item_told(rings, place, row, width)
         kv_head = item.inner
-        packed = gl.arange(0, BLOCK_M, layout=of_row)
+        packed = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(KEYS, s_layout))
         query = packed // group
         slope = 0.0
         if switches.alibi_slopes is not None:
             of_head = row * num_heads + kv_head * group + (packed - query * group)
-            slope = (gl.load(switches.alibi_slopes + of_head, mask=query < num_q, other=0.0) * LOG2_E)[None, :]
+            slopes = gl.load(switches.alibi_slopes + of_head, mask=query < num_q, other=0.0) * LOG2_E
+            slope = gl.expand_dims(slopes, KEYS)
+        query = gl.expand_dims(query, KEYS)
         mask = Mask(num_q, keys, window, CAUSAL, LOCAL)
         scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, 0, "ieee")
-        acc = gl.zeros([BLOCK_D, BLOCK_M], gl.float32, acc_layout)
+        acc = gl.zeros(acc_shape, gl.float32, acc_layout)
         maximum = gl.full([BLOCK_M], -float("inf"), gl.float32, of_row)
         total = gl.zeros([BLOCK_M], gl.float32, of_row)
         q_tile = rings.q.index(place)
@@ -112,59 +200,63 @@ def consumer(
             start = tile * BLOCK_K - shifted(tile, keys, build, PADDED)
             k_tile, v_tile = k_tiles.index(stage), v_tiles.index(stage)
             mbarrier.wait(rings.k_full.index(stage), phase)
-            nothing = gl.zeros([BLOCK_K, BLOCK_M], gl.float32, acc_layout)
-            scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=(scores,))
-            key = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, acc_layout))
-            key = gl.where(key < tile * BLOCK_K, NEVER, key)  # another tile has it
-            logits, factor, _ = logits_of(scores, query[None, :], key[:, None], scoring)
-            logits = mask_scores(logits, query[None, :], key[:, None], mask)
-            part_maximum = gl.max(logits, 0) * factor
-            base = gl.where(part_maximum == -float("inf"), 0.0, part_maximum)
-            probs = gl.exp2(logits * factor - base[None, :])
-            p_tile.store(gl.permute(probs.to(q_tile.dtype), (1, 0)))
-            mbarrier.wait(rings.v_full.index(stage), phase)
-            if start + BLOCK_K > keys:  # of keys that are none the scores are masked, but 0 * NaN is NaN
-                _cleared(v_tile, start, keys, build, PADDED)
-            fence_async_shared()
-            nothing = gl.zeros([BLOCK_D, BLOCK_M], gl.float32, acc_layout)
-            part = warpgroup_mma(
-                v_tile.permute([1, 0]), p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True
-            )  # fmt: skip
-            part_total = gl.sum(probs, 0)
+            v_full = rings.v_full.index(stage)
+            if UPRIGHT:
+                part, part_maximum, part_total = _by_rows(
+                    q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase, build, PADDED
+                )  # fmt: skip
+            else:
+                part, part_maximum, part_total = _by_columns(
+                    q_tile, k_tile, v_tile, p_tile, tile, start, query, scoring, v_full, phase, build, PADDED
+                )  # fmt: skip
             part = warpgroup_mma_wait(0, deps=(part,))
             mbarrier.arrive(rings.empty.index(stage), count=1)
-            acc, maximum, total = _fold_columns(acc, maximum, total, part, part_maximum, part_total)
+            if UPRIGHT:
+                acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+            else:
+                acc, maximum, total = _fold_columns(acc, maximum, total, part, part_maximum, part_total)
             step += 1
-        if told(rings, place, 6) % 2 > 0:  # of the last tile's page too
+        if told(rings, place, 5) % 2 > 0:  # of the last tile's page too
             gl.store(workspace, 1)
             total = total + float("nan")
-        acc = gl.convert_layout(gl.permute(acc, (1, 0)), out_layout)
-        maximum = gl.convert_layout(maximum, gl.SliceLayout(1, out_layout))
-        total = gl.convert_layout(total, gl.SliceLayout(1, out_layout))
+        if not UPRIGHT:
+            acc = gl.convert_layout(gl.permute(acc, (1, 0)), out_layout)
+            maximum = gl.convert_layout(maximum, gl.SliceLayout(1, out_layout))
+            total = gl.convert_layout(total, gl.SliceLayout(1, out_layout))
         if handed(acc, maximum, total, item, parts):
             _store(acc, maximum, total, o, lse, switches.sinks, item, group, num_q, num_heads, parts, build)
         gl.thread_barrier()  # the stores of all threads come before the word of them
         mbarrier.arrive(rings.stored.index(place), count=1)
         turn += 1
-        place, phase_of_item, row = awaited(rings, turn)
+        place, phase_of_item, row = awaited(rings, turn, build)
 
 
 @gluon.jit
 def collector(
     o, lse, sinks, num_heads, num_q, group, width, sums, maxima, slot_rows, workspace, coarse_from, rings, build
 ):
-    started((rings.item_full, rings.item_empty, rings.q_full, rings.stored), ITEMS)
-    parts = _parts(sums, maxima, slot_rows, workspace, coarse_from, build)
+    started((rings.item_full, rings.item_empty, rings.q_full, rings.stored), build.ITEMS)
+    lines: gl.constexpr = min(build.BLOCK_M, 1024 // build.BLOCK_D)  # that are folded at once: more is more code
+    parts = _parts(sums, maxima, slot_rows, workspace, coarse_from, build, lines, _lines_layout(build))
     turn = 0
-    place, phase, row = awaited(rings, turn)
+    place, phase, row = awaited(rings, turn, build)
     while row >= 0:
         item = _item_told(rings, place, row, width)
         mbarrier.wait(rings.stored.index(place), phase)
         mbarrier.arrive(rings.item_empty.index(place), count=1)
         if is_whole(item, parts) == 0:
-            done, acc, maximum, total = collected(item, parts)
-            if done:
-                _store(acc, maximum, total, o, lse, sinks, item, group, num_q, num_heads, parts, build)
+            last = True
+            for level in range(gl.where(is_flat(item, parts), 2, 0), 3):
+                at, count, first, step, alone, to = level_of(level, item, parts)
+                if last & ((count > 1) | (level == 2)):
+                    last = last_of(workspace + at, count)
+                    if last:
+                        for line in range(0, slot_rows, lines):
+                            here = lines_from(line, parts)
+                            acc, maximum, total = collected(first, step, count, alone, here)
+                            if level < 2:
+                                put(to, acc, maximum, total, here)
+                            else:
+                                _store(acc, maximum, total, o, lse, sinks, item, group, num_q, num_heads, here, build)
         turn += 1
-        place, phase, row = awaited(rings, turn)
+        place, phase, row = awaited(rings, turn, build)

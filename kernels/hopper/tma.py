@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
@@ -100,6 +101,20 @@ def pass_turn(address):
 def fence_async_global():
     """What this warp has stored to global memory is seen by copies that it sends for from here on. By one warp."""
     _by_one_warp("fence.proxy.async.global; bar.warp.sync 0xffffffff; mov.u32 $0, $2;", "=r,r,r", 0, 0)
+
+
+@gluon.jit
+def gather(pointers, keep, shared):
+    """Begin to copy elements by pointer, zeros in place of those not kept, without a register for each."""
+    async_copy.async_copy_global_to_shared(shared, pointers, mask=keep)
+
+
+@gluon.jit
+def gathered():
+    """What this warp began to gather has come, and is there for products of those whom it tells. By one warp."""
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    _by_one_warp("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; mov.u32 $0, $2;", "=r,r,r", 0, 0)
 
 
 _GLUON_DTYPE = {

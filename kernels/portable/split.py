@@ -197,23 +197,59 @@ def handed(acc, maximum, total, item, parts):
 
 
 @triton.jit
-def collected(item, parts):
-    """`gathered`, of an item that is not all of its row and was `handed`, be it by other threads."""
-    acc, maximum, total = nothing(parts)
+def level_of(level, item, parts):
+    """What an item, which is not all of its row, is folded with, as in `gathered`: tiles of a span (0), spans of a
+    group (1), groups of the row or all its tiles (2). Returns (the level's turn, how many parts, the first one's slot,
+    the slots from one to the next, the parts that are folded by themselves before, the slot for what comes of it)."""
+    width, inner = item.width, item.inner
     spans = tl.cdiv(item.tiles, parts.SPAN)
-    if item.by_tile & (spans <= parts.FLAT):
-        turn = parts.workspace + 2 + parts.coarse_from
-        turn += (item.row * item.width + item.inner) * (parts.GROUPS + 1)
-        done = last_of(turn, item.tiles)
-        if done:
-            for span in range(spans):
-                first = (item.tiles_before + span * parts.SPAN) * item.width + item.inner
-                count = tl.minimum(item.tiles - span * parts.SPAN, parts.SPAN)
-                part, part_maximum, part_total = folded(first, item.width, count, parts)
-                acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
-    else:
-        done, acc, maximum, total = gathered(acc, maximum, total, item, parts, True)
-    return done, acc, maximum, total
+    turn = 2 + parts.coarse_from + (item.row * width + inner) * (parts.GROUPS + 1)
+    first, step, count, alone, to = item.tiles_before * width + inner, width, item.tiles, parts.SPAN, 0
+    if not is_flat(item, parts):
+        spans_of_group = tl.cdiv(spans, parts.GROUPS)
+        group = item.span // spans_of_group
+        first_span = parts.coarse_from * parts.SPAN + item.spans_before * width + inner
+        if level == 0:
+            first += item.span * parts.SPAN * width
+            count = tl.where(item.by_tile, tl.minimum(item.tiles - item.span * parts.SPAN, parts.SPAN), 1)
+            turn = 2 + (item.spans_before + item.span) * width + inner
+            to = first_span + item.span * width
+        elif level == 1:
+            first = first_span + group * spans_of_group * width
+            count = tl.minimum(spans - group * spans_of_group, spans_of_group)
+            turn += 1 + group
+            to = first
+        else:
+            first, step = first_span, spans_of_group * width
+            count = tl.cdiv(spans, spans_of_group)
+        alone = count
+    return turn, count, first, step, alone, to
+
+
+@triton.jit
+def is_flat(item, parts):
+    """Whether all tiles of a row are folded at once."""
+    return item.by_tile & (tl.cdiv(item.tiles, parts.SPAN) <= parts.FLAT)
+
+
+@triton.jit
+def collected(first, step, count, alone, parts):
+    """The fold of `count` parts from memory, `alone` of them by themselves first."""
+    acc, maximum, total = nothing(parts)
+    for begin in range(0, count, alone):
+        here = tl.minimum(count - begin, alone)
+        part, part_maximum, part_total = folded(first + begin * step, step, here, parts)
+        acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+    return acc, maximum, total
+
+
+@triton.jit
+def lines_from(first, parts):
+    """The same slots from their line `first` on."""
+    return Parts(
+        parts.sums, parts.maxima, parts.rows, parts.workspace, parts.coarse_from, parts.lines + first, parts.columns,
+        parts.BLOCK_M, parts.BLOCK_D, parts.SPAN, parts.GROUPS, parts.FLAT, parts.IN_FLIGHT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -222,18 +258,16 @@ def _tiles_of_span(item, parts):
 
 
 @triton.jit
-def gathered(acc, maximum, total, item, parts, HANDED: tl.constexpr = False):
+def gathered(acc, maximum, total, item, parts):
     """An item's result, and with those of the others the row's: (whether this program came last and has it, the row's
     sums, maxima, denominators). Tiles of a span, spans of a group, groups of a row: each level by the program that
-    comes last to it. HANDED: the item's own result is in memory."""
+    comes last to it."""
     width, inner = item.width, item.inner
     tiles_of_span = _tiles_of_span(item, parts)
     spans = tl.cdiv(item.tiles, parts.SPAN)
     done = item.row >= 0
-    of_tiles = item.by_tile & (tiles_of_span > 1)
-    if of_tiles:
-        if not HANDED:
-            put(item.number, acc, maximum, total, parts)
+    if item.by_tile & (tiles_of_span > 1):
+        put(item.number, acc, maximum, total, parts)
         turn = parts.workspace + 2 + (item.spans_before + item.span) * width + inner
         done = last_of(turn, tiles_of_span)
         if done:
@@ -246,14 +280,12 @@ def gathered(acc, maximum, total, item, parts, HANDED: tl.constexpr = False):
     first = parts.coarse_from * parts.SPAN + item.spans_before * width + inner
     first_of_group = first + group_place * spans_of_group * width
     if done & (members > 1):
-        if not HANDED or of_tiles:
-            put(first + item.span * width, acc, maximum, total, parts)
+        put(first + item.span * width, acc, maximum, total, parts)
         done = last_of(turn + 1 + group_place, members)
         if done:
             acc, maximum, total = folded(first_of_group, width, members, parts)
     if done & (spans > spans_of_group):
-        if not HANDED or of_tiles | (members > 1):
-            put(first_of_group, acc, maximum, total, parts)  # its spans' results have been read
+        put(first_of_group, acc, maximum, total, parts)  # its spans' results have been read
         done = last_of(turn, tl.cdiv(spans, spans_of_group))
         if done:
             step = spans_of_group * width

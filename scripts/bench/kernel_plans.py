@@ -114,10 +114,11 @@ def decode_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
     """Appending calls over a cache of this head_dim, rows that share a KV head, dtype, page, scales and options."""
     for head_dim, rows, dtype, page, scales, words in (
         (64, 1, "bf16", 0, 0, ()), (80, 1, "bf16", 0, 0, ()), (128, 1, "bf16", 0, 0, ()), (256, 1, "bf16", 0, 0, ()),
-        (128, 32, "bf16", 0, 0, ()), (128, 64, "bf16", 0, 0, ()), (64, 1, "bf16", 16, 0, ()),
-        (64, 1, "bf16", 128, 0, ()), (128, 1, "bf16", 64, 0, ()), (128, 1, "int8", 0, 1, ()),
-        (128, 1, "int8", 16, 3, ()), (128, 1, "fp8e4nv", 0, 3, ()), (64, 1, "fp8e4nv", 64, 1, ()),
-        (128, 1, "fp32", 0, 0, ()), (128, 1, "bf16", 16, 0, ("softcap", "alibi", "sinks")),
+        (64, 32, "bf16", 0, 0, ()), (128, 32, "bf16", 0, 0, ()), (128, 64, "bf16", 0, 0, ()),
+        (64, 1, "bf16", 16, 0, ()), (64, 1, "bf16", 128, 0, ()), (128, 1, "bf16", 64, 0, ()),
+        (128, 1, "int8", 0, 1, ()), (128, 1, "int8", 16, 3, ()), (128, 1, "fp8e4nv", 0, 3, ()),
+        (64, 1, "fp8e4nv", 64, 1, ()), (128, 1, "fp32", 0, 0, ()),
+        (128, 1, "bf16", 16, 0, ("softcap", "alibi", "sinks")),
     ):  # fmt: skip
         if dtype == "fp8e4nv" and arch < 89:
             continue
@@ -133,7 +134,7 @@ def decode_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
             options = options._replace(alibi_slopes=options.alibi_slopes[:, : 4 * rows])
         with recorded() as launches:
             launch_flash_decode(tensors, options)
-            if arch == 90 and dtype == "bf16" and rows <= 8 and head_dim <= 128:
+            if arch == 90 and dtype == "bf16" and head_dim <= 128 and (head_dim, rows) != (128, 32):  # as with 64
                 launch_hopper_decode(tensors, options)
         yield (dtype, f"{rows} rows", f"page {page}", f"scales {scales}", *words), launches
 
