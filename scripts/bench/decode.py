@@ -129,7 +129,8 @@ def cells(bench: BenchConfig) -> Iterator[Cell]:
         elif family == "group":
             yield from (replace(one, num_heads=8 * group) for group in (1, 2, 4, 8, 16))
         elif family == "queries":
-            yield from (replace(one, queries=queries) for queries in (1, 2, 4, 8, 16))
+            for lengths, queries in product((one.lengths, (8192,)), (1, 2, 4, 8, 16)):
+                yield replace(one, lengths=lengths, queries=queries)
         elif family == "pages":
             for lengths, page in product(((1024,), (8192,) * 16), (0, 256, 64, 16)):
                 yield replace(one, lengths=lengths, page=page)
