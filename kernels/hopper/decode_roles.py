@@ -247,13 +247,13 @@ def collector(
         if is_whole(item, parts) == 0:
             last = True
             for level in range(gl.where(is_flat(item, parts), 2, 0), 3):
-                at, count, first, step, alone, to = level_of(level, item, parts)
-                if last & ((count > 1) | (level == 2)):
+                at, count, first, step, to = level_of(level, item, parts)
+                if last & (count > 1):
                     last = last_of(workspace + at, count)
                     if last:
                         for line in range(0, slot_rows, lines):
                             here = lines_from(line, parts)
-                            acc, maximum, total = collected(first, step, count, alone, here)
+                            acc, maximum, total = collected(first, step, count, here)
                             if level < 2:
                                 put(to, acc, maximum, total, here)
                             else:

@@ -200,18 +200,18 @@ def handed(acc, maximum, total, item, parts):
 def level_of(level, item, parts):
     """What an item, which is not all of its row, is folded with, as in `gathered`: tiles of a span (0), spans of a
     group (1), groups of the row or all its tiles (2). Returns (the level's turn, how many parts, the first one's slot,
-    the slots from one to the next, the parts that are folded by themselves before, the slot for what comes of it)."""
+    the slots from one to the next, the slot for what comes of it)."""
     width, inner = item.width, item.inner
     spans = tl.cdiv(item.tiles, parts.SPAN)
     turn = 2 + parts.coarse_from + (item.row * width + inner) * (parts.GROUPS + 1)
-    first, step, count, alone, to = item.tiles_before * width + inner, width, item.tiles, parts.SPAN, 0
+    first, step, count, to = item.tiles_before * width + inner, width, item.tiles, 0
     if not is_flat(item, parts):
         spans_of_group = tl.cdiv(spans, parts.GROUPS)
         group = item.span // spans_of_group
         first_span = parts.coarse_from * parts.SPAN + item.spans_before * width + inner
         if level == 0:
             first += item.span * parts.SPAN * width
-            count = tl.where(item.by_tile, tl.minimum(item.tiles - item.span * parts.SPAN, parts.SPAN), 1)
+            count = tl.where(item.by_tile, _tiles_of_span(item, parts), 1)
             turn = 2 + (item.spans_before + item.span) * width + inner
             to = first_span + item.span * width
         elif level == 1:
@@ -222,8 +222,7 @@ def level_of(level, item, parts):
         else:
             first, step = first_span, spans_of_group * width
             count = tl.cdiv(spans, spans_of_group)
-        alone = count
-    return turn, count, first, step, alone, to
+    return turn, count, first, step, to
 
 
 @triton.jit
@@ -233,11 +232,11 @@ def is_flat(item, parts):
 
 
 @triton.jit
-def collected(first, step, count, alone, parts):
-    """The fold of `count` parts from memory, `alone` of them by themselves first."""
+def collected(first, step, count, parts):
+    """The fold of `count` parts from memory, SPAN of them by themselves first, as tiles are."""
     acc, maximum, total = nothing(parts)
-    for begin in range(0, count, alone):
-        here = tl.minimum(count - begin, alone)
+    for begin in range(0, count, parts.SPAN):
+        here = tl.minimum(count - begin, parts.SPAN)
         part, part_maximum, part_total = folded(first + begin * step, step, here, parts)
         acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
     return acc, maximum, total
