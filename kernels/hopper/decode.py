@@ -154,14 +154,15 @@ def tile_for(head_dim: int, rows: int) -> DecodeTile:
 
     192 KB on their way fill a multiprocessor: at head_dim 128 three stages of one program, at 64 three of each of two,
     or six where scores of more rows leave registers for half a tile. These are a thread's at launch, which the warps of
-    a program then share out. Many rows have large results: then spans are twice as long, less than a span is cut into
-    tiles later, and at head_dim 128 two stages let those who fold wait less."""
-    wide, several, upright = head_dim > 64, rows > 8, rows > 16
+    a program then share out. Results of many rows of 128 are large: then spans are twice as long, fewer calls are cut
+    into tiles, and two stages let those who fold wait less."""
+    wide, upright = head_dim > 64, rows > 16
+    large = wide and rows > 8
     block_k = 64 if upright and not wide else 128
     return DecodeTile(
-        block_k, span=(2048 if several else 1024) // block_k, num_warps=4,
-        num_stages=2 if several and wide else 384 // block_k, per_sm=1 if wide else 2,
-        max_registers=168 if wide else 80, least_rows=64 if upright else 8, few=0.1 if upright else 0.4,
+        block_k, span=(2048 if large else 1024) // block_k, num_warps=4, num_stages=2 if large else 384 // block_k,
+        per_sm=1 if wide else 2, max_registers=168 if wide else 80, least_rows=64 if upright else 8,
+        few=0.1 if upright else 0.2 if large else 0.4,
     )  # fmt: skip
 
 
