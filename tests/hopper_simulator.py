@@ -69,19 +69,6 @@ class _InFlight(threading.local):
         self.taken = []  # what others had not written when they arrived at a barrier
 
 
-class _Once:
-    """A write that several threads may tell of, of whom the first one does it."""
-
-    def __init__(self, write):
-        self._write, self._lock, self.done = write, threading.Lock(), False
-
-    def __call__(self):
-        with self._lock:
-            if not self.done:
-                self._write()
-            self.done = True
-
-
 class _Machine:
     """One program: its threads, barriers, what is in flight. It stands for the module hopper/tma.py too."""
 
@@ -225,14 +212,12 @@ class _Machine:
 
     def leave(self, barrier):
         """What this thread has written is now for those who pass the barrier to tell of; the caller holds the lock."""
-        self._unwritten.setdefault(barrier, []).extend(map(_Once, self._own.unwritten))
+        self._unwritten.setdefault(barrier, []).extend(self._own.unwritten)
         self._own.unwritten.clear()
 
     def take(self, barrier):
         with self.changed:
-            left = self._unwritten.get(barrier, [])
-            left[:] = [write for write in left if not write.done]
-            self._own.taken += left  # others may wait at the barrier too
+            self._own.taken += self._unwritten.pop(barrier, [])
 
     def multiply(self, left, right, acc, use_acc=True, is_async=False):
         result = np.full(acc.shape, np.nan, np.float32).view(Tile)
