@@ -100,7 +100,7 @@ HOPPER_PACKED_HEAD_DIMS = range(64, 257, 8)
 HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
 # Attention over a cache: with less the tiles of 64 columns would be half empty, with more stages would not fit.
 HOPPER_KVCACHE_HEAD_DIMS = range(40, 129, 8)
-HOPPER_KVCACHE_ROWS = 64  # queries that share a KV head
+HOPPER_KVCACHE_ROWS = 64  # queries that share a KV head: the rows of one wgmma
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
 
 
@@ -268,9 +268,7 @@ def why_not_hopper_kvcache(
         reason = "hopper takes cache_leftpad in contiguous caches: keys in pages would begin inside a copy"
     if reason is None and (q.numel() == 0 or k_cache.numel() == 0):
         reason = "hopper takes no empty tensors"
-    if reason is None and k is not None:
-        reason = _unaddressable_reason(k=k, v=v)
-    return reason or _unaddressable_reason(q=q, k_cache=k_cache, v_cache=v_cache)
+    return reason or _unaddressable_reason(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
 
 
 def _listed(head_dims: range) -> str:
@@ -295,9 +293,9 @@ def _triton_release() -> str:
     return version("triton")  # reads a file: 0.3 ms
 
 
-def _unaddressable_reason(**tensors: Tensor) -> str | None:
+def _unaddressable_reason(**tensors: Tensor | None) -> str | None:
     for name, tensor in tensors.items():
-        if not tma_ready(tensor):
+        if tensor is not None and not tma_ready(tensor):
             return (
                 f"hopper needs {name} 16-byte aligned with strides that are multiples of 16 bytes; "
                 f"it has strides {tuple(tensor.stride())}"

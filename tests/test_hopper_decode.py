@@ -77,8 +77,6 @@ CASES = {
 }
 OPTIONS = [{"window": (70, 0)}, {"softcap": 5.0}, {"causal": False, "window": (100, 40)}]
 WITH_OPTIONS = "new tokens in two tiles", "tiles of a row, spans of a row", "pages of 16"
-
-
 AS_ROWS = "many queries", "tiles of a row, spans of a row", "left padding"
 
 

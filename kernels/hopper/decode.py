@@ -2,7 +2,7 @@
 
 Items of work, their results and the fold of these are the portable kernel's (kernels/portable/decode.py, split.py): a
 row's bits follow from its own keys alone. Hopper's own is how an item is computed, by four roles that wait for one
-another and for nothing else. One warp takes items, tells of them, and sends for tiles of 128 keys and values by TMA,
+another and for nothing else. One warp takes items, tells of them, and sends for tiles of keys and values by TMA,
 into the next items as long as stages are free; another fetches the items' queries (decode_loads.py). One warpgroup
 computes, and leaves a part of a row in global memory; one takes turns with other programs and folds the parts
 (decode_roles.py). So neither memory nor tensor cores wait for the end of an item. Up to 16 queries that share a KV head
@@ -149,14 +149,15 @@ def hopper_decode_kernel(
     )  # fmt: skip
 
 
-def tile_for(head_dim: int, rows: int) -> DecodeTile:
-    """The tile of calls whose `rows` queries share a KV head.
+def tile_for(call: Call) -> DecodeTile:
+    """By the width of heads, and how many queries share a KV head.
 
     192 KB on their way fill a multiprocessor: at head_dim 128 three stages of one program, at 64 three of each of two,
     or six where scores of more rows leave registers for half a tile. These are a thread's at launch, which the warps of
     a program then share out. Results of many rows of 128 are large: then spans are twice as long, fewer calls are cut
     into tiles, and two stages let those who fold wait less."""
-    wide, upright = head_dim > 64, rows > 16
+    rows, _ = decode_rows(call.q.shape, call.k_cache.shape[1])
+    wide, upright = call.q.shape[3] > 64, rows > 16
     large = wide and rows > 8
     block_k = 64 if upright and not wide else 128
     return DecodeTile(
@@ -171,18 +172,14 @@ def launch_hopper_decode(
 ) -> tuple[Tensor, Tensor]:
     """`launch_flash_decode`, of a call that `why_not_hopper_kvcache` does not refuse."""
     plan = plan or plan_of(decode_key(call, options, ("hopper", tile)))
-    tile, tensors, cache = given_tensors(call, options, tile or _tile_of(call))
+    tile, tensors, cache = given_tensors(call, options, tile or tile_for(call))
     run(plan, tensors, partial(_launches, options, tile, cache), **cache, **_described(call))
     return tensors["o"], tensors["lse"]
 
 
 def repeated_hopper_decode(call: Call, options: Options, plan: Plan) -> Repeated | None:
     """`repeated_decode`, of a call that this module has launched."""
-    return repeated_decode(call, options, plan, _tile_of(call), **_described(call))
-
-
-def _tile_of(call: Call) -> DecodeTile:
-    return tile_for(call.q.shape[3], decode_rows(call.q.shape, call.k_cache.shape[1])[0])
+    return repeated_decode(call, options, plan, tile_for(call), **_described(call))
 
 
 def _described(call: Call) -> dict[str, tuple]:

@@ -90,32 +90,51 @@ def _store(acc, maximum, total, o, lse, sinks, item, group, num_q, num_heads, pa
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def _scores_layout(build):
+    columns = build.BLOCK_K if build.UPRIGHT else build.BLOCK_M
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def _sums_layout(build):
+    columns = build.BLOCK_D if build.UPRIGHT else build.BLOCK_M
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def _softmax(scores, tile, start, query, scoring, build, KEYS: gl.constexpr):
+    """Of one tile, whose keys are the axis KEYS of scores: (probabilities over their sum, maxima)."""
+    BLOCK_K: gl.constexpr = build.BLOCK_K
+    mask = scoring.mask
+    key = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1 - KEYS, _scores_layout(build)))
+    key = gl.expand_dims(key, 1 - KEYS)
+    logits, factor, _ = logits_of(scores, query, key, scoring)
+    edge = (start + BLOCK_K + mask.num_q > mask.num_k + 1) | (start < tile * BLOCK_K)
+    if mask.LOCAL or not build.UPRIGHT or edge:  # elsewhere each query sees each key
+        key = gl.where(key < tile * BLOCK_K, NEVER, key)  # another tile has it
+        logits = mask_scores(logits, query, key, mask)
+    maximum = gl.max(logits, KEYS) * factor
+    base = gl.where(maximum == -float("inf"), 0.0, maximum)
+    return gl.exp2(logits * factor - gl.expand_dims(base, KEYS)), maximum
+
+
 @gluon.jit
 def _by_rows(q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase, build, PADDED: gl.constexpr):
     """One tile, queries as rows: (its sum of P V, unfinished, maxima, sums)."""
-    BLOCK_M: gl.constexpr = build.BLOCK_M
-    BLOCK_K: gl.constexpr = build.BLOCK_K
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, build.BLOCK_D, 16])
-    of_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
-    mask = scoring.mask
-    nothing = gl.zeros([BLOCK_M, BLOCK_K], gl.float32, s_layout)
+    sums_layout: gl.constexpr = _sums_layout(build)
+    of_row: gl.constexpr = gl.SliceLayout(1, sums_layout)
+    num_keys = scoring.mask.num_k
+    nothing = gl.zeros([build.BLOCK_M, build.BLOCK_K], gl.float32, _scores_layout(build))
     scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    key = (start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, s_layout)))[None, :]
-    logits, factor, _ = logits_of(scores, query, key, scoring)
-    edge = (start + BLOCK_K + mask.num_q > mask.num_k + 1) | (start < tile * BLOCK_K)
-    if mask.LOCAL or edge:  # elsewhere each query sees each key
-        logits = _seen(logits, query, key, tile, mask, build)
-    maximum = gl.max(logits, 1) * factor
-    base = gl.where(maximum == -float("inf"), 0.0, maximum)
-    probs = gl.exp2(logits * factor - base[:, None])
-    rounded = gl.convert_layout(probs.to(q_tile.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    probs, maximum = _softmax(scores, tile, start, query, scoring, build, 1)
+    rounded = gl.convert_layout(probs.to(q_tile.dtype), gl.DotOperandLayout(0, sums_layout, 2))
     mbarrier.wait(v_full, phase)
-    if start + BLOCK_K > mask.num_k:  # of keys that are none the scores are masked, but 0 * NaN is NaN
-        _cleared(v_tile, start, mask.num_k, build, PADDED)
+    if start + build.BLOCK_K > num_keys:  # of keys that are none the scores are masked, but 0 * NaN is NaN
+        _cleared(v_tile, start, num_keys, build, PADDED)
         fence_async_shared()
-    nothing = gl.zeros([BLOCK_M, build.BLOCK_D], gl.float32, acc_layout)
+    nothing = gl.zeros([build.BLOCK_M, build.BLOCK_D], gl.float32, sums_layout)
     part = warpgroup_mma(rounded, v_tile, nothing, use_acc=False, is_async=True)
     return part, gl.convert_layout(maximum, of_row), gl.convert_layout(gl.sum(probs, 1), of_row)
 
@@ -125,34 +144,19 @@ def _by_columns(
     q_tile, k_tile, v_tile, p_tile, tile, start, query, scoring, v_full, phase, build, PADDED: gl.constexpr
 ):  # fmt: skip
     """`_by_rows`, queries as columns: few of them fill wgmma, and P passes through shared memory."""
-    BLOCK_M: gl.constexpr = build.BLOCK_M
-    BLOCK_K: gl.constexpr = build.BLOCK_K
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    mask = scoring.mask
-    nothing = gl.zeros([BLOCK_K, BLOCK_M], gl.float32, acc_layout)
+    num_keys = scoring.mask.num_k
+    nothing = gl.zeros([build.BLOCK_K, build.BLOCK_M], gl.float32, _scores_layout(build))
     scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    key = (start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, acc_layout)))[:, None]
-    logits, factor, _ = logits_of(scores, query, key, scoring)
-    logits = _seen(logits, query, key, tile, mask, build)
-    maximum = gl.max(logits, 0) * factor
-    base = gl.where(maximum == -float("inf"), 0.0, maximum)
-    probs = gl.exp2(logits * factor - base[None, :])
+    probs, maximum = _softmax(scores, tile, start, query, scoring, build, 0)
     p_tile.store(gl.permute(probs.to(q_tile.dtype), (1, 0)))
     mbarrier.wait(v_full, phase)
-    if start + BLOCK_K > mask.num_k:  # of keys that are none the scores are masked, but 0 * NaN is NaN
-        _cleared(v_tile, start, mask.num_k, build, PADDED)
+    if start + build.BLOCK_K > num_keys:  # as above
+        _cleared(v_tile, start, num_keys, build, PADDED)
     fence_async_shared()
-    nothing = gl.zeros([build.BLOCK_D, BLOCK_M], gl.float32, acc_layout)
+    nothing = gl.zeros([build.BLOCK_D, build.BLOCK_M], gl.float32, _sums_layout(build))
     part = warpgroup_mma(v_tile.permute([1, 0]), p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
     return part, maximum, gl.sum(probs, 0)
-
-
-@gluon.jit
-def _seen(logits, query, key, tile, mask, build):
-    """-inf where the query does not see the key, or another tile has it."""
-    key = gl.where(key < tile * build.BLOCK_K, NEVER, key)
-    return mask_scores(logits, query, key, mask)
 
 
 @gluon.jit
@@ -166,8 +170,7 @@ def consumer(
     BLOCK_D: gl.constexpr = build.BLOCK_D
     UPRIGHT: gl.constexpr = build.UPRIGHT
     KEYS: gl.constexpr = 1 if UPRIGHT else 0  # their axis in scores, and that of columns in sums
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K if UPRIGHT else BLOCK_M, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D if UPRIGHT else BLOCK_M, 16])
+    acc_layout: gl.constexpr = _sums_layout(build)
     acc_shape: gl.constexpr = [BLOCK_M, BLOCK_D] if UPRIGHT else [BLOCK_D, BLOCK_M]
     of_row: gl.constexpr = gl.SliceLayout(KEYS, acc_layout)
     out_layout: gl.constexpr = acc_layout if UPRIGHT else _lines_layout(build)
@@ -180,7 +183,7 @@ def consumer(
         keys = told(rings, place, 4)
         item = _item_told(rings, place, row, width)
         kv_head = item.inner
-        packed = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(KEYS, s_layout))
+        packed = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(KEYS, _scores_layout(build)))
         query = packed // group
         slope = 0.0
         if switches.alibi_slopes is not None:
@@ -232,6 +235,19 @@ def consumer(
 
 
 @gluon.jit
+def _fold(level, slots, item, parts, o, lse, sinks, group, num_q, num_heads, build):
+    """A level's parts from memory, some lines at a time, into the next level's slot, or into the row."""
+    first, step, count, to = slots
+    for line in range(0, parts.rows, parts.lines.shape[0]):
+        here = lines_from(line, parts)
+        acc, maximum, total = collected(first, step, count, here)
+        if level < 2:
+            put(to, acc, maximum, total, here)
+        else:
+            _store(acc, maximum, total, o, lse, sinks, item, group, num_q, num_heads, here, build)
+
+
+@gluon.jit
 def collector(
     o, lse, sinks, num_heads, num_q, group, width, sums, maxima, slot_rows, workspace, coarse_from, rings, build
 ):
@@ -251,12 +267,8 @@ def collector(
                 if last & (count > 1):
                     last = last_of(workspace + at, count)
                     if last:
-                        for line in range(0, slot_rows, lines):
-                            here = lines_from(line, parts)
-                            acc, maximum, total = collected(first, step, count, here)
-                            if level < 2:
-                                put(to, acc, maximum, total, here)
-                            else:
-                                _store(acc, maximum, total, o, lse, sinks, item, group, num_q, num_heads, here, build)
+                        _fold(
+                            level, (first, step, count, to), item, parts, o, lse, sinks, group, num_q, num_heads, build
+                        )
         turn += 1
         place, phase, row = awaited(rings, turn, build)
