@@ -258,8 +258,12 @@ def why_not_hopper_kvcache(
     """Why the Hopper kernel does not take this checked call over a cache; nothing of the batch or its lengths does."""
     head_dim, rows = q.shape[3], q.shape[1] // k_cache.shape[1] * q.shape[2]
     reason = _no_hopper_device_reason(q.device)
-    if reason is None and (q.dtype not in _HALVES or k_cache.dtype != q.dtype):
-        reason = f"hopper takes caches in 16 bits; this one is in {_short(k_cache.dtype)}"
+    narrow = k_cache.itemsize == 1
+    if reason is None and (q.dtype not in _HALVES or (k_cache.dtype != q.dtype and not narrow)):
+        reason = f"hopper takes caches in 16 and 8 bits; this one is in {_short(k_cache.dtype)}"
+    if reason is None and narrow and (head_dim <= 64 or rows > 16):
+        reason = "hopper takes caches in 8 bits with head_dim above 64 and up to 16 queries that share a KV head"
+        reason += f"; here {head_dim} and {rows}"
     if reason is None and head_dim not in HOPPER_KVCACHE_HEAD_DIMS:
         reason = f"hopper takes caches with head_dim {_listed(HOPPER_KVCACHE_HEAD_DIMS)}; this one has {head_dim}"
     if reason is None and rows > HOPPER_KVCACHE_ROWS:

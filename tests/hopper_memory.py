@@ -50,10 +50,9 @@ def flat(x: Tensor) -> np.ndarray:
 
 
 class Pointer:
-    dtype = SimpleNamespace(element_ty=None)
-
     def __init__(self, memory: np.ndarray, offset):
         self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty="int8" if memory.dtype == np.int8 else None)
 
     def __add__(self, offset):
         return Pointer(self.memory, self.offset + offset)
@@ -98,6 +97,8 @@ class Shared:
         if self.array.ndim == 3 and shape[-1] < self.array.shape[-1]:
             assert shape[-1] * self.element_bytes == 128, "the columns that one swizzle takes"
             return _Columns(self, *shape[1:])
+        if np.prod(shape) == 2 * self.array.size:  # words of two
+            shape = [*shape[:-1], shape[-1] // 2]
         same = self.array.view()
         same.shape = shape  # never a copy
         return Shared(same, self.element_bytes)

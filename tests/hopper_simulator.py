@@ -30,6 +30,7 @@ class _Barrier:
 
     def __init__(self, machine):
         self._machine, self._phase, self._arrived, self._bytes = machine, 0, 0, 0
+        self.copies = []  # by pointer, without which a phase does not end
 
     def init(self, count):
         self._count = count
@@ -44,6 +45,7 @@ class _Barrier:
             assert self._arrived <= self._count
             if self._arrived == self._count and self._bytes == 0:
                 self._phase, self._arrived = self._phase ^ 1, 0
+                _finish(self.copies)
                 self._machine.changed.notify_all()
 
     def wait(self, phase, pred=True):
@@ -66,6 +68,7 @@ class _InFlight(threading.local):
 
     def __init__(self):
         self.products, self.unread, self.unwritten = [], [], []  # unwritten: functions
+        self.copies = []  # by pointer
         self.taken = []  # what others had not written when they arrived at a barrier
 
 
@@ -123,7 +126,7 @@ class _Machine:
                 with np.errstate(all="ignore"):  # a thread's own
                     function(*arguments)
                 assert not self._own.products, "ended with a product that nobody waited for"
-                assert not self._own.unread, "ended with a copy that nobody waited for"
+                assert not self._own.unread + self._own.copies, "ended with a copy that nobody waited for"
                 self._complete()
             except Exception as problem:  # carried over to the thread that started this one
                 problems.append(problem)
@@ -151,6 +154,7 @@ class _Machine:
         tile[:] = 0.0
         for target, source in zip(tile, descriptor.rows(coordinates), strict=True):
             if source is not None:
+                source = source.view(np.int16) if source.itemsize == 1 else source
                 target[: len(source)] = source
         barrier.change(announced=-tile.size * shared.element_bytes)
 
@@ -181,10 +185,8 @@ class _Machine:
         self._own.unwritten.append(partial(np.add.at, pointer.memory, pointer.offset, value.copy()))
 
     def _complete(self):
-        for writes in (self._own.taken, self._own.unwritten):
-            for write in writes:
-                write()
-            writes.clear()
+        _finish(self._own.taken)
+        _finish(self._own.unwritten)
 
     def named_barrier(self, instruction, identifier, threads, warps=4):
         with self.changed:
@@ -197,15 +199,17 @@ class _Machine:
             self.take(identifier)
 
     def gather(self, pointers, keep, shared):
-        shared.store(load_by_pointer(pointers, mask=keep, other=0.0))
+        self._own.copies.append(lambda: shared.store(load_by_pointer(pointers, mask=keep, other=0.0)))
 
     def gathered(self):
-        """Its copies come at once."""
+        _finish(self._own.copies)
+
+    def tell_gathered(self, barrier):
+        barrier.copies += self._own.copies
+        self._own.copies.clear()
 
     def fence_async_global(self):
-        for write in self._own.unwritten:
-            write()
-        self._own.unwritten.clear()
+        _finish(self._own.unwritten)
 
     def wait_for_previous(self):
         """The launch before has ended."""
@@ -245,7 +249,7 @@ def _language(machine) -> SimpleNamespace:
             "minimum": np.minimum, "maximum": np.maximum, "where": np.where, "exp2": np.exp2, "log2": np.log2,
             "sum": np.sum, "max": np.max, "abs": np.abs, "cumsum": np.cumsum, "reshape": np.reshape,
             "permute": np.transpose, "expand_dims": np.expand_dims, "rsqrt": lambda x: 1.0 / np.sqrt(x),
-            "cdiv": lambda a, b: -(-a // b),
+            "cdiv": lambda a, b: -(-a // b), "join": lambda a, b: np.stack((a, b), -1),
         }.items()
     }  # fmt: skip
     return SimpleNamespace(
@@ -259,13 +263,29 @@ def _language(machine) -> SimpleNamespace:
         inline_asm_elementwise=lambda asm, *a, **_: as_value(1.0 / _only_reciprocal(asm, *a)),
         allocate_shared_memory=machine.allocate, warp_specialize=machine.warp_specialize,
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: "tile"),
-        **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), passed),
-        SwizzledSharedLayout=lambda *_, **__: "tile", float32="float32",
-        int32="int32", **dict.fromkeys(("int64", "bfloat16")),
+        **dict.fromkeys(
+            ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout", "DistributedLinearLayout"),
+            passed,
+        ),
+        SwizzledSharedLayout=lambda *_, **__: "tile", split=lambda x: (x[..., 0], x[..., 1]),
+        math=SimpleNamespace(div_rn=np.divide), **{name: name for name in ("float32", "int32", "int16", "int8")},
+        float8e4nv="float8e4nv", **dict.fromkeys(("int64", "bfloat16")),
     )  # fmt: skip
 
 
 HIDDEN = {"0fFF800000": -np.inf, "0f00000000": 0.0}  # of `where_bit`
+
+
+def _finish(pending: list):
+    for what in pending:
+        what()
+    pending.clear()
+
+
+def _bytes(words):
+    """The lower and the upper number of 8 bits in words of two."""
+    words = words.astype(np.int16)
+    return words.astype(np.int8).astype(np.float32).view(Tile), (words >> 8).astype(np.float32).view(Tile)
 
 
 def _only_reciprocal(asm, _constraints, operands):
@@ -285,6 +305,7 @@ def _python(function, machine, made: dict):
             "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.wait_products,
             "where_bit": lambda values, words, bits, hidden: np.where(words & bits != 0, values, HIDDEN[hidden]),
             **dict.fromkeys(("pack", "unpack", "_pack", "_unpack", "settled"), lambda values, *_: values),
+            "widened": lambda words, *_: _bytes(words),
             "rescaled": lambda acc, factor, *_: acc * factor[:, None], **machine.replaced,
         }  # fmt: skip
         for name, value in names.items():

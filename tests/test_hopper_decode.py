@@ -22,8 +22,9 @@ SMALL = DecodeTile(block_k=64, span=2, num_warps=4, num_stages=2, per_sm=1, grou
 UPRIGHT = replace(SMALL, least_rows=64)  # queries as rows
 
 
-def a_call(lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=True, leftpad=None, seed=0):
-    """A call in float32, in whose cache all slots before and behind a row's keys are NaN."""
+def a_call(lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=True, leftpad=None, seed=0, scaled=None):
+    """A call in float32, in whose cache all slots before and behind a row's keys are NaN; or, scaled by "head" or
+    "token", in int8, and with a scale a token such slots have NaN for one."""
     generator = torch.Generator().manual_seed(seed)
     rows, capacity = len(lengths), max(0, *lengths) + num_q + 3
     q, k, v = (torch.randn(rows, h, num_q, head_dim, generator=generator) for h in (heads, kv_heads, kv_heads))
@@ -31,20 +32,33 @@ def a_call(lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=Tr
     table = torch.randperm(rows * pages, generator=generator).reshape(rows, pages).int() if page else None
     shape = (rows * pages, kv_heads, page, head_dim) if page else (rows, kv_heads, capacity, head_dim)
     caches = [torch.randn(shape, generator=generator) for _ in range(2)]
+    scales = None, None
+    if scaled:
+        caches = [(cache * 40).to(torch.int8) for cache in caches]
+        of_scales = shape[:3] if scaled == "token" else shape[1:2]
+        scales = [torch.rand(of_scales, generator=generator) * 0.02 + 0.01 for _ in range(2)]
     for row, length in enumerate(lengths):
         slots = torch.arange(max(length, 0), pages * page if page else capacity)
         if leftpad is not None:
             slots = torch.cat((torch.arange(leftpad[row]), slots))
         line = table[row].long()[slots // page] if page else torch.full_like(slots, row)
-        for cache in caches:
+        for cache in scales if scaled == "token" else () if scaled else caches:
             cache[line, :, slots % page if page else slots] = torch.nan
     new = (k, v) if append else (None, None)
-    tensors = (torch.tensor(lengths, dtype=torch.int32), leftpad, table, None, None)
+    tensors = (torch.tensor(lengths, dtype=torch.int32), leftpad, table, *scales)
     return Call(q, *caches, *new, *tensors, kvcache_workspace(rows, heads, "cpu"))
 
 
+def exactly(call):
+    """The call in float64, all but what is in 8 bits: positional and named arguments of the definition."""
+    wide = [x.double() if x is not None and x.dtype == torch.float32 else x for x in call[:5]]
+    fields = "cache_seqlens", "cache_leftpad", "block_table", "k_scale", "v_scale"
+    named = {name: None if getattr(call, name) is None else getattr(call, name).clone() for name in fields}
+    return [x.clone() for x in wide[:3]], {"k": wide[3], "v": wide[4], **named}
+
+
 def run(monkeypatch, call, tile=SMALL, cut=(3, 5), pauses=None, causal=True, window=(-1, -1), softcap=0.0, **tensors):
-    """O, LSE and the caches after the call, by the kernel's own source."""
+    """O, LSE, and the caches and their scales after the call, by the kernel's own source."""
     from kernels.hopper import decode as hopper
     from kernels.portable import decode as portable
     from tests import hopper_simulator
@@ -54,13 +68,15 @@ def run(monkeypatch, call, tile=SMALL, cut=(3, 5), pauses=None, causal=True, win
     PLANS.clear()
     mask, *bounds = canonical_window(causal, window)
     options = Options(mask, call.q.shape[3] ** -0.5, *bounds, softcap)._replace(**tensors)
-    call = call._replace(k_cache=call.k_cache.clone(), v_cache=call.v_cache.clone())
+    written = "k_cache", "v_cache", "k_scale", "v_scale"
+    call = call._replace(**{name: x if (x := getattr(call, name)) is None else x.clone() for name in written})
     o, lse = hopper.launch_hopper_decode(call, options, tile)
     assert not call.workspace[1:].any(), "a turn is left"
     PLANS.clear()
-    return o, lse, call.k_cache, call.v_cache
+    return o, lse, *(getattr(call, name) for name in written)
 
 
+PADS = torch.tensor([13, 70], dtype=torch.int32)
 CASES = {
     "one tile": {"lengths": [30, 63]},
     "new tokens in two tiles": {"lengths": [62, 190], "num_q": 4, "heads": 4, "kv_heads": 2},
@@ -72,11 +88,16 @@ CASES = {
     "pages of 16": {"lengths": [150, 20, 400], "head_dim": 128, "page": 16},
     "pages of 64": {"lengths": [150, 20, 400], "page": 64},
     "pages larger than tiles": {"lengths": [300, 127], "head_dim": 80, "page": 128},
-    "left padding": {"lengths": [150, 90, 60], "leftpad": torch.tensor([13, 70, 45], dtype=torch.int32)},
+    "left padding": {"lengths": [150, 90, 60], "leftpad": torch.cat((PADS, PADS[:1]))},
+    "8 bits, a scale a head": {"lengths": [150, 20, 300], "head_dim": 80, "heads": 4, "kv_heads": 2, "scaled": "head"},
+    "8 bits, a scale a token": {"lengths": [62, 0, 700], "head_dim": 128, "num_q": 4, "heads": 2, "scaled": "token"},
+    "8 bits in pages": {"lengths": [150, 20, 400], "head_dim": 128, "page": 16, "num_q": 2, "scaled": "token"},
+    "8 bits in large pages": {"lengths": [200, 90], "head_dim": 96, "page": 128, "scaled": "token"},
+    "8 bits behind padding": {"lengths": [150, 90], "head_dim": 128, "leftpad": PADS, "scaled": "token"},
     "many queries": {"lengths": [300, 2, 58], "head_dim": 80, "num_q": 11, "heads": 4, "page": 16},
 }
 OPTIONS = [{"window": (70, 0)}, {"softcap": 5.0}, {"causal": False, "window": (100, 40)}]
-WITH_OPTIONS = "new tokens in two tiles", "tiles of a row, spans of a row", "pages of 16"
+WITH_OPTIONS = "new tokens in two tiles", "tiles of a row, spans of a row", "pages of 16", "8 bits, a scale a token"
 AS_ROWS = "many queries", "tiles of a row, spans of a row", "left padding"
 
 
@@ -90,16 +111,14 @@ AS_ROWS = "many queries", "tiles of a row, spans of a row", "left padding"
 )  # fmt: skip
 def test_simulated_it_agrees_with_float64(name, options, tile, monkeypatch):
     call = a_call(**CASES[name])
-    exact = call._replace(
-        **{name: None if x is None else x.double() for name, x in zip(Call._fields[:5], call, strict=False)}
-    )
-    o, lse, k_cache, v_cache = run(monkeypatch, call, tile, pauses=Random(len(name)), **options)
-    named = {"k": exact.k_new, "v": exact.v_new, **{x: getattr(exact, x) for x in Call._fields[5:8]}}
-    expected = naive_attention_with_kvcache(*exact[:3], **named, **options, return_lse=True)
+    exact, named = exactly(call)
+    o, lse, *written = run(monkeypatch, call, tile, pauses=Random(len(name)), **options)
+    expected = naive_attention_with_kvcache(*exact, **named, **options, return_lse=True)
     torch.testing.assert_close(o.double(), expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), expected[1], atol=2e-5, rtol=1e-5)
-    for ours, theirs in ((k_cache, exact.k_cache), (v_cache, exact.v_cache)):
-        assert torch.equal(ours.double().nan_to_num(9.0), theirs.nan_to_num(9.0))
+    for ours, theirs in zip(written, (*exact[1:], named["k_scale"], named["v_scale"]), strict=True):
+        if ours is not None:
+            assert torch.equal(ours.double().nan_to_num(9.0), theirs.double().nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("tile", [SMALL, UPRIGHT], ids=str)
@@ -131,7 +150,7 @@ def test_simulated_what_does_not_fit_is_nan_and_overwrites_nothing(fault, cut, m
     else:
         call.block_table[0, {"page": 2, "page of the last tile": 5, "page of the new token": 6}[fault]] = 99
     before = call.k_cache.clone(), call.v_cache.clone()
-    o, _, *after = run(monkeypatch, call, cut=cut)
+    o, _, *after, _, _ = run(monkeypatch, call, cut=cut)
     assert o[0].isnan().all()
     assert not o[1].isnan().any()
     assert call.workspace[0] == 1
@@ -150,7 +169,8 @@ def test_what_it_does_not_take_is_said(monkeypatch):
     table = torch.zeros(2, 1)
     nothing = (None,) * 4
     refused = {
-        "16 bits": (q, cache.char(), cache.char(), *nothing),
+        "16 and 8 bits": (q, cache.float(), cache.float(), *nothing),
+        "8 bits with head_dim above 64": (q, cache.char(), cache.char(), *nothing),
         "head_dim": (q[..., :32], cache[..., :32], cache[..., :32], *nothing),
         "72 queries share": (q.expand(2, 8, 18, 64), cache, cache, *nothing),
         "cache_leftpad": (q, cache, cache, None, None, lengths, table),

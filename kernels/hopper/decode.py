@@ -10,9 +10,15 @@ are columns of both products, as wgmma wants 64 rows, and P passes through share
 
     S^T (keys, queries) = K Q^T        O^T (D, queries) = V^T P^T        or        S = Q K^T        O = P V
 
+A cache of 8 bits comes as words of two columns. The consumer widens them in registers, from where tensor cores take
+their left operand, and has the even and the odd columns of keys, queries and values as products of their own:
+
+    S^T = K_even Q_even^T + K_odd Q_odd^T        O_even^T = V_even^T P^T        O_odd^T = V_odd^T P^T
+
 New tokens: the producer puts those of a tile into the cache before it sends for the tile. A row's last tile is copied
 from so many keys sooner that little lies behind its last key (`shifted`); over what does the consumer writes zeros, as
-0 * NaN is NaN. A page that the pool does not have TMA reads as zeros; the consumer, told of it, then gives NaN.
+0 * NaN is NaN (numbers of 8 bits are finite: e4m3's NaN reads as 480). A page that the pool does not have TMA reads as
+zeros; the consumer, told of it, then gives NaN.
 """
 
 from functools import partial
@@ -35,16 +41,16 @@ from .decode_roles import collector, consumer
 
 @gluon.jit(do_not_specialize=list(NOT_SPECIALIZED))
 def hopper_decode_kernel(
-    # descriptors of boxes (1, 1, PIECE, 64)
-    k_desc,  # (B, Hkv, S, D), or pages (P, Hkv, PAGE, D), bf16 | fp16
+    # descriptors of boxes (1, 1, PIECE, 128 bytes)
+    k_desc,  # (B, Hkv, S, D), or pages (P, Hkv, PAGE, D), q's dtype, int8 or e4m3
     v_desc,
     # inputs, as of `flash_decode_kernel`
-    q,  # (B, Hq, Nq, D) in the cache's dtype
+    q,  # (B, Hq, Nq, D) bf16 | fp16
     k_cache,
     v_cache,
     k_new,  # (B, Hkv, Nq, D), or None
     v_new,
-    k_scale,  # None, as a cache in 8 bits has the portable kernel; so has the scales' layout no use
+    k_scale,  # fp32 (Hkv,), or (B, Hkv, S) as the cache, or None
     v_scale,
     seqlens,  # (B,) int32
     leftpad,  # (B,) int32 or None
@@ -60,7 +66,7 @@ def hopper_decode_kernel(
     q_batch, q_head, q_token,
     cache_row, cache_head, cache_slot,
     new_batch, new_head, new_token,
-    scale_row, scale_head, scale_slot,
+    scale_row, scale_head, scale_slot,  # elements
     table_row,
     # sizes
     num_rows,  # B
@@ -82,9 +88,11 @@ def hopper_decode_kernel(
     SPAN: gl.constexpr,
     GROUPS: gl.constexpr,
     PAGE: gl.constexpr,  # 0: contiguous
+    SCALES: gl.constexpr,  # 0: none, 1: a head, 2: a token and head
     STAGES: gl.constexpr,
     UNIT: gl.constexpr,
     CACHE_UNIT: gl.constexpr,
+    WORDS: gl.constexpr,  # the cache has 8 bits
     APPEND: gl.constexpr,
     CAUSAL: gl.constexpr,
     LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
@@ -94,18 +102,31 @@ def hopper_decode_kernel(
     ITEMS: gl.constexpr = 2 if UPRIGHT else 3  # whose queries there is room for
     is_padded: gl.constexpr = leftpad is not None
     pads = leftpad if is_padded else seqlens
-    dtype: gl.constexpr = k_desc.dtype
-    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_D], dtype)
-    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HALF], dtype)
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
+    dtype: gl.constexpr = q.dtype.element_ty
+    tile_dtype: gl.constexpr = gl.int16 if WORDS else dtype
+    COLUMNS: gl.constexpr = BLOCK_D // 2 if WORDS else BLOCK_D
+    build = Build(
+        HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_K, SPAN, GROUPS, PAGE, STAGES, ITEMS, APPEND, UPRIGHT, COLUMNS, WORDS,
+        k_cache.dtype.element_ty == gl.int8, SCALES,
+    )  # fmt: skip
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, COLUMNS], tile_dtype)
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HALF], tile_dtype)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, COLUMNS], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile_layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile_layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [ITEMS, BLOCK_M, BLOCK_D], q_layout)
-    p_tile = q_tiles  # nobody's: P then stays in registers
+    k_tiles = gl.allocate_shared_memory(tile_dtype, [STAGES, BLOCK_K, COLUMNS], tile_layout)
+    v_tiles = gl.allocate_shared_memory(tile_dtype, [STAGES, BLOCK_K, COLUMNS], tile_layout)
+    q_shape: gl.constexpr = [ITEMS * (BLOCK_D // COLUMNS), BLOCK_M, COLUMNS]
+    q_tiles = gl.allocate_shared_memory(dtype, q_shape, q_layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    p_tile, across = q_tiles, q_tiles  # nobody's: P then stays in registers
     if not UPRIGHT:
         p_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], p_layout)
-    items = gl.allocate_shared_memory(gl.int32, [ITEMS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        by_warp: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+        across = gl.allocate_shared_memory(gl.float32, [2, 4, BLOCK_M], by_warp)
+    items = gl.allocate_shared_memory(gl.int32, [ITEMS * FIELDS, 1], plain)
+    scales = items  # nobody's
+    if SCALES == 2:
+        scales = gl.allocate_shared_memory(gl.float32, [STAGES * 2, BLOCK_K], plain)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -113,31 +134,35 @@ def hopper_decode_kernel(
     item_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     stored = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
-    halves: gl.constexpr = [STAGES * (BLOCK_D // HALF), BLOCK_K, HALF]
-    k_halves = k_tiles._reinterpret(dtype, halves, half_layout)
-    v_halves = v_tiles._reinterpret(dtype, halves, half_layout)
+    halves: gl.constexpr = [STAGES * (COLUMNS // HALF), BLOCK_K, HALF]
+    k_halves = k_tiles._reinterpret(tile_dtype, halves, half_layout)
+    v_halves = v_tiles._reinterpret(tile_dtype, halves, half_layout)
     boxes: gl.constexpr = [ITEMS * (BLOCK_D // HALF) * (BLOCK_M // BOX), BOX, HALF]
     box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, HALF], dtype)
     q_boxes = q_tiles._reinterpret(dtype, boxes, box_layout)
     rings = Rings(
-        k_halves, v_halves, k_full, v_full, empty, items, item_full, item_empty, q_tiles, q_boxes, q_full, stored
+        k_halves, v_halves, scales, k_full, v_full, empty, items, item_full, item_empty, q_tiles, q_boxes, q_full,
+        stored, across,
     )  # fmt: skip
-    build = Build(HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_K, SPAN, GROUPS, PAGE, STAGES, ITEMS, APPEND, UPRIGHT)
     strides = (cache_row * CACHE_UNIT, cache_head * CACHE_UNIT, cache_slot * CACHE_UNIT)
     new_strides = (new_batch * UNIT, new_head * UNIT, new_token * UNIT)
     table = block_table if PAGE > 0 else seqlens
-    cache = Cache(k_cache, v_cache, k_new, v_new, strides, new_strides, table, table_row, num_pages)
+    scale_strides = (scale_row, scale_head, scale_slot)
+    cache = Cache(
+        k_cache, v_cache, k_new, v_new, k_scale, v_scale, strides, scale_strides, new_strides, table, table_row,
+        num_pages,
+    )  # fmt: skip
     group = num_heads // num_kv_heads
     gl.warp_specialize(
         [
             (consumer, (
-                o, lse, num_heads, num_q, group, num_kv_heads, (window_left, window_right), scale_log2, switches, sums,
-                maxima, slot_rows, workspace, coarse_from, rings, p_tile, k_tiles, v_tiles, build, is_padded, CAUSAL,
-                LOCAL,
+                o, lse, num_heads, num_q, group, num_kv_heads, (window_left, window_right), scale_log2, switches,
+                k_scale, v_scale, sums, maxima, slot_rows, workspace, coarse_from, rings, p_tile, k_tiles, v_tiles,
+                build, is_padded, CAUSAL, LOCAL,
             )),
             (collector, (
-                o, lse, switches.sinks, num_heads, num_q, group, num_kv_heads, sums, maxima, slot_rows, workspace,
-                coarse_from, rings, build,
+                o, lse, switches.sinks, v_scale, num_heads, num_q, group, num_kv_heads, sums, maxima, slot_rows,
+                workspace, coarse_from, rings, build,
             )),
             (producer, (
                 k_desc, v_desc, seqlens, pads, num_rows, num_q, capacity, window_left, workspace, coarse_from,
@@ -145,25 +170,27 @@ def hopper_decode_kernel(
             )),
             (fetcher, (q, (q_batch * UNIT, q_head * UNIT, q_token * UNIT), group, num_q, rings, build)),
         ],
-        [4, 1, 1], [184, 80, 80] if BLOCK_D == 128 else [80, 56, 56],  # the consumer has what is left: 240, 104
+        [4, 1, 1], [160, 104, 104] if BLOCK_D == 128 else [80, 56, 56],  # the consumer has what is left: 240, 104
     )  # fmt: skip
 
 
 def tile_for(call: Call) -> DecodeTile:
-    """By the width of heads, and how many queries share a KV head.
+    """By the width of heads, their bits, and how many queries share a KV head.
 
     192 KB on their way fill a multiprocessor: at head_dim 128 three stages of one program, at 64 three of each of two,
     or six where scores of more rows leave registers for half a tile. These are a thread's at launch, which the warps of
     a program then share out. Results of many rows of 128 are large: then spans are twice as long, fewer calls are cut
-    into tiles, and two stages let those who fold wait less."""
+    into tiles, and two stages let those who fold wait less. So long are spans of 8 bits, too, which have the bytes of
+    others, as an item costs what two of its tiles do."""
     rows, _ = decode_rows(call.q.shape, call.k_cache.shape[1])
     wide, upright = call.q.shape[3] > 64, rows > 16
-    large = wide and rows > 8
+    large, narrow = wide and rows > 8, call.k_cache.itemsize == 1
     block_k = 64 if upright and not wide else 128
+    stages = (2 if large else 384 // block_k) * (2 if narrow else 1)
     return DecodeTile(
-        block_k, span=(2048 if large else 1024) // block_k, num_warps=4, num_stages=2 if large else 384 // block_k,
+        block_k, span=(2048 if large or narrow else 1024) // block_k, num_warps=4, num_stages=stages,
         per_sm=1 if wide else 2, max_registers=168 if wide else 80, least_rows=64 if upright else 8,
-        few=0.1 if upright else 0.2 if large else 0.4,
+        few=0.1 if upright else 0.2 if large or narrow else 0.4,
     )  # fmt: skip
 
 
@@ -192,8 +219,10 @@ def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given
     (portable,) = decode_launches(options, tile, cache, **given)
     page = portable.constants["PAGE"]
     piece = SHIFT.value if 0 < page < tile.block_k else tile.block_k
-    descriptors = (tma.descriptor(given[name], piece, HALF.value) for name in ("k_cache", "v_cache"))
-    constants = portable.constants | {"STAGES": tile.num_stages}
+    words = given["k_cache"].itemsize == 1
+    columns = HALF.value * (2 if words else 1)
+    descriptors = (tma.descriptor(given[name], piece, columns) for name in ("k_cache", "v_cache"))
+    constants = portable.constants | {"STAGES": tile.num_stages, "WORDS": words}
     constants = {name: constants[name] for name in hopper_decode_kernel.arg_names if name in constants}
     how = {name: value for name, value in tile.how.items() if name != "num_stages"}
     how["launch_pdl"] = constants["APPEND"]  # the kernel before makes the new tokens: begin while it ends

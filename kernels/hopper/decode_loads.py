@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ..portable.cached import factor_of, rounded
 from ..portable.record import record
 from ..portable.split import ROWS_BLOCK, Batch, extent, row_of, totals
 from . import tma
@@ -31,16 +32,18 @@ class Rings:
 
     k: gl.shared_memory_descriptor  # (STAGES * halves, BLOCK_K, 64), as TMA writes them
     v: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor  # (STAGES * 2, BLOCK_K) fp32, of k and of v; read only with a scale a token
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     items: gl.shared_memory_descriptor  # (ITEMS * FIELDS, 1) int32
     item_full: gl.shared_memory_descriptor
     item_empty: gl.shared_memory_descriptor
-    q: gl.shared_memory_descriptor  # (ITEMS, BLOCK_M, BLOCK_D)
+    q: gl.shared_memory_descriptor  # (ITEMS, BLOCK_M, BLOCK_D); for WORDS (ITEMS * 2, BLOCK_M, 64): even, odd columns
     q_boxes: gl.shared_memory_descriptor  # the same, as (ITEMS * halves * BLOCK_M / 8, 8, 64)
     q_full: gl.shared_memory_descriptor
     stored: gl.shared_memory_descriptor
+    across: gl.shared_memory_descriptor  # (2, 4, BLOCK_M) fp32: between the consumer's warps; not where UPRIGHT
 
 
 @record
@@ -51,7 +54,10 @@ class Cache:
     v: gl.tensor
     k_new: gl.tensor  # None, as v_new, but where APPEND
     v_new: gl.tensor
+    k_scale: gl.tensor  # None without scales, fp32 (Hkv,), or as the cache's slots
+    v_scale: gl.tensor
     strides: tuple  # (row or page, head, slot), elements
+    scale_strides: tuple
     new_strides: tuple  # (row, head, token)
     block_table: gl.tensor  # read only where PAGE
     table_row: gl.tensor
@@ -73,6 +79,16 @@ class Build:
     ITEMS: gl.constexpr  # that the producer describes ahead
     APPEND: gl.constexpr
     UPRIGHT: gl.constexpr  # queries are the rows of products, in place of keys
+    COLUMNS: gl.constexpr  # of a tile: BLOCK_D, or half as many words of two where the cache has 8 bits
+    WORDS: gl.constexpr  # it has
+    INT8: gl.constexpr  # int8, not e4m3
+    SCALES: gl.constexpr  # 0: none, 1: a head, 2: a token and head
+
+
+@gluon.constexpr_function
+def stored_dtype(build):
+    """Of a cache of 8 bits."""
+    return gl.int8 if build.INT8 else gl.float8e4nv
 
 
 @gluon.jit
@@ -126,6 +142,18 @@ def _known(page, cache):
 
 
 @gluon.jit
+def _narrowed(values, scale, kv_head, at, keep, build):
+    """New tokens in numbers of 8 bits. Scales of their own are put into the slots `at`."""
+    values = values.to(gl.float32)
+    if build.SCALES == 1:
+        return rounded(values, gl.load(scale + kv_head), stored_dtype(build))
+    else:
+        factor = factor_of(gl.max(gl.abs(values), 1), stored_dtype(build))
+        gl.store(scale + at, factor, mask=keep)
+        return rounded(values, factor[:, None], stored_dtype(build))
+
+
+@gluon.jit
 def _append(begin, end, first_new, row, kv_head, pad, cache, build):
     """The new tokens among the keys begin .. end into their slots, where TMA then finds them."""
     BLOCK_D: gl.constexpr = build.BLOCK_D
@@ -135,7 +163,8 @@ def _append(begin, end, first_new, row, kv_head, pad, cache, build):
     base = row.to(gl.int64) * cache.new_strides[0] + kv_head.to(gl.int64) * cache.new_strides[1]
     for first in range(gl.maximum(begin, first_new), end, TOKENS):
         key = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
-        keep = (key < end)[:, None] & (columns < build.HEAD_DIM)[None, :]
+        known = key < end
+        keep = known[:, None] & (columns < build.HEAD_DIM)[None, :]
         tokens = (base + (key - first_new) * cache.new_strides[2])[:, None] + columns[None, :]
         new_k = gl.load(cache.k_new + tokens, mask=keep, other=0.0)
         new_v = gl.load(cache.v_new + tokens, mask=keep, other=0.0)
@@ -144,13 +173,49 @@ def _append(begin, end, first_new, row, kv_head, pad, cache, build):
         if build.PAGE > 0:
             pages = cache.block_table + row.to(gl.int64) * cache.table_row
             line = gl.load(pages + slots // build.PAGE, mask=key < end, other=0)
+            known = known & _known(line, cache)
             keep = keep & _known(line, cache)[:, None]
             line, slots = line.to(gl.int64), slots % build.PAGE
         there = kv_head.to(gl.int64) * cache.strides[1] + line * cache.strides[0]
         there += slots.to(gl.int64) * cache.strides[2]
+        if build.WORDS:
+            at = line * cache.scale_strides[0] + kv_head * cache.scale_strides[1] + slots * cache.scale_strides[2]
+            new_k = _narrowed(new_k, cache.k_scale, kv_head, at, known, build)
+            new_v = _narrowed(new_v, cache.v_scale, kv_head, at, known, build)
         gl.store(cache.k + there[:, None] + columns[None, :], new_k, mask=keep)
         gl.store(cache.v + there[:, None] + columns[None, :], new_v, mask=keep)
     tma.fence_async_global()
+
+
+@gluon.jit
+def _place_of(piece, tile, start, keys, row, pad, pages, build):
+    """Where the keys from `piece` on, of the copy of a tile, lie together: (row or page, slot)."""
+    line, at = row, pad + start
+    if build.PAGE >= build.BLOCK_K:
+        line = gl.load(pages + tile * build.BLOCK_K // build.PAGE, mask=tile * build.BLOCK_K < keys, other=0)
+        at = tile * build.BLOCK_K % build.PAGE - (tile * build.BLOCK_K - start)
+    elif build.PAGE > 0:
+        first = start + piece
+        inside = (first >= tile * build.BLOCK_K) & (first < keys)
+        first = gl.maximum(first, 0)
+        line = gl.load(pages + first // build.PAGE, mask=inside, other=0)
+        at = gl.where(inside, first % build.PAGE, build.PAGE)  # outside of it TMA reads nothing
+    return line, at
+
+
+@gluon.jit
+def _scales_at(tile, start, keys, row, kv_head, pad, pages, cache, build):
+    """Where the scale of each key of a tile lies, which may be anywhere, and whether there is such a key."""
+    key = start + gl.arange(0, build.BLOCK_K, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    inside = (key >= tile * build.BLOCK_K) & (key < keys)
+    slots = pad + key
+    line = key.to(gl.int64) * 0 + row
+    if build.PAGE > 0:
+        line = gl.load(pages + slots // build.PAGE, mask=inside, other=0)
+        inside = inside & _known(line, cache)
+        line, slots = line.to(gl.int64), slots % build.PAGE
+    at = line * cache.scale_strides[0] + kv_head * cache.scale_strides[1] + slots * cache.scale_strides[2]
+    return at, inside
 
 
 @gluon.jit
@@ -161,7 +226,7 @@ def producer(
     BLOCK_K: gl.constexpr = build.BLOCK_K
     SPAN: gl.constexpr = build.SPAN
     PAGE: gl.constexpr = build.PAGE
-    HALVES: gl.constexpr = build.BLOCK_D // HALF
+    HALVES: gl.constexpr = build.COLUMNS // HALF
     PIECE: gl.constexpr = k_desc.block_type.shape[2]  # keys that lie together: of a page, or a tile
     lanes = gl.arange(0, ROWS_BLOCK, layout=gl.BlockedLayout([1], [32], [1], [0]))
     if build.APPEND:  # whoever is told of an item is told after this
@@ -199,22 +264,22 @@ def producer(
                 end_key = gl.minimum(start + BLOCK_K, keys)
                 if end_key > first_new:
                     _append(start, end_key, first_new, row, kv_head, pad, cache, build)
+            if build.SCALES == 2:
+                at_scale, scaled = _scales_at(tile, start, keys, row, kv_head, pad, pages, cache, build)
+            places = ()
+            for piece in gl.static_range(BLOCK_K // PIECE):
+                place_of_piece = _place_of(piece * PIECE, tile, start, keys, row, pad, pages, build)
+                places = places + (place_of_piece,)  # noqa: RUF005 (Triton's tuples)
             stage, phase = slot(step, build.STAGES)
             mbarrier.wait(rings.empty.index(stage), phase ^ 1)
             k_full, v_full = rings.k_full.index(stage), rings.v_full.index(stage)
-            mbarrier.expect(k_full, BLOCK_K * build.BLOCK_D * 2)
+            if build.SCALES == 2:
+                tma.gather(cache.k_scale + at_scale, scaled, rings.scales.index(stage * 2))
+                tma.gather(cache.v_scale + at_scale, scaled, rings.scales.index(stage * 2 + 1))
+                tma.tell_gathered(k_full)  # zeros where there is no key
+            mbarrier.expect(k_full, BLOCK_K * build.COLUMNS * 2)
             for piece in gl.static_range(BLOCK_K // PIECE):
-                line = row
-                at = pad + start
-                if PAGE >= BLOCK_K:
-                    line = gl.load(pages + tile * BLOCK_K // PAGE, mask=tile * BLOCK_K < keys, other=0)
-                    at = tile * BLOCK_K % PAGE - (tile * BLOCK_K - start)
-                elif PAGE > 0:
-                    first = start + piece * PIECE
-                    inside = (first >= tile * BLOCK_K) & (first < keys)
-                    first = gl.maximum(first, 0)
-                    line = gl.load(pages + first // PAGE, mask=inside, other=0)
-                    at = gl.where(inside, first % PAGE, PAGE)  # outside of it TMA reads nothing
+                line, at = places[piece]
                 if PAGE > 0:
                     flags = flags | gl.where(_known(line, cache), 0, 1)
                 for half in gl.static_range(HALVES):
@@ -231,7 +296,7 @@ def producer(
                 mbarrier.arrive(rings.item_full.index(place), count=1)
             elif PAGE > 0:
                 _tell(rings, place, 5, flags)
-            mbarrier.expect(v_full, BLOCK_K * build.BLOCK_D * 2)  # last: with the values the flags are known
+            mbarrier.expect(v_full, BLOCK_K * build.COLUMNS * 2)  # last: with the values the flags are known
             step += 1
         item = following
         turn += 1
@@ -249,10 +314,11 @@ def _as_box(part, descriptor):
 @gluon.jit
 def fetcher(q, q_strides, group, num_q, rings, build):
     """The queries and heads of items' KV heads, in boxes of 8 and 64 columns; by one warp. Those that do not exist are
-    left as they are, which concerns nobody's sums but their own."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    left as they are, or zeros, which concerns nobody's sums but their own."""
+    READ: gl.constexpr = build.BLOCK_D if build.WORDS else HALF  # columns together
+    layout: gl.constexpr = gl.BlockedLayout([1, READ // 8], [4, 8], [1, 1], [1, 0])
     lines = gl.arange(0, BOX, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    columns = gl.arange(0, READ, layout=gl.SliceLayout(0, layout))
     HALVES: gl.constexpr = build.BLOCK_D // HALF
     boxes = gl.cdiv(group * num_q, BOX)
     started((), 0, 1)
@@ -265,11 +331,19 @@ def fetcher(q, q_strides, group, num_q, rings, build):
             packed = box * BOX + lines
             query = packed // group
             rows = of_row + (first_head + packed - query * group) * q_strides[1] + query * q_strides[2]
-            for half in gl.static_range(HALVES):
-                column = half * HALF + columns
-                keep = (query < num_q)[:, None] & (column < build.HEAD_DIM)[None, :]
-                to = rings.q_boxes.index((place * HALVES + half) * (build.BLOCK_M // BOX) + box)
-                tma.gather(rows[:, None] + column[None, :], keep, to)
+            first = place * HALVES * (build.BLOCK_M // BOX) + box
+            if build.WORDS:
+                keep = (query < num_q)[:, None] & (columns < build.HEAD_DIM)[None, :]
+                values = gl.load(rows[:, None] + columns[None, :], mask=keep, other=0.0)
+                even, odd = gl.split(gl.reshape(values, [BOX, HALF, 2]))
+                rings.q_boxes.index(first).store(even)
+                rings.q_boxes.index(first + build.BLOCK_M // BOX).store(odd)
+            else:
+                for half in gl.static_range(HALVES):
+                    column = half * HALF + columns
+                    keep = (query < num_q)[:, None] & (column < build.HEAD_DIM)[None, :]
+                    to = rings.q_boxes.index(first + half * (build.BLOCK_M // BOX))
+                    tma.gather(rows[:, None] + column[None, :], keep, to)
         tma.gathered()
         mbarrier.arrive(rings.q_full.index(place), count=1)
         turn += 1

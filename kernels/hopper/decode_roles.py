@@ -27,7 +27,8 @@ from ..portable.split import (
     store_row,
 )
 from ..portable.tiles import LOG2_E, Mask, mask_scores
-from .decode_loads import SHIFT, awaited, shifted, started, told
+from ..portable.widen import widened
+from .decode_loads import SHIFT, awaited, shifted, started, stored_dtype, told
 from .tma import slot
 
 NEVER = gl.constexpr(2**30)  # a key that no query sees
@@ -82,11 +83,12 @@ def _item_told(rings, place, row, width):
 
 
 @gluon.jit
-def _store(acc, maximum, total, o, lse, sinks, item, group, num_q, num_heads, parts, build):
+def _store(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, num_heads, parts, build):
+    of_head = v_scale + item.inner if build.SCALES == 1 else None
     query = parts.lines // group
     head = item.inner * group + parts.lines - query * group
     store_row(
-        acc, maximum, total, o, lse, sinks, None, item.row, query, head, num_q, num_heads, parts, build.HEAD_DIM
+        acc, maximum, total, o, lse, sinks, of_head, item.row, query, head, num_q, num_heads, parts, build.HEAD_DIM
     )  # fmt: skip
 
 
@@ -102,9 +104,29 @@ def _sums_layout(build):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
+@gluon.constexpr_function
+def _warps_layout(build):
+    """(4 warps, queries): queries as scores have them, and each thread has all four."""
+    registers = [[0, 1], *([[0, 8]] if build.BLOCK_M == 16 else []), [1, 0], [2, 0]]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [4, build.BLOCK_M])
+
+
 @gluon.jit
-def _softmax(scores, tile, start, query, scoring, build, KEYS: gl.constexpr):
-    """Of one tile, whose keys are the axis KEYS of scores: (probabilities over their sum, maxima)."""
+def _over_keys(x, shared, build, LARGEST: gl.constexpr):
+    """The largest or the sum of each column of scores: of a warp's rows by shuffles, of the warps by one barrier."""
+    x = gl.reshape(x, [build.BLOCK_K // 64, 4, 16, build.BLOCK_M])
+    shared.store(gl.max(gl.max(x, 0), 1) if LARGEST else gl.sum(gl.sum(x, 0), 1))
+    x = shared.load(_warps_layout(build))
+    x = gl.max(x, 0) if LARGEST else gl.sum(x, 0)
+    return gl.convert_layout(x, gl.SliceLayout(0, _scores_layout(build)))
+
+
+@gluon.jit
+def _softmax(scores, tile, start, query, scoring, across, build, KEYS: gl.constexpr):
+    """Of one tile, whose keys are the axis KEYS of scores: (probabilities over their sum, maxima).
+
+    across: memory for `_over_keys` where KEYS is 0, else None."""
     BLOCK_K: gl.constexpr = build.BLOCK_K
     mask = scoring.mask
     key = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1 - KEYS, _scores_layout(build)))
@@ -114,7 +136,10 @@ def _softmax(scores, tile, start, query, scoring, build, KEYS: gl.constexpr):
     if mask.LOCAL or not build.UPRIGHT or edge:  # elsewhere each query sees each key
         key = gl.where(key < tile * BLOCK_K, NEVER, key)  # another tile has it
         logits = mask_scores(logits, query, key, mask)
-    maximum = gl.max(logits, KEYS) * factor
+    if KEYS == 1:
+        maximum = gl.max(logits, 1) * factor
+    else:
+        maximum = _over_keys(logits, across.index(0), build, True) * factor
     base = gl.where(maximum == -float("inf"), 0.0, maximum)
     return gl.exp2(logits * factor - gl.expand_dims(base, KEYS)), maximum
 
@@ -128,7 +153,7 @@ def _by_rows(q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase,
     nothing = gl.zeros([build.BLOCK_M, build.BLOCK_K], gl.float32, _scores_layout(build))
     scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    probs, maximum = _softmax(scores, tile, start, query, scoring, build, 1)
+    probs, maximum = _softmax(scores, tile, start, query, scoring, None, build, 1)
     rounded = gl.convert_layout(probs.to(q_tile.dtype), gl.DotOperandLayout(0, sums_layout, 2))
     mbarrier.wait(v_full, phase)
     if start + build.BLOCK_K > num_keys:  # of keys that are none the scores are masked, but 0 * NaN is NaN
@@ -141,14 +166,14 @@ def _by_rows(q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase,
 
 @gluon.jit
 def _by_columns(
-    q_tile, k_tile, v_tile, p_tile, tile, start, query, scoring, v_full, phase, build, PADDED: gl.constexpr
+    q_tile, k_tile, v_tile, p_tile, across, tile, start, query, scoring, v_full, phase, build, PADDED: gl.constexpr
 ):  # fmt: skip
     """`_by_rows`, queries as columns: few of them fill wgmma, and P passes through shared memory."""
     num_keys = scoring.mask.num_k
     nothing = gl.zeros([build.BLOCK_K, build.BLOCK_M], gl.float32, _scores_layout(build))
     scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    probs, maximum = _softmax(scores, tile, start, query, scoring, build, 0)
+    probs, maximum = _softmax(scores, tile, start, query, scoring, across, build, 0)
     p_tile.store(gl.permute(probs.to(q_tile.dtype), (1, 0)))
     mbarrier.wait(v_full, phase)
     if start + build.BLOCK_K > num_keys:  # as above
@@ -156,13 +181,46 @@ def _by_columns(
     fence_async_shared()
     nothing = gl.zeros([build.BLOCK_D, build.BLOCK_M], gl.float32, _sums_layout(build))
     part = warpgroup_mma(v_tile.permute([1, 0]), p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    return part, maximum, gl.sum(probs, 0)
+    return part, maximum, _over_keys(probs, across.index(1), build, False)
+
+
+@gluon.jit
+def _by_words(
+    q_even, q_odd, k_tile, v_tile, p_tile, of_k, stage, rings, tile, start, query, scoring, v_full, phase, build
+):  # fmt: skip
+    """`_by_columns` of 8 bits, which the warps widen on their way to the products, a word into two columns: (the sum of
+    P V, of even columns, of odd ones, both unfinished, maxima, sums).
+
+    of_k: the scale of all keys, where there is one."""
+    scores_layout: gl.constexpr = _scores_layout(build)
+    of_key: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    sums_layout: gl.constexpr = _sums_layout(build)
+    dtype: gl.constexpr = p_tile.dtype
+    even, odd = widened(k_tile.load(gl.DotOperandLayout(0, scores_layout, 2)), dtype, stored_dtype(build))
+    nothing = gl.zeros([build.BLOCK_K, build.BLOCK_M], gl.float32, scores_layout)
+    scores = warpgroup_mma(even, q_even.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma(odd, q_odd.permute([1, 0]), scores, is_async=True)
+    mbarrier.wait(v_full, phase)
+    words = v_tile.permute([1, 0]).load(gl.DotOperandLayout(0, sums_layout, 2))
+    even, odd = widened(words, dtype, stored_dtype(build))
+    of_v = 1.0
+    if build.SCALES == 2:
+        of_k = rings.scales.index(stage * 2).load(of_key)[:, None]
+        of_v = rings.scales.index(stage * 2 + 1).load(of_key)[:, None]
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    probs, maximum = _softmax(scores * of_k, tile, start, query, scoring, rings.across, build, 0)
+    p_tile.store(gl.permute((probs * of_v).to(dtype), (1, 0)))
+    fence_async_shared()
+    nothing = gl.zeros([build.COLUMNS, build.BLOCK_M], gl.float32, sums_layout)
+    part = warpgroup_mma(even, p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    part_odd = warpgroup_mma(odd, p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
+    return part, part_odd, maximum, _over_keys(probs, rings.across.index(1), build, False)
 
 
 @gluon.jit
 def consumer(
-    o, lse, num_heads, num_q, group, width, window, scale_log2, switches, sums, maxima, slot_rows, workspace,
-    coarse_from, rings, p_tile, k_tiles, v_tiles, build, PADDED: gl.constexpr, CAUSAL: gl.constexpr,
+    o, lse, num_heads, num_q, group, width, window, scale_log2, switches, k_scale, v_scale, sums, maxima, slot_rows,
+    workspace, coarse_from, rings, p_tile, k_tiles, v_tiles, build, PADDED: gl.constexpr, CAUSAL: gl.constexpr,
     LOCAL: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = build.BLOCK_M
@@ -171,7 +229,7 @@ def consumer(
     UPRIGHT: gl.constexpr = build.UPRIGHT
     KEYS: gl.constexpr = 1 if UPRIGHT else 0  # their axis in scores, and that of columns in sums
     acc_layout: gl.constexpr = _sums_layout(build)
-    acc_shape: gl.constexpr = [BLOCK_M, BLOCK_D] if UPRIGHT else [BLOCK_D, BLOCK_M]
+    acc_shape: gl.constexpr = [BLOCK_M, BLOCK_D] if UPRIGHT else [build.COLUMNS, BLOCK_M]
     of_row: gl.constexpr = gl.SliceLayout(KEYS, acc_layout)
     out_layout: gl.constexpr = acc_layout if UPRIGHT else _lines_layout(build)
     started((rings.k_full, rings.v_full, rings.empty), build.STAGES)
@@ -194,9 +252,13 @@ def consumer(
         mask = Mask(num_q, keys, window, CAUSAL, LOCAL)
         scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, 0, "ieee")
         acc = gl.zeros(acc_shape, gl.float32, acc_layout)
+        odd = acc  # sums of odd columns; read only where WORDS
+        of_k = 1.0
+        if build.SCALES == 1:
+            of_k = gl.load(k_scale + kv_head)
         maximum = gl.full([BLOCK_M], -float("inf"), gl.float32, of_row)
         total = gl.zeros([BLOCK_M], gl.float32, of_row)
-        q_tile = rings.q.index(place)
+        q_tile = rings.q.index(place * 2 if build.WORDS else place)
         mbarrier.wait(rings.q_full.index(place), phase_of_item)
         for tile in range(begin, end):
             stage, phase = slot(step, build.STAGES)
@@ -204,30 +266,43 @@ def consumer(
             k_tile, v_tile = k_tiles.index(stage), v_tiles.index(stage)
             mbarrier.wait(rings.k_full.index(stage), phase)
             v_full = rings.v_full.index(stage)
-            if UPRIGHT:
+            if build.WORDS:
+                part, part_odd, part_maximum, part_total = _by_words(
+                    q_tile, rings.q.index(place * 2 + 1), k_tile, v_tile, p_tile, of_k, stage, rings, tile, start,
+                    query, scoring, v_full, phase, build,
+                )  # fmt: skip
+                part, part_odd = warpgroup_mma_wait(0, deps=(part, part_odd))
+            elif UPRIGHT:
                 part, part_maximum, part_total = _by_rows(
                     q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase, build, PADDED
                 )  # fmt: skip
             else:
                 part, part_maximum, part_total = _by_columns(
-                    q_tile, k_tile, v_tile, p_tile, tile, start, query, scoring, v_full, phase, build, PADDED
+                    q_tile, k_tile, v_tile, p_tile, rings.across, tile, start, query, scoring, v_full, phase, build,
+                    PADDED,
                 )  # fmt: skip
-            part = warpgroup_mma_wait(0, deps=(part,))
+            if not build.WORDS:
+                part = warpgroup_mma_wait(0, deps=(part,))
             mbarrier.arrive(rings.empty.index(stage), count=1)
             if UPRIGHT:
                 acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
             else:
+                if build.WORDS:
+                    odd, _, _ = _fold_columns(odd, maximum, total, part_odd, part_maximum, part_total)
                 acc, maximum, total = _fold_columns(acc, maximum, total, part, part_maximum, part_total)
             step += 1
         if told(rings, place, 5) % 2 > 0:  # of the last tile's page too
             gl.store(workspace, 1)
             total = total + float("nan")
         if not UPRIGHT:
-            acc = gl.convert_layout(gl.permute(acc, (1, 0)), out_layout)
+            acc = gl.permute(acc, (1, 0))
+            if build.WORDS:
+                acc = gl.reshape(gl.join(acc, gl.permute(odd, (1, 0))), [BLOCK_M, BLOCK_D])
+            acc = gl.convert_layout(acc, out_layout)
             maximum = gl.convert_layout(maximum, gl.SliceLayout(1, out_layout))
             total = gl.convert_layout(total, gl.SliceLayout(1, out_layout))
         if handed(acc, maximum, total, item, parts):
-            _store(acc, maximum, total, o, lse, switches.sinks, item, group, num_q, num_heads, parts, build)
+            _store(acc, maximum, total, o, lse, switches.sinks, v_scale, item, group, num_q, num_heads, parts, build)
         gl.thread_barrier()  # the stores of all threads come before the word of them
         mbarrier.arrive(rings.stored.index(place), count=1)
         turn += 1
@@ -235,7 +310,7 @@ def consumer(
 
 
 @gluon.jit
-def _fold(level, slots, item, parts, o, lse, sinks, group, num_q, num_heads, build):
+def _fold(level, slots, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build):
     """A level's parts from memory, some lines at a time, into the next level's slot, or into the row."""
     first, step, count, to = slots
     for line in range(0, parts.rows, parts.lines.shape[0]):
@@ -244,13 +319,14 @@ def _fold(level, slots, item, parts, o, lse, sinks, group, num_q, num_heads, bui
         if level < 2:
             put(to, acc, maximum, total, here)
         else:
-            _store(acc, maximum, total, o, lse, sinks, item, group, num_q, num_heads, here, build)
+            _store(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, num_heads, here, build)
 
 
 @gluon.jit
 def collector(
-    o, lse, sinks, num_heads, num_q, group, width, sums, maxima, slot_rows, workspace, coarse_from, rings, build
-):
+    o, lse, sinks, v_scale, num_heads, num_q, group, width, sums, maxima, slot_rows, workspace, coarse_from, rings,
+    build,
+):  # fmt: skip
     started((rings.item_full, rings.item_empty, rings.q_full, rings.stored), build.ITEMS)
     lines: gl.constexpr = min(build.BLOCK_M, 1024 // build.BLOCK_D)  # that are folded at once: more is more code
     parts = _parts(sums, maxima, slot_rows, workspace, coarse_from, build, lines, _lines_layout(build))
@@ -268,7 +344,8 @@ def collector(
                     last = last_of(workspace + at, count)
                     if last:
                         _fold(
-                            level, (first, step, count, to), item, parts, o, lse, sinks, group, num_q, num_heads, build
-                        )
+                            level, (first, step, count, to), item, parts, o, lse, sinks, v_scale, group, num_q,
+                            num_heads, build,
+                        )  # fmt: skip
         turn += 1
         place, phase, row = awaited(rings, turn, build)

@@ -117,11 +117,18 @@ def gathered():
     _by_one_warp("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; mov.u32 $0, $2;", "=r,r,r", 0, 0)
 
 
+@gluon.jit
+def tell_gathered(barrier):
+    """Let the mbarrier's phase, in which somebody has yet to arrive, end only when what this warp gathers has come."""
+    async_copy.mbarrier_arrive(barrier)
+
+
 _GLUON_DTYPE = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
     torch.float32: gl.float32,
     torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int8: gl.int8,
 }
 
 

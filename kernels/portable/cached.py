@@ -64,6 +64,23 @@ def bad_pages(begin, end, num_pages, cache, MOST: tl.constexpr):
 
 
 @triton.jit
+def factor_of(largest, stored: tl.constexpr):
+    """The scale of a token whose largest magnitude this is."""
+    return tl.maximum(tl.math.div_rn(largest, 127.0 if stored == tl.int8 else 448.0), 2.0**-60)
+
+
+@triton.jit
+def rounded(values, factor, stored: tl.constexpr):
+    """values / factor, both fp32 and of one shape, to the nearest numbers of a dtype of 8 bits."""
+    limit: tl.constexpr = 127.0 if stored == tl.int8 else 448.0
+    values = tl.math.div_rn(values, factor)
+    values = tl.minimum(tl.maximum(values, -limit), limit)
+    if stored == tl.int8:
+        values = (values + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
+    return values.to(stored)
+
+
+@triton.jit
 def append(new, tensor, scale, new_strides, first, begin, end, cache, SCALES: tl.constexpr):
     """Write the new tokens of the keys begin .. end to the cache, rounded to its dtype; key `first` is the first new
     one."""
@@ -75,18 +92,15 @@ def append(new, tensor, scale, new_strides, first, begin, end, cache, SCALES: tl
         keep = kept_keys(inside, cache)
         values = tl.load(base + (keys - first)[:, None] * new_strides[2] + columns[None, :], mask=keep, other=0.0)
         if SCALES > 0:
-            limit: tl.constexpr = 127.0 if tensor.dtype.element_ty == tl.int8 else 448.0
             values = values.to(tl.float32)
             if SCALES == 2:
-                factor = tl.maximum(tl.math.div_rn(tl.max(tl.abs(values), 1), limit), 2.0**-60)
+                factor = factor_of(tl.max(tl.abs(values), 1), tensor.dtype.element_ty)
                 tl.store(
                     key_pointers(scale, cache.scale_strides, start, end, cache, APPENDED, False), factor, mask=inside
                 )
-                values = tl.math.div_rn(values, tl.broadcast_to(factor[:, None], values.shape))
+                values = rounded(values, tl.broadcast_to(factor[:, None], values.shape), tensor.dtype.element_ty)
             else:
-                values = tl.math.div_rn(values, tl.full(values.shape, tl.load(scale + cache.head), tl.float32))
-            values = tl.minimum(tl.maximum(values, -limit), limit)
-            if tensor.dtype.element_ty == tl.int8:
-                values = (values + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
+                factor = tl.full(values.shape, tl.load(scale + cache.head), tl.float32)
+                values = rounded(values, factor, tensor.dtype.element_ty)
         pointers = key_pointers(tensor, cache.strides, start, end, cache, APPENDED, False)
         tl.store(pointers[:, None] + columns[None, :], values.to(tensor.dtype.element_ty), mask=keep)

@@ -198,14 +198,14 @@ def handed(acc, maximum, total, item, parts):
 
 @triton.jit
 def level_of(level, item, parts):
-    """What an item, which is not all of its row, is folded with, as in `gathered`: tiles of a span (0), spans of a
-    group (1), groups of the row or all its tiles (2). Returns (the level's turn, how many parts, the first one's slot,
+    """What an item, which is not all of its row, is folded with: tiles of a span (0), spans of a group (1), groups of
+    the row or all its tiles (2). Returns (the level's turn, how many parts, the first one's slot,
     the slots from one to the next, the slot for what comes of it)."""
     width, inner = item.width, item.inner
     spans = tl.cdiv(item.tiles, parts.SPAN)
     turn = 2 + parts.coarse_from + (item.row * width + inner) * (parts.GROUPS + 1)
     first, step, count, to = item.tiles_before * width + inner, width, item.tiles, 0
-    if not is_flat(item, parts):
+    if parts.FLAT == 0 or not is_flat(item, parts):
         spans_of_group = tl.cdiv(spans, parts.GROUPS)
         group = item.span // spans_of_group
         first_span = parts.coarse_from * parts.SPAN + item.spans_before * width + inner
@@ -259,36 +259,16 @@ def _tiles_of_span(item, parts):
 @triton.jit
 def gathered(acc, maximum, total, item, parts):
     """An item's result, and with those of the others the row's: (whether this program came last and has it, the row's
-    sums, maxima, denominators). Tiles of a span, spans of a group, groups of a row: each level by the program that
-    comes last to it."""
-    width, inner = item.width, item.inner
-    tiles_of_span = _tiles_of_span(item, parts)
-    spans = tl.cdiv(item.tiles, parts.SPAN)
-    done = item.row >= 0
-    if item.by_tile & (tiles_of_span > 1):
-        put(item.number, acc, maximum, total, parts)
-        turn = parts.workspace + 2 + (item.spans_before + item.span) * width + inner
-        done = last_of(turn, tiles_of_span)
-        if done:
-            first = (item.tiles_before + item.span * parts.SPAN) * width + inner
-            acc, maximum, total = folded(first, width, tiles_of_span, parts)
-    spans_of_group = tl.cdiv(spans, parts.GROUPS)
-    group_place = item.span // spans_of_group
-    members = tl.minimum(spans - group_place * spans_of_group, spans_of_group)
-    turn = parts.workspace + 2 + parts.coarse_from + (item.row * width + inner) * (parts.GROUPS + 1)
-    first = parts.coarse_from * parts.SPAN + item.spans_before * width + inner
-    first_of_group = first + group_place * spans_of_group * width
-    if done & (members > 1):
-        put(first + item.span * width, acc, maximum, total, parts)
-        done = last_of(turn + 1 + group_place, members)
-        if done:
-            acc, maximum, total = folded(first_of_group, width, members, parts)
-    if done & (spans > spans_of_group):
-        put(first_of_group, acc, maximum, total, parts)  # its spans' results have been read
-        done = last_of(turn, tl.cdiv(spans, spans_of_group))
-        if done:
-            step = spans_of_group * width
-            acc, maximum, total = folded(first, step, tl.cdiv(spans, spans_of_group), parts)
+    sums, maxima, denominators). Each level by the program that comes last to it."""
+    done, own = item.row >= 0, item.number
+    for level in tl.static_range(3):
+        turn, count, first, step, to = level_of(level, item, parts)
+        if done & (count > 1):
+            put(own, acc, maximum, total, parts)
+            done = last_of(parts.workspace + turn, count)
+            if done:
+                acc, maximum, total = folded(first, step, count, parts)
+        own = to
     return done, acc, maximum, total
 
 

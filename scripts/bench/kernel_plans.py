@@ -134,7 +134,7 @@ def decode_calls(arch: int) -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
             options = options._replace(alibi_slopes=options.alibi_slopes[:, : 4 * rows])
         with recorded() as launches:
             launch_flash_decode(tensors, options)
-            if arch == 90 and dtype == "bf16" and head_dim <= 128:
+            if arch == 90 and (dtype == "bf16" or (cache.itemsize == 1 and head_dim > 64)) and head_dim <= 128:
                 launch_hopper_decode(tensors, options)
         yield (dtype, f"{rows} rows", f"page {page}", f"scales {scales}", *words), launches
 
