@@ -20,6 +20,7 @@ from kernels.support import why_not_hopper_kvcache
 
 SMALL = DecodeTile(block_k=64, span=2, num_warps=4, num_stages=2, per_sm=1, groups=2, least_rows=8)
 UPRIGHT = replace(SMALL, least_rows=64)  # queries as rows
+LONG = replace(SMALL, block_k=128)  # two of wgmma's rows of keys
 
 
 def a_call(lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=True, leftpad=None, seed=0, scaled=None):
@@ -91,13 +92,14 @@ CASES = {
     "left padding": {"lengths": [150, 90, 60], "leftpad": torch.cat((PADS, PADS[:1]))},
     "8 bits, a scale a head": {"lengths": [150, 20, 300], "head_dim": 80, "heads": 4, "kv_heads": 2, "scaled": "head"},
     "8 bits, a scale a token": {"lengths": [62, 0, 700], "head_dim": 128, "num_q": 4, "heads": 2, "scaled": "token"},
-    "8 bits in pages": {"lengths": [150, 20, 400], "head_dim": 128, "page": 16, "num_q": 2, "scaled": "token"},
+    "8 bits in pages": {"lengths": [150, 20, 400], "head_dim": 128, "kv_heads": 2, "page": 16, "scaled": "token"},
     "8 bits in large pages": {"lengths": [200, 90], "head_dim": 96, "page": 128, "scaled": "token"},
     "8 bits behind padding": {"lengths": [150, 90], "head_dim": 128, "leftpad": PADS, "scaled": "token"},
     "many queries": {"lengths": [300, 2, 58], "head_dim": 80, "num_q": 11, "heads": 4, "page": 16},
 }
 OPTIONS = [{"window": (70, 0)}, {"softcap": 5.0}, {"causal": False, "window": (100, 40)}]
 WITH_OPTIONS = "new tokens in two tiles", "tiles of a row, spans of a row", "pages of 16", "8 bits, a scale a token"
+IN_LONG = "8 bits, a scale a token", "tiles of a row, spans of a row"
 AS_ROWS = "many queries", "tiles of a row, spans of a row", "left padding"
 
 
@@ -105,7 +107,8 @@ AS_ROWS = "many queries", "tiles of a row, spans of a row", "left padding"
     ("name", "options", "tile"),
     [
         *((name, {}, SMALL) for name in CASES), *product(WITH_OPTIONS, OPTIONS, [SMALL]),
-        *((name, {}, UPRIGHT) for name in AS_ROWS), *product(AS_ROWS[:1], OPTIONS, [UPRIGHT]),
+        *((name, {}, LONG) for name in IN_LONG), *((name, {}, UPRIGHT) for name in AS_ROWS),
+        *product(AS_ROWS[:1], OPTIONS, [UPRIGHT]),
     ],
     ids=str,
 )  # fmt: skip
@@ -142,20 +145,21 @@ def test_simulated_items_give_the_same_bits(tile, monkeypatch):
 
 @pytest.mark.parametrize("cut", [(3, 5), (3, 1)])
 @pytest.mark.parametrize("fault", ["length", "page", "page of the last tile", "page of the new token"])
-def test_simulated_what_does_not_fit_is_nan_and_overwrites_nothing(fault, cut, monkeypatch):
+@pytest.mark.parametrize("scaled", [None, "token"])
+def test_simulated_what_does_not_fit_is_nan_and_overwrites_nothing(fault, cut, scaled, monkeypatch):
     """Items are tiles, and spans, whose later pages are looked at after others are told of the item."""
-    call = a_call([100, 40], page=16)
+    call = a_call([100, 40], page=16, head_dim=128 if scaled else 64, scaled=scaled)
     if fault == "length":
         call.cache_seqlens[0] = 16 * call.block_table.shape[1]
     else:
         call.block_table[0, {"page": 2, "page of the last tile": 5, "page of the new token": 6}[fault]] = 99
-    before = call.k_cache.clone(), call.v_cache.clone()
-    o, _, *after, _, _ = run(monkeypatch, call, cut=cut)
+    before = [x.clone() for x in (call.k_cache, call.v_cache, call.k_scale, call.v_scale) if x is not None]
+    o, _, *after = run(monkeypatch, call, cut=cut)
     assert o[0].isnan().all()
     assert not o[1].isnan().any()
     assert call.workspace[0] == 1
     mine = call.block_table[0][(call.block_table[0] >= 0) & (call.block_table[0] < len(call.k_cache))].long()
-    for ours, theirs in zip(after, before, strict=True):
+    for ours, theirs in zip(after, before, strict=False):
         appends = fault in ("page", "page of the last tile")  # to a page that there is
         assert torch.equal(ours[mine].nan_to_num(9.0), theirs[mine].nan_to_num(9.0)) != appends
 
