@@ -39,6 +39,14 @@ from .decode_loads import BOX, FIELDS, HALF, SHIFT, Build, Cache, Rings, fetcher
 from .decode_roles import collector, consumer
 
 
+@gluon.constexpr_function
+def _registers(build):
+    """Of a thread of the collector, the producer, the fetcher. The consumer has what is left: 240, 104."""
+    if build.BLOCK_D == 64:
+        return [80, 56, 56]
+    return [168, 96, 96] if build.UPRIGHT and build.APPEND else [160, 104, 104]
+
+
 @gluon.jit(do_not_specialize=list(NOT_SPECIALIZED))
 def hopper_decode_kernel(
     # descriptors of boxes (1, 1, PIECE, 128 bytes)
@@ -170,7 +178,7 @@ def hopper_decode_kernel(
             )),
             (fetcher, (q, (q_batch * UNIT, q_head * UNIT, q_token * UNIT), group, num_q, rings, build)),
         ],
-        [4, 1, 1], [160, 104, 104] if BLOCK_D == 128 else [80, 56, 56],  # the consumer has what is left: 240, 104
+        [4, 1, 1], _registers(build),
     )  # fmt: skip
 
 
