@@ -146,7 +146,7 @@ def _softmax(scores, tile, start, query, scoring, across, build, KEYS: gl.conste
 
 @gluon.jit
 def _by_rows(q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase, build, PADDED: gl.constexpr):
-    """One tile, queries as rows: (its sum of P V, unfinished, maxima, sums)."""
+    """One tile, queries as rows: (its sum of P V, maxima, sums)."""
     sums_layout: gl.constexpr = _sums_layout(build)
     of_row: gl.constexpr = gl.SliceLayout(1, sums_layout)
     num_keys = scoring.mask.num_k
@@ -161,7 +161,8 @@ def _by_rows(q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase,
         fence_async_shared()
     nothing = gl.zeros([build.BLOCK_M, build.BLOCK_D], gl.float32, sums_layout)
     part = warpgroup_mma(rounded, v_tile, nothing, use_acc=False, is_async=True)
-    return part, gl.convert_layout(maximum, of_row), gl.convert_layout(gl.sum(probs, 1), of_row)
+    maximum, total = gl.convert_layout(maximum, of_row), gl.convert_layout(gl.sum(probs, 1), of_row)
+    return warpgroup_mma_wait(0, deps=(part,)), maximum, total
 
 
 @gluon.jit
@@ -181,7 +182,8 @@ def _by_columns(
     fence_async_shared()
     nothing = gl.zeros([build.BLOCK_D, build.BLOCK_M], gl.float32, _sums_layout(build))
     part = warpgroup_mma(v_tile.permute([1, 0]), p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    return part, maximum, _over_keys(probs, across.index(1), build, False)
+    total = _over_keys(probs, across.index(1), build, False)
+    return warpgroup_mma_wait(0, deps=(part,)), maximum, total
 
 
 @gluon.jit
@@ -189,7 +191,7 @@ def _by_words(
     q_even, q_odd, k_tile, v_tile, p_tile, of_k, stage, rings, tile, start, query, scoring, v_full, phase, build
 ):  # fmt: skip
     """`_by_columns` of 8 bits, which the warps widen on their way to the products, a word into two columns: (the sum of
-    P V, of even columns, of odd ones, both unfinished, maxima, sums).
+    P V, of even columns, of odd ones, maxima, sums).
 
     of_k: the scale of all keys, where there is one."""
     scores_layout: gl.constexpr = _scores_layout(build)
@@ -214,7 +216,9 @@ def _by_words(
     nothing = gl.zeros([build.COLUMNS, build.BLOCK_M], gl.float32, sums_layout)
     part = warpgroup_mma(even, p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
     part_odd = warpgroup_mma(odd, p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    return part, part_odd, maximum, _over_keys(probs, rings.across.index(1), build, False)
+    total = _over_keys(probs, rings.across.index(1), build, False)
+    part, part_odd = warpgroup_mma_wait(0, deps=(part, part_odd))
+    return part, part_odd, maximum, total
 
 
 @gluon.jit
@@ -271,7 +275,6 @@ def consumer(
                     q_tile, rings.q.index(place * 2 + 1), k_tile, v_tile, p_tile, of_k, stage, rings, tile, start,
                     query, scoring, v_full, phase, build,
                 )  # fmt: skip
-                part, part_odd = warpgroup_mma_wait(0, deps=(part, part_odd))
             elif UPRIGHT:
                 part, part_maximum, part_total = _by_rows(
                     q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase, build, PADDED
@@ -281,8 +284,6 @@ def consumer(
                     q_tile, k_tile, v_tile, p_tile, rings.across, tile, start, query, scoring, v_full, phase, build,
                     PADDED,
                 )  # fmt: skip
-            if not build.WORDS:
-                part = warpgroup_mma_wait(0, deps=(part,))
             mbarrier.arrive(rings.empty.index(stage), count=1)
             if UPRIGHT:
                 acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
