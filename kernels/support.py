@@ -101,6 +101,9 @@ HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
 # Attention over a cache: with less the tiles of 64 columns would be half empty, with more stages would not fit.
 HOPPER_KVCACHE_HEAD_DIMS = range(40, 129, 8)
 HOPPER_KVCACHE_ROWS = 64  # queries that share a KV head: the rows of one wgmma
+# In 8 bits a column of a tile is two: with less, half of wgmma's 64 rows of values would be empty. Queries are columns.
+HOPPER_KVCACHE_8_BIT_HEAD_DIMS = range(72, 129, 8)
+HOPPER_KVCACHE_8_BIT_ROWS = 16
 TRITON_RELEASE = "3.6"  # the one whose private names kernels/hopper/tma.py uses
 
 
@@ -258,16 +261,15 @@ def why_not_hopper_kvcache(
     """Why the Hopper kernel does not take this checked call over a cache; nothing of the batch or its lengths does."""
     head_dim, rows = q.shape[3], q.shape[1] // k_cache.shape[1] * q.shape[2]
     reason = _no_hopper_device_reason(q.device)
-    narrow = k_cache.itemsize == 1
-    if reason is None and (q.dtype not in _HALVES or (k_cache.dtype != q.dtype and not narrow)):
+    bits, head_dims, most = 16, HOPPER_KVCACHE_HEAD_DIMS, HOPPER_KVCACHE_ROWS
+    if k_cache.itemsize == 1:
+        bits, head_dims, most = 8, HOPPER_KVCACHE_8_BIT_HEAD_DIMS, HOPPER_KVCACHE_8_BIT_ROWS
+    if reason is None and (q.dtype not in _HALVES or (bits == 16 and k_cache.dtype != q.dtype)):
         reason = f"hopper takes caches in 16 and 8 bits; this one is in {_short(k_cache.dtype)}"
-    if reason is None and narrow and (head_dim <= 64 or rows > 16):
-        reason = "hopper takes caches in 8 bits with head_dim above 64 and up to 16 queries that share a KV head"
-        reason += f"; here {head_dim} and {rows}"
-    if reason is None and head_dim not in HOPPER_KVCACHE_HEAD_DIMS:
-        reason = f"hopper takes caches with head_dim {_listed(HOPPER_KVCACHE_HEAD_DIMS)}; this one has {head_dim}"
-    if reason is None and rows > HOPPER_KVCACHE_ROWS:
-        reason = f"{rows} queries share a KV head; hopper takes up to {HOPPER_KVCACHE_ROWS} over a cache"
+    if reason is None and head_dim not in head_dims:
+        reason = f"hopper takes caches in {bits} bits with head_dim {_listed(head_dims)}; this one has {head_dim}"
+    if reason is None and rows > most:
+        reason = f"{rows} queries share a KV head; hopper takes up to {most} over a cache in {bits} bits"
     if reason is None and leftpad is not None and block_table is not None:
         reason = "hopper takes cache_leftpad in contiguous caches: keys in pages would begin inside a copy"
     if reason is None and (q.numel() == 0 or k_cache.numel() == 0):

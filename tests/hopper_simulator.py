@@ -268,8 +268,8 @@ def _language(machine) -> SimpleNamespace:
             passed,
         ),
         SwizzledSharedLayout=lambda *_, **__: "tile", split=lambda x: (x[..., 0], x[..., 1]),
-        math=SimpleNamespace(div_rn=np.divide), **{name: name for name in ("float32", "int32", "int16", "int8")},
-        float8e4nv="float8e4nv", **dict.fromkeys(("int64", "bfloat16")),
+        math=SimpleNamespace(div_rn=np.divide), **dict.fromkeys(("int64", "bfloat16")),
+        **{name: name for name in ("float32", "int32", "int16", "int8", "float8e4nv")},
     )  # fmt: skip
 
 

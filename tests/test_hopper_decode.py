@@ -43,8 +43,8 @@ def a_call(lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=Tr
         if leftpad is not None:
             slots = torch.cat((torch.arange(leftpad[row]), slots))
         line = table[row].long()[slots // page] if page else torch.full_like(slots, row)
-        for cache in scales if scaled == "token" else () if scaled else caches:
-            cache[line, :, slots % page if page else slots] = torch.nan
+        for absent in {None: caches, "head": [], "token": scales}[scaled]:
+            absent[line, :, slots % page if page else slots] = torch.nan
     new = (k, v) if append else (None, None)
     tensors = (torch.tensor(lengths, dtype=torch.int32), leftpad, table, *scales)
     return Call(q, *caches, *new, *tensors, kvcache_workspace(rows, heads, "cpu"))
@@ -159,7 +159,7 @@ def test_simulated_what_does_not_fit_is_nan_and_overwrites_nothing(fault, cut, s
     assert not o[1].isnan().any()
     assert call.workspace[0] == 1
     mine = call.block_table[0][(call.block_table[0] >= 0) & (call.block_table[0] < len(call.k_cache))].long()
-    for ours, theirs in zip(after, before, strict=False):
+    for ours, theirs in zip((x for x in after if x is not None), before, strict=True):
         appends = fault in ("page", "page of the last tile")  # to a page that there is
         assert torch.equal(ours[mine].nan_to_num(9.0), theirs[mine].nan_to_num(9.0)) != appends
 
@@ -174,7 +174,12 @@ def test_what_it_does_not_take_is_said(monkeypatch):
     nothing = (None,) * 4
     refused = {
         "16 and 8 bits": (q, cache.float(), cache.float(), *nothing),
-        "8 bits with head_dim above 64": (q, cache.char(), cache.char(), *nothing),
+        "8 bits with head_dim multiples of 8 from 72 to 128": (q, cache.char(), cache.char(), *nothing),
+        "24 queries share a KV head; hopper takes up to 16": (
+            torch.zeros(2, 8, 6, 128, **half),
+            *[torch.zeros(2, 2, 10, 128, dtype=torch.int8)] * 2,
+            *nothing,
+        ),
         "head_dim": (q[..., :32], cache[..., :32], cache[..., :32], *nothing),
         "72 queries share": (q.expand(2, 8, 18, 64), cache, cache, *nothing),
         "cache_leftpad": (q, cache, cache, None, None, lengths, table),

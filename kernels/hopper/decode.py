@@ -126,8 +126,8 @@ def hopper_decode_kernel(
     q_shape: gl.constexpr = [ITEMS * (BLOCK_D // COLUMNS), BLOCK_M, COLUMNS]
     q_tiles = gl.allocate_shared_memory(dtype, q_shape, q_layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    p_tile, across = q_tiles, q_tiles  # nobody's: P then stays in registers
-    if not UPRIGHT:
+    p_tile, across = q_tiles, q_tiles  # nobody's: rows stay in registers
+    if not UPRIGHT:  # P, and the maxima and sums of the consumer's warps
         p_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], p_layout)
         by_warp: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
         across = gl.allocate_shared_memory(gl.float32, [2, 4, BLOCK_M], by_warp)
@@ -150,7 +150,7 @@ def hopper_decode_kernel(
     q_boxes = q_tiles._reinterpret(dtype, boxes, box_layout)
     rings = Rings(
         k_halves, v_halves, scales, k_full, v_full, empty, items, item_full, item_empty, q_tiles, q_boxes, q_full,
-        stored, across,
+        stored,
     )  # fmt: skip
     strides = (cache_row * CACHE_UNIT, cache_head * CACHE_UNIT, cache_slot * CACHE_UNIT)
     new_strides = (new_batch * UNIT, new_head * UNIT, new_token * UNIT)
@@ -165,8 +165,8 @@ def hopper_decode_kernel(
         [
             (consumer, (
                 o, lse, num_heads, num_q, group, num_kv_heads, (window_left, window_right), scale_log2, switches,
-                k_scale, v_scale, sums, maxima, slot_rows, workspace, coarse_from, rings, p_tile, k_tiles, v_tiles,
-                build, is_padded, CAUSAL, LOCAL,
+                k_scale, v_scale, sums, maxima, slot_rows, workspace, coarse_from, rings, p_tile, across, k_tiles,
+                v_tiles, build, is_padded, CAUSAL, LOCAL,
             )),
             (collector, (
                 o, lse, switches.sinks, v_scale, num_heads, num_q, group, num_kv_heads, sums, maxima, slot_rows,
@@ -188,17 +188,18 @@ def tile_for(call: Call) -> DecodeTile:
     192 KB on their way fill a multiprocessor: at head_dim 128 three stages of one program, at 64 three of each of two,
     or six where scores of more rows leave registers for half a tile. These are a thread's at launch, which the warps of
     a program then share out. Results of many rows of 128 are large: then spans are twice as long, fewer calls are cut
-    into tiles, and two stages let those who fold wait less. So long are spans of 8 bits, too, which have the bytes of
-    others, as an item costs what two of its tiles do."""
+    into tiles, and two stages let those who fold wait less. Spans of 8 bits are as long, for as many bytes: an item
+    costs what two tiles do, whatever it computes."""
     rows, _ = decode_rows(call.q.shape, call.k_cache.shape[1])
     wide, upright = call.q.shape[3] > 64, rows > 16
     large, narrow = wide and rows > 8, call.k_cache.itemsize == 1
+    long = large or narrow
     block_k = 64 if upright and not wide else 128
     stages = (2 if large else 384 // block_k) * (2 if narrow else 1)
     return DecodeTile(
-        block_k, span=(2048 if large or narrow else 1024) // block_k, num_warps=4, num_stages=stages,
+        block_k, span=(2048 if long else 1024) // block_k, num_warps=4, num_stages=stages,
         per_sm=1 if wide else 2, max_registers=168 if wide else 80, least_rows=64 if upright else 8,
-        few=0.1 if upright else 0.2 if large or narrow else 0.4,
+        few=0.1 if upright else 0.2 if long else 0.4,
     )  # fmt: skip
 
 

@@ -43,7 +43,6 @@ class Rings:
     q_boxes: gl.shared_memory_descriptor  # the same, as (ITEMS * halves * BLOCK_M / 8, 8, 64)
     q_full: gl.shared_memory_descriptor
     stored: gl.shared_memory_descriptor
-    across: gl.shared_memory_descriptor  # (2, 4, BLOCK_M) fp32: between the consumer's warps; not where UPRIGHT
 
 
 @record

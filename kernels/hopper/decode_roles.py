@@ -126,7 +126,7 @@ def _over_keys(x, shared, build, LARGEST: gl.constexpr):
 def _softmax(scores, tile, start, query, scoring, across, build, KEYS: gl.constexpr):
     """Of one tile, whose keys are the axis KEYS of scores: (probabilities over their sum, maxima).
 
-    across: memory for `_over_keys` where KEYS is 0, else None."""
+    across: (2, 4, BLOCK_M) fp32 in shared memory, where KEYS is 0, else None."""
     BLOCK_K: gl.constexpr = build.BLOCK_K
     mask = scoring.mask
     key = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1 - KEYS, _scores_layout(build)))
@@ -188,7 +188,8 @@ def _by_columns(
 
 @gluon.jit
 def _by_words(
-    q_even, q_odd, k_tile, v_tile, p_tile, of_k, stage, rings, tile, start, query, scoring, v_full, phase, build
+    q_even, q_odd, k_tile, v_tile, p_tile, across, of_k, scales, stage, tile, start, query, scoring, v_full, phase,
+    build,
 ):  # fmt: skip
     """`_by_columns` of 8 bits, which the warps widen on their way to the products, a word into two columns: (the sum of
     P V, of even columns, of odd ones, maxima, sums).
@@ -207,16 +208,16 @@ def _by_words(
     even, odd = widened(words, dtype, stored_dtype(build))
     of_v = 1.0
     if build.SCALES == 2:
-        of_k = rings.scales.index(stage * 2).load(of_key)[:, None]
-        of_v = rings.scales.index(stage * 2 + 1).load(of_key)[:, None]
+        of_k = scales.index(stage * 2).load(of_key)[:, None]
+        of_v = scales.index(stage * 2 + 1).load(of_key)[:, None]
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    probs, maximum = _softmax(scores * of_k, tile, start, query, scoring, rings.across, build, 0)
+    probs, maximum = _softmax(scores * of_k, tile, start, query, scoring, across, build, 0)
     p_tile.store(gl.permute((probs * of_v).to(dtype), (1, 0)))
     fence_async_shared()
     nothing = gl.zeros([build.COLUMNS, build.BLOCK_M], gl.float32, sums_layout)
     part = warpgroup_mma(even, p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
     part_odd = warpgroup_mma(odd, p_tile.permute([1, 0]), nothing, use_acc=False, is_async=True)
-    total = _over_keys(probs, rings.across.index(1), build, False)
+    total = _over_keys(probs, across.index(1), build, False)
     part, part_odd = warpgroup_mma_wait(0, deps=(part, part_odd))
     return part, part_odd, maximum, total
 
@@ -224,8 +225,8 @@ def _by_words(
 @gluon.jit
 def consumer(
     o, lse, num_heads, num_q, group, width, window, scale_log2, switches, k_scale, v_scale, sums, maxima, slot_rows,
-    workspace, coarse_from, rings, p_tile, k_tiles, v_tiles, build, PADDED: gl.constexpr, CAUSAL: gl.constexpr,
-    LOCAL: gl.constexpr,
+    workspace, coarse_from, rings, p_tile, across, k_tiles, v_tiles, build, PADDED: gl.constexpr,
+    CAUSAL: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = build.BLOCK_M
     BLOCK_K: gl.constexpr = build.BLOCK_K
@@ -272,8 +273,8 @@ def consumer(
             v_full = rings.v_full.index(stage)
             if build.WORDS:
                 part, part_odd, part_maximum, part_total = _by_words(
-                    q_tile, rings.q.index(place * 2 + 1), k_tile, v_tile, p_tile, of_k, stage, rings, tile, start,
-                    query, scoring, v_full, phase, build,
+                    q_tile, rings.q.index(place * 2 + 1), k_tile, v_tile, p_tile, across, of_k, rings.scales, stage,
+                    tile, start, query, scoring, v_full, phase, build,
                 )  # fmt: skip
             elif UPRIGHT:
                 part, part_maximum, part_total = _by_rows(
@@ -281,8 +282,7 @@ def consumer(
                 )  # fmt: skip
             else:
                 part, part_maximum, part_total = _by_columns(
-                    q_tile, k_tile, v_tile, p_tile, rings.across, tile, start, query, scoring, v_full, phase, build,
-                    PADDED,
+                    q_tile, k_tile, v_tile, p_tile, across, tile, start, query, scoring, v_full, phase, build, PADDED
                 )  # fmt: skip
             mbarrier.arrive(rings.empty.index(stage), count=1)
             if UPRIGHT:

@@ -63,16 +63,22 @@ def bad_pages(begin, end, num_pages, cache, MOST: tl.constexpr):
     return tl.max(((page < 0) | (page >= num_pages)).to(tl.int32), 0) > 0
 
 
+@triton.constexpr_function
+def _largest(stored):
+    """The largest number of a dtype of 8 bits that tokens are scaled to."""
+    return 127.0 if stored == tl.int8 else 448.0
+
+
 @triton.jit
 def factor_of(largest, stored: tl.constexpr):
     """The scale of a token whose largest magnitude this is."""
-    return tl.maximum(tl.math.div_rn(largest, 127.0 if stored == tl.int8 else 448.0), 2.0**-60)
+    return tl.maximum(tl.math.div_rn(largest, _largest(stored)), 2.0**-60)
 
 
 @triton.jit
 def rounded(values, factor, stored: tl.constexpr):
     """values / factor, both fp32 and of one shape, to the nearest numbers of a dtype of 8 bits."""
-    limit: tl.constexpr = 127.0 if stored == tl.int8 else 448.0
+    limit: tl.constexpr = _largest(stored)
     values = tl.math.div_rn(values, factor)
     values = tl.minimum(tl.maximum(values, -limit), limit)
     if stored == tl.int8:

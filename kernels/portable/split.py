@@ -199,8 +199,8 @@ def handed(acc, maximum, total, item, parts):
 @triton.jit
 def level_of(level, item, parts):
     """What an item, which is not all of its row, is folded with: tiles of a span (0), spans of a group (1), groups of
-    the row or all its tiles (2). Returns (the level's turn, how many parts, the first one's slot,
-    the slots from one to the next, the slot for what comes of it)."""
+    the row or all its tiles (2). Returns (the level's turn, how many parts, the first one's slot, the slots from one to
+    the next, the slot for what comes of it)."""
     width, inner = item.width, item.inner
     spans = tl.cdiv(item.tiles, parts.SPAN)
     turn = 2 + parts.coarse_from + (item.row * width + inner) * (parts.GROUPS + 1)
