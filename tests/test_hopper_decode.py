@@ -18,8 +18,8 @@ from kernels.launch import PLANS, sizes_described
 from kernels.portable.tuning import DecodeTile
 from kernels.support import why_not_hopper_kvcache
 
-SMALL = DecodeTile(block_k=64, span=2, num_warps=4, num_stages=2, per_sm=1, groups=2, least_rows=8)
-UPRIGHT = replace(SMALL, least_rows=64)  # queries as rows
+SMALL = DecodeTile(block_k=64, span=4, num_warps=4, num_stages=2, per_sm=1, groups=2, least_rows=8, quad=2)
+UPRIGHT = replace(SMALL, span=2, least_rows=64, quad=None)  # queries as rows
 LONG = replace(SMALL, block_k=128)  # two of wgmma's rows of keys
 
 
@@ -137,9 +137,10 @@ def test_simulated_sinks_and_slopes(tile, monkeypatch):
 
 @pytest.mark.parametrize("tile", [SMALL, UPRIGHT], ids=str)
 def test_simulated_items_give_the_same_bits(tile, monkeypatch):
-    """Tiles folded at once and by levels, spans, many programs and one."""
-    call = a_call([500, 61, 330])
-    first, *others = (run(monkeypatch, call, tile, cut)[:2] for cut in ((3, 1), (3, 500), (1, 1), (40, 500), (2, 9)))
+    """Tiles and quads, folded at once and by levels, spans, many programs and one."""
+    call = a_call([500, 61, 1300])
+    cuts = (3, 1), (3, 500), (1, 1), (40, 500), (2, 15), (3, 20)
+    first, *others = (run(monkeypatch, call, tile, cut)[:2] for cut in cuts)
     assert all(torch.equal(ours, theirs) for other in others for ours, theirs in zip(other, first, strict=True))
 
 
@@ -147,7 +148,7 @@ def test_simulated_items_give_the_same_bits(tile, monkeypatch):
 @pytest.mark.parametrize("fault", ["length", "page", "page of the last tile", "page of the new token"])
 @pytest.mark.parametrize("scaled", [None, "token"])
 def test_simulated_what_does_not_fit_is_nan_and_overwrites_nothing(fault, cut, scaled, monkeypatch):
-    """Items are tiles, and spans, whose later pages are looked at after others are told of the item."""
+    """Items are tiles or quads, and spans, whose later pages are looked at after others are told of the item."""
     call = a_call([100, 40], page=16, head_dim=128 if scaled else 64, scaled=scaled)
     if fault == "length":
         call.cache_seqlens[0] = 16 * call.block_table.shape[1]

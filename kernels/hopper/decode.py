@@ -1,12 +1,13 @@
 """Attention of a few new queries over a cache of keys and values, for Hopper (sm_90a), in Gluon.
 
-Items of work, their results and the fold of these are the portable kernel's (kernels/portable/decode.py, split.py): a
-row's bits follow from its own keys alone. Hopper's own is how an item is computed, by four roles that wait for one
-another and for nothing else. One warp takes items, tells of them, and sends for tiles of keys and values by TMA,
-into the next items as long as stages are free; another fetches the items' queries (decode_loads.py). One warpgroup
-computes, and leaves a part of a row in global memory; one takes turns with other programs and folds the parts
-(decode_roles.py). So neither memory nor tensor cores wait for the end of an item. Up to 16 queries that share a KV head
-are columns of both products, as wgmma wants 64 rows, and P passes through shared memory; up to 64 are rows:
+Items of work, their results and the fold of these are as in the portable kernel (kernels/portable/decode.py,
+split.py), with quads between tiles and spans: a row's bits follow from its own keys alone. Hopper's own is how an item
+is computed, by four roles that wait for one another and for nothing else. One warp takes items, tells of them, and
+sends for tiles of keys and values by TMA, into the next items as long as stages are free; another fetches the items'
+queries (decode_loads.py). One warpgroup computes, and leaves a part of a row in global memory; one takes turns with
+other programs and folds the parts (decode_roles.py). So neither memory nor tensor cores wait for the end of an item. Up
+to 16 queries that share a KV head are columns of both products, as wgmma wants 64 rows, and P passes through shared
+memory; up to 64 are rows:
 
     S^T (keys, queries) = K Q^T        O^T (D, queries) = V^T P^T        or        S = Q K^T        O = P V
 
@@ -49,7 +50,7 @@ def _registers(build):
 
 @gluon.jit(do_not_specialize=list(NOT_SPECIALIZED))
 def hopper_decode_kernel(
-    # descriptors of boxes (1, 1, PIECE, 128 bytes)
+    # descriptors of boxes (1, 1, PIECE, 128 bytes), whose keys lie together
     k_desc,  # (B, Hkv, S, D), or pages (P, Hkv, PAGE, D), q's dtype, int8 or e4m3
     v_desc,
     # inputs, as of `flash_decode_kernel`
@@ -84,7 +85,7 @@ def hopper_decode_kernel(
     capacity,  # S, or PAGE times the width of the block table
     num_pages,
     slot_rows,  # min(BLOCK_M, Nq * Hq // Hkv)
-    coarse_from,  # from so many spans on a program takes spans; its tiles are SPAN times as many
+    coarse_from,  # from so many spans on a program takes spans; their parts are at most SPAN times as many
     window_left,  # NEVER without a window
     window_right,  # read only where LOCAL
     scale_log2,  # scale * log2(e), positive
@@ -93,6 +94,7 @@ def hopper_decode_kernel(
     BLOCK_D: gl.constexpr,  # of the tiles: 64 or 128, no less than HEAD_DIM
     BLOCK_M: gl.constexpr,  # no less than the queries times the heads of a group
     BLOCK_K: gl.constexpr,
+    QUAD: gl.constexpr,
     SPAN: gl.constexpr,
     GROUPS: gl.constexpr,
     PAGE: gl.constexpr,  # 0: contiguous
@@ -113,12 +115,13 @@ def hopper_decode_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     tile_dtype: gl.constexpr = gl.int16 if WORDS else dtype
     COLUMNS: gl.constexpr = BLOCK_D // 2 if WORDS else BLOCK_D
+    PIECE: gl.constexpr = k_desc.block_type.shape[2]
     build = Build(
-        HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_K, SPAN, GROUPS, PAGE, STAGES, ITEMS, APPEND, UPRIGHT, COLUMNS, WORDS,
-        k_cache.dtype.element_ty == gl.int8, SCALES,
+        HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_K, QUAD, SPAN, GROUPS, PAGE, STAGES, ITEMS, APPEND, UPRIGHT, COLUMNS,
+        WORDS, k_cache.dtype.element_ty == gl.int8, SCALES, UNIT,
     )  # fmt: skip
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, COLUMNS], tile_dtype)
-    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, HALF], tile_dtype)
+    piece_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PIECE, HALF], tile_dtype)
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, COLUMNS], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], dtype)
     k_tiles = gl.allocate_shared_memory(tile_dtype, [STAGES, BLOCK_K, COLUMNS], tile_layout)
@@ -142,18 +145,18 @@ def hopper_decode_kernel(
     item_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     stored = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
-    halves: gl.constexpr = [STAGES * (COLUMNS // HALF), BLOCK_K, HALF]
-    k_halves = k_tiles._reinterpret(tile_dtype, halves, half_layout)
-    v_halves = v_tiles._reinterpret(tile_dtype, halves, half_layout)
+    pieces: gl.constexpr = [STAGES * (COLUMNS // HALF) * (BLOCK_K // PIECE), PIECE, HALF]
+    k_pieces = k_tiles._reinterpret(tile_dtype, pieces, piece_layout)
+    v_pieces = v_tiles._reinterpret(tile_dtype, pieces, piece_layout)
     boxes: gl.constexpr = [ITEMS * (BLOCK_D // HALF) * (BLOCK_M // BOX), BOX, HALF]
     box_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, HALF], dtype)
     q_boxes = q_tiles._reinterpret(dtype, boxes, box_layout)
     rings = Rings(
-        k_halves, v_halves, scales, k_full, v_full, empty, items, item_full, item_empty, q_tiles, q_boxes, q_full,
+        k_pieces, v_pieces, scales, k_full, v_full, empty, items, item_full, item_empty, q_tiles, q_boxes, q_full,
         stored,
     )  # fmt: skip
     strides = (cache_row * CACHE_UNIT, cache_head * CACHE_UNIT, cache_slot * CACHE_UNIT)
-    new_strides = (new_batch * UNIT, new_head * UNIT, new_token * UNIT)
+    new_strides = (new_batch, new_head, new_token)
     table = block_table if PAGE > 0 else seqlens
     scale_strides = (scale_row, scale_head, scale_slot)
     cache = Cache(
@@ -185,21 +188,19 @@ def hopper_decode_kernel(
 def tile_for(call: Call) -> DecodeTile:
     """By the width of heads, their bits, and how many queries share a KV head.
 
-    192 KB on their way fill a multiprocessor: at head_dim 128 three stages of one program, at 64 three of each of two,
-    or six where scores of more rows leave registers for half a tile. These are a thread's at launch, which the warps of
-    a program then share out. Results of many rows of 128 are large: then spans are twice as long, fewer calls are cut
-    into tiles, and two stages let those who fold wait less. Spans of 8 bits are as long, for as many bytes: an item
-    costs what two tiles do, whatever it computes."""
+    At head_dim 128 two stages of 64 KB, of 8 bits four of 32: with more on its way memory is read more slowly, and who
+    folds waits longer. At 64 three stages of each of two programs, or six where scores of more rows leave registers for
+    half a tile. These are a thread's at launch, which the warps of a program then share out. An item costs what two
+    tiles do, whatever it computes, so spans are long. Results of many rows are large, and those of narrow heads large
+    for their keys: then fewer calls are cut into quads."""
     rows, _ = decode_rows(call.q.shape, call.k_cache.shape[1])
     wide, upright = call.q.shape[3] > 64, rows > 16
-    large, narrow = wide and rows > 8, call.k_cache.itemsize == 1
-    long = large or narrow
     block_k = 64 if upright and not wide else 128
-    stages = (2 if large else 384 // block_k) * (2 if narrow else 1)
+    stages = (2 if wide else 384 // block_k) * (2 if call.k_cache.itemsize == 1 else 1)
     return DecodeTile(
-        block_k, span=(2048 if long else 1024) // block_k, num_warps=4, num_stages=stages,
-        per_sm=1 if wide else 2, max_registers=168 if wide else 80, least_rows=64 if upright else 8,
-        few=0.1 if upright else 0.2 if long else 0.4,
+        block_k, span=16, num_warps=4, num_stages=stages, per_sm=1 if wide else 2, max_registers=168 if wide else 80,
+        least_rows=64 if upright else 8, few=0.1 if upright else 0.5 if wide and rows <= 8 else 0.4,
+        quad=None if upright else 4,
     )  # fmt: skip
 
 
@@ -227,9 +228,10 @@ def _described(call: Call) -> dict[str, tuple]:
 def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given: Tensor | None) -> list[Launch]:
     (portable,) = decode_launches(options, tile, cache, **given)
     page = portable.constants["PAGE"]
-    piece = SHIFT.value if 0 < page < tile.block_k else tile.block_k
     words = given["k_cache"].itemsize == 1
     columns = HALF.value * (2 if words else 1)
+    # two boxes take a key's columns: the shorter they are, the nearer to one another memory is read
+    piece = SHIFT.value if given["q"].shape[3] > columns or 0 < page < tile.block_k else tile.block_k
     descriptors = (tma.descriptor(given[name], piece, columns) for name in ("k_cache", "v_cache"))
     constants = portable.constants | {"STAGES": tile.num_stages, "WORDS": words}
     constants = {name: constants[name] for name in hopper_decode_kernel.arg_names if name in constants}

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..portable.cached import factor_of, rounded
 from ..portable.record import record
-from ..portable.split import ROWS_BLOCK, Batch, extent, row_of, totals
+from ..portable.split import ROWS_BLOCK, Batch, cut, extent, row_of
 from . import tma
 from .tma import slot
 
@@ -30,7 +30,7 @@ THREADS = gl.constexpr(320)
 class Rings:
     """What the roles hand to one another in shared memory, as in the table above."""
 
-    k: gl.shared_memory_descriptor  # (STAGES * halves, BLOCK_K, 64), as TMA writes them
+    k: gl.shared_memory_descriptor  # (STAGES * halves * pieces, PIECE, 64), as TMA writes them
     v: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor  # (STAGES * 2, BLOCK_K) fp32, of k and of v; read only with a scale a token
     k_full: gl.shared_memory_descriptor
@@ -57,7 +57,7 @@ class Cache:
     v_scale: gl.tensor
     strides: tuple  # (row or page, head, slot), elements
     scale_strides: tuple
-    new_strides: tuple  # (row, head, token)
+    new_strides: tuple  # (row, head, token), units of UNIT elements
     block_table: gl.tensor  # read only where PAGE
     table_row: gl.tensor
     num_pages: gl.tensor
@@ -71,6 +71,7 @@ class Build:
     BLOCK_D: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_K: gl.constexpr
+    QUAD: gl.constexpr  # SPAN: there are no quads
     SPAN: gl.constexpr
     GROUPS: gl.constexpr
     PAGE: gl.constexpr
@@ -82,6 +83,7 @@ class Build:
     WORDS: gl.constexpr  # it has
     INT8: gl.constexpr  # int8, not e4m3
     SCALES: gl.constexpr  # 0: none, 1: a head, 2: a token and head
+    UNIT: gl.constexpr
 
 
 @gluon.constexpr_function
@@ -160,11 +162,12 @@ def _append(begin, end, first_new, row, kv_head, pad, cache, build):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [TOKENS, BLOCK_D // 8], [1, 1], [1, 0])
     columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
     base = row.to(gl.int64) * cache.new_strides[0] + kv_head.to(gl.int64) * cache.new_strides[1]
+    token_stride = cache.new_strides[2] * build.UNIT
     for first in range(gl.maximum(begin, first_new), end, TOKENS):
         key = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout))
         known = key < end
         keep = known[:, None] & (columns < build.HEAD_DIM)[None, :]
-        tokens = (base + (key - first_new) * cache.new_strides[2])[:, None] + columns[None, :]
+        tokens = (base * build.UNIT + (key - first_new) * token_stride)[:, None] + columns[None, :]
         new_k = gl.load(cache.k_new + tokens, mask=keep, other=0.0)
         new_v = gl.load(cache.v_new + tokens, mask=keep, other=0.0)
         slots = pad + key
@@ -189,10 +192,10 @@ def _append(begin, end, first_new, row, kv_head, pad, cache, build):
 @gluon.jit
 def _place_of(piece, tile, start, keys, row, pad, pages, build):
     """Where the keys from `piece` on, of the copy of a tile, lie together: (row or page, slot)."""
-    line, at = row, pad + start
+    line, at = row, pad + start + piece
     if build.PAGE >= build.BLOCK_K:
         line = gl.load(pages + tile * build.BLOCK_K // build.PAGE, mask=tile * build.BLOCK_K < keys, other=0)
-        at = tile * build.BLOCK_K % build.PAGE - (tile * build.BLOCK_K - start)
+        at = tile * build.BLOCK_K % build.PAGE - (tile * build.BLOCK_K - start) + piece
     elif build.PAGE > 0:
         first = start + piece
         inside = (first >= tile * build.BLOCK_K) & (first < keys)
@@ -223,17 +226,18 @@ def producer(
     rings, build, PADDED: gl.constexpr,
 ):  # fmt: skip
     BLOCK_K: gl.constexpr = build.BLOCK_K
-    SPAN: gl.constexpr = build.SPAN
     PAGE: gl.constexpr = build.PAGE
     HALVES: gl.constexpr = build.COLUMNS // HALF
-    PIECE: gl.constexpr = k_desc.block_type.shape[2]  # keys that lie together: of a page, or a tile
+    PIECE: gl.constexpr = k_desc.block_type.shape[2]
+    PIECES: gl.constexpr = BLOCK_K // PIECE
     lanes = gl.arange(0, ROWS_BLOCK, layout=gl.BlockedLayout([1], [32], [1], [0]))
     if build.APPEND:  # whoever is told of an item is told after this
         tma.wait_for_previous()
-    batch = Batch(seqlens, leftpad, num_rows, num_q, capacity, window_left, lanes, BLOCK_K, SPAN, build.APPEND, PADDED)
-    num_tiles, num_spans = totals(batch)
-    by_tile = num_spans * width < coarse_from
-    num_items = gl.where(by_tile, num_tiles, num_spans) * width
+    batch = Batch(
+        seqlens, leftpad, num_rows, num_q, capacity, window_left, lanes, BLOCK_K, build.QUAD, build.SPAN, build.APPEND,
+        PADDED,
+    )  # fmt: skip
+    size, num_items = cut(width, coarse_from, batch)
     started((), 0, 1)  # the others have made their barriers meanwhile
     programs = gl.num_programs(0)
     step, turn = 0, 0
@@ -247,13 +251,11 @@ def producer(
             following = programs + drawn
         unit = item // width
         kv_head = item - unit * width
-        row, tiles_before, spans_before = row_of(unit, by_tile, batch)
+        row, place_in_row, spans_before = row_of(unit, size, batch)
         keys, first_tile, tiles, pad, unfit = extent(row, batch)
-        place_in_row = unit - gl.where(by_tile, tiles_before, spans_before)
-        span = gl.where(by_tile, place_in_row // SPAN, place_in_row)
-        begin = first_tile + gl.where(by_tile, place_in_row, span * SPAN)
-        end = begin + gl.where(by_tile, 1, gl.minimum(tiles - span * SPAN, SPAN))
-        flags = gl.where(by_tile, 2, 0) + gl.where(unfit, 1, 0)
+        begin = first_tile + place_in_row * size
+        end = gl.minimum(begin + size, first_tile + tiles)
+        fault = gl.where(unfit, 1, 0)
         pages = cache.block_table + row.to(gl.int64) * cache.table_row
         place, phase_of_item = slot(turn, build.ITEMS)
         for tile in range(begin, end):
@@ -266,7 +268,7 @@ def producer(
             if build.SCALES == 2:
                 at_scale, scaled = _scales_at(tile, start, keys, row, kv_head, pad, pages, cache, build)
             places = ()
-            for piece in gl.static_range(BLOCK_K // PIECE):
+            for piece in gl.static_range(PIECES):
                 place_of_piece = _place_of(piece * PIECE, tile, start, keys, row, pad, pages, build)
                 places = places + (place_of_piece,)  # noqa: RUF005 (Triton's tuples)
             stage, phase = slot(step, build.STAGES)
@@ -277,25 +279,24 @@ def producer(
                 tma.gather(cache.v_scale + at_scale, scaled, rings.scales.index(stage * 2 + 1))
                 tma.tell_gathered(k_full)  # zeros where there is no key
             mbarrier.expect(k_full, BLOCK_K * build.COLUMNS * 2)
-            for piece in gl.static_range(BLOCK_K // PIECE):
+            for piece in gl.static_range(PIECES):
                 line, at = places[piece]
                 if PAGE > 0:
-                    flags = flags | gl.where(_known(line, cache), 0, 1)
+                    fault = fault | gl.where(_known(line, cache), 0, 1)
                 for half in gl.static_range(HALVES):
                     coordinates = [line, kv_head, at, half * HALF]
-                    k_part = rings.k.index(stage * HALVES + half).slice(piece * PIECE, PIECE, 0)
-                    v_part = rings.v.index(stage * HALVES + half).slice(piece * PIECE, PIECE, 0)
-                    tma.load(k_desc, coordinates, k_full, _as_box(k_part, k_desc))
-                    tma.load(v_desc, coordinates, v_full, _as_box(v_part, v_desc))
+                    box = (stage * HALVES + half) * PIECES + piece
+                    tma.load(k_desc, coordinates, k_full, _as_box(rings.k.index(box), k_desc))
+                    tma.load(v_desc, coordinates, v_full, _as_box(rings.v.index(box), v_desc))
             if tile == begin:  # its first copy has been sent for: all wait for that one
                 mbarrier.wait(rings.item_empty.index(place), phase_of_item ^ 1)
-                fields = row, kv_head, begin, end, keys, flags, item, tiles, span, tiles_before, spans_before
+                fields = row, kv_head, begin, end, keys, fault, item, size, tiles, place_in_row, spans_before
                 for field in gl.static_range(FIELDS):
                     _tell(rings, place, field, fields[field])
                 mbarrier.arrive(rings.item_full.index(place), count=1)
             elif PAGE > 0:
-                _tell(rings, place, 5, flags)
-            mbarrier.expect(v_full, BLOCK_K * build.COLUMNS * 2)  # last: with the values the flags are known
+                _tell(rings, place, 5, fault)
+            mbarrier.expect(v_full, BLOCK_K * build.COLUMNS * 2)  # last: with the values faults are known
             step += 1
         item = following
         turn += 1

@@ -32,8 +32,6 @@ from .decode_loads import SHIFT, awaited, shifted, started, stored_dtype, told
 from .tma import slot
 
 NEVER = gl.constexpr(2**30)  # a key that no query sees
-# spans of a row whose tiles are all folded at once: more would wait for memory one after the other
-FLAT = gl.constexpr(2)
 IN_FLIGHT = gl.constexpr(4)  # partial results that are loaded together
 
 
@@ -50,13 +48,16 @@ def _cleared(tile, start, keys, build, PADDED: gl.constexpr):
 
 
 @gluon.jit
-def _fold_columns(acc, maximum, total, part, part_maximum, part_total):
-    """`fold` of kernels/portable/split.py, of sums that have queries as columns."""
-    larger = gl.maximum(maximum, part_maximum)
-    base = gl.where(larger == -float("inf"), 0.0, larger)
-    weight, part_weight = gl.exp2(maximum - base), gl.exp2(part_maximum - base)
-    acc = acc * weight[None, :] + part * part_weight[None, :]
-    return acc, larger, total * weight + part_total * part_weight
+def _fold_sums(acc, maximum, total, part, part_maximum, part_total, build):
+    """`fold` of kernels/portable/split.py, of sums as products leave them."""
+    if build.UPRIGHT:
+        return fold(acc, maximum, total, part, part_maximum, part_total)
+    else:
+        larger = gl.maximum(maximum, part_maximum)
+        base = gl.where(larger == -float("inf"), 0.0, larger)
+        weight, part_weight = gl.exp2(maximum - base), gl.exp2(part_maximum - base)
+        acc = acc * weight[None, :] + part * part_weight[None, :]
+        return acc, larger, total * weight + part_total * part_weight
 
 
 @gluon.constexpr_function
@@ -69,17 +70,16 @@ def _parts(sums, maxima, slot_rows, workspace, coarse_from, build, LINES: gl.con
     lines = gl.arange(0, LINES, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, build.BLOCK_D, layout=gl.SliceLayout(0, layout))
     return Parts(
-        sums, maxima, slot_rows, workspace, coarse_from, lines, columns, build.BLOCK_M, build.BLOCK_D, build.SPAN,
-        build.GROUPS, FLAT, IN_FLIGHT,
+        sums, maxima, slot_rows, workspace, coarse_from, lines, columns, build.BLOCK_M, build.BLOCK_D, build.QUAD,
+        build.SPAN, build.GROUPS, True, IN_FLIGHT,
     )  # fmt: skip
 
 
 @gluon.jit
 def _item_told(rings, place, row, width):
-    kv_head, flags, item = told(rings, place, 1), told(rings, place, 5), told(rings, place, 6)
-    tiles, span = told(rings, place, 7), told(rings, place, 8)
-    tiles_before, spans_before = told(rings, place, 9), told(rings, place, 10)
-    return Item(item, flags > 1, row, kv_head, width, tiles, span, tiles_before, spans_before)
+    kv_head, item, size = told(rings, place, 1), told(rings, place, 6), told(rings, place, 7)
+    tiles, place_in_row, spans_before = told(rings, place, 8), told(rings, place, 9), told(rings, place, 10)
+    return Item(item, size, row, kv_head, width, tiles, place_in_row, spans_before)
 
 
 @gluon.jit
@@ -223,19 +223,64 @@ def _by_words(
 
 
 @gluon.jit
+def _no_keys(build):
+    """What sums begin with: (sums, maxima, denominators)."""
+    layout: gl.constexpr = _sums_layout(build)
+    shape: gl.constexpr = [build.BLOCK_M, build.BLOCK_D] if build.UPRIGHT else [build.COLUMNS, build.BLOCK_M]
+    of_row: gl.constexpr = gl.SliceLayout(1 if build.UPRIGHT else 0, layout)
+    acc = gl.zeros(shape, gl.float32, layout)
+    zeros = gl.zeros([build.BLOCK_M], gl.float32, of_row)
+    return acc, zeros - float("inf"), zeros
+
+
+@gluon.jit
+def _attended(
+    begin, end, step, place, keys, of_k, query, scoring, tiles, rings, build, PADDED: gl.constexpr
+):  # fmt: skip
+    """Some tiles of an item, added one after the other: (the ring's next step, sums, those of odd columns where WORDS,
+    maxima, denominators)."""
+    k_tiles, v_tiles, p_tile, across = tiles
+    q_tile = rings.q.index(place * 2 if build.WORDS else place)
+    acc, maximum, total = _no_keys(build)
+    odd = acc
+    for tile in range(begin, end):
+        stage, phase = slot(step, build.STAGES)
+        start = tile * build.BLOCK_K - shifted(tile, keys, build, PADDED)
+        k_tile, v_tile = k_tiles.index(stage), v_tiles.index(stage)
+        mbarrier.wait(rings.k_full.index(stage), phase)
+        v_full = rings.v_full.index(stage)
+        if build.WORDS:
+            part, part_odd, part_maximum, part_total = _by_words(
+                q_tile, rings.q.index(place * 2 + 1), k_tile, v_tile, p_tile, across, of_k, rings.scales, stage, tile,
+                start, query, scoring, v_full, phase, build,
+            )  # fmt: skip
+        elif build.UPRIGHT:
+            part, part_maximum, part_total = _by_rows(
+                q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase, build, PADDED
+            )  # fmt: skip
+        else:
+            part, part_maximum, part_total = _by_columns(
+                q_tile, k_tile, v_tile, p_tile, across, tile, start, query, scoring, v_full, phase, build, PADDED
+            )  # fmt: skip
+        mbarrier.arrive(rings.empty.index(stage), count=1)
+        if build.WORDS:
+            odd, _, _ = _fold_sums(odd, maximum, total, part_odd, part_maximum, part_total, build)
+        acc, maximum, total = _fold_sums(acc, maximum, total, part, part_maximum, part_total, build)
+        step += 1
+    return step, acc, odd, maximum, total
+
+
+@gluon.jit
 def consumer(
     o, lse, num_heads, num_q, group, width, window, scale_log2, switches, k_scale, v_scale, sums, maxima, slot_rows,
     workspace, coarse_from, rings, p_tile, across, k_tiles, v_tiles, build, PADDED: gl.constexpr,
     CAUSAL: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = build.BLOCK_M
-    BLOCK_K: gl.constexpr = build.BLOCK_K
     BLOCK_D: gl.constexpr = build.BLOCK_D
     UPRIGHT: gl.constexpr = build.UPRIGHT
     KEYS: gl.constexpr = 1 if UPRIGHT else 0  # their axis in scores, and that of columns in sums
     acc_layout: gl.constexpr = _sums_layout(build)
-    acc_shape: gl.constexpr = [BLOCK_M, BLOCK_D] if UPRIGHT else [build.COLUMNS, BLOCK_M]
-    of_row: gl.constexpr = gl.SliceLayout(KEYS, acc_layout)
     out_layout: gl.constexpr = acc_layout if UPRIGHT else _lines_layout(build)
     started((rings.k_full, rings.v_full, rings.empty), build.STAGES)
     parts = _parts(sums, maxima, slot_rows, workspace, coarse_from, build, BLOCK_M, out_layout)
@@ -256,43 +301,27 @@ def consumer(
         query = gl.expand_dims(query, KEYS)
         mask = Mask(num_q, keys, window, CAUSAL, LOCAL)
         scoring = Scoring(mask, scale_log2, slope, switches, 0, 0, 0, "ieee")
-        acc = gl.zeros(acc_shape, gl.float32, acc_layout)
-        odd = acc  # sums of odd columns; read only where WORDS
         of_k = 1.0
         if build.SCALES == 1:
             of_k = gl.load(k_scale + kv_head)
-        maximum = gl.full([BLOCK_M], -float("inf"), gl.float32, of_row)
-        total = gl.zeros([BLOCK_M], gl.float32, of_row)
-        q_tile = rings.q.index(place * 2 if build.WORDS else place)
+        tiles = k_tiles, v_tiles, p_tile, across
         mbarrier.wait(rings.q_full.index(place), phase_of_item)
-        for tile in range(begin, end):
-            stage, phase = slot(step, build.STAGES)
-            start = tile * BLOCK_K - shifted(tile, keys, build, PADDED)
-            k_tile, v_tile = k_tiles.index(stage), v_tiles.index(stage)
-            mbarrier.wait(rings.k_full.index(stage), phase)
-            v_full = rings.v_full.index(stage)
-            if build.WORDS:
-                part, part_odd, part_maximum, part_total = _by_words(
-                    q_tile, rings.q.index(place * 2 + 1), k_tile, v_tile, p_tile, across, of_k, rings.scales, stage,
-                    tile, start, query, scoring, v_full, phase, build,
+        if build.QUAD == build.SPAN:
+            step, acc, odd, maximum, total = _attended(
+                begin, end, step, place, keys, of_k, query, scoring, tiles, rings, build, PADDED
+            )  # fmt: skip
+        else:
+            acc, maximum, total = _no_keys(build)
+            odd = acc
+            for first in range(begin, end, build.QUAD):
+                last = gl.minimum(first + build.QUAD, end)
+                step, part, part_odd, part_maximum, part_total = _attended(
+                    first, last, step, place, keys, of_k, query, scoring, tiles, rings, build, PADDED
                 )  # fmt: skip
-            elif UPRIGHT:
-                part, part_maximum, part_total = _by_rows(
-                    q_tile, k_tile, v_tile, tile, start, query, scoring, v_full, phase, build, PADDED
-                )  # fmt: skip
-            else:
-                part, part_maximum, part_total = _by_columns(
-                    q_tile, k_tile, v_tile, p_tile, across, tile, start, query, scoring, v_full, phase, build, PADDED
-                )  # fmt: skip
-            mbarrier.arrive(rings.empty.index(stage), count=1)
-            if UPRIGHT:
-                acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
-            else:
                 if build.WORDS:
-                    odd, _, _ = _fold_columns(odd, maximum, total, part_odd, part_maximum, part_total)
-                acc, maximum, total = _fold_columns(acc, maximum, total, part, part_maximum, part_total)
-            step += 1
-        if told(rings, place, 5) % 2 > 0:  # of the last tile's page too
+                    odd, _, _ = _fold_sums(odd, maximum, total, part_odd, part_maximum, part_total, build)
+                acc, maximum, total = _fold_sums(acc, maximum, total, part, part_maximum, part_total, build)
+        if told(rings, place, 5) > 0:  # of the last tile's page too
             gl.store(workspace, 1)
             total = total + float("nan")
         if not UPRIGHT:

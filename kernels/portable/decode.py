@@ -23,7 +23,7 @@ from ..launch import Launch, Plan, Switches, dot_precision, padded, plan_of, run
 from ..replay import Repeated
 from .cached import Cached, append, bad_pages, kept_keys, key_pointers
 from .scores import Scoring, logits_of, slope_of
-from .split import ROWS_BLOCK, Batch, Item, Parts, extent, fold, gathered, row_of, store_row, totals
+from .split import ROWS_BLOCK, Batch, Item, Parts, cut, extent, fold, gathered, row_of, store_row
 from .tiles import LOG2_E, Mask, mask_scores
 from .tuning import DecodeTile, cut_for, decode_memory, decode_rows, decode_tile, fitting
 from .widen import widened
@@ -122,7 +122,7 @@ def flash_decode_kernel(
     capacity,  # S, or PAGE times the width of the block table
     num_pages,
     slot_rows,  # min(BLOCK_M, Nq * Hq // Hkv)
-    coarse_from,  # from so many spans on a program takes spans; its tiles are SPAN times as many
+    coarse_from,  # from so many spans on a program takes spans; their parts are at most SPAN times as many
     window_left,  # NEVER without a window
     window_right,  # read only where LOCAL
     scale_log2,  # scale * log2(e), positive
@@ -131,6 +131,7 @@ def flash_decode_kernel(
     BLOCK_D: tl.constexpr,  # HEAD_DIM padded to a power of two
     BLOCK_M: tl.constexpr,  # queries times heads of a group that share a tile
     BLOCK_K: tl.constexpr,
+    QUAD: tl.constexpr,  # SPAN: there are no quads
     SPAN: tl.constexpr,
     GROUPS: tl.constexpr,  # of a row's spans, at most
     PAGE: tl.constexpr,  # 0: contiguous
@@ -154,30 +155,26 @@ def flash_decode_kernel(
     padded: tl.constexpr = leftpad is not None
     pads = leftpad if padded else seqlens
     lanes = tl.arange(0, ROWS_BLOCK)
-    batch = Batch(seqlens, pads, num_rows, num_q, capacity, window_left, lanes, BLOCK_K, SPAN, APPEND, padded)
+    batch = Batch(seqlens, pads, num_rows, num_q, capacity, window_left, lanes, BLOCK_K, QUAD, SPAN, APPEND, padded)
     group = num_heads // num_kv_heads
     row_blocks = tl.cdiv(group * num_q, BLOCK_M)
     width = num_kv_heads * row_blocks  # items of a tile, or of a span
-    num_tiles, num_spans = totals(batch)
-    by_tile = num_spans * width < coarse_from
-    num_items = tl.where(by_tile, num_tiles, num_spans) * width
+    size, num_items = cut(width, coarse_from, batch)
     programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK_D)
     parts = Parts(
-        sums, maxima, slot_rows, workspace, coarse_from, tl.arange(0, BLOCK_M), columns, BLOCK_M, BLOCK_D, SPAN,
-        GROUPS, 0, IN_FLIGHT,
+        sums, maxima, slot_rows, workspace, coarse_from, tl.arange(0, BLOCK_M), columns, BLOCK_M, BLOCK_D, QUAD,
+        SPAN, GROUPS, False, IN_FLIGHT,
     )  # fmt: skip
 
     item = tl.program_id(0)
     while item < num_items:
         unit = item // width
         inner = item - unit * width
-        row, tiles_before, spans_before = row_of(unit, by_tile, batch)
+        row, place, spans_before = row_of(unit, size, batch)
         keys, first_tile, tiles, pad, fault = extent(row, batch)
-        span = tl.where(by_tile, (unit - tiles_before) // SPAN, unit - spans_before)
-        tiles_of_span = tl.minimum(tiles - span * SPAN, SPAN)
-        begin = first_tile + tl.where(by_tile, unit - tiles_before, span * SPAN)
-        end = begin + tl.where(by_tile, 1, tiles_of_span)
+        begin = first_tile + place * size
+        end = tl.minimum(begin + size, first_tile + tiles)
 
         kv_head = inner // row_blocks
         packed = (inner - kv_head * row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -243,7 +240,7 @@ def flash_decode_kernel(
             acc = tl.join(acc, odd).reshape(BLOCK_M, BLOCK_D)
         total = tl.where(fault, float("nan"), total)
 
-        taken = Item(item, by_tile, row, inner, width, tiles, span, tiles_before, spans_before)
+        taken = Item(item, size, row, inner, width, tiles, place, spans_before)
         done, acc, maximum, total = gathered(acc, maximum, total, taken, parts)
         if done:
             store_row(
@@ -251,7 +248,7 @@ def flash_decode_kernel(
                 head, num_q, num_heads, parts, HEAD_DIM,
             )  # fmt: skip
 
-        if (num_items > programs) & (by_tile == 0):  # spans take long, and not all equally
+        if (num_items > programs) & (size == SPAN):  # spans take long, and not all equally
             drawn = tl.atomic_add(workspace + 1, 1, sem="relaxed")
             if drawn == num_items - 1:  # the last ticket: one for each item past the first ones, one a program for none
                 tl.store(workspace + 1, 0)
@@ -349,9 +346,10 @@ def decode_launches(options: Options, tile: DecodeTile, cache: dict[str, int], *
     constants = {
         "HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim),
         "BLOCK_M": decode_rows(q.shape, num_kv_heads, tile.least_rows)[1],
-        "BLOCK_K": tile.block_k, "SPAN": tile.span, "GROUPS": tile.groups, "PAGE": 0 if table is None else page,
-        "SCALES": scales, "UNIT": unit, "CACHE_UNIT": cache_unit, "WORDS": words, "APPEND": k_new is not None,
-        "CAUSAL": options.causal, "LOCAL": options.local, "PRECISION": dot_precision(q),
+        "BLOCK_K": tile.block_k, "QUAD": tile.quad or tile.span, "SPAN": tile.span, "GROUPS": tile.groups,
+        "PAGE": 0 if table is None else page, "SCALES": scales, "UNIT": unit, "CACHE_UNIT": cache_unit,
+        "WORDS": words, "APPEND": k_new is not None, "CAUSAL": options.causal, "LOCAL": options.local,
+        "PRECISION": dot_precision(q),
     }  # fmt: skip
     return [fitting(tile, lambda tile: Launch(flash_decode_kernel, programs, arguments, constants, tile.how))]
 

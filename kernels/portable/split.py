@@ -1,6 +1,9 @@
 """How the keys of a batch are cut into items of work, made on the device from the lengths, and the results folded.
 
-For the portable kernel and for Hopper's: indices come from the caller, who knows how they lie over its threads.
+A span is SPAN tiles, added one after the other; or, where QUAD is less than SPAN, QUAD quads of QUAD tiles each. An
+item is a tile, a quad or a span, the largest of which a batch has enough; the additions are the same, in registers or
+from memory. For the portable kernel and for Hopper's: indices come from the caller, who knows how they lie over its
+threads.
 """
 
 import triton
@@ -25,6 +28,7 @@ class Batch:
     window_left: tl.tensor
     lanes: tl.tensor  # 0 .. ROWS_BLOCK - 1
     BLOCK_K: tl.constexpr
+    QUAD: tl.constexpr
     SPAN: tl.constexpr
     APPEND: tl.constexpr
     PADDED: tl.constexpr
@@ -32,17 +36,16 @@ class Batch:
 
 @record
 class Item:
-    """What a program has taken of a row and KV head: a tile or a span."""
+    """What a program has taken of a row and KV head: a tile, a quad or a span."""
 
-    number: tl.tensor  # among the items, which is its slot among the tiles' results
-    by_tile: tl.tensor
+    number: tl.tensor  # among the items, which is its slot among their results
+    size: tl.tensor  # tiles of an item: 1, QUAD or SPAN
     row: tl.tensor
     inner: tl.tensor  # KV head, and block of query rows
     width: tl.tensor  # of these there are so many
     tiles: tl.tensor  # of the row
-    span: tl.tensor  # in the row
-    tiles_before: tl.tensor  # of the rows before it
-    spans_before: tl.tensor
+    place: tl.tensor  # among the row's items for `inner`
+    spans_before: tl.tensor  # of the rows before it
 
 
 @record
@@ -53,14 +56,15 @@ class Parts:
     maxima: tl.tensor  # (slots, 2, BLOCK_M)
     rows: tl.tensor  # of a slot
     workspace: tl.tensor  # of the launch
-    coarse_from: tl.tensor  # spans that have turns of their own, and slots for their tiles
+    coarse_from: tl.tensor  # spans that have turns of their own, and slots for their parts
     lines: tl.tensor  # 0 .. BLOCK_M - 1
     columns: tl.tensor  # 0 .. BLOCK_D - 1
     BLOCK_M: tl.constexpr
     BLOCK_D: tl.constexpr
+    QUAD: tl.constexpr
     SPAN: tl.constexpr
     GROUPS: tl.constexpr
-    FLAT: tl.constexpr  # spans of a row whose tiles are all folded by one program; 0: a span's are, and then the spans
+    FLAT: tl.constexpr  # up to SPAN parts of a row, which are no spans, are folded at once, not first those of a span
     IN_FLIGHT: tl.constexpr  # partial results that are loaded together
 
 
@@ -82,41 +86,56 @@ def extent(rows, batch):
 
 
 @triton.jit
-def _counts(first, batch):
-    """(tiles, spans) of ROWS_BLOCK rows."""
+def _tiles(first, batch):
+    """Of ROWS_BLOCK rows."""
     _, _, tiles, _, _ = extent(first + batch.lanes, batch)
-    return tiles, tl.cdiv(tiles, batch.SPAN)
+    return tiles
 
 
 @triton.jit
-def totals(batch):
-    """(tiles, spans) of the batch."""
-    tiles, spans = 0, 0
+def _parts_in(tiles, size, QUAD: tl.constexpr, SPAN: tl.constexpr):
+    """Items of `size` tiles, 1, QUAD or SPAN, that so many tiles make."""
+    return tl.where(size == SPAN, tl.cdiv(tiles, SPAN), tl.where(size == QUAD, tl.cdiv(tiles, QUAD), tiles))
+
+
+@triton.jit
+def cut(width, coarse_from, batch):
+    """How the batch is cut, into the largest items of which there are enough: (tiles of one, how many of them).
+
+    Of spans `coarse_from` are enough, of quads half as many: the fewer parts a row has, the sooner they are folded."""
+    tiles, quads, spans = 0, 0, 0
     for first in range(0, batch.num_rows, ROWS_BLOCK):
-        tiles_here, spans_here = _counts(first, batch)
-        tiles += tl.sum(tiles_here, 0)
-        spans += tl.sum(spans_here, 0)
-    return tiles, spans
+        here = _tiles(first, batch)
+        tiles += tl.sum(here, 0)
+        quads += tl.sum(tl.cdiv(here, batch.QUAD), 0)
+        spans += tl.sum(tl.cdiv(here, batch.SPAN), 0)
+    size, units = 1, tiles
+    if batch.QUAD < batch.SPAN:
+        by_quad = quads * width * 2 >= coarse_from
+        size, units = tl.where(by_quad, batch.QUAD, 1), tl.where(by_quad, quads, tiles)
+    by_span = spans * width >= coarse_from
+    return tl.where(by_span, batch.SPAN, size), tl.where(by_span, spans, units) * width
 
 
 @triton.jit
-def row_of(unit, by_tile, batch):
-    """Which row the unit lies in, a tile or a span: (row, tiles of the rows before it, spans of the rows before it)."""
-    first, tiles_before, spans_before = 0, 0, 0
-    tiles, spans = _counts(first, batch)
-    all_tiles, all_spans = tl.sum(tiles, 0), tl.sum(spans, 0)
-    while tl.where(by_tile, tiles_before + all_tiles, spans_before + all_spans) <= unit:
-        tiles_before += all_tiles
-        spans_before += all_spans
+def row_of(unit, size, batch):
+    """Which row the item lies in, of those for one KV head: (row, its place there, spans of the rows before)."""
+    first, units_before, spans_before = 0, 0, 0
+    tiles = _tiles(first, batch)
+    units, spans = _parts_in(tiles, size, batch.QUAD, batch.SPAN), tl.cdiv(tiles, batch.SPAN)
+    all_units = tl.sum(units, 0)
+    while units_before + all_units <= unit:
+        units_before += all_units
+        spans_before += tl.sum(spans, 0)
         first += ROWS_BLOCK
-        tiles, spans = _counts(first, batch)
-        all_tiles, all_spans = tl.sum(tiles, 0), tl.sum(spans, 0)
-    ends = tl.cumsum(tl.where(by_tile, tiles, spans), 0)
-    passed = ends <= unit - tl.where(by_tile, tiles_before, spans_before)
+        tiles = _tiles(first, batch)
+        units, spans = _parts_in(tiles, size, batch.QUAD, batch.SPAN), tl.cdiv(tiles, batch.SPAN)
+        all_units = tl.sum(units, 0)
+    passed = tl.cumsum(units, 0) <= unit - units_before
     row = first + tl.sum(passed.to(tl.int32), 0)
-    tiles_before += tl.sum(tl.where(passed, tiles, 0), 0)
+    units_before += tl.sum(tl.where(passed, units, 0), 0)
     spans_before += tl.sum(tl.where(passed, spans, 0), 0)
-    return row, tiles_before, spans_before
+    return row, unit - units_before, spans_before
 
 
 @triton.jit
@@ -180,9 +199,31 @@ def last_of(turn, count):
 
 
 @triton.jit
+def _parts_of_row(item, parts):
+    return _parts_in(item.tiles, item.size, parts.QUAD, parts.SPAN)
+
+
+@triton.jit
+def _parts_of_span(item, span, parts):
+    return _parts_in(tl.minimum(item.tiles - span * parts.SPAN, parts.SPAN), item.size, parts.QUAD, parts.SPAN)
+
+
+@triton.jit
+def _span_of(item, parts):
+    """In which of the row's spans the item lies."""
+    return item.place * item.size // parts.SPAN
+
+
+@triton.jit
 def is_whole(item, parts):
     """Whether an item is all of its row."""
-    return tl.where(item.by_tile, item.tiles, tl.cdiv(item.tiles, parts.SPAN)) == 1
+    return _parts_of_row(item, parts) == 1
+
+
+@triton.jit
+def is_flat(item, parts):
+    """Whether all parts of a row are folded at once: quads of quads then, which is what spans would be folded in."""
+    return (item.size < parts.SPAN) & (_parts_of_row(item, parts) <= parts.SPAN)
 
 
 @triton.jit
@@ -190,30 +231,31 @@ def handed(acc, maximum, total, item, parts):
     """`is_whole`; where it is not, the item's result is put down for `collected`."""
     whole = is_whole(item, parts)
     if whole == 0:
-        by_tile = item.by_tile & ((_tiles_of_span(item, parts) > 1) | (tl.cdiv(item.tiles, parts.SPAN) <= parts.FLAT))
-        of_span = parts.coarse_from * parts.SPAN + (item.spans_before + item.span) * item.width + item.inner
-        put(tl.where(by_tile, item.number, of_span), acc, maximum, total, parts)
+        span = _span_of(item, parts)
+        own = is_flat(item, parts) | (_parts_of_span(item, span, parts) > 1)
+        of_span = parts.coarse_from * parts.SPAN + (item.spans_before + span) * item.width + item.inner
+        put(tl.where(own, item.number, of_span), acc, maximum, total, parts)
     return whole
 
 
 @triton.jit
 def level_of(level, item, parts):
-    """What an item, which is not all of its row, is folded with: tiles of a span (0), spans of a group (1), groups of
-    the row or all its tiles (2). Returns (the level's turn, how many parts, the first one's slot, the slots from one to
+    """What an item, which is not all of its row, is folded with: parts of a span (0), spans of a group (1), groups of
+    the row or all its parts (2). Returns (the level's turn, how many parts, the first one's slot, the slots from one to
     the next, the slot for what comes of it)."""
     width, inner = item.width, item.inner
-    spans = tl.cdiv(item.tiles, parts.SPAN)
     turn = 2 + parts.coarse_from + (item.row * width + inner) * (parts.GROUPS + 1)
-    first, step, count, to = item.tiles_before * width + inner, width, item.tiles, 0
-    if parts.FLAT == 0 or not is_flat(item, parts):
+    first, step, count, to = item.number - item.place * width, width, _parts_of_row(item, parts), 0
+    if not (parts.FLAT and is_flat(item, parts)):
+        spans, span = tl.cdiv(item.tiles, parts.SPAN), _span_of(item, parts)
         spans_of_group = tl.cdiv(spans, parts.GROUPS)
-        group = item.span // spans_of_group
+        group = span // spans_of_group
         first_span = parts.coarse_from * parts.SPAN + item.spans_before * width + inner
         if level == 0:
-            first += item.span * parts.SPAN * width
-            count = tl.where(item.by_tile, _tiles_of_span(item, parts), 1)
-            turn = 2 + (item.spans_before + item.span) * width + inner
-            to = first_span + item.span * width
+            first += span * (parts.SPAN // item.size) * width
+            count = _parts_of_span(item, span, parts)
+            turn = 2 + (item.spans_before + span) * width + inner
+            to = first_span + span * width
         elif level == 1:
             first = first_span + group * spans_of_group * width
             count = tl.minimum(spans - group * spans_of_group, spans_of_group)
@@ -226,17 +268,11 @@ def level_of(level, item, parts):
 
 
 @triton.jit
-def is_flat(item, parts):
-    """Whether all tiles of a row are folded at once."""
-    return item.by_tile & (tl.cdiv(item.tiles, parts.SPAN) <= parts.FLAT)
-
-
-@triton.jit
 def collected(first, step, count, parts):
-    """The fold of `count` parts from memory, SPAN of them by themselves first, as tiles are."""
+    """The fold of `count` parts from memory, QUAD of them by themselves first, as tiles are."""
     acc, maximum, total = nothing(parts)
-    for begin in range(0, count, parts.SPAN):
-        here = tl.minimum(count - begin, parts.SPAN)
+    for begin in range(0, count, parts.QUAD):
+        here = tl.minimum(count - begin, parts.QUAD)
         part, part_maximum, part_total = folded(first + begin * step, step, here, parts)
         acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
     return acc, maximum, total
@@ -247,13 +283,8 @@ def lines_from(first, parts):
     """The same slots from their line `first` on."""
     return Parts(
         parts.sums, parts.maxima, parts.rows, parts.workspace, parts.coarse_from, parts.lines + first, parts.columns,
-        parts.BLOCK_M, parts.BLOCK_D, parts.SPAN, parts.GROUPS, parts.FLAT, parts.IN_FLIGHT,
+        parts.BLOCK_M, parts.BLOCK_D, parts.QUAD, parts.SPAN, parts.GROUPS, parts.FLAT, parts.IN_FLIGHT,
     )  # fmt: skip
-
-
-@triton.jit
-def _tiles_of_span(item, parts):
-    return tl.minimum(item.tiles - item.span * parts.SPAN, parts.SPAN)
 
 
 @triton.jit

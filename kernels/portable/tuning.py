@@ -168,7 +168,8 @@ class DecodeTile:
     max_registers: int | None = None  # of a thread
     groups: int = 16  # of a row's spans, at most: of 128 the last program folds 8, and then 16 groups
     least_rows: int = 16  # of queries in a tile
-    few: float = 0.25  # spans a multiprocessor, below which programs take tiles
+    few: float = 0.25  # spans a multiprocessor, below which programs take quads, or tiles if quads are half as few
+    quad: int | None = None  # tiles in a quad, and quads in a span, which is its square; None: there are no quads
 
     @property
     def how(self) -> dict[str, int | bool | None]:
