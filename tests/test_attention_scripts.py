@@ -119,6 +119,13 @@ def test_a_benchmark_without_a_call_is_refused(tmp_path, wrong, message):
         decode.main.__wrapped__(decode.BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
 
 
+def test_a_cache_is_not_timed_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "interpreting", lambda: False)
+    with pytest.raises(ValueError, match="timed on an NVIDIA GPU; use one"):
+        decode.main.__wrapped__(decode.BenchSettings(hardware=HardwareConfig(device="cpu")), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("key", ["attention", "seq_len", "head_dim", "mask", "passes"])
 def test_a_benchmark_of_nothing_is_refused_and_writes_nothing(tmp_path, key):
     bench = replace(BENCH, **{"attention": ["naive"], key: []})
