@@ -17,6 +17,7 @@ from torch import nn
 from tests.runs import small_run
 from train import train
 from training import checkpoint as checkpoints
+from training.checkpoint_files import write_weights
 from training.log import MetricsFile
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
@@ -598,3 +599,10 @@ def test_random_states_round_trip(tmp_path):
     restore_random_states(checkpoints.open_checkpoint(path).load_state()["random"])
     assert (draw(), draw()) == expected
     json.dumps(random_states()["numpy"])  # plain numbers and strings
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
+def test_weights_can_be_read_by_whom_other_files_can(tmp_path):
+    (tmp_path / "other").touch()
+    write_weights({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode

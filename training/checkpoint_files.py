@@ -16,10 +16,13 @@ DEEPEST = 16  # a description is nested four deep
 
 def write_weights(weights: dict[str, torch.Tensor], path: Path, *, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file; OSError where the disk is full."""
+    path.touch()
+    mode = path.stat().st_mode  # as this user's files have it; the library's have 0600
     try:
         save_file({name: value.contiguous() for name, value in weights.items()}, path, metadata)
     except SafetensorError as error:  # how that library reports a full disk
         raise OSError(f"{path}: {error}") from error
+    path.chmod(mode)
 
 
 class _File(io.FileIO):
