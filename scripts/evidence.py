@@ -53,7 +53,7 @@ NOVELS = (  # the speedrun's recipe on more text than it can learn by heart, to 
     "model.dropout=0.0", "model.attention_dropout=0.0", "train.eval_windows=512", "bench.target=null",
 )  # fmt: skip
 PROFILE = (
-    "model=gpt2_124m", *BOOKS, "optim=adamw", "data.seq_len=1024", "train.batch_tokens=65536", "train.steps=8",
+    "model=gpt2_124m", *BOOKS, "optim=adamw", "data.seq_len=1024", "train.batch_tokens=32768", "train.steps=8",
     "optim.warmup_steps=1", "train.eval_windows=1", "train.sample_tokens=0", "profile=true",
 )  # fmt: skip
 
