@@ -32,7 +32,7 @@ from data import Dataset, build_tokenizer, open_dataset, tokenizer_state
 from data.dataset import digest, locate
 from data.hub import within_reach
 from kernels import why_not
-from model import GPT, GPTConfig, resolve_attention, resolve_model
+from model import GPT, GPTConfig, build_model, resolve_attention, resolve_model
 from scripts.causality import probe
 from scripts.machine import Finding
 from scripts.selftest import self_test
@@ -41,6 +41,7 @@ from training.hardware import Hardware, set_up
 from training.log import wandb_mode
 from training.parallel import ranks
 from training.run import resolve
+from training.speed import SLOW_STEP_SECONDS, slow_on_a_cpu
 
 FAILED = 1  # exit code
 USUAL_HEAD_DIM = 64  # of the kernels' self-test where the run's attention is another
@@ -96,6 +97,9 @@ def examine(settings: Settings, folder: Path) -> Page:
     vocab_size = page.ask("tokenizer", tokenizer, settings, dataset=dataset)
     parameters = page.ask("model", network, model, settings.data.seq_len, vocab_size=vocab_size)
     page.ask("memory", step_memory, settings, model, hardware, vocab_size)
+    fits = "memory" in page and not page["memory"].wrong
+    if fits and hardware.device.type == "cpu" and model.name is None:
+        page.ask("speed", speed, settings, model, hardware, vocab_size)
     page.ask("disk", machine.disk, settings.train, folder, parameters=parameters)
     page.ask("wandb", wandb, settings)
     if settings.resume not in (None, "auto"):
@@ -235,6 +239,15 @@ def step_memory(settings: Settings, model: GPTConfig, hardware: Hardware, vocab_
     plan = memory.plan(settings, model, hardware, vocab_size)
     facts = {"forecast_bytes": plan.peak, "free_bytes": plan.free}
     return Finding(f"micro-batches of {plan.micro_batch}; {plan}", facts=facts)
+
+
+def speed(settings: Settings, model: GPTConfig, hardware: Hardware, vocab_size: int) -> Finding:
+    """Whether a step takes long on this CPU."""
+    network, config = build_model(model, vocab_size, settings.data.seq_len, device="cpu"), settings.train
+    optim, _ = settings.optim.resolved(hardware.device)
+    slow = slow_on_a_cpu(network, optim, hardware, batch_tokens=config.batch_tokens, steps=config.steps)
+    said, _, fix = (slow or f"a step takes less than {SLOW_STEP_SECONDS:g} s").partition("; ")
+    return Finding(said, fix or None)
 
 
 def wandb(settings: Settings) -> Finding:

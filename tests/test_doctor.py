@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import training.speed
 from data import open_dataset
 from kernels import naive_attention
 from model import ATTENTION, GPT, GPTConfig
@@ -164,6 +165,11 @@ def job(**variables: str) -> Setup:
     return environment(**{"SLURM_JOB_ID": "77", **step, "MASTER_ADDR": "node1", "MASTER_PORT": "1077", **variables})
 
 
+def any_step_is_slow(place: Place) -> None:
+    for limit in ("FEW_FLOPS", "SLOW_STEP_SECONDS"):
+        place.patch.setattr(training.speed, limit, 0.0)
+
+
 def no_login(place: Place) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_BASE_URL"):
         place.patch.delenv(name, raising=False)
@@ -236,6 +242,7 @@ CASES = [
          ["data=wikitext2", "~data.files", "data.seq_len=32"], no_network, NOTE),
     Case("GPT-2's vocabulary out of reach", "tokenizer", "could not be downloaded", "TIKTOKEN_CACHE_DIR",
          ["tokenizer=gpt2"], no_network),
+    Case("a slow CPU", "speed", "s a step on this CPU", "use model=tiny", setup=any_step_is_slow, status=NOTE),
     Case("too little room for checkpoints", "disk", "0.0 GB free", "train.keep_last=1", setup=full_disk),
     Case("a run's folder that is a file", "disk", "cannot be made", "hydra.run.dir=FOLDER", setup=runs_is_a_file),
     Case("wandb out of reach", "wandb", "http://127.0.0.1:9 does not answer", "logger.wandb=offline",
@@ -292,7 +299,7 @@ def test_a_run_that_is_fine(place):
     assert {finding.status for finding in found.values()} == {"ok"}, found
     assert list(found) == [
         "launch", "gpu", "versions", "hardware", "compiler", "attention", "kernels", "causality", "data", "tokenizer",
-        "model", "memory", "disk", "wandb", "resume", "start",
+        "model", "memory", "speed", "disk", "wandb", "resume", "start",
     ]  # fmt: skip
     meta = json.loads((before / "checkpoint.json").read_text())
     assert found["data"].facts["fingerprint"] == meta["data_fingerprint"]

@@ -19,12 +19,13 @@ from safetensors.torch import load_file
 import train as program
 from data import build_tokenizer
 from data.tokenizer_json import tokenizer_json
-from model import GPT, resolve_model
+from model import GPT, attend_with, resolve_model
 from tests.runs import CORPUS, SMALL, contents, metrics, settings, told
 from training.checkpoint import META, open_checkpoint
+from training.hardware import set_up
 from training.optimizer import Optimizer, lr_factor
 from training.resume import earlier_settings
-from training.speed import slow_on_a_cpu
+from training.speed import measured_forward, slow_on_a_cpu
 from training.stop import command_to_go_on
 
 # nothing of it is a default: what is forgotten shows
@@ -327,20 +328,32 @@ def test_a_short_run_has_a_short_warm_up_and_says_so(here, train):
 def test_a_large_model_on_a_cpu_is_announced_with_its_hours():
     run = settings("model=gpt2_124m", "optim=muon", "optim.muon_dtype=bfloat16")
 
-    def said(optim, bfloat16: float, config=run.model) -> str | None:
+    def said(optim, bfloat16: float, config=run.model, forward=2.7) -> str | None:
         model = GPT(resolve_model(config, "cpu", torch.float32)[0], 50257, 1024, device="meta")
-        rates = {torch.float32: 1e11, torch.bfloat16: bfloat16}
-        return slow_on_a_cpu(model, optim, torch.float32, batch_tokens=4096, steps=300, rate=rates.get)
+        measured = {"forward": lambda *_: forward, "rate": {torch.float32: 1e11, torch.bfloat16: bfloat16}.get}
+        return slow_on_a_cpu(model, optim, set_up(run.hardware), batch_tokens=4096, steps=300, **measured)
 
-    # 4,096 tokens at 6 x 123.5 M weights and attention: 3.27e12 FLOPs, 33 s; Newton-Schulz: 4 x (4 m^2 n + 2 m^3) for
-    # 12 layers of (2304, 768), (768, 768) and twice (3072, 768): 1.22e12 FLOPs
+    # a backward takes two of four sequences' forwards, 2.7 s each: 32 s in all; Newton-Schulz: 4 x (4 m^2 n + 2 m^3)
+    # for 12 layers of (2304, 768), (768, 768) and twice (3072, 768): 1.22e12 FLOPs
     assert said(run.optim, 1e11).startswith(
         "about 45 s a step on this CPU, 27% of it in Muon's Newton-Schulz iteration"
     )
     slow = said(run.optim, 1e10)
     assert slow.startswith("about 154 s a step")
     assert slow.endswith(
-        "12.9 h for train.steps=300; use optim=adamw, model=tiny, a smaller train.batch_tokens, or a GPU"
+        "12.8 h for train.steps=300; use optim=adamw, model=tiny, a smaller train.batch_tokens, or a GPU"
     )
     assert "Muon" not in said(settings("optim=adamw").optim, 1e10)
-    assert said(run.optim, 1e9, settings().model) is None
+    assert said(run.optim, 1e9, settings().model, forward=0.1) is None
+
+
+def test_the_speed_of_a_cpu_is_measured_without_a_trace():
+    run = settings("model.attention=naive", "model.attention_dropout=0.5")
+    hardware = set_up(run.hardware)
+    model = GPT(resolve_model(run.model, "cpu", hardware.dtype)[0], 257, 32)
+    before, seen = torch.random.get_rng_state(), []
+    with attend_with(model, lambda layer, named: lambda *q, **kw: seen.append(kw["dropout_p"]) or named(*q, **kw)):
+        assert measured_forward(model, hardware) > 0
+    assert set(seen) == {0.5}  # as in training
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(weight.grad is None for weight in model.parameters())

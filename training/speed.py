@@ -9,7 +9,6 @@ alike. Two conventions for the pairs of a causal mask are in use and differ by 2
 
 import time
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 
@@ -94,31 +93,45 @@ def mfu(flops_a_token: float, tokens_per_second: float | None, peak_flops: float
 def measured_rate(dtype: torch.dtype) -> float:
     """FLOP/s of this CPU in a matrix product of 512 x 512, the best of three after the first."""
     x = torch.ones(512, 512, dtype=dtype)
-    marks = []
-    for _ in range(5):
-        marks.append(time.perf_counter())
-        x @ x
-    return 2 * 512**3 / min(end - begin for begin, end in pairwise(marks[1:]))
+    return 2 * 512**3 / min(seconds_of(lambda: x @ x) for _ in range(4))
+
+
+def measured_forward(model: GPT, hardware: Hardware) -> float:
+    """Seconds of a forward over one sequence, as in training; the random stream is left as it was.
+
+    Attention in plain formulas and its dropout take longer than any count of FLOPs says.
+    """
+    tokens = torch.zeros(1, model.seq_len, dtype=torch.int64)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), hardware.autocast():
+        return min(seconds_of(lambda: model(tokens, tokens)) for _ in range(2))
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def slow_on_a_cpu(
     model: GPT,
     optim: OptimConfig,
-    dtype: torch.dtype,
+    hardware: Hardware,
     *,
     batch_tokens: int,
     steps: int,
+    forward: Callable[[GPT, Hardware], float] = measured_forward,
     rate: Callable[[torch.dtype], float] = measured_rate,
 ) -> str | None:
     """What steps on a CPU will take, and what would be faster, in a line; None where they are not slow.
 
-    An estimate from FLOPs at the `rate` of large matrix products in each format; nothing is drawn from a random stream.
-    `optim` has its muon_dtype resolved.
+    An estimate: the measured `forward` of a sequence, of which a backward takes two, and Newton-Schulz's FLOPs at the
+    `rate` of large matrix products. `optim` has its muon_dtype resolved.
     """
     flops, of_muon = model_flops(model)["causal"] * batch_tokens, flops_of_muon(model, optim)
     if flops + of_muon < FEW_FLOPS:
         return None
-    in_model, in_muon = flops / rate(dtype), of_muon / rate(DTYPES[optim.muon_dtype]) if of_muon else 0.0
+    in_model = 3 * batch_tokens / model.seq_len * forward(model, hardware)
+    in_muon = of_muon / rate(DTYPES[optim.muon_dtype]) if of_muon else 0.0
     seconds = in_model + in_muon
     if seconds < SLOW_STEP_SECONDS:
         return None
