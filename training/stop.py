@@ -26,6 +26,7 @@ from training.watch import SHOW_CURSOR
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 EXIT_TIME_LIMIT = 75
+STDERR = 2  # its file: a handler may interrupt what writes through sys.stderr
 REASONS = (EXIT_TIME_LIMIT, *(128 + number for number in SIGNALS))  # exit codes, as processes vote by them
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -117,7 +118,10 @@ class StopRequest:
         twice = (signal.SIGHUP, signal.SIGUSR1, *((number,) if self._world.size > 1 else ()))
         for other in self._previous:
             signal.signal(other, signal.SIG_IGN if other in twice else signal.SIG_DFL)
-        # the progress bar hid it, and may not get to show it again; a closed terminal takes nothing
-        if sys.stdout is not None and sys.stdout.isatty():
-            with suppress(OSError):
+        with suppress(OSError):  # a closed terminal takes nothing
+            if self._world.is_first:
+                again = "" if number in twice else "; a second one ends it at once, unsaved"
+                os.write(STDERR, f"\n{self.reason}: the run ends after this step, saved{again}\n".encode())
+            # the progress bar hid it, and may not get to show it again
+            if sys.stdout is not None and sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), SHOW_CURSOR.encode())
