@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 
 import tiktoken
 import torch
@@ -91,7 +92,7 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
     if settings.cache and model.config.attention != "flash":
         raise ValueError(f"cache={settings.cache} needs model.attention=flash, which runs on a GPU; leave it out")
     nothing_given = not settings.prompt and settings.prompts is None
-    asked = typed_prompts() if nothing_given and sys.stdin.isatty() else [settings.texts()]
+    asked = typed_prompts(tokenizer) if nothing_given and sys.stdin.isatty() else [settings.texts()]
     print(f"{checkpoint.path} after {checkpoint.step} steps, seed {settings.seed}\n", file=sys.stderr)
     drawn, seconds = 0, 0.0
     for texts in asked:
@@ -108,8 +109,11 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
     print(json.dumps(result))
 
 
-def typed_prompts() -> Iterator[list[str]]:
-    """What somebody types, line by line, until an empty line or the end of the input."""
+def typed_prompts(tokenizer: tiktoken.Encoding) -> Iterator[list[str]]:
+    """What somebody types, line by line, until an empty line or the end of the input.
+
+    A line that the tokenizer cannot encode is refused by itself.
+    """
     print("a prompt a line; an empty line ends", file=sys.stderr)
     while True:
         try:
@@ -118,12 +122,21 @@ def typed_prompts() -> Iterator[list[str]]:
             return
         if not line:
             return
+        try:
+            tokenizer.encode_ordinary(line)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            continue
         yield [line]
 
 
 def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, settings: SampleSettings) -> int:
     """Print each text and what follows it; return how many tokens were drawn."""
     prompts = [tokenizer.encode_ordinary(text) or [tokenizer.eot_token] for text in texts]
+    for text, prompt in zip(texts, prompts, strict=True):
+        if len(prompt) > model.seq_len:
+            said = f"the prompt {shorten(text, 40, placeholder='...')!r} has {len(prompt):,} tokens"
+            print(f"{said}; the model reads the last {model.seq_len:,} of them", file=sys.stderr)
     count = len(texts) * settings.num_samples
     stream = Stream(texts[0]) if count == 1 else None
 

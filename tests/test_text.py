@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from conf.program import program
 from data.tokenizer import build_tokenizer
+from scripts.sample import typed_prompts
 from tests.runs import small_run, told
 from train import train
 from training.evaluate import whole_words
@@ -194,6 +195,19 @@ def test_a_terminal_is_asked_for_prompts(trained, monkeypatch, capsys, end):
     assert next(typed, None) is None
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     assert "[" not in sampled(trained, monkeypatch, capsys, "seed=3").out.splitlines()[0][:1]  # a document begins
+
+
+def test_a_character_that_is_unknown_ends_no_session(monkeypatch, capsys):
+    typed = iter(["abba", "ab!", "baa", ""])
+    monkeypatch.setattr("builtins.input", lambda question: next(typed))
+    assert list(typed_prompts(build_tokenizer("characters", "ab"))) == [["abba"], ["baa"]]
+    assert "error: character '!' (U+0021) is not among the 2 characters" in capsys.readouterr().err
+
+
+def test_a_prompt_longer_than_the_context_is_said(trained, monkeypatch, capsys):
+    said = "the prompt 'To be To be To be To be To be To be...' has 240 tokens; the model reads the last 32 of them"
+    assert said in sampled(trained, monkeypatch, capsys, f"prompt={'To be ' * 40}").error
+    assert "the model reads" not in sampled(trained, monkeypatch, capsys, "prompt=To be").error
 
 
 def test_texts_side_by_side_are_those_of_one_at_a_time(trained, monkeypatch, capsys, tmp_path):
