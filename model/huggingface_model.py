@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -61,7 +62,13 @@ def sized(config: GPTConfig) -> GPTConfig:
 def their_config(config: GPTConfig) -> Any:
     """Its configuration in transformers, with our dropout in the place of theirs. Raises ValueError."""
     try:
-        theirs = AutoConfig.from_pretrained(config.name).get_text_config()
+        folder = config.name
+        if not Path(folder).is_dir():
+            # out of reach of the hub transformers asks for 23 s, in two dozen lines, before it looks into the cache
+            folder = snapshot_download(folder, allow_patterns="config.json")
+        theirs = AutoConfig.from_pretrained(folder).get_text_config()
+    except HFValidationError as error:  # a name that cannot be the hub's
+        raise ValueError(f"model.name={config.name} is no folder; give one that save_pretrained wrote") from error
     except (OSError, StrictDataclassError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
@@ -229,10 +236,12 @@ class PretrainedLM(nn.Module):
 
 def _loaded(name: str, config: Any) -> nn.Module:
     """Their model with all of its weights; ValueError where some are not to be had, which would be drawn anew."""
+    asked = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=torch.float32, output_loading_info=True
-        )
+        try:  # first without a word to the hub: `their_config` has asked it what is newest
+            model, found = AutoModelForCausalLM.from_pretrained(name, local_files_only=True, **asked)
+        except OSError:
+            model, found = AutoModelForCausalLM.from_pretrained(name, **asked)
     except (ImportError, OSError, SafetensorError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(

@@ -2,15 +2,17 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
 
 from data import build_tokenizer  # noqa: E402
 from data.tokenizer_json import tokenizer_json  # noqa: E402
-from model import GPTConfig, build_model, generate, resolve_model  # noqa: E402
+from model import GPTConfig, build_model, generate, huggingface_model, resolve_model  # noqa: E402
 from scripts import doctor, explain, export_hf, parity  # noqa: E402
 from scripts.bench import generation  # noqa: E402
 from scripts.bench import training as bench_training  # noqa: E402
@@ -163,7 +165,7 @@ def test_what_describes_a_gpt_of_ours_is_refused(folder, changed, match):
 
 
 def test_refusals(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"model.name=.*nowhere is no model of transformers .*; give a folder"):
+    with pytest.raises(ValueError, match=r"model.name=.*nowhere is no folder; give one that save_pretrained wrote"):
         resolved(tmp_path / "nowhere", "sdpa")
     with pytest.raises(ValueError, match=r"model.attention=naive with model.name .* keeps documents apart in some"):
         resolved(folder, "naive", document_mask=True)
@@ -176,6 +178,28 @@ def test_refusals(folder, tmp_path):
         build_model(resolved(folder, "sdpa"), 257, 100, device="cpu")
     with pytest.raises(ValueError, match=r"the tokenizer has 300 tokens, .* 260; use tokenizer="):
         build_model(resolved(folder, "sdpa"), 300, 32, device="cpu")
+
+
+def test_without_a_network_nobody_asks_the_hub_again_and_again(folder, tmp_path, monkeypatch, caplog):
+    """transformers would retry for 23 s before it looks into the cache, or refuses."""
+
+    def out_of_reach(name: str, **_: Any) -> str:
+        raise LocalEntryNotFoundError(f"no network, and {name} is not cached")
+
+    monkeypatch.setattr(huggingface_model, "snapshot_download", out_of_reach)
+    with pytest.raises(ValueError, match=r"model.name=some/model is no model of transformers \(no network, .*; give a"):
+        resolved("some/model", "sdpa")
+    assert not caplog.records
+
+    # what is cached is taken as it is
+    def only_here(name: str, *, local_files_only: bool = False, **given: Any) -> Any:
+        assert local_files_only, "the hub was asked"
+        return load(folder, **given)
+
+    load = huggingface_model.AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(huggingface_model, "snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr(huggingface_model.AutoModelForCausalLM, "from_pretrained", only_here)
+    assert build_model(resolved("some/model", "sdpa"), 257, 32, device="cpu").vocab_size == 257
 
 
 def test_a_loss_in_chunks_of_other_logits_is_refused(tmp_path):
