@@ -51,7 +51,7 @@ class CharacterEncoding(tiktoken.Encoding):
             character = min(unknown)
             raise ValueError(
                 f"character {character!r} (U+{ord(character):04X}) is not among the {len(self.alphabet)} characters of "
-                "the training split; leave it out or use tokenizer=bytes"
+                "the training split; leave it out, or train with tokenizer=bytes"
             )
 
 
@@ -84,7 +84,7 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
     except OSError as error:  # what requests raises for every kind of network failure
         raise ValueError(
             "tokenizer=gpt2 needs GPT-2's vocabulary, which could not be downloaded "
-            f"({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder that holds it, or use tokenizer=bytes"
+            f"({type(error).__name__}); give TIKTOKEN_CACHE_DIR a folder that holds it, or train with tokenizer=bytes"
         ) from error
 
 

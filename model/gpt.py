@@ -251,7 +251,10 @@ class GPT(nn.Module):
             name, number = parse_mask(config.mask)
             self.prefix = number if name == "prefix" else 0
             if self.prefix > seq_len:
-                raise ValueError(f"model.mask={config.mask} leaves nothing to predict of data.seq_len={seq_len} tokens")
+                raise ValueError(
+                    f"model.mask={config.mask} leaves nothing to predict of data.seq_len={seq_len} tokens; use fewer, "
+                    f"as prefix:{max(1, seq_len // 2)}, or a longer data.seq_len"
+                )
             pattern = Pattern(config.mask, config.window, seq_len, device)
             for block in self.blocks:
                 block.attention.pattern = pattern

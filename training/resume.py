@@ -144,12 +144,12 @@ def _refuse_another_tokenizer(here: str, checkpoint: Checkpoint, tokenizer: Mapp
     if then["name"] != tokenizer["name"]:
         raise ValueError(
             f"{here} was trained with tokenizer={then['name']}, this run has {tokenizer['name']}; "
-            f"use tokenizer={then['name']}"
+            f"use tokenizer={then['name']}, or leave {here.partition('=')[0]} out"
         )
     if then != tokenizer or checkpoint.meta["vocab_size"] != vocab_size:
         raise ValueError(
             f"{here} was trained with tokenizer={then['name']} of {checkpoint.meta['vocab_size']} tokens, this run's "
-            f"has {vocab_size} or other ones; use the data it was trained on"
+            f"has {vocab_size} or other ones; use the data it was trained on, or leave {here.partition('=')[0]} out"
         )
 
 
