@@ -206,3 +206,9 @@ def test_a_longer_cache_is_another_descriptor_of_the_same_launch(monkeypatch):
         for name, tensor in (("k_desc", call.k_cache), ("v_desc", call.v_cache)):
             described = launch.arguments[hopper.hopper_decode_kernel.arg_names.index(name)]
             assert numbers[name] == sizes_described(tensor) == (tuple(described.shape), tuple(described.strides))
+
+
+def test_a_span_that_is_no_square_of_quads_is_refused():
+    """Two ways of cutting a row would then fold its tiles in two orders."""
+    with pytest.raises(ValueError, match=r"a span of 8 tiles is not 4 quads of 4: .*; use span=16, or quad=None"):
+        replace(SMALL, span=8, quad=4)

@@ -171,6 +171,13 @@ class DecodeTile:
     few: float = 0.25  # spans a multiprocessor, below which programs take quads, or tiles if quads are half as few
     quad: int | None = None  # tiles in a quad, and quads in a span, which is its square; None: there are no quads
 
+    def __post_init__(self) -> None:
+        if self.quad is not None and self.span != self.quad**2:
+            raise ValueError(
+                f"a span of {self.span} tiles is not {self.quad} quads of {self.quad}: a row's bits would follow from "
+                f"how its batch is cut; use span={self.quad**2}, or quad=None"
+            )
+
     @property
     def how(self) -> dict[str, int | bool | None]:
         """As Triton's launch takes it."""
