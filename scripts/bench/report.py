@@ -16,12 +16,15 @@ from string import Formatter
 from textwrap import shorten
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as ConsoleTable
 
+from kernels.device import interpreting
 from training.curves import picture
+from training.hardware import HardwareConfig
 from training.log import provenance
 
 Row = dict[str, Any]
@@ -61,6 +64,24 @@ def refuse_below_one(group: str, config: Any, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not all(number >= 1 for number in (value if isinstance(value, list) else [value])):
             raise ValueError(f"{group}{name}={value} must be at least 1")
+
+
+def refuse_without_gpu(what: str, hardware: HardwareConfig, smoke: str, *, needs: str = "an NVIDIA GPU") -> None:
+    """ValueError where the default sizes of a benchmark, which are a GPU's, would meet a CPU: for hours, in silence.
+
+    TRITON_INTERPRET=1 says that a smoke test is meant. It comes before `set_up` and before any process is started.
+
+    what: is measured, in words that begin a sentence. smoke: arguments with which a smoke test takes seconds.
+    """
+    has_gpu = torch.cuda.is_available()
+    if interpreting() or (has_gpu and hardware.device not in ("cpu", "mps")):
+        return
+    found, remedy = "PyTorch sees none", "use another machine"
+    if has_gpu:
+        found, remedy = f"hardware.device={hardware.device} is none", "leave it out"
+    raise ValueError(
+        f"{what} is measured on {needs} and {found}; {remedy}, or for a smoke test TRITON_INTERPRET=1 with {smoke}"
+    )
 
 
 @dataclass
