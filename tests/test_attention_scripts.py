@@ -35,8 +35,12 @@ def test_what_a_kernel_refuses_is_a_row_not_an_end():
 
 def test_where_nothing_can_be_measured_the_table_says_why(tmp_path, capsys):
     bench = BenchConfig(["flash4"], seq_len=[32], head_dim=[16], mask=["causal"], hidden=32)
-    attention.main.__wrapped__(BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
-    assert "flash-attn-4 is not installed" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        attention.main.__wrapped__(BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
+    said = capsys.readouterr()
+    assert "flash-attn-4 is not installed" in said.out
+    assert said.err == "error: nothing could be measured: flash-attn-4 is not installed\n"
+    assert json.loads(said.out.splitlines()[-1])["rows"]
     assert not list(tmp_path.glob("*.png"))
 
 

@@ -144,9 +144,12 @@ def test_only_a_lack_of_memory_is_a_row(tmp_path, capsys, monkeypatch):
         raise next(refusals)
 
     monkeypatch.setattr(bench_training, "resolve", refuse)
-    bench_training.main.__wrapped__(chosen, tmp_path)
-    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    with pytest.raises(SystemExit, match="2"):  # no row has figures
+        bench_training.main.__wrapped__(chosen, tmp_path)
+    said = capsys.readouterr()
+    (row,) = json.loads(said.out.splitlines()[-1])["rows"]
     assert (row["error"], row["why"]) == ("out of memory", "9 GiB are needed")
+    assert said.err == "error: nothing could be measured: 9 GiB are needed\n"
     with pytest.raises(ValueError, match="there is no such dtype"):
         bench_training.main.__wrapped__(chosen, tmp_path)
 
