@@ -302,6 +302,13 @@ def test_a_run_that_is_stopped_keeps_the_curves_before_it(small, tmp_path, monke
     assert found["curves"] == [{"name": "ours", "seed": 0, "tokens_seconds_loss": [[100, 1.0, 3.0]]}]
 
 
+def test_a_target_that_nobody_reaches_is_a_result(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(time_to_loss, "curve_of_ours", lambda *_: [(100, 1.0, 3.0)])
+    small.bench.target, small.bench.opponents = 0.5, []
+    time_to_loss.main.__wrapped__(small, tmp_path / "run")
+    assert "1 of 1 never; least 3.0000" in capsys.readouterr().out
+
+
 def test_without_its_code_the_program_says_how_to_get_it(small, tmp_path):
     small.nanogpt.folder = str(tmp_path)
     with pytest.raises(ValueError, match=r"has no model.py; fetch it: git clone https://github.com/karpathy/nanoGPT"):

@@ -211,11 +211,11 @@ class Report:
         (self.folder / f"{self.name}.json").write_text(text + "\n")
         return found
 
-    def finish(self, *tables: Table, last: dict[str, Any] | None = None) -> None:
+    def finish(self, *tables: Table, last: dict[str, Any] | None = None, expects_figures: bool = True) -> None:
         """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found.
 
         ValueError where nothing was asked for: what could not be measured has a row that says why. Where all rows are
-        such ones, the exit code is a mistake's.
+        such ones, the exit code is a mistake's, if figures were to be expected.
         """
         if not self.rows and not any(shown.lines for shown in tables):
             raise ValueError("nothing was measured: a list that says what is empty; name something in it or drop it")
@@ -229,7 +229,7 @@ class Report:
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
         (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n")
         print(json.dumps(without_nan(last or found) | {"folder": str(self.folder)}), flush=True)
-        if self.rows and all(row.get("error") for row in self.rows):
+        if expects_figures and self.rows and all(row.get("error") for row in self.rows):
             first, *others = dict.fromkeys(row.get("why") or row["error"] for row in self.rows)
             sys.exit(fail(f"nothing could be measured: {first}" + f"; {len(others)} more reasons above" * bool(others)))
 
