@@ -226,7 +226,7 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
         rows = list(pool.map(one, untimed))
     rows += [one(name) for name in chosen if name not in untimed]
     columns = {"seconds": "{seconds:.0f}", "verdict": "{verdict}"}
-    console.print(table(rows, {"experiment": "{name}"}, columns).console())
+    console.print(table(rows, {"experiment": "{name}"}, columns))
     write_tables(ROOT / settings.folder, ROOT / settings.readme)
     print(json.dumps({"folder": str(run_dir), "experiments": rows}))
     if any(row["verdict"] != "as expected" for row in rows):

@@ -119,7 +119,7 @@ def main(settings: ExplainSettings, run_dir: Path) -> None:
     console = Console(highlight=False, width=130)
     for part in shown:
         if isinstance(part, Table):
-            console.print(part.console())
+            console.print(part)
             part = part.caption
         console.print(part, markup=False, soft_wrap=True)
     print(json.dumps(report))

@@ -154,6 +154,12 @@ def poisoned_memory():
 
 
 @pytest.fixture
+def smoke_test(monkeypatch):
+    """Benchmarks are run in small, on a CPU, also where there is a GPU and Triton does not interpret."""
+    monkeypatch.setattr("scripts.bench.report.interpreting", lambda: True)
+
+
+@pytest.fixture
 def threads_as_before():
     """Runs set PyTorch's threads, and other tests follow."""
     before = torch.get_num_threads()

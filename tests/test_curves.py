@@ -88,6 +88,14 @@ def test_the_picture_has_both_losses_the_rate_and_the_norm(tmp_path, drawn):
     assert shown == ["training", "validation", "unigram model of the same text (3.28)"]
 
 
+def test_a_few_points_are_seen(tmp_path, drawn):
+    """Of a single one there is no line."""
+    for number, marker in ((1, "."), (3, "."), (20, "None")):
+        folder = written(tmp_path / str(number), [record(step + 1) for step in range(number)])
+        draw_run(read_run(folder), tmp_path / "loss.png")
+        assert [axes.lines[0].get_marker() for axes in drawn[-1].axes] == [marker] * 3
+
+
 def test_drawing_takes_a_fiftieth_of_the_time_at_most(tmp_path, monkeypatch):
     now, seen = [100.0], []
 
@@ -170,6 +178,23 @@ def test_half_a_last_line_is_left_out(tmp_path):
         file.write('{"step": 5, "lo')
     assert [r["step"] for r in read_run(run)["records"]] == [1, 2, 3, 4]
     assert read_run(run)["records"][2] == {"step": 3, "val_loss": 2.5, "tokens": 24, "seconds": 1.0}
+
+
+def test_runs_are_compared_by_the_time_of_their_steps(tmp_path, capsys, drawn):
+    """The first one of a sweep starts up and compiles for the others: its curve was shifted, a cell was empty."""
+    rates = [record(step, tokens_per_second=8.0) for step in (2, 4)]
+    steps = [record(1), rates[0], {"step": 3, "val_loss": 2.5}, rates[1]]
+    late, soon = ([each | {"seconds": begin + each["step"]} for each in steps] for begin in (60.0, 0.0))
+    folders = [written(tmp_path / "0", late), written(tmp_path / "1", soon), written(tmp_path / "2", [record(1)])]
+    assert [each["training_seconds"] for each in read_run(folders[0])["records"]] == [1.0, 2.0, 3.0, 4.0]
+    found = compare(folders, tmp_path / "x.png")
+    by_time = drawn[0].axes[2]
+    assert by_time.get_xlabel() == "seconds of training steps"
+    shown = [line.get_xdata().tolist() for line in by_time.lines[:6]]
+    assert shown == [[1, 2, 4], [3], [1, 2, 4], [3], [], []]  # of the third no rate is known
+    assert found["equal"] == {"step": 1, "tokens": 8, "training_seconds": 4.0}
+    assert [row["loss_at_equal_training_seconds"] for row in found["runs"]] == [1.25, 1.25, None]
+    assert "4.0 s of steps" in capsys.readouterr().out
 
 
 EDITS = [

@@ -6,12 +6,14 @@ import math
 import re
 import shlex
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from scripts import evidence
-from scripts.bench.report import Report
+from scripts.bench.report import Report, table
 from scripts.evidence_tables import PAGE, headline, inserted, page
 from tests.runs import settings_of
 from training.log import ROOT
@@ -230,3 +232,21 @@ def test_the_page_of_the_repository_is_that_of_its_files():
     assert (folder / "README.md").read_text() == text, "python -m scripts.evidence tables"
     measured = [part.title for part in PAGE if list(folder.glob(part.files))]
     assert re.findall("^## (.*)$", text, flags=re.M) == measured
+
+
+def test_a_narrow_console_has_all_of_a_table(capsys):
+    """What does not fit beside the names stands beside them further down; it was cut."""
+    figures = {name: f"{{{name}}}" for name in ("milliseconds", "tokens_per_second", "peak_memory")}
+    rows = [dict(zip(("attention", *figures), ("[flash]", 1234567, 7654321, 13), strict=True))]
+    rows.append({"attention": "naive", "error": "out of memory"})
+    shown = table(rows, {"attention": "{attention}"}, figures, "a title")
+    for width, parts in ((80, 1), (40, 3), (45, 2), (12, 3)):
+        Console(width=width).print(shown)
+        out = capsys.readouterr().out
+        assert "…" not in out
+        assert out.count("title") == 1
+        assert out.count("─ ") == parts
+        if width > 12:  # else letters of a word stand below each other
+            words = Counter(out.split())
+            assert words["[flash]"] == parts
+            assert [words[word] for word in (*figures, "1234567", "7654321", "13")] == [1] * 6

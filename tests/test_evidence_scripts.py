@@ -1,6 +1,8 @@
 """The evidence programs in their smallest form."""
 
+import importlib
 import json
+import os
 import shlex
 import subprocess
 
@@ -18,6 +20,8 @@ from scripts.evidence_tables import page
 from tests.runs import settings, settings_of, told
 from training.hardware import HardwareConfig
 from training.memory import DoesNotFit
+
+pytestmark = pytest.mark.usefixtures("smoke_test")
 
 
 def test_training_is_timed_with_each_checkpointing(tmp_path, capsys, monkeypatch):
@@ -140,9 +144,12 @@ def test_only_a_lack_of_memory_is_a_row(tmp_path, capsys, monkeypatch):
         raise next(refusals)
 
     monkeypatch.setattr(bench_training, "resolve", refuse)
-    bench_training.main.__wrapped__(chosen, tmp_path)
-    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    with pytest.raises(SystemExit, match="2"):  # no row has figures
+        bench_training.main.__wrapped__(chosen, tmp_path)
+    said = capsys.readouterr()
+    (row,) = json.loads(said.out.splitlines()[-1])["rows"]
     assert (row["error"], row["why"]) == ("out of memory", "9 GiB are needed")
+    assert said.err == "error: nothing could be measured: 9 GiB are needed\n"
     with pytest.raises(ValueError, match="there is no such dtype"):
         bench_training.main.__wrapped__(chosen, tmp_path)
 
@@ -205,7 +212,8 @@ def test_one_and_two_processes_are_compared(tmp_path, quick_python):
         "bench.vocab_size=50", "bench.steps=2", "bench.warmup_steps=1", "bench.hash_steps=2",
         f"hydra.run.dir={tmp_path / 'parallel' / 'step'}",
     ]  # fmt: skip
-    done = subprocess.run([quick_python, "-c", FORKED, *chosen], capture_output=True, text=True, timeout=300)
+    command, environment = [quick_python, "-c", FORKED, *chosen], os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     hashes = [row for row in rows if row["cell"] == "hashes"]
@@ -235,6 +243,38 @@ def test_one_and_two_processes_are_compared(tmp_path, quick_python):
     text = page(tmp_path)
     assert f"| muon | 2 | 2 | {hashes[3]['sha256']} | True |" in text
     assert text.count("\n## ") == 3
+
+
+OF_A_GPU = ("attention", "decode", "error_budget", "generation", "huggingface", "loss", "masks", "mosaicbert")
+
+
+@pytest.mark.parametrize("name", [*OF_A_GPU, "context", "parallel"])
+def test_without_a_gpu_sizes_of_one_are_refused_before_anything_begins(name, tmp_path, monkeypatch, capsys):
+    """The others took all memory or many minutes and said nothing, or ended in the tracebacks of their processes."""
+    module = importlib.import_module(f"scripts.bench.{name}")
+    begins = "set_up" if name in OF_A_GPU else "on_each_gpu"
+    monkeypatch.setattr(module, begins, lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr("scripts.bench.report.interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    refused = told(module.__name__, [], monkeypatch, capsys)
+    assert refused.code == 2
+    (line,) = refused.error.splitlines()
+    needed, _, remedy = line.partition(" and PyTorch sees none; use another machine, or for a smoke test ")
+    expected = {"context": "NVIDIA GPUs (gpus=2)", "parallel": "NVIDIA GPUs (bench.processes=[1, 2, 4])"}
+    assert needed.endswith(f" is measured on {expected.get(name, 'an NVIDIA GPU')}")
+    interpreted, *smoke = shlex.split(remedy)
+    assert interpreted == "TRITON_INTERPRET=1"
+    assert smoke[0] == "with"
+    settings_of(module.main, *smoke[1:])  # it knows the keys
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_cpu_beside_a_gpu_is_refused_by_its_key(tmp_path, monkeypatch):
+    monkeypatch.setattr("scripts.bench.report.interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"an NVIDIA GPU and hardware.device=cpu is none; leave it out, or for a"):
+        bench_loss.main.__wrapped__(LossBenchSettings(hardware=HardwareConfig(device="cpu")), tmp_path)
 
 
 def test_a_benchmark_of_several_gpus_says_what_it_lacks(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The formulas of `scripts.explain` against numbers worked by hand in the literature."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -96,7 +97,8 @@ def test_the_reference_takes_up_as_many_tiles_as_the_formula_counts():
         assert loads == (orders[name]["Q"] / q_tile, orders[name]["K, V"] / kv_tile)
 
 
-def test_the_program_prints_all_of_it(tmp_path, capsys):
+def test_the_program_prints_all_of_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["explain.py"])  # and not pytest's arguments
     explain.main.__wrapped__(ExplainSettings(seq_len=512, num_heads=2, head_dim=64, gpu="t4"), tmp_path)
     text = capsys.readouterr().out
     for words in ("4BHND + 2BHN^2", "32 layers: ", "16.7% of forward", "25.0% of the standard", "keys outside", "T4"):

@@ -14,6 +14,7 @@ from scripts.bench import cache_bits, generation
 from scripts.bench.generation import BenchConfig
 from tests.runs import CORPUS, SMALL, settings_of
 
+pytestmark = pytest.mark.usefixtures("smoke_test")
 CPU = torch.device("cpu")
 TINY = ("model.num_layers=1", "data.seq_len=16", "train.batch_tokens=32", "train.eval_windows=2")
 

@@ -26,7 +26,7 @@ from training.hardware import set_up
 from training.optimizer import Optimizer, lr_factor
 from training.resume import earlier_settings
 from training.speed import measured_forward, slow_on_a_cpu
-from training.stop import command_to_go_on
+from training.stop import command_to_go_on, pasted
 
 # nothing of it is a default: what is forgotten shows
 OWN = (
@@ -110,9 +110,15 @@ def test_the_command_is_for_the_shell_that_the_run_began_in(monkeypatch, tmp_pat
     monkeypatch.chdir(root)
     monkeypatch.setenv("UV", "/usr/bin/uv")
     assert command_to_go_on(Path("runs/a/b")) == "uv run python train.py resume=runs/a/b"
+    assert pasted("wandb", "sync", "my runs/a") == "uv run wandb sync 'my runs/a'"
     monkeypatch.delenv("UV")
-    monkeypatch.setattr("training.stop.shutil.which", lambda name: program.sys.executable)
+    beside = Path(program.sys.executable).parent
+    monkeypatch.setattr("training.stop.shutil.which", lambda name: None)
+    assert pasted("wandb", "sync", "x") == f"{beside / 'wandb'} sync x"
+    own = {"python": program.sys.executable, "wandb": str(beside / "wandb")}
+    monkeypatch.setattr("training.stop.shutil.which", own.get)
     assert command_to_go_on(Path("runs/a/b")) == "python train.py resume=runs/a/b"
+    assert pasted("wandb", "sync", "x") == "wandb sync x"
     monkeypatch.chdir(tmp_path)
     assert f"{root / 'train.py'} resume=" in command_to_go_on(Path("runs/a/b"))
 

@@ -13,6 +13,7 @@ SMALL = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 32, "num_hid
          "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
 
 
+@pytest.mark.usefixtures("smoke_test")
 def test_each_part_has_a_row_for_each_attention(tmp_path):
     settings = bench.HuggingFaceBenchSettings(
         ["gpt_triton", "sdpa", "flash_attention_2"], prompts=1, prompt_tokens=17, decode_rows=2, decode_context=17,

@@ -159,6 +159,7 @@ def test_transformers_5_loads_it_only_as_a_patched_class(tmp_path, monkeypatch, 
         assert (loaded(*batch()) - theirs).abs().max() <= 1e-5
 
 
+@pytest.mark.usefixtures("smoke_test")
 def test_each_part_and_length_has_a_row_for_each_attention(tmp_path, monkeypatch):
     hardware = HardwareConfig(device="cpu", dtype="float32", num_threads=1)
     settings = bench.MosaicBertBenchSettings([8, 16], all_parts_at=8, batch_tokens=16, num_layers=1, hardware=hardware)

@@ -20,7 +20,6 @@ from scripts.bench.time_to_loss import (
     curve_of_ours,
     reached,
     rows_of,
-    steps_between,
 )
 from tests.runs import CORPUS, settings
 from training.hardware import HardwareConfig, set_up
@@ -259,8 +258,8 @@ def test_seconds_of_ours_are_those_of_all_its_steps(small, tmp_path, monkeypatch
         {"step": 4, "val_loss": 3.0, "tokens_per_second": 64.0},
         {"step": 5, "val_loss": 2.9, "tokens_per_second": 128.0},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert steps_between(records[1:]) == [2, 2, 1]
+    lines = (json.dumps(record | {"tokens": 128 * record["step"]}) + "\n" for record in records)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
     curve = curve_of_ours(small, tmp_path, seed=0)
     assert curve == [(256, 2.0, 3.5), (512, 6.0, 3.0), (640, 7.0, 2.9)]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(records[0]) + "\n")
@@ -301,6 +300,13 @@ def test_a_run_that_is_stopped_keeps_the_curves_before_it(small, tmp_path, monke
     found = json.loads((tmp_path / "run" / "time_to_loss.json").read_text())
     assert found["unfinished"]
     assert found["curves"] == [{"name": "ours", "seed": 0, "tokens_seconds_loss": [[100, 1.0, 3.0]]}]
+
+
+def test_a_target_that_nobody_reaches_is_a_result(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(time_to_loss, "curve_of_ours", lambda *_: [(100, 1.0, 3.0)])
+    small.bench.target, small.bench.opponents = 0.5, []
+    time_to_loss.main.__wrapped__(small, tmp_path / "run")
+    assert "1 of 1 never; least 3.0000" in capsys.readouterr().out
 
 
 def test_without_its_code_the_program_says_how_to_get_it(small, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from tests.runs import small_run
 from tests.wandb_stub import WandbStub
 from train import train
+from training.stop import pasted
 from training.wandb_run import LoggerConfig, start_wandb
 
 REMOTE = "https://somebodys-login:secret@git.example.org/somebodys-group/model.git"
@@ -194,16 +195,17 @@ def begun(monkeypatch) -> list[Recorded]:
 
 
 def test_metrics_are_grouped_as_the_field_has_them(tmp_path, begun, capsys, one_thread):
-    train(small_run(tmp_path, "train.steps=3", "train.log_every=1", "logger.wandb=offline"), tmp_path / "run")
+    train(small_run(tmp_path, "train.steps=3", "train.log_every=1", "logger.wandb=offline"), tmp_path / "a run")
     (run,) = begun
-    (logged,) = [record for record in written(tmp_path / "run") if "val_loss" in record]
+    (logged,) = [record for record in written(tmp_path / "a run") if "val_loss" in record]
     assert set(run.rows[-1]) == {"step", "tokens", "seconds", "speed/tokens_per_second"} | {
         *("train/loss", "train/lr", "train/grad_norm", "val/loss", "val/perplexity", "val/bits_per_byte")
     }
     assert run.rows[-1]["val/loss"] == run.summary["val/loss"] == logged["val_loss"]
-    assert "wandb offline (logger.wandb=offline), without console output, system metrics and git remote; later" in (
-        capsys.readouterr().out
-    )
+    offline = "wandb offline (logger.wandb=offline), without console output, system metrics and git remote; later: "
+    said = capsys.readouterr().out
+    assert f"{offline}{pasted('wandb', 'sync', str(Path(run.dir).parent))}\n" in said
+    assert " sync '" in said  # a folder with a space is quoted for the shell
 
 
 @pytest.mark.parametrize(

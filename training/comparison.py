@@ -17,7 +17,8 @@ from rich.table import Table
 from training.curves import curve, draw_losses, picture, read_run
 from training.lock import holder
 
-MEASURES = {"step": "steps", "tokens": "tokens", "seconds": "seconds of wall time"}  # key of a record -> an axis
+# key of a record -> an axis. Not wall time: the first run of a sweep starts up and compiles for all that follow
+MEASURES = {"step": "steps", "tokens": "tokens", "training_seconds": "seconds of training steps"}
 _NOT_COMPARED = ("logger", "resume", "profile")  # settings that change nothing of what is trained
 
 
@@ -92,7 +93,7 @@ def _shown(value: Any) -> str:
 
 
 def draw_runs(runs: list[dict[str, Any]], names: list[str], path: Path) -> None:
-    """Losses of runs over each other, against steps, tokens and wall time."""
+    """Losses of runs over each other, against steps, tokens and the time of their steps."""
     from matplotlib.ticker import EngFormatter
 
     with picture(path, 1, len(MEASURES), size=(13, 4.2), sharey=True) as panels:
@@ -118,7 +119,8 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
         draw_runs(runs, names, path)
     except OSError as error:
         raise ValueError(f"out={path} cannot be written ({error.strerror}); name another") from error
-    places = {measure: min(max(curve(run, "loss", measure)[0], default=0) for run in runs) for measure in MEASURES}
+    far = {measure: [max(curve(run, "loss", measure)[0], default=None) for run in runs] for measure in MEASURES}
+    places = {measure: min((one for one in far[measure] if one is not None), default=0) for measure in MEASURES}
     rows = [_row(run, name, places) for run, name in zip(runs, names, strict=True)]
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = {
@@ -126,14 +128,14 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
         ("state", "state"): "{}",
         ("steps", "steps"): "{:,}",
         ("tokens", "tokens"): "{:,.0f}",
-        ("seconds", "seconds"): "{:,.1f}",
+        ("seconds\nin all", "seconds"): "{:,.1f}",
         ("tok/s", "tokens_per_second"): "{:,}",
         ("GiB", "peak_memory_gib"): "{:.1f}",
         ("validation\nloss", "val_loss"): "{:.4f}",
         ("bits\nper byte", "val_bits_per_byte"): "{:.3f}",
         (f"training loss\nat step {places['step']:,}", "loss_at_equal_step"): "{:.4f}",
         (f"\n{places['tokens']:,.0f} tokens", "loss_at_equal_tokens"): "{:.4f}",
-        (f"\n{places['seconds']:,.1f} s", "loss_at_equal_seconds"): "{:.4f}",
+        (f"\n{places['training_seconds']:,.1f} s of steps", "loss_at_equal_training_seconds"): "{:.4f}",
     }
     columns = {column: form for column, form in columns.items() if any(row[column[1]] is not None for row in rows)}
     for heading, key in columns:

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 _SHARE_OF_TIME = 0.02  # of a run that drawing may take
+_FEW_POINTS = 10  # fewer are dots on their line
 logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its first import of all tells of fonts, among the steps
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """A run's "records", each with "step", "tokens" and "seconds", and its "summary", {} while it has none.
+
+    "seconds" are all that were spent on the run, "training_seconds" those of its steps (`_add_training_seconds`).
 
     Raises:
         ValueError: there is no run, it has no record yet, or its files are damaged.
@@ -42,14 +45,36 @@ def read_run(folder: Path) -> dict[str, Any]:
         values = [value for record in records for value in record.values() if value is not None]
         if wrong := [value for value in places + values if not isinstance(value, int | float)]:
             raise TypeError(f"{wrong[0]!r} is no number")
+        _add_training_seconds(records)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{metrics} or {summary.name} is damaged ({error}); leave {folder} out") from error
     return {"folder": folder, "records": records, "summary": found}
 
 
+def _add_training_seconds(records: list[dict[str, Any]]) -> None:
+    """Give each record the time of the steps up to it, without what is between them (training/speed.py): start-up,
+    compilation, evaluation, saving.
+
+    Steps without a rate, as a process's first one, which compiles, are counted like those after them. A run that has
+    no rate at all has no such time.
+    """
+    rates = [record.get("tokens_per_second") for record in records]
+    rate = next(filter(None, reversed(rates)), None)
+    if rate is None:
+        return
+    for place in reversed(range(len(records))):
+        rate = rates[place] = rates[place] or rate
+    seconds, tokens = 0.0, 0
+    for record, rate in zip(records, rates, strict=True):
+        seconds += (record["tokens"] - tokens) / rate
+        tokens = record["tokens"]
+        record["training_seconds"] = seconds
+
+
 def curve(run: dict[str, Any], key: str, measure: str = "step") -> tuple[list[float], list[float]]:
-    """(how far, value) of one metric, against "step", "tokens" or "seconds"."""
-    points = [(record[measure], record[key]) for record in run["records"] if record.get(key) is not None]
+    """(how far, value) of one metric, against "step", "tokens", "seconds" or "training_seconds"."""
+    known = [record for record in run["records"] if record.get(key) is not None and measure in record]
+    points = [(record[measure], record[key]) for record in known]
     return [point[0] for point in points], [point[1] for point in points]
 
 
@@ -105,7 +130,7 @@ def draw_run(run: dict[str, Any], path: Path) -> None:
             (rate, "lr", "learning rate (optim.lr)"),
             (norm, "grad_norm", "gradient norm, before clipping"),
         ):
-            axes.plot(*curve(run, key), color="C0", linewidth=1)
+            _thin_line(axes, curve(run, key), color="C0")
             axes.set_title(name, fontsize=10)
             axes.set_ylim(0, None)
             axes.ticklabel_format(axis="y", scilimits=(-2, 4))
@@ -116,11 +141,16 @@ def draw_run(run: dict[str, Any], path: Path) -> None:
 def draw_losses(axes: Any, run: dict[str, Any], measure: str, colour: str, name: str = "") -> None:
     """name: of the run, where there are several; else its two lines are named, and the unigram model is drawn."""
     training, validation = ("_", name) if name else ("training", "validation")
-    axes.plot(*curve(run, "loss", measure), color=colour, alpha=0.5, linewidth=1, label=training)
+    _thin_line(axes, curve(run, "loss", measure), color=colour, alpha=0.5, label=training)
     axes.plot(*curve(run, "val_loss", measure), color=colour, marker="o", markersize=4, label=validation)
     if not name and (unigram := run["summary"].get("unigram_val_loss")):
         label = f"unigram model of the same text ({unigram:.2f})"
         axes.axhline(unigram, color="grey", linestyle=":", label=label)
+
+
+def _thin_line(axes: Any, points: tuple[list[float], list[float]], **style: Any) -> None:
+    """With dots where points are few: of a single one there is no line."""
+    axes.plot(*points, linewidth=1, marker="." if len(points[0]) < _FEW_POINTS else None, **style)
 
 
 class LossPicture:

@@ -176,7 +176,7 @@ class RunLog:
         self._with_wandb(lambda run: run.summary.update(named(summary)))
         self.picture.draw(last=True)
         if stop:
-            self.say(f"stopped by {stop.reason}; to go on:\n  {command_to_go_on(self.run_dir)}")
+            self.say(f"stopped by {stop.reason}; {stop.way_on}:\n  {command_to_go_on(self.run_dir, *stop.changes)}")
         else:
             self.say(
                 f"validation loss {results['val_loss']:.4f} ({results['val_bits_per_byte']:.3f} bits per byte); "

@@ -28,7 +28,7 @@ from training.parallel import ALONE
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
 from training.shard import whole_model, whole_on_host
-from training.stop import StopRequest, command_to_go_on
+from training.stop import StopRequest, folder_value, pasted
 
 POLICIES = ("stop", "skip", "rollback")
 EXIT_BAD_NUMBERS = 65  # sysexits.h: the data are not what they should be
@@ -206,14 +206,17 @@ class BadSteps:
         if goes_on:
             self.check.go_on()
         else:
-            stop.because(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS)
+            # as it is saved, the run meets that step again
+            way_on = ("to meet it again, once its cause is mended",)
+            if self.policy == "stop":
+                way_on = "to go on without its batch", "train.on_nonfinite=skip"
+            stop.because(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS, *way_on)
         return goes_on
 
     def _follow(self, step: int) -> tuple[bool, str]:
         """Whether the run goes on, and what is done, in words."""
         if self.policy == "stop":
-            skipping = command_to_go_on(self.run_dir, "train.on_nonfinite=skip")
-            return False, f"the run stops before it; to go on with the next batch:\n  {skipping}"
+            return False, "the run stops before it"
         if self.check.in_a_row >= MOST_IN_A_ROW:
             return False, f"the run stops; more than {MOST_IN_A_ROW} bad steps in a row are not the batch's doing"
         if self.policy == "skip":
@@ -283,7 +286,8 @@ class BadSteps:
         except OSError as error:
             self.say(f"not saved: what reproduces step {bad.step}: {error}; free space or make the folder writable")
         else:
-            self.say(f"saved      {path}; python -m scripts.replay dump={path} runs the step again with each attention")
+            again = pasted("python", "-m", "scripts.replay", f"dump={folder_value(path)}")
+            self.say(f"saved      {path}; {again} runs the step again with each attention")
 
 
 def in_words(first: dict[str, Any]) -> str:

@@ -34,17 +34,28 @@ TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
 def command_to_go_on(run_dir: Path, *changes: str) -> str:
     """What to paste into this shell, in this folder, to resume `run_dir` with `changes` (key=value)."""
-    folder = str(run_dir) if "/" in str(run_dir) else f"./{run_dir}"  # never a number, null or auto
+    here = Path.cwd()
+    program = str(TRAIN.relative_to(here) if TRAIN.is_relative_to(here) else TRAIN)
+    return pasted("python", program, f"resume={folder_value(run_dir)}", *changes)
+
+
+def folder_value(path: Path) -> str:
+    """`path` as the value of a key, as Hydra reads it."""
+    folder = str(path) if "/" in str(path) else f"./{path}"  # never a number, null or auto
     if not re.fullmatch(r"[\w./-]+", folder, flags=re.ASCII):  # Hydra reads more into other characters
         folder = re.sub(r"(\\*)\$\{", r"\1\1\\${", folder)
         folder = '"' + re.sub(r'(\\*)("|$)', lambda end: end[1] * 2 + end[2].replace('"', r"\""), folder) + '"'
-    here = Path.cwd()
-    program = str(TRAIN.relative_to(here) if TRAIN.is_relative_to(here) else TRAIN)
-    if "UV" in os.environ and here == TRAIN.parent:  # `uv run` in the checkout
-        python = ["uv", "run", "python"]
+    return folder
+
+
+def pasted(program: str, *arguments: str) -> str:
+    """What to paste into this shell, in this folder, to run `program` (python, wandb) as it is installed beside us."""
+    if "UV" in os.environ and Path.cwd() == TRAIN.parent:  # `uv run` in the checkout
+        command = ["uv", "run", program]
     else:
-        python = ["python"] if shutil.which("python") == sys.executable else [sys.executable]
-    return shlex.join([*python, program, f"resume={folder}", *changes])
+        own = sys.executable if program == "python" else str(Path(sys.executable).with_name(program))
+        command = [program] if shutil.which(program) == own else [own]
+    return shlex.join([*command, *arguments])
 
 
 class StopRequest:
@@ -60,6 +71,8 @@ class StopRequest:
     Attributes:
         reason: why the run should stop ("SIGTERM", "train.max_hours=2"), None while it should not.
         exit_code: the process's exit code; 0 while there is no reason to stop.
+        way_on: what the command to go on does, in words.
+        changes: key=value arguments that the command to go on needs.
     """
 
     def __init__(
@@ -71,6 +84,7 @@ class StopRequest:
     ) -> None:
         self.reason: str | None = None
         self.exit_code = 0
+        self.way_on, self.changes = "to go on", ()
         self._max_hours, self._began, self._clock, self._world = max_hours, began, clock, world
         self._previous: dict[int, object] = {}
 
@@ -90,9 +104,9 @@ class StopRequest:
         self.reason = f"train.max_hours={limit:g}" if by_limit else signal.Signals(self.exit_code - 128).name
         return True
 
-    def because(self, reason: str, exit_code: int) -> None:
+    def because(self, reason: str, exit_code: int, way_on: str, *changes: str) -> None:
         """Ask for it from within the run."""
-        self.reason, self.exit_code = reason, exit_code
+        self.reason, self.exit_code, self.way_on, self.changes = reason, exit_code, way_on, changes
 
     def __enter__(self) -> "StopRequest":
         try:

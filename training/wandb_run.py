@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from training.stop import pasted
+
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 WANDB_URL = "https://api.wandb.ai"
 # key of metrics.jsonl -> name in wandb, which makes a section of each group; others keep theirs
@@ -135,7 +137,7 @@ def start_wandb(
         return None, f"{reason}; going on without it"  # a logger does not stop a run
     note = f"wandb {mode} ({why}), without console output, system metrics and git remote"
     if mode == "offline":
-        note += f"; later: wandb sync {Path(run.dir).parent}"
+        note += f"; later: {pasted('wandb', 'sync', str(Path(run.dir).parent))}"
     return run, note
 
 

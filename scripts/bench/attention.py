@@ -37,7 +37,6 @@ from kernels import (
     naive_attention,
     naive_attention_varlen,
 )
-from kernels.device import interpreting
 from scripts.bench.clock import Milliseconds, free, measure, peak_bytes
 from scripts.bench.report import (
     Columns,
@@ -47,6 +46,7 @@ from scripts.bench.report import (
     draw_lengths,
     refuse_below_one,
     refuse_unknown,
+    refuse_without_gpu,
     table,
 )
 from scripts.evidence_tables import PEERS
@@ -62,6 +62,7 @@ FLASH4 = {"flash4": False, "flash4_deterministic": True}
 BACKWARD_ONLY = ("flash4_deterministic",)
 MASKS = ("causal", "full", "window", "packed")
 WINDOW = 1024  # tokens that a query sees, itself included
+SMOKE = "bench.attention=[flash,naive] bench.seq_len=[64] bench.head_dim=[16] bench.hidden=32 bench.tokens=64"
 LABELS = {"flash": "flash (ours)", **PEERS}
 
 
@@ -123,9 +124,8 @@ class Cell:
 
 @program("tool", BenchSettings, run_dir="runs/bench_attention")
 def main(settings: BenchSettings, run_dir: Path) -> None:
+    refuse_without_gpu("attention", settings.hardware, SMOKE)
     hardware, bench = set_up(settings.hardware), settings.bench
-    if hardware.device.type != "cuda" and not interpreting() and "flash" in bench.attention:
-        raise ValueError("bench.attention=flash needs an NVIDIA GPU; use one, or bench.attention=[naive] on a CPU")
     report = Report("attention", run_dir, hardware.description)
     dtype = str(hardware.dtype).removeprefix("torch.")
     for head_dim, mask, seq_len in product(bench.head_dim, bench.mask, bench.seq_len):

@@ -5,7 +5,8 @@ times as fast as `flash_attention` on one GPU with all tokens, the peak of memor
 whether O and all gradients have the bits of one GPU. Causal, batch 1. Where one GPU's memory does not suffice, the ways
 have no figure beside it.
 
-The last line is one JSON object. Without CUDA it is a smoke test over gloo: its figures mean nothing.
+The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 it is a smoke test over gloo: its figures
+mean nothing.
 """
 
 import statistics
@@ -23,9 +24,11 @@ from model.attention import AttentionFunction, flash
 from model.context import WAYS, part_of
 from scripts.bench.clock import Mark, peak_bytes
 from scripts.bench.processes import Host, on_each_gpu, refuse_too_many
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.hardware import Hardware, HardwareConfig
 from training.speed import attention_flops
+
+SMOKE = "seq_len=[64] num_heads=2 num_kv_heads=2 head_dim=16 runs=1"
 
 
 @dataclass
@@ -46,6 +49,8 @@ class ContextBenchSettings:
 
 @program("tool", ContextBenchSettings, run_dir="runs/bench_context")
 def main(settings: ContextBenchSettings, run_dir: Path) -> None:
+    needs = f"NVIDIA GPUs (gpus={settings.gpus})"
+    refuse_without_gpu("attention whose rows GPUs share", settings.hardware, SMOKE, needs=needs)
     refuse_too_many("gpus", settings.gpus)
     hardware, rows = on_each_gpu([settings.gpus], work, settings)
     more = {"heads": [settings.num_heads, settings.num_kv_heads, settings.head_dim]}

@@ -33,9 +33,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conf.program import program
 from kernels import flash_attention_with_kvcache, kvcache_workspace
-from kernels.device import interpreting, num_sms
+from kernels.device import num_sms
 from scripts.bench.clock import GraphClock
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.curves import picture
 from training.hardware import HardwareConfig, set_up
 
@@ -49,6 +49,7 @@ CACHES = {"bf16": torch.bfloat16, "int8": torch.int8, "e4m3": torch.float8_e4m3f
 FLOOR_US, OF_BANDWIDTH = 5.0, 0.90  # the goal
 # a growing cache keeps 0.9 of the best share of the bandwidth that it has had, from 64 MiB on
 GROWING_FROM_MIB, GROWING_KEEPS = 64, 0.90
+SMOKE = "bench.family=[context] bench.batch=[2] bench.context=[64] bench.heads=[2/1/16] bench.largest_gib=1e-3"
 
 
 @dataclass
@@ -149,12 +150,8 @@ def cells(bench: BenchConfig) -> Iterator[Cell]:
 
 @program("tool", BenchSettings, run_dir="runs/bench_decode")
 def main(settings: BenchSettings, run_dir: Path) -> None:
+    refuse_without_gpu("attention over a cache", settings.hardware, SMOKE)
     hardware, bench = set_up(replace(settings.hardware, dtype="bfloat16")), settings.bench
-    if hardware.device.type != "cuda" and not interpreting():
-        raise ValueError(
-            "attention over a cache is timed on an NVIDIA GPU; use one, or for a smoke test TRITON_INTERPRET=1 with "
-            "bench.family=[context] bench.batch=[2] bench.context=[64] bench.heads=[2/1/16] bench.largest_gib=1e-3"
-        )
     report = Report("decode", run_dir, hardware.description)
     known = list(cells(bench))
     chosen = [cell for cell in known if cell.held_bytes <= bench.largest_gib * 2**30]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from conf.program import program
 from kernels import flash_attention, flash_attention_varlen, naive_attention, naive_attention_varlen
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from scripts.selftest import gradients
 from training.hardware import DTYPES, HardwareConfig, set_up
 
@@ -35,6 +35,7 @@ CASES = {
     "dropout": {"causal": True, "dropout_p": 0.1, "dropout_seed": 1},
     "varlen": {"causal": True},
 }
+SMOKE = "budget.dtypes=[float32] budget.head_dim=[16] budget.seq_len=64 budget.num_heads=1 budget.draws=2"
 BY_SDPA = ("full", "causal", "repeated maxima")  # what PyTorch's own attention takes without a mask in memory
 
 
@@ -62,6 +63,7 @@ class BudgetSettings:
 
 @program("tool", BudgetSettings, run_dir="runs/error_budget")
 def main(settings: BudgetSettings, run_dir: Path) -> None:
+    refuse_without_gpu("the error of attention", settings.hardware, SMOKE)
     hardware = set_up(replace(settings.hardware, tf32=False))  # the float32 baseline must not be TF32
     budget, device = settings.budget, hardware.device
     rows = [

@@ -40,7 +40,7 @@ from model.embedding import embed
 from model.gpt import norm
 from model.huggingface_weights import config_json, tensors
 from scripts.bench.clock import p99, peak_bytes
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig, set_up
 
 OURS = "gpt"
@@ -49,6 +49,10 @@ CHOICES = {"greedy": {"temperature": 0.0}, "top_k 200, 0.8": {"temperature": 0.8
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # CUDA's names of what the host waits in
 UNCOUNTED_STEPS, COUNTED_STEPS = 8, 16  # of a call whose copies and waits are counted
 MOST_APART = 0.05  # of the largest logit: two bfloat16 models differ by 0.01, others by 1
+SMOKE = (
+    "model.num_layers=1 model.num_heads=2 model.n_embd=32 bench.batch=[2] bench.prompt_tokens=16 bench.new_tokens=8 "
+    "bench.prefill_batch=2 bench.prefill_tokens=32 bench.rounds=1 bench.vocab_size=256"
+)
 
 Prompts = list[list[int]]
 Marks = list[float]  # seconds: the beginning of a call, then each moment at which tokens were on the host
@@ -83,6 +87,7 @@ class BenchSettings:
 @program("tool", BenchSettings, run_dir="runs/bench_generation", overrides=("hardware.compile=false",))
 @torch.no_grad()
 def main(settings: BenchSettings, run_dir: Path) -> None:
+    refuse_without_gpu("generate()", settings.hardware, SMOKE)
     hardware, bench = set_up(settings.hardware), settings.bench
     if settings.model.name is not None:
         raise ValueError(f"model.name={settings.model.name} is no GPT of ours, which is what is timed; leave it out")

@@ -18,7 +18,7 @@ import torch
 
 from conf.program import program
 from scripts.bench.clock import Mark, of_tokens, p99
-from scripts.bench.report import Columns, Report, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import Columns, Report, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig, set_up
 
 LLAMA_1B = {
@@ -27,6 +27,10 @@ LLAMA_1B = {
     "rope_theta": 500000.0, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
 FLASH = "flash_attention_2"
+SMOKE = (
+    "prompts=1 prompt_tokens=32 decode_rows=2 decode_context=32 new_tokens=4 '+sizes={vocab_size:100,hidden_size:32,"
+    "intermediate_size:32,num_hidden_layers:1,num_attention_heads:2,num_key_value_heads:1,head_dim:16}'"
+)
 
 
 @dataclass
@@ -50,6 +54,7 @@ class HuggingFaceBenchSettings:
 
 @program("tool", HuggingFaceBenchSettings, run_dir="runs/bench_huggingface")
 def main(settings: HuggingFaceBenchSettings, run_dir: Path) -> None:
+    refuse_without_gpu("a model of transformers", settings.hardware, SMOKE)
     hardware = set_up(settings.hardware)
     with hardware.device:
         model = build(settings).to(hardware.dtype)

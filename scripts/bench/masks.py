@@ -27,12 +27,13 @@ from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
 from scripts.bench.clock import measure
 from scripts.bench.mask_table import masks
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig, set_up
 
 BLOCKS = {"all full": lambda b, h, q, k: k >= 0, "all partial": lambda b, h, q, k: (q + k) % 64 > 0}
 KNOWN = (*masks(1), *BLOCKS)
 PASSES = ("forward", "backward")
+SMOKE = "bench.mask=[causal] bench.seq_len=128 bench.head_dim=[16] bench.hidden=16 bench.rounds=1"
 
 
 @dataclass
@@ -58,6 +59,7 @@ class BenchSettings:
 
 @program("tool", BenchSettings, run_dir="runs/bench_masks")
 def main(settings: BenchSettings, run_dir: Path) -> None:
+    refuse_without_gpu("attention under a block mask", settings.hardware, SMOKE)
     hardware, bench = set_up(settings.hardware), settings.bench
     report = Report("masks", run_dir, hardware.description)
     for name, head_dim in product(bench.mask, bench.head_dim):

@@ -28,13 +28,24 @@ from conf.program import program
 from kernels import flash_attention_varlen
 from model.mosaicbert import alibi_slopes, patch
 from scripts.bench.clock import of_tokens
-from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import (
+    Columns,
+    Panel,
+    Report,
+    Row,
+    draw_lengths,
+    refuse_below_one,
+    refuse_unknown,
+    refuse_without_gpu,
+    table,
+)
 from scripts.mosaicbert import BertModel, dnabert2_config
 from training.hardware import HardwareConfig, set_up
 
 ATTENTION = ("naive", "sdpa", "flash", "free")
 NETWORK = ("forward", "step")
 PARTS = ("attention", "attention_step", *NETWORK)
+SMOKE = "seq_len=[16] batch_tokens=16 num_layers=1"
 
 
 @dataclass
@@ -58,6 +69,7 @@ class MosaicBertBenchSettings:
 
 @program("tool", MosaicBertBenchSettings, run_dir="runs/bench_mosaicbert")
 def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
+    refuse_without_gpu("DNABERT-2's network", settings.hardware, SMOKE)
     hardware = set_up(settings.hardware)
     report = Report("bench_mosaicbert", run_dir, hardware.description)
     for seq_len, lengths in cases(settings):

@@ -11,8 +11,8 @@ It starts one process a GPU itself, and all cells run in them:
 Of context and shard, steps from the same weights are computed twice and must end with the same SHA-256 of weights.
 One GPU's speed is that of the first; all are timed at once, as a step of several takes as long as on the slowest. What
 `rest` names is neither that nor the sum. Random tokens; the step is that of `train.py`, compiled and as CUDA graphs
-where the run would be. The last line is one JSON object. Without CUDA it is a smoke test over gloo, for which
-model.attention=naive gives the ring its LSE: its figures mean nothing.
+where the run would be. The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 it is a smoke test over gloo,
+for which model.attention=naive gives the ring its LSE: its figures mean nothing.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from data import Batch
 from model import build_model
 from scripts.bench.clock import Mark, free, laps
 from scripts.bench.processes import Host, on_each_gpu
-from scripts.bench.report import Report, Row, refuse_below_one, refuse_unknown
+from scripts.bench.report import Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu
 from scripts.evidence_tables import SHARED_BITS, SHARED_STEP, SHARED_SUM
 from training.hardware import Hardware
 from training.optimizer import OPTIMIZERS, OptimConfig, Optimizer
@@ -46,6 +46,11 @@ from training.stepper import Stepper
 CELLS = ("replicate", "hashes", "context", "shard")
 SAME_NETWORK = CELLS[:2]
 SHARD_HEAD_DIM = 128
+SMOKE = (
+    "model=tiny model.num_layers=1 model.n_embd=32 model.num_heads=2 model.attention=naive data.seq_len=16 "
+    "bench.processes=[1,2] bench.tokens=32 bench.shard_layers=1 bench.shard_embd=32 bench.context_tokens=32 "
+    "bench.vocab_size=50 bench.steps=2 bench.warmup_steps=1 bench.hash_steps=2"
+)
 
 
 @dataclass
@@ -78,6 +83,8 @@ class ParallelBenchSettings(Settings):
 )
 def main(settings: ParallelBenchSettings, run_dir: Path) -> None:
     bench, found = settings.bench, torch.cuda.device_count()
+    needs = f"NVIDIA GPUs (bench.processes={bench.processes})"
+    refuse_without_gpu("a step of several GPUs", settings.hardware, SMOKE, needs=needs)
     sizes = sorted({size for size in bench.processes if size <= found or not found})
     if len(sizes) < 2:
         raise ValueError(f"bench.processes={bench.processes} but there are {found} GPUs; use a machine with several")

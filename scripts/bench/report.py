@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +16,17 @@ from string import Formatter
 from textwrap import shorten
 from typing import Any
 
+import torch
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
 from rich.markup import escape
 from rich.table import Table as ConsoleTable
 
+from conf.program import fail
+from kernels.device import interpreting
 from training.curves import picture
+from training.hardware import HardwareConfig
 from training.log import provenance
 
 Row = dict[str, Any]
@@ -63,9 +68,30 @@ def refuse_below_one(group: str, config: Any, *names: str) -> None:
             raise ValueError(f"{group}{name}={value} must be at least 1")
 
 
+def refuse_without_gpu(what: str, hardware: HardwareConfig, smoke: str, *, needs: str = "an NVIDIA GPU") -> None:
+    """ValueError where the default sizes of a benchmark, which are a GPU's, would meet a CPU: for hours, in silence.
+
+    TRITON_INTERPRET=1 says that a smoke test is meant. It comes before `set_up` and before any process is started.
+
+    what: is measured, in words that begin a sentence. smoke: arguments with which a smoke test takes seconds.
+    """
+    has_gpu = torch.cuda.is_available()
+    if interpreting() or (has_gpu and hardware.device not in ("cpu", "mps")):
+        return
+    found, remedy = "PyTorch sees none", "use another machine"
+    if has_gpu:
+        found, remedy = f"hardware.device={hardware.device} is none", "leave it out"
+    raise ValueError(
+        f"{what} is measured on {needs} and {found}; {remedy}, or for a smoke test TRITON_INTERPRET=1 with {smoke}"
+    )
+
+
 @dataclass
 class Table:
-    """Cells as they are shown, to the left the first `named` of them."""
+    """Cells as they are shown, to the left the first `named` of them.
+
+    On a console that is too narrow, figures that do not fit beside the names stand beside them again further down.
+    """
 
     named: int
     headings: list[str]
@@ -73,12 +99,25 @@ class Table:
     title: str = ""
     caption: str = ""
 
-    def console(self) -> ConsoleTable:
-        shown = ConsoleTable(title=self.title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for place, heading in enumerate(self.headings):
-            shown.add_column(heading, justify="left" if place < self.named else "right", no_wrap=True)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[ConsoleTable]:
+        widths = [max(map(cell_len, column)) + 2 for column in zip(self.headings, *self.lines, strict=True)]
+        room = options.max_width - 1 - sum(widths[: self.named])
+        begin, title = self.named, self.title
+        for end in range(self.named, len(widths)):
+            if end > begin and sum(widths[begin : end + 1]) > room:
+                yield self._part(begin, end, title)
+                begin, title = end, ""
+        yield self._part(begin, len(widths), title)
+
+    def _part(self, begin: int, end: int, title: str) -> ConsoleTable:
+        """The names, and the figures from `begin` up to `end`."""
+        shown = ConsoleTable(title=title or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        places = [*range(self.named), *range(begin, end)]
+        for place in places:
+            justify = "left" if place < self.named else "right"
+            shown.add_column(escape(self.headings[place]), justify=justify, overflow="fold")
         for cells in self.lines:
-            shown.add_row(*map(escape, cells))
+            shown.add_row(*(escape(cells[place]) for place in places))
         return shown
 
     def markdown(self) -> str:
@@ -172,23 +211,27 @@ class Report:
         (self.folder / f"{self.name}.json").write_text(text + "\n")
         return found
 
-    def finish(self, *tables: Table, last: dict[str, Any] | None = None) -> None:
+    def finish(self, *tables: Table, last: dict[str, Any] | None = None, expects_figures: bool = True) -> None:
         """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found.
 
-        ValueError where nothing was asked for: what could not be measured has a row that says why.
+        ValueError where nothing was asked for: what could not be measured has a row that says why. Where all rows are
+        such ones, the exit code is a mistake's, if figures were to be expected.
         """
         if not self.rows and not any(shown.lines for shown in tables):
             raise ValueError("nothing was measured: a list that says what is empty; name something in it or drop it")
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
         console.print(self.hardware, markup=False)
         for shown in tables:
-            console.print(shown.console())
+            console.print(shown)
             if shown.caption:
                 console.print(shown.caption, markup=False)
         found = self._written()
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
         (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n")
-        print(json.dumps(without_nan(last or found) | {"folder": str(self.folder)}))
+        print(json.dumps(without_nan(last or found) | {"folder": str(self.folder)}), flush=True)
+        if expects_figures and self.rows and all(row.get("error") for row in self.rows):
+            first, *others = dict.fromkeys(row.get("why") or row["error"] for row in self.rows)
+            sys.exit(fail(f"nothing could be measured: {first}" + f"; {len(others)} more reasons above" * bool(others)))
 
 
 def without_nan(found: Any) -> Any:

@@ -23,7 +23,6 @@ import shutil
 import statistics
 import time
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -107,7 +106,8 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
     report.more["target"] = target
     draw(run_dir / "time_to_loss.png", curves, target, chosen.hardware.description)
     title = f"training seconds until {target:.4f} nats a token, held out ({len(bench.seeds)} seeds: mean and sd)"
-    report.finish(table(report.rows, NAMES, FIGURES, title, caption(peer) if peer else ""))
+    shown = table(report.rows, NAMES, FIGURES, title, caption(peer) if peer else "")
+    report.finish(shown, expects_figures=False)  # that nobody comes to the target is a result
 
 
 def caption(peer: str) -> str:
@@ -150,24 +150,15 @@ def curve_of_ours(settings: TimeToLossSettings, folder: Path, seed: int) -> Curv
     with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
         exit_if_asked(train(replace(settings, train=config), folder))
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of megabytes a run, which nobody needs
-    curve, seconds = [], 0.0
-    # the first step compiles, so it has no rate: it is counted like those after it
+    # of the first step, which compiles, no rate is known
     records = [r for r in read_run(folder)["records"] if "val_loss" in r and "tokens_per_second" in r]
-    for record, steps in zip(records, steps_between(records), strict=True):
-        seconds += steps * config.batch_tokens / record["tokens_per_second"]
-        curve.append((record["step"] * config.batch_tokens, seconds, record["val_loss"]))
+    curve = [(record["tokens"], record["training_seconds"], record["val_loss"]) for record in records]
     if not curve:
         raise ValueError(
             f"the run in {folder} ended before an evaluation after its first step; raise train.steps, or lower "
             "bench.every or optim.lr"
         )
     return curve
-
-
-def steps_between(records: list[dict[str, Any]]) -> list[int]:
-    """Steps since the record before: a record's rate is theirs."""
-    steps = [0, *(record["step"] for record in records)]
-    return [now - before for before, now in pairwise(steps)]
 
 
 def curve_of_opponent(settings: TimeToLossSettings, chosen: Run, config: Opponent, lr: float, seed: int) -> Curve:
