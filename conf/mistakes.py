@@ -4,8 +4,14 @@ Hydra, OmegaConf and the operating system each have words of their own for it; `
 """
 
 import difflib
+import json
+import os
 import re
+import sys
+import time
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -15,6 +21,7 @@ from yaml import YAMLError
 
 from conf.keys import GROUPS, Key
 
+EXIT_USER_ERROR = 2
 # what Hydra says -> what we say
 _HYDRAS = {
     r"Ambiguous value for argument '(.*?)'": "{} is several values; use -m for one run each, or one value",
@@ -25,6 +32,16 @@ _HYDRAS = {
     r"Config group override must be a .* Got (\w+)": "a group takes the name of a file, not {}; write model=tiny, say",
 }
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def fail(message: str) -> int:
+    """Print one line on stderr and return the exit code of a user's mistake."""
+    line = f"error: {' '.join(message.split())}"
+    print(line, file=sys.stderr)
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's, which it repeats below its own traceback
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
+    return EXIT_USER_ERROR
 
 
 def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = None) -> str:

@@ -33,13 +33,12 @@ from yaml import YAMLError
 
 from conf.console import protect_console
 from conf.keys import Key, help_page, is_folder_name, known_keys
-from conf.mistakes import explain, no_value, of_the_system
+from conf.mistakes import EXIT_USER_ERROR, explain, fail, no_value, of_the_system
 from training.lock import InUse
 
 if TYPE_CHECKING:
     from training.parallel import World
 
-EXIT_USER_ERROR = 2
 SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
 NOW = "${now:%Y-%m-%d_%H-%M-%S}"
 SEVERAL = f"hydra.sweep.dir='runs/several/{NOW}'"  # where the folders of a sweep's runs would not be in one
@@ -200,12 +199,6 @@ def name_user() -> None:
         getpass.getuser()
     except (KeyError, OSError):  # the second since Python 3.13
         os.environ["LOGNAME"] = str(os.getuid())
-
-
-def fail(message: str) -> int:
-    """Print one line on stderr and return the exit code of a user's mistake."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return EXIT_USER_ERROR
 
 
 def register(schema: type) -> None:

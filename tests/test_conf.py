@@ -4,14 +4,17 @@ import getpass
 import importlib
 import re
 import sys
+import time
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from conf.keys import known_keys
+from conf.mistakes import EXIT_USER_ERROR, fail
 from conf.program import ConfigError, name_user, program
 from conf.schema import Settings
 from data import DataConfig
@@ -276,3 +279,17 @@ def test_a_sweep_that_has_left_nothing_leaves_no_folder(name, arguments, code, t
     assert told(name, arguments, monkeypatch, capsys).code == code
     assert {path.name for path in tmp_path.iterdir()} - {"a", "b"} <= {"runs"}
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_torchrun_repeats_the_line_below_its_own_words(tmp_path, monkeypatch, capsys):
+    """By the file in which it looks for what a process died of; without one there is the line alone."""
+    file = tmp_path / "error.json"
+    assert fail("train.steps=0\nmust be at least 1") == EXIT_USER_ERROR
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    fail("train.steps=0\nmust be at least 1")
+    assert capsys.readouterr().err == "error: train.steps=0 must be at least 1\n" * 2
+    told = ProcessFailure(local_rank=0, pid=1, exitcode=EXIT_USER_ERROR, error_file=str(file))
+    assert told.message == "error: train.steps=0 must be at least 1"
+    assert abs(told.timestamp - time.time()) < 60
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    assert fail("no room") == EXIT_USER_ERROR

@@ -23,7 +23,7 @@ from rich.console import Console, ConsoleOptions
 from rich.markup import escape
 from rich.table import Table as ConsoleTable
 
-from conf.program import fail
+from conf.mistakes import fail
 from kernels.device import interpreting
 from training.curves import picture
 from training.hardware import HardwareConfig
