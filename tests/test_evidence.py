@@ -222,6 +222,15 @@ def test_what_was_measured_outlives_a_benchmark_that_is_stopped(tmp_path, capsys
     assert len(read()["rows"]) == 3
 
 
+def test_a_terminal_is_told_of_each_row(tmp_path, capsys, monkeypatch):
+    report = Report("x", tmp_path, "none")
+    report.add({"mask": "causal", "ms": 1.0})
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    report.add({"mask": "full", "pass": "forward", "ms": 1.0})
+    assert capsys.readouterr().err == "2 measured: full, forward\n"
+
+
 def test_a_page_without_the_comments_stays_as_it_is():
     assert inserted("nothing <!-- figures --> open", "figures", "x") == "nothing <!-- figures --> open"
 

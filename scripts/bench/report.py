@@ -190,10 +190,14 @@ class Report:
         return {"hardware": self.hardware, "provenance": provenance() | {"driver": driver}}
 
     def add(self, *rows: Row) -> None:
-        """Keep what was measured, in the file too: a benchmark that is stopped has measured for minutes."""
+        """Keep what was measured, in the file too: a benchmark that is stopped has measured for minutes. A terminal
+        is told, as the tables come at the end."""
         self.rows += rows
         if rows:
             self.keep()
+            if sys.stderr.isatty():
+                what = ", ".join(value for value in rows[-1].values() if isinstance(value, str))
+                print(f"{len(self.rows)} measured: {shorten(what, 100)}", file=sys.stderr)
 
     def keep(self) -> None:
         """Write what was found so far to the folder's JSON file."""
