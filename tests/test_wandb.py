@@ -194,6 +194,18 @@ def begun(monkeypatch) -> list[Recorded]:
     return found
 
 
+def test_an_error_of_wandb_without_words_ends_nothing(tmp_path, monkeypatch, capsys, one_thread):
+    """As wandb's own of a service that has died."""
+
+    class Dead(Recorded):
+        def log(self, values, step) -> None:
+            raise TimeoutError
+
+    monkeypatch.setattr("wandb.init", lambda **options: Dead(**options))
+    train(small_run(tmp_path, "train.steps=3", "train.log_every=1", "logger.wandb=offline"), tmp_path / "run")
+    assert "wandb failed (TimeoutError); the run goes on without it" in capsys.readouterr().out
+
+
 def test_metrics_are_grouped_as_the_field_has_them(tmp_path, begun, capsys, one_thread):
     train(small_run(tmp_path, "train.steps=3", "train.log_every=1", "logger.wandb=offline"), tmp_path / "a run")
     (run,) = begun

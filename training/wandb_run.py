@@ -153,4 +153,5 @@ def named(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    words = str(error).splitlines()  # none where wandb's service has died
+    return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
