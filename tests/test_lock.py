@@ -78,6 +78,21 @@ def test_the_lock_is_taken_anew_where_its_file_was_just_removed(tmp_path, monkey
         pass
 
 
+def test_who_only_looks_refuses_nobody(tmp_path, monkeypatch):
+    """`holder` has the lock for a moment: here when the run asks for the first time."""
+    take, asked = lock._lock, []
+
+    def busy(descriptor):
+        asked.append(descriptor)
+        if len(asked) == 1:
+            raise BlockingIOError
+        take(descriptor)
+
+    monkeypatch.setattr(lock, "_lock", busy)
+    with locked(tmp_path):
+        assert len(asked) == 2
+
+
 def test_a_folder_is_left_as_it_was_found(tmp_path):
     for folder in (tmp_path, tmp_path / "new"):
         with locked(folder):

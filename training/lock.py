@@ -3,11 +3,13 @@
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NAME = "lock"
+TRIES = 10  # of taking it, a hundredth of a second apart
 
 
 class InUse(ValueError):
@@ -60,6 +62,7 @@ def holder(run_dir: Path) -> str:
 
 def _take(path: Path, report: Callable[[str], None]) -> int:
     """An open file that holds the lock."""
+    tries = 0
     while True:
         # not inherited by programs that this process starts: they must not hold it longer than we do
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -68,6 +71,9 @@ def _take(path: Path, report: Callable[[str], None]) -> int:
         except BlockingIOError as error:
             other = _written_in(descriptor)
             os.close(descriptor)
+            if (tries := tries + 1) < TRIES:  # `holder` has it for a moment when it looks
+                time.sleep(0.01)
+                continue
             raise InUse(
                 f"run folder {path.parent} is in use by {other}; wait for its end, stop it, or give another "
                 "hydra.run.dir"
