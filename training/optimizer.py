@@ -95,8 +95,8 @@ def lr_factor(step: int, steps: int, config: OptimConfig) -> float:
     if config.schedule == "constant":
         return 1.0
     if config.schedule == "wsd":
-        decay_steps = max(1, round(config.decay_fraction * steps))
-        progress = max(0.0, (step - (steps - decay_steps)) / decay_steps)
+        begin = max(warmup_steps, steps - max(1, round(config.decay_fraction * steps)))  # a long warm-up ends first
+        progress = max(0.0, (step - begin) / (steps - begin))
         return 1.0 - (1.0 - config.min_lr_ratio) * progress
     progress = (step - warmup_steps) / max(1, steps - warmup_steps)
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
