@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.fused.cross_entropy import cross_entropy, cross_entropy_fwd
+from kernels.fused.linear_cross_entropy import linear_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
@@ -68,6 +69,15 @@ def test_a_target_outside_the_vocabulary_is_not_hidden():
     logits, targets = make(4, 128, 100, "", torch.float32)
     targets[0] = 100
     assert losses(logits, targets, 100).isnan()
+
+
+def test_any_negative_target_does_not_count():
+    """-1 in a GPT of ours, -100 in what Hugging Face's collators make."""
+    logits, targets = torch.randn(4, 5, device=DEVICE), torch.tensor([2, -1, 3, -100], device=DEVICE)
+    weight, h = torch.randn(5, 8, device=DEVICE), torch.randn(4, 8, device=DEVICE)
+    torch.testing.assert_close(cross_entropy(logits, targets, 5), cross_entropy(logits[::2], targets[::2], 5))
+    found = linear_cross_entropy(h, weight, targets, 5)
+    torch.testing.assert_close(found, linear_cross_entropy(h[::2].contiguous(), weight, targets[::2].contiguous(), 5))
 
 
 def test_a_row_without_a_target_is_refused():

@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -1  # a target that does not count
-
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     """Negative log-likelihood of `targets` in nats, summed over the rows that count: an fp32 scalar.
@@ -19,14 +17,14 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     Args:
         logits: (T, columns), any float dtype, contiguous rows. Columns from `vocab_size` on are padding: they get
             no probability and a zero gradient.
-        targets: (T,) int64 below `vocab_size`; -1 does not count. On CUDA a larger id makes the loss NaN.
+        targets: (T,) int64 below `vocab_size`; a negative one does not count. On CUDA a larger id makes the loss NaN.
 
     Triton on CUDA, PyTorch's own elsewhere; computed in fp32, the gradient is returned in the logits' dtype.
     """
     check_targets(targets, logits, vocab_size, logits.shape[1])
     if logits.is_cuda:
         return cross_entropy_fwd(logits, targets, vocab_size)[0].sum()
-    return F.cross_entropy(logits[:, :vocab_size].float(), targets, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits[:, :vocab_size].float(), targets.clamp(min=-1), ignore_index=-1, reduction="sum")
 
 
 def check_targets(targets: Tensor, rows: Tensor, vocab_size: int, columns: int) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..support import refuse_second_derivative
-from .cross_entropy import IGNORED, check_targets, cross_entropy_fwd
+from .cross_entropy import check_targets, cross_entropy_fwd
 
 # Adding a chunk's share to weight's fp32 gradient moves 8 bytes an entry, so longer chunks are faster; and on a GPU of
 # 132 multiprocessors 5,632 rows are one whole wave of dh's tiles. Measured for 65,536 tokens of GPT-2's vocabulary (one
-# H200, torch 2.11.0, commit 3dd22e9, scripts.bench_loss), ms and GiB: 29.8 and 0.7 in chunks of 2,048, 28.0 and 0.8 of
+# H200, torch 2.11.0, commit 3dd22e9, scripts.bench.loss), ms and GiB: 29.8 and 0.7 in chunks of 2,048, 28.0 and 0.8 of
 # 4,096, 27.6 and 0.9 of 5,632, 28.1 and 1.2 of 8,192, 27.6 and 1.9 of 16,384; 26.1 and 12.4 with all logits at once.
 CHUNK_TOKENS = 5632
 CHUNK_LOGITS = 2**25  # 64 MiB in 16 bit: with a vocabulary of characters one chunk, and a sixth of the launches
@@ -28,7 +28,7 @@ def linear_cross_entropy(
     Args:
         h: (T, C), any float dtype.
         weight: (columns, C); rows from `vocab_size` on are padding: no probability, a zero gradient.
-        targets: (T,) int64 below `vocab_size`; -1 does not count. On CUDA a larger id makes the loss NaN.
+        targets: (T,) int64 below `vocab_size`; a negative one does not count. On CUDA a larger id makes the loss NaN.
         chunk_tokens: how many tokens have logits at a time, at least 1; None: 5,632, or as many as have 2^25 logits.
 
     The products run in the autocast dtype, or h's without autocast; loss and the sum over chunks that is weight's
@@ -80,7 +80,7 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, with_gr
         if with_gradient:
             return launch_cross_entropy_in_place(logits, targets, vocab_size).sum()
         return cross_entropy_fwd(logits, targets, vocab_size)[0].sum()
-    counts = targets != IGNORED
+    counts = targets >= 0
     index = targets.where(counts, 0)[:, None]
     scores = logits[:, :vocab_size].float()
     log_p = scores.log_softmax(dim=-1)
