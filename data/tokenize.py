@@ -20,11 +20,12 @@ PIECE_CHARACTERS = 1 << 18  # large enough that a thread works 15 ms on one, sma
 
 # A newline directly before a visible ASCII character. GPT-2's pattern gives the last white space of a run to what
 # follows (a blank) or to itself (a newline), so such a newline always is a token boundary on both sides; bytes and
-# characters have a boundary everywhere.
+# characters have a boundary everywhere. Others' patterns, as Llama 3's, may put it to a full stop before it: those ask.
 _SAFE_CUT = re.compile(r"\n(?=[!-~])")
 # Some languages have few such lines, and a whole book would be one piece. The last white space before something visible
 # begins a token of GPT-2 too; these are white space to every library.
 _OTHER_CUT = re.compile(r"[ \t\n\u3000](?=\S)")
+_AROUND = 64  # characters on both sides of a cut by which a tokenizer says whether it changes a token
 _LONG = 4  # times the size of a piece: so long a text looks for a safe cut of the first kind
 
 
@@ -37,29 +38,44 @@ class Counts:
     documents: int = 0
 
 
-def pieces(fragments: Iterable[Fragment], size: int = PIECE_CHARACTERS) -> Iterator[Fragment]:
-    """The same text in pieces of at least `size` characters (the last of a document may be shorter), cut safely."""
+def pieces(
+    fragments: Iterable[Fragment],
+    size: int = PIECE_CHARACTERS,
+    divides: Callable[[str, str], bool] = lambda left, right: True,
+) -> Iterator[Fragment]:
+    """The same text in pieces of at least `size` characters (the last of a document may be shorter), cut safely.
+
+    divides: whether what stands on both sides of a cut has the tokens of the two put together.
+    """
     assert size > 1, "a piece that begins with a newline must not be cut before it"
+
+    def cut_of(pattern: re.Pattern, text: str, begin: int) -> int | None:
+        for found in pattern.finditer(text, begin):
+            cut = found.start()
+            if divides(text[max(0, cut - _AROUND) : cut], text[cut : cut + _AROUND]):
+                return cut
+        return None
+
     waiting: list[str] = []
-    length, first = 0, True
+    length, looked, first = 0, 0, True
     for text, begins in fragments:
         if begins and waiting:
             yield "".join(waiting), first
-            waiting, length = [], 0
+            waiting, length, looked = [], 0, 0
         if begins:
             first = True
         waiting.append(text)
         length += len(text)
         while length >= size:
             joined = "".join(waiting)
-            cut = _SAFE_CUT.search(joined, size - 1)
+            cut = cut_of(_SAFE_CUT, joined, max(size, looked) - 1)
             if cut is None and length >= _LONG * size:
-                cut = _OTHER_CUT.search(joined, size - 1)
+                cut = cut_of(_OTHER_CUT, joined, size - 1)
             if cut is None:
-                waiting = [joined]
+                waiting, looked = [joined], length
                 break
-            yield joined[: cut.start()], first
-            waiting, length, first = [joined[cut.start() :]], len(joined) - cut.start(), False
+            yield joined[:cut], first
+            waiting, length, looked, first = [joined[cut:]], len(joined) - cut, 0, False
     if waiting:
         yield "".join(waiting), first
 
@@ -75,7 +91,8 @@ def tokenize(
         begins = {} if isinstance(encoding, tiktoken.Encoding) else {"first": first}
         return encoding.encode_to_numpy(text, disallowed_special=(), **begins), len(text.encode())
 
-    for (_, first), (tokens, size) in ordered_map(encode, pieces(fragments), num_workers):
+    asked = {} if isinstance(encoding, tiktoken.Encoding) else {"divides": encoding.divides}
+    for (_, first), (tokens, size) in ordered_map(encode, pieces(fragments, **asked), num_workers):
         if first and counts.documents:
             counts.tokens += 1
             yield end_of_text

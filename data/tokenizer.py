@@ -97,6 +97,7 @@ def tokenizer_label(name: str) -> str:
     contents = read_tokenizer(name)
     if "▁" in contents:  # the first releases put a blank before each piece of a long text
         contents += "one blank a document"
+    contents += "pieces change no token"  # they did in a few places
     return f"file-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
 
 

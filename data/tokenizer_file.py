@@ -105,6 +105,11 @@ class FileEncoding:
                 return np.array(behind[len(line) :], dtype=np.uint32)
         return np.array(self.encode_ordinary(text), dtype=np.uint32)
 
+    def divides(self, left: str, right: str) -> bool:
+        """Whether a text that is cut between the two, which stand in the middle of it, keeps its tokens."""
+        whole, *parts = (self.encode_to_numpy(text, first=False) for text in (left + right, left, right))
+        return np.array_equal(whole, np.concatenate(parts))
+
     def decode_bytes(self, tokens: list[int]) -> bytes:
         """Token by token, also a byte of a character and the blank before a word: a stream decodes one at a time."""
         return b"".join(map(self._piece, tokens))

@@ -138,6 +138,40 @@ def test_pieces_change_no_token(gpt2, text, size):
     assert ids == gpt2.encode_ordinary(text)
 
 
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory):
+    """A small tokenizer that cuts text as Llama 3's, whose pattern puts newlines to a full stop before them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    made, folder = tokenizers.Tokenizer(models.BPE()), tmp_path_factory.mktemp("llama3")
+    words = tokenizers.Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    split = pre_tokenizers.Split(words, "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=["</s>"])
+    made.train_from_iterator(["a line of it.\nanother line,\nand the end.\n\nmore of it!\n"] * 9, trainer)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return build_tokenizer(str(folder))
+
+
+@given(PROSE, st.integers(2, 40))
+@example("a line of it.\nanother line\nof it.\nmore", 3)
+@settings(max_examples=100)
+def test_pieces_change_no_token_of_another_pattern(llama3, text, size):
+    cut = pieces([(text, True)], size, llama3.divides)
+    assert [token for part, _ in cut for token in llama3.encode_ordinary(part)] == llama3.encode_ordinary(text)
+
+
+def test_another_pattern_than_gpt2s_is_asked_about_each_cut(llama3, monkeypatch):
+    text = "a line of it.\nanother line\nof it.\n" * 20
+    monkeypatch.setattr("data.tokenize.pieces", lambda fragments, **asked: pieces(fragments, 50, **asked))
+    found = np.concatenate(list(tokenize(iter([(text, True)]), llama3, 1, Counts())))
+    assert found.tolist() == llama3.encode_ordinary(text)
+
+
 def test_a_text_without_lines_that_begin_in_ascii_is_cut_too():
     line = "\u3000\u3000天地玄黃，宇宙洪荒。\n"
     cut = [text for text, _ in pieces([(line * 50, True), (line * 50, False)], 40)]
