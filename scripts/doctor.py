@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import pi
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from scripts.selftest import self_test
 from training import memory, resume
 from training.hardware import Hardware, set_up
 from training.log import wandb_mode
-from training.parallel import ranks
+from training.parallel import World, ranks
 from training.run import resolve
 from training.speed import SLOW_STEP_SECONDS, slow_on_a_cpu
 
@@ -85,7 +85,7 @@ def examine(settings: Settings, folder: Path) -> Page:
     processes = page.ask("launch", cluster.launch)
     page.ask("gpu", machine.gpu)
     page.ask("versions", machine.versions)
-    hardware = page.ask("hardware", chosen_hardware, settings)
+    hardware = page.ask("hardware", chosen_hardware, settings, processes=processes)
     if processes and processes > 1:
         page.ask("network", cluster.network, hardware)
     page.ask("compiler", machine.compiler, hardware)
@@ -105,12 +105,14 @@ def examine(settings: Settings, folder: Path) -> Page:
     if settings.resume not in (None, "auto"):
         page.ask("resume", goes_on, settings, dataset=dataset)
     if dataset is not None and not any(finding.wrong for finding in page.values()):
-        page.ask("start", start, settings, folder)
+        page.ask("start", start, settings, folder, hardware=hardware)
     return page
 
 
-def chosen_hardware(settings: Settings) -> Finding:
-    hardware, threads, cores = set_up(settings.hardware), settings.hardware.num_threads, os.cpu_count() or 1
+def chosen_hardware(settings: Settings, *, processes: int | None) -> Finding:
+    """This process's, and as many processes as were started, which are only planned for."""
+    hardware = replace(set_up(settings.hardware), world=World(size=processes or 1))
+    threads, cores = settings.hardware.num_threads, os.cpu_count() or 1
     if threads is not None and threads > cores:
         waiting = f"hardware.num_threads={threads} on {cores} cores: threads would wait for each other"
         return Finding(waiting, f"hardware.num_threads={cores}", value=hardware)
@@ -235,8 +237,11 @@ def network(config: GPTConfig, seq_len: int, *, vocab_size: int | None) -> Findi
 
 
 def step_memory(settings: Settings, model: GPTConfig, hardware: Hardware, vocab_size: int) -> Finding:
-    """A training step's forecast beside what is free."""
-    plan = memory.plan(settings, model, hardware, vocab_size)
+    """A training step's forecast, of this process's share, beside what is free."""
+    world = hardware.world
+    world.arrange(settings.parallel)
+    share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
+    plan = memory.plan(settings, model, hardware, vocab_size, share)
     facts = {"forecast_bytes": plan.peak, "free_bytes": plan.free}
     return Finding(f"micro-batches of {plan.micro_batch}; {plan}", facts=facts)
 
@@ -245,7 +250,8 @@ def speed(settings: Settings, model: GPTConfig, hardware: Hardware, vocab_size: 
     """Whether a step takes long on this CPU."""
     network, config = build_model(model, vocab_size, settings.data.seq_len, device="cpu"), settings.train
     optim, _ = settings.optim.resolved(hardware.device)
-    slow = slow_on_a_cpu(network, optim, hardware, batch_tokens=config.batch_tokens, steps=config.steps)
+    share = config.batch_tokens // hardware.world.size
+    slow = slow_on_a_cpu(network, optim, hardware, batch_tokens=share, steps=config.steps)
     said, _, fix = (slow or f"a step takes less than {SLOW_STEP_SECONDS:g} s").partition("; ")
     return Finding(said, fix or None)
 
@@ -264,9 +270,9 @@ def goes_on(settings: Settings, *, dataset: Dataset | None) -> Finding:
     return Finding(f"{checkpoint.path} after {checkpoint.step} steps", facts={"step": checkpoint.step})
 
 
-def start(settings: Settings, folder: Path) -> Finding:
+def start(settings: Settings, folder: Path, *, hardware: Hardware) -> Finding:
     """The start itself: what it refuses beside all this. Where the text is in the cache, nothing is tokenized."""
-    resolve(settings, folder, report=lambda line: None)
+    resolve(settings, folder, hardware=hardware, world=hardware.world, report=lambda line: None)
     return Finding("train.py would take this")
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -305,6 +306,22 @@ def test_a_run_that_is_fine(place):
     assert found["data"].facts["fingerprint"] == meta["data_fingerprint"]
     assert found["disk"].facts["checkpoint_bytes"] >= (before / "model.safetensors").stat().st_size
     assert not place.runs.exists(), "nothing is written"
+
+
+def test_what_several_processes_will_train_is_planned_for_them(place, monkeypatch):
+    """Each computes its share of a step, and a context that they share is none of one process."""
+    monkeypatch.setattr(cluster, "network", lambda hardware: Finding("they do"))
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    finished(place)
+    asked = "model.attention=naive", "train.micro_batch=null"
+    shared = page_of(place, *asked, "parallel.context=2")
+    assert not [name for name, finding in shared.items() if finding.wrong], shared
+    both = page_of(place, *asked)["memory"].text
+    monkeypatch.delenv("WORLD_SIZE")
+    alone = page_of(place, *asked)["memory"].text
+    rows = [int(re.match(r"micro-batches of (\d+)", text)[1]) for text in (alone, both)]
+    assert rows[0] == 2 * rows[1]
 
 
 def test_processes_that_do_not_reach_each_other(place):
