@@ -96,6 +96,14 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
             f"model.name={settings.model.name} has layers of its own, in which no attention can be put in place of "
             "another; leave it out"
         )
+    model = settings.model
+    beyond = {
+        "model.window": (model.window, None), "model.mask": (model.mask, None), "model.qk_gain": (model.qk_gain, 1.0),
+        "data.document_mask": (settings.data.document_mask, False),
+    }  # fmt: skip
+    for key, (value, judged) in beyond.items():
+        if value != judged:
+            raise ValueError(f"{key}={value} is not judged: calls are compared as plain causal attention; leave it out")
     if settings.model.attention_dropout and settings.parity.mutants:
         raise ValueError("parity.mutants know no dropout; use model.attention_dropout=0 with them")
     settings = with_one_micro_batch(settings, run_dir)

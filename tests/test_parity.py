@@ -57,8 +57,13 @@ def test_one_micro_batch_is_chosen_for_all_runs_before_anything_is_trained(tmp_p
     assert chosen.train.micro_batch == "auto"
     monkeypatch.undo()
     monkeypatch.setattr(variants, "train", lambda *_, **__: pytest.fail("trained"))
-    with pytest.raises(ValueError, match="window in float32 is not supported by sdpa"):
-        run_parity(replace(chosen, model=replace(chosen.model, window=5)), tmp_path / "parity")
+    drops = replace(chosen, model=replace(chosen.model, attention_dropout=0.1))
+    with pytest.raises(ValueError, match="dropout in float32 is not supported by sdpa"):
+        run_parity(replace(drops, parity=replace(drops.parity, mutants=[])), tmp_path / "parity")
+    for key, value in (("window", 5), ("mask", "dilated:2")):
+        changed = replace(chosen, model=replace(chosen.model, **{key: value}))
+        with pytest.raises(ValueError, match=f"model.{key}={value} is not judged: .*; leave it out"):
+            run_parity(changed, tmp_path / "parity")
 
 
 def test_a_signal_ends_the_program_and_is_no_verdict(tmp_path):
