@@ -64,9 +64,10 @@ def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device) -
     """
     starts = cu_seqlens.tolist()
     _check_starts("q", starts, starts[-1], max_seqlen)
-    if device.type == "cuda":
-        cu_seqlens = cu_seqlens.pin_memory().to(device, non_blocking=True)
-        _CHECKED[cu_seqlens] = (version_of(cu_seqlens), starts[-1], max_seqlen)
+    if device.type != "cuda":
+        return cu_seqlens.to(device)
+    cu_seqlens = cu_seqlens.pin_memory().to(device, non_blocking=True)
+    _CHECKED[cu_seqlens] = (version_of(cu_seqlens), starts[-1], max_seqlen)
     return cu_seqlens
 
 

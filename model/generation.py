@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.attention import flash
 from model.cache import KVCache, PagedKVCache, Prompts
 from model.gpt import GPT
 from model.sampling import check_sampling, choose_next_token
@@ -160,8 +161,8 @@ class Generation:
         self.drawn = torch.zeros_like(self.tokens[0])  # tokens of a row's text
         self.on_cuda = self.device.type == "cuda"
         self.copies = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
-        # other attentions ask the host for lengths
-        self.takes_graph = self.on_cuda and model.config.attention == "flash"
+        # other attentions, also those that stand in for it (`attend_with`), ask the host for lengths
+        self.takes_graph = self.on_cuda and all(block.attention.attend is flash for block in model.blocks)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of a step, by the half that it reads
         self.compiled = False  # a first step has run
 

@@ -77,6 +77,8 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
         raise ValueError(f"hardware.cuda_graphs=true but hardware.device is {device.type}; leave it out")
     if world.size > 1:
         device = _own_device(device, config.device, world)
+    elif device.index is not None:
+        torch.cuda.set_device(device)  # streams and graphs are of the current one, where nothing else is said
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if device.type == "cpu":

@@ -78,7 +78,7 @@ class Saver:
             if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
                 # pinned, or the copy from a GPU could not go on beside the loop
                 copy = self._host[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            return copy.copy_(value.detach(), non_blocking=True)
+            return copy.copy_(value.detach(), non_blocking=value.is_cuda)  # `copied` waits for CUDA alone
         if isinstance(value, dict):
             return {key: self._copy(item, (*place, key)) for key, item in value.items()}
         if isinstance(value, list | tuple):
