@@ -288,7 +288,7 @@ class GPT(nn.Module):
 
         Args:
             tokens: (B, N) int64.
-            targets: (B, N) int64, the id that follows each token; -1 is ignored.
+            targets: (B, N) int64, the id that follows each token; a negative one does not count.
             kv_cache: earlier tokens of B rows, to which these are appended (without targets); or `Prompts`, whose
                 tokens (1, N) these are, and only the last of each prompt is then predicted from.
             cu_seqlens: (documents + 1,) int32: where documents begin among the B * N tokens, each row beginning one,
@@ -311,6 +311,11 @@ class GPT(nn.Module):
             )
         share = 1.0  # of the tokens that are predicted
         if targets is not None and self.prefix > 1:
+            if shape[1] < self.prefix:
+                raise ValueError(
+                    f"model.mask={self.config.mask} leaves nothing to predict of {shape[1]} tokens; give at least "
+                    f"{self.prefix}"
+                )
             targets = targets.index_fill(1, torch.arange(self.prefix - 1, device=targets.device), -1)
             share = (shape[1] - self.prefix + 1) / shape[1]
         if part is not None:
@@ -357,9 +362,9 @@ class GPT(nn.Module):
         """
         if self.config.mask is not None:
             raise ValueError(f"model.mask={self.config.mask} has no KV cache: this model cannot generate text")
-        max_tokens = max_tokens or self.seq_len
-        if max_tokens > self.seq_len:
-            raise ValueError(f"rows of {max_tokens} tokens are longer than the model's seq_len={self.seq_len}")
+        max_tokens = self.seq_len if max_tokens is None else max_tokens
+        if not 1 <= max_tokens <= self.seq_len:
+            raise ValueError(f"max_tokens={max_tokens} must be from 1 to the model's seq_len={self.seq_len}")
         device, dtype = self.embedding.weight.device, dtype or self.compute_dtype
         if page is None:
             return KVCache(self.config, num_rows, max_tokens, device, dtype)

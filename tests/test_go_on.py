@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets  # noqa: F401  its log would keep the first test's stderr, and later tests write to it
@@ -329,6 +330,15 @@ def test_a_short_run_has_a_short_warm_up_and_says_so(here, train):
     assert [lr_factor(step, 51, optim) for step in (0, 49)] == [1 / 50, 1.0]  # where there is room, nothing is cut
     assert lr_factor(0, 1, optim) == 1.0
     assert "warm-up" not in train(*short, "train.steps=51", "train.max_hours=1e-9").out
+
+
+def test_a_warm_up_that_reaches_into_the_decay_is_followed_by_all_of_it():
+    """Without a fall from the peak to the middle of the decay."""
+    optim = replace(settings().optim, schedule="wsd", warmup_steps=80, decay_fraction=0.6, min_lr_ratio=0.0)
+    rates = [lr_factor(step, 100, optim) for step in range(100)]
+    assert rates[79] == rates[80] == 1.0
+    assert rates[81:] == pytest.approx([1 - number / 20 for number in range(1, 20)])
+    assert [lr_factor(step, 1000, optim) for step in (399, 400, 700, 999)] == pytest.approx([1, 1, 0.5, 1 / 600])
 
 
 def test_a_large_model_on_a_cpu_is_announced_with_its_hours():

@@ -151,6 +151,7 @@ def test_refusals_come_from_the_support_matrix():
 def test_documents_are_checked_before_they_go_to_the_gpu():
     right = torch.tensor([0, 3, 8], dtype=torch.int32)
     assert place_documents(right, 5, DEVICE).tolist() == [0, 3, 8]
+    assert place_documents(right, 5, torch.device("meta")).device.type == "meta"  # also where it is no GPU of CUDA's
     with pytest.raises(ValueError, match="max_seqlen_q is 4 but document 1 has 5 tokens"):
         place_documents(right, 4, DEVICE)
     with pytest.raises(ValueError, match="cu_seqlens_q falls at document 1"):
@@ -217,6 +218,9 @@ def test_what_a_masked_model_cannot_do_is_refused_in_a_line():
         gpt("naive", mask="dilated:2").make_cache(1)
     with pytest.raises(ValueError, match=f"model.mask=prefix:{SEQ_LEN + 1} leaves nothing to predict .* as prefix:"):
         gpt("naive", mask=f"prefix:{SEQ_LEN + 1}")
+    tokens = torch.zeros(1, 5, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"model.mask=prefix:6 leaves nothing to predict of 5 tokens; give at least 6"):
+        gpt("naive", mask="prefix:6")(tokens, tokens)
     with pytest.raises(ValueError, match=r"model.mask=dilated:2 cannot generate text; use train.sample_tokens=0"):
         resolve(settings("model.mask=dilated:2", "train.sample_tokens=5"))
 

@@ -84,8 +84,9 @@ def test_a_cache_holds_the_autocast_dtype():
         cache.extend([0], 8)
         assert cache.keys.dtype == torch.bfloat16
         assert torch.isfinite(model(prompt(8), kv_cache=cache)).all()
-    with pytest.raises(ValueError, match="rows of 33 tokens are longer than the model's seq_len=32"):
-        model.make_cache(1, 33)
+    for max_tokens in (33, 0, -3):
+        with pytest.raises(ValueError, match=f"max_tokens={max_tokens} must be from 1 to the model's seq_len=32"):
+            model.make_cache(1, max_tokens)
 
 
 def test_a_copy_for_inference_shares_what_it_can():
