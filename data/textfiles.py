@@ -132,11 +132,11 @@ def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
 def _json_rows(file: TextFile) -> Iterator[Any]:
     """Lines, not yet parsed, but for blank ones; or the items of the list that the file is."""
     with file.path.open(encoding="utf-8-sig", newline="\n") as stream:
-        if stream.read(1) == "[":
-            stream.seek(0)
+        first = next((line for line in iter(stream.readline, "") if line.strip()), "")
+        stream.seek(0)
+        if first.lstrip().startswith("["):
             yield from json.load(stream)
         else:
-            stream.seek(0)
             yield from (line for line in stream if line.strip())
 
 

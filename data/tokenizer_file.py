@@ -22,7 +22,9 @@ def _folder(name: str) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=[*FILES, TEMPLATE]))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             reason = str(error).partition("\n")[0]
-            raise ValueError(f"tokenizer={name} is no folder and not within reach ({reason})") from error
+            raise ValueError(
+                f"tokenizer={name} is no folder and not within reach ({reason}); give a folder with its {FILES[0]}"
+            ) from error
     return folder
 
 

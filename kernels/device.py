@@ -8,7 +8,6 @@ import torch
 
 # Shared memory that one block may use, in bytes, by compute capability x 10: CUDA guide, table 30.
 SHARED_LIMIT_BYTES = {
-    75: 64 * 1024,
     80: 163 * 1024,
     86: 99 * 1024,
     89: 99 * 1024,

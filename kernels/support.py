@@ -37,6 +37,9 @@ FEATURES = {
 IN_THE_MASK = ("causal", "window", "varlen")
 
 _ALL_DTYPES = frozenset(DTYPES)
+# The remedies: for who calls functions, and for who configures a model.
+NAIVE, TILED, FLASH = (f"{name}_attention (model.attention={name})" for name in ("naive", "tiled", "flash"))
+SDPA = "PyTorch's scaled_dot_product_attention (model.attention=sdpa)"
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,15 @@ class Implementation:
 IMPLEMENTATIONS = {
     i.name: i
     for i in (
-        Implementation("naive", frozenset(FEATURES), _ALL_DTYPES, instead="model.attention=tiled"),
-        Implementation("tiled", frozenset(FEATURES), _ALL_DTYPES, instead="model.attention=naive"),
-        Implementation("flash", frozenset(FEATURES), _ALL_DTYPES - {torch.float64}, instead="model.attention=naive"),
+        Implementation("naive", frozenset(FEATURES), _ALL_DTYPES, instead=TILED),
+        Implementation("tiled", frozenset(FEATURES), _ALL_DTYPES, instead=NAIVE),
+        Implementation("flash", frozenset(FEATURES), _ALL_DTYPES - {torch.float64}, instead=NAIVE),
         # PyTorch's own, as the model calls it; its dropout draws from a stream of its own
         Implementation(
             "sdpa",
             frozenset({"full", "causal", "gqa", "head_dim_v", "block_mask"}),
             _ALL_DTYPES,
-            instead="model.attention=flash or model.attention=naive",
+            instead=f"{FLASH} or {NAIVE}",
         ),
     )
 }
@@ -120,7 +123,7 @@ def why_not(
 
     implementation: a name of IMPLEMENTATIONS or KERNELS.
 
-    "window with dropout in float32 is not supported by NAME; use model.attention=OTHER"
+    "window with dropout in float32 is not supported by NAME; use OTHER"
 
     Raises:
         ValueError: an implementation or a feature that there is not.
@@ -159,7 +162,7 @@ def _head_dim_reason(implementation: str, head_dim: int) -> str | None:
     fits = allowed.start <= head_dim < allowed.stop and (head_dim - allowed.start) % allowed.step == 0
     if fits or implementation not in ("flash", *KERNELS):
         return None
-    name, instead = "flash attention", "model.attention=sdpa"
+    name, instead = "flash attention", SDPA
     if implementation in KERNELS:
         name, instead = implementation, KERNELS[implementation].instead
     return f"head_dim {head_dim} is not supported by {name} ({_listed(allowed)}); use {instead}"
@@ -176,25 +179,20 @@ def _device_reason(implementation: str, device: torch.device, dtype: torch.dtype
 
 def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in IMPLEMENTATIONS["flash"].dtypes:
-        return (
-            f"dtype {dtype} is not supported by flash attention (float32, bfloat16, float16); use model.attention=naive"
-        )
+        return f"dtype {dtype} is not supported by flash attention (float32, bfloat16, float16); use {NAIVE}"
     if device.type == "cuda":
         if not torch.cuda.is_available():
             return None  # a GPU elsewhere, for which a run is planned here
         major, minor = capability(device.index)
         if major >= 8:
             return None
-        return (
-            f"compute capability {major}.{minor} is not supported by flash attention (8.0 or newer); "
-            "use model.attention=sdpa"
-        )
+        return f"compute capability {major}.{minor} is not supported by flash attention (8.0 or newer); use {SDPA}"
     if device.type != "cpu":
-        return f"device type {device.type} is not supported by flash attention (cuda); use model.attention=sdpa"
+        return f"device type {device.type} is not supported by flash attention (cuda); use {SDPA}"
     if interpreting():
         return None
     return (
-        "flash attention needs an NVIDIA GPU; use model.attention=sdpa, "
+        f"flash attention needs an NVIDIA GPU; use {SDPA}, "
         "or set TRITON_INTERPRET=1 before the start to test it on a CPU"
     )
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kernels import flash_attention_with_kvcache, kvcache_workspace, place_documents, read_kvcache, write_kvcache
+from kernels.decode import MAX_QUERIES
 from model.attention import AttentionFunction, Documents, flash
 from model.config import GPTConfig
 
-MAX_QUERIES = 16  # of a row, from which on attention over a cache is `flash_attention`'s
 ABSENT = -1  # the length of a row that is not in use
 
 

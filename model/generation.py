@@ -66,13 +66,16 @@ def generate(
         ValueError: an impossible option, at the call and not at the first token.
     """
     check_sampling(temperature, top_k, top_p)
-    contexts = []  # arrays: a list of as many ids would keep a GPU waiting
+    prompts, contexts = list(prompts), []  # arrays: a list of as many ids would keep a GPU waiting
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str) or not isinstance(prompt, Sequence | Tensor):
             raise ValueError(f"prompt {number} is {prompt!r}; give a list of prompts, each a list of ids")
         if len(prompt) == 0:
             raise ValueError(f"prompt {number} is empty; give at least one token")
-        ids = array("q", prompt)
+        try:
+            ids = array("q", prompt)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"prompt {number} is no list of ids ({error}); give whole numbers") from error
         least, largest = torch.frombuffer(ids, dtype=torch.int64).aminmax()
         if least < 0 or largest >= model.vocab_size:
             raise ValueError(

@@ -312,10 +312,7 @@ class GPT(nn.Module):
         share = 1.0  # of the tokens that are predicted
         if targets is not None and self.prefix > 1:
             if shape[1] < self.prefix:
-                raise ValueError(
-                    f"model.mask={self.config.mask} leaves nothing to predict of {shape[1]} tokens; give at least "
-                    f"{self.prefix}"
-                )
+                raise ValueError(f"model.mask={self.config.mask} predicts nothing of {shape[1]} tokens; give more")
             targets = targets.index_fill(1, torch.arange(self.prefix - 1, device=targets.device), -1)
             share = (shape[1] - self.prefix + 1) / shape[1]
         if part is not None:
@@ -361,7 +358,9 @@ class GPT(nn.Module):
         With `page` it is in pages of so many tokens, enough for all rows; `dtype` None is what attention runs in now.
         """
         if self.config.mask is not None:
-            raise ValueError(f"model.mask={self.config.mask} has no KV cache: this model cannot generate text")
+            raise ValueError(
+                f"model.mask={self.config.mask} has no KV cache: it cannot generate text; use model.mask=null"
+            )
         max_tokens = self.seq_len if max_tokens is None else max_tokens
         if not 1 <= max_tokens <= self.seq_len:
             raise ValueError(f"max_tokens={max_tokens} must be from 1 to the model's seq_len={self.seq_len}")
@@ -380,7 +379,7 @@ class GPT(nn.Module):
     def for_inference(self, dtype: torch.dtype) -> "GPT":
         """A copy in eval mode whose weights are in `dtype`, once and for all; those that are already are shared.
 
-        Such a copy is its own: copying the modules takes longer than a short prompt.
+        Such a copy returns itself, as copying the modules takes longer than a short prompt.
         """
         if not self.training and all(w.dtype == dtype and not w.requires_grad for w in self.parameters()):
             return self

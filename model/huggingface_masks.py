@@ -25,8 +25,8 @@ from transformers import masking_utils as theirs
 from transformers.utils.output_capturing import _active_collector
 
 from kernels import BlockMask, place_documents
+from kernels.decode import MAX_QUERIES
 
-MAX_QUERIES = 16  # a row, of attention over a cache
 HIDDEN = -1e4  # what is added to a score to hide a pair, or less: exp(-1e4) is 0
 INSTEAD = 'use set_attn_implementation("sdpa")'
 NO_WEIGHTS = 'output_attentions asks for weights that gpt_triton never has; use set_attn_implementation("eager")'

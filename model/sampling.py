@@ -8,8 +8,8 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
     """Raise ValueError naming the option, its value and what is allowed."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or a positive number")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1; leave it out to keep every token")
+    if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
+        raise ValueError(f"top_k={top_k} must be a whole number of at least 1; leave it out to keep every token")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1; leave it out to keep every token")
 

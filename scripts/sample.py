@@ -78,7 +78,9 @@ class SampleSettings:
             # not splitlines, which cuts at U+2028 and form feeds too; -sig: without the mark that Windows puts first
             lines = Path(self.prompts).read_text(encoding="utf-8-sig").split("\n")
         except UnicodeDecodeError as error:
-            raise ValueError(f"prompts={self.prompts} is not UTF-8 ({error.reason} at byte {error.start})") from error
+            raise ValueError(
+                f"prompts={self.prompts} is not UTF-8 ({error.reason} at byte {error.start}); convert it with iconv"
+            ) from error
         if prompts := [line for line in lines if line.strip()]:
             return prompts
         raise ValueError(f"prompts={self.prompts} has no line with text; write one prompt a line")

@@ -394,6 +394,7 @@ def test_cache_that_cannot_be_written(corpus, tmp_path):
         (b'{"text": "a"}\n{"text": "\\ud83d"}\n', "a.jsonl", "row 2: 'utf-8' codec can't encode"),
         (b'{"text": ' + b"[" * 100_000, "a.jsonl", "row 1: "),
         (b'[{"text": "a"}, {"text": 3}]', "a.json", "row 2 has no text"),
+        (b'\n [{"text": "a"}, {"text": 3}]', "a.json", "row 2 has no text"),  # a list all the same
         (b'[{"text": "a"}, {"text": ', "a.json", "cannot be read as json"),
         (b"PAR1", "a.parquet", "cannot be read as parquet"),
     ],

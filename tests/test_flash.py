@@ -302,11 +302,13 @@ def test_scale_must_be_finite(scale):
 
 def test_why_not_names_the_remedy(monkeypatch):
     assert why_not("flash", torch.float32, device=DEVICE, head_dim=64) is None
-    assert "use model.attention=sdpa" in why_not("flash", torch.float32, device=DEVICE, head_dim=320)
-    assert "use model.attention=naive" in why_not("flash", torch.float64, device=DEVICE, head_dim=64)
+    sdpa = "use PyTorch's scaled_dot_product_attention (model.attention=sdpa)"
+    assert sdpa in why_not("flash", torch.float32, device=DEVICE, head_dim=320)
+    naive = "use naive_attention (model.attention=naive)"
+    assert naive in why_not("flash", torch.float64, device=DEVICE, head_dim=64)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     reason = why_not("flash", torch.float32, device="cpu", head_dim=64)
-    assert "needs an NVIDIA GPU; use model.attention=sdpa" in reason
+    assert f"needs an NVIDIA GPU; {sdpa}" in reason
 
 
 def test_unknown_gpus_have_no_peak():

@@ -214,12 +214,14 @@ def test_what_a_masked_model_cannot_do_is_refused_in_a_line():
         ValueError, match=r"model.mask=dilated:2 keeps no documents apart; use data.document_mask=false"
     ):
         resolve_model(GPTConfig(mask="dilated:2"), "cpu", torch.float32, document_mask=True)
-    with pytest.raises(ValueError, match=r"model.mask=dilated:2 has no KV cache: this model cannot generate text"):
+    with pytest.raises(
+        ValueError, match=r"model.mask=dilated:2 has no KV cache: it cannot generate text; use model.mask=null"
+    ):
         gpt("naive", mask="dilated:2").make_cache(1)
     with pytest.raises(ValueError, match=f"model.mask=prefix:{SEQ_LEN + 1} leaves nothing to predict .* as prefix:"):
         gpt("naive", mask=f"prefix:{SEQ_LEN + 1}")
     tokens = torch.zeros(1, 5, dtype=torch.int64, device=DEVICE)
-    with pytest.raises(ValueError, match=r"model.mask=prefix:6 leaves nothing to predict of 5 tokens; give at least 6"):
+    with pytest.raises(ValueError, match=r"model.mask=prefix:6 predicts nothing of 5 tokens; give more"):
         gpt("naive", mask="prefix:6")(tokens, tokens)
     with pytest.raises(ValueError, match=r"model.mask=dilated:2 cannot generate text; use train.sample_tokens=0"):
         resolve(settings("model.mask=dilated:2", "train.sample_tokens=5"))

@@ -218,6 +218,10 @@ def test_equal_logits_come_in_the_order_of_their_ids(values, count):
         ({"prompts": [1, 2]}, "prompt 0 is 1; give a list of prompts, each a list of ids"),
         ({"prompts": ["text"]}, "prompt 0 is 'text'; give a list of prompts, each a list of ids"),
         ({"cache_dtype": torch.int16}, "cache_dtype=torch.int16 must be None, torch.int8 or torch.float8_e4m3fn"),
+        ({"top_k": 2.5}, "top_k=2.5 must be a whole number"),
+        ({"prompts": [[1.5, 2]]}, "prompt 0 is no list of ids"),
+        ({"prompts": [[1], [2**70]]}, "prompt 1 is no list of ids"),
+        ({"prompts": torch.ones(1, 2, 3, dtype=torch.int64)}, "prompt 0 is no list of ids"),
         ({"prompts": [[1], [0, VOCAB]]}, "an id of prompt 1 lies outside 0..64"),
     ],
 )
@@ -230,6 +234,7 @@ def test_impossible_options_are_refused_at_the_call(options, message):
 def test_prompts_may_be_a_tensor_and_none_at_all():
     prompts = torch.tensor([[1, 2], [3, 4]])
     assert list(generate(small_gpt(), prompts[:0], max_new_tokens=3)) == []
+    assert list(generate(small_gpt(), iter([[1, 2]]), max_new_tokens=0)) == []
     assert len(list(generate(small_gpt(), prompts, max_new_tokens=3))) == 3  # steps of both
 
 

@@ -47,7 +47,7 @@ def test_what_the_matrix_denies_is_refused(name, feature, dtype):
     assert reason == f"{feature} in {short} is not supported by {name}; use {IMPLEMENTATIONS[name].instead}"
     if name == "flash":
         which, q, k, v, options = call_for([feature], dtype, DEVICE)
-        with pytest.raises(ValueError, match=r"is not supported by flash.*; use model\.attention="):
+        with pytest.raises(ValueError, match=r"is not supported by flash.*; use naive_attention \(model\.attention="):
             ATTENTION["flash"][which](q, k, v, **options)
 
 
@@ -57,7 +57,7 @@ def test_an_option_is_refused_by_tiles_that_do_not_name_it(monkeypatch):
     monkeypatch.setitem(IMPLEMENTATIONS, "tiled", replace(tiled, features=tiled.features - {"softcap"}))
     _, q, k, v, options = call_for(["softcap"], torch.float32, DEVICE)
     ATTENTION["naive"][0](q, k, v, **options)
-    with pytest.raises(ValueError, match=r"softcap in float32 is not supported by tiled; use model.attention=naive"):
+    with pytest.raises(ValueError, match="softcap in float32 is not supported by tiled; use naive_attention "):
         ATTENTION["tiled"][0](q, k, v, **options)
 
 
@@ -115,7 +115,8 @@ def test_features_are_read_off_the_options():
 
 
 def test_a_refusal_names_all_features_and_the_remedy():
-    missing, instead = "window with dropout", "model.attention=flash or model.attention=naive"
+    missing = "window with dropout"
+    instead = "flash_attention (model.attention=flash) or naive_attention (model.attention=naive)"
     expected = f"{missing} in float32 is not supported by sdpa; use {instead}"
     assert why_not("sdpa", torch.float32, ["causal", "window", "dropout"]) == expected
 
@@ -160,6 +161,7 @@ def test_the_table_shows_the_matrix():
 
 
 DENSE_MISTAKES = {
+    "causal is 'yes'; it must be True or False": {"causal": "yes"},
     "window has left bound -2; it must be at least 0, or -1 for no bound": {"window": (-2, 0)},
     "window has right bound -7": {"window": (3, -7), "causal": False},
     "window is 5; expected two integers (left, right)": {"window": 5},

@@ -220,7 +220,10 @@ def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Che
             )
     meta = read_json(path, META)
     if meta.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {path} has format {meta.get('format')}, this version reads {FORMAT}")
+        raise ValueError(
+            f"checkpoint {path} has format {meta.get('format')}, this version reads {FORMAT}; use the commit that "
+            f"wrote it ({(meta.get('provenance') or {}).get('commit')})"
+        )
     manifest = read_json(path, MANIFEST)
     for file in verify:
         expected, found = manifest.get(file), fingerprint(path / file)

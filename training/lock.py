@@ -4,7 +4,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,11 +17,11 @@ class InUse(ValueError):
 
 
 @contextmanager
-def locked(run_dir: Path, report: Callable[[str], None] = print) -> Iterator[None]:
+def locked(run_dir: Path) -> Iterator[None]:
     """Hold `run_dir`, which is made where it is missing, for this process alone.
 
     By flock(2) on `run_dir/lock`, which the system releases with the process, however that ends: a file left behind
-    by kill -9 keeps nobody out. Where there is no such lock (some network file systems), `report` is told and nothing
+    by kill -9 keeps nobody out. Where there is no such lock (some network file systems), that is said and nothing
     is held. A folder in which nothing was written is removed again.
 
     Raises:
@@ -30,7 +30,7 @@ def locked(run_dir: Path, report: Callable[[str], None] = print) -> Iterator[Non
     existed = run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / NAME
-    descriptor = _take(path, report)
+    descriptor = _take(path)
     try:
         yield
     finally:
@@ -60,7 +60,7 @@ def holder(run_dir: Path) -> str:
     return ""
 
 
-def _take(path: Path, report: Callable[[str], None]) -> int:
+def _take(path: Path) -> int:
     """An open file that holds the lock."""
     tries = 0
     while True:
@@ -79,7 +79,7 @@ def _take(path: Path, report: Callable[[str], None]) -> int:
                 "hydra.run.dir"
             ) from error
         except OSError as error:
-            report(f"lock       none: {path.parent} cannot be locked ({error}); start no second process in it")
+            print(f"lock       none: {path.parent} cannot be locked ({error}); start no second process in it")
             return descriptor
         try:
             current = os.path.samestat(os.fstat(descriptor), path.stat())

@@ -47,6 +47,7 @@ GROUPS = {
 OTHER, IDLE = "other", "idle"
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 TOP = 12  # rows of the kernel table
+WIDTH = 56  # characters of a name there
 TEXT = ("group", "longest", "name")  # columns of words
 
 
@@ -208,14 +209,14 @@ def group_of(name: str) -> str:
     return next((group for group, pattern in GROUPS.items() if re.search(pattern, name.lower())), OTHER)
 
 
-def short(name: str, width: int = 56) -> str:
+def short(name: str) -> str:
     """A kernel's name without return type, namespaces' fillers and template arguments."""
     name = re.sub(r"\(anonymous namespace\)::|^void |at::native::", "", name)
     inner = re.search(r"(\w*(?:functor|_kernel_cuda|kernel_?impl)\w*)", name, flags=re.I)
     outer = re.split(r"[<(]", name)[0]
     if inner and "elementwise" in outer:  # the name says how it loops; what it computes is in its arguments
         outer = inner[1]
-    return outer if len(outer) <= width else outer[: width - 1] + "…"
+    return outer if len(outer) <= WIDTH else outer[: WIDTH - 1] + "…"
 
 
 def _kernels(events: list[dict], device: list[dict]) -> list[Span]:

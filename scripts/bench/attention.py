@@ -62,6 +62,7 @@ FLASH4 = {"flash4": False, "flash4_deterministic": True}
 BACKWARD_ONLY = ("flash4_deterministic",)
 MASKS = ("causal", "full", "window", "packed")
 WINDOW = 1024  # tokens that a query sees, itself included
+CALLS = 200  # whose time in Python is taken
 SMOKE = "bench.attention=[flash,naive] bench.seq_len=[64] bench.head_dim=[16] bench.hidden=32 bench.tokens=64"
 LABELS = {"flash": "flash (ours)", **PEERS}
 
@@ -276,16 +277,16 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
     return sdpa
 
 
-def python_us(call: Callable[[], object], runs: int = 200) -> float:
+def python_us(call: Callable[[], object]) -> float:
     """Python's share of a call on a GPU, in microseconds: calls are queued, and nobody waits for their end."""
     call()
     torch.cuda.synchronize()
     began = time.perf_counter()
-    for _ in range(runs):
+    for _ in range(CALLS):
         call()
     spent = time.perf_counter() - began
     torch.cuda.synchronize()
-    return 1e6 * spent / runs
+    return 1e6 * spent / CALLS
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from training.hardware import HardwareConfig, set_up
 BLOCKS = {"all full": lambda b, h, q, k: k >= 0, "all partial": lambda b, h, q, k: (q + k) % 64 > 0}
 KNOWN = (*masks(1), *BLOCKS)
 PASSES = ("forward", "backward")
+BUILDS = 20  # of a mask, which are timed
 SMOKE = "bench.mask=[causal] bench.seq_len=128 bench.head_dim=[16] bench.hidden=16 bench.rounds=1"
 
 
@@ -138,10 +139,10 @@ def portable(which: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callabl
     return partial(launch_flash_bwd, do, None, q, k, v, o, lse, options)
 
 
-def build_ms(build: Callable[[], object], device: torch.device, times: int = 20) -> float:
+def build_ms(build: Callable[[], object], device: torch.device) -> float:
     """Milliseconds until the mask is there, the median after one build more."""
     spent = []
-    for _ in range(times + 1):
+    for _ in range(BUILDS + 1):
         began = time.perf_counter()
         build()
         if device.type == "cuda":
