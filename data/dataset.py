@@ -89,7 +89,10 @@ def open_dataset(data: DataConfig, tokenizer: str, *, report: Report | None = No
 
 def locate(data: DataConfig, tokenizer: str) -> tuple[Source, dict[str, Any], Path]:
     """The source, what identifies its tokens (JSON-able; its `digest` is the fingerprint), and their folder, which may
-    not exist yet. Hashes local files, asks no network. Raises ValueError for a source that is missing or unreadable."""
+    not exist yet. Hashes local files; asks the network for the tokenizer alone, where that is OWNER/NAME.
+
+    Raises ValueError for a source that is missing or unreadable.
+    """
     source = open_source(data)
     label = tokenizer_label(tokenizer)
     identity = {"format": FORMAT, **source.identity, "tokenizer": label}

@@ -1,6 +1,6 @@
-"""Operators: Triton kernels and their PyTorch references; attention, and the two passes a GPT loses most time in.
+"""Operators: Triton kernels and their PyTorch references; attention, and what else a GPT spends its time in.
 
-The package imports torch and numpy. Triton is loaded when a kernel is launched for the first time.
+The package imports torch and numpy; Triton is loaded when a kernel is launched for the first time.
 """
 
 from .api import flash_attention, flash_attention_varlen

@@ -32,7 +32,7 @@ class GPU:
         return self.dense_flops / self.memory_bytes_per_second
 
 
-# A device's name is matched in this order: the longer name stands before the shorter one that it contains.
+# Matched word by word, the first that fits.
 GPUS = (
     GPU("B200", 100, 2250e12, 8.0e12),
     GPU("GH200", 90, 989.4e12, 4.0e12),

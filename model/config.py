@@ -34,7 +34,7 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm on the heads of q and k: bounds the scores
     qk_gain: float = 1.0  # with qk_norm: what scores are multiplied by; they lie within +-qk_gain sqrt(head_dim)
     tie_embeddings: bool = True  # the output head is the embedding table
-    zero_init: bool = False  # what writes to the residual stream, and a head of its own, begin at zero
+    zero_init: bool = False  # output projections of attention and MLP, and an untied head, begin at zero
     dropout: float = 0.0  # on the embedding and on what each branch adds to the residual stream
     attention_dropout: float = 0.0  # on the softmax's probabilities; one mask for all backends, not for sdpa
     window: int | None = None  # tokens that each token sees, itself included; null: all before it

@@ -298,7 +298,7 @@ class GPT(nn.Module):
         Returns:
             Without targets the logits (B, N, vocab_size), of `Prompts` (1, rows, vocab_size). With targets the
             cross-entropy in nats, summed over the tokens that count, an fp32 scalar: the caller divides by the tokens
-            of its whole step. A prefix (model.mask) sees what follows its tokens: they count as the mean of the others.
+            of its whole step. A prefix (model.mask) is not predicted: its tokens count as the mean of the others.
 
         Raises:
             ValueError: the context would be longer than seq_len.

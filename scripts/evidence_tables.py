@@ -244,7 +244,7 @@ PAGE = (
     Part("What a save costs the training", f"training/saving/{BENCH}", STEP),
     Part("The training step on several GPUs", "parallel/s*/bench_parallel.json", SHARED_STEP),
     Part("The sum of gradients over GPUs", "parallel/step/bench_parallel.json", SHARED_SUM),
-    Part("The same weights from 1, 2 and 4 GPUs", "parallel/step/bench_parallel.json", SHARED_BITS),
+    Part("The same weights from one GPU and from several", "parallel/step/bench_parallel.json", SHARED_BITS),
     Part("Attention whose rows GPUs share", "parallel/context/bench_context.json", printed("context")),
     Part("Output head and loss", "training/loss/bench_loss.json", printed("loss")),
     Part("The same training with each attention", "parity/*/parity.json", parity),

@@ -175,7 +175,7 @@ def test_what_it_does_not_take_is_said(monkeypatch):
     nothing = (None,) * 4
     refused = {
         "16 and 8 bits": (q, cache.float(), cache.float(), *nothing),
-        "8 bits with head_dim multiples of 8 from 72 to 128": (q, cache.char(), cache.char(), *nothing),
+        "8 bits with head_dim multiples of 16 from 80 to 128": (q, cache.char(), cache.char(), *nothing),
         "24 queries share a KV head; hopper takes up to 16": (
             torch.zeros(2, 8, 6, 128, **half),
             *[torch.zeros(2, 2, 10, 128, dtype=torch.int8)] * 2,

@@ -46,7 +46,7 @@ class OptimConfig:
     cautious_decay: bool = False  # Muon's decay only of weights that the step makes smaller (arXiv:2510.12402)
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping
     schedule: str = "cosine"  # cosine | wsd (warm-up, stable, linear decay) | constant
-    warmup_steps: int = 50  # linear, from lr / warmup_steps; a tenth of train.steps where those are no more
+    warmup_steps: int = 50  # linear, from lr / warmup_steps; if train.steps <= warmup_steps, a tenth of train.steps
     decay_fraction: float = 0.3  # of the steps, at their end: wsd's decay
     min_lr_ratio: float = 0.1  # the schedule ends at this fraction of the peak
 
