@@ -25,6 +25,7 @@ from transformers import masking_utils as theirs
 from transformers.utils.output_capturing import _active_collector
 
 from kernels import BlockMask, place_documents
+from kernels.block_masks import version_of
 from kernels.decode import MAX_QUERIES
 
 HIDDEN = -1e4  # what is added to a score to hide a pair, or less: exp(-1e4) is 0
@@ -235,7 +236,7 @@ def shared(owner: Tensor, name: object, make: Callable):
     """`make()`, once for `owner` as it is now: layers share what costs launches. A compiler shares by itself."""
     if torch.compiler.is_compiling():
         return make()
-    version = 0 if owner.is_inference() else owner._version
+    version = version_of(owner)
     kept = _DERIVED.get(owner)
     if kept is None or kept[0] != version:
         kept = _DERIVED[owner] = version, {}
