@@ -154,3 +154,16 @@ def test_a_gpu_without_bfloat16_takes_float16(monkeypatch):
     assert "float16, loss scaled" in chosen.description
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (6, 1))
     assert set_up(HardwareConfig(device="cuda")).dtype == torch.float32
+
+
+def test_a_gpu_that_is_named_is_the_current_one(monkeypatch):
+    """CUDA graphs and streams are of that, wherever the tensors are."""
+    known = {"is_available": True, "is_bf16_supported": True, "device_count": 2, "get_device_name": "H100"}
+    for name, value in (known | {"reset_peak_memory_stats": None}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert set_up(HardwareConfig(device="cuda:1", compile=False)).device == torch.device("cuda:1")
+    assert chosen == [torch.device("cuda:1")]
+    set_up(HardwareConfig(device="cuda", compile=False))  # the one that is current
+    assert len(chosen) == 1

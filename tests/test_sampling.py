@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import GPT, GPTConfig, generate
+from model import GPT, GPTConfig, attend_with, generate
 from model.sampling import choose_next_token, likeliest
 
 VOCAB = 65
@@ -406,6 +406,12 @@ class TestOnTheGpu:
             ties += int((gap > 0).sum())
             assert (gap <= 2**-5 * logits.abs().amax(1)).all(), (gap / logits.abs().amax(1)).max()
         return ties
+
+    def test_what_stands_in_for_flash_asks_the_host_and_is_no_graph(self, model):
+        """As in parity's and replay's runs, which print samples."""
+        with attend_with(model, lambda layer, named: lambda *qkv, **options: named(*qkv, **options)):
+            (found,) = texts(model, [[1, 2, 3]], max_new_tokens=8, temperature=0.0)
+        assert len(found) == 8
 
     def test_uncached_cached_batched_and_paged_texts_are_one(self, model, prompts, batched):
         """Texts may part where two logits are as near as roundings of bfloat16, of which there are some a layer."""
