@@ -228,8 +228,9 @@ def test_a_damaged_weight_is_named_and_rollback_heals_it(tmp_path, monkeypatch, 
     assert math.isfinite(summary["val_loss"])
 
 
-def test_rollback_passes_over_a_checkpoint_with_damaged_weights(tmp_path, monkeypatch, capsys):
-    """Damaged in the last micro-batch's backward, when the step's own numbers were already there: it is saved so."""
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_damaged_weights_are_not_saved_and_take_no_good_checkpoint_s_place(tmp_path, monkeypatch, capsys, policy):
+    """Damaged in the last micro-batch's backward, when the step's own numbers were already there."""
     real = program.Optimizer.step
 
     def step(self, loss=None):
@@ -240,12 +241,19 @@ def test_rollback_passes_over_a_checkpoint_with_damaged_weights(tmp_path, monkey
 
     steps = iter(range(1, 1000))
     monkeypatch.setattr(Optimizer, "step", step)
-    summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=rollback"), tmp_path / "run")
+    monkeypatch.setattr(numbers, "MOST_IN_A_ROW", 3)
+    story = (*STORY, f"train.on_nonfinite={policy}", "train.save_every=1", "train.keep_last=1", "train.eval_every=0")
+    summary = train(small_run(tmp_path, *story), tmp_path / "run")
     said = capsys.readouterr().out
-    assert "step_000004: its weights are not finite" in said
-    assert "back to the weights of" in said
-    assert "step_000002" in said
-    assert math.isfinite(summary["val_loss"])
+    assert "not saved: step 4: embedding.weight is not finite; earlier checkpoints are untouched" in said
+    if policy == "rollback":
+        assert "back to the weights of" in said
+        assert "step_000003" in said
+        assert math.isfinite(summary["val_loss"])
+    else:
+        assert summary["exit_code"] == numbers.EXIT_BAD_NUMBERS
+        assert open_checkpoint(tmp_path / "run").step == 3
+        assert summary["checkpoint"].endswith("step_000003")
 
 
 def test_no_policy_goes_on_for_ever(tmp_path, monkeypatch, capsys):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from data import Batch, Prefetcher
@@ -230,15 +229,10 @@ class BadSteps:
         return True, f"back to the weights of {found.path}; the run goes on with the next batch"
 
     def _newest_good(self, step: int) -> str | None:
-        """The path of the newest whole checkpoint before `step` whose weights are finite."""
+        """The path of the newest whole checkpoint before `step`; weights that are not finite are in none."""
         self.saver.wait()
-        last = step - 1
-        while found := checkpoints.newest_complete(self.saver.folder, self.say, last):
-            if all(value.isfinite().all() for value in load_file(found.path / checkpoints.WEIGHTS).values()):
-                return str(found.path)
-            self.say(f"passed over: checkpoint {found.path}: its weights are not finite")
-            last = found.step - 1
-        return None
+        found = checkpoints.newest_complete(self.saver.folder, self.say, step - 1)
+        return str(found.path) if found else None
 
     def _diagnose(self, bad: BadStep, model: GPT, again: Callable[[Callable[..., Tensor]], Any]) -> dict[str, Any]:
         """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where that is not known.

@@ -91,6 +91,12 @@ class Saver:
         try:
             if copied is not None:
                 copied.synchronize()
+            if wrong := next((name for name, weight in weights.items() if not is_finite(weight)), None):
+                self._say(
+                    f"not saved: step {meta['step']}: {wrong} is not finite; earlier checkpoints are untouched, and "
+                    "going on begins with the newest of them"
+                )
+                return
             self._saved = checkpoints.write(self.folder, weights, state, meta, best=best)
             self._error = None
             self._prune()
@@ -109,6 +115,11 @@ class Saver:
             checkpoints.prune(self.folder, keep_last=self._keep_last, keep_every=self._keep_every)
         except OSError as error:
             self._say(f"not deleted: a checkpoint in {self.folder}: {error}; delete it after the run")
+
+
+def is_finite(x: torch.Tensor) -> bool:
+    """Without a tensor of its size beside it; the least and largest of what holds a NaN are NaN."""
+    return x.numel() == 0 or all(torch.isfinite(bound) for bound in x.aminmax())
 
 
 class Giver(Nothing):
