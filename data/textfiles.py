@@ -61,7 +61,8 @@ def find(patterns: list[str]) -> list[Path]:
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
         if not matches:
             several = f", or several as data.files=[{pattern}]" if "," in pattern else ""
-            raise ValueError(f"data.files={pattern} does not exist; give a path from {Path.cwd()}{several}")
+            found = "matches no file" if glob.has_magic(pattern) else "does not exist"
+            raise ValueError(f"data.files={pattern} {found}; give a path from {Path.cwd()}{several}")
         paths += matches
     places = set()
     for path in paths:

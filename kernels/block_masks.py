@@ -45,6 +45,8 @@ class BlockMask(NamedTuple):
     @staticmethod
     def from_dense(visible: Tensor) -> "BlockMask":
         """The mask of booleans (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk), True where a query sees a key."""
+        if not isinstance(visible, Tensor):
+            raise ValueError(f"visible has type {type(visible).__name__}; expected a tensor of booleans")
         if visible.dtype != torch.bool or visible.dim() not in (2, 3, 4):
             raise ValueError(
                 f"visible has dtype {visible.dtype} and shape {tuple(visible.shape)}; "
@@ -84,6 +86,9 @@ class BlockMask(NamedTuple):
         }
 
 
+torch.serialization.add_safe_globals([BlockMask])  # tensors and two numbers: torch.load takes it
+
+
 def block_mask(
     mask_mod: MaskMod, B: int | None, H: int | None, Nq: int, Nk: int, device: torch.device | str = "cuda"
 ) -> BlockMask:
@@ -98,9 +103,11 @@ def block_mask(
 
     Raises ValueError where it returns no boolean.
     """
-    sizes = B or 1, H or 1, Nq, Nk
+    sizes = 1 if B is None else B, 1 if H is None else H, Nq, Nk
     _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), sizes, strict=True)))
     device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device} but PyTorch sees no GPU; give device='cpu'")
     each = mask_mod
     try:
         full, some = torch.stack(decided_blocks(mask_mod, sizes, BLOCK, device)).cpu().numpy()
@@ -201,7 +208,11 @@ def _asked(
         if num_q % BLOCK:
             rows = rows.clamp(max=num_q - 1)
         keys = cols.clamp(max=num_k - 1) if num_k % BLOCK else cols
-        seen = each(*part[:2, :, None, None], rows[:, :, None], keys[:, None]).expand(-1, BLOCK, BLOCK)
+        try:
+            seen = each(*part[:2, :, None, None], rows[:, :, None], keys[:, None]).expand(-1, BLOCK, BLOCK)
+        except (RuntimeError, ValueError) as error:  # of vmap, which knows no `if` and no `and`
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"mask_mod cannot be evaluated ({reason}); use &, | and torch.where of tensors") from error
         if seen.dtype != torch.bool:
             raise ValueError(
                 f"mask_mod returned {seen.dtype}; it must return a boolean, True where the query sees the key"

@@ -148,7 +148,7 @@ def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     device_type = q.device.type
-    if not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # which meta does not know
         return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
     # float64 stays as it is: autocast leaves it alone everywhere in PyTorch
@@ -159,7 +159,7 @@ def canonical_window(causal: bool, window: tuple[int, int]) -> tuple[bool, int, 
     """(causal, left, right) with causal folded into a bounded window. Raises ValueError on a bad window."""
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(f"window is {window!r}; expected two integers (left, right), -1 for no bound")
-    if not isinstance(causal, bool) and causal not in (True, False):
+    if type(causal) is not bool and causal not in (True, False):
         raise ValueError(f"causal is {causal!r}; it must be True or False")
     left, right = window
     left, right = _integer("window's left bound", left), _integer("window's right bound", right)
@@ -174,6 +174,8 @@ def canonical_window(causal: bool, window: tuple[int, int]) -> tuple[bool, int, 
 
 
 def _integer(name: str, value: object) -> int:
+    if isinstance(value, bool):
+        raise ValueError(f"{name} is {value}; it must be an integer")
     if isinstance(value, int | torch.SymInt):
         return value
     try:

@@ -42,10 +42,15 @@ class KVCache:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ):
+        if not dtype.is_floating_point and dtype != torch.int8:
+            raise ValueError(f"a KV cache in {dtype} would cut keys off; use a floating point dtype, or torch.int8")
+        if dtype.itemsize == 1 and dtype not in (torch.int8, torch.float8_e4m3fn):
+            raise ValueError(f"a KV cache in {dtype} is not known; use torch.int8 or torch.float8_e4m3fn")
         self._hold((config.num_layers, num_rows, config.kv_heads, max_tokens, config.head_dim), device, dtype)
         self.max_tokens = max_tokens
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
         self.length_of = [ABSENT] * num_rows  # the same on the host, with those for which there is room
+        self._room = 0  # tokens a row that the next call stores; of rows that differ, the most
         self.workspace: Tensor | None = None  # of attention, once it is asked
         self.products_workspace = torch.zeros(config.n_embd, dtype=torch.int32, device=device)
 
@@ -58,6 +63,8 @@ class KVCache:
 
     def allocate(self, row: int) -> None:
         """Put a row that is not in use into use, without tokens."""
+        if not 0 <= row < len(self.length_of):
+            raise ValueError(f"the KV cache has rows 0 to {len(self.length_of) - 1}, and none of number {row}")
         if self.length_of[row] != ABSENT:
             raise ValueError(f"row {row} of the KV cache is in use with {self.length_of[row]} tokens; free it first")
         self._set_length(row, 0)
@@ -79,7 +86,7 @@ class KVCache:
                     f"row {row} of the KV cache would hold {ends[row]} tokens and a row has room for "
                     f"{self.max_tokens}; free it or make a cache with larger max_tokens"
                 )
-        self.length_of = ends
+        self.length_of, self._room = ends, max(counts, default=0)
 
     def free(self, row: int) -> None:
         """Take a row out of use."""
@@ -92,6 +99,11 @@ class KVCache:
 
     def positions(self, num_tokens: int) -> Tensor:
         """Of `num_tokens` new tokens a row, row after row: (rows * num_tokens,) int64."""
+        if num_tokens != self._room:
+            raise ValueError(
+                f"the KV cache has room for {self._room} more tokens a row, not for {num_tokens}; call extend(rows, "
+                f"{num_tokens}) before the model"
+            )
         first = self.lengths.clamp(min=0)
         if num_tokens == 1:  # a step: no kernel more than it needs
             return first.long()
@@ -128,6 +140,7 @@ class KVCache:
 
     def advance(self, num_tokens: int) -> None:
         """Count `num_tokens` as stored in each row in use, on the device, once every layer has attended."""
+        self._room = 0
         self.lengths.add_(self.lengths != ABSENT, alpha=num_tokens)
 
     def _append(self, layer: int, rows: Tensor, length: int, k: Tensor, v: Tensor) -> list[Tensor]:

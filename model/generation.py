@@ -43,10 +43,10 @@ def generate(
     """Continue prompts of any lengths, token by token as they come.
 
     When a context reaches the model's seq_len its last half is read again and its text goes on; of a longer prompt the
-    last seq_len tokens count. The text of a sequence follows from its prompt, the seed and the number of its sample,
-    not from what is generated beside it, up to the rounding of the logits. Random numbers come from a generator of this
-    call alone, and the model is copied to the dtype it would run in now (weights that are in it already are shared), so
-    generating in the middle of training changes nothing.
+    last seq_len tokens count. The text of a sequence follows from its prompt, the seed, num_samples and the number of
+    its sample, not from other prompts beside it, up to the rounding of the logits. Random numbers come from a generator
+    of this call alone, and the model is copied to the dtype it would run in now (weights that are in it already are
+    shared), so generating in the middle of training changes nothing.
 
     Args:
         model: not a compiled one.
@@ -85,8 +85,8 @@ def generate(
     for name, value, least in (
         ("num_samples", num_samples, 1), ("batch_size", batch_size, 1), ("max_new_tokens", max_new_tokens, 0)
     ):  # fmt: skip
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value} must be a whole number of at least {least}")
     if cache_dtype not in (None, torch.int8, torch.float8_e4m3fn):
         raise ValueError(f"cache_dtype={cache_dtype} must be None, torch.int8 or torch.float8_e4m3fn")
     if len(prompts) == 0 or max_new_tokens == 0:

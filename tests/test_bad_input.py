@@ -371,7 +371,7 @@ DATA = [
     Case("folder", ["data.files={p}"], ["data.files={p} is a folder", "*.txt"]),
     Case("missing", ["data.files=missing.txt"], ["data.files=missing.txt does not exist", "{p}"]),
     Case("two in one word", ["data.files='a.txt,b.txt'"], ["does not exist", "several as data.files=[a.txt,b.txt]"]),
-    Case("glob without match", ["data.files='*.none'"], ["data.files=*.none does not exist"]),
+    Case("glob without match", ["data.files='*.none'"], ["data.files=*.none matches no file"]),
     Case("name not UTF-8", ["data.files={p}/caf\udce9.txt"], ["caf\\udce9' is not UTF-8; give the file"],
          lambda place: (place.path / "caf\udce9.txt").write_text(CORPUS)),
     Case("text without files", ["~data.files"], ["data.source=text needs data.files"]),

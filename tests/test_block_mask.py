@@ -125,7 +125,7 @@ def test_torchs_lists_decide_and_its_function_is_asked_inside_partial_blocks_onl
         for one, other in zip(ours, BlockMask.from_dense(expected), strict=True):
             assert one == other if isinstance(one, int) else torch.equal(one, other)
     whole = create_block_mask(lambda b, h, q, k: k <= q, 1, 1, 256, 256, device=DEVICE)
-    with pytest.raises(RuntimeError, match="sliced BlockMask"):  # pytorch#164702: never another mask in silence
+    with pytest.raises(ValueError, match="sliced BlockMask"):  # pytorch#164702: never another mask in silence
         BlockMask.from_torch(whole[:1])
 
 
@@ -360,3 +360,18 @@ def test_gpu_agrees_with_float64(name, dtype, head_dim):
     shared = block_mask(masks(tokens, DEVICE)[name], None, None, tokens, tokens, DEVICE)
     for mask in (shared, of_batch_and_heads(name, tokens, 2, 4)):
         compare_with_oracle(flash_attention, q, k, v, block_mask=mask)
+
+
+def test_what_makes_no_mask_is_refused_in_a_line(tmp_path):
+    with pytest.raises(ValueError, match=r"mask_mod cannot be evaluated \(.*\); use &, \| and torch.where of tensors"):
+        block_mask(lambda b, h, q, k: k <= q if q > 3 else k < 2, None, None, 200, 200, DEVICE)
+    with pytest.raises(ValueError, match="visible has type list; expected a tensor of booleans"):
+        BlockMask.from_dense([[True]])
+    with pytest.raises(ValueError, match="B is 0; it must be an integer of at least 1"):
+        block_mask(lambda b, h, q, k: k <= q, 0, None, 8, 8, DEVICE)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device=cuda but PyTorch sees no GPU; give device='cpu'"):
+            block_mask(lambda b, h, q, k: k <= q, None, None, 8, 8)
+    made = block_mask(lambda b, h, q, k: k <= q, None, None, 8, 8, DEVICE)
+    torch.save(made, tmp_path / "mask")
+    assert torch.equal(torch.load(tmp_path / "mask").dense(), made.dense())

@@ -76,6 +76,28 @@ def test_prompts_predict_from_their_last_tokens():
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_call_without_its_room_is_refused(page):
+    """In pages it would write into the first page of others."""
+    model = small_gpt().eval()
+    cache = model.make_cache(2, page=page)
+    for row in range(2):
+        cache.allocate(row)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"room for 0 more tokens a row, not for 3; call extend\(rows, 3\)"):
+            model(prompt(3, rows=2), kv_cache=cache)
+        cache.extend([0, 1], 3)
+        model(prompt(3, rows=2), kv_cache=cache)
+        cache.extend([0, 1], 1)
+        with pytest.raises(ValueError, match="room for 1 more tokens a row, not for 2"):
+            model(prompt(2, rows=2), kv_cache=cache)
+        model(prompt(1, rows=2), kv_cache=cache)
+        with pytest.raises(ValueError, match="room for 0 more tokens a row, not for 1"):
+            model(prompt(1, rows=2), kv_cache=cache)
+    with pytest.raises(ValueError, match="has rows 0 to 1, and none of number 2"):
+        cache.allocate(2)
+
+
 def test_a_cache_holds_the_autocast_dtype():
     model = small_gpt().eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -84,6 +106,9 @@ def test_a_cache_holds_the_autocast_dtype():
         cache.extend([0], 8)
         assert cache.keys.dtype == torch.bfloat16
         assert torch.isfinite(model(prompt(8), kv_cache=cache)).all()
+    for dtype in (torch.int32, torch.uint8, torch.float8_e5m2):
+        with pytest.raises(ValueError, match=f"a KV cache in {dtype} "):
+            model.make_cache(1, dtype=dtype)
     for max_tokens in (33, 0, -3):
         with pytest.raises(ValueError, match=f"max_tokens={max_tokens} must be from 1 to the model's seq_len=32"):
             model.make_cache(1, max_tokens)
@@ -212,6 +237,7 @@ def test_equal_logits_come_in_the_order_of_their_ids(values, count):
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"num_samples": 0}, "num_samples=0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number of at least 0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),

@@ -67,6 +67,10 @@ class Checkpoint:
         device = next(model.parameters()).device
         try:
             weights = load_file(self.path / WEIGHTS, device=str(device))
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"checkpoint {self.path} is gone: its run keeps the newest (train.keep_last); use another checkpoint"
+            ) from error
         except SafetensorError as error:
             raise ValueError(
                 f"checkpoint {self.path}: {WEIGHTS} cannot be read ({error}); use another checkpoint"
