@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .call import Options, autocast_inputs, check_call, check_tensor, key_of, plain_options
-from .device import interpreting
+from .device import OPERATORS, interpreting
 from .launch import Plan, plan_of, tokens_first
 from .ops import watched
 from .reference import naive_attention
@@ -340,14 +340,14 @@ def read_kvcache(cache: Tensor, scale: Tensor | None, places: tuple, dtype: torc
     return values.transpose(0, 1)[None]
 
 
-_LIBRARY = torch.library.Library("flashgpt", "FRAGMENT")
+_LIBRARY = torch.library.Library(OPERATORS, "FRAGMENT")
 _LIBRARY.define(
     "flash_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_new, Tensor? v_new, "
     "Tensor cache_seqlens, Tensor? cache_leftpad, Tensor? block_table, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
     "Tensor(e!)? workspace, bool causal, float scale, SymInt window_left=-1, SymInt window_right=-1, "
     "float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None) -> (Tensor o, Tensor lse)"
 )
-flash_kvcache = torch.ops.flashgpt.flash_kvcache.default
+flash_kvcache = getattr(torch.ops, OPERATORS).flash_kvcache.default
 
 
 def _run(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Tensor]:
@@ -370,7 +370,7 @@ def _run_operator(*arguments) -> tuple[Tensor, Tensor]:
     return _run(Call(*arguments[: len(Call._fields)]), Options(*arguments[len(Call._fields) :]), None)
 
 
-@torch.library.register_fake("flashgpt::flash_kvcache", lib=_LIBRARY)
+@torch.library.register_fake(f"{OPERATORS}::flash_kvcache", lib=_LIBRARY)
 def _(q, *others):
     return tokens_first(q, q.shape[3]), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 

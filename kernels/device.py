@@ -1,10 +1,14 @@
 """What GPUs can do: the one table of boards, and this machine's capability, SM count and L2 cache."""
 
 import os
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+
+# Our operators' namespace in PyTorch, of which a process has one: a copy of this folder by another name has its own.
+OPERATORS = "flashgpt" if __package__ == "kernels" else "flashgpt_" + re.sub(r"\W", "_", __package__)
 
 # Shared memory that one block may use, in bytes, by compute capability x 10: CUDA guide, table 30.
 SHARED_LIMIT_BYTES = {

@@ -8,6 +8,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .block_masks import version_of
 from .call import Options, check_tensor
+from .device import OPERATORS
 
 # Which GPU tensors were found right, for which version of their memory, total and bound: reading one waits for the
 # GPU, and a model's layers all pass the same one.
@@ -82,14 +83,15 @@ def padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int,
         q_tokens, k_tokens: the sizes of the one row.
         q_pitch, k_pitch: tokens from the start of a row to the next one's.
     """
-    return torch.ops.flashgpt.padded_documents(ranges, q_tokens, k_tokens, q_pitch, k_pitch)
+    return _padded_documents_operator(ranges, q_tokens, k_tokens, q_pitch, k_pitch)
 
 
-_LIBRARY = torch.library.Library("flashgpt", "FRAGMENT")
+_LIBRARY = torch.library.Library(OPERATORS, "FRAGMENT")
 _LIBRARY.define(
     "padded_documents(Tensor ranges, SymInt q_tokens, SymInt k_tokens, SymInt q_pitch, SymInt k_pitch)"
     " -> (Tensor cu_seqlens_q, Tensor cu_seqlens_k)"
 )
+_padded_documents_operator = getattr(torch.ops, OPERATORS).padded_documents.default
 
 
 def _padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int, k_pitch: int):
@@ -111,7 +113,7 @@ def _padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int
 _LIBRARY.impl("padded_documents", _padded_documents, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("flashgpt::padded_documents", lib=_LIBRARY)
+@torch.library.register_fake(f"{OPERATORS}::padded_documents", lib=_LIBRARY)
 def _(ranges, q_tokens, k_tokens, q_pitch, k_pitch):
     documents = 3 * ranges.shape[1] + 2
     return ranges.new_empty(documents + 1), ranges.new_empty(documents + 1)

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from .call import Options, key_of
+from .device import OPERATORS
 from .documents import check_documents
 from .launch import Plan, plan_of, tokens_first
 from .support import why_not_hopper
 
-_LIBRARY = torch.library.Library("flashgpt", "FRAGMENT")
+_LIBRARY = torch.library.Library(OPERATORS, "FRAGMENT")
 _OPTIONS = (
     "bool causal, float scale, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, "
     "Tensor? alibi_slopes=None, Tensor? sinks=None, float dropout_p=0.0, Tensor? dropout_seed=None, "
@@ -33,10 +34,10 @@ _LIBRARY.define(
 
 # O (B, Hq, Nq, Dv) and LSE (B, Hq, Nq), natural logarithm, float32. `scale` is positive. Raises ValueError where
 # cu_seqlens do not describe the tokens: their values are first known when the operator runs.
-flash_fwd = torch.ops.flashgpt.flash_fwd.default
+flash_fwd = getattr(torch.ops, OPERATORS).flash_fwd.default
 # dQ, dK, dV in the inputs' shapes and dtype, and dsinks (Hq,) float32, (0,) without sinks. `dlse` (B, Hq, Nq) is
 # None when LSE was not used.
-flash_bwd = torch.ops.flashgpt.flash_bwd.default
+flash_bwd = getattr(torch.ops, OPERATORS).flash_bwd.default
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, *options, plan: Plan | None = None) -> tuple[Tensor, Tensor]:
@@ -76,12 +77,12 @@ def _on_hopper(plan: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options, *,
     return plan.on_hopper
 
 
-@torch.library.register_fake("flashgpt::flash_fwd", lib=_LIBRARY)
+@torch.library.register_fake(f"{OPERATORS}::flash_fwd", lib=_LIBRARY)
 def _(q, k, v, *options):
     return tokens_first(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.register_fake("flashgpt::flash_bwd", lib=_LIBRARY)
+@torch.library.register_fake(f"{OPERATORS}::flash_bwd", lib=_LIBRARY)
 def _(do, dlse, q, k, v, o, lse, *options):
     dsinks = q.new_empty(0 if Options(*options).sinks is None else q.shape[1], dtype=torch.float32)
     return tokens_first(q, q.shape[3]), tokens_first(k, k.shape[3]), tokens_first(v, v.shape[3]), dsinks

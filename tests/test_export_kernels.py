@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from scripts import export_kernels
+from training.log import ROOT
 
 USE = """
 import importlib.util, sys, torch
@@ -26,6 +27,11 @@ starts = torch.tensor([0, 2, 5], dtype=torch.int32)
 o = module.flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 3, 3, softcap=2.0)
 theirs = module.naive_attention_varlen(q[0], k[0], v[0], starts, starts, 3, 3, softcap=2.0)
 torch.testing.assert_close(o, theirs)
+
+sys.path.insert(0, sys.argv[2])  # and beside it ours, in one process
+import kernels
+ours = kernels.flash_attention(*heads_first, causal=True)
+torch.testing.assert_close(ours, module.flash_attn_func(q, k, v, causal=True).transpose(1, 2), rtol=0, atol=0)
 """
 
 
@@ -36,7 +42,7 @@ def test_loaded_by_its_path_under_another_name(tmp_path, capsys):
     metadata = json.loads((variant / "metadata.json").read_text())
     assert metadata.keys() == {"name", "id", "version", "license", "python-depends", "backend"}
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["id"] == metadata["id"]
-    command = [sys.executable, "-c", USE, str(variant)]
+    command = [sys.executable, "-c", USE, str(variant), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     with pytest.raises(ValueError, match="exists; give another, nothing is overwritten"):

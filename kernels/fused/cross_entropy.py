@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..device import OPERATORS
+
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     """Negative log-likelihood of `targets` in nats, summed over the rows that count: an fp32 scalar.
@@ -35,7 +37,7 @@ def check_targets(targets: Tensor, rows: Tensor, vocab_size: int, columns: int) 
         raise ValueError(f"vocab_size is {vocab_size}; it must be from 1 to the {columns} columns of the logits")
 
 
-@torch.library.custom_op("flashgpt::cross_entropy_fwd", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::cross_entropy_fwd", mutates_args=())
 def cross_entropy_fwd(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Loss and log-sum-exp of each row, (T,) fp32, in nats."""
     from .cross_entropy_kernels import launch_cross_entropy_fwd
@@ -50,7 +52,7 @@ def _(logits, targets, vocab_size):
     )
 
 
-@torch.library.custom_op("flashgpt::cross_entropy_bwd", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::cross_entropy_bwd", mutates_args=())
 def cross_entropy_bwd(dloss: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, vocab_size: int) -> Tensor:
     """Gradient of the logits, (T, columns) in their dtype; `dloss` (T,) fp32 is what each row's loss is worth."""
     from .cross_entropy_kernels import launch_cross_entropy_bwd

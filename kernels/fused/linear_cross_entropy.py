@@ -9,6 +9,7 @@ is computed twice. Idea: Liger Kernel, arXiv:2410.10989, section 3.2.
 import torch
 from torch import Tensor
 
+from ..device import OPERATORS
 from ..support import refuse_second_derivative
 from .cross_entropy import check_targets, cross_entropy_fwd
 
@@ -45,7 +46,7 @@ def linear_cross_entropy(
     return linear_cross_entropy_fwd(h.to(dtype), weight, targets, vocab_size, chunk_tokens, torch.is_grad_enabled())[0]
 
 
-@torch.library.custom_op("flashgpt::linear_cross_entropy_fwd", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::linear_cross_entropy_fwd", mutates_args=())
 def linear_cross_entropy_fwd(
     h: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_tokens: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

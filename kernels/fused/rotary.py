@@ -11,6 +11,7 @@ This file is the contract (torch only); the kernel loads when a CUDA tensor, or 
 import torch
 from torch import Tensor
 
+from ..device import OPERATORS
 from .rms_norm import rms_norm
 
 
@@ -62,7 +63,7 @@ def _empty_split(qkv: Tensor, num_heads: int, norm_eps: float | None) -> tuple[T
     return q, k, v, qkv.new_empty(batch, tokens, normed, dtype=torch.float32)
 
 
-@torch.library.custom_op("flashgpt::rotary_fwd", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::rotary_fwd", mutates_args=())
 def rotary_fwd(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, norm_eps: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,7 +80,7 @@ def _(qkv, cos, sin, num_heads, norm_eps=None):
     return _empty_split(qkv, num_heads, norm_eps)
 
 
-@torch.library.custom_op("flashgpt::rotary_bwd", mutates_args=())
+@torch.library.custom_op(f"{OPERATORS}::rotary_bwd", mutates_args=())
 def rotary_bwd(
     dq: Tensor,
     dk: Tensor,
