@@ -177,7 +177,17 @@ def _wants_gradient(inputs: tuple) -> bool:
 
 
 def _forward_with_autograd(*inputs, plan: Plan | None = None):
-    return _Flash.apply(plan, *inputs) if _wants_gradient(inputs) else _forward(plan, inputs)
+    if not _wants_gradient(inputs):
+        return _forward(plan, inputs)
+    try:
+        return _Flash.apply(plan, *inputs)
+    except RuntimeError as error:
+        if "setup_context" not in str(error):  # which torch.func's transforms ask for
+            raise
+        raise RuntimeError(
+            "flash attention has no derivative under torch.func (grad, vjp, jacrev): use torch.autograd.grad, or "
+            "naive_attention"
+        ) from error
 
 
 def _backward_with_autograd(*inputs):

@@ -214,6 +214,12 @@ def test_what_is_right_under_autocast_is_not_remembered_without_it():
         flash_attention(q, k, v, causal=True)
 
 
+def test_derivatives_of_torch_func_are_refused_in_our_words():
+    q, k, v = (x.detach() for x in make_qkv(1, 1, 1, 20, 20, 16, device=DEVICE))
+    with pytest.raises(RuntimeError, match=r"flash attention has no derivative under torch.func .* or naive_attention"):
+        torch.func.grad(lambda q: flash_attention(q, k, v).sum())(q)
+
+
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_forward_mode_derivatives_are_refused(which):
     """They would be zero in silence."""
