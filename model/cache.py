@@ -50,7 +50,7 @@ class KVCache:
         self.max_tokens = max_tokens
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
         self.length_of = [ABSENT] * num_rows  # the same on the host, with those for which there is room
-        self._room = 0  # tokens a row that the next call stores; of rows that differ, the most
+        self._room = 0  # tokens that `extend` has made room for and calls have not stored; at least any row's
         self.workspace: Tensor | None = None  # of attention, once it is asked
         self.products_workspace = torch.zeros(config.n_embd, dtype=torch.int32, device=device)
 
@@ -86,7 +86,8 @@ class KVCache:
                     f"row {row} of the KV cache would hold {ends[row]} tokens and a row has room for "
                     f"{self.max_tokens}; free it or make a cache with larger max_tokens"
                 )
-        self.length_of, self._room = ends, max(counts, default=0)
+        self.length_of = ends
+        self._room += max(counts, default=0)
 
     def free(self, row: int) -> None:
         """Take a row out of use."""
@@ -99,7 +100,7 @@ class KVCache:
 
     def positions(self, num_tokens: int) -> Tensor:
         """Of `num_tokens` new tokens a row, row after row: (rows * num_tokens,) int64."""
-        if num_tokens != self._room:
+        if num_tokens > self._room:
             raise ValueError(
                 f"the KV cache has room for {self._room} more tokens a row, not for {num_tokens}; call extend(rows, "
                 f"{num_tokens}) before the model"
@@ -140,7 +141,7 @@ class KVCache:
 
     def advance(self, num_tokens: int) -> None:
         """Count `num_tokens` as stored in each row in use, on the device, once every layer has attended."""
-        self._room = 0
+        self._room -= num_tokens
         self.lengths.add_(self.lengths != ABSENT, alpha=num_tokens)
 
     def _append(self, layer: int, rows: Tensor, length: int, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -321,4 +322,5 @@ class Prompts:
 
     def advance(self, num_tokens: int) -> None:
         """Count the tokens as stored."""
+        self.cache._room -= max(self.counts)
         self.cache.lengths[self.rows] = self.lengths
