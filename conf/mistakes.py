@@ -91,10 +91,10 @@ def no_value(key: str, choice: str | None = None) -> str:
     return f"{key}=??? stands for a value that is missing; give one, or leave the key out"
 
 
-def of_the_system(error: OSError) -> str:
-    """One line for a file or folder that cannot be used."""
+def of_the_system(error: OSError, folder: Path) -> str:
+    """One line for a file or folder that cannot be used, by a run in `folder`."""
     if error.filename is None:
-        return f"{error.strerror or error}; free what is short and run again"
+        return f"{error.strerror or error} (the run's folder is {folder}); free what is short and run again"
     return f"{error.filename} cannot be used ({error.strerror}); check that path, or name another"
 
 

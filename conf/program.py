@@ -133,7 +133,7 @@ def program(
                     if is_first:
                         _remove_if_empty(folder)
                 except (ValueError, OSError) as error:
-                    message = of_the_system(error) if isinstance(error, OSError) else str(error)
+                    message = of_the_system(error, folder) if isinstance(error, OSError) else str(error)
                     # the run had begun; in a folder that is another process's, it had not. In "." anybody may write
                     has_begun = folder != Path() and not isinstance(error, InUse) and _listing(folder) != found
                     if is_first and not _remove_if_empty(folder) and has_begun:

@@ -39,7 +39,7 @@ class SampleModelConfig:
 class SampleSettings:
     checkpoint: str | None = None  # a checkpoint or a run's folder; null: the newest under runs/
     prompt: str = ""  # text to continue, as typed; empty: a terminal is asked, elsewhere a document begins
-    prompts: str | None = None  # a UTF-8 file whose lines are continued, each by itself; blank lines are left out
+    prompts: str | None = None  # a UTF-8 file of prompts, one a line; /dev/stdin: a pipe
     num_samples: int = 1  # continuations of each prompt
     max_new_tokens: int = 256  # length of a continuation; the end-of-text token ends it earlier
     temperature: float = 0.8  # divides the logits; 0: always the likeliest token

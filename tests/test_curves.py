@@ -249,6 +249,7 @@ def test_runs_are_called_by_what_differs(tmp_path, settings, expected):
     folders = [written(tmp_path / "sweep" / str(n), RECORDS, **each) for n, each in enumerate(settings)]
     assert labels(folders) == expected
     assert runs_below(tmp_path / "sweep") == folders
+    assert runs_below(tmp_path) == folders  # of a name, whose sweeps are folders by their time
     assert runs_below(folders[0]) == folders[:1]
 
 

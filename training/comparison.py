@@ -23,11 +23,12 @@ _NOT_COMPARED = ("logger", "resume", "profile")  # settings that change nothing 
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """`folder` itself, or where it is a sweep's the folders of its runs in their order."""
-    if (folder / "metrics.jsonl").is_file():
-        return [folder]
-    runs = sorted((file.parent for file in folder.glob("*/metrics.jsonl")), key=lambda run: (len(run.name), run.name))
-    return runs or [folder]
+    """`folder` itself, or where it is a sweep's, or of one name, the folders of its runs in their order."""
+    for pattern in ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl"):
+        runs = [file.parent for file in folder.glob(pattern)]
+        if runs:
+            return sorted(runs, key=lambda run: (run.parent, len(run.name), run.name))
+    return [folder]
 
 
 def state(run: dict[str, Any]) -> str:
