@@ -4,6 +4,7 @@ Calls of one key (kernels/call.py) differ in nothing but addresses and a few num
 and leaves `Replay`s (kernels/replay.py) in its `Plan`; the next ones hand over what differs.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -113,7 +114,8 @@ def start(launch: Launch) -> tuple[Launch, object]:
         return launch, None
     while True:
         try:
-            return launch, launch.kernel[(launch.grid,)](*launch.arguments, **launch.constants, **launch.how)
+            with _ONE_THREAD:
+                return launch, launch.kernel[(launch.grid,)](*launch.arguments, **launch.constants, **launch.how)
         except OutOfResources as error:
             launch = launch.smaller(error)
             if launch is None:
@@ -121,6 +123,7 @@ def start(launch: Launch) -> tuple[Launch, object]:
 
 
 _RECORD: list[list[Launch]] = []
+_ONE_THREAD = threading.Lock()  # Triton's interpreter keeps the grid's place in globals
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Launches: run through Triton the first time, replayed afterwards, each address in its place; keys and plans."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -233,3 +234,12 @@ def test_heads_between_a_heads_tokens_are_not_counted_as_its_own(monkeypatch):
     row = cache.as_strided((1, 8, 3 * 8 * 4096 + 4096, 64), (0, *cache.stride()[1:]))
     together = launch.heads_per_section(q, cache.transpose(0, 1).reshape(1, 8, 16384, 64))
     assert launch.heads_per_section(q, row) == together == 16
+
+
+def test_threads_take_turns():
+    """Triton's interpreter keeps the place in the grid in globals, where two would write over each other."""
+    q, k, v = make_qkv(1, 2, 1, 70, 70, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+    expected = flash_attention(q, k, v, causal=True)
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda _: flash_attention(q, k, v, causal=True), range(16)):
+            assert torch.equal(found, expected)
