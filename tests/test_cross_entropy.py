@@ -75,9 +75,11 @@ def test_any_negative_target_does_not_count():
     """-1 in a GPT of ours, -100 in what Hugging Face's collators make."""
     logits, targets = torch.randn(4, 5, device=DEVICE), torch.tensor([2, -1, 3, -100], device=DEVICE)
     weight, h = torch.randn(5, 8, device=DEVICE), torch.randn(4, 8, device=DEVICE)
-    torch.testing.assert_close(cross_entropy(logits, targets, 5), cross_entropy(logits[::2], targets[::2], 5))
+    near = {"rtol": 5e-3, "atol": 5e-3}  # a row more would be off by 1
+    torch.testing.assert_close(cross_entropy(logits, targets, 5), cross_entropy(logits[::2], targets[::2], 5), **near)
     found = linear_cross_entropy(h, weight, targets, 5)
-    torch.testing.assert_close(found, linear_cross_entropy(h[::2].contiguous(), weight, targets[::2].contiguous(), 5))
+    alone = linear_cross_entropy(h[::2].contiguous(), weight, targets[::2].contiguous(), 5)
+    torch.testing.assert_close(found, alone, **near)
 
 
 def test_a_row_without_a_target_is_refused():
