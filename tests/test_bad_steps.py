@@ -256,10 +256,19 @@ def test_damaged_weights_are_not_saved_and_take_no_good_checkpoint_s_place(tmp_p
         assert summary["checkpoint"].endswith("step_000003")
 
 
+def test_where_nothing_could_be_saved_no_way_on_is_shown(tmp_path, monkeypatch, capsys):
+    flip(monkeypatch, "embedding.weight", 1)
+    summary = train(small_run(tmp_path, *STORY), tmp_path / "run")
+    assert (summary["checkpoint"], summary["exit_code"]) == (None, numbers.EXIT_BAD_NUMBERS)
+    said = capsys.readouterr().out
+    assert "nothing was saved to go on from: begin anew, with its cause mended" in said
+    assert "resume=" not in said
+
+
 def test_no_policy_goes_on_for_ever(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(numbers, "MOST_IN_A_ROW", 2)
     flip(monkeypatch, "embedding.weight", 2)
-    summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / "run")
+    summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip", "train.save_every=1"), tmp_path / "run")
     assert summary["exit_code"] == numbers.EXIT_BAD_NUMBERS
     assert (summary["steps"], summary["bad_steps"]) == (3, 2)
     said = capsys.readouterr().out

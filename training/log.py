@@ -175,7 +175,9 @@ class RunLog:
             self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
         self._with_wandb(lambda run: run.summary.update(named(summary)))
         self.picture.draw(last=True)
-        if stop:
+        if stop and checkpoint is None:
+            self.say(f"stopped by {stop.reason}; nothing was saved to go on from: begin anew, with its cause mended")
+        elif stop:
             self.say(f"stopped by {stop.reason}; {stop.way_on}:\n  {command_to_go_on(self.run_dir, *stop.changes)}")
         else:
             self.say(
