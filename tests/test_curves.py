@@ -376,3 +376,10 @@ def test_an_attention_has_one_colour_in_every_picture(tmp_path, drawn):
     assert found[3]["no rescaling"] == OTHER_COLOURS[0]
     styles = {line.get_label(): line.get_linestyle() for line in drawn[0].axes[0].lines}
     assert (styles["flash, none"], styles["flash, full"]) == ("-", "--")
+
+
+def test_a_narrow_terminal_cuts_no_figure(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    folders = [written(tmp_path / "sweep" / str(n), RECORDS, **each) for n, each in enumerate((WIDE, DEEP))]
+    compare(folders, tmp_path / "compare.png")
+    assert "…" not in capsys.readouterr().out

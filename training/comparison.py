@@ -3,7 +3,6 @@
 A run may be finished, under way or killed; the runs of a sweep are called by what differs between them.
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -144,7 +143,9 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
     for row in rows:
         cells = ((row[key], form) for (_, key), form in columns.items())
         shown.add_row(*("-" if value is None else form.format(value) for value, form in cells))
-    console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 150)
+    console = Console(highlight=False, markup=False, emoji=False)
+    # figures are never cut: a terminal wraps what does not fit
+    console.width = max(console.width, console.measure(shown, options=console.options.update(width=10_000)).maximum)
     console.print(shown)
     described = [run["folder"] for run in runs if (run["folder"] / "config.yaml").is_file()]
     if len({settings_of(folder).get("tokenizer") for folder in described}) > 1:
