@@ -380,6 +380,7 @@ def test_an_attention_has_one_colour_in_every_picture(tmp_path, drawn):
 
 def test_a_narrow_terminal_cuts_no_figure(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     folders = [written(tmp_path / "sweep" / str(n), RECORDS, **each) for n, each in enumerate((WIDE, DEEP))]
     compare(folders, tmp_path / "compare.png")
     assert "…" not in capsys.readouterr().out
