@@ -133,9 +133,10 @@ def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
 def _json_rows(file: TextFile) -> Iterator[Any]:
     """Lines, not yet parsed, but for blank ones; or the items of the list that the file is."""
     with file.path.open(encoding="utf-8-sig", newline="\n") as stream:
-        first = next((line for line in iter(stream.readline, "") if line.strip()), "")
+        while (first := stream.read(1)).isspace():
+            pass
         stream.seek(0)
-        if first.lstrip().startswith("["):
+        if first == "[":
             yield from json.load(stream)
         else:
             yield from (line for line in stream if line.strip())
