@@ -96,9 +96,8 @@ def examine(settings: Settings, folder: Path) -> Page:
     dataset = page.ask("data", text, settings)
     vocab_size = page.ask("tokenizer", tokenizer, settings, dataset=dataset)
     parameters = page.ask("model", network, model, settings.data.seq_len, vocab_size=vocab_size)
-    page.ask("memory", step_memory, settings, model, hardware, vocab_size)
-    fits = "memory" in page and not page["memory"].wrong
-    if fits and hardware.device.type == "cpu" and model.name is None:
+    plan = page.ask("memory", step_memory, settings, model, hardware, vocab_size)
+    if plan and hardware.device.type == "cpu" and model.name is None:
         page.ask("speed", speed, settings, model, hardware, vocab_size)
     page.ask("disk", machine.disk, settings.train, folder, parameters=parameters)
     page.ask("wandb", wandb, settings)
@@ -243,15 +242,14 @@ def step_memory(settings: Settings, model: GPTConfig, hardware: Hardware, vocab_
     share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     plan = memory.plan(settings, model, hardware, vocab_size, share)
     facts = {"forecast_bytes": plan.peak, "free_bytes": plan.free}
-    return Finding(f"micro-batches of {plan.micro_batch}; {plan}", facts=facts)
+    return Finding(f"micro-batches of {plan.micro_batch}; {plan}", facts=facts, value=plan)
 
 
 def speed(settings: Settings, model: GPTConfig, hardware: Hardware, vocab_size: int) -> Finding:
     """Whether a step takes long on this CPU."""
     network, config = build_model(model, vocab_size, settings.data.seq_len, device="cpu"), settings.train
     optim, _ = settings.optim.resolved(hardware.device)
-    share = config.batch_tokens // hardware.world.size
-    slow = slow_on_a_cpu(network, optim, hardware, batch_tokens=share, steps=config.steps)
+    slow = slow_on_a_cpu(network, optim, hardware, batch_tokens=config.batch_tokens, steps=config.steps)
     said, _, fix = (slow or f"a step takes less than {SLOW_STEP_SECONDS:g} s").partition("; ")
     return Finding(said, fix or None)
 

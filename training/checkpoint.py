@@ -225,8 +225,7 @@ def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Che
     meta = read_json(path, META)
     if meta.get("format") != FORMAT:
         raise ValueError(
-            f"checkpoint {path} has format {meta.get('format')}, this version reads {FORMAT}; use the commit that "
-            f"wrote it ({(meta.get('provenance') or {}).get('commit')})"
+            f"checkpoint {path} has format {meta.get('format')}, this version reads {FORMAT}; {use_its_commit(meta)}"
         )
     manifest = read_json(path, MANIFEST)
     for file in verify:
@@ -263,6 +262,11 @@ def newest_complete(
         if last_step is None or found.step <= last_step:  # a folder's name may have been changed
             return found
     return None
+
+
+def use_its_commit(meta: dict[str, Any]) -> str:
+    """The remedy where a checkpoint is of another version."""
+    return f"use the commit that wrote it ({(meta.get('provenance') or {}).get('commit')})"
 
 
 def given_or_newest(checkpoint: str | None) -> str | Path:

@@ -151,8 +151,7 @@ class Run:
         if self.initial:
             lines.append(f"weights    of {self.initial.path} after {self.initial.step} steps; all else begins anew")
         if self.hardware.device.type == "cpu":
-            share = tokens // self.hardware.world.size
-            slow = slow_on_a_cpu(model, optim, self.hardware, batch_tokens=share, steps=steps)
+            slow = slow_on_a_cpu(model, optim, self.hardware, batch_tokens=tokens, steps=steps)
             lines += [f"slow       {slow}"] if slow else []
         return lines
 

@@ -125,12 +125,14 @@ def slow_on_a_cpu(
     """What steps on a CPU will take, and what would be faster, in a line; None where they are not slow.
 
     An estimate: the measured `forward` of a sequence, of which a backward takes two, and Newton-Schulz's FLOPs at the
-    `rate` of large matrix products. `optim` has its muon_dtype resolved.
+    `rate` of large matrix products. Of batch_tokens each process of `hardware.world` has its share. `optim` has its
+    muon_dtype resolved.
     """
-    flops, of_muon = model_flops(model)["causal"] * batch_tokens, flops_of_muon(model, optim)
+    share = batch_tokens // hardware.world.size
+    flops, of_muon = model_flops(model)["causal"] * share, flops_of_muon(model, optim)
     if flops + of_muon < FEW_FLOPS:
         return None
-    in_model = 3 * batch_tokens / model.seq_len * forward(model, hardware)
+    in_model = 3 * share / model.seq_len * forward(model, hardware)
     in_muon = of_muon / rate(DTYPES[optim.muon_dtype]) if of_muon else 0.0
     seconds = in_model + in_muon
     if seconds < SLOW_STEP_SECONDS:

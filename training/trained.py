@@ -7,7 +7,7 @@ import torch
 
 from data import tokenizer_from_state
 from model import GPT, GPTConfig, build_model, resolve_model
-from training.checkpoint import META, Checkpoint
+from training.checkpoint import META, Checkpoint, use_its_commit
 
 # of a checkpoint's description
 NEEDED = {
@@ -51,6 +51,6 @@ def refuse_other_keys(checkpoint: Checkpoint, group: str, config: type) -> None:
     if unknown := found.keys() - kinds.keys():
         raise ValueError(
             f"checkpoint {checkpoint.path} has {group}.{min(unknown)}, which this version does not know; "
-            f"use the commit that wrote it ({(checkpoint.meta.get('provenance') or {}).get('commit')})"
+            + use_its_commit(checkpoint.meta)
         )
     checkpoint.refuse_without({"settings": {group: {key: kinds[key] for key in found}}}, checkpoint.meta, META)
