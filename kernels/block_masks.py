@@ -210,6 +210,8 @@ def _asked(
         keys = cols.clamp(max=num_k - 1) if num_k % BLOCK else cols
         try:
             seen = each(*part[:2, :, None, None], rows[:, :, None], keys[:, None]).expand(-1, BLOCK, BLOCK)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError) as error:  # of vmap, which knows no `if` and no `and`
             reason = str(error).partition("\n")[0]
             raise ValueError(f"mask_mod cannot be evaluated ({reason}); use &, | and torch.where of tensors") from error

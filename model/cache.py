@@ -42,10 +42,12 @@ class KVCache:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ):
-        if not dtype.is_floating_point and dtype != torch.int8:
-            raise ValueError(f"a KV cache in {dtype} would cut keys off; use a floating point dtype, or torch.int8")
-        if dtype.itemsize == 1 and dtype not in (torch.int8, torch.float8_e4m3fn):
-            raise ValueError(f"a KV cache in {dtype} is not known; use torch.int8 or torch.float8_e4m3fn")
+        wide = dtype.is_floating_point and dtype.itemsize > 1
+        if not wide and dtype not in (torch.int8, torch.float8_e4m3fn):
+            raise ValueError(
+                f"a KV cache in {dtype} is not known; use a floating point dtype of 16 bits or more, torch.int8 or "
+                "torch.float8_e4m3fn"
+            )
         self._hold((config.num_layers, num_rows, config.kv_heads, max_tokens, config.head_dim), device, dtype)
         self.max_tokens = max_tokens
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
