@@ -1,5 +1,6 @@
 """Block masks: building one in each way, and every attention under it against the definition."""
 
+import math
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 
 from kernels import BlockMask, block_mask, block_masks, flash_attention, naive_attention, ops, tiled_attention
 from kernels.launch import PLANS
-from kernels.portable.visits import shown
+from kernels.portable.visits import where_shown
 from model.attention import sdpa
 from scripts.bench.mask_table import masks
 from tests.attention_checks import assert_within_budget, compare_with_oracle, make_qkv, oracle, results
@@ -132,7 +133,8 @@ def test_torchs_lists_decide_and_its_function_is_asked_inside_partial_blocks_onl
 @triton.jit
 def _shown_kernel(bits, out, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
     at = (row % 128 + tl.arange(0, ROWS))[:, None] * 128 + col % 128 + tl.arange(0, COLS)[None, :]
-    tl.store(out + at, shown(bits, row, col, ROWS, COLS))
+    values = at.to(tl.float32)  # exact
+    tl.store(out + at, where_shown(values, bits, row, col, ROWS, COLS))
 
 
 @pytest.mark.parametrize("tile", [(16, 16), (32, 16), (16, 32), (128, 64), (64, 128)], ids=str)
@@ -140,11 +142,12 @@ def test_a_kernel_reads_the_bits_of_any_tile_from_either_side(tile):
     visible = random_mask(128, 128)
     bits = BlockMask.from_dense(visible).bits
     for side, expected in enumerate((visible, visible.T)):
-        out = torch.zeros(128, 128, dtype=torch.int8, device=DEVICE)
+        out = torch.empty(128, 128, device=DEVICE)
         for row in range(128, 256, tile[0]):
             for col in range(256, 384, tile[1]):
                 _shown_kernel[(1,)](bits[2, side], out, row, col, *tile)
-        assert torch.equal(out.bool(), expected)
+        values = torch.arange(128.0 * 128, device=DEVICE).view(128, 128)
+        assert torch.equal(out, values.masked_fill(~expected, -math.inf))
 
 
 # ---- attention

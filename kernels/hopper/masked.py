@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..portable.record import record
-from ..portable.visits import first_line
+from ..portable.visits import first_line, select_by_bit
 from .schedule import key_tiles, tile_rows
 
 
@@ -143,15 +143,12 @@ def pattern_words(row, stage, masked, s_layout: gl.constexpr):
     return own_bits(masked.bits + pattern.to(gl.int64) * 1024, row, 0, s_layout, 4)
 
 
-@gluon.constexpr_function
-def _select_asm(hidden):
-    return f"{{.reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, {hidden}, p;}}"
+_select_asm = gluon.constexpr_function(select_by_bit)
 
 
 @gluon.jit
 def where_bit(values, words, bits, HIDDEN: gl.constexpr):
-    """values where a word has the bit, else HIDDEN, fp32 in PTX's spelling. Written in PTX: LLVM would gather the bits
-    in vectors, while ptxas turns this into one R2P for two values and a select for each."""
+    """values where a word has the bit, else HIDDEN: see `select_by_bit`."""
     return gl.inline_asm_elementwise(
         _select_asm(HIDDEN), "=f,f,r,r", [values, words, bits], dtype=gl.float32, is_pure=True, pack=1
     )

@@ -17,7 +17,7 @@ from .tiles import (
     seeing_queries,
     store_tile,
 )
-from .visits import Visits, bits_at, busiest_first, shown, visited, visits_of
+from .visits import Visits, bits_at, busiest_first, visited, visits_of, where_shown
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _dkdv_step(
     cols = k_start + tl.arange(0, k_tile.shape[0])[:, None]
     logits, factor, cap_gradient = logits_of(scores, rows, cols, scoring)
     if bits is not None:
-        logits = tl.where(shown(bits, k_start, q_start, k_tile.shape[0], q_tile.shape[0]), logits, -float("inf"))
+        logits = where_shown(logits, bits, k_start, q_start, k_tile.shape[0], q_tile.shape[0])
     elif MASKED:
         logits = mask_scores(logits, rows, cols, scoring.mask)
     probs = tl.exp2(logits * factor - lse_log2[None, :])

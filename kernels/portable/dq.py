@@ -15,7 +15,7 @@ from .tiles import (
     masked_tile,
     store_tile,
 )
-from .visits import bits_at, keys_met, owned_queries, shown, visited
+from .visits import bits_at, keys_met, owned_queries, visited, where_shown
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _dq_step(
     cols = k_start + tl.arange(0, k_tile.shape[0])[None, :]
     logits, factor, cap_gradient = logits_of(scores, rows, cols, scoring)
     if bits is not None:
-        logits = tl.where(shown(bits, q_start, k_start, q_tile.shape[0], k_tile.shape[0]), logits, -float("inf"))
+        logits = where_shown(logits, bits, q_start, k_start, q_tile.shape[0], k_tile.shape[0])
     elif MASKED:
         logits = mask_scores(logits, rows, cols, scoring.mask)
     probs = tl.exp2(logits * factor - lse_log2[:, None])

@@ -40,7 +40,7 @@ from .tiles import (
     store_tile,
 )
 from .tuning import Tile, fitting, kernel_operands, tile_for
-from .visits import bits_at, keys_met, mask_constants, mask_tiles, owned_queries, shown, visited
+from .visits import bits_at, keys_met, mask_constants, mask_tiles, owned_queries, visited, where_shown
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _softmax_step(
     cols = k_start + tl.arange(0, k_tile.shape[0])[None, :]
     logits, factor, _ = logits_of(scores, rows, cols, scoring)
     if bits is not None:
-        logits = tl.where(shown(bits, q_start, k_start, q_tile.shape[0], k_tile.shape[0]), logits, -float("inf"))
+        logits = where_shown(logits, bits, q_start, k_start, q_tile.shape[0], k_tile.shape[0])
     elif MASKED:
         logits = mask_scores(logits, rows, cols, scoring.mask)
     # the maximum of raw scores, scaled once a row, leaves one fused multiply-add and one exp2 for each score

@@ -5,10 +5,21 @@ import triton.language as tl
 
 from ..block_masks import BLOCK
 from ..call import Options
+from ..device import interpreting
 from .record import record
 from .tiles import owned_tile, section_tile, visible_keys
 
 MASK_BLOCK = tl.constexpr(BLOCK)
+PACKED = tl.constexpr(not interpreting())
+
+
+def select_by_bit(hidden: str) -> str:
+    """PTX that keeps a float32 where a word has a bit, else gives `hidden` in PTX's spelling. ptxas makes one
+    instruction for two tests and a select for each, while LLVM would gather the bits in vectors."""
+    return f"{{.reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.b32 p, t, 0; selp.f32 $0, $1, {hidden}, p;}}"
+
+
+MINUS_INFINITY = tl.constexpr(select_by_bit("0fFF800000"))
 
 
 @record
@@ -124,22 +135,35 @@ def bits_at(position, visits):
 
 
 @triton.jit
-def shown(bits, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Booleans (ROWS, COLS): which pairs a pattern shows from (row, col) on.
+def _own_bits(words, cols, COLS: tl.constexpr):
+    """(word, bit) of each pair of a tile: its word has its bit where the pattern shows it.
 
-    A word of 32 columns is loaded once a row; which word and which bit a column has is known to the compiler.
+    In the layout of a product a thread has the same two columns of each eight. So its bits of a row fit into one word,
+    made once, and which of them a register tests is known to the compiler.
+
+    words: pointers to the first word of each row's columns, (ROWS, 1). cols: the columns (1, COLS), from 0 on; of less
+    than a word their places in it.
     """
-    cols = tl.arange(0, COLS)[None, :]
-    words = bits + (row % MASK_BLOCK + tl.arange(0, ROWS)) * 4 + col % MASK_BLOCK // 32
-    word = tl.load(words)[:, None]
-    if COLS == 64:
-        word = tl.where(cols < 32, word, tl.load(words + 1)[:, None])
-    elif COLS == 128:
-        low = tl.where(cols < 32, word, tl.load(words + 1)[:, None])
-        high = tl.where(cols < 96, tl.load(words + 2)[:, None], tl.load(words + 3)[:, None])
-        word = tl.where(cols < 64, low, high)
-    bit = cols % 32 if COLS >= 32 else (col + cols) % 32
-    return ((word >> bit) & 1) != 0
+    if COLS < 32:
+        return tl.load(words), cols
+    first = cols & 6  # of the thread's two columns
+    own = (tl.load(words) >> first) & 0x03030303
+    for word in tl.static_range(1, COLS // 32):
+        own |= ((tl.load(words + word) >> first) & 0x03030303) << (2 * word)
+    return own, (cols & 0x19) | (cols // 32 * 2)
+
+
+@triton.jit
+def where_shown(logits, bits, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """logits (ROWS, COLS) of the pairs that a pattern shows from (row, col) on, -inf in place of the others."""
+    words = bits + ((row % MASK_BLOCK + tl.arange(0, ROWS)) * 4 + col % MASK_BLOCK // 32)[:, None]
+    cols = tl.arange(0, COLS)[None, :] if COLS >= 32 else (col % 32 + tl.arange(0, COLS))[None, :]
+    word, bit = _own_bits(words, cols, COLS)
+    if PACKED:
+        code: tl.constexpr = MINUS_INFINITY
+        return tl.inline_asm_elementwise(code, "=f,f,r,r", [logits, word, 1 << bit], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.where(((word >> bit) & 1) != 0, logits, -float("inf"))
 
 
 def mask_constants(options: Options) -> dict[str, bool]:
