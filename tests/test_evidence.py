@@ -71,6 +71,15 @@ def test_an_unknown_beginning_is_refused():
         evidence.EvidenceSettings(only=["speed"])
 
 
+def test_a_whole_name_asks_for_no_other_that_begins_with_it():
+    def asked(only: str) -> list[str]:
+        return [name for name in evidence.EXPERIMENTS if evidence.named(name, only)]
+
+    assert asked("parity/books_bf16_200") == ["parity/books_bf16_200"]
+    assert len(asked("parity/books_bf16_200_")) == 2
+    assert set(asked("decode")) > {"decode/bits", "decode/peers"}
+
+
 def test_the_command_of_a_figure_can_be_typed(monkeypatch):
     from training.log import command
 
