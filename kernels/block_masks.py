@@ -16,8 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .mask_bounds import Undecided, decided_blocks
 
 BLOCK = 128  # queries and keys in a block, as in torch's BlockMask
+GROUP = 192  # queries that a program of Hopper's forward takes where heads are narrow
 MOST_TOKENS = 2**15 * BLOCK  # a block's number and how many larger ones there are share an int32
-MOST_VISITS = 2**30  # places in the list of both sides are int32
+MOST_VISITS = 2**29  # places in the list of all three kinds are int32
 HIDDEN, FULL = -2, -1  # entries of `block_table`; the others are numbers of patterns
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -32,11 +33,12 @@ class BlockMask(NamedTuple):
     The tensors are for the kernels, which trust them: a mask is never changed, another one is made.
     """
 
-    starts: Tensor  # (batch, heads, blocks of queries, then of keys, 4) int32: first visit of a full block, first of a
-    # partial one, end; and the block that has the n-th most visits among the n
-    visits: Tensor  # (1 + 2 x visited blocks, 4) int32: block, pattern; the first shows nothing, for rows without any;
-    # then those of the queries, then of the keys. Beside the n-th of a row of keys stands its n-th in the order of
-    # blocks: block + 2^16 * (how many larger blocks of keys visit that block), pattern
+    starts: Tensor  # (batch, heads, blocks of queries, then of keys, then groups of 192 queries, 4) int32: first visit
+    # of a full block, first of a partial one, end; and the row that has the n-th most visits among the n
+    visits: Tensor  # (1 + all, 4) int32: block, pattern; the first shows nothing, for rows without any; then those of
+    # the queries, of the keys, of the groups. Beside the n-th of a row of keys stands its n-th in the order of blocks:
+    # block + 2^16 * (how many larger blocks of keys visit that block), pattern. A group lies in two rows of blocks and
+    # has two patterns; full are its blocks where both are
     bits: Tensor  # (patterns, 2, 128, 4) int32: rows of queries over keys, then rows of keys over queries; the first
     # pattern is a full block's, the second shows nothing
     num_q: int
@@ -136,6 +138,8 @@ def check_block_mask(given: object, batch: int, heads: int, num_q: int, num_k: i
     for name, found, allowed in (("batch", mask.starts.shape[0], batch), ("heads", mask.starts.shape[1], heads)):
         if found not in (1, allowed):
             raise ValueError(f"block_mask has a {name} dimension of {found}; it must be 1 or q's {allowed}")
+    if mask.starts.shape[2] != -(-num_q // BLOCK) - (-num_k // BLOCK) - (-num_q // GROUP):
+        raise ValueError("block_mask was saved by another version of these kernels; make it again")
     if mask.starts.device != device:
         raise ValueError(f"block_mask is on {mask.starts.device} but q is on {device}; move them to one device")
     return mask[:3]
@@ -144,13 +148,14 @@ def check_block_mask(given: object, batch: int, heads: int, num_q: int, num_k: i
 def block_table(starts: Tensor, visits: Tensor, num_q: int, num_k: int) -> Tensor:
     """(batch, heads, blocks of queries, blocks of keys) int64: HIDDEN, FULL or the number of the block's pattern."""
     q_blocks, k_blocks = -(-num_q // BLOCK), -(-num_k // BLOCK)
-    first, first_partial = starts[:, :, :q_blocks, :2].flatten(0, 2).unbind(1)
-    of_queries = visits[1 : 1 + visits.shape[0] // 2].long()
-    place = torch.arange(1, 1 + of_queries.shape[0], device=visits.device, dtype=torch.int32)
+    first, first_partial, end = starts[:, :, :q_blocks, :3].flatten(0, 2).unbind(1)
+    place = torch.arange(visits.shape[0], device=visits.device, dtype=torch.int32)
     row = torch.searchsorted(first.contiguous(), place, right=True) - 1  # the last of those that begin there has it
-    entry = torch.where(place < first_partial[row], FULL, of_queries[:, 1])
-    table = torch.full((first.numel() * k_blocks,), HIDDEN, device=visits.device)
-    return table.scatter(0, row * k_blocks + of_queries[:, 0], entry).view(*starts.shape[:2], q_blocks, k_blocks)
+    entry = torch.where(place < first_partial[row], FULL, visits[:, 1].long())
+    pairs = first.numel() * k_blocks
+    at = torch.where((place > 0) & (place < end[-1]), row * k_blocks + visits[:, 0], pairs)  # others' visits: nowhere
+    table = torch.full((pairs + 1,), HIDDEN, device=visits.device).scatter(0, at, entry)
+    return table[:pairs].view(*starts.shape[:2], q_blocks, k_blocks)
 
 
 def pairs_of(
@@ -260,27 +265,33 @@ def _assemble(
     visited = np.count_nonzero(pattern != 1)
     if visited >= MOST_VISITS:
         raise ValueError(f"the mask visits {visited:,} blocks of 128 x 128; the most are {MOST_VISITS - 1:,}")
-    visits, starts, begin = np.zeros((1 + 2 * visited, 4), np.int32), [], 1
-    visits[0, 1] = 1
-    for table in (pattern, np.ascontiguousarray(pattern.swapaxes(2, 3))):  # (B, H, rows, others): of queries, of keys
-        kinds = np.stack((table == 0, table > 1), axis=3)  # first the full ones
+    of_queries, of_keys = pattern, np.ascontiguousarray(pattern.swapaxes(2, 3))
+    above = np.arange(-(-num_q // GROUP)) * GROUP // BLOCK
+    above, below = pattern[:, :, above], pattern[:, :, np.minimum(above + 1, pattern.shape[2] - 1)]
+    starts, visits = [], [np.array([[0, 1, 1, 0]], np.int32)]
+    for tables in ((of_queries,), (of_keys,), (above, below)):
+        full = np.all([table == 0 for table in tables], axis=0)
+        kinds = np.stack(
+            (full, np.any([table != 1 for table in tables], axis=0) & ~full), axis=3
+        )  # first the full ones
         number = np.count_nonzero(kinds, axis=4)
-        stops = begin + number.cumsum().reshape(number.shape)
+        stops = sum(map(len, visits)) + number.cumsum().reshape(number.shape)
         most = np.argsort(-number.sum(3), axis=2, kind="stable")
         starts.append(np.stack((*np.moveaxis(stops - number, 3, 0), stops[..., 1], most), axis=3))
-        at = np.flatnonzero(kinds)
-        own, others = visits[begin : begin + visited], table.shape[3]
+        at, others = np.flatnonzero(kinds), kinds.shape[4]
+        own = np.zeros((len(at), 4), np.int32)
         own[:, 0] = at % others
-        own[:, 1] = table.reshape(-1, others)[at // (2 * others), own[:, 0]]
-        begin += visited
-    seen = table != 1
+        for column, table in enumerate(tables, 1):
+            own[:, column] = table.reshape(-1, others)[at // (2 * others), own[:, 0]]
+        visits.append(own)
+    seen = of_keys != 1
     larger = np.count_nonzero(seen, axis=2, keepdims=True) - seen.cumsum(2, dtype=np.int32)
     at = np.flatnonzero(seen)
-    own[:, 2] = at % others + (larger.reshape(-1)[at] << 16)
-    own[:, 3] = table.reshape(-1)[at]
+    visits[2][:, 2] = at % seen.shape[3] + (larger.reshape(-1)[at] << 16)
+    visits[2][:, 3] = of_keys.reshape(-1)[at]
     starts = np.concatenate(starts, axis=2, dtype=np.int32)
-    lists = torch.from_numpy(np.concatenate((starts.reshape(-1, 4), visits))).to(device)  # in one copy
-    starts, visits = lists[: -len(visits)].view(starts.shape), lists[-len(visits) :]
+    lists = torch.from_numpy(np.concatenate((starts.reshape(-1, 4), *visits))).to(device)  # in one copy
+    starts, visits = lists[: starts.size // 4].view(starts.shape), lists[starts.size // 4 :]
     return BlockMask(starts, visits, bits.view(torch.int32), num_q, num_k)
 
 

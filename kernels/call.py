@@ -59,6 +59,12 @@ class Options(NamedTuple):
         """A block mask says who sees whom."""
         return self.mask_starts is not None
 
+    @property
+    def crowded(self) -> bool:
+        """Whether the block mask, of about as many queries as keys, visits a third of its blocks or more."""
+        batch, heads, rows, _ = self.mask_starts.shape  # with n blocks of each 8/3 n rows, and 8/3 lists with a visit
+        return 9 * self.mask_visits.shape[0] > batch * heads * rows**2
+
 
 def key_of(kind: object, options: Options, *tensors: Tensor) -> tuple:
     """All that the checks, the choice of kernels and their launches depend on, but for addresses and stream.
@@ -69,8 +75,8 @@ def key_of(kind: object, options: Options, *tensors: Tensor) -> tuple:
     described = []
     for x in tensors:
         described += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0)
-    if options.masked:  # of any length: no launch depends on them
-        options = options._replace(mask_visits=None, mask_bits=None)
+    if options.masked:  # of any length: no launch depends on more of it
+        options = options._replace(mask_visits=options.crowded, mask_bits=None)
     if not options.without_tensors:
         options = tuple([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in options])
     return kind, options, *described

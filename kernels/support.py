@@ -101,6 +101,7 @@ HOPPER_BACKWARD_HEAD_DIMS = range(32, 129, 8)  # dK and dV (64, 256) in fp32 wou
 # than 128, tiles are 64 keys wide, half a block of a mask.
 HOPPER_PACKED_HEAD_DIMS = range(64, 257, 8)
 HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
+HOPPER_CROWDED_HEAD_DIMS = (64,)  # where a mask visits many blocks; with a soft-cap it was not measured
 # Attention over a cache: with less the tiles of 64 columns would be half empty, with more stages would not fit.
 HOPPER_KVCACHE_HEAD_DIMS = range(40, 129, 8)
 HOPPER_KVCACHE_ROWS = 64  # queries that share a KV head: the rows of one wgmma
@@ -236,11 +237,18 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backwar
         reason = f"the portable forward is faster for packed documents with head_dim {head_dim}"
     if reason is None and options.masked and options.alibi_slopes is not None:
         reason = "ALiBi under a block mask takes the portable kernels"
-    if reason is None and options.masked and not backward and head_dim not in HOPPER_MASKED_HEAD_DIMS:
-        reason = f"block masks with head_dim {head_dim} take the portable forward ({_listed(HOPPER_MASKED_HEAD_DIMS)})"
+    if reason is None and options.masked and not backward and not _has_masked_forward(head_dim, options):
+        reason = f"this block mask takes the portable forward with head_dim {head_dim}"
     if reason is None and options.masked and backward and options.mask_starts.shape[1] > 1 and "gqa" in features:
         reason = "the hopper backward walks a group's heads together: a block mask may not tell them apart"
     return reason or _unaddressable_reason(q=q, k=k, v=v)
+
+
+def _has_masked_forward(head_dim: int, options: Options) -> bool:
+    """Whether Hopper's forward takes block masks like this one."""
+    if head_dim in HOPPER_CROWDED_HEAD_DIMS and options.crowded and not options.softcap:
+        return True
+    return head_dim in HOPPER_MASKED_HEAD_DIMS
 
 
 def why_not_kvcache(q: Tensor, k_cache: Tensor, options: Options) -> str | None:

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 
 from kernels import BlockMask, block_mask, block_masks, flash_attention, naive_attention, ops, tiled_attention
+from kernels.call import Options, key_of
 from kernels.launch import PLANS
 from kernels.portable.visits import where_shown
 from model.attention import sdpa
@@ -148,6 +149,24 @@ def test_a_kernel_reads_the_bits_of_any_tile_from_either_side(tile):
                 _shown_kernel[(1,)](bits[2, side], out, row, col, *tile)
         values = torch.arange(128.0 * 128, device=DEVICE).view(128, 128)
         assert torch.equal(out, values.masked_fill(~expected, -math.inf))
+
+
+def test_a_mask_says_whether_it_visits_many_blocks_and_its_calls_have_other_plans():
+    q = torch.empty(1, 1, 4096, 64)
+    keys = []
+    for name, crowded in {"causal": True, "window": False, "documents": False, "strided": True}.items():
+        mask = block_mask(masks(4096)[name], None, None, 4096, 4096, "cpu")
+        options = Options(False, 1.0, mask_starts=mask.starts, mask_visits=mask.visits, mask_bits=mask.bits)
+        assert options.crowded == crowded, name
+        keys.append(key_of("forward", options, q, q, q))
+    assert keys[0] == keys[3] != keys[1] == keys[2]
+
+
+def test_a_mask_of_another_version_is_refused():
+    mask = BlockMask.from_dense(torch.ones(200, 200, dtype=torch.bool))
+    q = torch.zeros(1, 1, 200, 16)
+    with pytest.raises(ValueError, match="was saved by another version"):
+        tiled_attention(q, q, q, block_mask=mask._replace(starts=mask.starts[:, :, :-2]))
 
 
 # ---- attention

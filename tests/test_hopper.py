@@ -294,20 +294,21 @@ def test_simulated_maximum_that_rises_with_each_key_tile(monkeypatch):
     assert not ((factors < 1.0) & (factors > 2.0**-8)).any()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])  # groups of 192 queries, rows of 128
 @pytest.mark.parametrize(
     ("dims", "num_q", "num_k", "softcap"),
-    [((1, 1), 300, 300, 0.0), ((2, 2), 130, 257, 0.0), ((2, 1), 200, 129, 5.0), ((1, 2), 64, 400, 0.0)],
+    [((1, 1), 577, 300, 0.0), ((2, 2), 130, 257, 0.0), ((2, 1), 200, 129, 5.0), ((1, 2), 64, 400, 0.0)],
 )
 @pytest.mark.usefixtures("poisoned_memory")
-def test_simulated_forward_under_a_block_mask(dims, num_q, num_k, softcap, monkeypatch):
+def test_simulated_forward_under_a_block_mask(dims, num_q, num_k, softcap, head_dim, monkeypatch):
     """Full, partial and hidden blocks, rows of blocks without any, rows that see nothing; batch and heads."""
     hopper_fwd = simulated_forward(monkeypatch, pauses=Random(num_q))
     mask = random_mask(*dims, num_q, num_k, torch.Generator().manual_seed(num_q))
-    q, k, v = (torch.randn(2, heads, n, 64) for heads, n in ((2, num_q), (1, num_k), (1, num_k)))
+    q, k, v = (torch.randn(2, heads, n, head_dim) for heads, n in ((2, num_q), (1, num_k), (1, num_k)))
     options = Options(False, 0.125, softcap=softcap, **dict(zip(MASK_TENSORS, mask, strict=False)))
     o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, options)
     wide = [x.double() for x in (q, k, v)]
-    exact = naive_attention(*wide, block_mask=mask, softcap=softcap, return_lse=True)
+    exact = naive_attention(*wide, block_mask=mask, scale=options.scale, softcap=softcap, return_lse=True)
     torch.testing.assert_close(o.double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
 
@@ -320,7 +321,7 @@ def test_heads_of_an_uneven_mask_are_worked_on_together(seen_by_all, heads):
 
     q, k = torch.arange(2048)[:, None], torch.arange(2048)
     mask = BlockMask.from_dense((q // 128 == k // 128) | (k < 128 * seen_by_all))
-    lists = masked.Masked(hopper_simulator.on_device(mask.starts), None, None, None, False, False)
+    lists = masked.Masked(hopper_simulator.on_device(mask.starts), None, None, None, False, False, 1)
     assert hopper_simulator.call(masked.heads_together, lists, 2, 8, 2048, 2048) == heads
 
 

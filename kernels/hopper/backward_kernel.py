@@ -59,7 +59,7 @@ from .backward_schedule import (
     unmasked_from,
 )
 from .backward_scores import pattern_bits, probabilities, slope_of
-from .masked import Masked, heads_together, patterns_of
+from .masked import heads_together, masked_by
 from .pipeline import store_rows
 from .tma import slot
 
@@ -316,7 +316,7 @@ def hopper_bwd_kernel(
     else:
         window: gl.constexpr = None
     if mask_starts is not None:
-        masked = Masked(mask_starts, mask_visits, mask_bits, patterns_of(STAGES), MASK_OF_BATCH, MASK_OF_HEAD)
+        masked = masked_by(mask_starts, mask_visits, mask_bits, MASK_OF_BATCH, MASK_OF_HEAD, STAGES, 1)
     else:
         masked: gl.constexpr = None
     K_STAGES: gl.constexpr = 128 // HEAD_DIM

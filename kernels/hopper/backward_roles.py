@@ -20,7 +20,7 @@ from .backward_schedule import (
     query_tiles,
     visit_at,
 )
-from .masked import announce_pattern
+from .masked import announce_patterns
 from .pipeline import load_rows
 from .tma import slot
 
@@ -64,7 +64,7 @@ def producer(
                 stage, phase = slot(step, STAGES)
                 ready = full.index(stage)
                 mbarrier.wait(empty.index(stage), phase ^ 1)
-                announce_pattern(pattern, stage, sizes.masked)
+                announce_patterns(pattern, 0, stage, sizes.masked)
                 visit, pattern = visit_at(position + 1, first, end, sizes)
                 mbarrier.expect(ready, step_bytes)
                 load_rows(q_desc, batch, head, row, q_row0, sizes.num_q, ready, q_smem.index(stage))

@@ -43,7 +43,7 @@ from ..portable.record import record
 from ..portable.tiles import LN_2, LOG2_E, Mask
 from ..portable.visits import mask_constants
 from . import tma
-from .masked import Masked, announce_pattern, first_key, patterns_of, program_tiles, row_tiles
+from .masked import Masked, announce_patterns, first_key, masked_by, program_tiles, row_tiles
 from .pipeline import Barriers, Build, Tiles, hand_back, load_rows, pass_baton, ready_barriers, store_rows
 from .schedule import Document, Sizes, batch_and_head, document_turn, first_rows, lse_row, num_turns, turn_tile
 from .softmax import add_p_v, log2_factor, slope_at, softmax_step
@@ -102,11 +102,11 @@ def _producer(q_desc, k_desc, v_desc, packed, build):
             else:
                 mbarrier.arrive(barriers.q_full.index(c), count=1)
         for i in range(end - first):
-            key, pattern = first_key(end - 1 - i, call.masked, build.BLOCK_K)
+            key, pattern, below = first_key(end - 1 - i, call.masked, build.BLOCK_K)
             stage, phase = slot(step, build.STAGES)
             mbarrier.wait(barriers.k_empty.index(stage), phase ^ 1)
             full = barriers.k_full.index(stage)
-            announce_pattern(pattern, stage, call.masked)
+            announce_patterns(pattern, below, stage, call.masked)
             mbarrier.expect(full, k_bytes)
             load_rows(k_desc, batch, kv_head, key, k_row0, sizes.num_k, full, tiles.k.index(stage))
             mbarrier.wait(barriers.v_empty.index(stage), phase ^ 1)
@@ -282,7 +282,8 @@ def hopper_fwd_kernel(
     barriers = ready_barriers(CONSUMERS, STAGES)
 
     if mask_starts is not None:
-        masked = Masked(mask_starts, mask_visits, mask_bits, patterns_of(STAGES), MASK_OF_BATCH, MASK_OF_HEAD)
+        rows: gl.constexpr = 2 if CONSUMERS == 3 else 1
+        masked = masked_by(mask_starts, mask_visits, mask_bits, MASK_OF_BATCH, MASK_OF_HEAD, STAGES, rows)
     else:
         masked: gl.constexpr = None
     call = Call(tiles, barriers, sizes, (window_left, window_right), document, masked, alibi_slopes)
@@ -322,12 +323,11 @@ class ForwardPlan:
 
 def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     """The fastest of those tried at 1,024 to 32,768 tokens, or within 1 % of it: one H200, torch 2.11.0, triton 3.6.0,
-    2026-11-23, 16,384 tokens a call, hidden size 2,048 (NOTES.md).
-    With a window, a soft-cap or documents at 16,384 tokens: one of four. 256 has room for key tiles of 64, two stages.
-    """
+    2026-11-23, 16,384 tokens a call, hidden size 2,048 (NOTES.md). With a window, a soft-cap, documents or a block mask
+    at 16,384 tokens: one of four to six. 256 has room for key tiles of 64, two stages."""
     causal = options.causal
-    if options.masked:  # 128 queries, as a mask's blocks have
-        return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=False)
+    if options.masked:
+        return ForwardPlan(2 if head_dim == 128 else 3, ping_pong=head_dim == 64, persistent=False)
     if head_dim == 256:
         return ForwardPlan(consumers=2, block_k=64)
     if head_dim == 64 and (options.local or options.packed) and not options.softcap:

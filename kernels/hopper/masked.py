@@ -1,5 +1,5 @@
-"""Block masks in the Hopper kernels. In the forward a program's 128 queries are one row of the mask's blocks, and a
-visit is one key tile.
+"""Block masks in the Hopper kernels. In the forward a program's 128 queries are one row of the mask's blocks, or its
+192 are a group that lies in two, and a visit is one key tile.
 
 Visits are walked from a row's last to its first, so that the partial ones come before the full ones: the order in which
 a dense call meets its masked and its other tiles. One schedule serves both.
@@ -20,15 +20,19 @@ class Masked:
     starts: gl.tensor  # of BlockMask
     visits: gl.tensor
     bits: gl.tensor
-    patterns: gl.shared_memory_descriptor  # (STAGES, 1) int32: the pattern of the tile in a stage
+    patterns: gl.shared_memory_descriptor  # (STAGES * ROWS, 1) int32: the patterns of the tile in a stage
     OF_BATCH: gl.constexpr
     OF_HEAD: gl.constexpr
+    ROWS: gl.constexpr  # of blocks in which a program's queries lie: 2 of a group, else 1
 
 
 @gluon.jit
-def patterns_of(STAGES: gl.constexpr):
-    """Memory for the patterns of `Masked`."""
-    return gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+def masked_by(
+    starts, visits, bits, OF_BATCH: gl.constexpr, OF_HEAD: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """`Masked` of a mask's tensors, with memory for the patterns."""
+    patterns = gl.allocate_shared_memory(gl.int32, [STAGES * ROWS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    return Masked(starts, visits, bits, patterns, OF_BATCH, OF_HEAD, ROWS)
 
 
 @gluon.jit
@@ -65,14 +69,15 @@ def program_tiles(tile, batch_head, num_tiles, mask, call, build):
             masked.starts, batch, head, call.sizes.num_heads, call.sizes.num_q, call.sizes.num_k,
             masked.OF_BATCH, masked.OF_HEAD,
         )  # fmt: skip
+        if masked.ROWS == 2:
+            line += ((call.sizes.num_q + 127) // 128 + (call.sizes.num_k + 127) // 128) * 4
         block = gl.load(line + tile * 4 + 3)  # those with the most visits first
         first = gl.load(line + block * 4)
         end = gl.load(line + block * 4 + 2)
         full_end = gl.load(line + block * 4 + 1)
         empty = first == end
-        return (
-            block * 128, gl.where(empty, 0, first), gl.where(empty, 1, end), gl.where(empty, 0, full_end),
-        )  # fmt: skip
+        first, end, full_end = gl.where(empty, 0, first), gl.where(empty, 1, end), gl.where(empty, 0, full_end)
+        return block * (64 * build.CONSUMERS), first, end, full_end
     else:
         row, end_row = tile_rows(tile, num_tiles, call.sizes.num_q, build.CONSUMERS)
         first, end, _, _ = key_tiles(gl.maximum(row, 0), end_row, mask, build.BLOCK_K)
@@ -91,27 +96,30 @@ def row_tiles(rows, loaded, mask, call, build):
 
 @gluon.jit
 def first_key(place, masked, BLOCK_K: gl.constexpr):
-    """The first key of the tile at a place, and its pattern."""
+    """The first key of the tile at a place, and its patterns for each row of blocks."""
     if masked is not None:
-        return gl.load(masked.visits + place * 4) * 128, gl.load(masked.visits + place * 4 + 1)
+        visit = masked.visits + place * 4
+        return gl.load(visit) * 128, gl.load(visit + 1), gl.load(visit + masked.ROWS)
     else:
-        return place * BLOCK_K, 0
+        return place * BLOCK_K, 0, 0
 
 
 @gluon.jit
-def announce_pattern(pattern, stage, masked):
-    """Tell the consumers which pattern the tile has that a stage is about to hold: one load from global memory less
-    between them and its bits. By the producer's one warp."""
+def announce_patterns(pattern, below, stage, masked):
+    """Tell the consumers which pattern the tile has that a stage is about to hold, and the second one of a group: one
+    load from global memory less between them and its bits. By the producer's one warp."""
     if masked is not None:
         one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        masked.patterns.index(stage).store(gl.full([1], pattern, gl.int32, one))
+        masked.patterns.index(stage * masked.ROWS).store(gl.full([1], pattern, gl.int32, one))
+        if masked.ROWS == 2:
+            masked.patterns.index(stage * 2 + 1).store(gl.full([1], below, gl.int32, one))
 
 
 @gluon.jit
-def announced_pattern(stage, masked):
-    """The pattern of the tile in a stage, for a consumer."""
+def announced_pattern(stage, masked, row=0):
+    """The pattern of the tile in a stage, for a consumer, whose queries lie in this row of blocks."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(masked.patterns.index(stage).load(one), 0)
+    return gl.max(masked.patterns.index(stage * masked.ROWS + row).load(one), 0)
 
 
 @gluon.jit
@@ -139,7 +147,10 @@ def own_bits(pattern, row, first_word, s_layout: gl.constexpr, WORDS: gl.constex
 @gluon.jit
 def pattern_words(row, stage, masked, s_layout: gl.constexpr):
     """`own_bits` of 64 rows from `row` on under the key tile of a stage; of a full block all are 1."""
-    pattern = announced_pattern(stage, masked)
+    of_group = 0
+    if masked.ROWS == 2:
+        of_group = row // 128 - row // 192 * 192 // 128
+    pattern = announced_pattern(stage, masked, of_group)
     return own_bits(masked.bits + pattern.to(gl.int64) * 1024, row, 0, s_layout, 4)
 
 

@@ -3,13 +3,14 @@
 import triton
 import triton.language as tl
 
-from ..block_masks import BLOCK
+from ..block_masks import BLOCK, GROUP
 from ..call import Options
 from ..device import interpreting
 from .record import record
 from .tiles import owned_tile, section_tile, visible_keys
 
 MASK_BLOCK = tl.constexpr(BLOCK)
+MASK_GROUP = tl.constexpr(GROUP)
 PACKED = tl.constexpr(not interpreting())
 
 
@@ -42,7 +43,7 @@ def first_line(starts, batch, head, num_heads, q_tokens, k_tokens, OF_BATCH: tl.
     elif OF_BATCH:
         which = batch
     blocks = (q_tokens + MASK_BLOCK - 1) // MASK_BLOCK + (k_tokens + MASK_BLOCK - 1) // MASK_BLOCK
-    return starts + which * blocks * 4
+    return starts + which * (blocks + (q_tokens + MASK_GROUP - 1) // MASK_GROUP) * 4
 
 
 @triton.jit

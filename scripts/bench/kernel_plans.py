@@ -196,7 +196,7 @@ def call(
         "sinks": {"sinks": torch.empty(4, device="meta")},
         "dropout": {"dropout_p": 0.1, "dropout_seed": torch.empty((), dtype=torch.int64, device="meta")},
         "varlen": {f"cu_seqlens_{x}": torch.empty(3, dtype=torch.int32, device="meta") for x in "qk"},
-        "block_mask": {f"mask_{x}": torch.empty(1, 1, 1, dtype=torch.int32, device="meta") for x in MASK_TENSORS},
+        "block_mask": {f"mask_{x}": torch.empty(1, 1, 1, 4, dtype=torch.int32, device="meta") for x in MASK_TENSORS},
     }
     options = Options(mask == "causal", 1.0, 1 if mask == "window" else -1)
     for word in given.keys() & set(words):
