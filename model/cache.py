@@ -48,11 +48,13 @@ class KVCache:
                 f"a KV cache in {dtype} is not known; use a floating point dtype of 16 bits or more, torch.int8 or "
                 "torch.float8_e4m3fn"
             )
+        if num_rows < 1 or max_tokens < 1:
+            raise ValueError(f"a KV cache of {num_rows} rows of {max_tokens} tokens holds nothing; use at least 1")
         self._hold((config.num_layers, num_rows, config.kv_heads, max_tokens, config.head_dim), device, dtype)
         self.max_tokens = max_tokens
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
         self.length_of = [ABSENT] * num_rows  # the same on the host, with those for which there is room
-        self._room = 0  # tokens that `extend` has made room for and calls have not stored; at least any row's
+        self.stored_of = [0] * num_rows  # of these, how many a call has stored
         self.workspace: Tensor | None = None  # of attention, once it is asked
         self.products_workspace = torch.zeros(config.n_embd, dtype=torch.int32, device=device)
 
@@ -65,8 +67,7 @@ class KVCache:
 
     def allocate(self, row: int) -> None:
         """Put a row that is not in use into use, without tokens."""
-        if not 0 <= row < len(self.length_of):
-            raise ValueError(f"the KV cache has rows 0 to {len(self.length_of) - 1}, and none of number {row}")
+        self._check_row(row)
         if self.length_of[row] != ABSENT:
             raise ValueError(f"row {row} of the KV cache is in use with {self.length_of[row]} tokens; free it first")
         self._set_length(row, 0)
@@ -76,7 +77,9 @@ class KVCache:
 
         ValueError where they do not fit, and then nothing changes.
         """
-        counts = [num_tokens] * len(rows) if isinstance(num_tokens, int) else num_tokens
+        counts = num_tokens if isinstance(num_tokens, list | tuple) else [num_tokens] * len(rows)
+        if len(counts) != len(rows):
+            raise ValueError(f"the KV cache is to extend {len(rows)} rows by {len(counts)} numbers; give one for each")
         ends = list(self.length_of)
         for row, count in zip(rows, counts, strict=True):
             self._check_in_use(row)
@@ -89,7 +92,6 @@ class KVCache:
                     f"{self.max_tokens}; free it or make a cache with larger max_tokens"
                 )
         self.length_of = ends
-        self._room += max(counts, default=0)
 
     def free(self, row: int) -> None:
         """Take a row out of use."""
@@ -102,11 +104,12 @@ class KVCache:
 
     def positions(self, num_tokens: int) -> Tensor:
         """Of `num_tokens` new tokens a row, row after row: (rows * num_tokens,) int64."""
-        if num_tokens > self._room:
-            raise ValueError(
-                f"the KV cache has room for {self._room} more tokens a row, not for {num_tokens}; call extend(rows, "
-                f"{num_tokens}) before the model"
-            )
+        for row, (length, stored) in enumerate(zip(self.length_of, self.stored_of, strict=True)):
+            if length != ABSENT and length - stored < num_tokens:
+                raise ValueError(
+                    f"row {row} of the KV cache has room for {length - stored} more tokens, not {num_tokens}; before "
+                    "the model, which stores tokens of all rows in use, call extend with it"
+                )
         first = self.lengths.clamp(min=0)
         if num_tokens == 1:  # a step: no kernel more than it needs
             return first.long()
@@ -142,9 +145,17 @@ class KVCache:
         return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
     def advance(self, num_tokens: int) -> None:
-        """Count `num_tokens` as stored in each row in use, on the device, once every layer has attended."""
-        self._room -= num_tokens
+        """Count `num_tokens` as stored in each row in use, once every layer has attended. Of a CUDA graph this is a
+        part, but for the host's count: whoever replays it calls `count_stored`."""
         self.lengths.add_(self.lengths != ABSENT, alpha=num_tokens)
+        if not (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.count_stored(num_tokens)
+
+    def count_stored(self, num_tokens: int) -> None:
+        """`advance` on the host alone."""
+        for row, length in enumerate(self.length_of):
+            if length != ABSENT:
+                self.stored_of[row] += num_tokens
 
     def _append(self, layer: int, rows: Tensor, length: int, k: Tensor, v: Tensor) -> list[Tensor]:
         """Store k, v (n, Hkv, N, D) behind n rows of `length` tokens; all keys and values then, in k's dtype."""
@@ -173,12 +184,18 @@ class KVCache:
         scales = [scale[layer] for scale in self.scales] or [None, None]
         return [(self.keys[layer], scales[0]), (self.values[layer], scales[1])]
 
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self.length_of):
+            raise ValueError(f"the KV cache has rows 0 to {len(self.length_of) - 1}, and none of number {row}")
+
     def _check_in_use(self, row: int) -> None:
+        self._check_row(row)
         if self.length_of[row] == ABSENT:
             raise ValueError(f"row {row} of the KV cache is not in use; allocate it first")
 
     def _set_length(self, row: int, length: int) -> None:
         self.length_of[row] = length
+        self.stored_of[row] = max(length, 0)
         self.lengths[row] = length
 
 
@@ -207,6 +224,8 @@ class PagedKVCache(KVCache):
         if page < 16 or page & (page - 1):
             raise ValueError(f"page={page} must be a power of two from 16 on")
         num_pages = num_rows * -(-max_tokens // page) if num_pages is None else num_pages
+        if num_pages < 1:
+            raise ValueError(f"num_pages={num_pages} must be at least 1")
         self.page = page
         self.users_of = [0] * num_pages
         super().__init__(config, num_rows, max_tokens, device, dtype)
@@ -237,8 +256,16 @@ class PagedKVCache(KVCache):
         self.pages_of[row] = []
 
     def fork(self, source: int, target: int) -> None:
-        """Make `target`, not in use, a copy of `source`: full pages are shared, the growing one is copied."""
+        """Make `target`, not in use, a copy of `source`: full pages are shared, the growing one is copied.
+
+        ValueError where source has room that no call has filled: both would fill the page that they share.
+        """
         self._check_in_use(source)
+        if self.length_of[source] != self.stored_of[source]:
+            raise ValueError(
+                f"row {source} of the KV cache has {self.stored_of[source]} tokens and room for "
+                f"{self.length_of[source]}; fork it before extend, or after the model has filled it"
+            )
         self.allocate(target)
         full, rest = divmod(self.length_of[source], self.page)
         shared = self.pages_of[source][:full]
@@ -293,11 +320,20 @@ class Prompts:
 
     def __init__(self, cache: KVCache, rows: list[int]):
         device = cache.lengths.device
+        for row in rows:
+            cache._check_in_use(row)
+            if cache.stored_of[row] or not cache.length_of[row]:
+                raise ValueError(
+                    f"row {row} of the KV cache has {cache.stored_of[row]} tokens and room for {cache.length_of[row]}; "
+                    "a prompt is read into a row with room and without tokens: allocate and extend it first"
+                )
+        if not rows:
+            raise ValueError("rows is empty; name those whose prompts are to be read")
         counts = torch.tensor([cache.length_of[row] for row in rows])
         self.cache, self.counts = cache, counts.tolist()
         self.products_workspace = cache.products_workspace
         self._positions = torch.cat([torch.arange(count) for count in self.counts]).to(device)
-        self.rows = torch.tensor(rows, device=device)
+        self._row_numbers, self.rows = list(rows), torch.tensor(rows, device=device)
         self.lengths = counts.int().to(device)
         ends = counts.cumsum(0)
         self.last = (ends - 1).to(device)  # (rows,) int64: each row's last token among all
@@ -324,5 +360,6 @@ class Prompts:
 
     def advance(self, num_tokens: int) -> None:
         """Count the tokens as stored."""
-        self.cache._room -= max(self.counts)
         self.cache.lengths[self.rows] = self.lengths
+        for row, count in zip(self._row_numbers, self.counts, strict=True):
+            self.cache.stored_of[row] = count

@@ -242,6 +242,7 @@ class Generation:
             if self.half not in self.graphs:
                 self.graphs[self.half] = self._captured(self.half)
             self.graphs[self.half].replay()
+            self.cache.count_stored(1)
         else:
             self._step(self.half)
             self.compiled = True

@@ -165,8 +165,26 @@ def test_no_page_leaks(steps):
     assert not any(cache.users_of)
 
 
+def test_a_row_is_not_forked_between_its_room_and_its_tokens():
+    """The copy would have a token that nobody stored, or fill a page that it shares."""
+    cache = paged(num_rows=2)
+    cache.allocate(0)
+    cache.extend([0], 15)
+    cache.advance(15)
+    cache.extend([0], 1)
+    with pytest.raises(ValueError, match="row 0 of the KV cache has 15 tokens and room for 16; fork it before extend"):
+        cache.fork(0, 1)
+    cache.advance(1)
+    cache.fork(0, 1)
+    assert cache.lengths.tolist() == cache.length_of == cache.stored_of == [16, 16]
+
+
 def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
+    with pytest.raises(ValueError, match="a KV cache of 1 rows of 0 tokens holds nothing; use at least 1"):
+        KVCache(CONFIG, 1, 0)
     cache = paged(num_rows=2, num_pages=3, max_tokens=40)
+    with pytest.raises(ValueError, match="to extend 2 rows by 1 numbers; give one for each"):
+        cache.extend([0, 1], [3])
     cache.allocate(0)
     with pytest.raises(ValueError, match="row 0 of the KV cache is in use with 0 tokens; free it first"):
         cache.allocate(0)

@@ -84,19 +84,43 @@ def test_a_call_without_its_room_is_refused(page):
     for row in range(2):
         cache.allocate(row)
     with torch.no_grad():
-        with pytest.raises(ValueError, match=r"room for 0 more tokens a row, not for 3; call extend\(rows, 3\)"):
+        with pytest.raises(ValueError, match="row 0 of the KV cache has room for 0 more tokens, not 3; before"):
             model(prompt(3, rows=2), kv_cache=cache)
         cache.extend([0, 1], 3)
         for _ in range(3):  # one by one, as they come
             model(prompt(1, rows=2), kv_cache=cache)
         cache.extend([0, 1], 1)
-        with pytest.raises(ValueError, match="room for 1 more tokens a row, not for 2"):
+        with pytest.raises(ValueError, match="row 0 of the KV cache has room for 1 more tokens, not 2"):
             model(prompt(2, rows=2), kv_cache=cache)
         model(prompt(1, rows=2), kv_cache=cache)
-        with pytest.raises(ValueError, match="room for 0 more tokens a row, not for 1"):
+        with pytest.raises(ValueError, match="row 0 of the KV cache has room for 0 more tokens, not 1"):
             model(prompt(1, rows=2), kv_cache=cache)
-    with pytest.raises(ValueError, match="has rows 0 to 1, and none of number 2"):
+        cache.extend([0], 1)  # the other row would write where it has no room
+        with pytest.raises(ValueError, match="row 1 of the KV cache has room for 0 more tokens, not 1"):
+            model(prompt(1, rows=2), kv_cache=cache)
+        cache.extend([1], 1)
+        model(prompt(1, rows=2), kv_cache=cache)
+    for change in (cache.allocate, cache.free, lambda row: cache.extend([row], 1)):
+        for row in (-1, 2):
+            with pytest.raises(ValueError, match=f"has rows 0 to 1, and none of number {row}"):
+                change(row)
+
+
+def test_rows_that_come_one_by_one_leave_no_room_behind():
+    model = small_gpt().eval()
+    cache = model.make_cache(3, page=16)
+    with torch.no_grad():
+        for row in range(2):
+            cache.allocate(row)
+            cache.extend([row], 4)
+        model(prompt(8), kv_cache=cache.prompts([0, 1]))
         cache.allocate(2)
+        cache.extend([2], 5)
+        cache.free(2)
+        with pytest.raises(ValueError, match="row 0 of the KV cache has room for 0 more tokens, not 1"):
+            model(prompt(1, rows=3), kv_cache=cache)
+    with pytest.raises(ValueError, match="row 0 of the KV cache has 4 tokens and room for 4; a prompt is read into"):
+        cache.prompts([0])
 
 
 def test_a_cache_holds_the_autocast_dtype():
