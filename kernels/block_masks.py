@@ -61,7 +61,8 @@ class BlockMask(NamedTuple):
     @staticmethod
     def from_torch(mask: object, num_q: int | None = None, num_k: int | None = None) -> "BlockMask":
         """Ours of torch's BlockMask with blocks of 128: its lists say what is visited, and inside a partial block its
-        mask_mod is asked. A call does it by itself, once for each mask, but not inside torch.compile.
+        mask_mod is asked, for good: what that reads may change later, the mask does not. A call does it by itself, once
+        for each mask, but not inside torch.compile.
 
         num_q, num_k: tokens, where the mask's own lengths are theirs padded to whole blocks; None: its own.
 
@@ -126,7 +127,9 @@ def check_block_mask(given: object, batch: int, heads: int, num_q: int, num_k: i
         mask = given
     elif hasattr(given, "kv_num_blocks") and hasattr(given, "mask_mod"):
         if torch.compiler.is_compiling():
-            raise ValueError("block_mask is torch's; in torch.compile pass kernels.BlockMask.from_torch(block_mask)")
+            raise ValueError(
+                "block_mask is torch's; outside of torch.compile make it kernels.BlockMask.from_torch(block_mask)"
+            )
         mask = _from_torch(given, num_q, num_k)
     else:
         raise ValueError(
@@ -242,6 +245,7 @@ def _packed(seen: Tensor) -> Tensor:
     return (sides * _BITS_OF_BYTES >> 56).to(torch.uint8).view(torch.int64)
 
 
+@torch.inference_mode(False)  # whoever trains later may be given the same mask
 def _assemble(
     full: np.ndarray, asked: np.ndarray, bits: list[Tensor], num_q: int, num_k: int, device: torch.device
 ) -> BlockMask:
@@ -322,7 +326,7 @@ def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 # ---- torch's BlockMask
 
-# torch's mask, while it lives -> (the versions of its lists, sizes, our mask): a model's layers all pass the same one
+# torch's mask, while it lives -> (its lists and their versions, sizes, our mask): a model's layers all pass one
 _CONVERTED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -335,7 +339,8 @@ def version_of(x: Tensor) -> int:
 def _from_torch(given, num_q: int, num_k: int) -> BlockMask:
     """Converted once for each version of its lists, which waits for the GPU."""
     lists = [(given.kv_num_blocks, given.kv_indices), (given.full_kv_num_blocks, given.full_kv_indices)]
-    described = given.mask_mod, num_q, num_k, *(x if x is None else version_of(x) for pair in lists for x in pair)
+    # not the function itself, which may hold on to the mask
+    described = id(given.mask_mod), num_q, num_k, *((id(x), x if x is None else version_of(x)) for x in sum(lists, ()))
     if (kept := _CONVERTED.get(given)) is not None and kept[0] == described:
         return kept[1]
     if tuple(given.BLOCK_SIZE) != (BLOCK, BLOCK):

@@ -69,7 +69,8 @@ def flash_attention_with_kvcache(
     Args:
         q: (B, Hq, Nq, D) float32, bfloat16 or float16, Nq from 1 to 16, D from 16 to 256.
         k_cache, v_cache: (B, Hkv, S, D), or pages (P, Hkv, page, D) with `block_table`; q's dtype, int8 or
-            float8_e4m3fn, whose NaN a GPU reads as 480. Both have the same strides, the last one 1. Hq is a multiple
+            float8_e4m3fn, whose NaN a GPU reads as 480 (Triton's interpreter rounds to it without the carry: half of a
+            value that rounds to the next power of two). Both have the same strides, the last one 1. Hq is a multiple
             of Hkv.
         k, v: (B, Hkv, Nq, D), q's dtype: the same tokens' keys and values, written behind each row's last key.
         cache_seqlens: (B,) int32 on q's device: the slots in use before the call. A negative length says that the
@@ -89,7 +90,7 @@ def flash_attention_with_kvcache(
         O (B, Hq, Nq, D) in q's dtype, stored as (B, Nq, Hq, D). With `return_lse`, also LSE (B, Hq, Nq), float32.
         A row whose length passes the capacity, or that meets a page that is none of the pool's, gives NaN on a GPU,
         where nobody waits for lengths: nothing outside the cache is read or written, of such a length nothing at all is
-        written, and the workspace's first word becomes 1. On a CPU it raises.
+        written, and the workspace's first word becomes 1. On a CPU, but in Triton's interpreter, it raises.
 
     Raises:
         ValueError: before any launch, naming the argument, its value and what is allowed.
@@ -189,7 +190,7 @@ def check_kvcache_call(
     Raises ValueError, naming the argument, its value and what is allowed.
     """
     given = Call(q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace)
-    for name, x in given._asdict().items():
+    for name, x in (*given._asdict().items(), ("sinks", options.get("sinks"))):
         if x is not None or name in ("q", "k_cache", "v_cache", "cache_seqlens"):
             check_tensor(name, x)
             if x.device != q.device:
@@ -215,6 +216,9 @@ def check_kvcache_call(
         raise ValueError("attention over a cache takes no cu_seqlens, dropout_p or block_mask; use flash_attention")
     _check_cache(q, k_cache, v_cache, k_scale, v_scale)
     if k is not None:
+        for name, x in (("k_cache", k_cache), ("k_scale", k_scale)):
+            if x is not None and any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
+                raise ValueError(f"{name} has strides {x.stride()}: tokens that share memory cannot be appended to")
         for name, x in (("k", new_k), ("v", new_v)):
             if tuple(x.shape) != (batch, num_kv_heads, num_q, head_dim) or x.dtype != q.dtype:
                 raise ValueError(
@@ -235,10 +239,12 @@ def check_kvcache_call(
     elif slots < SMALLEST_PAGE or slots & (slots - 1):
         raise ValueError(f"k_cache has pages of {slots} tokens; expected a power of two from {SMALLEST_PAGE} on")
     words = _words(batch, num_heads)
-    if workspace is not None and (workspace.dtype != torch.int32 or workspace.numel() < words):
+    if workspace is not None and (
+        workspace.dtype != torch.int32 or workspace.numel() < words or not workspace.is_contiguous()
+    ):
         raise ValueError(
-            f"workspace has dtype {workspace.dtype} and {workspace.numel()} elements; expected int32 and at least "
-            f"{words}: make it by kvcache_workspace({batch}, {num_heads}, device)"
+            f"workspace has dtype {workspace.dtype} and {workspace.numel()} elements, strides {workspace.stride()}; "
+            f"expected int32 and {words} or more in a row: make it by kvcache_workspace({batch}, {num_heads}, device)"
         )
     return given._replace(q=q, k_new=None if k is None else new_k, v_new=None if v is None else new_v), options
 

@@ -124,7 +124,10 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0
     if options.sinks is not None:  # one more column, a score per head
         column = options.sinks[None, :, None, None].expand(batch, heads, num_q, 1).to(scores.dtype)
         scores = torch.cat([scores, column], dim=-1)
-    probs = torch.softmax(scores, dim=-1)[..., :num_k]
+    finite = scores
+    if options.sinks is not None:  # of a row without any key and with a sink of -inf, whose gradient is 0
+        finite = scores.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    probs = torch.softmax(finite, dim=-1)[..., :num_k]
     if visible is not None and (num_q > num_k or options.masked):
         # rows may see no key: their softmax is 0/0, and its gradient must not escape
         probs = probs.masked_fill(~visible, 0.0)

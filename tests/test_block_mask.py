@@ -1,6 +1,8 @@
 """Block masks: building one in each way, and every attention under it against the definition."""
 
+import gc
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -160,6 +162,32 @@ def test_a_mask_says_whether_it_visits_many_blocks_and_its_calls_have_other_plan
         assert options.crowded == crowded, name
         keys.append(key_of("forward", options, q, q, q))
     assert keys[0] == keys[3] != keys[1] == keys[2]
+
+
+def test_torchs_mask_is_converted_anew_where_it_has_other_lists_and_is_not_kept_alive():
+    theirs = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device=DEVICE)
+    assert BlockMask.from_torch(theirs) is BlockMask.from_torch(theirs)
+    before = BlockMask.from_torch(theirs).dense().sum()
+    theirs.full_kv_num_blocks = torch.zeros_like(theirs.full_kv_num_blocks)
+    assert BlockMask.from_torch(theirs).dense().sum() == before - 128 * 128
+
+    class Owner:
+        def __init__(self):
+            self.shift = 0
+            mod = lambda b, h, q, k: q + self.shift >= k  # noqa: E731
+            self.mask = create_block_mask(mod, None, None, 128, 128, device=DEVICE)
+            BlockMask.from_torch(self.mask)
+
+    owner = weakref.ref(Owner())
+    gc.collect()
+    assert owner() is None
+
+
+def test_a_mask_made_in_inference_mode_trains_later():
+    with torch.inference_mode():
+        mask = block_mask(lambda b, h, q, k: q >= k, None, None, 200, 200, DEVICE)
+    q = torch.randn(1, 1, 200, 16, device=DEVICE, requires_grad=True)
+    assert flash_attention(q, q, q, block_mask=mask).sum().backward() is None
 
 
 def test_a_mask_of_another_version_is_refused():

@@ -606,6 +606,13 @@ MISTAKES = {
         "k_cache": torch.zeros(2, 2, 40, 16).to(torch.int8), "v_cache": torch.zeros(2, 2, 40, 16).to(torch.int8)
     },
     "workspace has dtype torch.int32 and 3 elements": {"workspace": torch.zeros(3).int()},
+    "workspace has dtype torch.int32 and 4000 elements, strides (0,)": {"workspace": torch.zeros(1).int().expand(4000)},
+    "sinks asks for a gradient, and a cache's attention has none": {"sinks": torch.zeros(4, requires_grad=True)},
+    "k_cache has strides (0, 640, 16, 1): tokens that share memory cannot be appended to": {
+        "k_cache": torch.zeros(1, 2, 40, 16).expand(2, -1, -1, -1),
+        "v_cache": torch.zeros(1, 2, 40, 16).expand(2, -1, -1, -1),
+        "k": torch.zeros(2, 2, 1, 16), "v": torch.zeros(2, 2, 1, 16),
+    },
     "k_cache asks for a gradient, and a cache's attention has none; use torch.no_grad()": {
         "k_cache": torch.zeros(2, 2, 40, 16, requires_grad=True)
     },

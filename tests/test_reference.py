@@ -188,3 +188,11 @@ def test_refuses_an_empty_tile(block):
     q, k, v = _double((1, 1, 1, 4, 4, 8))
     with pytest.raises(ValueError, match=f"{block} is 0; it must be at least 1"):
         tiled_attention(q, k, v, **{block: 0})
+
+
+def test_a_row_without_keys_and_without_a_sink_gives_the_sink_no_gradient():
+    sinks = torch.tensor([-math.inf], requires_grad=True)
+    q, k = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 1, 16)  # causal: the first query sees nothing
+    o, lse = naive_attention(q, k, k, sinks=sinks, causal=True, return_lse=True)
+    assert lse[0, 0, 0] == -math.inf
+    assert torch.autograd.grad(o.sum(), sinks)[0].tolist() == [0.0]

@@ -105,3 +105,10 @@ def test_tables_of_other_tokens_are_refused():
     qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
     with pytest.raises(ValueError, match="cos and sin have 18 and 19 positions but qkv has 19 tokens"):
         rotate_and_split(qkv, cos[1:], sin, 4)
+
+
+def test_tables_without_the_heads_dimension_are_refused():
+    """With as many tokens as heads they would be read as other ones."""
+    qkv, table = torch.randn(2, 3, 4, 8), torch.randn(3, 1, 8)
+    with pytest.raises(ValueError, match=r"cos has shape \(3, 8\) and sin \(3, 1, 8\); expected \(N, 1, D\), and an"):
+        rotate_and_split(qkv, table[:, 0], table, 2)

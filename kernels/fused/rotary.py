@@ -36,7 +36,7 @@ def rotate_and_split(
         norm_eps: of an RMS norm, without a gain, of each head of q and k before it is turned; None: no norm.
 
     Raises:
-        ValueError: cos and sin are not of N tokens.
+        ValueError: cos and sin are not of N tokens, or of another shape.
 
     Returns:
         q (B, Hq, N, D), k and v (B, Hkv, N, D) in qkv's dtype, stored as (B, N, H, D).
@@ -45,6 +45,12 @@ def rotate_and_split(
     """
     if not len(cos) == len(sin) == qkv.shape[1]:
         raise ValueError(f"cos and sin have {len(cos)} and {len(sin)} positions but qkv has {qkv.shape[1]} tokens")
+    wanted = 1, qkv.shape[3]
+    if cos.shape[1:] != wanted or sin.shape[1:] != wanted or qkv.shape[3] % 2:
+        raise ValueError(
+            f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; expected (N, 1, D), and an even D: qkv has "
+            f"{qkv.shape[3]}"
+        )
     if qkv.is_cuda:
         return rotary_fwd(qkv, cos, sin, num_heads, norm_eps)[:3]
     kv_heads = (qkv.shape[2] - num_heads) // 2
