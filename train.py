@@ -42,7 +42,7 @@ from training import resume
 from training.comparison import show_sweep
 from training.evaluate import EvaluationSet, unigram_loss
 from training.lock import locked
-from training.log import RunLog, provenance, step_record, write_description
+from training.log import RunLog, provenance, write_description
 from training.memory import advice_when_out_of_memory
 from training.numbers import BadSteps, NumberCheck
 from training.optimizer import Optimizer, lr_factor
@@ -54,7 +54,7 @@ from training.saver import Giver, Saver
 from training.shard import parallelize
 from training.speed import Speed
 from training.step import Step
-from training.stepper import Stepper
+from training.stepper import Stepper, step_record
 from training.stop import StopRequest
 
 OnStep = Callable[[Step], None]
@@ -218,7 +218,7 @@ def run(
         if step >= config.steps and hardware.world.is_first:  # it reads all of the text, and a stop has little time
             results["unigram_val_loss"] = unigram_loss(dataset.train, evaluation.targets, chosen.vocab_size)
         saved = saver.wait() or (resumed and resumed.path)
-        summary = log.finish(results, check, stop if step < config.steps else None, saved)
+        summary = log.finish(results, check, stop if step < config.steps else None, saved, saver.error)
         saver.check()
     return world.told(summary)
 

@@ -58,7 +58,7 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
         case MissingConfigException():  # an OSError too
             return _missing_file(error)
         case OSError():  # nothing but the run's folder is written before the program itself begins
-            return f"hydra.run.dir={error.filename} cannot be made ({error.strerror}); name another folder"
+            return f"{error.filename} cannot be made ({error.strerror}); give another folder as hydra.run.dir=FOLDER"
         case YAMLError():
             mark = getattr(error, "problem_mark", None)
             place = f"{mark.name} line {mark.line + 1}" if mark else "a configuration file"
@@ -93,6 +93,8 @@ def no_value(key: str, choice: str | None = None) -> str:
 
 def of_the_system(error: OSError, folder: Path) -> str:
     """One line for a file or folder that cannot be used, by a run in `folder`."""
+    if error.errno is None:  # in our words
+        return str(error)
     if error.filename is None:
         return f"{error.strerror or error} (the run's folder is {folder}); free what is short and run again"
     return f"{error.filename} cannot be used ({error.strerror}); check that path, or name another"

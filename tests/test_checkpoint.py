@@ -18,6 +18,7 @@ from tests.runs import small_run
 from train import train
 from training import checkpoint as checkpoints
 from training.checkpoint_files import write_weights
+from training.comparison import state
 from training.log import MetricsFile
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
@@ -502,8 +503,12 @@ def test_a_run_survives_a_full_disk(tmp_path, capsys):
     with small_disk(tmp_path / "disk", megabytes=2):
         run_dir = tmp_path / "disk" / "run"
         run = small_run(tmp_path, "train.steps=6", "train.save_every=1", "train.keep_every=1", "train.log_every=1")
-        with pytest.raises(OSError, match="last checkpoint was not saved"):
+        with pytest.raises(OSError, match=r"last checkpoint was not saved.*: free what is short, then python.* resume="):
             train(run, run_dir)
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert summary["exit_code"] == 2
+        assert "No space left" in summary["unsaved"]
+        assert state({"folder": run_dir, "summary": summary, "records": [{"step": 6}]}) == "its end not saved"
         said = capsys.readouterr().out
         assert "No space left on device" in said
         assert "6 steps in" in said

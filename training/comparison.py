@@ -31,12 +31,14 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def state(run: dict[str, Any]) -> str:
-    """running | finished | stopped by ... | killed."""
+    """running | finished | stopped by ... | its end not saved | killed."""
     summary = run["summary"]
     if holder(run["folder"]):
         return "running"
     if summary.get("steps", 0) < run["records"][-1]["step"]:  # none, or that of a stop before
         return "killed"
+    if summary.get("unsaved"):
+        return "its end not saved"
     return f"stopped by {summary['stopped']}" if summary.get("stopped") else "finished"
 
 

@@ -22,13 +22,12 @@ import torch
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import Tensor
 
 from data.shards import flush
 from training.checkpoint import Checkpoint
 from training.curves import LossPicture
 from training.numbers import NumberCheck
-from training.optimizer import Optimizer
+from training.saver import EXIT_UNSAVED
 from training.stop import StopRequest, command_to_go_on
 from training.wandb_run import LoggerConfig, brief, named, send, start_wandb, wandb_mode
 
@@ -152,19 +151,21 @@ class RunLog:
         return f"{elapsed}  ETA {_clock((now - began) / (step - began_at) * (self._steps - step))}"
 
     def finish(
-        self, results: Mapping[str, Any], check: NumberCheck, stop: StopRequest | None, checkpoint: Path | None
-    ) -> dict[str, Any]:
+        self, results: Mapping[str, Any], check: NumberCheck, stop: StopRequest | None, checkpoint: Path | None,
+        unsaved: OSError | None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Write `summary.json`, hand it to wandb, print the run's last lines, return the summary.
 
         results: "steps", "seconds" and what else is known; where the run was not stopped, its evaluation too.
-        stop: why it was stopped. checkpoint: the last one that was saved.
+        stop: why it was stopped. checkpoint: the last one that was saved. unsaved: why its end was not.
         """
         summary = {
             **_finite(results),
             "bad_steps": check.bad_steps,
             "loss_spikes": check.spikes,
             "stopped": stop.reason if stop else None,
-            "exit_code": stop.exit_code if stop else 0,
+            "unsaved": str(unsaved) if unsaved else None,
+            "exit_code": EXIT_UNSAVED if unsaved else stop.exit_code if stop else 0,
             "checkpoint": str(checkpoint) if checkpoint else None,
         }
         if not 0 < self._first_step == results["steps"]:  # where nothing was done, nothing replaces what came after
@@ -293,18 +294,6 @@ def _lines_until(path: Path, step: int) -> list[str]:
         return [line.decode() for line in lines if json.loads(line)["step"] <= step]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); move it away to resume without the earlier metrics") from error
-
-
-def step_record(loss: Tensor, grad_norm: Tensor, optimizer: Optimizer, check: NumberCheck) -> dict[str, float | None]:
-    """What `RunLog.metrics` records of a step by itself; reading it waits for the device."""
-    return {
-        "loss": loss.item(),
-        "lr": optimizer.lr,
-        "grad_norm": grad_norm.item(),
-        "loss_scale": optimizer.loss_scale.scale.item() if optimizer.loss_scale else None,
-        "loss_spikes": check.spikes or None,
-        "bad_steps": check.bad_steps or None,
-    }
 
 
 def _clock(seconds: float) -> str:

@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_leaves
 from training import checkpoint as checkpoints
 from training.parallel import ALONE, Nothing, World
 from training.shard import whole
+from training.stop import command_to_go_on
+
+EXIT_UNSAVED = 2  # of a run whose end is not on disk, as of any file that cannot be written
 
 
 class Saver:
@@ -24,7 +27,7 @@ class Saver:
     A checkpoint that cannot be written (full disk, folder read-only or gone) is reported through `say` and the run
     goes on: the checkpoints before it are whole, and the next save tries again. The other processes of `world` then say
     so too. Use it with `with`, which waits for the last one; then `check` raises OSError if that one failed, as the end
-    of the run is then lost.
+    of the run is then lost; `error` says why.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class Saver:
         self.folder, self._keep_last, self._keep_every, self._say = folder, keep_last, keep_every, say
         self._world = world
         self._saved: Path | None = None
-        self._error: OSError | None = None  # why the last attempt failed
+        self.error: OSError | None = None  # why the last attempt failed
         self._bug: BaseException | None = None  # anything else the thread met
         self._writing: threading.Thread | None = None
         self._host: dict[tuple, torch.Tensor] = {}  # where in the state -> its copy
@@ -61,8 +64,11 @@ class Saver:
     def check(self) -> None:
         """OSError if the last checkpoint is not on disk."""
         self.wait()
-        if self._error is not None:
-            raise OSError(f"the last checkpoint was not saved to {self.folder}: {self._error}") from self._error
+        if self.error is not None:
+            again = command_to_go_on(self.folder.parent)
+            raise OSError(
+                f"the last checkpoint was not saved to {self.folder} ({self.error}): free what is short, then {again}"
+            ) from self.error
 
     def __enter__(self) -> Self:
         return self
@@ -98,10 +104,10 @@ class Saver:
                 )
                 return
             self._saved = checkpoints.write(self.folder, weights, state, meta, best=best)
-            self._error = None
+            self.error = None
             self._prune()
         except OSError as error:
-            self._error, self._world.unsaved = error, meta["step"]
+            self.error, self._world.unsaved = error, meta["step"]
             self._say(
                 f"not saved: step {meta['step']} to {self.folder}: {error}; earlier checkpoints are untouched and the "
                 "run goes on; free space or make the folder writable before the next save"

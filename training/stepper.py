@@ -10,6 +10,7 @@ from training.context import Context, shared_rows
 from training.evaluate import EvaluationSet, evaluate, sample
 from training.graph import StepGraphs
 from training.hardware import Hardware
+from training.numbers import NumberCheck
 from training.optimizer import Optimizer, Unstepped
 from training.run import Run
 from training.shard import whole_model
@@ -62,3 +63,15 @@ class Stepper:
             whole = whole_model(self._model)
         prompt = self._chosen.prompt, asked["sample_tokens"], asked["seed"]
         return hardware.world.first(sample)(whole, *prompt, tokenizer, hardware)
+
+
+def step_record(loss: Tensor, grad_norm: Tensor, optimizer: Optimizer, check: NumberCheck) -> dict[str, float | None]:
+    """What `RunLog.metrics` records of a step by itself; reading it waits for the device."""
+    return {
+        "loss": loss.item(),
+        "lr": optimizer.lr,
+        "grad_norm": grad_norm.item(),
+        "loss_scale": optimizer.loss_scale.scale.item() if optimizer.loss_scale else None,
+        "loss_spikes": check.spikes or None,
+        "bad_steps": check.bad_steps or None,
+    }
