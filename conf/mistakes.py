@@ -58,7 +58,8 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
         case MissingConfigException():  # an OSError too
             return _missing_file(error)
         case OSError():  # nothing but the run's folder is written before the program itself begins
-            return f"{error.filename} cannot be made ({error.strerror}); give another folder as hydra.run.dir=FOLDER"
+            name = f"hydra.run.dir={error.filename}"
+            return f"{name} cannot be made ({error.strerror}); name another folder, as hydra.run.dir=FOLDER"
         case YAMLError():
             mark = getattr(error, "problem_mark", None)
             place = f"{mark.name} line {mark.line + 1}" if mark else "a configuration file"
@@ -97,6 +98,10 @@ def of_the_system(error: OSError, folder: Path) -> str:
         return str(error)
     if error.filename is None:
         return f"{error.strerror or error} (the run's folder is {folder}); free what is short and run again"
+    if Path(error.filename) == folder / "lock":  # nobody names that
+        return (
+            f"{folder} cannot be written to ({error.strerror}); resume a copy of it, or begin with init_from={folder}"
+        )
     return f"{error.filename} cannot be used ({error.strerror}); check that path, or name another"
 
 

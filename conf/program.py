@@ -93,7 +93,7 @@ def program(
             name_user()
             if sys.version_info >= NEWER:
                 sys.exit(fail(f"Python {sys.version_info[0]}.{sys.version_info[1]} is newer than Hydra 1.3; use 3.13"))
-            typed, exit_codes, folders, process = sys.argv, [], [], os.getpid()
+            typed, exit_codes, folders, refused, process = sys.argv, [], [], [], os.getpid()
             flags, values, wants_help = _arguments(typed[1:], defaults, positional, known_keys(schema))
             register(schema)
             try:
@@ -143,6 +143,9 @@ def program(
                     if show_traceback or os.getpid() != process:  # in a launcher's job; its end is read in `process`
                         raise ConfigError(message) from error
                     exit_codes.append(fail(message))  # the other runs of a sweep go on
+                    given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed
+                    varied = [override for override in given if override not in values]
+                    refused.append(f"no run of {' '.join(varied) or 'this'}: {message}")
                 except SystemExit as stopped:
                     if not isinstance(stopped.code, int) or stopped.code > SIGNALLED:  # whoever sends it means them all
                         if processes:
@@ -169,6 +172,7 @@ def program(
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(task)()
                 if after_sweep and is_first and len(folders) > 1:
                     after_sweep(folders)
+                    print(*refused, sep="\n", end="\n" if refused else "", file=sys.stderr)
                 if processes:
                     processes.close()
             except KeyboardInterrupt:  # before there was anything to save

@@ -74,7 +74,9 @@ def open_source(data: DataConfig) -> Source:
                 data.validation_fraction,
             ),
         )
-    return _hub(data)
+    if data.source == "hub":
+        return _hub(data)
+    raise ValueError(f"data.source={data.source} has no branch in open_source (data/sources.py); write one")
 
 
 def _hub(data: DataConfig) -> Source:

@@ -24,6 +24,7 @@ from data.tokenize import PIECE_CHARACTERS, Fragment
 
 FIELD = "text"  # the default of data.text_field
 _READ_BYTES = 1 << 22  # of a text file, hashed at a time
+KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}  # any other ending is text's
 _ROWS = 4096  # of a parquet file, read at a time
 
 
@@ -54,7 +55,9 @@ def find(patterns: list[str]) -> list[Path]:
         except OSError as error:  # a name too long
             raise ValueError(f"data.files={pattern} cannot be a file ({error.strerror}); check the path") from error
         if path.is_dir():
-            raise ValueError(f"data.files={pattern} is a folder; use data.files='{pattern.rstrip('/')}/*.txt'")
+            there = {file.suffix for file in path.iterdir()}
+            ending = next((ending for ending in (".txt", *KINDS) if ending in there), ".txt")
+            raise ValueError(f"data.files={pattern} is a folder; use data.files='{pattern.rstrip('/')}/*{ending}'")
         if there:
             paths.append(path)
             continue
@@ -77,7 +80,7 @@ def inspect(paths: list[Path]) -> list[TextFile]:
     files = []
     for path in paths:
         suffix = path.suffix.lower()
-        kind = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}.get(suffix, "text")
+        kind = KINDS.get(suffix, "text")
         try:
             size = path.stat().st_size
             if size == 0:

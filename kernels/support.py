@@ -101,7 +101,7 @@ HOPPER_BACKWARD_HEAD_DIMS = range(32, 129, 8)  # dK and dV (64, 256) in fp32 wou
 # than 128, tiles are 64 keys wide, half a block of a mask.
 HOPPER_PACKED_HEAD_DIMS = range(64, 257, 8)
 HOPPER_MASKED_HEAD_DIMS = range(72, 129, 8)
-HOPPER_CROWDED_HEAD_DIMS = (64,)  # where a mask visits many blocks; with a soft-cap it was not measured
+HOPPER_CROWDED_HEAD_DIMS = (64,)  # where a mask visits many blocks, and there is no soft-cap
 # Attention over a cache: with less the tiles of 64 columns would be half empty, with more stages would not fit.
 HOPPER_KVCACHE_HEAD_DIMS = range(40, 129, 8)
 HOPPER_KVCACHE_ROWS = 64  # queries that share a KV head: the rows of one wgmma

@@ -102,7 +102,9 @@ class GPTConfig:
             if value not in allowed:
                 raise ValueError(f"model.{key}={value} is unknown; use one of {', '.join(allowed)}")
         if self.mask is not None and parse_mask(self.mask)[0] == "bigbird" and self.window is None:
-            raise ValueError(f"model.mask={self.mask} hides nothing without a window; set model.window")
+            raise ValueError(
+                f"model.mask={self.mask} hides nothing without a window; set model.window, below data.seq_len"
+            )
         if self.n_embd % self.num_heads:
             raise ValueError(
                 f"model.n_embd={self.n_embd} is not a multiple of model.num_heads={self.num_heads}; "

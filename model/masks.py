@@ -20,10 +20,12 @@ NO_WINDOW = 2**40
 
 def parse_mask(mask: str) -> tuple[str, int]:
     """(name, N) of "name:N". Raises ValueError."""
-    found = re.fullmatch(r"(\w+):(\d+)", mask)
-    if found is None or found[1] not in PATTERNS or not 1 <= int(found[2]) <= 2**30:
+    found = re.fullmatch(r"(\w+):(-?\d+)", mask)
+    if found is None or found[1] not in PATTERNS:
         known = ", ".join(f"{name}:N ({meaning})" for name, meaning in PATTERNS.items())
         raise ValueError(f"model.mask={mask} is unknown; use null or one of {known}")
+    if not 1 <= int(found[2]) <= 2**30:
+        raise ValueError(f"model.mask={mask}: {found[1]}'s number is from 1 to 2^30; use {found[1]}:1 or more")
     return found[1], int(found[2])
 
 

@@ -72,6 +72,11 @@ def text(content: bytes, name: str = "x.txt") -> Setup:
     return lambda place: (place.path / name).write_bytes(content)
 
 
+def folder_of_rows(place: Place) -> None:
+    (place.path / "rows").mkdir()
+    (place.path / "rows" / "a.jsonl").write_text('{"text": "a"}\n')
+
+
 def parquet(columns: dict, keep: int | None = None, flip: slice = slice(0)) -> Setup:
     """A parquet file of which only `keep` bytes are left, or those in `flip` are inverted."""
 
@@ -369,6 +374,7 @@ DATA = [
     Case("shorter than a window", X, ["data.seq_len=32", "validation split has 24"], text(b"hello world\n" * 20)),
     Case("window too long", ["data.seq_len=6400", "train.batch_tokens=6400"], ["data.seq_len=6400", "or less"]),
     Case("folder", ["data.files={p}"], ["data.files={p} is a folder", "*.txt"]),
+    Case("folder of rows", ["data.files={p}/rows"], ["is a folder; use data.files=", "rows/*.jsonl"], folder_of_rows),
     Case("missing", ["data.files=missing.txt"], ["data.files=missing.txt does not exist", "{p}"]),
     Case("two in one word", ["data.files='a.txt,b.txt'"], ["does not exist", "several as data.files=[a.txt,b.txt]"]),
     Case("glob without match", ["data.files='*.none'"], ["data.files=*.none matches no file"]),
@@ -722,7 +728,10 @@ def test_each_refused_run_of_a_sweep_is_named_and_the_others_run(place, monkeypa
     arguments = ["-m", *Case("", ["train.steps=0,2,-1"], []).command_line(place.path)]
     outcome = told("train", arguments, monkeypatch, capsys)
     assert outcome.code == 2
-    assert outcome.error.splitlines() == [f"error: train.steps={n} must be at least 1" for n in (0, -1)]
+    said = [f"train.steps={n} must be at least 1" for n in (0, -1)]
+    assert outcome.error.splitlines() == [
+        *(f"error: {line}" for line in said), *(f"no run of {line.split()[0]}: {line}" for line in said)
+    ]  # fmt: skip
     (summary,) = place.path.glob("runs/*/*/*/summary.json")
     assert json.loads(summary.read_text())["steps"] == 2
 

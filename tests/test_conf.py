@@ -281,6 +281,16 @@ def test_a_sweep_that_has_left_nothing_leaves_no_folder(name, arguments, code, t
     assert not list(tmp_path.glob("runs/*"))
 
 
+def test_a_sweep_ends_with_the_runs_that_there_are_not(tmp_path, monkeypatch, capsys):
+    """Each was refused at its turn, hours above."""
+    monkeypatch.chdir(tmp_path)
+    result = told("train", ["-m", "data.seq_len=64", "optim.lr=-1,abc"], monkeypatch, capsys)
+    assert result.error.splitlines()[-2:] == [
+        "no run of optim.lr=-1: optim.lr=-1.0 must be positive, finite and at most 1e+06",
+        "no run of optim.lr=abc: optim.lr=abc has the wrong type: expected a number",
+    ]
+
+
 def test_torchrun_repeats_the_line_below_its_own_words(tmp_path, monkeypatch, capsys):
     """By the file in which it looks for what a process died of; without one there is the line alone."""
     file = tmp_path / "error.json"

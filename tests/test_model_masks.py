@@ -201,6 +201,7 @@ def test_a_mask_compiles_into_one_graph():
     [
         ({"mask": "prefix"}, r"model.mask=prefix is unknown; use null or one of prefix:N \(the first N tokens"),
         ({"mask": "strided:4"}, "model.mask=strided:4 is unknown"),
+        ({"mask": "prefix:0"}, r"model.mask=prefix:0: prefix's number is from 1 to 2\^30; use prefix:1"),
         ({"mask": "bigbird:4"}, "model.mask=bigbird:4 hides nothing without a window; set model.window"),
     ],
 )
