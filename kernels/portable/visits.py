@@ -147,11 +147,12 @@ def _own_bits(words, cols, COLS: tl.constexpr):
     """
     if COLS < 32:
         return tl.load(words), cols
-    first = cols & 6  # of the thread's two columns
-    own = (tl.load(words) >> first) & 0x03030303
-    for word in tl.static_range(1, COLS // 32):
-        own |= ((tl.load(words + word) >> first) & 0x03030303) << (2 * word)
-    return own, (cols & 0x19) | (cols // 32 * 2)
+    else:
+        first = cols & 6  # of the thread's two columns
+        own = (tl.load(words) >> first) & 0x03030303
+        for word in tl.static_range(1, COLS // 32):
+            own |= ((tl.load(words + word) >> first) & 0x03030303) << (2 * word)
+        return own, (cols & 0x19) | (cols // 32 * 2)
 
 
 @triton.jit

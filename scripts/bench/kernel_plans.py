@@ -60,6 +60,7 @@ SPECIAL = (
     (64, "bf16", "window", ("softcap", "alibi", "sinks", "dropout", "varlen")),
     (64, "bf16", "causal", ("pointers", "varlen")), (48, "bf16", "window", ("pointers",)),
     (48, "bf16", "causal", ("pointers", "even", "wider")), (48, "bf16", "full", ("pointers", "block_mask")),
+    (128, "fp32", "full", ("block_mask",)),  # tiles of 16 columns, which are half a word of a pattern
 )  # fmt: skip
 
 
