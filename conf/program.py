@@ -34,7 +34,7 @@ from yaml import YAMLError
 from conf.console import protect_console
 from conf.keys import Key, help_page, is_folder_name, known_keys
 from conf.mistakes import EXIT_USER_ERROR, explain, fail, no_value, of_the_system
-from training.lock import InUse
+from training.lock import InUse, holder
 
 if TYPE_CHECKING:
     from training.parallel import World
@@ -136,6 +136,7 @@ def program(
                     message = of_the_system(error, folder) if isinstance(error, OSError) else str(error)
                     # the run had begun; in a folder that is another process's, it had not. In "." anybody may write
                     has_begun = folder != Path() and not isinstance(error, InUse) and _listing(folder) != found
+                    has_begun = has_begun and not holder(folder)
                     if is_first and not _remove_if_empty(folder) and has_begun:
                         message += _keep_traceback(folder / "error.log")
                     if processes:

@@ -50,8 +50,9 @@ def read_tokenizer(name: str) -> str:
         if not isinstance(end_of_text, str):
             raise ValueError(f"eos_token is {end_of_text!r}")
     except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = Path(error.filename).name + " is not there" if isinstance(error, FileNotFoundError) else error
         raise ValueError(
-            f"tokenizer={name} has no {' and '.join(FILES)} with an eos_token ({error}); "
+            f"tokenizer={name} has no {' and '.join(FILES)} with an eos_token ({reason}); "
             "use one of ours, as tokenizer=gpt2"
         ) from error
     return json.dumps({"end_of_text": end_of_text, "tokenizer": contents}, ensure_ascii=False, sort_keys=True)

@@ -5,6 +5,7 @@ import importlib
 import re
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from scripts.sample import SampleSettings
 from tests.runs import settings, told
 from tests.test_text import Echo
 from training.hardware import DTYPES
+from training.lock import locked
 from training.numbers import POLICIES
 from training.optimizer import OPTIMIZERS, SCHEDULES
 from training.wandb_run import WANDB_MODES
@@ -244,6 +246,24 @@ def test_a_program_without_a_folder_of_its_own_leaves_no_traceback_where_others_
         main()
     assert capsys.readouterr().err == "error: steps=1 is one\n"
     assert [path.name for path in tmp_path.iterdir()] == ["of another program"]
+
+
+def test_a_refusal_leaves_no_traceback_in_a_run_of_another_process(tmp_path, monkeypatch, capsys):
+    """Both were begun in the same second, and have one folder."""
+    held = ExitStack()
+
+    @program("tool", Echo, run_dir="runs")
+    def main(settings: Echo, run_dir: Path) -> None:
+        held.enter_context(locked(run_dir))
+        raise ValueError("steps=1 is one")
+
+    monkeypatch.setattr(sys, "argv", ["echo.py"])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with held, pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == "error: steps=1 is one\n"
+    assert not list(tmp_path.rglob("error.log"))
 
 
 def test_only_the_first_process_shows_a_sweep(tmp_path, monkeypatch):
