@@ -113,7 +113,8 @@ def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, Key], cfg: Dict
         found = re.search(r"Value '(.*?)'(?: of type '\w+')? (?:is|could)\b", str(error), flags=re.S)
         value = found.group(1) if found else OmegaConf.select(cfg, key) if cfg is not None and key else None
         expected = _type_name(keys[key].type) if key in keys else "another kind of value"
-        return f"{key}={'null' if value is None else value} has the wrong type: expected {expected}"
+        remedy = f"; write {int(float(value))}" if re.fullmatch(r"\d+\.0", str(value)) and "whole" in expected else ""
+        return f"{key}={'null' if value is None else value} has the wrong type: expected {expected}{remedy}"
     if missing := re.search(r"Missing mandatory value: (\S+)", text):
         return no_value(missing.group(1))
     if "nterpolation" in text or isinstance(error, GrammarParseError):

@@ -66,12 +66,16 @@ class BlockMask(NamedTuple):
 
         num_q, num_k: tokens, where the mask's own lengths are theirs padded to whole blocks; None: its own.
 
-        Raises ValueError where its blocks are of another size or number.
+        Raises ValueError where it is none, or its blocks are of another size or number.
         """
+        if not hasattr(mask, "kv_num_blocks"):
+            raise ValueError(f"mask has type {type(mask).__name__}; expected torch's BlockMask")
         return _from_torch(mask, num_q or mask.seq_lengths[0], num_k or mask.seq_lengths[1])
 
     def to(self, device: torch.device | str) -> "BlockMask":
-        """The same mask on a device."""
+        """The same mask on a device. Raises ValueError on a dtype: it has none."""
+        if isinstance(device, torch.dtype):
+            raise ValueError(f"a block mask has no dtype; give a device in place of {device}")
         return BlockMask(*(x.to(device) for x in self[:3]), self.num_q, self.num_k)
 
     def dense(self) -> Tensor:

@@ -52,7 +52,7 @@ def _check_starts(name: str, starts: list[int], total: int, bound: int) -> None:
         )
 
 
-def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device) -> Tensor:
+def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device | str) -> Tensor:
     """cu_seqlens for self-attention, checked on the CPU and then copied to `device`.
 
     The copy is known to be right, so that a call which takes it does not wait for the GPU to read it back.
@@ -63,7 +63,7 @@ def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device) -
 
     Raises ValueError as `flash_attention` does.
     """
-    starts = cu_seqlens.tolist()
+    device, starts = torch.device(device), cu_seqlens.tolist()
     _check_starts("q", starts, starts[-1], max_seqlen)
     if device.type != "cuda":
         return cu_seqlens.to(device)

@@ -190,6 +190,13 @@ def test_a_mask_made_in_inference_mode_trains_later():
     assert flash_attention(q, q, q, block_mask=mask).sum().backward() is None
 
 
+def test_what_is_no_mask_and_no_device_is_refused():
+    with pytest.raises(ValueError, match="mask has type int; expected torch's BlockMask"):
+        BlockMask.from_torch(5)
+    with pytest.raises(ValueError, match=r"a block mask has no dtype; give a device in place of torch\.float16"):
+        BlockMask.from_dense(torch.ones(2, 2, dtype=torch.bool)).to(torch.float16)
+
+
 def test_a_mask_of_another_version_is_refused():
     mask = BlockMask.from_dense(torch.ones(200, 200, dtype=torch.bool))
     q = torch.zeros(1, 1, 200, 16)
