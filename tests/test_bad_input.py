@@ -285,9 +285,7 @@ COMMAND_LINES = [
     Case("run folder below a file", ["hydra.run.dir={p}/corpus.txt/x"], ["hydra.run.dir=", "Not a directory"]),
     Case("run folder in use", ["hydra.run.dir=first"], ["run folder first already holds a run", "resume=auto"]),
     Case("range without -m", ["train.steps=range(1,3)"], ["train.steps=range(1,3) is several values", "-m"]),
-    Case(
-        "thousands", ["train.steps=1e3"], ["train.steps=1000.0 has the wrong type", "number; write 1000"]
-    ),
+    Case("thousands", ["train.steps=1e3"], ["train.steps=1000.0 has the wrong type", "number; write 1000"]),
     Case("mapping for a list", ["logger.tags={a:1}"], ["logger.tags={a:1} has the wrong type", "--cfg job"]),
     *(
         Case(
