@@ -32,17 +32,16 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.console import protect_console
-from conf.keys import Key, help_page, is_folder_name, known_keys
+from conf.folders import SWEEP, folder_of_run, keep_traceback, listing, remove_if_empty
+from conf.keys import Key, help_page, known_keys
 from conf.mistakes import EXIT_USER_ERROR, explain, fail, no_value, of_the_system
 from training.lock import InUse, holder
 
 if TYPE_CHECKING:
     from training.parallel import World
 
-SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
 NOW = "${now:%Y-%m-%d_%H-%M-%S}"
 SEVERAL = f"hydra.sweep.dir='runs/several/{NOW}'"  # where the folders of a sweep's runs would not be in one
-DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
 SIGNALLED = 128  # exit codes above it are 128 + a signal
 NEWER = (3, 14)  # this Python reads help texts that are being added, and one of Hydra 1.3's is no text (hydra #3121)
 
@@ -113,7 +112,7 @@ def program(
                 folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
                 if processes:
                     folder = Path(processes.told(str(folder)))
-                found = _listing(folder)
+                found = listing(folder)
                 folders.append(folder)
                 sys.argv = typed  # for the provenance of what the program writes
                 try:
@@ -131,14 +130,14 @@ def program(
                         settings = settings_from(cfg, schema)
                     main(settings, folder)
                     if is_first:
-                        _remove_if_empty(folder)
+                        remove_if_empty(folder)
                 except (ValueError, OSError) as error:
                     message = of_the_system(error, folder) if isinstance(error, OSError) else str(error)
                     # the run had begun; in a folder that is another process's, it had not. In "." anybody may write
-                    has_begun = folder != Path() and not isinstance(error, InUse) and _listing(folder) != found
+                    has_begun = folder != Path() and not isinstance(error, InUse) and listing(folder) != found
                     has_begun = has_begun and not holder(folder)
-                    if is_first and not _remove_if_empty(folder) and has_begun:
-                        message += _keep_traceback(folder / "error.log")
+                    if is_first and not remove_if_empty(folder) and has_begun:
+                        message += keep_traceback(folder / "error.log")
                     if processes:
                         _end_all(processes, folder, message, EXIT_USER_ERROR)
                     if show_traceback or os.getpid() != process:  # in a launcher's job; its end is read in `process`
@@ -155,7 +154,7 @@ def program(
                     exit_codes.append(stopped.code)
                 except KeyboardInterrupt:  # before there was anything to save
                     if is_first:
-                        _remove_if_empty(folder)
+                        remove_if_empty(folder)
                     if processes:
                         _end_all(processes, folder, "interrupted by SIGINT", 128 + signal.SIGINT)
                     raise
@@ -186,9 +185,9 @@ def program(
             finally:
                 sys.argv = typed
                 for sweep in {folder.parent for folder in folders} if is_first else ():
-                    if list(_listing(sweep)) == [SWEEP]:
+                    if list(listing(sweep)) == [SWEEP]:
                         (sweep / SWEEP).unlink()
-                        _remove_if_empty(sweep)
+                        remove_if_empty(sweep)
             if exit_codes:
                 sys.exit(max(exit_codes))
 
@@ -214,7 +213,7 @@ def register(schema: type) -> None:
     stored without its types: `settings_from` checks those, after composition, where one place can explain a mistake.
     """
     ConfigStore.instance().store("schema", _defaults(schema))
-    OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+    OmegaConf.register_new_resolver("run_dir", folder_of_run, replace=True)
     OmegaConf.register_new_resolver("optim_for", _optim_for, replace=True)
     OmegaConf.register_new_resolver("tokenizer_for", lambda model, ours: model or ours, replace=True)
 
@@ -341,54 +340,11 @@ def _optim_for(model: str) -> str:
     return "adamw" if model == "huggingface" else "muon"
 
 
-def _run_dir(resume: str | None, name: str | None, experiment: str, time: str) -> str:
-    """A new folder for a new run, the old one for a run that is resumed; `auto` is the newest of that name."""
-    # not yet checked: a name that is refused later makes no folder elsewhere
-    runs = f"runs/{name if name and is_folder_name(str(name)) else experiment}"
-    if resume == "auto":
-        earlier = [path.parent for path in Path(runs).glob("*/checkpoints")]
-        # by the time of its name; a folder that somebody renamed has none, and was put aside
-        newest = max(earlier, key=lambda run: (bool(DATED.match(run.name)), run.name), default=None)
-        return str(newest or f"{runs}/{time}")
-    if resume:
-        # .../<run>/checkpoints/<name>  ->  .../<run>
-        checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
-        run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-        if (run / "checkpoints").is_dir() and checkpoint.is_dir() and (not name or str(name) in run.parts[-3:]):
-            return str(run)
-    return f"{runs}/{time}"
-
-
 def _end_all(processes: "World", folder: Path, message: str, code: int) -> NoReturn:
     """End this one of several processes, and let the others know why they must, too."""
     if processes.is_first:
         fail(message)
     else:
-        message += _keep_traceback(folder / f"rank_{processes.rank}.log")
+        message += keep_traceback(folder / f"rank_{processes.rank}.log")
     processes.fail(message, code)
     sys.exit(code)
-
-
-def _listing(folder: Path) -> dict[str, int]:
-    """What lies in `folder` and when it was changed."""
-    return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir()} if folder.is_dir() else {}
-
-
-def _keep_traceback(log: Path) -> str:
-    """Add the traceback to `log` and return the words that say so; '' where even that cannot be written."""
-    try:
-        with log.open("a") as file:
-            file.write(traceback.format_exc())
-    except OSError:
-        return ""
-    return f" [traceback: {log}]"
-
-
-def _remove_if_empty(folder: Path) -> bool:
-    """Hydra makes the run's folder before anything is checked; a refused run leaves none behind."""
-    if folder.is_dir() and folder.resolve() != Path.cwd() and not any(folder.iterdir()):
-        folder.rmdir()
-        if folder.parent.parent.name == "runs" and not any(folder.parent.iterdir()):  # nor a name without runs
-            folder.parent.rmdir()
-        return True
-    return not folder.exists()

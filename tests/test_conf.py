@@ -14,6 +14,7 @@ import pytest
 import yaml
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from conf import folders
 from conf.keys import known_keys
 from conf.mistakes import EXIT_USER_ERROR, fail
 from conf.program import ConfigError, name_user, program
@@ -249,7 +250,7 @@ def test_a_program_without_a_folder_of_its_own_leaves_no_traceback_where_others_
 
 
 def test_a_refusal_leaves_no_traceback_in_a_run_of_another_process(tmp_path, monkeypatch, capsys):
-    """Both were begun in the same second, and have one folder."""
+    """Both were given one folder."""
     held = ExitStack()
 
     @program("tool", Echo, run_dir="runs")
@@ -264,6 +265,16 @@ def test_a_refusal_leaves_no_traceback_in_a_run_of_another_process(tmp_path, mon
         main()
     assert capsys.readouterr().err == "error: steps=1 is one\n"
     assert not list(tmp_path.rglob("error.log"))
+
+
+def test_runs_begun_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    of_each = []
+    for _ in range(3):
+        folders._own.cache_clear()  # as in another process
+        of_each.append(folders.folder_of_run(None, "k", "quickstart", "T"))
+        assert folders.folder_of_run(None, "k", "quickstart", "T") == of_each[-1]
+    assert of_each == ["runs/k/T", "runs/k/T_2", "runs/k/T_3"]
 
 
 def test_only_the_first_process_shows_a_sweep(tmp_path, monkeypatch):

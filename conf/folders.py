@@ -1,0 +1,70 @@
+"""The folder of a run: which it is, what lies in it, and that a refused run leaves none."""
+
+import os
+import re
+import traceback
+from functools import cache
+from pathlib import Path
+
+from conf.keys import is_folder_name
+
+SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
+DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
+
+
+def folder_of_run(resume: str | None, name: str | None, experiment: str, time: str) -> str:
+    """A new folder for a new run, the old one for a run that is resumed; `auto` is the newest of that name."""
+    # not yet checked: a name that is refused later makes no folder elsewhere
+    runs = f"runs/{name if name and is_folder_name(str(name)) else experiment}"
+    if resume == "auto":
+        earlier = [path.parent for path in Path(runs).glob("*/checkpoints")]
+        # by the time of its name; a folder that somebody renamed has none, and was put aside
+        newest = max(earlier, key=lambda run: (bool(DATED.match(run.name)), run.name), default=None)
+        return str(newest or _own(f"{runs}/{time}"))
+    if resume:
+        # .../<run>/checkpoints/<name>  ->  .../<run>
+        checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
+        run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+        if (run / "checkpoints").is_dir() and checkpoint.is_dir() and (not name or str(name) in run.parts[-3:]):
+            return str(run)
+    return _own(f"{runs}/{time}")
+
+
+@cache  # it is asked for more than once
+def _own(folder: str) -> str:
+    """`folder`, made by this process, or the next number of it where another began in the same second."""
+    own, number = folder, 1
+    while True:
+        try:
+            os.makedirs(own)
+            return own
+        except FileExistsError:
+            number += 1
+            own = f"{folder}_{number}"
+        except OSError:  # Hydra meets it again, and it is explained there
+            return folder
+
+
+def listing(folder: Path) -> dict[str, int]:
+    """What lies in `folder` and when it was changed."""
+    return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir()} if folder.is_dir() else {}
+
+
+def keep_traceback(log: Path) -> str:
+    """Add the traceback to `log` and return the words that say so; '' where even that cannot be written."""
+    try:
+        with log.open("a") as file:
+            file.write(traceback.format_exc())
+    except OSError:
+        return ""
+    return f" [traceback: {log}]"
+
+
+def remove_if_empty(folder: Path) -> bool:
+    """Hydra makes the run's folder before anything is checked; a refused run leaves none behind."""
+    if folder.is_dir() and folder.resolve() != Path.cwd() and not any(folder.iterdir()):
+        folder.rmdir()
+        if folder.parent.parent.name == "runs" and not any(folder.parent.iterdir()):  # nor a name without runs
+            folder.parent.rmdir()
+        return True
+    return not folder.exists()
