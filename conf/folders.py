@@ -10,6 +10,7 @@ from conf.keys import is_folder_name
 
 SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
 DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
+MADE: set[Path] = set()  # by this process, before anything was checked
 
 
 def folder_of_run(resume: str | None, name: str | None, experiment: str, time: str) -> str:
@@ -37,6 +38,7 @@ def _own(folder: str) -> str:
     while True:
         try:
             os.makedirs(own)
+            MADE.add(Path(own))
             return own
         except FileExistsError:
             number += 1

@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.console import protect_console
-from conf.folders import SWEEP, folder_of_run, keep_traceback, listing, remove_if_empty
+from conf.folders import MADE, SWEEP, folder_of_run, keep_traceback, listing, remove_if_empty
 from conf.keys import Key, help_page, known_keys
 from conf.mistakes import EXIT_USER_ERROR, explain, fail, no_value, of_the_system
 from training.lock import InUse, holder
@@ -184,7 +184,7 @@ def program(
                 sys.exit(fail(explain(error, known_keys(schema))))
             finally:
                 sys.argv = typed
-                for sweep in {folder.parent for folder in folders} if is_first else ():
+                for sweep in MADE | {folder.parent for folder in folders} if is_first else ():
                     if list(listing(sweep)) == [SWEEP]:
                         (sweep / SWEEP).unlink()
                         remove_if_empty(sweep)

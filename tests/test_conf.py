@@ -300,6 +300,7 @@ def test_only_the_first_process_shows_a_sweep(tmp_path, monkeypatch):
     ("name", "arguments", "code"),
     [
         ("train", ["-m", "optim.lr=-1,-2"], 2),  # refused
+        ("train", ["-m", "lr=1,2"], 2),  # composed by nobody
         ("scripts.explain", ["-m", "gpu=h100,h200"], 0),  # which writes nothing
         ("scripts.export_kernels", ["-m", "folder=a,b"], 0),  # folders of their own
     ],
