@@ -20,6 +20,7 @@ from omegaconf.errors import ConfigKeyError, GrammarParseError, OmegaConfBaseExc
 from yaml import YAMLError
 
 from conf.keys import GROUPS, Key
+from training.lock import NAME as LOCK
 
 EXIT_USER_ERROR = 2
 # what Hydra says -> what we say
@@ -98,7 +99,7 @@ def of_the_system(error: OSError, folder: Path) -> str:
         return str(error)
     if error.filename is None:
         return f"{error.strerror or error} (the run's folder is {folder}); free what is short and run again"
-    if Path(error.filename) == folder / "lock":  # nobody names that
+    if Path(error.filename) == folder / LOCK:  # nobody names that
         return (
             f"{folder} cannot be written to ({error.strerror}); resume a copy of it, or begin with init_from={folder}"
         )

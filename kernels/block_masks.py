@@ -279,8 +279,8 @@ def _assemble(
     starts, visits = [], [np.array([[0, 1, 1, 0]], np.int32)]
     for tables in ((of_queries,), (of_keys,), (above, below)):
         full = np.all([table == 0 for table in tables], axis=0)
-        seen = np.any([table != 1 for table in tables], axis=0)
-        kinds = np.stack((full, seen & ~full), axis=3)  # first the full ones
+        some = np.any([table != 1 for table in tables], axis=0)
+        kinds = np.stack((full, some & ~full), axis=3)  # first the full ones
         number = np.count_nonzero(kinds, axis=4)
         stops = sum(map(len, visits)) + number.cumsum().reshape(number.shape)
         most = np.argsort(-number.sum(3), axis=2, kind="stable")

@@ -20,7 +20,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -204,7 +203,7 @@ class EvidenceSettings:
 @program("tool", EvidenceSettings, run_dir="runs/evidence", positional="only")
 def main(settings: EvidenceSettings, run_dir: Path) -> None:
     console = Console(highlight=False)
-    chosen = [name for name in EXPERIMENTS if not settings.only or any(map(partial(named, name), settings.only))]
+    chosen = [name for name in EXPERIMENTS if not settings.only or any(named(name, only) for only in settings.only)]
     if not settings.only and len(installed_gpus()) < 2:
         chosen = [name for name in chosen if not name.startswith(SEVERAL_GPUS)]
         console.print(f"{', '.join(SEVERAL_GPUS)} left out: they need two GPUs", markup=False)

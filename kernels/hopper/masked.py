@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..portable.record import record
-from ..portable.visits import first_line, select_by_bit
+from ..portable.visits import MASK_GROUP, first_line, select_by_bit
 from .schedule import key_tiles, tile_rows
 
 
@@ -149,7 +149,7 @@ def pattern_words(row, stage, masked, s_layout: gl.constexpr):
     """`own_bits` of 64 rows from `row` on under the key tile of a stage; of a full block all are 1."""
     of_group = 0
     if masked.ROWS == 2:
-        of_group = row // 128 - row // 192 * 192 // 128
+        of_group = row // 128 - row // MASK_GROUP * MASK_GROUP // 128
     pattern = announced_pattern(stage, masked, of_group)
     return own_bits(masked.bits + pattern.to(gl.int64) * 1024, row, 0, s_layout, 4)
 
