@@ -33,7 +33,7 @@ from train import train
 from training import checkpoint, curves, muon, ordered_sum, parallel
 from training.checkpoint import Checkpoint, newest_complete, open_checkpoint
 from training.step import Step
-from training.watch import Limits
+from training.watch import Limits, wait_for_saves
 
 QUICK = Limits(beat=0.1, silent=6.0, silent_if_suspected=2.0, grace=0.5)
 RUN = (
@@ -301,9 +301,7 @@ def disks(folder: Path) -> dict[str, Any]:
     flush = checkpoint.flush
 
     def watched(rank: int, step: Step) -> None:
-        for thread in threading.enumerate():
-            if thread.name == "saver":  # the step before is saved, or not
-                thread.join()
+        wait_for_saves()
         if rank == 1 or step.number in (4, 6):
             lost_disk(errno.ENOSPC if step.number < 6 else errno.EIO)
         elif step.number == 8:

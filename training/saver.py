@@ -13,6 +13,7 @@ from training import checkpoint as checkpoints
 from training.parallel import ALONE, Nothing, World
 from training.shard import whole
 from training.stop import command_to_go_on
+from training.watch import SAVER
 
 EXIT_UNSAVED = 2  # of a run whose end is not on disk, as of any file that cannot be written
 
@@ -49,7 +50,7 @@ class Saver:
         device = next(model.parameters()).device
         copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         # not a daemon: an interpreter that ends waits for what is being written
-        self._writing = threading.Thread(target=self._write, args=(weights, state, meta, best, copied), name="saver")
+        self._writing = threading.Thread(target=self._write, args=(weights, state, meta, best, copied), name=SAVER)
         self._writing.start()
 
     def wait(self) -> Path | None:

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
 EXIT_LOST = 69  # sysexits.h: a service is unavailable
 SHOW_CURSOR = "\x1b[?25h"
+SAVER = "saver"  # the name of the thread that writes a checkpoint
+
+
+def wait_for_saves(seconds: float | None = None) -> None:
+    """Until no checkpoint is being written in this process, or for so long."""
+    for thread in threading.enumerate():
+        if thread.name == SAVER:
+            thread.join(seconds)
 
 
 @dataclass(frozen=True)
@@ -158,9 +166,7 @@ class Watch:
 
     def _end(self, failure: Failure, silent: list[int]) -> NoReturn:
         """Say it, in one process of those that are left, and end this one."""
-        for thread in threading.enumerate():
-            if thread.name == "saver":  # a checkpoint that is nearly on disk
-                thread.join(self._limits.silent / 4)
+        wait_for_saves(self._limits.silent / 4)  # one that is nearly on disk
         if self._world.rank == min(rank for rank in range(self._world.size) if rank not in silent):
             cursor = SHOW_CURSOR if sys.stdout is not None and sys.stdout.isatty() else ""
             place = f"rank {failure.rank} of {self._world.size} on {failure.host}, after step {failure.step}"

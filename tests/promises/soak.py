@@ -1,13 +1,12 @@
 """Nothing grows in a long run: `python -m tests.promises.soak` takes 20,000 tiny steps and often does all else.
 
-Looks at the process between two steps, `soak.samples` times: resident memory, open files, threads, on CUDA the memory
-of tensors and of PyTorch's allocator; and times every step with all that follows it. What is seen before
-`soak.warm_up` of the run is not judged: caches fill, the first checkpoint takes its host copy.
+Looks at the process between two steps, `soak.samples` times, when no checkpoint is being written: resident memory, open
+files, threads, on CUDA the memory of tensors and of PyTorch's allocator; and times every step with all that follows it.
+What is seen before `soak.warm_up` of the run is not judged: caches fill, the first checkpoint takes its host copy.
 
 - Memory: the growth from the first sample to the last by the Theil-Sen line (the median of the slopes of all pairs,
   which a few odd samples cannot move), at most `soak.max_growth_mib`.
-- Open files and threads: the fewest in the last third of the samples, at most that of the first. (Those of a save come
-  and go, and on a slow disk stay for most of the steps.)
+- Open files and threads: the fewest in the last third of the samples, at most that of the first.
 - Step time: the median of the last third of the steps, at most `soak.max_slowdown` times that of the first.
 
 Writes soak.json with every sample. Exit code 1 where something grew. Needs Linux's /proc. Takes the configuration of
@@ -37,6 +36,7 @@ from train import train
 from training.hardware import set_up
 from training.log import provenance
 from training.step import Step
+from training.watch import wait_for_saves
 
 FAILED = 1  # exit code
 # twenty thousand steps of almost no work, with everything that a loop does beside them done often
@@ -102,10 +102,11 @@ class Watched:
         now = time.perf_counter()
         if self.before is not None and step.number > self.warm_up:
             self.seconds.append(now - self.before)
-        self.before = now
         if step.number > self.warm_up and (step.number - self.warm_up) % self.every == 0:
+            wait_for_saves()  # a slow disk's file and thread would count as left behind
             self.steps.append(step.number)
             self.samples.append(look(step.loss.device))
+        self.before = time.perf_counter()
 
 
 @program("config", SoakSettings, run_dir="runs/soak", overrides=TINY)

@@ -3,16 +3,21 @@
 import itertools
 import json
 import mmap
+import os
 import random
+import threading
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import train as trainer
 from tests.promises import soak
 from tests.promises.soak import TINY, SoakSettings, Watched, judge, theil_sen
 from tests.runs import settings
+from training.watch import SAVER
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
@@ -89,8 +94,34 @@ def test_a_thread_that_comes_and_goes_has_not_been_left_behind():
             "passes"
         ]
 
-    assert verdict([5] * 20 + [6] * 9 + [5])  # a save that a slow disk holds up
+    assert verdict([5] * 20 + [6] * 9 + [5])
     assert not verdict([5] * 19 + [6] * 11)
+
+
+def test_what_a_slow_disk_holds_up_has_not_been_left_behind(monkeypatch):
+    """A checkpoint's file and thread, which here go when somebody waits for them."""
+    waited, opened, join = threading.Event(), threading.Event(), threading.Thread.join
+
+    def save() -> None:
+        with open(os.devnull):
+            opened.set()
+            waited.wait()
+
+    def joined(self, timeout=None) -> None:
+        waited.set()
+        join(self, timeout)
+
+    before = soak.look(torch.device("cpu"))
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    saver = threading.Thread(target=save, name=SAVER)
+    saver.start()
+    opened.wait()
+    seen = Watched()
+    try:
+        seen(SimpleNamespace(number=1, loss=torch.zeros(())))
+    finally:
+        saver.join()
+    assert all(seen.samples[0][name] == before[name] for name in ("open files", "threads"))
 
 
 def test_the_slope_is_not_moved_by_a_few_odd_samples():
