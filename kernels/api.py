@@ -5,7 +5,7 @@ from torch import Tensor
 
 from . import ops
 from .block_masks import BlockMask
-from .call import autocast_inputs, check_call, key_of, plain_options
+from .call import autocast_inputs, check_call, key_of, plain_options, unchanged
 from .documents import call_packed
 from .launch import plan_of
 from .support import why_not_flash
@@ -80,11 +80,13 @@ def flash_attention(
     plan = options = given = None
     seen = ops.watched(q, k, v)
     if not seen:
-        plain = alibi_slopes is sinks is cu_seqlens is max_seqlen is block_mask is None and deterministic is True
-        given = plain_options(causal, scale, window, softcap, dropout_p) if plain else None
+        if block_mask is None and deterministic is True:
+            given = plain_options(
+                causal, scale, window, softcap, dropout_p, alibi_slopes, sinks, cu_seqlens, max_seqlen
+            )
         if given is not None:
             plan = plan_of(key_of("forward", given, q, k, v))
-            options = plan.options
+            options = plan.options and plan.options.with_tensors_of(given)
     if options is None:
         q, k, v, options = check_call(
             q, k, v, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
@@ -99,8 +101,8 @@ def flash_attention(
         # a plan with an engine has run
         if (plan is None or plan.on_hopper is None) and (reason := why_not_flash(q, k, v, options)):
             raise ValueError(reason)
-        if given is not None:
-            plan.options = options
+        if given is not None and unchanged(given, options):
+            plan.options = options.with_tensors_of(None)
     o, lse = ops.attend(q, k, v, options, plan)
     return (o, lse) if return_lse else o
 

@@ -49,6 +49,17 @@ class Options(NamedTuple):
     def without_tensors(self) -> bool:
         return self.alibi_slopes is self.sinks is self.dropout_seed is self.cu_seqlens_q is self.mask_starts is None
 
+    def with_tensors_of(self, other: "Options | None") -> "Options":
+        """The same numbers with the slopes, sinks and documents of other options; None: without."""
+        if other is None:
+            other = _NO_TENSORS
+        elif other.without_tensors:
+            return self
+        return self._replace(
+            alibi_slopes=other.alibi_slopes, sinks=other.sinks, cu_seqlens_q=other.cu_seqlens_q,
+            cu_seqlens_k=other.cu_seqlens_k,
+        )  # fmt: skip
+
     @property
     def packed(self) -> bool:
         """Documents end to end in one row of tokens."""
@@ -64,6 +75,9 @@ class Options(NamedTuple):
         """Whether the block mask, of about as many queries as keys, visits a third of its blocks or more."""
         batch, heads, rows, _ = self.mask_starts.shape  # with n blocks of each 8/3 n rows, and 8/3 lists with a visit
         return 9 * self.mask_visits.shape[0] > batch * heads * rows**2
+
+
+_NO_TENSORS = Options(False, 1.0)
 
 
 def key_of(kind: object, options: Options, *tensors: Tensor) -> tuple:
@@ -83,13 +97,16 @@ def key_of(kind: object, options: Options, *tensors: Tensor) -> tuple:
 
 
 _PLAIN_TYPES = {bool, int, float, type(None)}
+_NO_PACKING = (None, None, 0, 0)
 
 
-def plain_options(causal, scale, window, softcap, dropout_p) -> Options | None:
+def plain_options(
+    causal, scale, window, softcap, dropout_p, alibi_slopes=None, sinks=None, cu_seqlens=None, max_seqlen=None
+) -> Options | None:
     """A call's options as given, where they can stand in a key; None otherwise.
 
-    They can as numbers (anything else may change its value), without dropout (whose seed is new at each call) and with
-    a positive scale (another one changes q).
+    They can as numbers (anything else may change its value) and as tensors that no check would change, without dropout
+    (whose seed is new at each call) and with a positive scale (another one changes q).
     """
     if type(window) is not tuple or len(window) != 2:
         return None
@@ -97,7 +114,28 @@ def plain_options(causal, scale, window, softcap, dropout_p) -> Options | None:
         return None
     if dropout_p != 0.0 or (scale is not None and not scale > 0.0):
         return None
-    return Options(causal, scale, *window, softcap)
+    packing = _NO_PACKING
+    if cu_seqlens is not None or max_seqlen is not None:
+        packing = (*_pair(cu_seqlens), *_pair(max_seqlen))
+        if len(packing) != 4 or type(packing[2]) is not int or type(packing[3]) is not int:
+            return None
+    for x in (alibi_slopes, sinks, *packing[:2]):
+        if x is not None and not (isinstance(x, Tensor) and x.is_contiguous()):
+            return None
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        return None
+    return Options(causal, scale, *window, softcap, alibi_slopes, sinks, 0.0, None, *packing)
+
+
+def unchanged(given: Options, checked: Options) -> bool:
+    """Whether the checks left the tensors of `plain_options` as they were given."""
+    pairs = [(x, y) for x, y in zip(given, checked, strict=True) if isinstance(x, Tensor)]
+    return all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
+
+
+def _pair(given: object) -> tuple:
+    """(the queries', the keys') of an argument that may be one for both."""
+    return given if isinstance(given, tuple) else (given, given)
 
 
 def check_call(
@@ -325,8 +363,7 @@ def _check_packing(q: Tensor, k: Tensor, cu_seqlens, max_seqlen) -> tuple[Tensor
         return None, None, 0, 0
     if q.shape[0] != 1:
         raise ValueError(f"q has batch size {q.shape[0]}; documents lie end to end in a batch of 1")
-    tensors = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-    bounds = max_seqlen if isinstance(max_seqlen, tuple) else (max_seqlen, max_seqlen)
+    tensors, bounds = _pair(cu_seqlens), _pair(max_seqlen)
     for name, given in (("cu_seqlens", tensors), ("max_seqlen", bounds)):
         if len(given) != 2:
             raise ValueError(f"{name} is a tuple of {len(given)}; it must be one for all or a pair, the queries' first")

@@ -11,7 +11,7 @@ microseconds a call in filling in defaults, here all of it takes 10.
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from .call import Options, key_of
 from .device import OPERATORS
@@ -171,7 +171,8 @@ def _backward(inputs: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _wants_gradient(inputs: tuple) -> bool:
     """Raises RuntimeError where forward-mode derivatives are asked for: they would be zeros in silence."""
     tensors = [x for x in inputs if isinstance(x, Tensor)]
-    if any(unpack_dual(x).tangent is not None for x in tensors):
+    # asked of each tensor, only inside torch.autograd.forward_ad's levels: 2 us a call
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError("flash attention has no forward-mode derivative (jvp): use naive_attention for it")
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 

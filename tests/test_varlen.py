@@ -9,13 +9,15 @@ import triton
 import triton.language as tl
 
 from kernels import (
+    api,
     flash_attention,
     flash_attention_varlen,
+    launch,
     naive_attention,
     naive_attention_varlen,
     tiled_attention,
 )
-from kernels.call import Options
+from kernels.call import Options, check_call
 from kernels.launch import start
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
@@ -94,6 +96,29 @@ def test_autocast_casts_as_pytorch_does():
     assert o.dtype == torch.bfloat16
     (grad,) = torch.autograd.grad(o.float().sum(), q)
     assert grad.dtype == torch.float32
+
+
+def test_a_kind_of_call_is_checked_once_and_its_tensors_are_each_calls_own(monkeypatch):
+    checked = []
+    monkeypatch.setattr(launch, "PLANS", {})
+    monkeypatch.setattr(api, "check_call", lambda *args, **how: checked.append(how) or check_call(*args, **how))
+    for seed, lengths in enumerate(([9, 4], [3, 10], [6, 7])):
+        (q, k, v), arguments = make_packed(lengths, lengths, 2, 1, 16, device=DEVICE, seed=seed)
+        arguments |= {"max_seqlen_q": 10, "max_seqlen_k": 10}
+        slopes = torch.rand(2, 2, device=DEVICE)
+        sinks = torch.randn(2, device=DEVICE, requires_grad=True)
+        compare_with_oracle(flash_attention_varlen, q, k, v, alibi_slopes=slopes, sinks=sinks, **arguments)
+    assert len(checked) == 1
+    with pytest.raises(ValueError, match="alibi_slopes asks for a gradient"):
+        flash_attention_varlen(q, k, v, alibi_slopes=slopes.requires_grad_(), **arguments)
+    # what the checks change is changed at each call: a row for each document, the dtype
+    checked.clear()
+    for _ in range(2):
+        slopes, sinks = torch.rand(2, device=DEVICE), torch.randn(2, device=DEVICE, dtype=torch.float64)
+        given = {"alibi_slopes": slopes, "sinks": sinks, **arguments}
+        expected = naive_attention_varlen(q, k, v, **given)
+        torch.testing.assert_close(flash_attention_varlen(q, k, v, **given), expected)
+    assert len(checked) == 2
 
 
 def test_equals_the_dense_call_where_documents_are_equal():
