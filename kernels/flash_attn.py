@@ -19,16 +19,19 @@ def flash_attn_func(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = True,
+    return_attn_probs: bool = False,
     s_aux: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attention` of q (B, Nq, Hq, D), k and v (B, Nk, Hkv, D): (B, Nq, Hq, D). s_aux are the sinks; the backward
-    is deterministic whatever is asked."""
-    o = flash_attention(
+    is deterministic whatever is asked. With return_attn_probs also LSE (B, Hq, Nq) and, in the place of probabilities,
+    which never exist, None."""
+    o, lse = flash_attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         causal=causal, scale=softmax_scale, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux,
-        dropout_p=dropout_p,
+        dropout_p=dropout_p, return_lse=True,
     )  # fmt: skip
-    return o.transpose(1, 2)
+    o = o.transpose(1, 2)
+    return (o, lse, None) if return_attn_probs else o
 
 
 def flash_attn_varlen_func(
@@ -46,11 +49,13 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = True,
+    return_attn_probs: bool = False,
     s_aux: Tensor | None = None,
-) -> Tensor:
-    """`flash_attention_varlen` of (tokens, H, D) tensors: (tokens, Hq, D)."""
-    return flash_attention_varlen(
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """`flash_attention_varlen` of (tokens, H, D) tensors: (tokens, Hq, D), and as above LSE (Hq, tokens)."""
+    o, lse = flash_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k),
         causal=causal, scale=softmax_scale, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux,
-        dropout_p=dropout_p,
+        dropout_p=dropout_p, return_lse=True,
     )  # fmt: skip
+    return (o, lse, None) if return_attn_probs else o

@@ -27,6 +27,11 @@ starts = torch.tensor([0, 2, 5], dtype=torch.int32)
 o = module.flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, 3, 3, softcap=2.0)
 theirs = module.naive_attention_varlen(q[0], k[0], v[0], starts, starts, 3, 3, softcap=2.0)
 torch.testing.assert_close(o, theirs)
+dense = module.flash_attn_func, (q, k, v)
+packed = module.flash_attn_varlen_func, (q[0], k[0], v[0], starts, starts, 3, 3)
+for (call, given), lse_shape in ((dense, (1, 2, 5)), (packed, (2, 5))):
+    o, lse, probs = call(*given, return_attn_probs=True)
+    assert torch.equal(o, call(*given)) and lse.shape == lse_shape and probs is None
 
 sys.path.insert(0, sys.argv[2])  # and beside it ours, in one process
 import kernels
