@@ -171,7 +171,7 @@ def _backward(inputs: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _wants_gradient(inputs: tuple) -> bool:
     """Raises RuntimeError where forward-mode derivatives are asked for: they would be zeros in silence."""
     tensors = [x for x in inputs if isinstance(x, Tensor)]
-    # asked of each tensor, only inside torch.autograd.forward_ad's levels: 2 us a call
+    # outside of torch.autograd.forward_ad's levels no tensor has one, and each need not be asked
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError("flash attention has no forward-mode derivative (jvp): use naive_attention for it")
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
