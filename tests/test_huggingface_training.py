@@ -19,6 +19,7 @@ from scripts.bench import training as bench_training  # noqa: E402
 from tests.huggingface_models import build, pytorch_on_a_cpu  # noqa: E402
 from tests.runs import CORPUS, contents, settings, settings_of  # noqa: E402
 from train import train  # noqa: E402
+from training import memory, stepper  # noqa: E402
 from training.checkpoint import open_checkpoint  # noqa: E402
 from training.hardware import HardwareConfig, set_up  # noqa: E402
 
@@ -91,6 +92,21 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     with torch.no_grad():
         before = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
     assert (before - theirs(ids).logits).abs().max() > 1e-3
+
+
+def test_memory_that_does_not_suffice_ends_in_one_line(folder, tmp_path, monkeypatch):
+    """Before the first step or in it; what a change would save nobody knows, so none has a forecast."""
+
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    ways = "use a smaller model, train.micro_batch or data.seq_len, model.activation_checkpointing=full or more memory$"
+    monkeypatch.setattr(stepper, "training_step", full)
+    with pytest.raises(ValueError, match=f"cpu is out of memory, with train.micro_batch=2, .*; {ways}"):
+        train(run_settings(folder, tmp_path), tmp_path / "run")
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    with pytest.raises(memory.DoesNotFit, match=f"0.00 GiB are free on cpu.*; {ways}"):
+        train(run_settings(folder, tmp_path), tmp_path / "other")
 
 
 def test_a_tokenizer_is_handed_on_with_its_own_configuration(tmp_path):

@@ -104,8 +104,11 @@ class Plan:
     def remedies(self, limit: float) -> list["Plan"]:
         """Plans that need less and at most `limit` bytes, those that cost least time first.
 
-        Single changes; where none is enough, all of them together. Empty where even that is too much.
+        Single changes; where none is enough, all of them together. Empty where even that is too much, or where nobody
+        knows what a change saves.
         """
+        if self.model.name is not None:
+            return []
         device, dtype = self.hardware.device, self.hardware.dtype
         attention, _ = resolve_attention("auto", device, dtype, self.model.head_dim, self.features)
         faster = {"loss": "chunked"} if self.model.loss == "plain" else {}
@@ -146,7 +149,10 @@ class Plan:
             words = " ".join(f"{key}={new}" for key, old, new in overrides if new != old)
             found.append(f"{words} ({plan.peak / GIB:.2f} GiB)")
         if not found:
-            return f"use a smaller model, a shorter data.seq_len or {'more memory' if self.on_cpu else 'a larger GPU'}"
+            fewer = "a shorter data.seq_len"
+            if self.model.name is not None:
+                fewer = "train.micro_batch or data.seq_len, model.activation_checkpointing=full"
+            return f"use a smaller model, {fewer} or {'more memory' if self.on_cpu else 'a larger GPU'}"
         return f"what fits: {', '.join(found)}"
 
     def beside(self, held: float) -> str:
