@@ -124,7 +124,7 @@ class Checkpoint:
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's tensors by name, tied ones once; they share the model's memory, and are dealt out as its are."""
-    tied = _tied_names(model)
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     return {name: value.detach() for name, value in model.state_dict().items() if name not in tied}
 
 
@@ -270,17 +270,14 @@ def use_its_commit(meta: dict[str, Any]) -> str:
 
 
 def given_or_newest(checkpoint: str | None) -> str | Path:
-    """`checkpoint` as typed; of None the newest under runs/. An empty one (of a variable, say) is no choice."""
-    if checkpoint == "":
+    """`checkpoint` as typed; of None the `last` one written most recently under runs/."""
+    if checkpoint == "":  # of a variable, say: no choice
         raise ValueError("checkpoint is empty; give a checkpoint or a run's folder, or leave it out for the newest")
-    return newest_checkpoint(Path("runs")) if checkpoint is None else checkpoint
-
-
-def newest_checkpoint(runs: Path) -> Path:
-    """The `last` checkpoint written most recently under `runs`."""
-    found = sorted(runs.glob("**/checkpoints/last/" + META), key=lambda p: p.stat().st_mtime)
+    if checkpoint is not None:
+        return checkpoint
+    found = sorted(Path("runs").glob("**/checkpoints/last/" + META), key=lambda p: p.stat().st_mtime)
     if not found:
-        raise ValueError(f"no checkpoint under {runs}/; train first (python train.py) or give checkpoint=PATH")
+        raise ValueError("no checkpoint under runs/; train first (python train.py) or give checkpoint=PATH")
     return found[-1].parent
 
 
@@ -338,16 +335,6 @@ def _link_again(copy: Path) -> None:
     else:
         copy.rename(checkpoint)
     link.replace(copy)
-
-
-def _tied_names(model: nn.Module) -> set[str]:
-    """Names of parameters that share another one's memory."""
-    first_name: dict[int, str] = {}
-    tied = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first_name.setdefault(id(parameter), name) != name:
-            tied.add(name)
-    return tied
 
 
 def _hidden(path: Path, mark: str = "") -> Path:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from training import checkpoint as checkpoints
 from training.parallel import ALONE, Nothing, World
@@ -46,7 +46,7 @@ class Saver:
     def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
         """Save the model and `state` as they are now. state and meta: see `checkpoint.write`."""
         self.wait()
-        weights, state = self._copy((checkpoints.weights_of(model), state))
+        weights, state = tree_map_with_path(self._copy, (checkpoints.weights_of(model), state))
         device = next(model.parameters()).device
         copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         # not a daemon: an interpreter that ends waits for what is being written
@@ -77,20 +77,16 @@ class Saver:
     def __exit__(self, *exc_info: object) -> None:
         self.wait()
 
-    def _copy(self, value: Any, place: tuple = ()) -> Any:
-        """`value` with its tensors copied to host memory, whole."""
-        if isinstance(value, torch.Tensor):
-            value = whole(value)
-            copy = self._host.get(place)
-            if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
-                # pinned, or the copy from a GPU could not go on beside the loop
-                copy = self._host[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            return copy.copy_(value.detach(), non_blocking=value.is_cuda)  # `copied` waits for CUDA alone
-        if isinstance(value, dict):
-            return {key: self._copy(item, (*place, key)) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._copy(item, (*place, i)) for i, item in enumerate(value))
-        return value
+    def _copy(self, place: tuple, value: Any) -> Any:
+        """A tensor copied to host memory, whole; any other value as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = whole(value)
+        copy = self._host.get(place)
+        if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
+            # pinned, or the copy from a GPU could not go on beside the loop
+            copy = self._host[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        return copy.copy_(value.detach(), non_blocking=value.is_cuda)  # `copied` waits for CUDA alone
 
     def _write(
         self, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any], best: bool, copied: Any
