@@ -310,10 +310,13 @@ def test_ranks():
     step = {"SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4"}
     assert ranks(step) == (2, 4, 0)
     assert ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == (0, 1, 0), "a shell of salloc"
+    assert ranks(step | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) == (0, 1, 0)
     with pytest.raises(ValueError, match="RANK is not set beside WORLD_SIZE"):
         ranks({"WORLD_SIZE": "2"})
     with pytest.raises(ValueError, match="WORLD_SIZE=abc is no number; start with torchrun or srun"):
         ranks({"RANK": "0", "WORLD_SIZE": "abc", "LOCAL_RANK": "0"})
+    with pytest.raises(ValueError, match="SLURM_STEP_NUM_TASKS=abc is no number; start with torchrun or srun"):
+        ranks(step | {"SLURM_STEP_NUM_TASKS": "abc"})
     with pytest.raises(ValueError, match="RANK=2 is not 0 to 1, as WORLD_SIZE=2 says; start with torchrun or srun"):
         ranks({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     with pytest.raises(ValueError, match="RANK=0 is not possible with WORLD_SIZE=-1"):

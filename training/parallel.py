@@ -324,7 +324,7 @@ def ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     """
     if "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    elif int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    elif environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     else:
         return 0, 1, 0
