@@ -25,7 +25,7 @@ class HardwareConfig:
     num_threads: int | None = None  # CPU threads of PyTorch; null: PyTorch's own choice
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]*))?", self.device):
             raise ValueError(f"hardware.device={self.device} is not one of auto, cpu, cuda, cuda:N, mps")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"hardware.dtype={self.dtype} is not one of auto, {', '.join(DTYPES)}")
@@ -68,11 +68,10 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
         raise ValueError(f"hardware.device={config.device} but PyTorch sees no CUDA GPU; use hardware.device=cpu")
     if config.device == "mps" and not torch.backends.mps.is_available():
         raise ValueError("hardware.device=mps but PyTorch sees no Apple GPU; use hardware.device=cpu")
+    number, count = int(config.device.partition(":")[2] or 0), torch.cuda.device_count()
+    if config.device.startswith("cuda") and number >= count:  # torch.device counts modulo 256, or cannot read it
+        raise ValueError(f"hardware.device={config.device} but there are {count} of them; use cuda:0")
     device = torch.device("cuda" if config.device == "auto" and has_cuda else config.device.replace("auto", "cpu"))
-    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
-        raise ValueError(
-            f"hardware.device={config.device} but there are {torch.cuda.device_count()} of them; use cuda:0"
-        )
     if config.cuda_graphs and device.type != "cuda":
         raise ValueError(f"hardware.cuda_graphs=true but hardware.device is {device.type}; leave it out")
     if world.size > 1:
