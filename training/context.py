@@ -39,11 +39,6 @@ class Context:
         # the same object at each step, or a compiled model would be traced again
         self._attention = cache(lambda named: partial(way, named, group=group))
 
-    @classmethod
-    def among(cls, world: World, method: str, seq_len: int, device: torch.device) -> "Context":
-        """Of this process with its neighbours in `world`."""
-        return cls(world.mesh(device).get_group("context"), method, seq_len, device)
-
     def part(self, x: Tensor) -> Tensor:
         """This process's tokens of x (B, N)."""
         return part_of(x, self.rank, self.world, self.method)

@@ -50,11 +50,11 @@ class EvaluationSet:
         }
 
     def metrics(self, mean_loss: float) -> dict[str, float]:
-        """Loss (nats a token) and its two translations; exp overflows to inf, never raises."""
+        """Loss (nats a token) and its two translations; a perplexity past float64 is inf."""
         nats = mean_loss * self.targets.numel()
         return {
             "val_loss": mean_loss,
-            "val_perplexity": _exp(mean_loss),
+            "val_perplexity": math.exp(mean_loss) if mean_loss < 700 else math.inf,
             "val_bits_per_byte": nats / math.log(2) / max(1, self.bytes),
         }
 
@@ -145,7 +145,3 @@ def unigram_loss(train_tokens: np.ndarray, targets: torch.Tensor, vocab_size: in
         counts += np.bincount(train_tokens[start : start + (1 << 24)], minlength=vocab_size)
     log_probability = np.log(counts / counts.sum())
     return float(-log_probability[targets.numpy().ravel()].mean())
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf

@@ -70,7 +70,8 @@ class StepGraphs:
             loss = captured(inputs, targets)
         if self._first.graph and not self._gradients:
             self._gradients = [p.grad for p in self._parameters]
-        self._give_gradients()
+        for p, place in zip(self._parameters, self._gradients, strict=False):
+            p.grad = place
         return loss
 
     def update(self, loss: Tensor) -> Tensor:
@@ -82,7 +83,3 @@ class StepGraphs:
         for p in self._parameters:
             p.grad = None
         return norm
-
-    def _give_gradients(self) -> None:
-        for p, place in zip(self._parameters, self._gradients, strict=False):
-            p.grad = place

@@ -113,7 +113,7 @@ class StepProfiler:
         path = self.folder / "trace.json.gz"
         recorded.export_chrome_trace(str(path))
         found = read_trace(path)
-        report = {"provenance": provenance(), "hardware": self._hardware.description, **found.as_dict()}
+        report = {"provenance": provenance(), "hardware": self._hardware.description, **asdict(found)}
         (self.folder / "profile.json").write_text(json.dumps(report, indent=2) + "\n")
         for part in found.tables():
             self._console.print(part)
@@ -151,9 +151,6 @@ class Profile:
     step_ms: float
     groups: list[Share]  # in the order of GROUPS, then other and idle
     kernels: list[Share]  # the longest first
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
     def tables(self) -> list[Table]:
         """Time by group, and the longest kernels."""

@@ -198,7 +198,9 @@ def resolve(
     world.begin_run()
     hardware = hardware or set_up(settings.hardware, world)
     if not world.is_first:
-        settings = _as_the_first_chose(settings, **world.exchange(None)[0])
+        found = world.exchange(None)[0]  # what the first process chose where the settings leave it open
+        train = replace(settings.train, micro_batch=found["micro_batch"])
+        settings = replace(settings, resume=found["resume"], train=train)
     asked = asdict(settings)
     world.arrange(settings.parallel)
     if (name := settings.model.name) is not None and world.shards:
@@ -298,8 +300,3 @@ def _refuse_texts_that_differ(world: World, fingerprint: str) -> None:
                 f"{world.describe(rank)} has another text than rank 0 (fingerprint {found[:12]}, there "
                 f"{fingerprints[0][:12]}); give all hosts the same files"
             )
-
-
-def _as_the_first_chose(settings: Any, micro_batch: int, resume: str | None) -> Any:
-    """`settings` with what the first process found for what they leave open."""
-    return replace(settings, resume=resume, train=replace(settings.train, micro_batch=micro_batch))

@@ -50,11 +50,8 @@ class Speed:
         if not steps or step <= self._first_step + 1:
             return {}
         rate = self._batch_tokens * steps / (self._since - since)
-        shares = {
-            "mfu": mfu(self._flops["causal"], rate, self._peak),
-            "mfu_full": mfu(self._flops["full"], rate, self._peak),
-        }
-        return {"tokens_per_second": rate, **shares}
+        causal, full = (mfu(self._flops[pairs], rate, self._peak) for pairs in ("causal", "full"))
+        return {"tokens_per_second": rate, "mfu": causal, "mfu_full": full}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -83,11 +80,9 @@ def model_flops(model: GPT) -> dict[str, float]:
     return {"causal": dense + pair * visible, "full": dense + pair * seen}
 
 
-def mfu(flops_a_token: float, tokens_per_second: float | None, peak_flops: float | None) -> float | None:
-    """Model FLOPs utilisation in [0, 1]; None where the chip's dense peak or the speed is not known."""
-    if tokens_per_second is None or peak_flops is None:
-        return None
-    return flops_a_token * tokens_per_second / peak_flops
+def mfu(flops_a_token: float, tokens_per_second: float, peak_flops: float | None) -> float | None:
+    """Model FLOPs utilisation in [0, 1]; None where the chip's dense peak is not known."""
+    return None if peak_flops is None else flops_a_token * tokens_per_second / peak_flops
 
 
 def measured_rate(dtype: torch.dtype) -> float:

@@ -28,7 +28,8 @@ class Stepper:
         self._chosen, self._model, self._forward, self._optimizer = chosen, model, forward, optimizer
         hardware, self._context, self._graphs = chosen.hardware, None, None
         if chosen.context:
-            self._context = Context.among(hardware.world, chosen.context[0], chosen.seq_len, hardware.device)
+            neighbours = hardware.world.mesh(hardware.device).get_group("context")
+            self._context = Context(neighbours, chosen.context[0], chosen.seq_len, hardware.device)
         if chosen.graphs:
             self._graphs = step_graphs(forward, optimizer, hardware, chosen.settings["train"]["batch_tokens"])
 
