@@ -128,6 +128,7 @@ def test_a_profiled_run_has_a_trace_a_table_and_the_same_numbers(tmp_path, capsy
     groups = {row["name"]: row for row in report["groups"]}
     assert set(groups) == {*GROUPS, OTHER, IDLE}
     assert all(name in printed for name in groups)
+    assert f"the whole trace: {tmp_path}/profiled/profile/trace.json.gz (open it" in printed, "on one line"
     assert report["steps"] == 3
     assert groups["attention"]["calls"] >= 2 * 2  # two layers, forward and backward
     assert groups["matmul"]["ms"] > 0

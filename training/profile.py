@@ -117,7 +117,8 @@ class StepProfiler:
         (self.folder / "profile.json").write_text(json.dumps(report, indent=2) + "\n")
         for part in found.tables():
             self._console.print(part)
-        self._console.print(f"the whole trace: {path} (open it at https://ui.perfetto.dev)", markup=False)
+        where = f"the whole trace: {path} (open it at https://ui.perfetto.dev)"
+        self._console.print(where, markup=False, soft_wrap=True)
 
 
 # --- reading the trace
