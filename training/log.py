@@ -97,7 +97,7 @@ class RunLog:
                 )
         self.picture = LossPicture(run_dir, self.say)
         self._first_step, self._steps = first_step, steps
-        self._paced_from = first_step, math.inf  # the first step compiles: no measure of the pace
+        self._paced_from: tuple[int, float] | None = None  # the first line's step, which compiled, and when it was said
         self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resumed=resumes, commit=git_commit)
         # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
         self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.before()])
@@ -143,11 +143,11 @@ class RunLog:
         """Time spent on the run and what is left of it, at the pace since this process's first line."""
         if "seconds" not in known:
             return ""
-        (began_at, began), now = self._paced_from, time.perf_counter()
-        elapsed = f"  elapsed {_clock(known['seconds'])}"
-        if began == math.inf:
+        elapsed, now = f"  elapsed {_clock(known['seconds'])}", time.perf_counter()
+        if self._paced_from is None:
             self._paced_from = step, now
             return elapsed
+        began_at, began = self._paced_from
         return f"{elapsed}  ETA {_clock((now - began) / (step - began_at) * (self._steps - step))}"
 
     def finish(

@@ -39,9 +39,7 @@ class OptimConfig:
     beta1: float = 0.9  # AdamW's, of the mean of gradients
     beta2: float = 0.95  # AdamW's, of the mean of their squares
     momentum: float = 0.95  # Muon's
-    muon_dtype: str = (
-        "auto"  # auto | float32 | bfloat16: of Muon's products; auto: bfloat16 where the device is fast in it
-    )
+    muon_dtype: str = "auto"  # auto (bfloat16 where the device is fast in it) | float32 | bfloat16: of Muon's products
     weight_decay: float = 0.1  # decoupled
     cautious_decay: bool = False  # Muon's decay only of weights that the step makes smaller (arXiv:2510.12402)
     grad_clip: float = 1.0  # largest global gradient norm; 0: no clipping

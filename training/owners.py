@@ -1,8 +1,4 @@
-"""Muon's matrices dealt out to processes: each stack of them is orthogonalized once, by the process that owns it.
-
-A stack is dealt out whole, and what it holds follows from the model alone: so a matrix gets the same bits whoever owns
-it, with any number of processes.
-"""
+"""Muon's matrices dealt out to processes: each stack of them is orthogonalized once, by the process that owns it."""
 
 from collections.abc import Callable, Iterable, Iterator
 
