@@ -97,9 +97,7 @@ def attention(
         and query.shape[2] <= MAX_QUERIES
         and not (watched or dropout)
         and (causal or not windowed)
-        and key.shape == value.shape
-        and key.stride() == value.stride()
-        and key.stride(3) == 1
+        and _is_cache(key, value)
     ):
         kind = query.shape[1], scaling, softcap, back, causal, id(s_aux)
         attend = shared(attention_mask, kind, lambda: _over_caches(query, attention_mask, options))
@@ -146,6 +144,17 @@ def _over_caches(query: Tensor, ranges: Tensor, options: dict) -> Callable:
     if torch.compiler.is_compiling():  # a workspace, which is written to, would have to be copied
         return partial(flash_attention_with_kvcache, **bounds, **options)
     return KVCacheLayers(**bounds, workspace=kernels.kvcache_workspace(*query.shape[:2], query.device), **options)
+
+
+def _is_cache(key: Tensor, value: Tensor) -> bool:
+    """Whether attention over a cache reads them as they are: alike, and under autocast in its dtype.
+
+    There a key that was turned by RoPE may be float32 beside a value of 16 bits: both are cast, as for any attention.
+    """
+    kind = key.device.type
+    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != key.dtype
+    alike = (key.shape, key.stride(), key.dtype) == (value.shape, value.stride(), value.dtype)
+    return alike and key.stride(3) == 1 and not cast
 
 
 def _pitch(key: Tensor, value: Tensor) -> int | None:

@@ -127,6 +127,16 @@ def resolved(folder, attention, document_mask=False, **changed):
     return resolve_model(config, "cpu", torch.float32, document_mask=document_mask)[0]
 
 
+def test_a_text_goes_on_under_autocast(folder):
+    """As samples of a run in 16 bits do: RoPE's float32 keys lie in the cache beside values of 16 bits."""
+    model = build_model(resolved(folder, "tiled"), 257, 32, device="cpu").eval()
+    ids, cache = torch.randint(257, (1, 20)), transformers.DynamicCache(config=model.inner.config)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model.inner(input_ids=ids[:, :19], past_key_values=cache, use_cache=True)
+        last = model.inner(input_ids=ids[:, 19:], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(last, model(ids)[:, 19:], atol=0.02, rtol=0)
+
+
 def test_generation(folder):
     """Texts do not depend on each other, end at the stop token, and go on past the model's longest context."""
     model = build_model(resolved(folder, "tiled"), 257, 32, device="cpu")
