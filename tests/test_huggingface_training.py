@@ -94,6 +94,22 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     assert (before - theirs(ids).logits).abs().max() > 1e-3
 
 
+def test_a_step_that_is_not_finite_is_named_and_kept(folder, tmp_path, capsys):
+    """And no command is named that would refuse what was kept."""
+
+    def poison(step):
+        if step.number == 2:
+            for p in step.optimizer.parameters:
+                p.data.fill_(1e38)
+
+    summary = train(run_settings(folder, tmp_path), tmp_path / "run", on_step=poison)
+    said = capsys.readouterr().out
+    assert summary["exit_code"] == 65
+    assert "bad step   3: its " in said
+    assert "is not finite; first in " in said
+    assert f"saved      {tmp_path}/run/bad_steps/step_000003\n" in said
+
+
 def test_memory_that_does_not_suffice_ends_in_one_line(folder, tmp_path, monkeypatch):
     """Before the first step or in it; what a change would save nobody knows, so none has a forecast."""
 

@@ -281,7 +281,8 @@ class BadSteps:
             self.say(f"not saved: what reproduces step {bad.step}: {error}; free space or make the folder writable")
         else:
             again = pasted("python", "-m", "scripts.replay", f"dump={folder_value(path)}")
-            self.say(f"saved      {path}; {again} runs the step again with each attention")
+            way_on = f"; {again} runs the step again with each attention"  # which only a GPT of ours can take
+            self.say(f"saved      {path}{'' if model.config.name else way_on}")
 
 
 def in_words(first: dict[str, Any]) -> str:
