@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -240,3 +241,14 @@ def test_the_run_has_the_names_that_were_chosen(tmp_path, begun, chosen, swept, 
     start_wandb(run_dir, LoggerConfig(**chosen), {}, "offline", "", resumed=False)
     found = tuple(begun[0].options[key] for key in ("project", "entity", "name", "group"))
     assert found == tuple(text and text.format(parent=tmp_path.name) for text in expected)
+
+
+def test_an_id_that_a_power_cut_damaged_is_replaced(tmp_path, begun):
+    """A resumed run whose id is none would else be refused, or go on without wandb, at each start."""
+    for content in (b"\xff\xfe", bytes(8), b""):
+        (tmp_path / "wandb_id").write_bytes(content)
+        start_wandb(tmp_path, LoggerConfig(), {}, "offline", "", resumed=True)
+        written = (tmp_path / "wandb_id").read_text().strip()
+        assert re.fullmatch("[0-9a-f]{8}", written)
+        start_wandb(tmp_path, LoggerConfig(), {}, "offline", "", resumed=True)
+        assert [run.options["id"] for run in begun[-2:]] == [written, written]

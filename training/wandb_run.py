@@ -3,6 +3,7 @@
 import http.client
 import math
 import os
+import re
 import secrets
 import urllib.error
 import urllib.request
@@ -103,9 +104,10 @@ def start_wandb(
         return None, "wandb off"
     import wandb  # half a second, so only where it is used
 
-    # one id a run folder, so that a resumed run goes on in the same wandb run
+    # one id a run folder, so that a resumed run goes on in the same wandb run; what a power cut left of one is none
     id_file = run_dir / "wandb_id"
-    run_id = (id_file.read_text().strip() if id_file.exists() else "") or secrets.token_hex(4)
+    written = id_file.read_text(errors="replace").strip() if id_file.exists() else ""
+    run_id = written if re.fullmatch(r"[\w-]+", written, flags=re.ASCII) else secrets.token_hex(4)
     id_file.write_text(run_id + "\n")
     try:
         if resumed and mode == "offline":  # the new folder will hold the whole run: the old ones are not to be synced
