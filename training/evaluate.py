@@ -81,10 +81,8 @@ def evaluate(
             padding = (0, 0, 0, micro_batch - len(inputs))
             inputs = nn.functional.pad(inputs, padding)
             targets = nn.functional.pad(targets, padding, value=-1)
-        documents = {}
-        if end_of_text is not None:
-            starts = document_starts(inputs, end_of_text)
-            documents = packed_rows(starts, 0, *inputs.shape, hardware.device)
+        starts = None if end_of_text is None else document_starts(inputs, end_of_text)
+        documents = packed_rows(starts, 0, *inputs.shape, hardware.device)
         with hardware.autocast():
             loss = model(inputs.to(hardware.device), targets.to(hardware.device), **documents)
         losses.append(loss.item())  # fp32, added as float64
