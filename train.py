@@ -215,7 +215,7 @@ def run(
         results |= {"steps": step, "tokens": step * config.batch_tokens, "seconds": seconds()}
         results |= {"best_val_loss": best_loss, "attention": chosen.model.attention}
         world.patience = math.inf  # the first process may read a large text, or wait for a slow disk
-        if step >= config.steps and hardware.world.is_first:  # it reads all of the text, and a stop has little time
+        if step >= config.steps and world.is_first:  # it reads all of the text, and a stop has little time
             results["unigram_val_loss"] = unigram_loss(dataset.train, evaluation.targets, chosen.vocab_size)
         saved = saver.wait() or (resumed and resumed.path)
         summary = log.finish(results, check, stop if step < config.steps else None, saved, saver.error)
