@@ -59,6 +59,15 @@ def stop_at(step: int, monkeypatch, *numbers: int) -> None:
     monkeypatch.setattr(stepper, "training_step", signalled)
 
 
+@pytest.fixture
+def _at_a_terminal():
+    """Under nohup SIGHUP is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_at_a_terminal")
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138), ("SIGHUP", 129)])
 def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, capsys, name, code):
     """In this process, through the command line's own entry; the shell's Ctrl-C is tested in test_train.py."""
