@@ -111,7 +111,7 @@ CALL: Columns = {"heads, D, keys": "{num_heads}/{num_kv_heads}, {head_dim}, {con
 
 
 def over_a_cache(found: Reports) -> Table:
-    rows = rows_of(found)
+    rows = [row for row in rows_of(found) if row.get("us")]
     within = sum(row["of_goal"] <= 1.0 for row in rows)
     title = "Microseconds of one query a row; in parentheses over 5 us and the bytes at 90 % of reading's bandwidth:"
     caption = f"{within} of {len(rows)} calls take no longer than that."

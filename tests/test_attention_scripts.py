@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conf.schema import HardwareConfig
-from scripts.bench import attention, clock, decode, error_budget
+from scripts.bench import attention, calls, clock, decode, error_budget
 from scripts.bench import masks as bench_masks
 from scripts.bench.attention import MASKS, BenchConfig, BenchSettings, Cell, run_cell
 from scripts.bench.clock import measure
@@ -68,7 +68,7 @@ def test_each_mask_counts_the_pairs_that_it_leaves(mask, monkeypatch):
     """FLOPs are the definition's: 4 D a pair that is seen; and the two that know every mask agree."""
     monkeypatch.setattr(attention, "WINDOW", 8)
     cell = replace(CELL, batch=2, mask=mask)
-    q, k, v, _ = attention.tensors(cell, CPU)
+    q, k, v, _ = calls.tensors(2, 32, 2, 2, 16, CPU, torch.float32)
     ones = torch.eye(32).expand(2, 2, 32, 32)  # with V the identity, O holds the weights
     weights = attention.implementation("naive", cell, CPU)(0 * q, 0 * k, ones)
     seen = float((weights[0, 0] > 0).sum())

@@ -16,8 +16,7 @@ The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smo
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
@@ -25,9 +24,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from conf.program import program
@@ -37,7 +34,8 @@ from kernels import (
     naive_attention,
     naive_attention_varlen,
 )
-from scripts.bench.clock import Milliseconds, free, measure, peak_bytes
+from scripts.bench.calls import PASSES, SDPA, one_pass, refusal, sdpa, tensors
+from scripts.bench.clock import Milliseconds, facts_as_errors, free, measure, peak_bytes
 from scripts.bench.report import (
     Columns,
     Panel,
@@ -53,10 +51,6 @@ from scripts.evidence_tables import PEERS
 from training.hardware import DTYPES, HardwareConfig, set_up
 from training.speed import attention_flops
 
-SDPA = {
-    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-}
 ATTENTION = ("flash", "naive", *SDPA, "flex")
 FLASH4 = {"flash4": False, "flash4_deterministic": True}
 BACKWARD_ONLY = ("flash4_deterministic",)
@@ -73,15 +67,14 @@ class BenchConfig:
     seq_len: list[int] = field(default_factory=lambda: [2**k for k in range(9, 18)])  # tokens of queries and of keys
     head_dim: list[int] = field(default_factory=lambda: [64, 128])  # 16 to 256
     mask: list[str] = field(default_factory=lambda: ["causal", "full"])  # causal | full | window | packed
-    passes: list[str] = field(default_factory=lambda: ["forward", "backward"])  # forward | backward
+    passes: list[str] = field(default_factory=lambda: list(PASSES))  # forward | backward
     tokens: int = 16384  # of one call: the batch is tokens / seq_len, at least 1
     hidden: int = 2048  # query heads times head_dim
     rounds: int = 3  # in which all take turns
     budget_ms: float = 100.0  # time spent on the runs of one row, over all rounds
 
     def __post_init__(self) -> None:
-        passes = ("forward", "backward")
-        refuse_unknown("bench.", self, attention=(*ATTENTION, *FLASH4), mask=MASKS, passes=passes)
+        refuse_unknown("bench.", self, attention=(*ATTENTION, *FLASH4), mask=MASKS, passes=PASSES)
         refuse_below_one("bench.", self, "seq_len", "head_dim", "tokens", "hidden", "rounds", "budget_ms")
         for head_dim in self.head_dim:
             if self.hidden % head_dim:
@@ -174,14 +167,14 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
             if which == "forward" and name in BACKWARD_ONLY:
                 continue
             row = {"attention": name, "pass": which, **asdict(cell)}
-            with facts_as_rows(row):
+            with facts_as_errors(row, NotImplementedError, *refusal(name)):
                 call, facts = prepared(name, cell, which, bench, device)
                 row |= facts
                 ready.append((row, call, []))
             rows.append(row)
         for _ in range(bench.rounds):
             for row, call, rounds in ready:
-                with facts_as_rows(row):
+                with facts_as_errors(row, *refusal(row["attention"])):
                     rounds.append(measure(call, device, bench.budget_ms / bench.rounds))
         for row, call, rounds in ready:
             if "error" in row:
@@ -198,43 +191,15 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
     return rows
 
 
-@contextmanager
-def facts_as_rows(row: Row) -> Iterator[None]:
-    """A failure that is a fact (out of memory, no such kernel) becomes the row's `error`."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        row["error"] = "out of memory"
-    except NotImplementedError as error:
-        row["error"] = str(error)
-    except RuntimeError as error:  # PyTorch's answer where a named SDPA kernel does not take the call
-        if row["attention"] not in SDPA:
-            raise
-        row["error"] = str(error).split("\n")[0][:80]
-
-
 def prepared(
     name: str, cell: Cell, which: str, bench: BenchConfig, device: torch.device
 ) -> tuple[Callable[[], object], Row]:
     """One pass as a call without arguments, and what is known of it before it is timed."""
-    q, k, v, do = tensors(cell, device)
-    attention = implementation(name, cell, device)
-    if which == "forward":
-        call = torch.no_grad()(partial(attention, q, k, v))
-        peak = peak_bytes(call, device)
-    else:
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
-        peak = peak_bytes(lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), do, retain_graph=True), device)
-        call = partial(torch.autograd.grad, attention(q, k, v), (q, k, v), do, retain_graph=True)
-    return call, {"peak_extra_mib": None if peak is None else peak / 2**20}
-
-
-def tensors(cell: Cell, device: torch.device) -> list[Tensor]:
-    """q, k, v and dO as a model has them: (B, N, H, D) in memory, seen as (B, H, N, D)."""
-    generator = torch.Generator(device).manual_seed(0)
-    shape = cell.batch, cell.seq_len, cell.num_heads, cell.head_dim
-    kind = {"generator": generator, "device": device, "dtype": DTYPES[cell.dtype]}
-    return [torch.randn(shape, **kind).transpose(1, 2) for _ in "qkvo"]
+    heads = cell.num_heads, cell.num_heads
+    inputs = tensors(cell.batch, cell.seq_len, *heads, cell.head_dim, device, DTYPES[cell.dtype])
+    begin = partial(one_pass, implementation(name, cell, device), which, *inputs)
+    peak = peak_bytes(lambda: begin()(), device)
+    return begin(), {"peak_extra_mib": None if peak is None else peak / 2**20}
 
 
 def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -269,12 +234,7 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
         return lambda *qkv: flash4(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
     if cell.mask in ("window", "packed"):
         raise NotImplementedError(f"{name} is not measured with {cell.mask}")
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPA[name]):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return sdpa
+    return partial(sdpa, name, is_causal=causal)
 
 
 def python_us(call: Callable[[], object]) -> float:

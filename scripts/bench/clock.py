@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -168,6 +169,18 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     held = torch.cuda.memory_allocated(device)
     call()
     return torch.cuda.max_memory_allocated(device) - held
+
+
+@contextmanager
+def facts_as_errors(row: dict[str, Any], *also: type[Exception]) -> Iterator[None]:
+    """A failure that is a fact of what is measured becomes the row's `error`: out of memory, and the first line of what
+    an exception of `also` says."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        row["error"] = "out of memory"
+    except also as error:
+        row["error"] = str(error).partition("\n")[0]
 
 
 def free(device: torch.device) -> None:

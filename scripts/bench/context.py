@@ -22,10 +22,11 @@ from torch import Tensor
 from conf.program import program
 from model.attention import AttentionFunction, flash
 from model.context import WAYS, part_of
+from scripts.bench.calls import tensors
 from scripts.bench.clock import Mark, peak_bytes
 from scripts.bench.processes import Host, on_each_gpu, refuse_too_many
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
-from training.hardware import Hardware, HardwareConfig
+from training.hardware import HardwareConfig
 from training.speed import attention_flops
 
 SMOKE = "seq_len=[64] num_heads=2 num_kv_heads=2 head_dim=16 runs=1"
@@ -75,11 +76,12 @@ def work(host: Host, settings: ContextBenchSettings) -> tuple[str, list[Row]]:
     rank, hardware, device = host.world.rank, host.hardware, host.hardware.device
     rows: list[Row] = []
     for seq_len in settings.seq_len:
-        tensors = make(settings, seq_len, device, hardware)
-        alone, exact = measured(flash, *tensors, settings.runs, device)
+        heads = settings.num_heads, settings.num_kv_heads
+        whole = tensors(1, seq_len, *heads, settings.head_dim, device, hardware.dtype)
+        alone, exact = measured(flash, *whole, settings.runs, device)
         rows.append({"way": "one", "gpus": 1} | facts(settings, seq_len, 1, alone))
         for method in settings.methods:
-            parts = [part_of(x, rank, settings.gpus, method, dim=2) for x in tensors]
+            parts = [part_of(x, rank, settings.gpus, method, dim=2) for x in whole]
             row = {"way": method, "gpus": settings.gpus}
             try:
                 way = partial(WAYS[method], flash, group=dist.group.WORLD)
@@ -90,14 +92,6 @@ def work(host: Host, settings: ContextBenchSettings) -> tuple[str, list[Row]]:
                 row |= {"seq_len": seq_len, "error": str(error)}
             rows.append(row)
     return hardware.description, rows
-
-
-def make(settings: ContextBenchSettings, seq_len: int, device: torch.device, hardware: Hardware) -> list[Tensor]:
-    """q, k, v and dO as the model has them, (1, H, N, D) stored with tokens before heads; the same in each process."""
-    draw = torch.Generator(device).manual_seed(0)
-    heads = settings.num_heads, settings.num_kv_heads, settings.num_kv_heads, settings.num_heads
-    shapes = [(1, seq_len, number, settings.head_dim) for number in heads]
-    return [torch.randn(s, generator=draw, device=device, dtype=hardware.dtype).transpose(1, 2) for s in shapes]
 
 
 def measured(

@@ -25,16 +25,15 @@ from itertools import product
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conf.program import program
 from kernels import flash_attention_with_kvcache, kvcache_workspace
 from kernels.device import num_sms
-from scripts.bench.clock import GraphClock
+from scripts.bench.calls import SDPA, refusal, sdpa
+from scripts.bench.clock import GraphClock, facts_as_errors
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.curves import picture
 from training.hardware import HardwareConfig, set_up
@@ -44,7 +43,6 @@ HEADS = (  # groups of 1, 2, 4, 8 and 16
     *("8/8/128", "16/8/128", "32/8/128", "64/8/128", "64/4/128"),
     *("12/12/64", "16/8/64", "32/8/64", "32/4/64", "64/4/64"),
 )
-SDPA = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 CACHES = {"bf16": torch.bfloat16, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 FLOOR_US, OF_BANDWIDTH = 5.0, 0.90  # the goal
 # a growing cache keeps 0.9 of the best share of the bandwidth that it has had, from 64 MiB on
@@ -167,23 +165,19 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     report.more = {"read_bytes_per_second": bandwidth}
     for cell in chosen:
         row = cell.row
-        try:
+        with facts_as_errors(row, *refusal(cell.attention)):
             row["us"] = bench_machine.microseconds(cell)
-        except RuntimeError as error:  # PyTorch's answer where a named SDPA kernel does not take the call
-            if cell.attention not in SDPA:
-                raise
-            row["error"] = str(error).split("\n")[0][:80]
-        else:
             row["tb_per_s"] = cell.kv_bytes / row["us"] / 1e6
             row["of_read"] = row["tb_per_s"] * 1e12 / bandwidth
             row["goal_us"] = FLOOR_US + 1e6 * cell.kv_bytes / (OF_BANDWIDTH * bandwidth)
             row["of_goal"] = row["us"] / row["goal_us"]
         report.add(row)
-    ours = [row for row in report.rows if row["attention"] == "flash" and row["family"] == "context"]
+    timed = [row for row in report.rows if "us" in row]
+    ours = [row for row in timed if row["attention"] == "flash" and row["family"] == "context"]
     past = {NAMES["call"].format_map(row): round(row["of_goal"], 2) for row in ours if row["of_goal"] > 1.0}
     said = [f"A kernel that only reads: {bandwidth / 1e12:.2f} TB/s."]
     last = {"read_tb_per_s": bandwidth / 1e12, "cells": len(ours), "past_the_goal": past}
-    if growing := [row for row in report.rows if row["family"] == "growing"]:
+    if growing := [row for row in timed if row["family"] == "growing"]:
         least = least_kept(growing)
         passes = least >= GROWING_KEEPS
         last["growing"] = {"passes": passes, "least_of_best": least}
@@ -289,7 +283,8 @@ class Machine:
         stored = (self.keys, self.values) if cell.cache == "bf16" else self.in_eight_bits(cell.cache)
         k_cache, v_cache = (x[: math.prod(shape)].view(shape) for x in stored)
         if cell.attention != "flash":
-            return lambda: sdpa(cell.attention, q, k_cache, v_cache)
+            shares = cell.num_heads != cell.num_kv_heads
+            return partial(sdpa, cell.attention, q, k_cache, v_cache, enable_gqa=shares)
         if lengths is None:
             lengths = torch.tensor(cell.lengths, dtype=torch.int32, device=self.device)
         named = {
@@ -310,11 +305,6 @@ class Machine:
             self.eight.clear()
             self.eight[cache] = tuple((x * 40).to(CACHES[cache]) for x in (self.keys, self.values))
         return self.eight[cache]
-
-
-def sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with sdpa_kernel(SDPA[name]):
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from conf.program import program
-from scripts.bench.clock import Mark, of_tokens, p99
+from scripts.bench.clock import Mark, facts_as_errors, of_tokens, p99
 from scripts.bench.report import Columns, Report, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig, set_up
 
@@ -62,13 +62,9 @@ def main(settings: HuggingFaceBenchSettings, run_dir: Path) -> None:
     for part in settings.parts:
         for name in settings.attention:
             row = {"part": part, "attention": name}
-            try:
+            with facts_as_errors(row, ImportError):
                 row["kernels"] = choose(model, name, hardware.device)
                 row |= globals()[part](model, settings, hardware.device)
-            except torch.OutOfMemoryError:
-                row["error"] = "out of memory"
-            except ImportError as error:
-                row["error"] = str(error)
             report.add(row)
             model.zero_grad()
     report.finish(table(report.rows, NAMES, FIGURES, "Llama-3.2-1B's sizes, random weights"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from conf.program import program
 from kernels import cross_entropy, linear_cross_entropy
-from scripts.bench.clock import measure, peak_bytes
+from scripts.bench.clock import facts_as_errors, measure, peak_bytes
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_without_gpu, table
 from training.hardware import Hardware, HardwareConfig, set_up
 
@@ -47,10 +47,10 @@ def main(settings: LossBenchSettings, run_dir: Path) -> None:
     inputs = make(settings, hardware.device)
     exact = exact_results(settings, *inputs)
     for name, loss in implementations(settings):
-        try:
-            report.add({"name": name} | measured(settings, loss, hardware, exact, *inputs))
-        except torch.OutOfMemoryError:
-            report.add({"name": name, "error": "out of memory"})
+        row = {"name": name}
+        with facts_as_errors(row):
+            row |= measured(settings, loss, hardware, exact, *inputs)
+        report.add(row)
     title = f"head and loss of {settings.tokens:,} tokens, forward and backward"
     report.finish(table(report.rows, NAMES, FIGURES, title, "errors relative to float64, by norm"))
 

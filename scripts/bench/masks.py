@@ -25,6 +25,7 @@ from kernels import block_mask, flash_attention
 from kernels.call import Options
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
+from scripts.bench.calls import PASSES, one_pass, tensors
 from scripts.bench.clock import measure
 from scripts.bench.mask_table import masks
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
@@ -32,7 +33,6 @@ from training.hardware import HardwareConfig, set_up
 
 BLOCKS = {"all full": lambda b, h, q, k: k >= 0, "all partial": lambda b, h, q, k: (q + k) % 64 > 0}
 KNOWN = (*masks(1), *BLOCKS)
-PASSES = ("forward", "backward")
 BUILDS = 20  # of a mask, which are timed
 SMOKE = "bench.mask=[causal] bench.seq_len=128 bench.head_dim=[16] bench.hidden=16 bench.rounds=1"
 
@@ -92,9 +92,8 @@ def rows_of(name: str, head_dim: int, bench: BenchConfig, device: torch.device, 
     mask = block_mask(mod, *sizes, device)
     facts = {"mask": name, "head_dim": head_dim, "seq_len": tokens} | mask.counts()
     built = {"build_ms": build_ms(partial(block_mask, mod, *sizes, device), device)}
-    generator = torch.Generator(device).manual_seed(0)
-    shape = (1, tokens, bench.hidden // head_dim, head_dim)
-    q, k, v, do = (torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2) for _ in "qkvo")
+    heads = bench.hidden // head_dim
+    inputs = tensors(1, tokens, heads, heads, head_dim, device, dtype)
     calls: dict[str, Callable] = {"ms": partial(flash_attention, block_mask=mask)}
     if on_cuda:
         theirs = create_block_mask(mod, *sizes, device=device)
@@ -104,30 +103,21 @@ def rows_of(name: str, head_dim: int, bench: BenchConfig, device: torch.device, 
         calls["chosen_ms"] = flash_attention
     rows = []
     for which in bench.passes:
-        ready = {key: prepared(call, which, q, k, v, do) for key, call in calls.items()}
+        ready = {key: one_pass(call, which, *inputs) for key, call in calls.items()}
         if name in BLOCKS:
-            ready["dense_ms"] = portable(which, q, k, v, do)
+            ready["dense_ms"] = portable(which, *inputs)
         rounds = []
         for begin in range(bench.rounds):  # a clock's figure moves by 4 % with its place in a round
             begin %= len(ready)
             order = [*ready][begin:] + [*ready][:begin]
             rounds.append({key: measure(ready[key], device, bench.budget_ms).p50 for key in order})
         row = facts | {"pass": which} | {key: statistics.median(one[key] for one in rounds) for key in ready}
-        row["block_us"] = 1e3 * row["ms"] / (facts["visited"] * shape[2])
+        row["block_us"] = 1e3 * row["ms"] / (facts["visited"] * heads)
         row |= {f"of_{key}": row[f"{key}_ms"] / row["ms"] for key in ("dense", "chosen") if name in BLOCKS}
         rows.append(row | ({"ratio": row["flex_ms"] / row["ms"]} if on_cuda else {}) | built)
         built = {}
     torch.compiler.reset()  # a mask compiles anew; the limit on recompilations is for accidents
     return rows
-
-
-def prepared(call: Callable, which: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callable[[], object]:
-    """One pass of call(q, k, v)."""
-    if which == "forward":
-        return torch.no_grad()(partial(call, q, k, v))
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    o = call(*inputs)
-    return partial(torch.autograd.grad, o, inputs, do, retain_graph=True)
 
 
 def portable(which: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callable[[], object]:

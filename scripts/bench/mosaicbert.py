@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from conf.program import program
 from kernels import flash_attention_varlen
 from model.mosaicbert import alibi_slopes, patch
-from scripts.bench.clock import of_tokens
+from scripts.bench.clock import facts_as_errors, of_tokens
 from scripts.bench.report import (
     Columns,
     Panel,
@@ -81,14 +81,10 @@ def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
             for part in parts(name, seq_len == settings.all_parts_at):
                 row = {"part": part, "lengths": lengths, "attention": name, "seq_len": seq_len, "rows": len(ids)}
                 row["tokens"] = tokens
-                try:
+                with facts_as_errors(row):
                     call = prepare(part, name, model, ids, mask)
                     row |= of_tokens(call, tokens, hardware.device, settings.budget_ms, runs=200)
-                except torch.OutOfMemoryError:
-                    row["error"] = "out of memory"
                 report.add(row)
-                took = f"{row['ms']:.2f} ms" if "ms" in row else row["error"]
-                print(f"{seq_len:,} tokens, {lengths}, {part}, {name}: {took}", flush=True)
                 call = None  # it holds on to its tensors
             del model
     add_ratios(report.rows)

@@ -17,13 +17,13 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conf.program import program
 from conf.schema import Settings
 from model import ATTENTION, GPTConfig, build_model, resolve_model
 from model.recompute import MODES
-from scripts.bench.clock import Parts, free, laps
+from scripts.bench.calls import SDPA, held_to
+from scripts.bench.clock import Parts, facts_as_errors, free, laps
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_below_one, refuse_unknown, table
 from scripts.bench.saving import save_cost
 from training.graph import StepGraphs
@@ -34,8 +34,6 @@ from training.run import Run, resolve
 from training.shard import parallelize
 from training.speed import mfu, model_flops, peak_flops
 from training.step import step_graphs, training_step
-
-SDPA_KERNELS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 @dataclass
@@ -50,7 +48,7 @@ class BenchConfig:
     saving: bool = False  # measure what a save costs the loop, too
 
     def __post_init__(self) -> None:
-        attention = ("auto", *ATTENTION, *SDPA_KERNELS)
+        attention = ("auto", *ATTENTION, *SDPA)
         refuse_unknown("bench.", self, attention=attention, checkpointing=MODES)
         refuse_below_one("bench.", self, "steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens")
 
@@ -114,7 +112,7 @@ def one_row(
         raise ValueError(
             f"bench.seq_len={seq_len} does not divide train.batch_tokens={settings.train.batch_tokens}; use another"
         )
-    name = "sdpa" if attention in SDPA_KERNELS else attention
+    name = "sdpa" if attention in SDPA else attention
     model = replace(settings.model, attention=name, activation_checkpointing=checkpointing)
     model, *_ = resolve_model(model, hardware.device, hardware.dtype)
     refuse_other_vocabulary(model, settings.bench.vocab_size)
@@ -141,7 +139,7 @@ def measure(attention: str, settings: BenchSettings, hardware: Hardware, run_dir
     """Time the training step of one configuration; `error` in place of figures where it ran out of memory."""
     config = settings.model
     row = {
-        "attention": attention if attention in SDPA_KERNELS else config.attention,
+        "attention": attention if attention in SDPA else config.attention,
         "seq_len": settings.data.seq_len,
         "activation_checkpointing": config.activation_checkpointing,
         "loss": config.loss,
@@ -152,11 +150,8 @@ def measure(attention: str, settings: BenchSettings, hardware: Hardware, run_dir
     except DoesNotFit as error:
         return row | {"micro_batch": None, "error": "out of memory", "why": str(error)}
     row |= {"micro_batch": chosen.micro_batch, "graphs": chosen.graphs}
-    try:
-        with held_to(attention):
-            row |= figures(settings, chosen, run_dir)
-    except torch.OutOfMemoryError:
-        row["error"] = "out of memory"
+    with facts_as_errors(row), held_to(attention):
+        row |= figures(settings, chosen, run_dir)
     torch.compiler.reset()
     free(hardware.device)
     return row
@@ -204,11 +199,6 @@ def figures(settings: BenchSettings, chosen: Run, run_dir: Path) -> Row:
 
 def unwatched(part: str) -> AbstractContextManager:
     return nullcontext()
-
-
-def held_to(attention: str) -> AbstractContextManager:
-    """Hold PyTorch's attention to one kernel, where the row's name asks for it."""
-    return sdpa_kernel(SDPA_KERNELS[attention]) if attention in SDPA_KERNELS else nullcontext()
 
 
 if __name__ == "__main__":
