@@ -50,28 +50,31 @@ def measure(call: Callable[[], object], device: torch.device, budget_ms: float =
 
     There, twice the L2 cache is overwritten before each run, outside the measured span. A CPU runs it three times.
     """
-    on_cuda = device.type == "cuda"
-    flush = torch.empty(2 * l2_bytes(device.index or 0), dtype=torch.int8, device=device) if on_cuda else None
-
-    def span() -> tuple[Mark, Mark]:
-        if flush is not None:
-            flush.zero_()
-        begin = Mark(device)
-        call()
-        return begin, Mark(device)
-
-    count = _ON_A_CPU
-    if on_cuda:
+    if device.type == "cuda":
+        flush = torch.empty(2 * l2_bytes(device.index or 0), dtype=torch.int8, device=device).zero_
         for _ in range(_WARMUP):
             call()
-        begin, end = span()
+        (first,) = spans(call, device, 1, flush)
+        times = spans(call, device, max(5, min(runs, int(budget_ms / max(1e3 * first, 1e-3)))), flush)
+    else:
+        times = spans(call, device, _ON_A_CPU)
+    times = sorted(1e3 * seconds for seconds in times)
+    return Milliseconds(times[len(times) // 2], p99(times), len(times))
+
+
+def spans(
+    call: Callable[[], object], device: torch.device, runs: int, before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Seconds of each of `runs` calls, without what `before` does ahead of each."""
+    marks = []
+    for _ in range(runs):
+        before()
+        begin = Mark(device)
+        call()
+        marks.append((begin, Mark(device)))
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
-        count = max(5, min(runs, int(budget_ms / max(1e3 * begin.seconds_to(end), 1e-3))))
-    marks = [span() for _ in range(count)]
-    if on_cuda:
-        torch.cuda.synchronize(device)
-    spans = sorted(1e3 * begin.seconds_to(end) for begin, end in marks)
-    return Milliseconds(spans[len(spans) // 2], p99(spans), len(spans))
+    return [begin.seconds_to(end) for begin, end in marks]
 
 
 def p99(times: Iterable[float]) -> float:
@@ -123,11 +126,8 @@ class GraphClock:
                 self.flush()
                 call()
         torch.cuda.current_stream().wait_stream(side)
-        begin = Mark(self.device)
-        call()
-        end = Mark(self.device)
-        torch.cuda.synchronize()
-        runs = max(fewest, min(20, int(4e-3 / max(begin.seconds_to(end), 1e-6))))
+        (seconds,) = spans(call, self.device, 1)
+        runs = max(fewest, min(20, int(4e-3 / max(seconds, 1e-6))))
         both, alone = _Graph((self.flush, call), runs), _Graph((self.flush,), runs)
         return lambda: 1e6 * (both.seconds(self.replays) - alone.seconds(self.replays)) / runs
 
@@ -148,15 +148,8 @@ class _Graph:
 
     def seconds(self, replays: int) -> float:
         """The median of so many replays, after one that is not counted."""
-        device = torch.device("cuda")
         self.graph.replay()
-        marks = []
-        for _ in range(replays):
-            begin = Mark(device)
-            self.graph.replay()
-            marks.append((begin, Mark(device)))
-        torch.cuda.synchronize()
-        return statistics.median(begin.seconds_to(end) for begin, end in marks)
+        return statistics.median(spans(self.graph.replay, torch.device("cuda"), replays))
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:

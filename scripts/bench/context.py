@@ -23,7 +23,7 @@ from conf.program import program
 from model.attention import AttentionFunction, flash
 from model.context import WAYS, part_of
 from scripts.bench.calls import tensors
-from scripts.bench.clock import Mark, peak_bytes
+from scripts.bench.clock import peak_bytes, spans
 from scripts.bench.processes import Host, on_each_gpu, refuse_too_many
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig
@@ -115,15 +115,7 @@ def measured(
 
 def median_ms(call: Callable[[], object], runs: int, device: torch.device) -> float:
     """All processes begin a run together and run as often; a run takes as long as in the slowest of them."""
-    spans = []
-    for _ in range(runs + 2):
-        dist.barrier()
-        begin = Mark(device)
-        call()
-        spans.append((begin, Mark(device)))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    times = torch.tensor([1e3 * begin.seconds_to(end) for begin, end in spans[2:]], device=device)
+    times = 1e3 * torch.tensor(spans(call, device, runs + 2, before=dist.barrier)[2:], device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return statistics.median(times.tolist())
 

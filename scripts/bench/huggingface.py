@@ -10,14 +10,13 @@ PyTorch brings along, and each row says which it was. The last line is one JSON 
 import statistics
 from dataclasses import dataclass, field
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from conf.program import program
-from scripts.bench.clock import Mark, facts_as_errors, of_tokens, p99
+from scripts.bench.clock import facts_as_errors, laps, of_tokens, p99
 from scripts.bench.report import Columns, Report, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig, set_up
 
@@ -170,20 +169,18 @@ def decode(model: Any, settings: HuggingFaceBenchSettings, device: torch.device)
     ids = tokens(model, rows, context, device)
     pads = torch.linspace(0, context // 2, rows, device=device).long()[:, None]
     mask = (torch.arange(context, device=device) >= pads).long()
+
+    def one_token() -> None:
+        nonlocal found, seen
+        new = found.logits[:, -1:].argmax(-1)
+        seen = torch.cat((seen, seen[:, -1:]), dim=1)
+        positions = seen.sum(1, keepdim=True) - 1
+        found = model(new, attention_mask=seen, position_ids=positions, past_key_values=found.past_key_values)
+
     for _ in range(2):
-        marks = []
         with torch.no_grad():
-            found = model(ids, attention_mask=mask, logits_to_keep=1, use_cache=True)
-            seen = mask
-            for _ in range(settings.new_tokens + 3):
-                new = found.logits[:, -1:].argmax(-1)
-                seen = torch.cat((seen, seen[:, -1:]), dim=1)
-                positions = seen.sum(1, keepdim=True) - 1
-                found = model(new, attention_mask=seen, position_ids=positions, past_key_values=found.past_key_values)
-                marks.append(Mark(device))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    times = [1e3 * a.seconds_to(b) for a, b in pairwise(marks[2:])]
+            seen, found = mask, model(ids, attention_mask=mask, logits_to_keep=1, use_cache=True)
+            times = [1e3 * seconds for seconds in laps(one_token, device, 3, settings.new_tokens)]
     ms = statistics.median(times)
     return {"ms": ms, "p99_ms": p99(times), "tokens_per_second": 1e3 * rows / ms}
 
