@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from model.config import GPTConfig
 from scripts.bench import time_to_loss
-from scripts.bench.opponents import NanochatConfig, NanoGPTConfig, RandomRows, Sizes
+from scripts.bench.opponents import NanochatConfig, NanoGPTConfig, RandomRows
 from scripts.bench.time_to_loss import (
     TimeToLossConfig,
     TimeToLossSettings,
@@ -181,8 +182,9 @@ def test_the_recipe_of_nanochat(nanochat):
     assert replace(nanochat, steps=1000).momentum(399) == pytest.approx(0.97, abs=4e-4)
     assert replace(nanochat, steps=1000).momentum(1000) == pytest.approx(0.90)
     hardware = set_up(HardwareConfig(device="cpu", dtype="bfloat16", compile=False))
-    sizes = Sizes(GPTConfig(num_layers=6, num_heads=6, n_embd=384), seq_len=32, vocab_size=50)
-    contender = nanochat.contender(0.04, sizes, hardware)
+    model = GPTConfig(num_layers=6, num_heads=6, n_embd=384)
+    run = SimpleNamespace(model=model, seq_len=32, vocab_size=50, hardware=hardware)
+    contender = nanochat.contender(0.04, run)
     net = contender.net
     # a step of a quarter of the reference's tokens, so half of its rates; twice of that as lr is twice 0.02
     assert net.given["matrix_lr"] == pytest.approx(0.02)

@@ -22,18 +22,10 @@ from torch import Tensor, nn
 
 from data import Prefetcher
 from data.shards import Tokens
-from model.config import GPTConfig, round_up
+from model.config import round_up
 from scripts.bench.report import refuse_below_one
 from training.hardware import Hardware
-
-
-@dataclass
-class Sizes:
-    """What an opponent's network has in common with ours."""
-
-    model: GPTConfig
-    seq_len: int
-    vocab_size: int
+from training.run import Run
 
 
 class Contender(nn.Module):
@@ -102,8 +94,8 @@ class Opponent:
             )
         return rows
 
-    def contender(self, lr: float, sizes: Sizes, hardware: Hardware) -> Contender:
-        """Its network with new weights, trained at the peak rate `lr`."""
+    def contender(self, lr: float, run: Run) -> Contender:
+        """Its network with new weights and the sizes of our `run`, trained at the peak rate `lr`."""
         raise NotImplementedError
 
 
@@ -137,14 +129,12 @@ class NanoGPTConfig(Opponent):
         progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
         return self.LEAST_RATE + (1 - self.LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def contender(self, lr: float, sizes: Sizes, hardware: Hardware) -> Contender:
+    def contender(self, lr: float, run: Run) -> Contender:
         module = _module("nanogpt_model", Path(self.folder) / "model.py")
-        model, vocab = sizes.model, sizes.vocab_size
+        model, vocab, hardware = run.model, run.vocab_size, run.hardware
         shape: dict[str, Any] = {"n_layer": model.num_layers, "n_head": model.num_heads, "n_embd": model.n_embd}
         padded = vocab if vocab < 2**15 else round_up(vocab, 64)  # as its own data sets have it
-        config = module.GPTConfig(
-            **shape, block_size=sizes.seq_len, vocab_size=padded, dropout=model.dropout, bias=False
-        )
+        config = module.GPTConfig(**shape, block_size=run.seq_len, vocab_size=padded, dropout=model.dropout, bias=False)
         net = module.GPT(config).to(hardware.device)
         optimizer = net.configure_optimizers(self.WEIGHT_DECAY, lr, (self.BETA1, self.beta2), hardware.device.type)
         forward = torch.compile(net) if hardware.compile else net
@@ -202,15 +192,15 @@ class NanochatConfig(Opponent):
         """Of the steps in which the rate falls, the share that is left."""
         return min(1.0, (self.steps - step) / max(1, round(self.WARMDOWN * self.steps)))
 
-    def contender(self, lr: float, sizes: Sizes, hardware: Hardware) -> Contender:
+    def contender(self, lr: float, run: Run) -> Contender:
         if self.folder not in sys.path:
             sys.path.append(self.folder)
-        module, model = import_module("nanochat.gpt"), sizes.model
+        module, model, hardware = import_module("nanochat.gpt"), run.model, run.hardware
 
         def network(layers: int, heads: int, width: int) -> nn.Module:
             shape = {"n_layer": layers, "n_head": heads, "n_kv_head": heads, "n_embd": width, "window_pattern": "L"}
             with torch.device("meta"):  # as its own script does
-                return module.GPT(module.GPTConfig(sequence_len=sizes.seq_len, vocab_size=sizes.vocab_size, **shape))
+                return module.GPT(module.GPTConfig(sequence_len=run.seq_len, vocab_size=run.vocab_size, **shape))
 
         net = network(model.num_layers, model.num_heads, model.n_embd)
         reference = network(self.LAYERS, self.LAYERS // 2, 64 * self.LAYERS)
@@ -263,24 +253,18 @@ class RandomRows:
 
 
 def train_opponent(
-    config: Opponent,
-    lr: float,
-    sizes: Sizes,
-    tokens: Tokens,
-    hardware: Hardware,
-    seed: int,
-    after_step: Callable[[int, nn.Module], bool],
+    config: Opponent, lr: float, run: Run, seed: int, after_step: Callable[[int, nn.Module], bool]
 ) -> None:
-    """Train an opponent's network.
+    """Train an opponent's network on the text of our `run`.
 
     Args:
         lr: the peak rate.
         after_step: called after each step, from 1, with the network in our interface; True ends the training.
     """
     torch.manual_seed(seed)
-    contender = config.contender(lr, sizes, hardware)
-    rows = RandomRows(tokens, sizes.seq_len, config.rows(sizes.seq_len), seed)
-    with its_own_choices(hardware), Prefetcher(rows, 0, hardware.device) as batches:
+    contender = config.contender(lr, run)
+    rows = RandomRows(run.dataset.train, run.seq_len, config.rows(run.seq_len), seed)
+    with its_own_choices(run.hardware), Prefetcher(rows, 0, run.hardware.device) as batches:
         for step in range(config.steps):
             inputs, targets, _ = next(batches)
             contender.mean_loss(inputs, targets).backward()

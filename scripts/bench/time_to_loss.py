@@ -35,7 +35,7 @@ from torch import nn
 from conf.program import program
 from conf.schema import Settings
 from data import fixed_windows
-from scripts.bench.opponents import OPPONENTS, NanochatConfig, NanoGPTConfig, Opponent, Sizes, train_opponent
+from scripts.bench.opponents import OPPONENTS, NanochatConfig, NanoGPTConfig, Opponent, train_opponent
 from scripts.bench.report import OTHER_COLOURS, Columns, Report, Row, refuse_below_one, refuse_unknown, table
 from scripts.variants import exit_if_asked
 from train import train
@@ -188,8 +188,7 @@ def curve_of_opponent(settings: TimeToLossSettings, chosen: Run, config: Opponen
         )
 
     with contextlib.redirect_stdout(None):
-        sizes = Sizes(settings.model, chosen.seq_len, chosen.vocab_size)
-        train_opponent(config, lr, sizes, dataset.train, hardware, seed, after_step)
+        train_opponent(config, lr, chosen, seed, after_step)
     return curve
 
 
