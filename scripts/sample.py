@@ -140,7 +140,10 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
             said = f"the prompt {shorten(text, 40, placeholder='...')!r} has {len(prompt):,} tokens"
             print(f"{said}; the model reads the last {model.seq_len:,} of them", file=sys.stderr)
     count = len(texts) * settings.num_samples
-    stream = Stream(texts[0]) if count == 1 else None
+    # of one text a character whose bytes are not all there yet waits for the rest
+    stream = codecs.getincrementaldecoder("utf-8")(errors="replace") if count == 1 else None
+    if stream:
+        print(marked(texts[0]), end="", flush=True)
 
     def ended(tokens: list[int]) -> bool:
         return len(tokens) == settings.max_new_tokens or tokens[-1:] == [tokenizer.eot_token]
@@ -163,7 +166,7 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
         for number, token in step:
             samples[number].append(token)
             if stream and token != tokenizer.eot_token:
-                stream.write(tokenizer.decode_bytes([token]))
+                print(stream.decode(tokenizer.decode_bytes([token])), end="", flush=True)
         while not stream and printed < count and ended(samples[printed]):
             text, number = texts[printed // settings.num_samples], printed % settings.num_samples + 1
             heading = f"--- {number}\n" if settings.num_samples > 1 else ""
@@ -171,22 +174,8 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
             print(f"{heading}{marked(text)}{continuation.decode('utf-8', errors='replace')}\n", flush=True)
             printed += 1
     if stream:
-        stream.close()
+        print(stream.decode(b"", final=True), end="\n\n", flush=True)
     return sum(map(len, samples))
-
-
-class Stream:
-    """Print bytes as text as they come; a character whose bytes are not all there yet waits for the rest."""
-
-    def __init__(self, prompt: str) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        print(marked(prompt), end="", flush=True)
-
-    def write(self, data: bytes) -> None:
-        print(self._decoder.decode(data), end="", flush=True)
-
-    def close(self) -> None:
-        print(self._decoder.decode(b"", final=True), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":
