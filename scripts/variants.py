@@ -30,22 +30,28 @@ Attention = Callable[..., Tensor]
 def train_once(
     settings: Settings, folder: Path, *, attention: str = "naive", attend: Attention | None = None
 ) -> dict[str, Any]:
-    """One training run in a folder of its own, logged at every step; what it printed is in console.txt there.
+    """One training run in a folder of its own, logged at every step.
 
     attend: called in place of `attention`.
 
     Returns the losses (NaN from the step on before which the run stopped), the validation loss, and its seconds.
     """
     model, config = replace(settings.model, attention=attention), replace(settings.train, log_every=1)
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.compiler.reset()  # a compiled model would keep the function that it was traced with
-    with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
-        summary = train(replace(settings, model=model, train=config), folder, attend=attend)
-    exit_if_asked(summary)
+    summary = train_aside(replace(settings, model=model, train=config), folder, attend=attend)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     losses += [math.nan] * (config.steps - len(losses))
     return {"losses": losses, "val_loss": summary.get("val_loss", math.nan), "seconds": summary["seconds"]}
+
+
+def train_aside(settings: Settings, folder: Path, **how: Any) -> dict[str, Any]:
+    """`train` in a folder of its own, with what it printed in console.txt there; the summary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.compiler.reset()  # a compiled model would keep the function that it was traced with
+    with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
+        summary = train(settings, folder, **how)
+    exit_if_asked(summary)
+    return summary
 
 
 def exit_if_asked(summary: dict[str, Any]) -> None:

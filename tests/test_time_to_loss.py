@@ -253,7 +253,7 @@ def test_a_step_that_is_no_whole_rows_is_refused(small, tmp_path, monkeypatch, t
 
 def test_seconds_of_ours_are_those_of_all_its_steps(small, tmp_path, monkeypatch):
     """What lies between the steps is not in a record's rate, and each step is in one."""
-    monkeypatch.setattr(time_to_loss, "train", lambda *_: {"exit_code": 0})
+    monkeypatch.setattr("scripts.variants.train", lambda *_: {"exit_code": 0})
     records = [
         {"step": 1, "val_loss": 4.0},  # with bench.every=1; the first step compiles and has no rate
         {"step": 2, "val_loss": 3.5, "tokens_per_second": 128.0},

@@ -37,8 +37,7 @@ from conf.schema import Settings
 from data import fixed_windows
 from scripts.bench.opponents import OPPONENTS, NanochatConfig, NanoGPTConfig, Opponent, train_opponent
 from scripts.bench.report import OTHER_COLOURS, Columns, Report, Row, refuse_below_one, refuse_unknown, table
-from scripts.variants import exit_if_asked
-from train import train
+from scripts.variants import train_aside
 from training.curves import picture, read_run
 from training.evaluate import EvaluationSet, evaluate
 from training.run import Run, resolve
@@ -144,11 +143,7 @@ def folder_of(name: str) -> str:
 
 def curve_of_ours(settings: TimeToLossSettings, folder: Path, seed: int) -> Curve:
     """Train ours; what it printed is in console.txt of its folder."""
-    torch.compiler.reset()
-    folder.mkdir(parents=True, exist_ok=True)
-    config = replace(settings.train, seed=seed)
-    with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
-        exit_if_asked(train(replace(settings, train=config), folder))
+    train_aside(replace(settings, train=replace(settings.train, seed=seed)), folder)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # hundreds of megabytes a run, which nobody needs
     # of the first step, which compiles, no rate is known
     records = [r for r in read_run(folder)["records"] if "val_loss" in r and "tokens_per_second" in r]
