@@ -1,8 +1,8 @@
 """How the processes of a run were started, for `scripts.doctor`: by srun in a SLURM job, by torchrun, or alone."""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -16,71 +16,45 @@ Environment = Mapping[str, str]
 PATIENCE = timedelta(seconds=60)  # of a process until the others have imported PyTorch, and for the network itself
 
 
-@dataclass(frozen=True)
-class Combination:
-    """What does not go together. `says` and `fix` name variables of the environment as {NAME}."""
-
-    when: Callable[[Environment], bool]
-    says: str
-    fix: str
-    wrong: bool = True  # False: it would train, and something else is lost
-
-
-def by_torchrun(environment: Environment) -> bool:
-    return "TORCHELASTIC_RUN_ID" in environment
-
-
-def tasks(environment: Environment) -> int:
-    """That srun started together with this process. SLURM_NTASKS says how many the job has room for."""
-    return int(environment.get("SLURM_STEP_NUM_TASKS", 1))
-
-
-def nodes(environment: Environment) -> int:
-    return int(environment.get("SLURM_STEP_NUM_NODES", 1))
-
-
-# the first that holds is named
-COMBINATIONS = (
-    Combination(
-        lambda e: by_torchrun(e) and tasks(e) > nodes(e),
-        "srun started {SLURM_STEP_NUM_TASKS} tasks, and each is a torchrun that starts processes of its own",
-        "srun python train.py without torchrun, as scripts/train.sbatch does",
-    ),
-    Combination(
-        lambda e: by_torchrun(e) and "SLURM_JOB_ID" in e,
-        "torchrun dies of SIGUSR1, which SLURM sends before a time limit: nothing would be saved then",
-        "sbatch scripts/train.sbatch: srun starts one task a GPU",
-        wrong=False,
-    ),
-    Combination(
-        lambda e: int(e.get("SLURM_NTASKS", 1)) > 1 and tasks(e) == 1 and "WORLD_SIZE" not in e,
-        "job {SLURM_JOB_ID} has {SLURM_NTASKS} tasks, and srun did not start this process: it would train alone",
-        "srun before python, or sbatch scripts/train.sbatch",
-    ),
-    Combination(
-        lambda e: tasks(e) > 1 and not (e.get("MASTER_ADDR") and e.get("MASTER_PORT")),
-        "srun started {SLURM_STEP_NUM_TASKS} tasks, and MASTER_ADDR and MASTER_PORT do not say where they meet",
-        "sbatch scripts/train.sbatch, or export both as it does",
-    ),
-    Combination(
-        lambda e: nodes(e) > 1 and e.get("MASTER_ADDR", "").startswith(("localhost", "127.", "::1")),
-        "MASTER_ADDR={MASTER_ADDR} is another machine on each of {SLURM_STEP_NUM_NODES} nodes",
-        "MASTER_ADDR=$(scontrol show hostnames | head -n 1)",
-    ),
-)
-
-
 def launch(environment: Environment = os.environ) -> Finding:
     """Its value is the number of processes."""
-    for found in COMBINATIONS:
-        if found.when(environment):
-            says, fix = (text.format_map(environment) for text in (found.says, found.fix))
-            return Finding(says, fix, value=None if found.wrong else ranks(environment)[1], wrong=found.wrong)
+    found = fault(environment)
+    if found and found.wrong:
+        return found
     _, size, _ = ranks(environment)
+    if found:
+        return replace(found, value=size)
     said = "one process" if size == 1 else f"{size} processes"
-    if "SLURM_JOB_ID" in environment:
-        said += " of SLURM job {SLURM_JOB_ID}".format_map(environment)
+    if job := environment.get("SLURM_JOB_ID"):
+        said += f" of SLURM job {job}"
     return Finding(said, facts={"processes": size}, value=size)
+
+
+def fault(environment: Environment) -> Finding | None:
+    """The first of what does not go together, if anything."""
+    job = environment.get("SLURM_JOB_ID")
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment
+    # that srun started together with this process; SLURM_NTASKS says how many the job has room for
+    tasks, nodes, room = (
+        int(environment.get(name, 1)) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_NTASKS")
+    )
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT")
+    if by_torchrun and tasks > nodes:
+        says = f"srun started {tasks} tasks, and each is a torchrun that starts processes of its own"
+        return Finding(says, "srun python train.py without torchrun, as scripts/train.sbatch does", wrong=True)
+    if by_torchrun and job:  # it would train
+        says = "torchrun dies of SIGUSR1, which SLURM sends before a time limit: nothing would be saved then"
+        return Finding(says, "sbatch scripts/train.sbatch: srun starts one task a GPU")
+    if job and room > 1 and tasks == 1 and "WORLD_SIZE" not in environment:
+        says = f"job {job} has {room} tasks, and srun did not start this process: it would train alone"
+        return Finding(says, "srun before python, or sbatch scripts/train.sbatch", wrong=True)
+    if tasks > 1 and not (address and port):
+        says = f"srun started {tasks} tasks, and MASTER_ADDR and MASTER_PORT do not say where they meet"
+        return Finding(says, "sbatch scripts/train.sbatch, or export both as it does", wrong=True)
+    if nodes > 1 and address.startswith(("localhost", "127.", "::1")):
+        says = f"MASTER_ADDR={address} is another machine on each of {nodes} nodes"
+        return Finding(says, "MASTER_ADDR=$(scontrol show hostnames | head -n 1)", wrong=True)
+    return None
 
 
 def network(hardware: Hardware) -> Finding:

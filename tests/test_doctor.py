@@ -343,8 +343,9 @@ def test_processes_that_do_not_reach_each_other(place):
 
 
 def test_what_is_half_there_ends_nothing(tmp_path, monkeypatch):
-    """Nodes without a place to meet, and what an installation that was cut off leaves behind."""
-    assert cluster.launch({"SLURM_STEP_NUM_NODES": "2"}).value == 1
+    """Nodes without a place to meet, tasks without a job, and what an installation that was cut off leaves behind."""
+    for half in ({"SLURM_STEP_NUM_NODES": "2"}, {"SLURM_NTASKS": "2"}):
+        assert cluster.launch(half).value == 1
     before = machine.versions()
     (tmp_path / "x-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
