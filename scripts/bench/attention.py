@@ -35,7 +35,7 @@ from kernels import (
     naive_attention_varlen,
 )
 from scripts.bench.calls import PASSES, SDPA, one_pass, refusal, sdpa, tensors
-from scripts.bench.clock import Milliseconds, facts_as_errors, free, measure, peak_bytes
+from scripts.bench.clock import Milliseconds, facts_as_errors, free, measure, peak_gib
 from scripts.bench.report import (
     Columns,
     Panel,
@@ -198,8 +198,8 @@ def prepared(
     heads = cell.num_heads, cell.num_heads
     inputs = tensors(cell.batch, cell.seq_len, *heads, cell.head_dim, device, DTYPES[cell.dtype])
     begin = partial(one_pass, implementation(name, cell, device), which, *inputs)
-    peak = peak_bytes(lambda: begin()(), device)
-    return begin(), {"peak_extra_mib": None if peak is None else peak / 2**20}
+    peak = peak_gib(lambda: begin()(), device)
+    return begin(), {"peak_extra_mib": None if peak is None else 1024 * peak}
 
 
 def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

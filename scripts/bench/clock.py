@@ -88,9 +88,9 @@ def of_tokens(
 ) -> dict[str, float | None]:
     """Figures of `call`, which computes `count` tokens, after a first one that builds what is built once."""
     call()
-    peak, times = peak_bytes(call, device), measure(call, device, budget_ms, runs)
-    row = {"ms": times.p50, "p99_ms": times.p99, "tokens_per_second": 1e3 * count / times.p50}
-    return row | {"peak_gib": None if peak is None else peak / 2**30}
+    peak, times = peak_gib(call, device), measure(call, device, budget_ms, runs)
+    rate = 1e3 * count / times.p50
+    return {"ms": times.p50, "p99_ms": times.p99, "tokens_per_second": rate, "peak_gib": peak}
 
 
 def laps(call: Callable[[], object], device: torch.device, warmup: int, runs: int) -> list[float]:
@@ -152,7 +152,7 @@ class _Graph:
         return statistics.median(spans(self.graph.replay, torch.device("cuda"), replays))
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
     """The most memory that call() takes beyond what is held; None where PyTorch does not count it."""
     if device.type != "cuda":
         call()
@@ -161,7 +161,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
     call()
-    return torch.cuda.max_memory_allocated(device) - held
+    return (torch.cuda.max_memory_allocated(device) - held) / 2**30
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from conf.program import program
 from model.attention import AttentionFunction, flash
 from model.context import WAYS, part_of
 from scripts.bench.calls import tensors
-from scripts.bench.clock import peak_bytes, spans
+from scripts.bench.clock import peak_gib, spans
 from scripts.bench.processes import Host, on_each_gpu, refuse_too_many
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig
@@ -109,8 +109,7 @@ def measured(
             return attend(*inputs, causal=True)
 
     times = {"forward_ms": median_ms(forward, runs, device), "ms": median_ms(both, runs, device)}
-    extra = peak_bytes(both, device)
-    return times | {"extra_gib": None if extra is None else extra / 2**30}, both()
+    return times | {"extra_gib": peak_gib(both, device)}, both()
 
 
 def median_ms(call: Callable[[], object], runs: int, device: torch.device) -> float:

@@ -39,7 +39,7 @@ from model import GPT, GPTConfig, generate, resolve_model
 from model.embedding import embed
 from model.gpt import norm
 from model.huggingface_weights import config_json, tensors
-from scripts.bench.clock import p99, peak_bytes
+from scripts.bench.clock import p99, peak_gib
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig, set_up
 
@@ -192,10 +192,8 @@ def rounds(
 ) -> dict[str, Row]:  # fmt: skip
     """A row of figures for each call, over `number` rounds in which they take turns, after a first call of each."""
     sizes = {"batch": len(prompts), "prompt_tokens": len(prompts[0]), "new_tokens": new_tokens}
-    rows: dict[str, Row] = {}
-    for name, call in calls.items():
-        extra = peak_bytes(partial(call, prompts, new_tokens), device)
-        rows[name] = sizes | {"extra_gib": extra and extra / 2**30}
+    peaks = {name: peak_gib(partial(call, prompts, new_tokens), device) for name, call in calls.items()}
+    rows: dict[str, Row] = {name: sizes | {"extra_gib": peak} for name, peak in peaks.items()}
     wholes, firsts, steps = ({name: [] for name in calls} for _ in range(3))  # seconds
     for _, (name, call) in product(range(number), calls.items()):
         begin, *marks = call(prompts, new_tokens)

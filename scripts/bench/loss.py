@@ -14,7 +14,7 @@ from torch import Tensor
 
 from conf.program import program
 from kernels import cross_entropy, linear_cross_entropy
-from scripts.bench.clock import facts_as_errors, measure, peak_bytes
+from scripts.bench.clock import facts_as_errors, measure, peak_gib
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_without_gpu, table
 from training.hardware import Hardware, HardwareConfig, set_up
 
@@ -111,9 +111,9 @@ def measured(
     errors = [((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(found, exact, strict=True)]
     del found
     whole = lambda: gradients(loss, hardware, h, weight, targets)  # noqa: E731
-    peak = peak_bytes(whole, hardware.device)
+    peak = peak_gib(whole, hardware.device)
     times = measure(whole, hardware.device, budget_ms=settings.budget_ms)
-    row = {"ms": times.p50, "extra_gib": None if peak is None else peak / 2**30}
+    row = {"ms": times.p50, "extra_gib": peak}
     return row | dict(zip(("loss_error", "dh_error", "dweight_error"), errors, strict=True))
 
 
