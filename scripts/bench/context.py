@@ -1,9 +1,8 @@
 """Speed of context parallelism: `python -m scripts.bench.context gpus=2` times attention whose rows several GPUs share.
 
 It starts one process a GPU itself. One row for each length and way: p50 of forward and backward together, how many
-times as fast as `flash_attention` on one GPU with all tokens, the peak of memory beyond the inputs, and, for `heads`,
-whether O and all gradients have the bits of one GPU. Causal, batch 1. Where one GPU's memory does not suffice, the ways
-have no figure beside it.
+times as fast as `flash_attention` on one GPU with all tokens, the peak of memory beyond the inputs, and whether O and
+all gradients have the bits of one GPU. Causal, batch 1.
 
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 it is a smoke test over gloo: its figures
 mean nothing.
@@ -24,7 +23,7 @@ from model.attention import AttentionFunction, flash
 from model.context import WAYS, part_of
 from scripts.bench.calls import tensors
 from scripts.bench.clock import peak_gib, spans
-from scripts.bench.processes import Host, on_each_gpu, refuse_too_many
+from scripts.bench.processes import Host, on_each_gpu
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig
 from training.speed import attention_flops
@@ -52,7 +51,8 @@ class ContextBenchSettings:
 def main(settings: ContextBenchSettings, run_dir: Path) -> None:
     needs = f"NVIDIA GPUs (gpus={settings.gpus})"
     refuse_without_gpu("attention whose rows GPUs share", settings.hardware, SMOKE, needs=needs)
-    refuse_too_many("gpus", settings.gpus)
+    if 0 < (found := torch.cuda.device_count()) < settings.gpus:
+        raise ValueError(f"gpus={settings.gpus} but there are {found} GPUs; use gpus={found}")
     hardware, rows = on_each_gpu([settings.gpus], work, settings)
     more = {"heads": [settings.num_heads, settings.num_kv_heads, settings.head_dim]}
     report = Report("bench_context", run_dir, f"{settings.gpus} x {hardware}", rows, more)

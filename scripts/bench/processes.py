@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch._dynamo  # as any optimizer does at its first step, and here before imports are frozen
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -37,13 +35,6 @@ class Host:
     def world(self) -> World:
         """Of all."""
         return self.worlds[max(self.groups)]
-
-
-def refuse_too_many(key: str, processes: int) -> None:
-    """ValueError where there are GPUs, but fewer than processes."""
-    found = torch.cuda.device_count()
-    if 0 < found < processes:
-        raise ValueError(f"{key}={processes} but there are {found} GPUs; use {key}={found}")
 
 
 def on_each_gpu(sizes: list[int], function: Callable[..., Any], settings: Any) -> Any:
