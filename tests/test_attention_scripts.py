@@ -11,6 +11,7 @@ from scripts.bench import attention, calls, clock, decode, error_budget
 from scripts.bench import masks as bench_masks
 from scripts.bench.attention import MASKS, BenchConfig, BenchSettings, Cell, run_cell
 from scripts.bench.clock import measure
+from scripts.evidence_tables import page
 from training.hardware import set_up
 
 pytestmark = pytest.mark.usefixtures("smoke_test")
@@ -215,6 +216,24 @@ def test_the_cells_cover_the_goal_and_those_past_it_are_listed(tmp_path, capsys,
     assert last["cells"] == 4
     assert list(last["past_the_goal"]) == [f"B{b} H{h} N{n} uniform D{d} Nq1" for b, h, n, d in
                                            ((2, "2/1", 32, 16), (1, "12/12", 512, 64))]  # fmt: skip
+
+
+def test_a_call_over_a_cache_without_memory_is_a_row(tmp_path, capsys, monkeypatch):
+    def microseconds(self, cell):
+        if len(cell.lengths) == 2:
+            raise torch.OutOfMemoryError("no")
+        return 1.0
+
+    monkeypatch.setattr(decode.Machine, "read_bandwidth", lambda self: 1e12)
+    monkeypatch.setattr(decode.Machine, "microseconds", microseconds)
+    bench = decode.BenchConfig(["context"], ["flash"], batch=[2], context=[16], heads=["2/1/16"])
+    decode.main.__wrapped__(decode.BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["cells"] == 2
+    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    assert [row.get("error") for row in rows] == ["out of memory", None, None]
+    (tmp_path / "decode" / "context").mkdir(parents=True)
+    (tmp_path / "decode.json").rename(tmp_path / "decode" / "context" / "decode.json")
+    assert "2 of 2 calls take no longer than that." in page(tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
