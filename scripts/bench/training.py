@@ -10,9 +10,8 @@ length, a chart of tokens a second and of peak memory. The last line is one JSON
 """
 
 import statistics
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -26,14 +25,14 @@ from scripts.bench.calls import SDPA, held_to
 from scripts.bench.clock import Parts, facts_as_errors, free, laps
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_below_one, refuse_unknown, table
 from scripts.bench.saving import save_cost
-from training.graph import StepGraphs
 from training.hardware import Hardware, set_up
 from training.memory import DoesNotFit
 from training.optimizer import Optimizer
 from training.run import Run, resolve
 from training.shard import parallelize
 from training.speed import mfu, model_flops, peak_flops
-from training.step import step_graphs, training_step
+from training.step import training_step
+from training.stepper import Stepper
 
 
 @dataclass
@@ -166,24 +165,20 @@ def figures(settings: BenchSettings, chosen: Run, run_dir: Path) -> Row:
     optimizer = Optimizer(model, settings.optim, hardware.dtype)
     shape = settings.sequences_per_step, seq_len + 1
     tokens = torch.randint(bench.vocab_size, shape, device=hardware.device)
-
-    def step(region: Callable[[str], AbstractContextManager], graphs: StepGraphs | None = None) -> None:
-        sizes = tokens[:, :-1], tokens[:, 1:], chosen.micro_batch
-        how = {"graphs": graphs, "dropout": chosen.model.draws}
-        training_step(forward, optimizer, *sizes, hardware, region=region, **how)
-
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
     parts: list[Parts] = []
 
     def watched_step() -> None:
         parts.append(Parts(hardware.device))
-        step(parts[-1])
+        how = {"region": parts[-1], "dropout": chosen.model.draws}
+        training_step(forward, optimizer, inputs, targets, chosen.micro_batch, hardware, **how)
 
     counts = hardware.device, bench.warmup_steps, bench.steps
     seconds = laps(watched_step, *counts)
     by_step = [part.seconds() for part in parts[bench.warmup_steps :]]
-    graphs = step_graphs(forward, optimizer, hardware, settings.train.batch_tokens) if chosen.graphs else None
-    if graphs:
-        seconds = laps(lambda: step(unwatched, graphs), *counts)
+    step = partial(Stepper(chosen, model, forward, optimizer).step, (inputs, targets, None))
+    if chosen.graphs:
+        seconds = laps(step, *counts)
     rate = settings.train.batch_tokens / statistics.median(seconds)
     row = {
         "tokens_per_second": round(rate),
@@ -193,12 +188,8 @@ def figures(settings: BenchSettings, chosen: Run, run_dir: Path) -> Row:
         "peak_memory_gib": hardware.peak_memory_gib(),
     }
     if bench.saving:
-        row |= save_cost(lambda: step(unwatched, graphs), model, optimizer, hardware, run_dir / "checkpoints")
+        row |= save_cost(step, model, optimizer, hardware, run_dir / "checkpoints")
     return row
-
-
-def unwatched(part: str) -> AbstractContextManager:
-    return nullcontext()
 
 
 if __name__ == "__main__":
