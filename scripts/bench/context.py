@@ -78,16 +78,17 @@ def work(host: Host, settings: ContextBenchSettings) -> tuple[str, list[Row]]:
     for seq_len in settings.seq_len:
         heads = settings.num_heads, settings.num_kv_heads
         whole = tensors(1, seq_len, *heads, settings.head_dim, device, hardware.dtype)
-        alone, exact = measured(flash, *whole, settings.runs, device)
+        alone, exact = measured(flash, *whole, settings.runs, host)
         rows.append({"way": "one", "gpus": 1} | facts(settings, seq_len, 1, alone))
         for method in settings.methods:
             parts = [part_of(x, rank, settings.gpus, method, dim=2) for x in whole]
             row = {"way": method, "gpus": settings.gpus}
             try:
                 way = partial(WAYS[method], flash, group=dist.group.WORLD)
-                shared, results = measured(way, *parts, settings.runs, device)
+                shared, results = measured(way, *parts, settings.runs, host)
                 row |= facts(settings, seq_len, settings.gpus, shared) | {"speedup": alone["ms"] / shared["ms"]}
-                row["bits"] = same_bits(results, [part_of(x, rank, settings.gpus, method, dim=2) for x in exact])
+                own = [part_of(x, rank, settings.gpus, method, dim=2) for x in exact]
+                row["bits"] = all(host.world.exchange(all(map(torch.equal, results, own))))
             except ValueError as error:
                 row |= {"seq_len": seq_len, "error": str(error)}
             rows.append(row)
@@ -95,7 +96,7 @@ def work(host: Host, settings: ContextBenchSettings) -> tuple[str, list[Row]]:
 
 
 def measured(
-    attend: AttentionFunction, q: Tensor, k: Tensor, v: Tensor, do: Tensor, runs: int, device: torch.device
+    attend: AttentionFunction, q: Tensor, k: Tensor, v: Tensor, do: Tensor, runs: int, host: Host
 ) -> tuple[Row, list[Tensor]]:
     """Milliseconds of forward and of both passes, of the slowest process; and O, dQ, dK, dV."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -108,28 +109,20 @@ def measured(
         with torch.no_grad():
             return attend(*inputs, causal=True)
 
-    times = {"forward_ms": median_ms(forward, runs, device), "ms": median_ms(both, runs, device)}
-    return times | {"extra_gib": peak_gib(both, device)}, both()
+    times = {"forward_ms": median_ms(forward, runs, host), "ms": median_ms(both, runs, host)}
+    return times | {"extra_gib": peak_gib(both, host.hardware.device)}, both()
 
 
-def median_ms(call: Callable[[], object], runs: int, device: torch.device) -> float:
+def median_ms(call: Callable[[], object], runs: int, host: Host) -> float:
     """All processes begin a run together and run as often; a run takes as long as in the slowest of them."""
-    times = 1e3 * torch.tensor(spans(call, device, runs + 2, before=dist.barrier)[2:], device=device)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return statistics.median(times.tolist())
+    found = host.world.exchange(spans(call, host.hardware.device, runs + 2, before=dist.barrier)[2:])
+    return 1e3 * statistics.median(map(max, zip(*found, strict=True)))
 
 
 def facts(settings: ContextBenchSettings, seq_len: int, gpus: int, times: Row) -> Row:
     pairs = settings.num_heads * seq_len * (seq_len + 1) / 2
     flops = 3.5 * attention_flops(pairs, settings.head_dim)  # backward has five products, forward two
     return times | {"seq_len": seq_len, "tflops": flops / times["ms"] / 1e9 / gpus}
-
-
-def same_bits(got: list[Tensor], want: list[Tensor]) -> bool:
-    """In all processes."""
-    same = torch.tensor([int(all(map(torch.equal, got, want)))], device=got[0].device)
-    dist.all_reduce(same, dist.ReduceOp.MIN)
-    return bool(same.item())
 
 
 if __name__ == "__main__":
