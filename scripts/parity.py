@@ -30,7 +30,7 @@ from kernels import naive_attention
 from model import ATTENTION, GPT, attend_with
 from scripts.bench.report import Columns, Report, colour, refuse_below_one, refuse_unknown, table
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, final_losses, judge, limits_of, noise, stress
-from scripts.variants import MUTANTS, nulls, train_once
+from scripts.variants import MUTANTS, Attention, nulls, train_once
 from training.checkpoint import open_checkpoint
 from training.curves import picture
 from training.hardware import set_up
@@ -109,9 +109,9 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     settings = with_one_micro_batch(settings, run_dir)
     plan = plan_runs(settings, run_dir)
     runs, curves = {}, {}  # name -> what the report says of a run, and its losses
-    for number, (name, (changed, variant)) in enumerate(plan.items(), 1):
+    for number, (name, (changed, attend)) in enumerate(plan.items(), 1):
         console.print(f"[{number}/{len(plan)}] {name}", end=" ", markup=False)
-        runs[name] = train_once(changed, run_dir / folder_of(name), **variant)
+        runs[name] = train_once(changed, run_dir / folder_of(name), attend)
         curves[name] = runs[name].pop("losses")
         console.print(f"validation loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s")
 
@@ -168,21 +168,18 @@ def with_one_micro_batch(settings: ParitySettings, run_dir: Path) -> ParitySetti
     return replace(settings, train=replace(settings.train, micro_batch=min(found)))
 
 
-def plan_runs(settings: ParitySettings, run_dir: Path) -> dict[str, tuple[ParitySettings, dict]]:
-    """name -> the run's settings, and how its attention differs from the baseline's."""
+def plan_runs(settings: ParitySettings, run_dir: Path) -> dict[str, tuple[ParitySettings, Attention | None]]:
+    """name -> the run's settings, and what is called in place of its attention."""
     config, seed = settings.parity, settings.train.window_seed
-    variants: dict[str, dict] = {"naive": {}}
-    variants |= {name: {"attend": function} for name, function in nulls(config.nulls, settings.data.seq_len).items()}
+    disguised, mutants = nulls(config.nulls, settings.data.seq_len), {name: MUTANTS[name][0] for name in config.mutants}
     orders = {f"seed {number}": seed + number for number in range(1, config.seeds + 1)}
-    variants |= {name: {} for name in orders}
-    variants |= {name: {"attention": name} for name in config.attention}
-    variants |= {name: {"attend": MUTANTS[name][0]} for name in config.mutants}
     group = settings.logger.group or f"parity {run_dir.name}"
     plan = {}
-    for name, variant in variants.items():
+    for name in ("naive", *disguised, *orders, *config.attention, *mutants):
+        model = replace(settings.model, attention=name if name in config.attention else "naive")
         train = replace(settings.train, data_seed=orders.get(name, seed))
         logger = replace(settings.logger, group=group, tags=[*settings.logger.tags, "parity", name])
-        plan[name] = replace(settings, train=train, logger=logger), variant
+        plan[name] = replace(settings, model=model, train=train, logger=logger), (disguised | mutants).get(name)
     return plan
 
 

@@ -27,20 +27,17 @@ from training.stop import REASONS
 Attention = Callable[..., Tensor]
 
 
-def train_once(
-    settings: Settings, folder: Path, *, attention: str = "naive", attend: Attention | None = None
-) -> dict[str, Any]:
+def train_once(settings: Settings, folder: Path, attend: Attention | None = None) -> dict[str, Any]:
     """One training run in a folder of its own, logged at every step.
 
-    attend: called in place of `attention`.
+    attend: called in place of the attention that `settings` names.
 
     Returns the losses (NaN from the step on before which the run stopped), the validation loss, and its seconds.
     """
-    model, config = replace(settings.model, attention=attention), replace(settings.train, log_every=1)
-    summary = train_aside(replace(settings, model=model, train=config), folder, attend=attend)
+    summary = train_aside(replace(settings, train=replace(settings.train, log_every=1)), folder, attend=attend)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
-    losses += [math.nan] * (config.steps - len(losses))
+    losses += [math.nan] * (settings.train.steps - len(losses))
     return {"losses": losses, "val_loss": summary.get("val_loss", math.nan), "seconds": summary["seconds"]}
 
 
