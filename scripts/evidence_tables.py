@@ -125,7 +125,8 @@ def over_a_cache_beside_peers(found: Reports) -> Table:
     calls: dict[tuple, dict[str, float]] = {}  # of a call each attention's time
     for row in rows:
         calls.setdefault((row["num_heads"], row["context"], row["batch"]), {})[row["attention"]] = row["us"]
-    ahead = [min(peers) / us["flash"] for us in calls.values() if (peers := [us[name] for name in us.keys() & PEERS])]
+    both = [(us["flash"], [us[name] for name in us.keys() & PEERS]) for us in calls.values() if "flash" in us]
+    ahead = [min(peers) / ours for ours, peers in both if peers]
     caption = ""
     if ahead:
         caption = f"Flash is {min(ahead):.2f} to {max(ahead):.2f} times as fast as the faster of its peers."

@@ -205,6 +205,11 @@ def test_a_cache_that_was_timed_without_peers_has_a_table(tmp_path):
     report = json.loads(path.read_text())
     write(path, report | {"rows": [row for row in report["rows"] if row["attention"] == "flash"]})
     assert "| 12/4, 64, 512 | 1 | 10.0 |" in page(tmp_path)
+    for row in report["rows"][:1]:  # nor ends it where ours found no memory
+        row["error"] = "out of memory"
+        del row["us"]
+    write(path, report)
+    assert "| 12/4, 64, 512 | 1 | - | 30.0 | 25.0 |" in page(tmp_path)
 
 
 def test_a_report_is_json_whatever_its_numbers(tmp_path, capsys):
