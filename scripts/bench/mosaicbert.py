@@ -91,12 +91,10 @@ def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
     title = f"{settings.num_layers} layers, 12 heads of 64, ALiBi"
     drawn = [row for row in report.rows if row["part"] in NETWORK and row["lengths"] == "padded"]
     drawn = [row for row in drawn if row["attention"] != "free"]
-    label = lambda row: f"{row['attention']}, {row['part']}"  # noqa: E731
-    if drawn:
-        draw_lengths(run_dir / "bench_mosaicbert.png", drawn, PANELS, label, f"{title}, padded rows")
-    report.finish(
-        table(report.rows, NAMES, FIGURES, title, "real tokens a second; memory beyond weights and bias table")
-    )
+    label = "{attention}, {part}".format_map
+    draw_lengths(run_dir / "bench_mosaicbert.png", drawn, PANELS, label, f"{title}, padded rows")
+    caption = "real tokens a second; memory beyond weights and bias table"
+    report.finish(table(report.rows, NAMES, FIGURES, title, caption))
 
 
 NAMES: Columns = {"part": "{part}", "N": "{rows} x {seq_len:,} {lengths}", "attention": "{attention}"}
