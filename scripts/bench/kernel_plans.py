@@ -73,9 +73,8 @@ def plans(arch: int) -> dict[str, Launch]:
         for launch in launches:
             if kernel := KERNELS.get(launch.kernel.__name__):
                 found[f"{kernel} {arch} {name(words, launch)}"] = launch
-                if launch.constants.get(
-                    "PAIRED"
-                ):  # so is every persistent grid without a GPU; with few tiles it is not
+                # so is every persistent grid without a GPU; with few tiles it is not
+                if launch.constants.get("PAIRED"):
                     launch = launch._replace(constants=launch.constants | {"PAIRED": False})
                     found[f"{kernel} {arch} {name(words, launch)}"] = launch
     return found

@@ -173,7 +173,7 @@ def replicate(host: Host, settings: ParallelBenchSettings, network: Network) -> 
             chosen = choose(sized(settings, settings.bench.tokens * size), host.hardware, world)
             row = {"cell": "replicate"} | timed(chosen, network, settings)
             row |= against(one, row) | {"slowest_ms": one["slowest_ms"]}
-            row |= sum_beside_all_reduce(world, host.groups[size], network, row["step_ms"])
+            row |= sum_beside_all_reduce(world, network, row["step_ms"])
             row["rest_ms"] = round(row["step_ms"] - row["sum_ms"] - row["slowest_ms"], 3)
         yield host.world.told(row)
 
@@ -296,10 +296,11 @@ def against(first: Row, row: Row) -> Row:
     return {"speedup": speedup, "speedup_of_slowest": speedup * first["slowest_ms"] / first["step_ms"]}
 
 
-def sum_beside_all_reduce(world: World, group: dist.ProcessGroup, network: Network, step_ms: float) -> Row:
+def sum_beside_all_reduce(world: World, network: Network, step_ms: float) -> Row:
     """Milliseconds of the sum that a step contains, and of the library's own over as many elements."""
     weights = list(network.model.parameters())
     device = weights[0].device
+    group = world.flat_mesh(device).get_group()
     terms, loss = [torch.randn_like(p) for p in weights], torch.ones((), device=device)
     flat = torch.cat([term.view(-1) for term in terms])
 

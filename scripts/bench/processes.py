@@ -23,18 +23,16 @@ class Host:
 
     Attributes:
         hardware: this process's.
-        groups: by size, of the first so many processes, where those are several.
         worlds: the first so many as worlds of their own; only those that this process is in.
     """
 
     hardware: Hardware
-    groups: dict[int, dist.ProcessGroup]
     worlds: dict[int, World]
 
     @property
     def world(self) -> World:
         """Of all."""
-        return self.worlds[max(self.groups)]
+        return self.worlds[max(self.worlds)]
 
 
 def on_each_gpu(sizes: list[int], function: Callable[..., Any], settings: Any) -> Any:
@@ -55,15 +53,15 @@ def _run(rank: int, sizes: list[int], port: int, function: Callable[..., Any], s
     world = World(rank, count, rank, dist.PrefixStore("all", store))
     hardware = set_up(settings.hardware, world)
     world.mesh(hardware.device)  # the process group begins
-    groups, worlds = {count: dist.group.WORLD}, {count: world} | ({1: ALONE} if rank == 0 else {})
+    worlds = {count: world} | ({1: ALONE} if rank == 0 else {})
     for size in sizes:
         if 1 < size < count:
-            groups[size] = dist.new_group(range(size))  # all processes make it
+            group = dist.new_group(range(size))  # all processes make it
             if rank < size:
                 named = dist.PrefixStore(f"first_{size}", store)
-                worlds[size] = World(rank, size, rank, named, groups[size])
+                worlds[size] = World(rank, size, rank, named, group)
     gc.freeze()  # imports stay: what a cell leaves is collected without a look at them
-    result = function(Host(hardware, groups, worlds), settings)
+    result = function(Host(hardware, worlds), settings)
     if rank == 0:
         found.write_bytes(pickle.dumps(result))
     world.close()
