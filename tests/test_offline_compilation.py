@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from scripts.bench import compile_kernels
 from scripts.bench.compile_kernels import CompileSettings, instructions, same_program, without_lines
 from tests.compiled import compiled, needs_triton
 
@@ -121,6 +122,13 @@ def test_a_pattern_that_is_none_is_refused():
         CompileSettings(only="(")
     with pytest.raises(ValueError, match="workers=0 must be at least 1"):
         CompileSettings(workers=0)
+
+
+def test_a_process_that_interprets_kernels_compiles_none(tmp_path, monkeypatch):
+    """However it was told to: kernels read the variable as Triton does."""
+    monkeypatch.setenv("TRITON_INTERPRET", "true")
+    with pytest.raises(ValueError, match=r"TRITON_INTERPRET is set: .* cannot compile them; unset it"):
+        compile_kernels.main.__wrapped__(CompileSettings(), tmp_path)
 
 
 def test_instructions_have_neither_addresses_nor_names():

@@ -17,7 +17,6 @@ seconds a kernel and no GPU. The last line is one JSON object.
 
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from pathlib import Path
 import triton
 
 from conf.program import program
-from kernels.device import SHARED_LIMIT_BYTES
+from kernels.device import SHARED_LIMIT_BYTES, interpreting
 from scripts.bench.kernel_plans import ARCHS, compiled, plans
 from scripts.bench.report import refuse_below_one
 
@@ -63,8 +62,8 @@ class CompileSettings:
 
 @program("tool", CompileSettings)
 def main(settings: CompileSettings, run_dir: Path) -> None:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise ValueError("TRITON_INTERPRET=1: a process that interprets kernels cannot compile them; unset it")
+    if interpreting():
+        raise ValueError("TRITON_INTERPRET is set: a process that interprets kernels cannot compile them; unset it")
     known = plans(settings.arch)
     chosen = [name for name in known if re.search(settings.only, name)]
     if not chosen:
