@@ -37,28 +37,19 @@ Run = Callable[[Tensor], Tensor]
 
 
 def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
-    """What is wrong with each part, in a sentence, or None.
+    """The first fault of each part, in a sentence, or None.
 
     config: the run's, with attention resolved. Where that refuses documents, packing is probed with the attention that
     `auto` would take for them, which the part's name then says.
     """
-    if config.mask is not None:  # takes neither documents nor a cache
-        return _probed({"model": (_plain, config)}, hardware)
-    packing, features = config, config.attention_features(document_mask=True)
-    if why_not(config.attention, hardware.dtype, features):
-        automatic = replace(config, attention="auto")
-        packing, *_ = resolve_model(automatic, hardware.device, hardware.dtype, document_mask=True)
-    parts = {
-        "model": (_plain, config),
-        "packing" if packing is config else f"packing ({packing.attention})": (_packing, packing),
-        "KV cache": (_cache, config),
-        "paged KV cache": (_pages, config),
-    }
-    return _probed(parts, hardware)
-
-
-def _probed(parts: dict[str, tuple], hardware: Hardware) -> dict[str, str | None]:
-    """The first fault of each part, or None."""
+    parts = {"model": (_plain, config)}
+    if config.mask is None:  # a mask takes neither documents nor a cache
+        packing, features = config, config.attention_features(document_mask=True)
+        if why_not(config.attention, hardware.dtype, features):
+            automatic = replace(config, attention="auto")
+            packing, *_ = resolve_model(automatic, hardware.device, hardware.dtype, document_mask=True)
+        parts["packing" if packing is config else f"packing ({packing.attention})"] = _packing, packing
+        parts |= {"KV cache": (_cache, config), "paged KV cache": (_pages, config)}
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_float32_matmul_precision("highest")  # TF32 would need a tolerance of its own
     torch.set_num_threads(1)  # the calls are tiny: on a busy machine two threads take 100 times as long
