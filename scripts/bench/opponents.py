@@ -6,7 +6,7 @@ the text; our Prefetcher reads them ahead on a GPU. A network is compiled where 
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -252,15 +252,8 @@ class RandomRows:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def train_opponent(
-    config: Opponent, lr: float, run: Run, seed: int, after_step: Callable[[int, nn.Module], bool]
-) -> None:
-    """Train an opponent's network on the text of our `run`.
-
-    Args:
-        lr: the peak rate.
-        after_step: called after each step, from 1, with the network in our interface; True ends the training.
-    """
+def train_opponent(config: Opponent, lr: float, run: Run, seed: int) -> Iterator[Contender]:
+    """Train an opponent's network at the peak rate `lr` on the text of our `run`; it is handed out after each step."""
     torch.manual_seed(seed)
     contender = config.contender(lr, run)
     rows = RandomRows(run.dataset.train, run.seq_len, config.rows(run.seq_len), seed)
@@ -269,8 +262,7 @@ def train_opponent(
             inputs, targets, _ = next(batches)
             contender.mean_loss(inputs, targets).backward()
             contender.update(step)
-            if after_step(step + 1, contender):
-                break
+            yield contender
 
 
 def its_own_choices(hardware: Hardware) -> AbstractContextManager:

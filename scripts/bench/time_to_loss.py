@@ -30,7 +30,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 import yaml
 from rich.console import Console
-from torch import nn
 
 from conf.program import program
 from conf.schema import Settings
@@ -165,25 +164,21 @@ def curve_of_opponent(settings: TimeToLossSettings, chosen: Run, config: Opponen
     every = max(2, round(settings.bench.every * settings.train.batch_tokens / config.batch_tokens))
     curve: Curve = []
     since, from_step, seconds = 0.0, 0, 0.0
-
-    def after_step(step: int, network: nn.Module) -> bool:
-        nonlocal since, from_step, seconds
-        if step == 1 or step % every == 0 or step == config.steps:
+    with contextlib.redirect_stdout(None), contextlib.closing(train_opponent(config, lr, chosen, seed)) as training:
+        for step, network in enumerate(training, 1):
+            if step > 1 and step % every and step < config.steps:
+                continue
             hardware.synchronize()
             if step > 1:  # the first step compiles: it is counted like those after it
                 steps = step - (0 if from_step == 1 else from_step)
                 seconds += (time.perf_counter() - since) / (step - from_step) * steps
                 loss = evaluate(network, held_out, config.rows(chosen.seq_len), hardware)["val_loss"]
                 curve.append((step * config.batch_tokens, seconds, loss))
+                losses = [loss for *_, loss in curve]
+                if losses[-1] <= (settings.bench.target or 0.0) or min(losses[-5:]) > min(losses) + OVERFITS:
+                    break
                 hardware.synchronize()
             since, from_step = time.perf_counter(), step
-        losses = [loss for *_, loss in curve]
-        return bool(losses) and (
-            losses[-1] <= (settings.bench.target or 0.0) or min(losses[-5:]) > min(losses) + OVERFITS
-        )
-
-    with contextlib.redirect_stdout(None):
-        train_opponent(config, lr, chosen, seed, after_step)
     return curve
 
 
