@@ -164,7 +164,7 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
                 continue
             row = {"attention": name, "pass": which, **asdict(cell)}
             with facts_as_errors(row, NotImplementedError, *refusal(name)):
-                call, facts = prepared(name, cell, which, bench, device)
+                call, facts = prepared(name, cell, which, device)
                 row |= facts
                 ready.append((row, call, []))
             rows.append(row)
@@ -185,9 +185,7 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
     return rows
 
 
-def prepared(
-    name: str, cell: Cell, which: str, bench: BenchConfig, device: torch.device
-) -> tuple[Callable[[], object], Row]:
+def prepared(name: str, cell: Cell, which: str, device: torch.device) -> tuple[Callable[[], object], Row]:
     """One pass as a call without arguments, and what is known of it before it is timed."""
     heads = cell.num_heads, cell.num_heads
     inputs = tensors(cell.batch, cell.seq_len, *heads, cell.head_dim, device, DTYPES[cell.dtype])
