@@ -191,6 +191,9 @@ def test_impossible_benchmarks_are_refused():
         bench_training.BenchConfig(checkpointing=["some"])
     with pytest.raises(ValueError, match=r"^methods=some is not one of heads, gather, ring"):  # it has no group
         bench_context.ContextBenchSettings(methods=["some"])
+    with pytest.raises(ValueError, match="seq_len=66 cannot be cut into 4 equal pieces; use seq_len=64"):
+        bench_context.ContextBenchSettings(seq_len=[66])  # pieces that differed ended in an abort
+    bench_context.ContextBenchSettings(seq_len=[66], methods=["heads"])
 
 
 # its processes are forked, and not started anew, where there is no GPU that would not have it
@@ -201,6 +204,19 @@ mp.spawn = partial(mp.start_processes, start_method="fork")
 from scripts.bench.parallel import main
 main()
 """
+
+
+def test_what_processes_refuse_is_one_line(tmp_path, quick_python, monkeypatch):
+    """It was a traceback of one of them, and lines about the others."""
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    chosen = ["hardware.device=cpu", "hardware.num_threads=1", "data.seq_len=16", "bench.tokens=24",
+              "bench.processes=[1,2]", f"hydra.run.dir={tmp_path / 'run'}"]  # fmt: skip
+    command, environment = [quick_python, "-c", FORKED, *chosen], os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (
+        2, "error: train.batch_tokens=24 is not a multiple of data.seq_len=16; use 32\n"
+    )  # fmt: skip
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_and_two_processes_are_compared(tmp_path, quick_python):

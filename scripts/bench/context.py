@@ -45,6 +45,11 @@ class ContextBenchSettings:
     def __post_init__(self) -> None:
         refuse_unknown("", self, methods=WAYS)
         refuse_below_one("", self, "gpus", "seq_len", "num_heads", "num_kv_heads", "head_dim", "runs")
+        pieces = self.gpus if self.methods == ["heads"] else 2 * self.gpus
+        for seq_len in self.seq_len:
+            if seq_len % pieces:
+                nearest = max(1, round(seq_len / pieces)) * pieces
+                raise ValueError(f"seq_len={seq_len} cannot be cut into {pieces} equal pieces; use seq_len={nearest}")
 
 
 @program("tool", ContextBenchSettings, run_dir="runs/bench_context")

@@ -1,9 +1,11 @@
 """The processes of a benchmark, one a GPU of this host: they start once, and all of its cells run in them."""
 
 import gc
+import logging
 import os
 import pickle
 import socket
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,17 +38,38 @@ class Host:
 
 
 def on_each_gpu(sizes: list[int], function: Callable[..., Any], settings: Any) -> Any:
-    """What `function(host, settings)` returns in the first of max(sizes) processes; all run it, with NCCL or gloo."""
+    """What `function(host, settings)` returns in the first of max(sizes) processes; all run it, with NCCL or gloo.
+
+    Raises:
+        ValueError: what one of them refused.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         found = Path(folder) / "found"
-        mp.spawn(_run, (sizes, port, function, settings, found), nprocs=max(sizes))
+        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it names processes that it ends
+        try:
+            mp.spawn(_run, (sizes, port, function, settings, found), nprocs=max(sizes))
+        except (mp.ProcessExitedException, mp.ProcessRaisedException):
+            if refusals := sorted(Path(folder).glob("refused_by_*")):
+                raise ValueError(refusals[0].read_text()) from None
+            raise
         return pickle.loads(found.read_bytes())
 
 
-def _run(rank: int, sizes: list[int], port: int, function: Callable[..., Any], settings: Any, found: Path) -> None:
+def _run(rank: int, *given: Any) -> None:
+    try:
+        _compute(rank, *given)
+    except ValueError as error:  # the others may wait for this one: its end is theirs
+        *_, found = given
+        unfinished = found.with_name(f"refusal_{rank}")
+        unfinished.write_text(str(error))
+        unfinished.rename(found.with_name(f"refused_by_{rank}"))  # whole, though another one's end may end this one
+        sys.exit(1)
+
+
+def _compute(rank: int, sizes: list[int], port: int, function: Callable[..., Any], settings: Any, found: Path) -> None:
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast is not needed, and not allowed in every container
     count = max(sizes)
     store = dist.TCPStore("127.0.0.1", port, count, is_master=rank == 0)
