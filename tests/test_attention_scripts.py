@@ -89,6 +89,7 @@ def test_a_mask_that_is_not_measured_is_a_row():
     [
         (BenchConfig, {"attention": ["flsh"]}, "bench.attention=flsh is not one of flash, naive"),
         (BenchConfig, {"head_dim": [96]}, "bench.hidden=2048 is no multiple of bench.head_dim=96"),
+        (bench_masks.BenchConfig, {"hidden": 100}, "bench.hidden=100 is no multiple of bench.head_dim=64; use one"),
         (BenchConfig, {"head_dim": [0]}, r"bench.head_dim=\[0\] must be at least 1"),
         (BenchConfig, {"seq_len": [512, 0]}, r"bench.seq_len=\[512, 0\] must be at least 1"),
         (BenchConfig, {"tokens": 0}, "bench.tokens=0 must be at least 1"),
@@ -238,7 +239,7 @@ def test_a_call_over_a_cache_without_memory_is_a_row(tmp_path, capsys, monkeypat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
 def test_a_mask_is_timed_in_both_passes_and_a_block_beside_the_dense_kernels():
-    bench = bench_masks.BenchConfig(seq_len=128, hidden=16, rounds=1)
+    bench = bench_masks.BenchConfig(seq_len=128, head_dim=[16], hidden=16, rounds=1)
     forward, backward = bench_masks.rows_of("all partial", 16, bench, CPU, torch.float32)
     assert (forward["visited"], forward["partial"], forward["pass"], backward["pass"]) == (1, 1, "forward", "backward")
     assert forward["of_dense"] == forward["dense_ms"] / forward["ms"]

@@ -32,7 +32,7 @@ from kernels import (
     naive_attention,
     naive_attention_varlen,
 )
-from scripts.bench.calls import PASSES, SDPA, one_pass, refusal, sdpa, tensors
+from scripts.bench.calls import PASSES, SDPA, one_pass, refusal, refuse_uneven_heads, sdpa, tensors
 from scripts.bench.clock import Milliseconds, facts_as_errors, free, measure, peak_gib
 from scripts.bench.report import (
     Columns,
@@ -73,9 +73,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, attention=(*ATTENTION, *FLASH4), mask=MASKS, passes=PASSES)
         refuse_below_one("bench.", self, "seq_len", "head_dim", "tokens", "hidden", "rounds", "budget_ms")
-        for head_dim in self.head_dim:
-            if self.hidden % head_dim:
-                raise ValueError(f"bench.hidden={self.hidden} is no multiple of bench.head_dim={head_dim}; use one")
+        refuse_uneven_heads(self)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PASSES = ("forward", "backward")
 SDPA = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def refuse_uneven_heads(bench: Any) -> None:
+    """ValueError where `bench.hidden` columns are no whole number of heads of one of `bench.head_dim`."""
+    for head_dim in bench.head_dim:
+        if bench.hidden % head_dim:
+            raise ValueError(f"bench.hidden={bench.hidden} is no multiple of bench.head_dim={head_dim}; use one")
 
 
 def held_to(attention: str) -> AbstractContextManager:

@@ -25,7 +25,7 @@ from kernels import block_mask, flash_attention
 from kernels.call import Options
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
-from scripts.bench.calls import PASSES, one_pass, tensors
+from scripts.bench.calls import PASSES, one_pass, refuse_uneven_heads, tensors
 from scripts.bench.clock import measure
 from scripts.bench.mask_table import masks
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
@@ -50,6 +50,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, mask=KNOWN, passes=PASSES)
         refuse_below_one("bench.", self, "seq_len", "head_dim", "hidden", "rounds", "budget_ms")
+        refuse_uneven_heads(self)
 
 
 @dataclass
