@@ -35,6 +35,12 @@ def test_an_unknown_part_is_refused():
         bench.HuggingFaceBenchSettings(parts=["prefil"])
 
 
+def test_sizes_of_no_model_are_one_line():
+    """They ended in transformers' own error, which is no ValueError."""
+    with pytest.raises(ValueError, match=r"^sizes={'hidden_size': 33} are no Llama's \(.*multiple.*\); use others$"):
+        bench.build(bench.HuggingFaceBenchSettings(sizes={"hidden_size": 33}))
+
+
 def test_their_flash_path_runs_over_lent_kernels(monkeypatch):
     """Padded and not: transformers' own padding around functions that get flash-attn's arguments."""
     asked = []

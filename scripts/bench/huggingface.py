@@ -82,13 +82,19 @@ def build(settings: HuggingFaceBenchSettings) -> Any:
     """The model, and our attention under its name."""
     try:
         import transformers
+        from huggingface_hub.errors import StrictDataclassError
     except ImportError as error:
         raise ValueError(f"transformers cannot be imported ({error}); `uv run --group hf` brings it") from error
 
     import model.huggingface  # noqa: F401  (registers gpt_triton)
 
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_1B | settings.sizes))
+    try:
+        config = transformers.LlamaConfig(**LLAMA_1B | settings.sizes)
+    except StrictDataclassError as error:
+        why = str(error).splitlines()[-1].strip()
+        raise ValueError(f"sizes={settings.sizes} are no Llama's ({why}); use others") from error
+    return transformers.LlamaForCausalLM(config)
 
 
 def choose(model: Any, name: str, device: torch.device) -> str:
