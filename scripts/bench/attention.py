@@ -8,12 +8,14 @@ median of the rounds' medians, p99 the largest of theirs. Out of memory is a row
 `bench.attention=[flash,flash4,flash4_deterministic]` times FlashAttention-4 where the package flash-attn-4 is
 installed; its backward adds dQ in any order unless it is told to be deterministic, as ours is.
 `bench.mask` also takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence,
-causal. The run's folder gets attention.json and charts of speed and memory against N.
+causal. A forward that takes less than 1 ms also has Python's share. The run's folder gets attention.json and charts of
+speed and memory against N.
 
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
 """
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -54,6 +56,7 @@ FLASH4 = {"flash4": False, "flash4_deterministic": True}
 BACKWARD_ONLY = ("flash4_deterministic",)
 MASKS = ("causal", "full", "window", "packed")
 WINDOW = 1024  # tokens that a query sees, itself included
+CALLS = 200  # whose time in Python is taken
 SMOKE = "bench.attention=[flash,naive] bench.seq_len=[64] bench.head_dim=[16] bench.hidden=32 bench.tokens=64"
 LABELS = {"flash": "flash (ours)", **PEERS}
 
@@ -134,6 +137,7 @@ FIGURES: Columns = {
     "p99": "{ms_p99:.3f}",
     "TFLOP/s": "{tflops:.1f}",
     "peak MiB": "{peak_extra_mib:.0f}",
+    "Python, us": "{python_us:.0f}",
 }
 
 
@@ -170,12 +174,14 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
             for row, call, rounds in ready:
                 with facts_as_errors(row, *refusal(row["attention"])):
                     rounds.append(measure(call, device, bench.budget_ms / bench.rounds))
-        for row, _, rounds in ready:
+        for row, call, rounds in ready:
             if "error" in row:
                 continue
             ms = statistics.median(times.p50 for times in rounds)
             row |= {"ms": ms, "ms_p99": max(times.p99 for times in rounds), "runs": sum(times.runs for times in rounds)}
             row["tflops"] = cell.flops(which) / ms / 1e9
+            if which == "forward" and device.type == "cuda" and ms < 1.0:
+                row["python_us"] = python_us(call)
         ready.clear()
         free(device)
     if "flex" in bench.attention:
@@ -225,6 +231,18 @@ def implementation(name: str, cell: Cell, device: torch.device) -> Callable[[Ten
     if cell.mask in ("window", "packed"):
         raise NotImplementedError(f"{name} is not measured with {cell.mask}")
     return partial(sdpa, name, is_causal=causal)
+
+
+def python_us(call: Callable[[], object]) -> float:
+    """Python's share of a call on a GPU, in microseconds: calls are queued, and nobody waits for their end."""
+    call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    spent = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return 1e6 * spent / CALLS
 
 
 if __name__ == "__main__":
