@@ -25,7 +25,7 @@ from model.config import GPTConfig, round_up
 from model.embedding import embed
 from model.fp8 import use_fp8
 from model.masks import Pattern, parse_mask
-from model.recompute import recompute, recomputes_blocks
+from model.recompute import recompute
 
 NORM_EPS = 1e-6  # small beside the mean square of a fresh embedding, 0.02 ** 2 = 4e-4
 INIT_STD = 0.02  # GPT-2's
@@ -157,7 +157,7 @@ class Block(nn.Module):
         kv_cache: KVCache | Prompts | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        if kv_cache is None and recomputes_blocks(self.recompute):
+        if kv_cache is None and self.recompute in ("full", "selective"):  # pointwise: a part of the MLP alone
             keep = self.costly_products() if self.recompute == "selective" else None
             return recompute(self.compute, x, cos, sin, None, documents, keep=keep)
         return self.compute(x, cos, sin, kv_cache, documents)

@@ -23,14 +23,6 @@ ATTENTION_OPERATORS = {
 }
 
 
-def recomputes_blocks(mode: str) -> bool:
-    """Whether whole blocks are recomputed.
-
-    With "pointwise" they are not: there the MLP recomputes what follows its first product, and stops before its second.
-    """
-    return mode in ("full", "selective")
-
-
 def recompute(block: Callable[..., Tensor], *inputs: Any, keep: tuple[nn.Linear, ...] | None = None) -> Tensor:
     """Run `block(*inputs)` and save only its inputs for backward.
 
