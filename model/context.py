@@ -98,30 +98,17 @@ def _all_heads(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]
     return tuple(_packed(x.permute(1, 2, 0, 3, 4)).flatten(2, 3).transpose(1, 2) for x in _all_to_all(group, *pieces))
 
 
-class _AllTokens(torch.autograd.Function):
-    """`_all_tokens`, differentiable."""
+class _Exchange(torch.autograd.Function):
+    """`_all_tokens` or `_all_heads`, differentiable: backward is the other one."""
 
     @staticmethod
-    def forward(ctx, group, *tensors):
-        ctx.group = group
-        return _all_tokens(group, *tensors)
+    def forward(ctx, there, back, group, *tensors):
+        ctx.back, ctx.group = back, group
+        return there(group, *tensors)
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, *_all_heads(ctx.group, *gradients)
-
-
-class _AllHeads(torch.autograd.Function):
-    """`_all_heads`, differentiable."""
-
-    @staticmethod
-    def forward(ctx, group, x):
-        ctx.group = group
-        return _all_heads(group, x)[0]
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None, *_all_tokens(ctx.group, gradient)
+        return None, None, None, *ctx.back(ctx.group, *gradients)
 
 
 class _Keys(torch.autograd.Function):
@@ -193,9 +180,9 @@ def heads(
     for name in options.keys() & {"alibi_slopes", "sinks"}:
         if options[name] is not None:
             options[name] = options[name].chunk(world, dim=-1)[rank]
-    q, k, v = _AllTokens.apply(group, q, k, v)
+    q, k, v = _Exchange.apply(_all_tokens, _all_heads, group, q, k, v)
     o = attend(q, k, v, causal=causal, window=window, documents=documents, **_given(options))  # (B, Hq / W, N, D)
-    return _AllHeads.apply(group, o)
+    return _Exchange.apply(_all_heads, _all_tokens, group, o)[0]
 
 
 def gather(
