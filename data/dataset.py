@@ -184,20 +184,12 @@ def _alphabet(stream: Stream) -> str:
 @contextmanager
 def _written_at_once(path: Path) -> Iterator[Path]:
     """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not."""
-    refusal = f"data.cache_dir={path.parent} cannot be written ({{}}); use data.cache_dir=FOLDER"
+    folder = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
-    except OSError as error:
-        raise ValueError(refusal.format(error.strerror)) from error
-    try:
-        try:
-            yield folder
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):  # only writing meets these
-                raise ValueError(refusal.format(error.strerror)) from error
-            raise
+        yield folder
         flush(folder)
         folder.chmod(0o755)  # mkdtemp's folders are private; a cache may be shared
         try:
@@ -207,8 +199,15 @@ def _written_at_once(path: Path) -> Iterator[Path]:
                 raise
         else:
             flush(path.parent)
+    except OSError as error:
+        # once the folder is there the source is read as well; only writing meets these
+        if folder and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+            raise
+        refusal = f"data.cache_dir={path.parent} cannot be written ({error.strerror}); use data.cache_dir=FOLDER"
+        raise ValueError(refusal) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_abandoned(path: Path) -> None:
