@@ -9,20 +9,11 @@ import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 SHARD_TOKENS = 1 << 26  # 128 MiB of uint16: few files, and still several for threads to check at once
-
-
-class Tokens(Protocol):
-    """What batches need of a split: a numpy array has it, and so has `TokenArray`."""
-
-    dtype: np.dtype
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: slice) -> np.ndarray: ...
 
 
 class TokenArray:
@@ -39,8 +30,6 @@ class TokenArray:
     def __getitem__(self, index: slice) -> np.ndarray:
         start, stop, step = index.indices(len(self))
         assert step == 1, "a token array is read forwards, without gaps"
-        if len(self._shards) == 1:
-            return self._shards[0][start:stop]
         parts = []
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         while start < stop:
@@ -51,6 +40,9 @@ class TokenArray:
         if len(parts) == 1:
             return parts[0]
         return np.concatenate([np.empty(0, self.dtype), *parts])
+
+
+Tokens = TokenArray | np.ndarray  # a split, as batches read it
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
