@@ -29,6 +29,7 @@ class KVCache:
         max_tokens: the longest row.
         device: of the stored keys and values.
         dtype: of them, the one attention runs in, or int8 or float8_e4m3fn, which have a scale for each token and head.
+        pool: (places, tokens in each) of the storage; None: a place for each row.
     """
 
     block_table: Tensor | None = None
@@ -41,6 +42,8 @@ class KVCache:
         max_tokens: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        *,
+        pool: tuple[int, int] | None = None,
     ):
         wide = dtype.is_floating_point and dtype.itemsize > 1
         if not wide and dtype not in (torch.int8, torch.float8_e4m3fn):
@@ -50,20 +53,19 @@ class KVCache:
             )
         if num_rows < 1 or max_tokens < 1:
             raise ValueError(f"a KV cache of {num_rows} rows of {max_tokens} tokens holds nothing; use at least 1")
-        self._hold((config.num_layers, num_rows, config.kv_heads, max_tokens, config.head_dim), device, dtype)
+        places, slots = pool or (num_rows, max_tokens)
+        shape = (config.num_layers, places, config.kv_heads, slots, config.head_dim)
+        # zeros: what is behind a row's last key is loaded with it, and 0 times NaN is NaN
+        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.scales: list[Tensor] = []  # of keys and of values
+        if dtype.itemsize == 1:
+            self.scales = [torch.ones(shape[:4], device=device) for _ in range(2)]
         self.max_tokens = max_tokens
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
         self.length_of = [ABSENT] * num_rows  # the same on the host, with those for which there is room
         self.stored_of = [0] * num_rows  # of these, how many a call has stored
         self.workspace: Tensor | None = None  # of attention, once it is asked
         self.products_workspace = torch.zeros(config.n_embd, dtype=torch.int32, device=device)
-
-    def _hold(self, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> None:
-        # zeros: what is behind a row's last key is loaded with it, and 0 times NaN is NaN
-        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        self.scales: list[Tensor] = []  # of keys and of values
-        if dtype.itemsize == 1:
-            self.scales = [torch.ones(shape[:4], device=device) for _ in range(2)]
 
     def allocate(self, row: int) -> None:
         """Put a row that is not in use into use, without tokens."""
@@ -226,16 +228,12 @@ class PagedKVCache(KVCache):
         num_pages = num_rows * -(-max_tokens // page) if num_pages is None else num_pages
         if num_pages < 1:
             raise ValueError(f"num_pages={num_pages} must be at least 1")
+        super().__init__(config, num_rows, max_tokens, device, dtype, pool=(num_pages, page))
         self.page = page
         self.users_of = [0] * num_pages
-        super().__init__(config, num_rows, max_tokens, device, dtype)
         self.block_table = torch.zeros(num_rows, -(-max_tokens // page), dtype=torch.int32, device=device)
         self.pages_of: list[list[int]] = [[] for _ in range(num_rows)]
         self.free_pages = list(range(num_pages))[::-1]  # the last is the next
-
-    def _hold(self, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype) -> None:
-        num_layers, _, num_kv_heads, _, head_dim = shape
-        super()._hold((num_layers, len(self.users_of), num_kv_heads, self.page, head_dim), device, dtype)
 
     def extend(self, rows: list[int], num_tokens: int | list[int]) -> None:
         before = self.length_of
