@@ -27,27 +27,23 @@ class Architecture(NamedTuple):
     model_type: str
 
 
-LLAMA = Architecture("LlamaForCausalLM", "llama")
-MISTRAL = Architecture("MistralForCausalLM", "mistral")
-QWEN3 = Architecture("Qwen3ForCausalLM", "qwen3")
-ARCEE = Architecture("ArceeForCausalLM", "arcee")
-
-
 def architecture(config: GPTConfig) -> Architecture:
     """The class of transformers that computes what a GPT of `config` does; ValueError where there is none."""
     if config.mask is not None:
         raise ValueError(f"model.mask={config.mask} is no mask of transformers; train again with model.mask=null")
     if config.mlp == "swiglu":
         if config.qk_norm:
-            return QWEN3
-        return LLAMA if config.window is None else MISTRAL
+            return Architecture("Qwen3ForCausalLM", "qwen3")
+        if config.window is not None:
+            return Architecture("MistralForCausalLM", "mistral")
+        return Architecture("LlamaForCausalLM", "llama")
     for key, value, without in (("qk_norm", config.qk_norm, "false"), ("window", config.window, "null")):
         if value:
             raise ValueError(
                 f"model.{key}={value} with model.mlp={config.mlp} is no architecture of transformers; "
                 f"train again and use model.mlp=swiglu or model.{key}={without}"
             )
-    return ARCEE
+    return Architecture("ArceeForCausalLM", "arcee")
 
 
 def config_json(model: GPT, end_of_text: int | None = None) -> dict[str, Any]:
@@ -78,7 +74,7 @@ def config_json(model: GPT, end_of_text: int | None = None) -> dict[str, Any]:
     }
     if config.window is not None:
         contents["sliding_window"] = config.window  # tokens that each token sees, itself included, there too
-        if found is QWEN3:  # which has layers without a window below max_window_layers
+        if found.model_type == "qwen3":  # which has layers without a window below max_window_layers
             contents |= {"use_sliding_window": True, "max_window_layers": 0}
     return contents
 
