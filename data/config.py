@@ -10,14 +10,9 @@ TOKENIZERS = ("bytes", "characters", "gpt2")
 DOCUMENTS = ("rows", "wikitext")
 MAX_WORKERS = 1024  # more than a machine has cores; each holds a piece of text
 
-# keys that belong to a source; another would ignore them
-_KEYS = {
-    "text": ("files", "text_field"),
-    "hub": (
-        *("name", "config", "revision", "split", "validation_split", "test_split"),
-        *("text_field", "streaming", "local_dir", "documents"),
-    ),
-}
+# keys that belong to some sources; another would ignore them
+_HUB = ("name", "config", "revision", "split", "validation_split", "test_split", "streaming", "local_dir", "documents")
+_KEYS = {"files": ("text",), "text_field": ("text", "hub")} | dict.fromkeys(_HUB, ("hub",))
 
 
 @dataclass
@@ -75,8 +70,8 @@ class DataConfig:
             raise ValueError("data.source=text needs data.files; use data.files=corpus.txt or data.files='books/*.txt'")
         if self.source == "hub":
             self._check_hub()
-        for key in dict.fromkeys(key for keys in _KEYS.values() for key in keys):
-            value, owners = getattr(self, key), [source for source, keys in _KEYS.items() if key in keys]
+        for key, owners in _KEYS.items():
+            value = getattr(self, key)
             if value and value != getattr(DataConfig, key) and self.source not in owners:
                 owner = " or ".join(f"data.source={owner}" for owner in owners)
                 raise ValueError(f"data.{key}={value} is for {owner}, not {self.source}; drop it")
