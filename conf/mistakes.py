@@ -119,17 +119,8 @@ def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, Key], cfg: Dict
     if missing := re.search(r"Missing mandatory value: (\S+)", text):
         return no_value(missing.group(1))
     if "nterpolation" in text or isinstance(error, GrammarParseError):
-        key = key or next((key for key in keys if cfg is not None and not _resolves(cfg, key)), "a value")
-        return f"{key} refers to what cannot be had ({text}); write the value itself"
+        return f"{key or 'a value'} refers to what cannot be had ({text}); write the value itself"
     return text
-
-
-def _resolves(cfg: DictConfig, key: str) -> bool:
-    try:
-        OmegaConf.select(cfg, key)
-    except OmegaConfBaseException:
-        return False
-    return True
 
 
 def _missing_file(error: MissingConfigException) -> str:
