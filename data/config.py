@@ -20,8 +20,7 @@ class DataConfig:
     """Where the text comes from and how long a training sequence is."""
 
     source: str = "embedded"  # embedded (Python's language reference) | text (your own files) | hub (Hugging Face)
-    # text only: one path or several; globs allowed. `Any`, because a command line may say files=a.txt or files=[a.txt]
-    # and a structured configuration refuses a string for a list; after __post_init__ it is None or a list of strings
+    # `Any`, as a structured configuration refuses a string for a list; after __post_init__ None or a list of strings
     files: Any = None  # text only: a path, a glob, or several as [a.txt,b.jsonl]
     text_field: str = "text"  # the column of JSONL, parquet and hub rows that holds the text
     name: str | None = None  # hub only: the dataset, as "HuggingFaceFW/fineweb-edu"

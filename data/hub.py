@@ -23,12 +23,10 @@ _ROWS = 8192  # rows handed over at a time
 
 def hash_folder(folder: Path) -> dict[str, str]:
     """SHA-256 of every file in data.local_dir by its path there; hidden files, as git's, are not the dataset's."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    names = [path.relative_to(folder) for path in paths]
     return {
-        name.as_posix(): file_sha256(path)
-        for path, name in zip(paths, names, strict=True)
-        if not any(part.startswith(".") for part in name.parts)
+        path.relative_to(folder).as_posix(): file_sha256(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     }
 
 

@@ -79,8 +79,7 @@ def inspect(paths: list[Path]) -> list[TextFile]:
     """Hash every file (2 GB/s a core) and check what can be said before parsing: not empty, and text is UTF-8."""
     files = []
     for path in paths:
-        suffix = path.suffix.lower()
-        kind = KINDS.get(suffix, "text")
+        kind = KINDS.get(path.suffix.lower(), "text")
         try:
             size = path.stat().st_size
             if size == 0:

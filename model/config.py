@@ -66,12 +66,10 @@ class GPTConfig:
         """What the network asks of attention, in the words of kernels/support.py."""
         used = {
             "gqa": self.kv_heads != self.num_heads,
-            "window": self.window is not None,
+            "window": self.window is not None and self.mask is None,  # a mask holds the window
             "dropout": self.attention_dropout > 0,
             "varlen": document_mask,
         }
-        if self.mask is not None:  # which holds the window
-            used["window"] = False
         seen = "causal" if self.mask is None else "block_mask"
         return (seen, *(name for name, is_used in used.items() if is_used))
 
