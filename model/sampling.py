@@ -29,8 +29,8 @@ def choose_next_token(
 
     Args:
         logits: (S, V), any float dtype and device.
-        uniform: (S,) float64 in [0, 1), which decides; drawn on the CPU it gives the same text on every device, up to
-            the rounding of the logits. At temperature 0 it is not read and may be None.
+        uniform: (S,) float64 in [0, 1), on any device, which decides; drawn on the CPU it gives the same text on every
+            device, up to the rounding of the logits. At temperature 0 it is not read and may be None.
 
     Returns:
         (S,) int64, on the device of logits.
@@ -40,7 +40,8 @@ def choose_next_token(
         return logits.argmax(dim=-1)
     device = logits.device
     if device.type == "mps":  # which has no float64
-        logits, uniform = logits.cpu(), uniform.cpu()
+        logits = logits.cpu()
+    uniform = uniform.to(logits.device)
     logits, ids = likeliest(logits, top_k or logits.size(1))  # (S, K) each
     # The largest logit goes to 0 before the division: a temperature of 1e-6 must not overflow.
     probs = ((logits - logits[:, :1]) / temperature).softmax(dim=-1)  # (S, K)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT, GPTConfig, attend_with, generate
 from model.sampling import choose_next_token, likeliest
@@ -231,6 +232,14 @@ def test_frequencies_follow_the_truncated_distribution(top_k, top_p, kept):
     tokens = choose_next_token(probs.log().float().expand(draws, -1), seeded(0, draws), top_k=top_k, top_p=top_p)
     actual = torch.bincount(tokens, minlength=5) / draws
     assert (actual - expected).abs().max() < 0.01  # four standard errors of a share of 0.4
+
+
+def test_numbers_drawn_on_the_host_serve_logits_of_a_gpu():
+    """As a model of transformers hands them over; `Generation` has them on the device already."""
+    with FakeTensorMode():
+        logits = torch.empty(2, 50, device="cuda")
+        token = choose_next_token(logits, torch.empty(2, dtype=torch.float64), top_k=5)
+    assert token.device.type == "cuda"
 
 
 def test_temperature_sharpens_and_flattens():
