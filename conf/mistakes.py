@@ -119,6 +119,8 @@ def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, Key], cfg: Dict
         return f"{key}={'null' if value is None else value} has the wrong type: expected {expected}{remedy}"
     if missing := re.search(r"Missing mandatory value: (\S+)", text):
         return no_value(missing.group(1))
+    if "choices.experiment' not found" in text:  # what the run's folder is called by
+        return "a run has one experiment; write experiment=NAME, or leave experiment out"
     if "nterpolation" in text or isinstance(error, GrammarParseError):
         return f"{key or 'a value'} refers to what cannot be had ({text}); write the value itself"
     return text

@@ -263,6 +263,8 @@ COMMAND_LINES = [
     Case("deleted key without a value", ["~resume"], ["~resume deletes nothing: resume is null already", "drop it"]),
     Case("deleted key that there is not", ["~model.num_layerz"], ["did you mean model.num_layers?"]),
     Case("deleted group that another needs", ["~model"], ["${model}} refers to a group", "choose each as group=NAME"]),
+    Case("deleted experiment", ["~experiment"], ["a run has one experiment", "write experiment=NAME"]),
+    Case("two experiments", ["experiment=[quickstart,parity]"], ["a run has one experiment", "experiment=NAME"]),
     Case("reference for a choice", ["data=${text}"], ["${text} refers to a group", "choose each as group=NAME"]),
     Case("unknown key", ["model.num_layerz=3"], ["model.num_layerz", "did you mean model.num_layers?"]),
     Case("key without its group", ["lr=0.1"], ["lr is not a known key", "did you mean optim.lr?"]),
