@@ -251,6 +251,11 @@ def test_a_loss_in_chunks_of_other_logits_is_refused(tmp_path):
         build_model(config, 257, 32, device="cpu")
 
 
+def configured(file, **values) -> None:
+    path = file.with_name("config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 @pytest.mark.parametrize(("spoil", "match"), [
     (lambda file: file.unlink(), r"theirs cannot be loaded \(Error no file named model.safetensors.*\); give a causal"),
     (lambda file: file.write_bytes(file.read_bytes()[:999]), r"theirs cannot be loaded \(Error while deserializing"),
@@ -258,6 +263,9 @@ def test_a_loss_in_chunks_of_other_logits_is_refused(tmp_path):
      r"theirs lacks 1 weights of LlamaForCausalLM, such as lm_head.weight; give one that was saved with its head"),
     (lambda file: file.with_name("config.json").write_text('{"model_type": "llama", "num_attention_heads": "four"}'),
      r"theirs is no model of transformers \(Validation error for field 'num_attention_heads'"),
+    (lambda file: configured(file, num_attention_heads=0), r"theirs has a config.json that does not fit it \(ZeroDiv"),
+    (lambda file: configured(file, vocab_size=300), r"theirs has a config.json that does not fit it \(RuntimeError"),
+    (lambda file: configured(file, hidden_act="none"), r"theirs has .* \(KeyError: 'none'\); correct it"),
 ])  # fmt: skip
 def test_a_model_that_is_not_whole_is_refused_in_a_line(spoil, match, tmp_path):
     folder = saved("Llama", tmp_path / "theirs")
