@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib import import_module
 from math import pi
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ class Page(dict[str, Finding]):
 def examine(settings: Settings, folder: Path) -> Page:
     """Every question whose ground is there; a question may also use what is `known`, or None."""
     page = Page()
+    load_triton()
     processes = page.ask("launch", cluster.launch)
     page.ask("gpu", machine.gpu)
     page.ask("versions", machine.versions)
@@ -106,6 +108,15 @@ def examine(settings: Settings, folder: Path) -> Page:
     if dataset is not None and not any(finding.wrong for finding in page.values()):
         page.ask("start", start, settings, folder, hardware=hardware)
     return page
+
+
+def load_triton() -> None:
+    """Without a GPU as an interpreter, for the kernels' self-test: it reads TRITON_INTERPRET when it is first imported,
+    which transformers may do for another question. Those are answered as for a run, without the variable."""
+    if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+        import_module("triton")
+        del os.environ["TRITON_INTERPRET"]
 
 
 def chosen_hardware(settings: Settings, *, processes: int | None) -> Finding:
@@ -138,7 +149,7 @@ def kernels(hardware: Hardware, *, model: GPTConfig | None) -> Finding:
     is_used, on_gpu = model is not None and model.attention == "flash", hardware.device.type == "cuda"
     head_dim = model.head_dim if is_used else USUAL_HEAD_DIM
     if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is next
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # see `load_triton`
     if not is_used and (obstacle := why_not("flash", torch.float32, device=hardware.device, head_dim=head_dim)):
         return Finding(f"flash attention is not for this machine: {obstacle}", "model.attention=sdpa", value=True)
     began, fix = time.perf_counter(), "model.attention=sdpa, or `uv sync` for the versions that were tested"

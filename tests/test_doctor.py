@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from tests.runs import small_run, without_network
 from train import train
 from training.hardware import Hardware
 from training.lock import locked
+from training.log import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -392,6 +394,25 @@ def test_the_page_and_its_json(place, capsys, monkeypatch):
     assert stopped.value.code == doctor.FAILED
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["wrong"] == ["data"]
     assert sorted(path.name for path in place.path.iterdir()) == ["corpus.txt"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's kernels are compiled")
+def test_the_self_test_runs_whatever_loaded_triton():
+    """transformers does, where a run's model is one of its own."""
+    program = """
+import os
+from scripts import doctor
+from training.hardware import HardwareConfig, set_up
+doctor.load_triton()
+assert "TRITON_INTERPRET" not in os.environ
+import triton
+print(doctor.kernels(set_up(HardwareConfig(device="cpu")), model=None).text)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "forward and backward are right" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
