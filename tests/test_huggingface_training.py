@@ -138,6 +138,13 @@ def test_a_tokenizer_is_handed_on_with_its_own_configuration(tmp_path):
     assert found.apply_chat_template([{"role": "user", "content": "c"}], tokenize=False) == "ac"
 
 
+@pytest.mark.gpu
+def test_gpu_trained_and_sampled_from(folder, tmp_path, capsys):
+    """With the defaults of a GPU: in 16 bits, our attention, and a text that is drawn at the end."""
+    assert train(run_settings(folder, tmp_path, "hardware.device=cuda"), tmp_path / "run")["exit_code"] == 0
+    assert "--- a sample after 4 steps" in capsys.readouterr().out
+
+
 def resolved(folder, attention, document_mask=False, **changed):
     config = GPTConfig(name=str(folder), attention=attention, loss="plain", **changed)
     return resolve_model(config, "cpu", torch.float32, document_mask=document_mask)[0]
