@@ -85,7 +85,7 @@ def examine(settings: Settings, folder: Path) -> Page:
     page = Page()
     load_triton()
     processes = page.ask("launch", cluster.launch)
-    page.ask("gpu", machine.gpu)
+    page.ask("gpu", machine.gpu, settings.hardware.device)
     page.ask("versions", machine.versions)
     hardware = page.ask("hardware", chosen_hardware, settings, processes=processes)
     if processes and processes > 1:

@@ -43,7 +43,8 @@ class Finding:
         return "FIX" if self.wrong else "note" if self.fix else "ok"
 
 
-def gpu() -> Finding:
+def gpu(device: str) -> Finding:
+    """The one that hardware.device names, or the first."""
     installed = installed_gpus()
     if not torch.cuda.is_available():
         if not installed:
@@ -56,9 +57,11 @@ def gpu() -> Finding:
         raise ValueError(f"{unseen}; install a driver for CUDA {torch.version.cuda} or newer")
     if interpreting():
         raise ValueError("TRITON_INTERPRET is set: kernels would run on the CPU; unset TRITON_INTERPRET")
-    properties = torch.cuda.get_device_properties(0)
+    number = int(device.partition(":")[2] or 0)
+    number = number if number < torch.cuda.device_count() else 0  # which the question about hardware refuses
+    properties = torch.cuda.get_device_properties(number)
     driver = installed[0]["driver_version"] if installed else "unknown"
-    free, total = torch.cuda.mem_get_info(0)
+    free, total = torch.cuda.mem_get_info(number)
     text = (
         f"{torch.cuda.device_count()} x {properties.name}, capability {properties.major}.{properties.minor}, "
         f"{total / 2**30:.1f} GiB, driver {driver}"

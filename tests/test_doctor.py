@@ -88,10 +88,10 @@ def gpu_with(free: int) -> Setup:
         place.patch.setattr(torch.cuda, "device_count", lambda: 1)
         real = machine.gpu
 
-        def gpu() -> Finding:
+        def gpu(device: str) -> Finding:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.cuda, "is_available", lambda: True)
-                return real()
+                return real(device)
 
         place.patch.setattr(machine, "gpu", gpu)
 
@@ -289,6 +289,16 @@ def test_a_misconfiguration_has_a_named_fix(case, place):
     assert case.fix in found[case.check].fix
     others = {name: finding for name, finding in found.items() if finding.wrong and name != case.check}
     assert not others, "one fault, one fix"
+
+
+def test_the_gpu_of_the_run_is_looked_at(place):
+    """Whoever took another one, as the note says, would read the same note again."""
+    gpu_with(40 * 2**30)(place)
+    place.patch.setattr(torch.cuda, "mem_get_info", lambda index: ((40, 139)[index] * 2**30, 140 * 2**30))
+    place.patch.setattr(torch.cuda, "device_count", lambda: 2)
+    place.patch.setattr(machine, "interpreting", lambda: False)
+    for device, status in (("auto", NOTE), ("cpu", NOTE), ("cuda", NOTE), ("cuda:1", "ok"), ("cuda:2", NOTE)):
+        assert machine.gpu(device).status == status, device
 
 
 def test_there_are_enough():
