@@ -227,7 +227,7 @@ class Generation:
         self.drawn[rows] = torch.tensor([sequence.drawn for _, sequence in taken], device=self.device)
         first = self._draw(logits[reader_of], self.sample[rows], self.drawn[rows])
         if self.copies:  # of what was in these rows
-            torch.cuda.current_stream().wait_stream(self.copies)
+            torch.cuda.current_stream(self.device).wait_stream(self.copies)
         self.tokens[self.half, rows] = first
         self.drawn[rows] += 1
         for row, sequence in taken:
@@ -257,15 +257,15 @@ class Generation:
             self.drawn += 1
 
     def _captured(self, half: int) -> torch.cuda.CUDAGraph:
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
             pool = next((other.pool() for other in self.graphs.values()), None)  # they take turns
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             self._step(half)
             graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
 
     def _logits(self, tokens: Tensor, cache: KVCache | Prompts) -> Tensor:
@@ -283,7 +283,7 @@ class Generation:
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=self.on_cuda)
         arrived = None
         if self.copies:
-            self.copies.wait_stream(torch.cuda.current_stream())
+            self.copies.wait_stream(torch.cuda.current_stream(self.device))
             tokens.record_stream(self.copies)
             with torch.cuda.stream(self.copies):
                 host.copy_(tokens, non_blocking=True)

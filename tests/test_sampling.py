@@ -1,5 +1,8 @@
 """Generation: the KV cache against an uncached forward, the choice of a token, and the loop around it."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT, GPTConfig, attend_with, generate
+from model.generation import Generation
 from model.sampling import choose_next_token, likeliest
 
 VOCAB = 65
@@ -429,6 +433,37 @@ def test_flash_generates_through_its_own_kernels(cache_dtype):
     assert found == [uncached(model, one, 4) for one in tokens]
 
 
+def test_streams_are_of_the_models_gpu(monkeypatch):
+    """Where another one is current, its stream knows nothing of the tokens that are copied."""
+    asked = []
+
+    class Stream:
+        def __init__(self, device=None):
+            asked.append(device)
+
+        def wait_stream(self, other):
+            pass
+
+        def record_event(self):
+            pass
+
+    class OnAGpu(torch.Tensor):
+        def record_stream(self, stream):
+            pass
+
+    graph = SimpleNamespace(capture_begin=lambda **_: None, capture_end=lambda: None, pool=lambda: None)
+    stand_ins = {"Stream": Stream, "current_stream": Stream, "stream": nullcontext, "CUDAGraph": lambda: graph}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    model = small_gpt().for_inference(torch.float32)
+    generation = Generation(model, model.make_cache(1, page=16), torch.zeros(1, 1), likeliest, None)
+    generation.device, generation.copies = torch.device("cuda", 1), Stream(torch.device("cuda", 1))
+    monkeypatch.setattr(generation, "_step", lambda half: None)
+    generation._captured(0)
+    generation._send(torch.zeros(1, dtype=torch.int64).as_subclass(OnAGpu), [None])
+    assert set(asked) == {generation.device}
+
+
 class TestOnTheGpu:
     """GPT-2's shape with fewer layers, in bfloat16, as a CUDA graph."""
 
@@ -507,6 +542,14 @@ class TestOnTheGpu:
         assert sum(n for name, n in count.items() if "DtoH" in name) == 20
         assert count.get("cudaStreamSynchronize", 0) == 0
         assert count["cudaGraphLaunch"] == 20
+
+    def test_another_gpu_may_be_current(self, model, prompts):
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two NVIDIA GPUs")
+        options = {"max_new_tokens": 40, "temperature": 0.8, "top_k": 50}
+        usual = texts(model, prompts[:8], **options)
+        with torch.cuda.device(1):
+            assert texts(model, prompts[:8], **options) == usual
 
     @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
     def test_eight_bits_keep_most_of_a_text(self, model, prompts, batched, cache_dtype):
