@@ -33,7 +33,9 @@ class Prefetcher:
         self._end_of_text = end_of_text
         self._ahead = None
         if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)
+            # PyTorch gives the same 32 streams again and again, and a copy on one on which a graph is being captured
+            # would be part of that graph; those of high priority are others
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
         self.seek(start_step)
 
     def seek(self, step: int) -> None:

@@ -209,3 +209,11 @@ def test_prefetcher_on_cuda_is_the_batches():
             assert torch.equal((on_gpu[0] * 1).cpu(), inputs)
             assert torch.equal((on_gpu[1] * 1).cpu(), targets)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+@pytest.mark.gpu
+def test_no_graph_is_captured_on_the_stream_of_copies():
+    """Whoever captures asks for a stream, and after 32 PyTorch gives the first one again."""
+    with Prefetcher(TokenBatches(tokens(60_000), 64, 32, seed=3), 0, "cuda") as prefetcher:
+        others = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+        assert prefetcher._stream.cuda_stream not in others
