@@ -1,13 +1,18 @@
 """The training step as CUDA graphs: the same bits as launched kernel by kernel, and when it is not used."""
 
 import shutil
+from contextlib import nullcontext
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.runs import settings, small_run
 from tests.test_resume import same_end
 from train import train
+from training import graph
 from training.hardware import Hardware, set_up
 from training.run import Run, resolve
 
@@ -46,6 +51,21 @@ def test_graphs_give_the_same_bits(tmp_path, case):
     shutil.copytree(tmp_path / "true", tmp_path / "parts", symlinks=True)
     train(settings(*common, "hardware.cuda_graphs=true", f"resume={path}"), tmp_path / "parts")
     same_end(tmp_path / "parts", tmp_path / "false")
+
+
+def test_each_gpu_captures_on_a_stream_of_its_own(monkeypatch):
+    """PyTorch's default stream for captures is of the first GPU: runs of a sweep may take others."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, *, stream, **_: nullcontext(taken.append(stream)))
+    monkeypatch.setattr(graph, "capture_stream", cache(graph.capture_stream.__wrapped__))
+    with FakeTensorMode():
+        for number in (0, 1, 0):
+            captured, x = graph.Captured(torch.neg), torch.empty(2, device=f"cuda:{number}")
+            for _ in range(2):
+                captured(x)
+    assert taken == [torch.device("cuda", number) for number in (0, 1, 0)]
 
 
 @pytest.mark.gpu

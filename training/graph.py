@@ -7,6 +7,7 @@ from the code that runs without them. They give the same bits.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,11 +42,20 @@ class Captured:
             place.copy_(x)
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads save and fetch meanwhile
+            stream = capture_stream(self._arguments[0].device)
+            # other threads save and fetch meanwhile
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._result = self._function(*self._arguments)
             self.graph = graph
         self.graph.replay()
         return self._result.clone()
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Of each GPU one: `torch.cuda.graph` alone captures a process's first GPU whichever is current, and of another
+    stream each time cuBLAS would keep a workspace."""
+    return torch.cuda.Stream(device)
 
 
 class StepGraphs:
