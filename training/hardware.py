@@ -70,7 +70,7 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
         raise ValueError("hardware.device=mps but PyTorch sees no Apple GPU; use hardware.device=cpu")
     number, count = int(config.device.partition(":")[2] or 0), torch.cuda.device_count()
     if config.device.startswith("cuda") and number >= count:  # torch.device counts modulo 256, or cannot read it
-        raise ValueError(f"hardware.device={config.device} but there are {count} of them; use cuda:0")
+        raise ValueError(f"hardware.device={config.device} but there are {count} of them; use hardware.device=cuda")
     device = torch.device("cuda" if config.device == "auto" and has_cuda else config.device.replace("auto", "cpu"))
     if config.cuda_graphs and device.type != "cuda":
         raise ValueError(f"hardware.cuda_graphs=true but hardware.device is {device.type}; leave it out")
