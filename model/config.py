@@ -51,6 +51,8 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
+        if self.name is not None:  # it may be another than n_embd / num_heads
+            return _of_transformers().head_dim(self)
         return self.n_embd // self.num_heads
 
     @property
@@ -103,6 +105,17 @@ class GPTConfig:
             raise ValueError(
                 f"model.mask={self.mask} hides nothing without a window; set model.window, below data.seq_len"
             )
+        for key in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"model.{key}={getattr(self, key)} must be at least 0 and below 1")
+        if not (self.rope_base > 1 and math.isfinite(self.rope_base)):
+            raise ValueError(f"model.rope_base={self.rope_base} must be a number above 1; 10000 is usual")
+        if not 0 < self.qk_gain < math.inf:
+            raise ValueError(f"model.qk_gain={self.qk_gain} must be positive and finite; 1 leaves scores as they are")
+        if self.qk_gain != 1 and not self.qk_norm:
+            raise ValueError(f"model.qk_gain={self.qk_gain} is of normed heads; use model.qk_norm=true, or qk_gain=1")
+        if self.name is not None:  # its sizes are its own
+            return
         if self.n_embd % self.num_heads:
             raise ValueError(
                 f"model.n_embd={self.n_embd} is not a multiple of model.num_heads={self.num_heads}; "
@@ -125,15 +138,6 @@ class GPTConfig:
                 f"model.fp8={self.fp8} needs widths that are multiples of {MULTIPLE}: model.n_embd={self.n_embd}, the "
                 f"MLP's {self.mlp_width}, and {qkv} of q, k and v; use others, or model.fp8=none"
             )
-        for key in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f"model.{key}={getattr(self, key)} must be at least 0 and below 1")
-        if not (self.rope_base > 1 and math.isfinite(self.rope_base)):
-            raise ValueError(f"model.rope_base={self.rope_base} must be a number above 1; 10000 is usual")
-        if not 0 < self.qk_gain < math.inf:
-            raise ValueError(f"model.qk_gain={self.qk_gain} must be positive and finite; 1 leaves scores as they are")
-        if self.qk_gain != 1 and not self.qk_norm:
-            raise ValueError(f"model.qk_gain={self.qk_gain} is of normed heads; use model.qk_norm=true, or qk_gain=1")
 
 
 def resolve_model(

@@ -51,6 +51,12 @@ def sized(config: GPTConfig) -> GPTConfig:
         value = getattr(config, key)
         if value not in (getattr(default, key), found.get(key, getattr(default, key))):
             raise ValueError(f"model.{key}={value} describes a GPT of ours and {config.name} has its own; leave it out")
+    for key in ("num_layers", "num_heads", "n_embd"):
+        if type(found[key]) is not int:
+            raise ValueError(
+                f"model.name={config.name} says {SIZES[key]}={found[key]} where a number is needed; give a model "
+                "whose layers have attention"
+            )
     if config.activation_checkpointing not in MODES:
         raise ValueError(
             f"model.activation_checkpointing={config.activation_checkpointing} is for a GPT of ours; "
@@ -80,6 +86,11 @@ def their_config(config: GPTConfig) -> Any:
         if type(value) in (int, float) and ("dropout" in key or key.endswith("pdrop")):  # some files say 0 for 0.0
             setattr(theirs, key, config.attention_dropout if "att" in key else config.dropout)
     return theirs
+
+
+def head_dim(config: GPTConfig) -> int:
+    theirs = their_config(config)
+    return getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
 
 
 def num_parameters(config: GPTConfig) -> int:

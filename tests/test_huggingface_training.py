@@ -22,6 +22,7 @@ from train import train  # noqa: E402
 from training import memory, stepper  # noqa: E402
 from training.checkpoint import open_checkpoint  # noqa: E402
 from training.hardware import HardwareConfig, set_up  # noqa: E402
+from training.speed import model_flops  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "threads_as_before")
 TEXT = "the quick brown fox: naïve café 漢字"
@@ -227,6 +228,25 @@ def test_refusals(folder, tmp_path):
         build_model(resolved(folder, "sdpa"), 257, 100, device="cpu")
     with pytest.raises(ValueError, match=r"the tokenizer has 300 tokens, .* 260; use tokenizer="):
         build_model(resolved(folder, "sdpa"), 300, 32, device="cpu")
+
+
+def test_a_head_is_as_wide_as_their_configuration_says(tmp_path):
+    """Not n_embd / num_heads: that is 288 for Gemma 2 2B, whose heads of 256 flash takes, and 45 for gpt-oss-20b."""
+    wide = saved("Gemma2", tmp_path / "wide", hidden_size=576, num_attention_heads=2, head_dim=256)
+    config = GPTConfig(name=str(wide))
+    assert resolve_model(config, "cuda", torch.bfloat16)[0].attention == "flash"
+    narrow = saved("Qwen3", tmp_path / "narrow", hidden_size=62)
+    model = build_model(resolved(narrow, "tiled"), 257, 32, device="cpu")
+    assert (model.config.n_embd, model.config.num_heads, model.config.head_dim) == (62, 4, 16)
+    dense = 6 * model.num_matmul_parameters()
+    assert model_flops(model)["full"] - dense == 12 * 2 * 4 * 16 * 32  # layers, heads, head_dim, keys
+
+
+def test_a_model_without_attention_is_refused(tmp_path):
+    config = transformers.MambaConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model.name=.* says num_attention_heads=None where a number is needed; give"):
+        resolved(tmp_path, "naive")
 
 
 def test_without_a_network_nobody_asks_the_hub_again_and_again(folder, tmp_path, monkeypatch, caplog):
