@@ -239,7 +239,7 @@ def network(config: GPTConfig, seq_len: int, *, vocab_size: int | None) -> Findi
     if config.window is not None and config.window >= seq_len:
         said += f"; model.window={config.window} hides nothing at data.seq_len={seq_len}"
         fix = "leave model.window out"
-    elif config.head_dim > 2 and period < seq_len:
+    elif config.name is None and config.head_dim > 2 and period < seq_len:
         said += f"; the slowest rotary pair turns once in {period:,.0f} tokens, fewer than data.seq_len={seq_len}"
         least = (seq_len / (2 * pi)) ** (config.head_dim / (config.head_dim - 2))
         fix = f"model.rope_base={least:.0f} or more"

@@ -375,3 +375,5 @@ def test_what_knows_no_other_model_says_so(folders, tmp_path):
     found = doctor.causality(config, set_up(HardwareConfig(device="cpu")))
     assert found.status == "ok"
     assert found.text.startswith("not asked: ")
+    found = doctor.network(replace(config, num_layers=2, n_embd=64, num_heads=4), 10**6, vocab_size=None)
+    assert (found.text, found.fix) == ("2 layers of 64", None)  # its rotary pairs are its own
