@@ -148,6 +148,7 @@ class PretrainedLM(nn.Module):
                 "use model.attention=naive"
             )
         self._refuse_what_the_loop_is_not_for()
+        self.keeps_documents_apart = self.is_ours and self._keeps_documents_apart()
         if config.activation_checkpointing == "full":
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
         self.to(device)
@@ -166,6 +167,11 @@ class PretrainedLM(nn.Module):
         assert kv_cache is None, "their cache is another; see `continued`"
         asked: dict[str, Any] = {"input_ids": tokens, "use_cache": False, **self._of_shape(tokens)}
         if cu_seqlens is not None:
+            if not self.keeps_documents_apart:
+                raise ValueError(
+                    f"{self.config.name} has layers in which packed documents see each other, as convolutions, "
+                    "recurrences and chunks of attention; use data.document_mask=false"
+                )
             asked["position_ids"] = positions_in(cu_seqlens, tokens.numel()).view(tokens.shape)
             asked |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         if targets is not None and self.config.loss == "chunked":
@@ -242,10 +248,7 @@ class PretrainedLM(nn.Module):
         self.inner.eval()
         logits = self.inner(**few).logits
 
-        def alike(a: Tensor, b: Tensor) -> bool:
-            return float((a - b).abs().max()) <= 1e-4 * float(logits.abs().max())
-
-        if not alike(logits[0, :3], logits[1, :3]):
+        if not _alike(logits[0, :3], logits[1, :3], logits):
             raise ValueError(
                 f"model.name={self.config.name} is not causal: tokens see those after them; give a model that "
                 "generates text, or set is_decoder in its config.json"
@@ -253,8 +256,24 @@ class PretrainedLM(nn.Module):
         if self.config.loss != "chunked":
             return
         product = nn.functional.linear(self.inner.base_model(**few).last_hidden_state, head.weight)
-        if getattr(head, "bias", None) is not None or not alike(logits, product):
+        if getattr(head, "bias", None) is not None or not _alike(logits, product, logits):
             raise ValueError(f"the logits of {self.config.name} are not its head's product alone; use model.loss=plain")
+
+    @torch.no_grad()
+    def _keeps_documents_apart(self) -> bool:
+        """Whether a document packed behind another has the logits that it has behind a third."""
+        starts = torch.tensor([0, 2, 4, 6, 8], dtype=torch.int32)
+        asked = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "use_cache": False}
+        asked |= {"position_ids": torch.tensor([[0, 1, 0, 1]]).expand(2, -1)}
+        try:
+            logits = self.inner(input_ids=torch.tensor([[0, 1, 2, 3], [1, 0, 2, 3]]), **asked).logits
+        except (TypeError, ValueError):  # it takes no documents, or has a mask of pairs
+            return False
+        return _alike(logits[0, 2:], logits[1, 2:], logits)
+
+
+def _alike(a: Tensor, b: Tensor, logits: Tensor) -> bool:
+    return float((a - b).abs().max()) <= 1e-4 * float(logits.abs().max())
 
 
 def _loaded(name: str, config: Any) -> nn.Module:

@@ -16,7 +16,7 @@ from model import GPTConfig, build_model, generate, huggingface_model, resolve_m
 from scripts import doctor, explain, export_hf, parity  # noqa: E402
 from scripts.bench import generation  # noqa: E402
 from scripts.bench import training as bench_training  # noqa: E402
-from tests.huggingface_models import build, pytorch_on_a_cpu  # noqa: E402
+from tests.huggingface_models import GROUPED, VOCAB, build, pytorch_on_a_cpu  # noqa: E402
 from tests.runs import CORPUS, contents, settings, settings_of  # noqa: E402
 from train import train  # noqa: E402
 from training import memory, stepper  # noqa: E402
@@ -202,6 +202,21 @@ def test_loss_and_documents(folder):
         model.config.loss = "chunked"
         torch.testing.assert_close(model(inputs, targets, cu_seqlens=starts), plain)
     torch.testing.assert_close(alone, plain)
+
+
+def saved_of(path, config):
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def test_layers_that_mix_documents_are_refused(tmp_path):
+    """A convolution over the tokens takes no notice of cu_seqlens: the loss was another, in silence."""
+    config = transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"])
+    model = build_model(resolved(saved_of(tmp_path, config), "tiled", document_mask=True), VOCAB, 32, device="cpu")
+    tokens = torch.arange(32)[None]
+    assert model(tokens, tokens) > 0
+    with pytest.raises(ValueError, match=r"has layers in which packed documents see .*; use data.document_mask=false"):
+        model(tokens, tokens, cu_seqlens=torch.tensor([0, 10, 32], dtype=torch.int32))
 
 
 @pytest.mark.parametrize(("changed", "match"), [
