@@ -255,8 +255,9 @@ class PretrainedLM(nn.Module):
             )
         if self.config.loss != "chunked":
             return
-        product = nn.functional.linear(self.inner.base_model(**few).last_hidden_state, head.weight)
-        if getattr(head, "bias", None) is not None or not _alike(logits, product, logits):
+        h = getattr(self.inner.base_model(**few), "last_hidden_state", None)  # Llama 4 is its own base
+        product = None if h is None else nn.functional.linear(h, head.weight)
+        if product is None or getattr(head, "bias", None) is not None or not _alike(logits, product, logits):
             raise ValueError(f"the logits of {self.config.name} are not its head's product alone; use model.loss=plain")
 
     @torch.no_grad()

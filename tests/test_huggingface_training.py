@@ -293,6 +293,14 @@ def test_a_loss_in_chunks_of_other_logits_is_refused(tmp_path):
         build_model(config, 257, 32, device="cpu")
 
 
+def test_a_loss_in_chunks_is_refused_where_nothing_hands_out_hidden_states(tmp_path):
+    """Llama 4 is its own base model, which returns logits."""
+    own = {"layer_types": ["full_attention"] * 2, "num_local_experts": 2, "intermediate_size_mlp": 96}
+    folder = saved_of(tmp_path, transformers.Llama4TextConfig(**GROUPED, **own))
+    with pytest.raises(ValueError, match=r"are not its head's product alone; use model.loss=plain"):
+        build_model(replace(resolved(folder, "tiled"), loss="chunked"), VOCAB, 32, device="cpu")
+
+
 def configured(file, **values) -> None:
     path = file.with_name("config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
