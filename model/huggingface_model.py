@@ -142,10 +142,10 @@ class PretrainedLM(nn.Module):
         with suppress(ValueError):  # which is about issues of transformers
             self.inner.set_attn_implementation(IMPLEMENTATIONS[config.attention])
         self.is_ours = self.inner.config._attn_implementation == huggingface.NAME
-        if self.inner.config._attn_implementation != IMPLEMENTATIONS[config.attention]:
+        if (its_own := self.inner.config._attn_implementation) != IMPLEMENTATIONS[config.attention]:
             raise ValueError(
                 f"model.attention={config.attention} cannot be {config.name}'s: transformers has none such for it; "
-                "use model.attention=naive"
+                f"use model.attention={'sdpa' if its_own == 'sdpa' else 'naive'}"
             )
         self._refuse_what_the_loop_is_not_for()
         self.keeps_documents_apart = self.is_ours and self._keeps_documents_apart()

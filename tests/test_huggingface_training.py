@@ -328,6 +328,13 @@ def test_an_attention_that_transformers_has_not_is_refused_by_its_key(tmp_path):
     folder = saved("GptOss", tmp_path / "theirs")
     with pytest.raises(ValueError, match=r"model.attention=sdpa cannot be .*none such for it; use model.attention=nai"):
         build_model(resolved(folder, "auto"), 257, 32, device="cpu")
+    # Falcon keeps the one that it was loaded with
+    falcon = transformers.FalconConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    folder = saved_of(tmp_path / "falcon", falcon)
+    for attention in ("naive", "tiled"):
+        with pytest.raises(ValueError, match=rf"model.attention={attention} cannot be .*; use model.attention=sdpa"):
+            build_model(resolved(folder, attention), VOCAB, 32, device="cpu")
+    assert build_model(resolved(folder, "sdpa"), VOCAB, 32, device="cpu").num_parameters()
 
 
 def test_what_only_sampling_reads_does_not_keep_a_model_from_being_saved(tmp_path):
