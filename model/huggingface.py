@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels import KVCacheLayers, flash_attention, flash_attention_with_kvcache, padded_documents, tiled_attention
+from kernels.call import autocast_inputs
 
 NAME = "gpt_triton"  # transformers takes every name with "flash" in it for a package of its own list
 # what some models (T5, DeepSeek-V3.2, MiniMax-M3, Inkling) hand to their attention and would change its result
@@ -75,6 +76,8 @@ def attention(
     """
     _refuse(attention_mask, others)
     refuse_found_holes()
+    # here, as a cast of the views below would copy a cache once for each of its heads: RoPE leaves keys in float32
+    query, key, value = autocast_inputs(query, key, value)
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if attention_mask is not None and getattr(attention_mask, "dtype", None) != torch.int32:
         attend, blocks = _engine(query), blocks_of(attention_mask, query.shape[2])
@@ -97,7 +100,8 @@ def attention(
         and query.shape[2] <= MAX_QUERIES
         and not (watched or dropout)
         and (causal or not windowed)
-        and _is_cache(key, value)
+        and (key.shape, key.stride(), key.dtype) == (value.shape, value.stride(), value.dtype)
+        and key.stride(3) == 1
     ):
         kind = query.shape[1], scaling, softcap, back, causal, id(s_aux)
         attend = shared(attention_mask, kind, lambda: _over_caches(query, attention_mask, options))
@@ -144,17 +148,6 @@ def _over_caches(query: Tensor, ranges: Tensor, options: dict) -> Callable:
     if torch.compiler.is_compiling():  # a workspace, which is written to, would have to be copied
         return partial(flash_attention_with_kvcache, **bounds, **options)
     return KVCacheLayers(**bounds, workspace=kernels.kvcache_workspace(*query.shape[:2], query.device), **options)
-
-
-def _is_cache(key: Tensor, value: Tensor) -> bool:
-    """Whether attention over a cache reads them as they are: alike, and under autocast in its dtype.
-
-    There a key that was turned by RoPE may be float32 beside a value of 16 bits: both are cast, as for any attention.
-    """
-    kind = key.device.type
-    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != key.dtype
-    alike = (key.shape, key.stride(), key.dtype) == (value.shape, value.stride(), value.dtype)
-    return alike and key.stride(3) == 1 and not cast
 
 
 def _pitch(key: Tensor, value: Tensor) -> int | None:

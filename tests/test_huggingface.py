@@ -122,6 +122,20 @@ def test_generate(family, how, in_pytorch):
     assert len(set(theirs.sequences[:, -12:].flatten().tolist())) > 2  # no text of one word
 
 
+def test_a_cache_is_read_as_it_lies_under_autocast(in_pytorch, monkeypatch):
+    """RoPE's float32 keys are cast once: as documents in one row of tokens they were copied once for each head."""
+    engine, found = huggingface._engine, []
+
+    def watching(query):
+        return lambda q, k, v, **options: found.append(k.dtype) or engine(query)(q, k, v, **options)
+
+    monkeypatch.setattr(huggingface, "_engine", watching)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs, ours = with_each(build("Llama"), generated, mask=padding("left"))
+    close(theirs.logits[0], ours.logits[0], 0.03)
+    assert found == [torch.bfloat16] * 2, "the prompt in two layers: later tokens go over the cache"
+
+
 @INTERPRETED
 def test_generate_in_the_interpreter():
     def run(model):
