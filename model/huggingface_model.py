@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from model import huggingface  # isort: skip  (it refuses another package `kernels`, before transformers imports that)
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.utils import logging
 
 from kernels import cross_entropy, linear_cross_entropy
@@ -194,14 +194,14 @@ class PretrainedLM(nn.Module):
         self.eval()
         try:
             for sequence in sequences:
-                text, cache = list(sequence.context), DynamicCache(config=self.inner.config)
-                given = text
+                text, given, cache = list(sequence.context), [], None
                 for number in uniform[sequence.sample]:
                     if len(text) > self.longest:  # its last half is read again
-                        text, cache = text[-(self.longest // 2) :], DynamicCache(config=self.inner.config)
-                        given = text
-                    tokens = torch.tensor([given], device=device)
-                    logits = self.inner(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+                        text, cache = text[-(self.longest // 2) :], None
+                    # a model that returns no cache, as OpenAI's first GPT and RecurrentGemma, reads all of it each time
+                    tokens = torch.tensor([text if cache is None else given], device=device)
+                    found = self.inner(input_ids=tokens, past_key_values=cache, use_cache=True)
+                    logits, cache = found.logits[:, -1], getattr(found, "past_key_values", None)
                     given = [int(choose(logits[:, : self.vocab_size], number[None]))]
                     text = text + given
                     yield [(sequence.number, *given)]

@@ -188,6 +188,28 @@ def test_generation(folder):
         drawn(prompts, max_new_tokens=1, cache_dtype=torch.int8)
 
 
+@pytest.mark.parametrize(("config", "more"), [
+    ("OpenAIGPTConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.5}),  # which has no cache
+    ("RecurrentGemmaConfig", {"lru_width": 64, "block_types": ["recurrent", "attention"], "attention_window_size": 8}),
+    ("MiniMaxConfig", {"num_local_experts": 2, "block_size": 8}),  # which takes its own alone
+])  # fmt: skip
+def test_a_text_is_what_a_model_with_another_cache_or_none_writes(config, more, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB} if config == "OpenAIGPTConfig" else GROUPED
+    config = getattr(transformers, config)(**sizes | more)
+    model = build_model(resolved(saved_of(tmp_path, config), "naive"), VOCAB, 32, device="cpu")
+    head = model.inner.get_output_embeddings()
+    head.weight = torch.nn.Parameter(torch.randn_like(head.weight))  # a tied one says a token again and again
+    prompts, texts = [[5, 6, 7, 8, 9], list(range(20, 32))], {}
+    for step in generate(model, prompts, max_new_tokens=12, temperature=0.0):
+        for number, token in step:
+            texts.setdefault(number, []).append(token)
+    for number, prompt in enumerate(prompts):
+        with torch.no_grad():
+            logits = model.eval()(torch.tensor([prompt + texts[number]]))[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == texts[number]
+
+
 def test_loss_and_documents(folder):
     """Chunked, plain, packed and each document alone: one loss."""
     model = build_model(resolved(folder, "tiled"), 257, 32, device="cpu").eval()
