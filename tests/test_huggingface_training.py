@@ -95,20 +95,28 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     assert (before - theirs(ids).logits).abs().max() > 1e-3
 
 
+def poison(step):
+    if step.number == 2:
+        for p in step.optimizer.parameters:
+            p.data.fill_(1e38)
+
+
 def test_a_step_that_is_not_finite_is_named_and_kept(folder, tmp_path, capsys):
     """And no command is named that would refuse what was kept."""
-
-    def poison(step):
-        if step.number == 2:
-            for p in step.optimizer.parameters:
-                p.data.fill_(1e38)
-
     summary = train(run_settings(folder, tmp_path), tmp_path / "run", on_step=poison)
     said = capsys.readouterr().out
     assert summary["exit_code"] == 65
     assert "bad step   3: its " in said
     assert "is not finite; first in " in said
     assert f"saved      {tmp_path}/run/bad_steps/step_000003\n" in said
+
+
+def test_a_step_that_is_not_finite_is_named_where_layers_return_tuples(tmp_path, capsys):
+    config = transformers.GPTJConfig(vocab_size=260, n_positions=64, n_embd=32, n_layer=2, n_head=2, rotary_dim=8)
+    folder = saved_of(saved("Llama", tmp_path / "theirs"), config)  # with that one's tokenizer
+    given = run_settings(folder, tmp_path, "model.attention=naive", "train.sample_tokens=0")
+    assert train(given, tmp_path / "run", on_step=poison)["exit_code"] == 65
+    assert "bad step   3: its loss is not finite; first in " in capsys.readouterr().out
 
 
 def test_memory_that_does_not_suffice_ends_in_one_line(folder, tmp_path, monkeypatch):

@@ -23,7 +23,9 @@ def watched(model: GPT, see: See) -> Iterator[None]:
     Only the model called as it is shows them, not one compiled from it. Nothing that is computed changes.
     """
 
-    def show(module: str, tensor: str, value: Tensor) -> None:
+    def show(module: str, tensor: str, value: Tensor | tuple | list) -> None:
+        if not isinstance(value, Tensor):  # some layers of transformers return more beside it
+            value = value[0]
         see(module, tensor, value.detach())
         if value.requires_grad and tensor != "loss":
             value.register_hook(lambda gradient: see(module, "d" + tensor, gradient.detach()))
