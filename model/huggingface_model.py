@@ -294,6 +294,6 @@ def _loaded(name: str, config: Any) -> nn.Module:
     if lacking := sorted(found["missing_keys"]):
         raise ValueError(
             f"model.name={name} lacks {len(lacking)} weights of {type(model).__name__}, such as {lacking[0]}; give one "
-            "that was saved with its head"
+            "that was saved as that class"
         )
     return model

@@ -340,7 +340,7 @@ def configured(file, **values) -> None:
     (lambda file: file.unlink(), r"theirs cannot be loaded \(Error no file named model.safetensors.*\); give a causal"),
     (lambda file: file.write_bytes(file.read_bytes()[:999]), r"theirs cannot be loaded \(Error while deserializing"),
     (lambda file: build("Llama", vocab_size=260).base_model.save_pretrained(file.parent),
-     r"theirs lacks 1 weights of LlamaForCausalLM, such as lm_head.weight; give one that was saved with its head"),
+     r"theirs lacks 1 weights of LlamaForCausalLM, such as lm_head.weight; give one that was saved as that cl"),
     (lambda file: file.with_name("config.json").write_text('{"model_type": "llama", "num_attention_heads": "four"}'),
      r"theirs is no model of transformers \(Validation error for field 'num_attention_heads'"),
     (lambda file: configured(file, num_attention_heads=0), r"theirs has a config.json that does not fit it \(ZeroDiv"),
