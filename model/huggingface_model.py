@@ -89,8 +89,8 @@ def their_config(config: GPTConfig) -> Any:
 
 
 def head_dim(config: GPTConfig) -> int:
-    theirs = their_config(config)
-    return getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    found = sized(config)
+    return getattr(their_config(config), "head_dim", None) or found.n_embd // found.num_heads
 
 
 def num_parameters(config: GPTConfig) -> int:

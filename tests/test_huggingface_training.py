@@ -290,8 +290,11 @@ def test_a_head_is_as_wide_as_their_configuration_says(tmp_path):
 def test_a_model_without_attention_is_refused(tmp_path):
     config = transformers.MambaConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"model.name=.* says num_attention_heads=None where a number is needed; give"):
+    match = r"model.name=.* says num_attention_heads=None where a number is needed; give"
+    with pytest.raises(ValueError, match=match):
         resolved(tmp_path, "naive")
+    with pytest.raises(ValueError, match=match):  # scripts.doctor asks before all sizes are known
+        _ = GPTConfig(name=str(tmp_path)).head_dim
 
 
 def test_without_a_network_nobody_asks_the_hub_again_and_again(folder, tmp_path, monkeypatch, caplog):
