@@ -52,7 +52,7 @@ class GPTConfig:
     @property
     def head_dim(self) -> int:
         if self.name is not None:  # it may be another than n_embd / num_heads
-            return _of_transformers().head_dim(self)
+            return _of_transformers().head_dim(self.name)
         return self.n_embd // self.num_heads
 
     @property

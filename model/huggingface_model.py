@@ -7,6 +7,7 @@ model.attention, theirs; batches, documents, loss and optimizer are those of any
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,10 @@ def their_config(config: GPTConfig) -> Any:
     return theirs
 
 
-def head_dim(config: GPTConfig) -> int:
+@cache
+def head_dim(name: str) -> int:
+    """Of a model's attention; a start asks for it several times, and the hub once."""
+    config = GPTConfig(name=name)
     found = sized(config)
     return getattr(their_config(config), "head_dim", None) or found.n_embd // found.num_heads
 
