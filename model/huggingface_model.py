@@ -5,7 +5,7 @@ model.attention, theirs; batches, documents, loss and optimizer are those of any
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,6 +36,8 @@ SIZES = {
 }
 OURS = ("mlp", "mlp_hidden", "qk_norm", "qk_gain", "tie_embeddings", "window", "mask", "rope_base")
 MODES = ("none", "full")
+# what their code raises over a config.json whose values do not fit each other or the weights
+MISFITS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError)
 # of a generation_config.json, what only sampling reads
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -68,21 +70,22 @@ def sized(config: GPTConfig) -> GPTConfig:
 
 def their_config(config: GPTConfig) -> Any:
     """Its configuration in transformers, with our dropout in the place of theirs. Raises ValueError."""
-    with _fits(config.name):
-        try:
-            folder = config.name
-            if not Path(folder).is_dir():
-                # out of reach of the hub transformers asks for 23 s, in two dozen lines, before it looks into the cache
-                folder = snapshot_download(folder, allow_patterns="config.json")
-            theirs = AutoConfig.from_pretrained(folder).get_text_config()
-        except HFValidationError as error:  # a name that cannot be the hub's
-            raise ValueError(f"model.name={config.name} is no folder; give one that save_pretrained wrote") from error
-        except (OSError, StrictDataclassError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"model.name={config.name} is no model of transformers ({reason}); give a folder that "
-                "save_pretrained wrote, or OWNER/NAME of the hub"
-            ) from error
+    try:
+        folder = config.name
+        if not Path(folder).is_dir():
+            # out of reach of the hub transformers asks for 23 s, in two dozen lines, before it looks into the cache
+            folder = snapshot_download(folder, allow_patterns="config.json")
+        theirs = AutoConfig.from_pretrained(folder).get_text_config()
+    except HFValidationError as error:  # a name that cannot be the hub's
+        raise ValueError(f"model.name={config.name} is no folder; give one that save_pretrained wrote") from error
+    except (OSError, StrictDataclassError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"model.name={config.name} is no model of transformers ({reason}); give a folder that "
+            "save_pretrained wrote, or OWNER/NAME of the hub"
+        ) from error
+    except MISFITS as error:
+        raise misfit(config.name, error) from error
     for key, value in vars(theirs).items():
         if type(value) in (int, float) and ("dropout" in key or key.endswith("pdrop")):  # some files say 0 for 0.0
             setattr(theirs, key, config.attention_dropout if "att" in key else config.dropout)
@@ -99,18 +102,17 @@ def head_dim(name: str) -> int:
 
 def num_parameters(config: GPTConfig) -> int:
     theirs = their_config(config)
-    with torch.device("meta"), _fits(config.name):
-        return AutoModelForCausalLM.from_config(theirs).num_parameters()
-
-
-@contextmanager
-def _fits(name: str) -> Iterator[None]:
-    """What their code raises over a config.json whose values do not fit each other or the weights, as a ValueError."""
     try:
-        yield
-    except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ValueError(f"model.name={name} has a config.json that does not fit it ({reason}); correct it") from error
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(theirs).num_parameters()
+    except MISFITS as error:
+        raise misfit(config.name, error) from error
+
+
+def misfit(name: str, error: Exception) -> ValueError:
+    """What one of MISFITS means."""
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return ValueError(f"model.name={name} has a config.json that does not fit it ({reason}); correct it")
 
 
 class PretrainedLM(nn.Module):
@@ -284,17 +286,18 @@ def _alike(a: Tensor, b: Tensor, logits: Tensor) -> bool:
 def _loaded(name: str, config: Any) -> nn.Module:
     """Their model with all of its weights; ValueError where some are not to be had, which would be drawn anew."""
     asked = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    with _fits(name):
-        try:
-            try:  # first without a word to the hub: `their_config` has asked it what is newest
-                model, found = AutoModelForCausalLM.from_pretrained(name, local_files_only=True, **asked)
-            except OSError:
-                model, found = AutoModelForCausalLM.from_pretrained(name, **asked)
-        except (ImportError, OSError, SafetensorError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f"model.name={name} cannot be loaded ({reason}); give a causal model that save_pretrained wrote whole"
-            ) from error
+    try:
+        try:  # first without a word to the hub: `their_config` has asked it what is newest
+            model, found = AutoModelForCausalLM.from_pretrained(name, local_files_only=True, **asked)
+        except OSError:
+            model, found = AutoModelForCausalLM.from_pretrained(name, **asked)
+    except (ImportError, OSError, SafetensorError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"model.name={name} cannot be loaded ({reason}); give a causal model that save_pretrained wrote whole"
+        ) from error
+    except MISFITS as error:
+        raise misfit(name, error) from error
     if lacking := sorted(found["missing_keys"]):
         raise ValueError(
             f"model.name={name} lacks {len(lacking)} weights of {type(model).__name__}, such as {lacking[0]}; give one "

@@ -42,7 +42,7 @@ LINKS = ("last", "best")
 VISIBLE = re.compile(r"step_[0-9]{6,}")
 LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed|\.replaced)?\.[0-9]+")  # see `_hidden`
 # what torch.load raises where there is no archive, or a strange one
-STRANGE = (RuntimeError, EOFError, LookupError, TypeError, ValueError, AssertionError, AttributeError, struct.error)
+_STRANGE = (RuntimeError, EOFError, LookupError, TypeError, ValueError, AssertionError, AttributeError, struct.error)
 # keys that a mapping must have; each names a type, or the form of what it holds. Numbers are counts, times and losses
 Form = Mapping[str, Any]
 
@@ -94,7 +94,7 @@ class Checkpoint:
                 f"checkpoint {self.path}: {STATE} holds more than tensors and plain values, so it was not written by "
                 "this program and is not read; use a checkpoint of your own"
             ) from error
-        except STRANGE as error:
+        except _STRANGE as error:
             reason = repr(error).partition("\\n")[0]
             raise ValueError(
                 f"checkpoint {self.path}: {STATE} cannot be read ({reason}); use another checkpoint"
