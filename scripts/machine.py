@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from kernels.device import interpreting
 from scripts.bench.report import installed_gpus
-from training.hardware import Hardware
+from training.hardware import Hardware, gpu_number
 from training.lock import holder
 from training.run import TrainConfig
 
@@ -57,8 +57,9 @@ def gpu(device: str) -> Finding:
         raise ValueError(f"{unseen}; install a driver for CUDA {torch.version.cuda} or newer")
     if interpreting():
         raise ValueError("TRITON_INTERPRET is set: kernels would run on the CPU; unset TRITON_INTERPRET")
-    number = int(device.partition(":")[2] or 0)
-    number = number if number < torch.cuda.device_count() else 0  # which the question about hardware refuses
+    number = gpu_number(device)
+    if number >= torch.cuda.device_count():  # which the question about hardware refuses
+        number = 0
     properties = torch.cuda.get_device_properties(number)
     driver = installed[0]["driver_version"] if installed else "unknown"
     free, total = torch.cuda.mem_get_info(number)

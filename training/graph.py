@@ -53,8 +53,8 @@ class Captured:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Of each GPU one: `torch.cuda.graph` alone captures a process's first GPU whichever is current, and of another
-    stream each time cuBLAS would keep a workspace."""
+    """One for each GPU. PyTorch's default is on a process's first one, whichever is current; with a new stream for each
+    graph, cuBLAS would keep a workspace for each."""
     return torch.cuda.Stream(device)
 
 

@@ -68,8 +68,8 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
         raise ValueError(f"hardware.device={config.device} but PyTorch sees no CUDA GPU; use hardware.device=cpu")
     if config.device == "mps" and not torch.backends.mps.is_available():
         raise ValueError("hardware.device=mps but PyTorch sees no Apple GPU; use hardware.device=cpu")
-    number, count = int(config.device.partition(":")[2] or 0), torch.cuda.device_count()
-    if config.device.startswith("cuda") and number >= count:  # torch.device counts modulo 256, or cannot read it
+    count = torch.cuda.device_count()
+    if config.device.startswith("cuda") and gpu_number(config.device) >= count:
         raise ValueError(f"hardware.device={config.device} but there are {count} of them; use hardware.device=cuda")
     device = torch.device("cuda" if config.device == "auto" and has_cuda else config.device.replace("auto", "cpu"))
     if config.cuda_graphs and device.type != "cuda":
@@ -151,6 +151,11 @@ def products_dtype(device: torch.device) -> tuple[torch.dtype, str]:
         if cpu.get("avx512_bf16") and cpu.get("cpu_name", "").startswith("AMD"):
             return torch.bfloat16, "this CPU has avx512_bf16"
     return torch.float32, f"this {device.type.upper()} has no fast bfloat16 units that PyTorch knows"
+
+
+def gpu_number(device: str) -> int:
+    """N of hardware.device=cuda:N, else 0. `torch.device` counts modulo 256, or cannot read it."""
+    return int(device.partition(":")[2] or 0)
 
 
 def _own_device(device: torch.device, asked: str, world: World) -> torch.device:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch._dynamo  # noqa: F401  (as any optimizer does at its first step, and here before imports are frozen)
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
