@@ -1,7 +1,9 @@
 """The attention programs on a CPU: figures mean nothing here, but rows, files and refusals do."""
 
 import json
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -26,6 +28,18 @@ def test_a_cell_has_a_row_for_each_pass():
     assert all(row["ms"] > 0 and row["tflops"] > 0 for row in rows)
     assert CELL.flops("forward") == 4 * 2 * 32 * 32 * 16 / 2
     assert CELL.flops("backward") == 2.5 * CELL.flops("forward")
+
+
+@pytest.mark.parametrize("calls", ["ab", "abc", "abcd", "abcde"])
+def test_in_enough_rounds_each_call_has_each_place_and_each_neighbour_equally_often(calls):
+    orders = list(clock.turns(calls, len(calls) * (1 + len(calls) % 2)))
+    assert all(sorted(order) == list(calls) for order in orders)
+    places = Counter((place, call) for order in orders for place, call in enumerate(order))
+    neighbours = Counter(pair for order in orders for pair in pairwise(order))
+    assert len(places) == len(calls) ** 2
+    assert len(set(places.values())) == 1
+    assert len(neighbours) == len(calls) * (len(calls) - 1)
+    assert len(set(neighbours.values())) == 1
 
 
 def test_what_a_kernel_refuses_is_a_row_not_an_end():

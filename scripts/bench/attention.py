@@ -2,8 +2,8 @@
 
 One row for each implementation, shape and pass: p50 and p99 of many runs with a cold L2 cache, TFLOP/s (forward
 4 B H Nq Nk D, backward 2.5 times that, halved when causal, whatever an implementation really computes), and the peak of
-memory beyond the inputs. The implementations take turns in rounds, as a GPU's clock falls while it works; p50 is the
-median of the rounds' medians, p99 the largest of theirs. Out of memory is a row.
+memory beyond the inputs. The implementations take turns in rounds, as a GPU's clock falls while it works, each round in
+another order; p50 is the median of the rounds' medians, p99 the largest of theirs. Out of memory is a row.
 
 `bench.attention=[flash,flash4,flash4_deterministic]` times FlashAttention-4 where the package flash-attn-4 is
 installed; its backward adds dQ in any order unless it is told to be deterministic, as ours is.
@@ -35,7 +35,7 @@ from kernels import (
     naive_attention_varlen,
 )
 from scripts.bench.calls import PASSES, SDPA, one_pass, refusal, refuse_uneven_heads, sdpa, tensors
-from scripts.bench.clock import Milliseconds, facts_as_errors, free, measure, peak_gib
+from scripts.bench.clock import Milliseconds, facts_as_errors, free, measure, peak_gib, turns
 from scripts.bench.report import (
     Columns,
     Panel,
@@ -170,8 +170,8 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
                 row |= facts
                 ready.append((row, call, []))
             rows.append(row)
-        for _ in range(bench.rounds):
-            for row, call, rounds in ready:
+        for order in turns(ready, bench.rounds):
+            for row, call, rounds in order:
                 with facts_as_errors(row, *refusal(row["attention"])):
                     rounds.append(measure(call, device, bench.budget_ms / bench.rounds))
         for row, call, rounds in ready:

@@ -3,11 +3,11 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from kernels.device import l2_bytes
 
 _WARMUP = 3  # the first call may compile, the second may still allocate
 _ON_A_CPU = 3  # runs
+Call = TypeVar("Call")
 
 
 class Mark:
@@ -75,6 +76,20 @@ def spans(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return [begin.seconds_to(end) for begin, end in marks]
+
+
+def turns(calls: Sequence[Call], rounds: int) -> Iterator[list[Call]]:
+    """The order of `calls` in each round: none has its place, or its neighbour before it, more often than it must.
+
+    A GPU's clock is higher behind a call that leaves it cool. In as many rounds as calls, or twice as many where their
+    number is odd, each stands at each place and behind each other one equally often (Williams 1949).
+    """
+    n = len(calls)
+    zigzag = [place // 2 if place % 2 == 0 else n - 1 - place // 2 for place in range(n)]
+    for number in range(rounds):
+        moved, backwards = divmod(number, 2) if n % 2 else (number, False)
+        order = [calls[(place + moved) % n] for place in zigzag]
+        yield order[::-1] if backwards else order
 
 
 def p99(times: Iterable[float]) -> float:

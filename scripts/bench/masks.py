@@ -26,7 +26,7 @@ from kernels.call import Options
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
 from scripts.bench.calls import PASSES, one_pass, refuse_uneven_heads, tensors
-from scripts.bench.clock import measure
+from scripts.bench.clock import measure, turns
 from scripts.bench.mask_table import masks
 from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig, set_up
@@ -107,11 +107,10 @@ def rows_of(name: str, head_dim: int, bench: BenchConfig, device: torch.device, 
         ready = {key: one_pass(call, which, *inputs) for key, call in calls.items()}
         if name in BLOCKS:
             ready["dense_ms"] = portable(which, *inputs)
-        rounds = []
-        for begin in range(bench.rounds):  # a clock's figure moves by 4 % with its place in a round
-            begin %= len(ready)
-            order = [*ready][begin:] + [*ready][:begin]
-            rounds.append({key: measure(ready[key], device, bench.budget_ms).p50 for key in order})
+        rounds = [
+            {key: measure(ready[key], device, bench.budget_ms).p50 for key in order}
+            for order in turns([*ready], bench.rounds)
+        ]
         row = facts | {"pass": which} | {key: statistics.median(one[key] for one in rounds) for key in ready}
         row["block_us"] = 1e3 * row["ms"] / (facts["visited"] * heads)
         row |= {f"of_{key}": row[f"{key}_ms"] / row["ms"] for key in ("dense", "chosen") if name in BLOCKS}
