@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from scripts.machine import Finding
 from training.hardware import Hardware
-from training.parallel import ranks, refuse_nowhere
+from training.parallel import number_in, ranks, refuse_nowhere
 
 Environment = Mapping[str, str]
 PATIENCE = timedelta(seconds=60)  # of a process until the others have imported PyTorch, and for the network itself
@@ -35,9 +35,8 @@ def fault(environment: Environment) -> Finding | None:
     job = environment.get("SLURM_JOB_ID")
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
     # that srun started together with this process; SLURM_NTASKS says how many the job has room for
-    tasks, nodes, room = (
-        int(environment.get(name, 1)) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_NTASKS")
-    )
+    names = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_NTASKS"
+    tasks, nodes, room = (number_in(environment, name) for name in names)
     address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT")
     if by_torchrun and tasks > nodes:
         says = f"srun started {tasks} tasks, and each is a torchrun that starts processes of its own"

@@ -336,6 +336,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no NVIDIA GPU is here; --device cpu with TRITON_INTERPRET=1 takes the interpreter")
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
     summary = fuzz(arguments.cases, seed, arguments.workers, arguments.device)
     for failure in summary["failures"][:20]:

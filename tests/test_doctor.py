@@ -358,6 +358,8 @@ def test_what_is_half_there_ends_nothing(tmp_path, monkeypatch):
     """Nodes without a place to meet, tasks without a job, and what an installation that was cut off leaves behind."""
     for half in ({"SLURM_STEP_NUM_NODES": "2"}, {"SLURM_NTASKS": "2"}):
         assert cluster.launch(half).value == 1
+    with pytest.raises(ValueError, match="SLURM_NTASKS=a few is no number; start with torchrun or srun"):
+        cluster.launch({"SLURM_NTASKS": "a few"})
     before = machine.versions()
     (tmp_path / "x-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)

@@ -330,17 +330,19 @@ def ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
         return 0, 1, 0
     if missing := [name for name in names if name not in environment]:
         raise ValueError(f"{missing[0]} is not set beside {names[1]}; start with torchrun or srun, or unset {names[1]}")
-    numbers = []
-    for name in names:
-        try:
-            numbers.append(int(environment[name]))
-        except ValueError:
-            raise ValueError(f"{name}={environment[name]} is no number; start with torchrun or srun") from None
-    rank, size, local_rank = numbers
+    rank, size, local_rank = (number_in(environment, name) for name in names)
     if not 0 <= rank < size:
         limit = f"0 to {size - 1}, as {names[1]}={size} says" if size > 0 else f"possible with {names[1]}={size}"
         raise ValueError(f"{names[0]}={rank} is not {limit}; start with torchrun or srun")
     return rank, size, local_rank
+
+
+def number_in(environment: Mapping[str, str], name: str) -> int:
+    """A variable of torchrun or srun, 1 where it is not set."""
+    try:
+        return int(environment.get(name, 1))
+    except ValueError:
+        raise ValueError(f"{name}={environment[name]} is no number; start with torchrun or srun") from None
 
 
 def refuse_nowhere(size: int) -> None:
