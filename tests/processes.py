@@ -165,7 +165,9 @@ def sharded(folder: Path) -> dict[str, Any]:
     """parallel.data=shard beside one process, where each process has one micro-batch, and beside itself."""
     shard, go_on = "parallel.data=shard", "resume=auto"
     few = ("train.steps=8", "optim=muon", "train.micro_batch=4")
-    plain = (*few, "optim.grad_clip=0", "model.n_embd=20", "train.sample_tokens=8")
+    # matrices of three shapes, and so three stacks; 4 processes divide the rows of none
+    uneven = ("model.n_embd=18", "model.num_heads=1", "model.mlp_hidden=27")
+    plain = (*few, "optim.grad_clip=0", *uneven, "train.sample_tokens=8")
     clipped = (*few, "optim.grad_clip=0.5", "train.eval_every=9", shard)
     rows = (*few, "optim=adamw", "optim.grad_clip=0", "train.micro_batch=16", "parallel.context=2")
     bad = (shard, "train.on_nonfinite=rollback", "train.save_every=1", "train.steps=8")

@@ -417,13 +417,13 @@ def test_matrices_are_dealt_out_by_cost():
 
 
 def test_each_matrix_is_orthogonalized_once(found):
-    """Of four stacks each of four processes has one, and each of two some."""
+    """Of three stacks three of four processes have one each and one has none; each of two has some."""
     counts = {
         name: [int(out.rpartition("orthogonalized ")[2]) for out in found[name]["out"]]
         for name in ("shard_4", "moved_2")
     }
-    assert counts["shard_4"] == [8] * 4
-    assert sum(counts["moved_2"]) == 4 * (8 - found["moved_4"]["step"])
+    assert sorted(counts["shard_4"]) == [0, 8, 8, 8]
+    assert sum(counts["moved_2"]) == 3 * (8 - found["moved_4"]["step"])
     assert min(counts["moved_2"]) > 0
 
 

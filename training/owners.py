@@ -26,6 +26,7 @@ class Owners:
         self, world: World, shapes: list[torch.Size], costs: list[float], dtype: torch.dtype, device: torch.device
     ) -> None:
         self._world, self._shapes, self._dtype = world, shapes, dtype
+        self._none = torch.empty(0, dtype=dtype, device=device)  # what a process without a stack has computed
         self.owners = dealt_by_cost(costs, world.size)
         self._group = world.flat_mesh(device).get_group()
 
@@ -71,7 +72,7 @@ class Owners:
 
     def _exchange(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
         """Give each rank its list of tensors; what each has sent here, of these shapes."""
-        flat = torch.cat([x.reshape(-1) for xs in sent for x in xs])
+        flat = torch.cat([x.reshape(-1) for xs in sent for x in xs] or [self._none])
         sizes = [[torch.Size(shape).numel() for shape in of_rank] for of_rank in shapes]
         received = flat.new_empty(sum(map(sum, sizes)))
         splits = list(map(sum, sizes)), [sum(x.numel() for x in xs) for xs in sent]
