@@ -243,7 +243,8 @@ def heads_per_section(
     if bytes_per_kv_head is None:
         # of a padded cache's view as one row (kernels/documents.py) other heads lie between a head's tokens
         span = 1 + sum((size - 1) * stride for size, stride in zip(k.shape, k.stride(), strict=True))
-        bytes_per_kv_head = 2 * min(k.numel(), span) * k.element_size() // (k.shape[0] * k.shape[1])
+        # of keys that all heads share there may be less than a byte each
+        bytes_per_kv_head = max(1, 2 * min(k.numel(), span) * k.element_size() // (k.shape[0] * k.shape[1]))
     cache = l2_bytes(q.device.index)
     if uneven and bytes_per_kv_head * k.shape[0] * k.shape[1] <= cache:
         return heads

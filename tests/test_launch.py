@@ -236,6 +236,12 @@ def test_heads_between_a_heads_tokens_are_not_counted_as_its_own(monkeypatch):
     assert launch.heads_per_section(q, row) == together == 16
 
 
+def test_a_key_that_a_large_batch_shares_has_heads_too():
+    """Of 512 rows that all read the same 128 bytes, each has less than one."""
+    q, key = torch.empty(512, 1, 2, 16), torch.empty(1, 1, 1, 16)
+    assert launch.heads_per_section(q, key.expand(512, -1, -1, -1)) == 1
+
+
 def test_threads_take_turns():
     """Triton's interpreter keeps the place in the grid in globals, where two would write over each other."""
     q, k, v = make_qkv(1, 2, 1, 70, 70, 16, device="cuda" if torch.cuda.is_available() else "cpu")
