@@ -104,7 +104,7 @@ def examine(settings: Settings, folder: Path) -> Page:
     page.ask("disk", machine.disk, settings.train, folder, parameters=parameters)
     page.ask("wandb", wandb, settings)
     if settings.resume not in (None, "auto"):
-        page.ask("resume", goes_on, settings, dataset=dataset)
+        page.ask("resume", goes_on, settings, model=model, dataset=dataset)
     if dataset is not None and not any(finding.wrong for finding in page.values()):
         page.ask("start", start, settings, folder, hardware=hardware)
     return page
@@ -270,12 +270,12 @@ def wandb(settings: Settings) -> Finding:
     return Finding(f"{mode} ({why})", facts={"mode": mode, "why": why})
 
 
-def goes_on(settings: Settings, *, dataset: Dataset | None) -> Finding:
+def goes_on(settings: Settings, *, model: GPTConfig | None, dataset: Dataset | None) -> Finding:
     """Whether the checkpoint that is named is whole, and fits."""
     checkpoint = resume.find(settings.resume, None)
     if dataset is not None:
-        state = tokenizer_state(dataset.tokenizer)
-        resume.refuse_unless_same(checkpoint, asdict(settings), state, dataset.vocab_size)
+        sized = asdict(settings) | ({"model": asdict(model)} if model else {})  # one of transformers brings its sizes
+        resume.refuse_unless_same(checkpoint, sized, tokenizer_state(dataset.tokenizer), dataset.vocab_size)
     return Finding(f"{checkpoint.path} after {checkpoint.step} steps", facts={"step": checkpoint.step})
 
 

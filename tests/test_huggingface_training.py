@@ -10,7 +10,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
 
-from data import build_tokenizer  # noqa: E402
+from data import build_tokenizer, open_dataset  # noqa: E402
 from data.tokenizer_json import tokenizer_json  # noqa: E402
 from model import GPTConfig, build_model, generate, huggingface_model, resolve_model  # noqa: E402
 from scripts import doctor, explain, export_hf, parity  # noqa: E402
@@ -74,7 +74,11 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     more = [*more, "optim.schedule=constant"]
     assert train(run_settings(folder, tmp_path, *more), tmp_path / "whole")["exit_code"] == 0
     train(run_settings(folder, tmp_path, *more, "train.steps=2"), tmp_path / "half")
-    train(run_settings(folder, tmp_path, *more, f"resume={tmp_path}/half"), tmp_path / "half")
+    resumed = run_settings(folder, tmp_path, *more, f"resume={tmp_path}/half")
+    dataset = open_dataset(resumed.data, resumed.tokenizer)
+    config, *_ = resolve_model(resumed.model, "cpu", torch.float32, document_mask=resumed.data.document_mask)
+    assert "after 2 steps" in doctor.goes_on(resumed, model=config, dataset=dataset).text
+    train(resumed, tmp_path / "half")
     assert contents(open_checkpoint(tmp_path / "half")) == contents(open_checkpoint(tmp_path / "whole"))
     # handed on
     out = tmp_path / "out"
