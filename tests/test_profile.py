@@ -140,6 +140,15 @@ def test_a_profiled_run_has_a_trace_a_table_and_the_same_numbers(tmp_path, capsy
     assert {"forward", "backward", "optimizer"} <= regions
 
 
+def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "profile").write_text("somebody's own")
+    summary = train(small_run(tmp_path, "train.steps=8", "profile=true"), run)
+    assert (summary["exit_code"], summary["steps"]) == (0, 8)
+    assert f"not profiled: {run}/profile: [Errno 17] File exists" in capsys.readouterr().out
+
+
 def test_too_few_steps_to_profile_are_refused(tmp_path):
     """Also of a run that went further than the checkpoint it is to go on from: nothing of it is lost."""
     run = tmp_path / "run"

@@ -78,7 +78,9 @@ class StepProfiler:
     """Open with `with` and call `step()` after each training step; the steps after the first four are recorded.
 
     `folder` gets `trace.json.gz`, for https://ui.perfetto.dev or chrome://tracing, and `profile.json`, the time by
-    group and by kernel, which is printed too. Recording changes no number of the run."""
+    group and by kernel, which is printed too. Recording changes no number of the run. Where a profile cannot be made,
+    that is said, and the run goes on.
+    """
 
     def __init__(self, folder: Path, hardware: Hardware, console: Console):
         self.folder, self._hardware, self._console = folder, hardware, console
@@ -109,6 +111,12 @@ class StepProfiler:
 
     def _write(self, recorded: profile) -> None:
         self._written = True
+        try:
+            self._report(recorded)
+        except (OSError, ValueError) as error:  # a full disk, or a driver that lets nobody count
+            self._console.print(f"not profiled: {self.folder}: {error}; the run goes on", markup=False, soft_wrap=True)
+
+    def _report(self, recorded: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "trace.json.gz"
         recorded.export_chrome_trace(str(path))
