@@ -110,7 +110,7 @@ def run(
 
     # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
     dealt = world.place | {"shifted": settings.data.shift_windows}
-    batches = TokenBatches(dataset.train, chosen.seq_len, chosen.sequences_per_step, config.window_seed, **dealt)
+    batches = TokenBatches(dataset.train, chosen.seq_len, chosen.sequences, config.window_seed, **dealt)
     windows = fixed_windows(dataset.validation, chosen.seq_len, config.eval_windows)
     evaluation = EvaluationSet.of(windows, dataset.tokenizer)
 

@@ -291,7 +291,7 @@ def explain_step(settings: ExplainSettings) -> tuple[dict, list[Table | str]]:
     layers = activations_by_layer(plan)
     report = {"peak_bytes": plan.peak, "fullest": plan.fullest, "moments": moments, "layers": layers}
     return report, [
-        f"{run.micro_batch} x {run.seq_len:,} tokens at a time, {run.sequences_per_step // run.micro_batch} times a "
+        f"{run.micro_batch} x {run.seq_len:,} tokens at a time, {run.sequences // run.micro_batch} times a "
         f"step; {vocab_size:,} token ids; attention {model.attention}, loss {model.loss}, checkpointing "
         f"{model.activation_checkpointing}, {settings.optim.name}; {run.hardware.description}",
         sizes(moments, GIB, 3, "GiB at the fullest moment of each part of the step"),

@@ -324,7 +324,7 @@ def test_a_gpu_whose_memory_really_runs_out(tmp_path):
 def test_a_run_chooses_its_micro_batch_and_refuses_what_cannot_fit(tmp_path, monkeypatch):
     chosen = small_run(tmp_path, "train.steps=2", "train.micro_batch=auto", "train.eval_windows=1")
     model = replace(chosen.model, attention="sdpa", loss="plain")
-    whole = memory.plan(chosen, model, set_up(chosen.hardware), 257)
+    whole = memory.plan(chosen, model, set_up(chosen.hardware), 257, chosen.sequences_per_step)
     limit = int(replace(whole, micro_batch=2).peak * HEAP) + 1
     monkeypatch.setattr(memory, "free_bytes", lambda device: limit)
     training.train(chosen, tmp_path / "run")

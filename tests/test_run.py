@@ -45,7 +45,7 @@ def test_a_run_is_resolved_once_and_its_settings_stay_as_they_were(tmp_path, mon
 def test_random_tokens_need_no_text(tmp_path, monkeypatch):
     monkeypatch.setattr(resolving, "open_dataset", lambda *_, **__: pytest.fail("opened"))
     run = resolve(small_run(tmp_path, "resume=nowhere", "train.micro_batch=2"), vocab_size=50)
-    assert (run.vocab_size, run.micro_batch, run.sequences_per_step, run.seq_len) == (50, 2, 8, 32)
+    assert (run.vocab_size, run.micro_batch, run.sequences, run.seq_len) == (50, 2, 8, 32)
     assert (run.dataset, run.resumed) == (None, None)
 
 

@@ -40,7 +40,7 @@ class Plan:
     hardware: Hardware
     vocab_size: int
     seq_len: int  # tokens
-    sequences: int  # of a whole step
+    sequences: int  # of a step, those that this process computes
     micro_batch: int  # sequences of one forward and backward
     features: tuple[str, ...] = ("causal",)  # of attention, in the words of kernels/support.py
     free: int | None = None  # bytes; None where nobody counts them
@@ -171,20 +171,19 @@ class Plan:
         return said if self.peak <= limit else f"{said}, which may not be enough; {self.advice(limit)}"
 
 
-def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, sequences: int | None = None) -> Plan:
+def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, sequences: int) -> Plan:
     """What a run will do about memory; with train.micro_batch=auto it takes as many sequences at a time as fit.
 
     Args:
         settings: the run's groups of settings.
         model: theirs, with resolved names.
-        sequences: of a step, that this process computes; None: all.
+        sequences: of a step, those that this process computes.
 
     Raises:
         DoesNotFit: the forecast is above what is free (on a GPU more than 10 % above it), or no micro-batch fits,
             with the cheapest changes that fit.
     """
     asked, seq_len = settings.train.micro_batch, settings.data.seq_len // hardware.world.context
-    sequences = sequences or settings.train.batch_tokens // settings.data.seq_len
     micro_batch = sequences if asked in (None, "auto") else asked
     features = model.attention_features(settings.data.document_mask)
     free, world = free_bytes(hardware.device), hardware.world

@@ -101,7 +101,7 @@ class Run:
     vocab_size: int
     seq_len: int  # tokens
     micro_batch: int  # sequences of one forward and backward
-    sequences_per_step: int  # of this process
+    sequences: int  # of a step, those that this process computes
     plan: Plan  # of memory
     graphs: bool  # whether the step is CUDA graphs
     graphs_reason: str
@@ -257,7 +257,7 @@ def resolve(
         vocab_size=vocab_size,
         seq_len=settings.data.seq_len,
         micro_batch=plan.micro_batch,
-        sequences_per_step=share,
+        sequences=share,
         plan=plan,
         graphs=graphs,
         graphs_reason=graphs_reason,

@@ -323,7 +323,7 @@ def median_ms(call: Callable[[], object], world: World, device: torch.device) ->
 def batch_of(chosen: Run, step: int) -> Batch:
     """This process's rows of a step's random tokens, as `data.TokenBatches` deals them."""
     draw, place = torch.Generator().manual_seed(step), chosen.hardware.world.place
-    rows = chosen.sequences_per_step
+    rows = chosen.sequences
     tokens = torch.randint(chosen.vocab_size, (rows * place["world_size"], chosen.seq_len + 1), generator=draw)
     own = tokens[rows * place["rank"] :][:rows].to(chosen.hardware.device)
     return own[:, :-1].contiguous(), own[:, 1:].contiguous(), None
