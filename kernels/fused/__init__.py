@@ -1,1 +1,1 @@
-"""What a GPT computes beside attention: the loss over a vocabulary, and rotary embeddings."""
+"""What a GPT computes beside attention: loss over a vocabulary, rotary embeddings, RMS norm, products of a few rows."""

@@ -1,9 +1,9 @@
 """Rotary positions, and the cut of one fused projection into q, k and v, in one pass over memory.
 
 A pair (x_i, x_{i + D/2}) of a query or key turns by its token's angle, after a norm of its head where there is one;
-values are copied. Source: RoFormer,
-arXiv:2104.09864. The gradient turns back by the same angle, so backward is the same kernel with the sine negated.
-A compiler that joins three gradients computes every element's three cases; here a program knows which head it has.
+values are copied. Source: RoFormer, arXiv:2104.09864. The gradient turns back by the same angle, so backward is the
+same kernel with the sine negated. A compiler that joins three gradients computes every element's three cases; here a
+program knows which head it has.
 
 This file is the contract (torch only); the kernel loads when a CUDA tensor, or the interpreter, needs it.
 """
