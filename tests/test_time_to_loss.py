@@ -232,7 +232,7 @@ def test_a_change_that_cannot_be_is_refused_before_anything_is_trained(small, tm
         ({"lr": []}, r"nanogpt.lr=\[\] trains nothing; name a rate, or leave nanoGPT out of bench.opponents"),
         ({"lr": [1e-3, 0.0]}, r"nanogpt.lr=\[0.001, 0.0\] must be positive"),
         ({"batch_tokens": 0}, "nanogpt.batch_tokens=0 must be at least 1"),
-        ({"steps": 0}, "nanogpt.steps=0 must be at least 1"),
+        ({"steps": 1}, "nanogpt.steps=1 must be at least 2: the first one, which compiles, is not timed"),
         ({"warmup_steps": -1}, "nanogpt.warmup_steps=-1 must be at least 0"),
         ({"beta2": 1.0}, r"nanogpt.beta2=1.0 must lie in \[0, 1\)"),
     ],

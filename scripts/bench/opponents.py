@@ -59,7 +59,11 @@ class Opponent:
     warmup_steps: int
 
     def __post_init__(self) -> None:
-        refuse_below_one(self.group, self, "steps", "batch_tokens")
+        refuse_below_one(self.group, self, "batch_tokens")
+        if self.steps < 2:
+            raise ValueError(
+                f"{self.group}steps={self.steps} must be at least 2: the first one, which compiles, is not timed"
+            )
         if not self.lr:
             raise ValueError(
                 f"{self.group}lr=[] trains nothing; name a rate, or leave {self.NAME} out of bench.opponents"
