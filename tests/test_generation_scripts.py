@@ -34,7 +34,7 @@ def test_each_dtype_of_a_cache_has_its_memory_latency_error_and_loss(tmp_path, c
     settings = settings_of(
         cache_bits.main, *SMALL, *TINY, "data=text", f"data.files={tmp_path / 'corpus.txt'}", "train.steps=2",
         f"data.cache_dir={tmp_path / 'cache'}", "bench.batch=2", "bench.context=20", "bench.num_heads=2",
-        "bench.num_kv_heads=1", "bench.head_dim=16", "bench.page=16",
+        "bench.num_kv_heads=1", "bench.head_dim=16", "bench.page=16", "resume=auto",
     )  # fmt: skip
     cache_bits.main.__wrapped__(settings, tmp_path / "run")
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -13,7 +13,7 @@ run's folder gets cache_bits.json and a picture. The last line is one JSON objec
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -156,7 +156,7 @@ def latency(call: partial, device: torch.device, replays: int) -> Milliseconds:
 
 def held_out(settings: BenchSettings, path: str, dtypes: dict[str, torch.dtype]) -> tuple[float, dict[str, float]]:
     """Validation loss in nats a token of the GPT of a checkpoint: without a cache, and by the cache's dtype."""
-    run = resolve(settings)
+    run = resolve(replace(settings, resume=None))  # what is read is `path`, in whatever folder
     model = GPT(run.model, run.vocab_size, run.seq_len, device=run.hardware.device)
     open_checkpoint(path).load_weights(model)
     model = model.for_inference(run.hardware.dtype)
