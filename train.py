@@ -180,6 +180,8 @@ def run(
             log.advance(step)
 
             # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
+            if step == first_step + 1:  # it has compiled, so it is no measure
+                speed.restart(step)
             if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimizer has its state
                 log.say(f"memory     {chosen.plan.beside(held)}")
             if profiler and profiler.step():  # it has written its report

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ import torch
 from tests.runs import contents, metrics, settings, small_run
 from tests.test_checkpoint import described_anew
 from train import train
+from training import speed
 from training.checkpoint import open_checkpoint
 from training.comparison import state
-from training.curves import read_run
+from training.curves import curve, read_run
 from training.step import Step
 
 # 36 windows and 4 a step: the first epoch ends exactly after step 9. Two micro-batches a step, dropout on; metrics,
@@ -205,6 +207,22 @@ def test_time_spent_goes_on(tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     seconds = [json.loads(line)["seconds"] for line in lines if "seconds" in line]
     assert seconds == sorted(seconds)
+
+
+def test_the_first_step_of_each_life_is_no_measure_of_speed(tmp_path, monkeypatch):
+    """It compiles: here it takes 100 s, and every other step 1."""
+    now = [0.0]
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    run = tmp_path / "run"
+    for steps in (4, 8):
+        life = small_run(tmp_path, f"train.steps={steps}", "train.log_every=4", "train.batch_tokens=256", "resume=auto")
+
+        def on_step(step: Step, first: int = steps - 3) -> None:
+            now[0] += 100.0 if step.number == first else 1.0
+
+        train(life, run, on_step=on_step)
+    _, rates = curve(read_run(run), "tokens_per_second")
+    assert rates == [256.0, 256.0]
 
 
 # --- what changed, what may not

@@ -26,14 +26,14 @@ class Speed:
 
     Args:
         batch_tokens: tokens of a step, over all processes.
-        first_step: steps done before this process.
+        step: steps done by now.
     """
 
-    def __init__(self, model: GPT, hardware: Hardware, batch_tokens: int, first_step: int) -> None:
-        self._hardware, self._batch_tokens, self._first_step = hardware, batch_tokens, first_step
+    def __init__(self, model: GPT, hardware: Hardware, batch_tokens: int, step: int) -> None:
+        self._hardware, self._batch_tokens = hardware, batch_tokens
         self._flops, peak = model_flops(model), peak_flops(hardware.device, hardware.dtype)
         self._peak = peak and peak * hardware.world.size
-        self.restart(first_step)
+        self.restart(step)
 
     def restart(self, step: int) -> None:
         """Begin to measure after `step` steps."""
@@ -41,13 +41,10 @@ class Speed:
         self._since, self._from_step = time.perf_counter(), step
 
     def lap(self, step: int) -> dict[str, float]:
-        """What `RunLog.metrics` records of the steps since `restart` or the last lap; empty where none was measured.
-
-        The first step of a process compiles, so it is no measure.
-        """
+        """What `RunLog.metrics` records of the steps since `restart` or the last lap; empty where there is none."""
         steps, since = step - self._from_step, self._since
         self.restart(step)
-        if not steps or step <= self._first_step + 1:
+        if not steps:
             return {}
         rate = self._batch_tokens * steps / (self._since - since)
         causal, full = (mfu(self._flops[pairs], rate, self._peak) for pairs in ("causal", "full"))
