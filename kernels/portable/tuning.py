@@ -1,4 +1,4 @@
-"""The only table of tile sizes: which tile each kernel uses on which GPU, head dimension and dtype, and why.
+"""The only table of the portable kernels' tiles: which each uses on which GPU, head dimension and dtype, and why.
 
 Registers, spills and shared memory in the reasons come from `python -m scripts.bench.compile_kernels`.
 """
