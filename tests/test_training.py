@@ -1,6 +1,7 @@
 """The training room: schedule, optimizers, FLOPs, the log."""
 
 import ctypes
+import errno
 import io
 import json
 import math
@@ -270,6 +271,26 @@ def test_until_the_first_new_line_nothing_is_dropped(tmp_path, monkeypatch):
         opened.metrics(2, {"loss": 9.0})
     assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 9.0)]
     assert not (tmp_path / "metrics.tmp").exists()
+
+
+def test_a_file_that_cannot_be_opened_for_a_moment_keeps_its_lines(tmp_path, monkeypatch):
+    """As on a network's disk that does not answer."""
+    with log(tmp_path) as opened:
+        opened.metrics(1, {"loss": 1.0})
+    (tmp_path / "run.json").touch()  # the folder is a run's
+    real = Path.open
+
+    def open_file(path, mode="r", *args, **kwargs):
+        if mode == "ab":
+            raise OSError(errno.EIO, "no answer", str(path))
+        return real(path, mode, *args, **kwargs)
+
+    with log(tmp_path, first_step=1, resumes=True) as opened:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", open_file)
+            opened.metrics(2, {"loss": 2.0})
+        opened.metrics(3, {"loss": 3.0})
+    assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):

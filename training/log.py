@@ -278,8 +278,9 @@ class MetricsFile:
         self.path.with_name("summary.json").unlink(missing_ok=True)  # of the life before, which ended elsewhere
         if self.path.exists():
             _write_whole(self.path, "".join(line + "\n" for line in self._kept))
-        self._kept = []
-        return self.path.open("ab", buffering=0)
+        file = self.path.open("ab", buffering=0)
+        self._kept = []  # not before: where it does not open, this is done again
+        return file
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
