@@ -170,7 +170,7 @@ def sharded(folder: Path) -> dict[str, Any]:
     plain = (*few, "optim.grad_clip=0", *uneven, "train.sample_tokens=8")
     clipped = (*few, "optim.grad_clip=0.5", "train.eval_every=9", shard)
     rows = (*few, "optim=adamw", "optim.grad_clip=0", "train.micro_batch=16", "parallel.context=2")
-    bad = (shard, "train.on_nonfinite=rollback", "train.save_every=1", "train.steps=8")
+    bad = (shard, "parallel.context=2", "train.on_nonfinite=rollback", "train.save_every=1", "train.steps=8")
     lives = [  # name, run, processes, overrides, at which step which rank is asked to stop
         ("shard_1", "whole", 1, plain, None),
         ("shard_4", "shared", 4, (*plain, shard, "model.activation_checkpointing=selective"), None),

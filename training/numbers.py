@@ -41,6 +41,7 @@ SPIKE_DEVIATIONS = 6.0  # of normal noise one in 1e9 is further out; a diverging
 RunStep = Callable[[Callable[..., Tensor], Batch, Unstepped, Hardware], Any]  # computes a step with the given network
 NOT_COMPILED = " (run again module by module, not compiled)"
 OTHER_MASKS = " (run again module by module, with other dropout masks than compiled)"
+BY_ONE_PROCESS = " (run again by one process, with other roundings and dropout masks)"
 
 
 def steps_late(device: torch.device) -> int:
@@ -237,7 +238,8 @@ class BadSteps:
     def _diagnose(self, bad: BadStep, model: GPT, again: Callable[[Callable[..., Tensor]], Any]) -> dict[str, Any]:
         """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where that is not known.
 
-        The step is run again module by module, where a compiled one may draw other dropout masks; that is said.
+        The step is run again module by module by one process. Where a compiled one, or processes that share rows, round
+        otherwise or draw other dropout masks, that is said.
         """
         seen = FirstBad()
         seen.weights(model)
@@ -251,11 +253,15 @@ class BadSteps:
             return {"how": "a place unknown: memory did not suffice to run the step again module by module"}
         finally:
             model.zero_grad()
-        compiled, draws = self.hardware.compile, model.config.draws
+        draws, otherwise = model.config.draws, ""
+        if self.hardware.world.context > 1:
+            otherwise = BY_ONE_PROCESS
+        elif self.hardware.compile:
+            otherwise = OTHER_MASKS if draws else NOT_COMPILED
         if seen.found:
-            seen.found["how"] += OTHER_MASKS if compiled and draws else ""
+            seen.found["how"] += otherwise if draws else ""
             return seen.found
-        why = (OTHER_MASKS if draws else NOT_COMPILED) if compiled else "; is the hardware sound?"
+        why = otherwise or "; is the hardware sound?"
         return {"how": f"a place unknown: the step was finite when run again{why}"}
 
     def _dump(self, bad: BadStep, batch: Batch, model: GPT, moments: dict[str, Any], found: dict[str, Any]) -> None:
