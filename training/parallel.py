@@ -202,7 +202,7 @@ class World:
             return []
         votes, unsaved = tail[1 : NUM_VOTES + 1], int(tail[NUM_VOTES + 1])
         times, checks = tail[-2 * self.size : -self.size], tail[-self.size :]
-        self._heard |= {index for index, votes in enumerate(votes) if votes}
+        self._heard |= {index for index, asked in enumerate(votes) if asked}
         if unsaved != self._said_unsaved and not self.is_first:  # who writes has said it with the reason
             place = f"{self.describe(0)} cannot write it; {self.describe(self.rank)} goes on"
             print(f"not saved: step {unsaved}: {place}", file=sys.stderr, flush=True)
