@@ -73,7 +73,7 @@ def generate(
         if len(prompt) == 0:
             raise ValueError(f"prompt {number} is empty; give at least one token")
         try:
-            ids = array("q", prompt)
+            ids = array("q", iter(prompt))  # of bytes themselves it would take eight for an id
         except (TypeError, OverflowError) as error:
             raise ValueError(f"prompt {number} is no list of ids ({error}); give whole numbers") from error
         least, largest = torch.frombuffer(ids, dtype=torch.int64).aminmax()

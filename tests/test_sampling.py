@@ -302,6 +302,14 @@ def test_prompts_may_be_a_tensor_and_none_at_all():
     assert len(list(generate(small_gpt(), prompts, max_new_tokens=3))) == 3  # steps of both
 
 
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_the_bytes_of_a_prompt_are_its_ids(kind):
+    ids = [1, 2, 0, 0, 0, 0, 0, 0]
+    for count in (2, 8):
+        given, expected = (list(generate(small_gpt(), [x], max_new_tokens=3)) for x in (kind(ids[:count]), ids[:count]))
+        assert given == expected
+
+
 def test_logits_that_are_no_numbers_choose_a_token_that_there_is():
     for row in ([float("nan")] * 4, [float("inf")] * 4):
         token = choose_next_token(torch.tensor([row]), torch.tensor([0.5], dtype=torch.float64))
