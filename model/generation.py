@@ -26,6 +26,7 @@ PROMPT_TOKENS = 32768  # read in one call, where there is more than one prompt
 Drawn = list[tuple[int, int]]  # (sequence, token)
 
 
+@torch.inference_mode(False)  # whoever goes on outside of it writes to what is made here
 def generate(
     model: GPT,
     prompts: Sequence[Sequence[int]],

@@ -413,6 +413,15 @@ def test_an_interrupted_text_is_the_beginning_of_the_whole():
     assert [next(stream)[0][1] for _ in range(4)] == whole[:4]
 
 
+def test_a_generation_begun_in_inference_mode_goes_on_outside():
+    expected = list(generate(small_gpt(), [[1, 2]], max_new_tokens=4))
+    for inside in (0, 2):
+        with torch.inference_mode():
+            steps = generate(small_gpt(), [[1, 2]], max_new_tokens=4)
+            begun = [next(steps) for _ in range(inside)]
+        assert begun + list(steps) == expected
+
+
 def test_each_sample_stops_by_itself():
     model = small_gpt()
     options = {"max_new_tokens": 60, "num_samples": 3, "temperature": 3.0, "seed": 0}
