@@ -304,7 +304,7 @@ class PagedKVCache(KVCache):
                 pages.append(page)
                 self.pages_of[row].append(page)
         if pages:
-            rows, columns, pages = torch.tensor([rows, columns, pages]).to(self.block_table.device)
+            rows, columns, pages = torch.tensor([rows, columns, pages], device=self.block_table.device)
             self.block_table[rows, columns] = pages.int()
 
 
@@ -327,10 +327,10 @@ class Prompts:
                 )
         if not rows:
             raise ValueError("rows is empty; name those whose prompts are to be read")
-        counts = torch.tensor([cache.length_of[row] for row in rows])
+        counts = torch.tensor([cache.length_of[row] for row in rows], device="cpu")
         self.cache, self.counts = cache, counts.tolist()
         self.products_workspace = cache.products_workspace
-        self._positions = torch.cat([torch.arange(count) for count in self.counts]).to(device)
+        self._positions = torch.cat([torch.arange(count, device="cpu") for count in self.counts]).to(device)
         self._row_numbers, self.rows = list(rows), torch.tensor(rows, device=device)
         self.lengths = counts.int().to(device)
         ends = counts.cumsum(0)

@@ -97,9 +97,8 @@ def generate(
         for number, context in enumerate(contexts)
         for sample in range(num_samples)
     ]
-    uniform = torch.rand(
-        max_new_tokens, num_samples, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
+    draws = torch.Generator("cpu").manual_seed(seed)
+    uniform = torch.rand(max_new_tokens, num_samples, dtype=torch.float64, device="cpu", generator=draws)
     choose = partial(choose_next_token, temperature=temperature, top_k=top_k, top_p=top_p)
     if model.config.name is not None:
         if cache_dtype is not None:
@@ -281,7 +280,7 @@ class Generation:
 
     def _send(self, tokens: Tensor, sequences: list[Continued | None]) -> Step:
         """Start the tokens' way to the host. A sequence that has now asked for all of its tokens leaves its row."""
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=self.on_cuda)
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=self.on_cuda)
         arrived = None
         if self.copies:
             self.copies.wait_stream(torch.cuda.current_stream(self.device))

@@ -422,6 +422,13 @@ def test_a_generation_begun_in_inference_mode_goes_on_outside():
         assert begun + list(steps) == expected
 
 
+def test_generation_does_not_ask_for_the_default_device():
+    expected = list(generate(small_gpt(), [[1, 2], [3]], max_new_tokens=4))
+    model = small_gpt()
+    with torch.device("meta"):
+        assert list(generate(model, [[1, 2], [3]], max_new_tokens=4)) == expected
+
+
 def test_each_sample_stops_by_itself():
     model = small_gpt()
     options = {"max_new_tokens": 60, "num_samples": 3, "temperature": 3.0, "seed": 0}
