@@ -1,14 +1,19 @@
 """From logits to the next token."""
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise ValueError naming the option, its value and what is allowed."""
+    for name, value in (("temperature", temperature), ("top_p", 1 if top_p is None else top_p)):
+        if not hasattr(value, "__float__"):
+            raise ValueError(f"{name}={value!r} must be a number")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or a positive number")
-    if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, Integral) or top_k < 1):
         raise ValueError(f"top_k={top_k} must be a whole number of at least 1; leave it out to keep every token")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1; leave it out to keep every token")

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -283,6 +284,12 @@ def test_equal_logits_come_in_the_order_of_their_ids(values, count):
         ({"prompts": ["text"]}, "prompt 0 is 'text'; give a list of prompts, each a list of ids"),
         ({"cache_dtype": torch.int16}, "cache_dtype=torch.int16 must be None, torch.int8 or torch.float8_e4m3fn"),
         ({"top_k": 2.5}, "top_k=2.5 must be a whole number"),
+        ({"top_k": True}, "top_k=True must be a whole number"),
+        ({"temperature": None}, "temperature=None must be a number"),
+        ({"top_p": "0.5"}, "top_p='0.5' must be a number"),
+        ({"seed": None}, "seed=None must be a whole number of at least -9223372036854775808 and below 2\\^64"),
+        ({"seed": 2**64}, "seed=18446744073709551616 must be a whole number"),
+        ({"stop_token": [1, 2]}, r"stop_token=\[1, 2\] must be a whole number"),
         ({"prompts": [[1.5, 2]]}, "prompt 0 is no list of ids"),
         ({"prompts": [[1], [2**70]]}, "prompt 1 is no list of ids"),
         ({"prompts": torch.ones(1, 2, 3, dtype=torch.int64)}, "prompt 0 is no list of ids"),
@@ -300,6 +307,14 @@ def test_prompts_may_be_a_tensor_and_none_at_all():
     assert list(generate(small_gpt(), prompts[:0], max_new_tokens=3)) == []
     assert list(generate(small_gpt(), iter([[1, 2]]), max_new_tokens=0)) == []
     assert len(list(generate(small_gpt(), prompts, max_new_tokens=3))) == 3  # steps of both
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_whole_numbers_of_other_kinds_are_whole_numbers(kind):
+    options = {"max_new_tokens": 3, "num_samples": 2, "batch_size": 2, "seed": 5, "stop_token": 3}
+    expected = list(generate(small_gpt(), [[1, 2]], top_k=4, **options))
+    options = {name: kind(value) for name, value in options.items()}
+    assert list(generate(small_gpt(), [[1, 2]], top_k=np.int64(4), **options)) == expected
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])
