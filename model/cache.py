@@ -325,8 +325,8 @@ class Prompts:
                     f"row {row} of the KV cache has {cache.stored_of[row]} tokens and room for {cache.length_of[row]}; "
                     "a prompt is read into a row with room and without tokens: allocate and extend it first"
                 )
-        if not rows:
-            raise ValueError("rows is empty; name those whose prompts are to be read")
+        if not rows or len(set(rows)) < len(rows):
+            raise ValueError(f"rows is {rows}; name those whose prompts are to be read, each once")
         counts = torch.tensor([cache.length_of[row] for row in rows], device="cpu")
         self.cache, self.counts = cache, counts.tolist()
         self.products_workspace = cache.products_workspace
@@ -341,7 +341,16 @@ class Prompts:
         self.places = cache.places(self.rows.repeat_interleave(counts.to(device)), self._positions)
 
     def positions(self, num_tokens: int) -> Tensor:
-        """Of all tokens, (num_tokens,) int64."""
+        """Of all tokens, (num_tokens,) int64. ValueError where their rows are not any more as they were."""
+        for row, count in zip(self._row_numbers, self.counts, strict=True):
+            if self.cache.stored_of[row] or self.cache.length_of[row] < count:
+                raise ValueError(
+                    f"row {row} of the KV cache has {self.cache.stored_of[row]} tokens and room for "
+                    f"{self.cache.length_of[row]}, and these prompts, of {count} there, were for a row without tokens; "
+                    "read them once, before the row is freed, and make others for others"
+                )
+        if num_tokens != len(self._positions):
+            raise ValueError(f"the prompts of the KV cache have {len(self._positions)} tokens, not {num_tokens}")
         return self._positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, **options: Any) -> Tensor:

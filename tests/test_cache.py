@@ -103,6 +103,7 @@ def test_prompts_are_read_without_padding(make, attend):
         cache.allocate(row)
         cache.extend([row], count)
     prompts = cache.prompts(list(counts))
+    assert prompts.positions(22).tolist() == [*range(17), *range(5)]
     q, k, v = tokens(1, 22, 0)
     o = prompts.attend(0, q, k, v, attend)
     prompts.advance(22)
@@ -110,7 +111,6 @@ def test_prompts_are_read_without_padding(make, attend):
     for part in parts.values():
         expected = naive_attention(*(x[:, :, part] for x in (q, k, v)), causal=True)
         torch.testing.assert_close(o[:, :, part], expected, rtol=1e-4, atol=1e-5)
-    assert prompts.positions(22).tolist() == [*range(17), *range(5)]
     assert prompts.last.tolist() == [16, 21]
     assert cache.lengths.tolist() == cache.length_of == [5, -1, 17]
     cache.extend([0, 2], 1)
@@ -177,6 +177,26 @@ def test_a_row_is_not_forked_between_its_room_and_its_tokens():
     cache.advance(1)
     cache.fork(0, 1)
     assert cache.lengths.tolist() == cache.length_of == cache.stored_of == [16, 16]
+
+
+def test_prompts_are_read_once_and_into_the_rows_they_were_made_for():
+    """Read again they would take back a row's later tokens; after it was freed, write into another's pages."""
+    cache = paged(num_rows=3)
+    cache.allocate(0)
+    cache.extend([0], 3)
+    for rows in ([], [0, 0]):
+        with pytest.raises(ValueError, match="name those whose prompts are to be read, each once"):
+            cache.prompts(rows)
+    prompts = cache.prompts([0])
+    with pytest.raises(ValueError, match="the prompts of the KV cache have 3 tokens, not 4"):
+        prompts.positions(4)
+    cache.extend([0], 1)  # for what follows them
+    prompts.positions(3)
+    prompts.advance(3)
+    for change in (lambda: None, lambda: cache.free(0), lambda: cache.allocate(0), lambda: cache.extend([0], 2)):
+        change()
+        with pytest.raises(ValueError, match="these prompts, of 3 there, were for a row without tokens"):
+            prompts.positions(3)
 
 
 def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
