@@ -126,7 +126,8 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0
         scores = torch.cat([scores, column], dim=-1)
     finite = scores
     if options.sinks is not None:  # of a row without any key and with a sink of -inf, whose gradient is 0
-        finite = scores.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+        empty = (scores == -math.inf).all(-1, keepdim=True)
+        finite = scores.masked_fill(empty, 0.0)
     probs = torch.softmax(finite, dim=-1)[..., :num_k]
     if visible is not None and (num_q > num_k or options.masked):
         # rows may see no key: their softmax is 0/0, and its gradient must not escape
@@ -135,4 +136,5 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0
     if options.dropout_p:
         kept = kept_pairs(first_row + rows, first_col + cols, batch, heads, options)
         probs = probs * kept / (1.0 - options.dropout_p)
-    return probs @ v, torch.logsumexp(scores, dim=-1)
+    lse = torch.logsumexp(finite, dim=-1)
+    return probs @ v, lse if options.sinks is None else lse.masked_fill(empty.squeeze(-1), -math.inf)
