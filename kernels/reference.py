@@ -108,7 +108,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0
     batch, heads, num_q, _ = q.shape
     num_k = k.shape[2]
     group = heads // k.shape[1]
-    if group > 1:
+    if group != 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     rows = torch.arange(num_q, device=q.device)[:, None]
     cols = torch.arange(num_k, device=q.device)[None, :]

@@ -147,6 +147,12 @@ def test_empty_lengths(attention, num_q, num_k):
         assert not grad.any()
 
 
+@pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
+def test_no_heads(attention):
+    q, k, v = _double((2, 2, 2, 5, 7, 8))
+    assert attention(q[:, :0], k, v, causal=True).shape == (2, 0, 5, 8)
+
+
 def test_tile_sizes_do_not_matter():
     q, k, v = _double((1, 2, 2, 37, 37, 8))
     expected = tiled_attention(q, k, v, causal=True, block_q=64, block_k=64)
