@@ -255,8 +255,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; expected 4 dimensions (batch, heads, tokens, head_dim)"
             )
-        if not tensor.dtype.is_floating_point:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating point dtype")
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating point dtype of 16 bits or more")
         if tensor.shape[-1] == 0:
             raise ValueError(f"{name} has head_dim 0; it must be at least 1")
     for name, tensor in (("k", k), ("v", v)):

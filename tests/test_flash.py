@@ -262,6 +262,9 @@ BAD_CALLS = {
     "k has dtype torch.float16 but q has torch.float32": lambda q, k, v: (q, k.half(), v),
     "v has dtype torch.bfloat16 but q has torch.float32": lambda q, k, v: (q, k, v.bfloat16()),
     "q has dtype torch.int64; expected a floating point dtype": lambda q, k, v: (q.long(), k, v),
+    "q has dtype torch.float8_e4m3fn; expected a floating point dtype of 16 bits": lambda *qkv: [
+        x.to(torch.float8_e4m3fn) for x in qkv
+    ],
     "v is on meta but q is on": lambda q, k, v: (q, k, v.to("meta")),
     "k has batch size 1 but q has 2": lambda q, k, v: (q, k[:1], v[:1]),
     "k has head_dim 8 but q has 16": lambda q, k, v: (q, k[..., :8], v[..., :8]),
