@@ -169,12 +169,13 @@ def check_call(
     causal, left, right = canonical_window(causal, window)
     packing = _check_packing(q, k, cu_seqlens, max_seqlen)
     rows = batch if packing[0] is None else packing[0].shape[0] - 1
+    scale = _check_scale(scale, q.shape[3])
     options = Options(
         causal,
-        _check_scale(scale, q.shape[3]),
+        scale,
         left,
         right,
-        _check_softcap(softcap),
+        _check_softcap(softcap, scale),
         _check_slopes(alibi_slopes, rows, heads, device),
         _check_sinks(sinks, heads, device, q.dtype),
         *_check_dropout(dropout_p, dropout_seed, device),
@@ -287,7 +288,7 @@ def _check_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def _check_softcap(softcap: float) -> float:
+def _check_softcap(softcap: float, scale: float) -> float:
     softcap = _number("softcap", softcap)
     if softcap == 0.0:  # asked first: torch.compile then takes the default as a constant, and compiles once
         return 0.0
@@ -295,6 +296,8 @@ def _check_softcap(softcap: float) -> float:
         raise ValueError(f"softcap is {softcap}; it must be a positive number, or 0 for none")
     if not _SMALLEST <= softcap <= _LARGEST:
         raise ValueError(f"softcap is {softcap}; it must be 0 or from {_SMALLEST} to {_LARGEST}")
+    if abs(scale) > softcap * _LARGEST:  # 0 times their quotient would be NaN
+        raise ValueError(f"softcap is {softcap} and scale {scale}; scale may be at most {_LARGEST} times as large")
     return float(softcap)
 
 

@@ -187,6 +187,7 @@ DENSE_MISTAKES = {
     "scale has type str; it must be a number": {"scale": "0.5"},
     "scale asks for a gradient and is a constant here": {"scale": torch.ones((), requires_grad=True)},
     "softcap is 1e-320; it must be 0 or from 1e-30 to 1e+30": {"softcap": 1e-320},
+    "softcap is 1e-20 and scale -1e+20; scale may be at most 1e+30 times as large": {"softcap": 1e-20, "scale": -1e20},
     "softcap has type NoneType; it must be a number": {"softcap": None},
     "softcap has type ndarray; it must be a number": {"softcap": np.ones(2)},
     "dropout_p has type ndarray; it must be a number": {"dropout_p": np.ones(2)},
