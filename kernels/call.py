@@ -110,7 +110,9 @@ def plain_options(
     """
     if type(window) is not tuple or len(window) != 2:
         return None
-    if not _PLAIN_TYPES.issuperset(map(type, (causal, scale, softcap, dropout_p, *window))):
+    if type(window[0]) is not int or type(window[1]) is not int:  # in a key True is 1
+        return None
+    if not _PLAIN_TYPES.issuperset(map(type, (causal, scale, softcap, dropout_p))):
         return None
     if dropout_p != 0.0 or (scale is not None and not scale > 0.0):
         return None

@@ -160,6 +160,13 @@ def test_the_table_shows_the_matrix():
     assert "| fp16 bf16 fp32 fp64 | fp16 bf16 |" in lines[3], "the Hopper kernels take causal calls"
 
 
+def test_a_window_of_booleans_is_refused_after_its_like_in_numbers_too():
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 2, 4, 4, 16, device=DEVICE))
+    flash_attention(q, k, v, window=(1, 0))
+    with pytest.raises(ValueError, match="window's left bound is True; it must be an integer"):
+        flash_attention(q, k, v, window=(True, 0))
+
+
 DENSE_MISTAKES = {
     "causal is 'yes'; it must be True or False": {"causal": "yes"},
     "window has left bound -2; it must be at least 0, or -1 for no bound": {"window": (-2, 0)},
