@@ -11,6 +11,7 @@ import torch
 from kernels import flash_attention, why_not
 from kernels.call import Options
 from kernels.device import dense_bf16_peak_flops
+from kernels.flash_attn import flash_attn_func
 from kernels.launch import Launch, start
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
@@ -294,6 +295,17 @@ def test_bad_input_is_refused_by_name(message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         flash_attention(*BAD_CALLS[message](q, k, v))
     assert "\n" not in str(caught.value)
+
+
+def test_flash_attns_layout_is_named_in_its_own_order():
+    q, k, v = (x.detach().transpose(1, 2) for x in make_qkv(2, 3, 3, 20, 20, 16, device=DEVICE))
+    for wrong, told in (
+        ((q[0], k, v), "q has shape (20, 3, 16); expected 4 dimensions (batch, tokens, heads, head_dim)"),
+        ((q, k[0, 0], v), "k has shape (3, 16); expected 4 dimensions (batch, tokens, heads, head_dim)"),
+        ((q, k, [v]), "v has type list; expected a torch.Tensor"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            flash_attn_func(*wrong)
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf])
