@@ -111,8 +111,10 @@ class _Flash(torch.autograd.Function):
         options = list(ctx.options)
         for i, x in zip(ctx.tensor_options, tensors, strict=True):
             options[i] = x
+        # gradients of is_grads_batched, which the dispatcher takes apart, are plain tensors but for this
+        batched = any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in (do, dlse))
         do = torch.zeros_like(o) if do is None else do
-        run = flash_bwd if watched(q, k, v) else _backward_with_autograd  # 10 us less, as in `attend`
+        run = flash_bwd if batched or watched(q, k, v) else _backward_with_autograd  # 10 us less, as in `attend`
         dq, dk, dv, dsinks = run(do, dlse, q, k, v, o, lse, *options)
         sinks = Options._fields.index("sinks")
         if sinks in ctx.tensor_options:

@@ -235,6 +235,18 @@ def test_forward_mode_derivatives_are_refused(which):
         assert torch.equal(call(qkv[which]), flash_attention(*qkv))
 
 
+@pytest.mark.parametrize("which", ["o", "lse"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_batched_gradients_are_those_of_each(which):
+    q, k, v = make_qkv(1, 2, 1, 20, 20, 16, device=DEVICE)
+    o, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    each = (o.sum((2, 3)) if which == "o" else lse.sum(2)).flatten()
+    together = torch.autograd.grad(each, (q, k, v), torch.eye(2, device=DEVICE), True, is_grads_batched=True)
+    for i, one in enumerate(each):
+        alone = torch.autograd.grad(one, (q, k, v), retain_graph=True)
+        assert all(torch.equal(x[i], y) for x, y in zip(together, alone, strict=True))
+
+
 def test_second_derivatives_are_refused():
     q, k, v = make_qkv(1, 1, 1, 20, 20, 16, device=DEVICE)
     (grad,) = torch.autograd.grad(flash_attention(q, k, v).square().sum(), q, create_graph=True)
