@@ -148,6 +148,14 @@ def test_empty_lengths(attention, num_q, num_k):
 
 
 @pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
+def test_shapes_alone(attention):
+    q, k, v = (x.detach().to("meta").requires_grad_() for x in make_qkv(1, 4, 2, 20, 24, 16, head_dim_v=32))
+    o = attention(q, k, v, causal=True, dropout_p=0.1, dropout_seed=1)
+    assert o.shape == (1, 4, 20, 32)
+    assert [x.shape for x in torch.autograd.grad(o.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
 def test_no_heads(attention):
     q, k, v = _double((2, 2, 2, 5, 7, 8))
     assert attention(q[:, :0], k, v, causal=True).shape == (2, 0, 5, 8)
