@@ -292,7 +292,9 @@ def _naive(call: Call, options: Options) -> tuple[Tensor, Tensor]:
                 f"row {row} has {length} tokens in the cache, {pad} of them padding, and {new} new ones; "
                 f"the cache has room for {capacity}"
             )
-        slots = torch.arange(pad, length + new if length >= 0 else pad, device=q.device)
+        end = length + new if length >= 0 else pad
+        first = pad if options.window_left < 0 else max(pad, end - num_q - options.window_left)  # that a query sees
+        slots = torch.arange(first, max(first, end), device=q.device)
         line = torch.full_like(slots, row) if pages is None else pages[row].long()[slots // page]
         if pages is not None and not bool(((line >= 0) & (line < call.k_cache.shape[0])).all()):
             raise ValueError(

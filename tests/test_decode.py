@@ -586,6 +586,18 @@ def test_what_does_not_fit_is_nan_and_overwrites_nothing(fault):
     assert all(torch.equal(a, b) for a, b in zip(pages, before, strict=True))
 
 
+@pytest.mark.parametrize("attention", [flash_attention_with_kvcache, naive_attention_with_kvcache])
+def test_pages_before_a_window_may_be_gone(attention):
+    q, _, _, k, v, *_, lengths = bits_case(torch.float32, torch.float32, 16, [40, 33])
+    table = torch.arange(6, dtype=torch.int32, device=DEVICE).reshape(2, 3)
+    pages = [torch.randn(6, 2, 16, 16, device=DEVICE) for _ in range(2)]
+    options = {"cache_seqlens": lengths, "window": (5, 0), "alibi_slopes": torch.rand(4, device=DEVICE)}
+    expected = attention(q, *(x.clone() for x in pages), k, v, block_table=table, **options)
+    table[:, 0] = -1
+    found = attention(q, *pages, k, v, block_table=table, **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 MISTAKES = {
     "q has 17 tokens a row; attention over a cache takes 1 to 16: read a prompt": {"q": torch.zeros(2, 4, 17, 16)},
     "k_cache has dtype torch.float16 but q has torch.float32; expected that, torch.int8": {
