@@ -119,22 +119,24 @@ def why_not(
     device: torch.device | str | None = None,
     head_dim: int | None = None,
 ) -> str | None:
-    """Why an implementation cannot run these features together in this dtype; where asked, on this device and with this
-    head_dim.
+    """Why an implementation cannot run these features together in this dtype, without any a plain call; where asked, on
+    this device and with this head_dim.
 
     implementation: a name of IMPLEMENTATIONS or KERNELS.
 
     "window with dropout in float32 is not supported by NAME; use OTHER"
 
     Raises:
-        ValueError: an implementation or a feature that there is not.
+        ValueError: an implementation, a feature or a dtype that there is not.
     """
-    features = tuple(features)
+    features = tuple(features) or ("full",)
     known = IMPLEMENTATIONS | KERNELS
     if implementation not in known:
         raise ValueError(f"implementation={implementation} is unknown; use one of {', '.join(known)}")
     if unknown := [f for f in features if f not in FEATURES]:
         raise ValueError(f"features has {unknown[0]!r}, which is unknown; use names of {', '.join(FEATURES)}")
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} is unknown; use one of PyTorch's, as torch.bfloat16")
     if "block_mask" in features and (twice := [f for f in features if f in IN_THE_MASK]):
         return f"block_mask with {' and '.join(twice)} is not supported; put all of it into the mask"
     reason = head_dim is not None and _head_dim_reason(implementation, head_dim)

@@ -145,6 +145,13 @@ def test_the_hopper_kernels_take_what_gpts_are_trained_with():
     assert reason == "dropout in bfloat16 is not supported by hopper; use the portable kernels"
 
 
+def test_a_plain_call_is_asked_without_features():
+    assert why_not("flash", torch.float32) is why_not("naive", torch.float64) is None
+    assert why_not("flash", torch.float64).startswith("full in float64 is not supported by flash; use naive_attention")
+    with pytest.raises(ValueError, match="dtype='bfloat16' is unknown; use one of PyTorch's"):
+        why_not("flash", "bfloat16", ["window"])
+
+
 def test_the_table_shows_the_matrix():
     lines = table().splitlines()
     assert lines[0].startswith("| feature | naive | tiled | flash | sdpa | hopper | kvcache | meaning |")
