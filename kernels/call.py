@@ -252,6 +252,16 @@ def check_tensor(name: str, x: object) -> None:
         raise ValueError(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
 
 
+def check_cu_seqlens(name: str, x: object) -> None:
+    """Raises ValueError where x has not the dtype and shape of documents' starts."""
+    check_tensor(name, x)
+    if x.dtype != torch.int32 or x.dim() != 1 or x.shape[0] < 2:
+        raise ValueError(
+            f"{name} has dtype {x.dtype} and shape {tuple(x.shape)}; "
+            "expected int32 and (documents + 1,) with at least one document"
+        )
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
@@ -373,12 +383,7 @@ def _check_packing(q: Tensor, k: Tensor, cu_seqlens, max_seqlen) -> tuple[Tensor
         if len(given) != 2:
             raise ValueError(f"{name} is a tuple of {len(given)}; it must be one for all or a pair, the queries' first")
     for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), tensors, strict=True):
-        check_tensor(name, x)
-        if x.dtype != torch.int32 or x.dim() != 1 or x.shape[0] < 2:
-            raise ValueError(
-                f"{name} has dtype {x.dtype} and shape {tuple(x.shape)}; "
-                "expected int32 and (documents + 1,) with at least one document"
-            )
+        check_cu_seqlens(name, x)
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} but q is on {q.device}; move them to one device")
     cu_seqlens_q, cu_seqlens_k = tensors

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .block_masks import version_of
-from .call import Options, check_tensor
+from .call import Options, check_cu_seqlens, check_tensor
 from .device import OPERATORS
 
 # Which GPU tensors were found right, for which version of their memory, total and bound: reading one waits for the
@@ -63,6 +63,7 @@ def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device | 
 
     Raises ValueError as `flash_attention` does.
     """
+    check_cu_seqlens("cu_seqlens", cu_seqlens)
     device, starts = torch.device(device), cu_seqlens.tolist()
     _check_starts("q", starts, starts[-1], max_seqlen)
     if device.type != "cuda":
