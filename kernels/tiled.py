@@ -133,6 +133,10 @@ class _Tile:
         return kept_pairs(rows, cols, batch, kv_heads * group, self.options).reshape(self.shape)
 
 
+# The backward reads them too: a tensor that is written to in between is PyTorch's error, not another gradient.
+_READ_AGAIN = ("alibi_slopes", "dropout_seed", "mask_starts", "mask_visits", "mask_bits")
+
+
 class _TiledAttention(torch.autograd.Function):
     """Forward and backward of flash attention; the derivation stands beside each line."""
 
@@ -174,15 +178,15 @@ class _TiledAttention(torch.autograd.Function):
         o = o.to(q.dtype).reshape(batch, heads, num_q, head_dim_v)
         lse = lse.reshape(batch, heads, num_q)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        ctx.save_for_backward(q, k, v, sinks, o, lse, *(getattr(options, name) for name in _READ_AGAIN))
         ctx.options, ctx.blocks = options, blocks
         return o, lse
 
     @staticmethod
     def backward(ctx, do, dlse):
         refuse_second_derivative("tiled_attention", "naive_attention")
-        q, k, v, sinks, o, lse = ctx.saved_tensors
-        options = ctx.options
+        q, k, v, sinks, o, lse, *tensors = ctx.saved_tensors
+        options = ctx.options._replace(**dict(zip(_READ_AGAIN, tensors, strict=True)))
         block_q, block_k, outer, *origin = ctx.blocks
         wide = torch.promote_types(q.dtype, torch.float32)
         batch, heads, num_q, _ = q.shape

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import naive_attention, tiled_attention
+from kernels import BlockMask, naive_attention, tiled_attention
 from tests.attention_checks import make_qkv, oracle, results
 
 SHAPES = [
@@ -159,6 +159,19 @@ def test_shapes_alone(attention):
 def test_no_heads(attention):
     q, k, v = _double((2, 2, 2, 5, 7, 8))
     assert attention(q[:, :0], k, v, causal=True).shape == (2, 0, 5, 8)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "dropout_seed", "block_mask"])
+def test_options_that_change_before_the_backward_are_an_error(name):
+    q, k, v = make_qkv(1, 2, 2, 20, 20, 16)
+    given = {
+        "alibi_slopes": torch.ones(2), "dropout_seed": torch.tensor(5),
+        "block_mask": BlockMask.from_dense(torch.ones(20, 20, dtype=torch.bool).tril()),
+    }[name]  # fmt: skip
+    o = tiled_attention(q, k, v, **{name: given}, dropout_p=0.5 if name == "dropout_seed" else 0.0)
+    (given.bits if name == "block_mask" else given).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
 
 
 def test_tile_sizes_do_not_matter():
