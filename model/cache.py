@@ -85,9 +85,11 @@ class KVCache:
         ends = list(self.length_of)
         for row, count in zip(rows, counts, strict=True):
             self._check_in_use(row)
-            if count < 0:
-                raise ValueError(f"row {row} of the KV cache cannot be extended by {count} tokens; use 0 or more")
-            ends[row] += count
+            if count < 0 or count != int(count):
+                raise ValueError(
+                    f"row {row} of the KV cache cannot be extended by {count} tokens; use 0 or more, a whole number"
+                )
+            ends[row] += int(count)
             if ends[row] > self.max_tokens:
                 raise ValueError(
                     f"row {row} of the KV cache would hold {ends[row]} tokens and a row has room for "

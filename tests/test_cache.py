@@ -208,6 +208,10 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
     cache.allocate(0)
     with pytest.raises(ValueError, match="row 0 of the KV cache is in use with 0 tokens; free it first"):
         cache.allocate(0)
+    for count in (-1, 2.5):
+        with pytest.raises(ValueError, match=f"be extended by {count} tokens; use 0 or more, a whole number"):
+            cache.extend([0], count)
+    assert cache.length_of == [0, -1]
     with pytest.raises(ValueError, match="row 1 of the KV cache is not in use; allocate it first"):
         cache.extend([1], 1)
     with pytest.raises(ValueError, match="row 0 of the KV cache would hold 50 tokens"):
