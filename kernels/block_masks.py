@@ -226,7 +226,9 @@ def _asked(
             raise
         except (RuntimeError, ValueError) as error:  # of vmap, which knows no `if` and no `and`
             reason = str(error).partition("\n")[0]
-            raise ValueError(f"mask_mod cannot be evaluated ({reason}); use &, | and torch.where of tensors") from error
+            raise ValueError(
+                f"mask_mod cannot be evaluated ({reason}); in place of if, and, or use &, | and torch.where of tensors"
+            ) from error
         if seen.dtype != torch.bool:
             raise ValueError(
                 f"mask_mod returned {seen.dtype}; it must return a boolean, True where the query sees the key"

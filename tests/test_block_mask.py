@@ -420,8 +420,12 @@ def test_gpu_agrees_with_float64(name, dtype, head_dim):
 
 
 def test_what_makes_no_mask_is_refused_in_a_line(tmp_path):
-    with pytest.raises(ValueError, match=r"mask_mod cannot be evaluated \(.*\); use &, \| and torch.where of tensors"):
+    instead = r"\); in place of if, and, or use &, \| and torch.where of tensors"
+    with pytest.raises(ValueError, match=r"mask_mod cannot be evaluated \(.*" + instead):
         block_mask(lambda b, h, q, k: k <= q if q > 3 else k < 2, None, None, 200, 200, DEVICE)
+    sliced = create_block_mask(lambda b, h, q, k: k <= q + h, None, 2, 200, 200, device=DEVICE)[:, :1]
+    with pytest.raises(ValueError, match=r"must set it from the original BlockMask's mask_mod.*" + instead):
+        BlockMask.from_torch(sliced)
     with pytest.raises(ValueError, match="visible has type list; expected a tensor of booleans"):
         BlockMask.from_dense([[True]])
     with pytest.raises(ValueError, match="B is 0; it must be an integer of at least 1"):
