@@ -227,7 +227,7 @@ def _asked(
         except (RuntimeError, ValueError) as error:  # of vmap, which knows no `if` and no `and`
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"mask_mod cannot be evaluated ({reason}); in place of if, and, or use &, | and torch.where of tensors"
+                f"mask_mod cannot be evaluated ({reason}); use &, | and torch.where of tensors where it has if, and, or"
             ) from error
         if seen.dtype != torch.bool:
             raise ValueError(

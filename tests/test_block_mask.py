@@ -420,7 +420,7 @@ def test_gpu_agrees_with_float64(name, dtype, head_dim):
 
 
 def test_what_makes_no_mask_is_refused_in_a_line(tmp_path):
-    instead = r"\); in place of if, and, or use &, \| and torch.where of tensors"
+    instead = r"\); use &, \| and torch.where of tensors where it has if, and, or"
     with pytest.raises(ValueError, match=r"mask_mod cannot be evaluated \(.*" + instead):
         block_mask(lambda b, h, q, k: k <= q if q > 3 else k < 2, None, None, 200, 200, DEVICE)
     sliced = create_block_mask(lambda b, h, q, k: k <= q + h, None, 2, 200, 200, device=DEVICE)[:, :1]
