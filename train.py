@@ -50,7 +50,7 @@ from training.parallel import ALONE, World, this_world
 from training.profile import StepProfiler
 from training.random_states import seed_everything
 from training.run import Run, resolve
-from training.saver import Giver, Saver
+from training.saver import Saver, ShardSender
 from training.shard import parallelize
 from training.speed import Speed
 from training.step import Step
@@ -98,7 +98,7 @@ def run(
     # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
     model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=hardware.device)
-    forward = parallelize(model, hardware)  # compiled where the run is, dealt out where processes share the weights
+    forward = parallelize(model, hardware)  # compiled where the run is, sharded by parallel.data=shard
     optimizer = Optimizer(model, settings.optim, hardware.dtype, world)
     best_loss, seconds_before, state = math.inf, 0.0, {}
     if resumed:
@@ -119,7 +119,7 @@ def run(
     description = chosen.description | {"provenance": provenance()}
     log = first(RunLog)(run_dir, settings.logger, chosen.settings, steps=config.steps, **going_on, wandb=chosen.wandb)
     kept = {"keep_last": config.keep_last, "keep_every": config.keep_every, "world": world}
-    saver = first(Saver)(run_dir / "checkpoints", **kept, say=log.say) or Giver()  # the others give it their rows
+    saver = first(Saver)(run_dir / "checkpoints", **kept, say=log.say) or ShardSender()  # the others give it their rows
     first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)
     profiler = first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 

@@ -438,7 +438,7 @@ def planned(*overrides: str, graphs: bool | None = None) -> Run:
 
 
 def test_what_cannot_be_combined_with_shared_weights():
-    with pytest.raises(ValueError, match=r"model.name=some/model cannot be dealt out .*; use parallel.data=replicate"):
+    with pytest.raises(ValueError, match=r"model.name=some/model cannot be sharded; use parallel.data=replicate"):
         planned("model=huggingface", "model.name=some/model")
     with pytest.raises(
         ValueError, match=r"cuda_graphs=true cannot be with parallel.data=shard, as weights are gathered"

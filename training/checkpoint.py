@@ -33,7 +33,7 @@ from torch import nn
 
 from data.shards import flush
 from training.checkpoint_files import fingerprint, read_json, write_json, write_state, write_weights
-from training.shard import local, own_rows
+from training.shard import local_shard, shard_of
 
 FORMAT = 2
 WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.json", "manifest.json"
@@ -83,7 +83,7 @@ class Checkpoint:
                     f"{tuple(expected.shape)} in {expected.dtype}; check the model group"
                 )
         for name, place in own.items():
-            local(place).copy_(own_rows(weights[name], place))
+            local_shard(place).copy_(shard_of(weights[name], place))
 
     def load_state(self) -> dict[str, Any]:
         """What `write` was given as state, on the CPU; ValueError where the file holds code in place of values."""
@@ -120,7 +120,7 @@ class Checkpoint:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's tensors by name, tied ones once; they share the model's memory, and are dealt out as its are."""
+    """The model's tensors by name, tied ones once; they share the model's memory, and are sharded as its are."""
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
     return {name: value.detach() for name, value in model.state_dict().items() if name not in tied}
 

@@ -26,7 +26,7 @@ from training.optimizer import Optimizer, Unstepped
 from training.parallel import ALONE
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
-from training.shard import whole_model, whole_on_host
+from training.shard import full_model, full_on_host
 from training.stop import StopRequest, folder_value, pasted
 
 POLICIES = ("stop", "skip", "rollback")
@@ -193,7 +193,7 @@ class BadSteps:
         batches.seek(bad.step)
         what = "gradient" if math.isfinite(bad.loss) else "loss"
         with self.hardware.world.communicating():
-            model, moments = whole_model(self.model), whole_on_host(self.optimizer.state_dict())
+            model, moments = full_model(self.model), full_on_host(self.optimizer.state_dict())
         if self.hardware.world.is_first:  # one process computes the whole step, with the same bits
             batch, alone = batches.whole(bad.step - 1), replace(self.hardware, world=ALONE)
             unstepped = Unstepped(model, self.optimizer.loss_scale)

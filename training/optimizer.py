@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from training.hardware import DTYPES, products_dtype
 from training.muon import Muon, newton_schulz_flops
 from training.parallel import ALONE, World
-from training.shard import dealt, is_dealt, own_parameters, own_rows, total_norm
+from training.shard import as_sharded, is_sharded, local_parameters, shard_of, total_norm
 
 OPTIMIZERS = ("adamw", "muon")
 MUON_DTYPES = ("auto", "float32", "bfloat16")
@@ -157,7 +157,7 @@ class Optimizer:
         dtype: torch.dtype = torch.float32,
         world: World = ALONE,
     ) -> None:
-        named = list(own_parameters(model))
+        named = list(local_parameters(model))
         self._wholes = {own: parameter for _, own, parameter in named}  # what lies here -> what it is a part of
         self.parts = _build([(name, own) for name, own, _ in named], self._wholes, config, world)
         self.exchanges = world.size > 1 and len(self.parts) > 1
@@ -212,13 +212,13 @@ class Optimizer:
         self.held.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it; the tensors are not copies, and some are dealt out as the weights are."""
+        """What a checkpoint holds of it; the tensors are not copies, and some are sharded as the weights are."""
         parts = [part.state_dict() for part in self.parts]
         for part, state in zip(self.parts, parts, strict=True):
             for index, own in enumerate(_parameters(part)):
-                if is_dealt(like := self._wholes[own]):
+                if is_sharded(like := self._wholes[own]):
                     moments = state["state"][index].items()
-                    state["state"][index] = {k: v if k == "step" else dealt(v, like) for k, v in moments}
+                    state["state"][index] = {k: v if k == "step" else as_sharded(v, like) for k, v in moments}
         for group in (group for part in parts for group in part["param_groups"]):
             group["lr"] = group["peak_lr"] * self._lr_factor
         scale = self.loss_scale and {"scale": self.loss_scale.scale, "good_steps": self.loss_scale.good_steps}
@@ -247,7 +247,7 @@ class Optimizer:
                     elif key == "step":
                         value.copy_(saved["state"][index][key])
                     else:
-                        value.copy_(own_rows(saved["state"][index][key], self._wholes[p]))
+                        value.copy_(shard_of(saved["state"][index][key], self._wholes[p]))
         if scale is not None:
             self.loss_scale.scale.copy_(scale["scale"])
             self.loss_scale.good_steps.copy_(scale["good_steps"])

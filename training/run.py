@@ -204,7 +204,7 @@ def resolve(
     asked = asdict(settings)
     world.arrange(settings.parallel)
     if (name := settings.model.name) is not None and world.shards:
-        raise ValueError(f"model.name={name} cannot be dealt out to processes; use parallel.data=replicate")
+        raise ValueError(f"model.name={name} cannot be sharded; use parallel.data=replicate")
     optim, optimizer_line = settings.optim.resolved(hardware.device)
     settings = replace(settings, optim=optim)
     share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)

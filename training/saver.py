@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from training import checkpoint as checkpoints
 from training.parallel import ALONE, Nothing, World
-from training.shard import whole
+from training.shard import full_tensor
 from training.stop import command_to_go_on
 from training.watch import SAVER
 
@@ -81,7 +81,7 @@ class Saver:
         """A tensor copied to host memory, whole; any other value as it is."""
         if not isinstance(value, torch.Tensor):
             return value
-        value = whole(value)
+        value = full_tensor(value)
         copy = self._host.get(place)
         if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
             # pinned, or the copy from a GPU could not go on beside the loop
@@ -125,9 +125,9 @@ def is_finite(x: torch.Tensor) -> bool:
     return x.numel() == 0 or all(torch.isfinite(bound) for bound in x.aminmax())
 
 
-class Giver(Nothing):
-    """Stands for a `Saver` in the other processes: where weights are dealt out, the first one's needs their rows."""
+class ShardSender(Nothing):
+    """Stands for a `Saver` in the other processes: where weights are sharded, the first one's needs their rows."""
 
     def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
         for value in tree_leaves((checkpoints.weights_of(model), state)):  # in the order of `Saver`
-            whole(value)
+            full_tensor(value)

@@ -1,7 +1,7 @@
 """Each process holds a W-th of the rows of every weight, gradient and moment: FSDP2, applied to the model from outside.
 
 `parallel.data=shard`. A block's weights are gathered for its forward and again for its backward, and its gradients are
-summed and dealt out after each micro-batch; the table and the head stay gathered for a whole micro-batch. Blocks are
+summed and scattered after each micro-batch; the table and the head stay gathered for a whole micro-batch. Blocks are
 gathered in the dtype of their products: autocast would round them in the same way. They are compiled one by one, as no
 graph can hold what is gathered between them.
 
@@ -60,63 +60,63 @@ class OrderedReduceScatter:
         reduce_scatter(output_tensor, input_tensor, group)
 
 
-# --- parts and wholes. A tensor whose rows are dealt out is a DTensor; whatever else is given to these stays as it is
+# --- shards and whole tensors. What is sharded is a DTensor; whatever else is given to these stays as it is
 
 
-def is_dealt(x: Any) -> bool:
+def is_sharded(x: Any) -> bool:
     return hasattr(x, "to_local")  # a DTensor, whose import takes half a second
 
 
-def own_rows(value: Tensor, like: Tensor) -> Tensor:
-    """This process's rows of `value`, which is whole, where `like` is dealt out."""
-    if not is_dealt(like):
+def shard_of(value: Tensor, like: Tensor) -> Tensor:
+    """This process's rows of `value`, which is whole, where `like` is sharded."""
+    if not is_sharded(like):
         return value
     rows = -(-len(value) // like.device_mesh.size())
     return value[like.device_mesh.get_local_rank() * rows :][:rows]
 
 
-def local(x: Tensor) -> Tensor:
+def local_shard(x: Tensor) -> Tensor:
     """What of x lies here; it shares the memory."""
-    return x.to_local() if is_dealt(x) else x
+    return x.to_local() if is_sharded(x) else x
 
 
-def dealt(rows: Tensor, like: Tensor) -> Tensor:
-    """`rows` as this process's part of a tensor of the shape of `like`."""
+def as_sharded(rows: Tensor, like: Tensor) -> Tensor:
+    """`rows` as this process's shard of a tensor of the shape of `like`."""
     from torch.distributed.tensor import DTensor
 
     place = {"shape": like.shape, "stride": like.stride(), "run_check": False}
     return DTensor.from_local(rows, like.device_mesh, like.placements, **place)
 
 
-def whole(x: Tensor) -> Tensor:
+def full_tensor(x: Tensor) -> Tensor:
     """x with the rows of all processes, each of which has to call this."""
-    return x.full_tensor() if is_dealt(x) else x
+    return x.full_tensor() if is_sharded(x) else x
 
 
-def whole_on_host(values: Any) -> Any:
-    """Nested values with `whole` tensors, in the first process; in the others some are None."""
+def full_on_host(values: Any) -> Any:
+    """Nested values with whole tensors, in the first process; in the others some are None."""
 
     def gathered(x: Any) -> Any:
-        if not is_dealt(x):
+        if not is_sharded(x):
             return x
-        found = whole(x)
+        found = full_tensor(x)
         return found.cpu() if x.device_mesh.get_rank() == 0 else None
 
     return tree_map(gathered, values)
 
 
-def whole_model(model: GPT) -> GPT:
-    """`model`, or where it is dealt out another that holds it whole; each process has to call this.
+def full_model(model: GPT) -> GPT:
+    """`model`, or where it is sharded another that holds it whole; each process has to call this.
 
     In processes other than the first it is `model` in any case.
     """
     weights = {name: value.detach() for name, value in model.state_dict().items()}
-    dealt_out = [value for value in weights.values() if is_dealt(value)]
-    if not dealt_out:
+    sharded = [value for value in weights.values() if is_sharded(value)]
+    if not sharded:
         return model
-    is_first = dealt_out[0].device_mesh.get_rank() == 0
+    is_first = sharded[0].device_mesh.get_rank() == 0
     for name in weights:
-        found = whole(weights[name])
+        found = full_tensor(weights[name])
         weights[name] = found if is_first else None
     if not is_first:
         return model
@@ -128,7 +128,7 @@ def whole_model(model: GPT) -> GPT:
     return made.train(model.training)
 
 
-def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+def local_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
     """Name, what of it lies here, and the parameter itself, for each that is trained.
 
     What lies here shares its memory with the parameter, and gets its gradients.
@@ -136,7 +136,7 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if not is_dealt(parameter):
+        if not is_sharded(parameter):
             yield name, parameter, parameter
             continue
         own = nn.Parameter(parameter.detach().to_local())
@@ -150,9 +150,9 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor
 
 
 def total_norm(gradients: list[Tensor], like: Tensor) -> Tensor:
-    """The norm of all `gradients`, with the rows of other processes where `like`, a parameter, is dealt out."""
+    """The norm of all `gradients`, with the rows of other processes where `like`, a parameter, is sharded."""
     norm = nn.utils.get_total_norm(gradients)
-    if not is_dealt(like):
+    if not is_sharded(like):
         return norm
     norms = norm.new_empty(like.device_mesh.size())
     dist.all_gather_into_tensor(norms, norm[None], group=like.device_mesh.get_group())

@@ -13,7 +13,7 @@ from training.hardware import Hardware
 from training.numbers import NumberCheck
 from training.optimizer import Optimizer, Unstepped
 from training.run import Run
-from training.shard import whole_model
+from training.shard import full_model
 from training.step import step_graphs, training_step
 
 
@@ -61,7 +61,7 @@ class Stepper:
         """What the model continues the run's prompt with, in the first process; the others help it to whole weights."""
         hardware, asked = self._chosen.hardware, self._chosen.settings["train"]
         with hardware.world.communicating():
-            whole = whole_model(self._model)
+            whole = full_model(self._model)
         prompt = self._chosen.prompt, asked["sample_tokens"], asked["seed"]
         return hardware.world.first(sample)(whole, *prompt, tokenizer, hardware)
 

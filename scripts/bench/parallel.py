@@ -40,7 +40,7 @@ from training.hardware import Hardware
 from training.optimizer import OPTIMIZERS, OptimConfig, Optimizer
 from training.parallel import ALONE, ParallelConfig, World
 from training.run import Run, resolve
-from training.shard import local, parallelize
+from training.shard import local_shard, parallelize
 from training.stepper import Stepper
 
 CELLS = ("replicate", "hashes", "context", "shard")
@@ -105,13 +105,13 @@ class Network:
         torch.manual_seed(chosen.settings["train"]["seed"])
         self.model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=chosen.hardware.device)
         self.forward = parallelize(self.model, chosen.hardware)
-        self._first = [local(p).detach().to("cpu", copy=True) for p in self.model.parameters()] if often else []
+        self._first = [local_shard(p).detach().to("cpu", copy=True) for p in self.model.parameters()] if often else []
 
     @torch.no_grad()
     def begin(self, chosen: Run, optim: OptimConfig) -> tuple[Optimizer, Stepper]:
         """A run's first moment: its optimizer, and what computes its steps."""
         for p, first in zip(self.model.parameters(), self._first, strict=False):
-            local(p).copy_(first)
+            local_shard(p).copy_(first)
         optimizer = Optimizer(self.model, optim, chosen.hardware.dtype, chosen.hardware.world)
         return optimizer, Stepper(chosen, self.model, self.forward, optimizer)
 
@@ -119,12 +119,12 @@ class Network:
     def repeated(self, optimizer: Optimizer, stepper: Stepper, chosen: Run, steps: int) -> str:
         """SHA-256 of the weights that all processes hold after so many steps from the first moment."""
         for p, first in zip(self.model.parameters(), self._first, strict=True):
-            local(p).copy_(first)
+            local_shard(p).copy_(first)
         optimizer.load_state_dict({"optimizer": [{"state": {}} for _ in optimizer.parts]})
         with torch.enable_grad():
             for step in range(steps):
                 stepper.step(batch_of(chosen, step))
-        found = sha256([local(p) for p in self.model.parameters()])
+        found = sha256([local_shard(p) for p in self.model.parameters()])
         return hashlib.sha256("".join(chosen.hardware.world.exchange(found)).encode()).hexdigest()
 
 
