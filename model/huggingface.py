@@ -83,48 +83,58 @@ def attention(
         attend, blocks = _engine(query), blocks_of(attention_mask, query.shape[2])
         o = attend(query, key, value, block_mask=blocks, cu_seqlens=cu_seq_lens_q, dropout_p=dropout, **options)
         return o.transpose(1, 2).contiguous(), None
-    causal, windowed, padded = is_causal, False, False
-    if attention_mask is not None:
-        causal, windowed = bool((attention_mask.shape[2] - 1) & 1), attention_mask.shape[2] > 2
-        padded = attention_mask.shape[0] == 4 and attention_mask.shape[3] > 0
-        query = nan_at_holes(query, attention_mask) if padded else query
-    elif causal is None:
-        causal = getattr(module, "is_causal", True)
-    if windowed and not sliding_window:
-        raise ValueError(f"{type(module).__name__} has a window in its mask and hands none to its attention; {INSTEAD}")
-    back = sliding_window - 1 if windowed else -1
-    options |= {"causal": causal, "window": (back, 0 if windowed and causal else back)}
+    causal, window = _bounds(module, attention_mask, is_causal, sliding_window)
+    options |= {"causal": causal, "window": window}
     watched = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if (
-        padded
-        and query.shape[2] <= MAX_QUERIES
-        and not (watched or dropout)
-        and (causal or not windowed)
-        and (key.shape, key.stride(), key.dtype) == (value.shape, value.stride(), value.dtype)
-        and key.stride(3) == 1
-    ):
-        kind = query.shape[1], scaling, softcap, back, causal, id(s_aux)
-        attend = shared(attention_mask, kind, lambda: _over_caches(query, attention_mask, options))
-        return attend(query, key, value).transpose(1, 2), None
-    attend = _engine(query)
-    options["dropout_p"] = dropout
-    rows, _, queries, _ = query.shape
-    cu_seqlens = None
+    padded = attention_mask is not None and attention_mask.shape[0] == 4 and attention_mask.shape[3] > 0
+    if padded:
+        query = nan_at_holes(query, attention_mask)
+        if not (watched or dropout or (window[0] >= 0 and not causal)) and _lie_as_a_cache(query, key, value):
+            kind = query.shape[1], scaling, softcap, window[0], causal, id(s_aux)
+            attend = shared(attention_mask, kind, lambda: _over_caches(query, attention_mask, options))
+            return attend(query, key, value).transpose(1, 2), None
+    attend = partial(_engine(query), dropout_p=dropout, **options)
+    # documents, and padded rows, lie end to end in one row of tokens
+    pitch = None
     if cu_seq_lens_q is not None:
-        cu_seqlens = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
-        q, k, v = (_end_to_end(x) for x in (query, key, value))
+        cu_seqlens = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     elif padded:
-        (q, q_pitch), k_pitch = (_end_to_end(query), queries), None if watched else _pitch(key, value)
-        k, v = (_end_to_end(x, k_pitch) for x in (key, value))
-        sizes = q.shape[2], k.shape[2], q_pitch, k_pitch or key.shape[2]
-        cu_seqlens = shared(attention_mask, sizes, lambda: padded_documents(attention_mask[:, 0, 0], *sizes))
-    elif (starts := _packing(attention_mask, query, key, position_ids, causal)) is not None:
-        cu_seqlens = starts
-        q, k, v = (_end_to_end(x) for x in (query, key, value))
+        pitch = None if watched else _pitch(key, value)
+        cu_seqlens = _documents_of_padded(attention_mask, query.shape, key.shape, pitch)
+    else:
+        cu_seqlens = _packing(attention_mask, query, key, position_ids, causal)
     if cu_seqlens is None:
-        return attend(query, key, value, **options).transpose(1, 2).contiguous(), None
-    o = attend(q, k, v, cu_seqlens=cu_seqlens, **options)  # (1, Hq, B N, D)
-    return o.squeeze(0).transpose(0, 1).contiguous().unflatten(0, (rows, queries)), None
+        return attend(query, key, value).transpose(1, 2).contiguous(), None
+    o = attend(_end_to_end(query), _end_to_end(key, pitch), _end_to_end(value, pitch), cu_seqlens=cu_seqlens)
+    return o.squeeze(0).transpose(0, 1).contiguous().unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _bounds(
+    module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, sliding_window: int | None
+) -> tuple[bool, tuple[int, int]]:
+    """`causal` and `window` of our calls: by the mask, which has them in its shape, else by the layer alone."""
+    if attention_mask is None:
+        return getattr(module, "is_causal", True) if is_causal is None else is_causal, (-1, -1)
+    causal, windowed = bool((attention_mask.shape[2] - 1) & 1), attention_mask.shape[2] > 2
+    if not windowed:
+        return causal, (-1, -1)
+    if not sliding_window:
+        raise ValueError(f"{type(module).__name__} has a window in its mask and hands none to its attention; {INSTEAD}")
+    return causal, (sliding_window - 1, 0 if causal else sliding_window - 1)
+
+
+def _lie_as_a_cache(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether keys and values can be read as `flash_attention_with_kvcache` reads a cache, by few queries."""
+    alike = (key.shape, key.stride(), key.dtype) == (value.shape, value.stride(), value.dtype)
+    return query.shape[2] <= MAX_QUERIES and alike and key.stride(3) == 1
+
+
+def _documents_of_padded(ranges: Tensor, of_q: torch.Size, of_k: torch.Size, pitch: int | None) -> tuple:
+    """cu_seqlens of padded rows that lie end to end, one document each; `pitch` of keys is from row to row."""
+    rows, _, queries, _ = of_q
+    keys = rows * of_k[2] if pitch is None else (rows - 1) * pitch + of_k[2]
+    sizes = rows * queries, keys, queries, pitch or of_k[2]
+    return shared(ranges, sizes, lambda: padded_documents(ranges[:, 0, 0], *sizes))
 
 
 def _packing(
