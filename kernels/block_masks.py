@@ -260,48 +260,63 @@ def _assemble(
     The lists are made by the host: a GPU would wait for each of many small launches. Waits for the GPU, to know which
     patterns are equal.
     """
-    bits = torch.cat((_ends(device), *bits))  # pattern 0 shows everything, 1 nothing
-    first, numbers = _distinct(_hashed(bits[:, 0], _ODD).cpu().numpy())
-    kept = np.flatnonzero(first == np.arange(len(first)))
-    first, kept = torch.from_numpy(np.concatenate((first, kept))).to(device).split((len(first), len(kept)))
-    if torch.equal(bits, bits[first]):
-        bits = bits[kept]
-    else:  # two that differ share a hash: all are kept as they are
-        numbers = np.arange(len(bits))
-        for number, end in ((0, -1), (1, 0)):
-            numbers[(bits == end).flatten(1).all(1).cpu().numpy()] = number
+    bits, numbers = _unlike(torch.cat((_ends(device), *bits)))  # pattern 0 shows everything, 1 nothing
     pattern = np.where(full, 0, 1)
     pattern[asked] = numbers[2:]
     visited = np.count_nonzero(pattern != 1)
     if visited >= MOST_VISITS:
         raise ValueError(f"the mask visits {visited:,} blocks of 128 x 128; the most are {MOST_VISITS - 1:,}")
-    of_queries, of_keys = pattern, np.ascontiguousarray(pattern.swapaxes(2, 3))
+    of_keys = np.ascontiguousarray(pattern.swapaxes(2, 3))
     above = np.arange(-(-num_q // GROUP)) * GROUP // BLOCK
-    above, below = pattern[:, :, above], pattern[:, :, np.minimum(above + 1, pattern.shape[2] - 1)]
+    of_groups = pattern[:, :, above], pattern[:, :, np.minimum(above + 1, pattern.shape[2] - 1)]
     starts, visits = [], [np.array([[0, 1, 1, 0]], np.int32)]
-    for tables in ((of_queries,), (of_keys,), (above, below)):
-        full = np.all([table == 0 for table in tables], axis=0)
-        some = np.any([table != 1 for table in tables], axis=0)
-        kinds = np.stack((full, some & ~full), axis=3)  # first the full ones
-        number = np.count_nonzero(kinds, axis=4)
-        stops = sum(map(len, visits)) + number.cumsum().reshape(number.shape)
-        most = np.argsort(-number.sum(3), axis=2, kind="stable")
-        starts.append(np.stack((*np.moveaxis(stops - number, 3, 0), stops[..., 1], most), axis=3))
-        at, others = np.flatnonzero(kinds), kinds.shape[4]
-        own = np.zeros((len(at), 4), np.int32)
-        own[:, 0] = at % others
-        for column, table in enumerate(tables, 1):
-            own[:, column] = table.reshape(-1, others)[at // (2 * others), own[:, 0]]
-        visits.append(own)
-    seen = of_keys != 1
-    larger = np.count_nonzero(seen, axis=2, keepdims=True) - seen.cumsum(2, dtype=np.int32)
-    at = np.flatnonzero(seen)
-    visits[2][:, 2] = at % seen.shape[3] + (larger.reshape(-1)[at] << 16)
-    visits[2][:, 3] = of_keys.reshape(-1)[at]
+    for tables in ((pattern,), (of_keys,), of_groups):
+        of_rows, listed = _lists(tables, sum(map(len, visits)))
+        starts.append(of_rows)
+        visits.append(listed)
+    visits[2][:, 2:] = _in_order_of_blocks(of_keys)
     starts = np.concatenate(starts, axis=2, dtype=np.int32)
     lists = torch.from_numpy(np.concatenate((starts.reshape(-1, 4), *visits))).to(device)  # in one copy
     starts, visits = lists[: starts.size // 4].view(starts.shape), lists[starts.size // 4 :]
     return BlockMask(starts, visits, bits.view(torch.int32), num_q, num_k)
+
+
+def _unlike(bits: Tensor) -> tuple[Tensor, np.ndarray]:
+    """Of patterns (n, 2, 128, 2) those that differ, and the number among them of each of the n."""
+    first, numbers = _distinct(_hashed(bits[:, 0], _ODD).cpu().numpy())
+    kept = np.flatnonzero(first == np.arange(len(first)))
+    first, kept = torch.from_numpy(np.concatenate((first, kept))).to(bits.device).split((len(first), len(kept)))
+    if torch.equal(bits, bits[first]):
+        return bits[kept], numbers
+    numbers = np.arange(len(bits))  # two that differ share a hash: all are kept as they are
+    for number, end in ((0, -1), (1, 0)):
+        numbers[(bits == end).flatten(1).all(1).cpu().numpy()] = number
+    return bits, numbers
+
+
+def _lists(tables: tuple[np.ndarray, ...], before: int) -> tuple[np.ndarray, np.ndarray]:
+    """`starts` (B, H, rows, 4) and, behind `before` others, `visits` (all, 4) of patterns (B, H, rows, blocks); a group
+    has those of two rows of blocks."""
+    full = np.all([table == 0 for table in tables], axis=0)
+    some = np.any([table != 1 for table in tables], axis=0)
+    kinds = np.stack((full, some & ~full), axis=3)  # first the full ones
+    number = np.count_nonzero(kinds, axis=4)
+    stops = before + number.cumsum().reshape(number.shape)
+    most = np.argsort(-number.sum(3), axis=2, kind="stable")
+    at, blocks = np.flatnonzero(kinds), kinds.shape[4]
+    visits = np.zeros((len(at), 4), np.int32)
+    visits[:, 0] = at % blocks
+    for column, table in enumerate(tables, 1):
+        visits[:, column] = table.reshape(-1, blocks)[at // (2 * blocks), visits[:, 0]]
+    return np.stack((*np.moveaxis(stops - number, 3, 0), stops[..., 1], most), axis=3), visits
+
+
+def _in_order_of_blocks(of_keys: np.ndarray) -> np.ndarray:
+    """(visits, 2): what stands beside the visits of keys, from their patterns (B, H, blocks of keys, of queries)."""
+    seen = of_keys != 1
+    larger = np.count_nonzero(seen, axis=2, keepdims=True) - seen.cumsum(2, dtype=np.int32)
+    at = np.flatnonzero(seen)
+    return np.stack((at % seen.shape[3] + (larger.reshape(-1)[at] << 16), of_keys.reshape(-1)[at]), axis=1)
 
 
 @cache
