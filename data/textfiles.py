@@ -82,6 +82,8 @@ def inspect(paths: list[Path]) -> list[TextFile]:
         kind = KINDS.get(path.suffix.lower(), "text")
         try:
             size = path.stat().st_size
+            if not path.is_file():
+                raise ValueError(f"{path} is a pipe or a device, and a text is read several times; give a file")
             if size == 0:
                 raise ValueError(f"{path} is empty; leave it out")
             digest = file_sha256(path) if kind == "parquet" else _hash_utf8(path)

@@ -415,6 +415,13 @@ def test_missing_files(files, tmp_path, cache):
         opened(cache, str(tmp_path / files))
 
 
+def test_a_pipe_is_no_file(tmp_path, cache):
+    """As <(zcat a.txt.gz) gives one: it has no size, and is not empty."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"pipe is a pipe or a device, .*; give a file"):
+        opened(cache, str(tmp_path / "pipe"))
+
+
 def test_a_file_is_named_once(corpus, tmp_path, cache):
     """Else the text that is held out at its end is trained on."""
     (tmp_path / "link.txt").symlink_to(corpus)
