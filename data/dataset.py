@@ -9,6 +9,7 @@ the first wrote.
 import errno
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -77,7 +78,7 @@ def open_dataset(data: DataConfig, tokenizer: str, *, report: Report | None = No
     """
     source, identity, path = locate(data, tokenizer)
     say = report or (lambda line: None)
-    if not path.exists():
+    if not os.path.lexists(path):  # a link whose folder is gone is met below
         _prepare(path, source, identity, tokenizer, data.num_workers, say)
     dataset = _open(path, identity)
     tokens = ", ".join(f"{split} {len(array):,}" for split, array in dataset.tokens.items())

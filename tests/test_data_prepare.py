@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -250,6 +251,13 @@ def remove_manifest(folder):
     return "manifest.json is missing"
 
 
+def lose_folder(folder):
+    """It was moved to a disk that is not there today."""
+    shutil.rmtree(folder)
+    folder.symlink_to(folder.parent / "elsewhere")
+    return "manifest.json is missing"
+
+
 def garble_manifest(folder):
     (folder / "manifest.json").write_text("{")
     return "manifest.json is not a manifest"
@@ -281,6 +289,7 @@ def exchange_manifest(folder):
         flip_a_byte,
         remove_shard,
         remove_manifest,
+        lose_folder,
         garble_manifest,
         replace_manifest,
         alter_manifest,
