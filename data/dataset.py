@@ -83,8 +83,7 @@ def open_dataset(data: DataConfig, tokenizer: str, *, report: Report | None = No
     dataset = _open(path, identity)
     tokens = ", ".join(f"{split} {len(array):,}" for split, array in dataset.tokens.items())
     say(f"tokens: {tokens} ({dataset.train.dtype}, vocabulary {dataset.vocab_size:,}) in {path}")
-    for split, windows in (("train", 1 + data.shift_windows), ("validation", 1)):
-        _refuse_too_long(data, split, len(dataset.tokens[split]), windows, "validation_fraction" in identity)
+    _refuse_too_long(data, dataset, "validation_fraction" in identity)
     return dataset
 
 
@@ -101,11 +100,14 @@ def locate(data: DataConfig, tokenizer: str) -> tuple[Source, dict[str, Any], Pa
     return source, identity, expanded("cache_dir", data.cache_dir) / name
 
 
-def _refuse_too_long(data: DataConfig, split: str, tokens: int, windows: int, held_out: bool) -> None:
-    needed = windows * data.seq_len + 1
-    if needed <= tokens:
+def _refuse_too_long(data: DataConfig, dataset: Dataset, held_out: bool) -> None:
+    """ValueError where a split is too short, by the one that takes least: what is advised must suit the other, too."""
+    windows_of = {"train": 1 + data.shift_windows, "validation": 1}
+    longest, split = min(((len(dataset.tokens[split]) - 1) // windows, split) for split, windows in windows_of.items())
+    if data.seq_len <= longest:
         return
-    longest = (tokens - 1) // windows
+    windows, tokens = windows_of[split], len(dataset.tokens[split])
+    needed = windows * data.seq_len + 1
     remedy = f"use data.seq_len={longest} or less" if longest > 0 else "use a longer text"
     if held_out:
         remedy += f", or another data.validation_fraction than {data.validation_fraction:g}"

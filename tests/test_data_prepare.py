@@ -441,8 +441,10 @@ def test_a_file_is_named_once(corpus, tmp_path, cache):
 
 def test_seq_len_longer_than_a_split(corpus, cache):
     held_out = len(TEXT) - int(len(TEXT) * 0.9)
-    with pytest.raises(ValueError, match=rf"data.seq_len={held_out} .*validation.*data.seq_len={held_out - 1} or less"):
-        opened(cache, str(corpus), seq_len=held_out)
+    for asked in (held_out, len(TEXT)):  # which is too long for the other split as well
+        says = rf"data.seq_len={asked} .*validation.*data.seq_len={held_out - 1} or less"
+        with pytest.raises(ValueError, match=says):
+            opened(cache, str(corpus), seq_len=asked)
     opened(cache, str(corpus), seq_len=held_out - 1)
     for fraction in (1e-6, 0.9999):  # the text is long enough
         with pytest.raises(ValueError, match=rf"or another data\.validation_fraction than {fraction:g}"):
