@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.main import get_args_parser
 from omegaconf import DictConfig, OmegaConf
@@ -144,7 +145,9 @@ def program(
                         raise ConfigError(message) from error
                     exit_codes.append(fail(message))  # the other runs of a sweep go on
                     given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed
-                    varied = [override for override in given if override not in values]
+                    parsed = OverridesParser.create().parse_overrides(values)
+                    swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
+                    varied = [override for override in given if key_of(override) in swept]
                     refused.append(f"no run of {' '.join(varied) or 'this'}: {message}")
                 except SystemExit as stopped:
                     if not isinstance(stopped.code, int) or stopped.code > SIGNALLED:  # whoever sends it means them all

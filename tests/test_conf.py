@@ -314,9 +314,9 @@ def test_a_sweep_that_has_left_nothing_leaves_no_folder(name, arguments, code, t
 
 
 def test_a_sweep_ends_with_the_runs_that_there_are_not(tmp_path, monkeypatch, capsys):
-    """Each was refused at its turn, hours above."""
+    """Each was refused at its turn, hours above; what is the same in all, which Hydra writes as False, is not named."""
     monkeypatch.chdir(tmp_path)
-    result = told("train", ["-m", "data.seq_len=64", "optim.lr=-1,abc"], monkeypatch, capsys)
+    result = told("train", ["-m", "hardware.compile=false", "optim.lr=-1,abc"], monkeypatch, capsys)
     assert result.error.splitlines()[-2:] == [
         "no run of optim.lr=-1: optim.lr=-1.0 must be positive, finite and at most 1e+06",
         "no run of optim.lr=abc: optim.lr=abc has the wrong type: expected a number",
