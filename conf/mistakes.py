@@ -81,7 +81,7 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
         if text.startswith("Could not append") and key in keys:
             return f"+{key} adds a key, and {key} is there; write {key}=VALUE"
         return _unknown_key(key, keys)
-    return text
+    return str(error) if isinstance(error, ValueError) else text  # a dataclass's: its value may have several lines
 
 
 def no_value(key: str, choice: str | None = None) -> str:

@@ -553,6 +553,8 @@ CHECKPOINTS = [
          program="scripts.sample"),
     Case("sample: empty folder", ["hardware.device=cpu"], ["no checkpoint under runs/"], empty_folder,
          "scripts.sample"),
+    Case("sample: two prompts", [*SAMPLE, "prompt=a\nb", "prompts={p}/corpus.txt"], ["prompt=a b another", "give one"],
+         program="scripts.sample"),
     Case("sample: no prompts", [*SAMPLE, "prompts="], ["prompts is empty", "leave it out"], program="scripts.sample"),
     Case("sample: compiled", [*SAMPLE, "hardware.compile=true"], ["hardware.compile=true", "leave it out"],
          program="scripts.sample"),
