@@ -50,6 +50,8 @@ def protect_console(*, prints_only: bool) -> None:
         if not (prints_only and isinstance(error, BrokenPipeError)):
             print(f"the console cannot be written ({error.strerror}); the program goes on without it", file=sys.stderr)
 
+    if not os.environ.get("COLUMNS", "80").strip("0"):  # no terminal's: Rich would print nothing
+        del os.environ["COLUMNS"]
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # it was closed before the start; its number must not become a file's

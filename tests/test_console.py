@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import train as program
+from conf.console import protect_console
 from tests.runs import SMALL, small_run
 from training.checkpoint import open_checkpoint
 from training.log import LoggerConfig, RunLog
@@ -98,3 +99,13 @@ def test_what_a_run_says_is_said_as_it_is(tmp_path, capsys):
     """No picture takes the place of a word between colons, in a sample or in the folder to go on with."""
     RunLog(tmp_path, LoggerConfig(wandb="disabled"), {}, first_step=0, steps=1).say("a :key: [bold]")
     assert capsys.readouterr().out == "a :key: [bold]\n"
+
+
+def test_a_width_of_nothing_hides_no_word(tmp_path, monkeypatch, capsys):
+    """COLUMNS=0, as of a terminal that is none."""
+    monkeypatch.setenv("COLUMNS", "0")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))  # it is replaced
+    protect_console(prints_only=False)
+    RunLog(tmp_path, LoggerConfig(wandb="disabled"), {}, first_step=0, steps=1).say("step 1")
+    assert capsys.readouterr().out == "step 1\n"
