@@ -15,13 +15,9 @@ MADE: set[Path] = set()  # by this process, before anything was checked
 
 def folder_of_run(resume: str | None, name: str | None, experiment: str, time: str) -> str:
     """A new folder for a new run, the old one for a run that is resumed; `auto` is the newest of that name."""
-    # not yet checked: a name that is refused later makes no folder elsewhere
-    runs = f"runs/{name if name and is_folder_name(str(name)) else experiment}"
+    runs = _runs(name, experiment)
     if resume == "auto":
-        earlier = [path.parent for path in Path(runs).glob("*/checkpoints")]
-        # by the time of its name; a folder that somebody renamed has none, and was put aside
-        newest = max(earlier, key=lambda run: (bool(DATED.match(run.name)), run.name), default=None)
-        return str(newest or _own(f"{runs}/{time}"))
+        return str(newest_run(name, experiment) or _own(f"{runs}/{time}"))
     if resume:
         # .../<run>/checkpoints/<name>  ->  .../<run>
         checkpoint = Path(os.path.abspath(str(resume)))  # not yet checked: it may be a number
@@ -29,6 +25,18 @@ def folder_of_run(resume: str | None, name: str | None, experiment: str, time: s
         if (run / "checkpoints").is_dir() and checkpoint.is_dir() and (not name or str(name) in run.parts[-3:]):
             return str(run)
     return _own(f"{runs}/{time}")
+
+
+def newest_run(name: str | None, experiment: str) -> Path | None:
+    """What `auto` is; None where no run of that name has saved."""
+    earlier = [path.parent for path in Path(_runs(name, experiment)).glob("*/checkpoints")]
+    # by the time of its name; a folder that somebody renamed has none, and was put aside
+    return max(earlier, key=lambda run: (bool(DATED.match(run.name)), run.name), default=None)
+
+
+def _runs(name: str | None, experiment: str) -> str:
+    # not yet checked: a name that is refused later makes no folder elsewhere
+    return f"runs/{name if name and is_folder_name(str(name)) else experiment}"
 
 
 @cache  # it is asked for more than once

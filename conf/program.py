@@ -33,7 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf.console import protect_console
-from conf.folders import MADE, SWEEP, folder_of_run, keep_traceback, listing, remove_if_empty
+from conf.folders import MADE, SWEEP, folder_of_run, keep_traceback, listing, newest_run, remove_if_empty
 from conf.keys import Key, help_page, known_keys
 from conf.mistakes import EXIT_USER_ERROR, explain, fail, no_value, of_the_system
 from training.lock import InUse, holder
@@ -116,6 +116,9 @@ def program(
                 found = listing(folder)
                 folders.append(folder)
                 sys.argv = typed  # for the provenance of what the program writes
+                run = folder  # or what train.py would go on with, where nothing is written
+                if run_dir == "." and folder == Path() and cfg.get("resume") == "auto":
+                    run = newest_run(cfg.name, HydraConfig.get().runtime.choices.experiment) or folder
                 try:
                     if is_first:
                         _refuse_missing_in_files()
@@ -124,12 +127,12 @@ def program(
 
                             given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, not resolved
                             given = [override for override in given if override not in defaults]
-                            cfg = with_earlier_settings(cfg, given, folder, set(known_keys(schema)))
+                            cfg = with_earlier_settings(cfg, given, run, set(known_keys(schema)))
                         settings = settings_from(cfg, schema)
                     if processes:  # those of the first one, which are right
                         cfg = OmegaConf.create(processes.told(OmegaConf.to_container(cfg)))
                         settings = settings_from(cfg, schema)
-                    main(settings, folder)
+                    main(settings, run)
                     if is_first:
                         remove_if_empty(folder)
                 except (ValueError, OSError) as error:

@@ -25,8 +25,9 @@ from scripts import cluster, doctor, machine, selftest
 from scripts.causality import probe
 from scripts.doctor import Page, examine
 from scripts.machine import Finding
-from tests.runs import small_run, without_network
+from tests.runs import small_run, told, without_network
 from train import train
+from training.checkpoint import open_checkpoint
 from training.hardware import Hardware
 from training.lock import locked
 from training.log import ROOT
@@ -318,6 +319,20 @@ def test_a_run_that_is_fine(place):
     assert found["data"].facts["fingerprint"] == meta["data_fingerprint"]
     assert found["disk"].facts["checkpoint_bytes"] >= (before / "model.safetensors").stat().st_size
     assert not place.runs.exists(), "nothing is written"
+
+
+def test_the_newest_run_of_a_name_is_what_is_asked_about(place, monkeypatch, capsys):
+    """resume=auto, whose run has a text, an optimizer and sizes of its own."""
+    monkeypatch.chdir(place.path)
+    run = place.runs / "mine" / "2026-01-01_00-00-00"
+    train(small_run(place.path, "train.steps=4"), run)
+    before = open_checkpoint(run)
+    for more, wrong in (([], []), (["model.num_layers=3"], ["start"])):
+        outcome = told("scripts.doctor", ["resume=auto", "name=mine", *more], monkeypatch, capsys)
+        page = json.loads(outcome.out.splitlines()[-1])
+        assert page["wrong"] == wrong
+        assert page["checks"]["data"]["facts"]["fingerprint"] == before.meta["data_fingerprint"]
+    assert "was trained with model.num_layers=2, this run has 3" in page["checks"]["start"]["text"]
 
 
 def test_what_several_processes_will_train_is_planned_for_them(place, monkeypatch):
