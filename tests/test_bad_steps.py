@@ -280,7 +280,7 @@ def test_rollback_without_a_checkpoint_stops(tmp_path, monkeypatch, capsys):
     flip(monkeypatch, "embedding.weight", 2)
     summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=rollback"), tmp_path / "run")
     assert (summary["steps"], summary["exit_code"]) == (1, numbers.EXIT_BAD_NUMBERS)
-    assert "has no good checkpoint yet" in capsys.readouterr().out
+    assert "has no good checkpoint: set or lower train.save_every" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -223,7 +223,7 @@ class BadSteps:
             return True, "the step is not taken; the run goes on with the next batch"
         good = self.hardware.world.told(self.hardware.world.first(self._newest_good)(step))
         if good is None:
-            return False, f"the run stops; {self.saver.folder} has no good checkpoint yet: lower train.save_every"
+            return False, f"the run stops; {self.saver.folder} has no good checkpoint: set or lower train.save_every"
         found = checkpoints.open_checkpoint(good, verify=())
         found.load_weights(self.model)
         self.optimizer.load_state_dict(found.load_state())
