@@ -158,13 +158,14 @@ class LossPicture:
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         self.path, self._say, self._failed = run_dir / "loss.png", say, False
+        self.drawn = False  # when it was last tried
         self._next = 0.0  # when it may be drawn again, on perf_counter; 0: it never was
 
     def draw(self, *, last: bool = False) -> None:
         """Draw it, or leave it where too little time has passed since it was drawn; `last`: in any case."""
         if not last and time.perf_counter() < self._next:
             return
-        began = time.perf_counter()
+        began, self.drawn = time.perf_counter(), False
         try:
             import matplotlib.figure  # noqa: F401  which fails where it finds no folder to write to
 
@@ -172,6 +173,7 @@ class LossPicture:
             if self._next and not last:
                 gc.collect()  # the figure before is a cycle; it holds megabytes of pixels, the collector counts objects
             draw_run(read_run(self.path.parent), self.path)
+            self.drawn = True
         except (OSError, ValueError) as error:
             if not self._failed:
                 self._say(f"not drawn: {self.path}: {error}; the run goes on")

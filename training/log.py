@@ -186,7 +186,8 @@ class RunLog:
                 f"a unigram model of the same text: {results['unigram_val_loss']:.4f}"
             )
         self.say(f"{results['steps']} steps in {results['seconds']:.0f} s; everything is in {self.run_dir}")
-        self.say(f"the curves are in {self.picture.path}")
+        if self.picture.drawn:
+            self.say(f"the curves are in {self.picture.path}")
         return summary
 
     def _with_wandb(self, call: Callable[[Any], Any]) -> None:
