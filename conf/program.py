@@ -121,13 +121,14 @@ def program(
                     run = newest_run(cfg.name, HydraConfig.get().runtime.choices.experiment) or folder
                 try:
                     if is_first:
-                        _refuse_missing_in_files()
+                        composed = cfg
                         if "resume" in cfg:
                             from conf.resumed import with_earlier_settings  # it needs PyTorch, and tools may not
 
                             given = OmegaConf.to_container(HydraConfig.get().overrides.task)  # as typed, not resolved
                             given = [override for override in given if override not in defaults]
                             cfg = with_earlier_settings(cfg, given, run, set(known_keys(schema)))
+                        _refuse_missing_in_files(resumes=cfg is not composed)
                         settings = settings_from(cfg, schema)
                     if processes:  # those of the first one, which are right
                         cfg = OmegaConf.create(processes.told(OmegaConf.to_container(cfg)))
@@ -314,14 +315,19 @@ def _quoted(value: str) -> str:
     return f"'{value}'"
 
 
-def _refuse_missing_in_files() -> None:
-    """ConfigError for a ??? in a chosen file, unless the command line has its key: composing drops what is missing."""
+def _refuse_missing_in_files(*, resumes: bool) -> None:
+    """ConfigError for a ??? in a chosen file, unless the command line has its key: composing drops what is missing.
+
+    resumes: the run has settings of its own, and takes only files whose groups were typed, an experiment's not.
+    """
     hydra_config = HydraConfig.get()
     overrides = OmegaConf.to_container(hydra_config.overrides.task)  # as typed: they may refer to what is not there
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     folders = [Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"]
     for folder in [Path(__file__).parent, *folders]:
         for group, name in hydra_config.runtime.choices.items():
+            if resumes and (group not in typed or group == "experiment"):
+                continue
             if (file := folder / group / f"{name}.yaml").is_file():
                 first_line = file.read_text(encoding="utf-8").partition("\n")[0]
                 package = "" if "@package _global_" in first_line else group

@@ -183,7 +183,7 @@ def test_only_the_first_process_reads_the_files_of_a_configuration(tmp_path, mon
     def main(settings: Resumable, run_dir: Path) -> None:
         read.append(settings.prompt)
 
-    monkeypatch.setattr("conf.program._refuse_missing_in_files", lambda: read.append("files"))
+    monkeypatch.setattr("conf.program._refuse_missing_in_files", lambda **_: read.append("files"))
     monkeypatch.setattr("conf.resumed.with_earlier_settings", lambda cfg, *_: read.append("run") or cfg)
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # it is replaced: only the first one prints
     monkeypatch.setattr(sys, "argv", ["echo.py", "prompt=its own", "resume=auto"])

@@ -131,6 +131,8 @@ def test_the_command_line_changes_on_top(here, train):
     again = train("resume=auto", *OWN[:2], "data.seq_len=32", "name=mine", "experiment=quickstart", "train.max_hours=1")
     assert changes(again.out)[-1] == "train.max_hours 1e-09 -> 1.0"
     assert "settings   the run's own; experiment is not read again" not in again.out  # it is the program's default
+    needs_files = train("resume=auto", "name=mine", "experiment=shakespeare", "train.max_hours=1")
+    assert needs_files.code == 0, needs_files.error  # it has some
     other = train("resume=auto", "name=mine", "experiment=parity", "train.steps=7", "train.max_hours=null")
     assert other.code == 0
     assert "settings   the run's own; experiment is not read again" in other.out
