@@ -262,6 +262,7 @@ def test_where_nothing_could_be_saved_no_way_on_is_shown(tmp_path, monkeypatch, 
     assert (summary["checkpoint"], summary["exit_code"]) == (None, numbers.EXIT_BAD_NUMBERS)
     said = capsys.readouterr().out
     assert "nothing was saved to go on from: begin anew, with its cause mended" in said
+    assert "loss.png: " not in said  # nor that there is nothing to draw
     assert "resume=" not in said
 
 

@@ -175,7 +175,8 @@ class RunLog:
         except OSError as error:
             self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
         self._with_wandb(lambda run: run.summary.update(named(summary)))
-        self.picture.draw(last=True)
+        if self.lines:  # else the run came to none, or goes on with nothing in a new folder
+            self.picture.draw(last=True)
         if stop and checkpoint is None:
             self.say(f"stopped by {stop.reason}; nothing was saved to go on from: begin anew, with its cause mended")
         elif stop:
