@@ -110,8 +110,10 @@ def _one_line(data: DataConfig) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, HTTPError, DatasetsError, ValueError, RuntimeError) as error:  # pyarrow's are among them
-        reason = " ".join(str(error).split("\n")[:2]).strip().rstrip(".") or type(error).__name__
+    # pyarrow's are among them; the last is of JSON without a byte
+    except (OSError, HTTPError, DatasetsError, ValueError, RuntimeError, StopIteration) as error:
+        reason = " ".join(str(error).split("\n")[:2]).strip().rstrip(".")
+        reason = reason or ("a file is empty" if isinstance(error, StopIteration) else type(error).__name__)
         if data.local_dir:
             remedy = "correct the folder, data.config or data.split"
             raise ValueError(f"{_title(data)} cannot be read ({reason}); {remedy}") from error

@@ -127,6 +127,14 @@ def test_rows_are_read_one_batch_at_a_time(folder, monkeypatch):
     assert "\n" not in str(refused.value)
 
 
+def test_a_folder_of_nothing_is_one_line(tmp_path, cache):
+    """`datasets` itself looks for the columns of the first row, and has no words where there is none."""
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").touch()
+    with pytest.raises(ValueError, match=r"data\.local_dir=.* cannot be read \(a file is empty\); correct the folder"):
+        opened(cache, local_dir=str(tmp_path / "rows"))
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
