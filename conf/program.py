@@ -263,6 +263,8 @@ def _arguments(
     parser.error = refuse  # type: ignore[method-assign]
     found: argparse.Namespace = parser.parse_intermixed_args(typed)
     flags, values = [a for a in typed if a not in found.overrides], list(found.overrides)
+    if found.hydra_help:  # Hydra's own page is of no configuration, and has no group for an argument to choose from
+        return flags, [], False
     if empty := {"hydra.run.dir=", "hydra.sweep.dir="}.intersection(values):  # of a shell's variable that is not set
         refuse(f"{empty.pop()} names no folder; write . for this one")
     if positional and (bare := [value for value in values if _is_positional(value)]):

@@ -113,6 +113,9 @@ def test_cfg_and_help_from_another_folder(tmp_path, monkeypatch, capsys):
     assert help_text.code == 0
     assert help_text.out.startswith("Train a GPT")
     assert "long_context, parity, parity_gpu, quickstart" in help_text.out
+    of_hydra = told("train", ["--hydra-help"], monkeypatch, capsys)
+    assert of_hydra.code == 0, of_hydra.error
+    assert "--config-dir" in of_hydra.out
     assert not (tmp_path / "runs").exists()
 
 
