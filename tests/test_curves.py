@@ -18,7 +18,7 @@ from tests.runs import SMALL, small_run, told
 from tests.test_text import Echo
 from train import train
 from training import comparison, curves
-from training.comparison import compare, labels, runs_below, state
+from training.comparison import compare, labels, runs_below, show_sweep, state
 from training.curves import LossPicture, draw_run, read_run
 from training.lock import locked
 
@@ -312,10 +312,14 @@ def test_a_sweep_ends_with_its_table(tmp_path, monkeypatch, capsys, drawn):
 
     killed = runs_below(sweep)[1]
     (killed / "summary.json").unlink()
+    (sweep / "2").mkdir()
+    (sweep / "2" / "metrics.jsonl").touch()  # its first step was not finite
+    show_sweep([sweep / "0", killed, sweep / "2"])
     again = told("scripts.compare", [str(sweep), "out=again.png"], monkeypatch, capsys)
     rows = json.loads(again.out.splitlines()[-1])["runs"]
     assert [(row["run"], row["state"]) for row in rows] == [("optim.lr=1e-3", "finished"), ("optim.lr=3e-4", "killed")]
     assert [row["steps"] for row in rows] == [2, 2]
+    assert f"left out: {sweep / '2'} has no line of metrics yet" in again.out
 
 
 def test_a_sweep_of_experiments_is_in_one_folder(tmp_path, monkeypatch, capsys):

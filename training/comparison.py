@@ -26,8 +26,16 @@ def runs_below(folder: Path) -> list[Path]:
     for pattern in ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl"):
         runs = [file.parent for file in folder.glob(pattern)]
         if runs:
-            return sorted(runs, key=lambda run: (run.parent, len(run.name), run.name))
+            shown = list(filter(_has_a_line, runs)) or runs
+            for run in sorted({*runs} - {*shown}):
+                print(f"left out: {run} has no line of metrics yet")
+            return sorted(shown, key=lambda run: (run.parent, len(run.name), run.name))
     return [folder]
+
+
+def _has_a_line(folder: Path) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return metrics.is_file() and b"\n" in metrics.read_bytes()
 
 
 def state(run: dict[str, Any]) -> str:
@@ -158,7 +166,7 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
 
 def show_sweep(folders: list[Path]) -> None:
     """What is printed at a sweep's end: the table of its runs, and where their picture is."""
-    if runs := [folder for folder in folders if (folder / "metrics.jsonl").is_file()]:
+    if runs := list(filter(_has_a_line, folders)):
         compare(runs, runs[0].parent / "compare.png")
 
 
