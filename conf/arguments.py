@@ -1,0 +1,84 @@
+"""A program's arguments, read as they were typed and handed to Hydra.
+
+Text is text: the value of a key that holds text arrives as typed, without the quotes around all of it if it has any;
+only under -m, where a comma separates the values of a sweep, one with a comma is read by Hydra's grammar.
+"""
+
+import argparse
+import re
+import sys
+from typing import Any, NoReturn
+
+from hydra.main import get_args_parser
+
+from conf.keys import Key
+from conf.mistakes import fail
+
+NOW = "${now:%Y-%m-%d_%H-%M-%S}"
+SEVERAL = f"hydra.sweep.dir='runs/several/{NOW}'"  # where the folders of a sweep's runs would not be in one
+
+
+def read(
+    typed: list[str], defaults: list[str], positional: str | None, keys: dict[str, Key]
+) -> tuple[list[str], list[str], bool]:
+    """(flags, key=value arguments with the program's defaults, is it --help?); a wrong flag ends in one line."""
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        sys.exit(fail(f"{message}; values are written key=value, --help lists all"))
+
+    parser.error = refuse  # type: ignore[method-assign]
+    found: argparse.Namespace = parser.parse_intermixed_args(typed)
+    flags, values = [a for a in typed if a not in found.overrides], list(found.overrides)
+    if found.hydra_help:  # Hydra's own page is of no configuration, and has no group for an argument to choose from
+        return flags, [], False
+    if empty := {"hydra.run.dir=", "hydra.sweep.dir="}.intersection(values):  # of a shell's variable that is not set
+        refuse(f"{empty.pop()} names no folder; write . for this one")
+    if positional and (bare := [value for value in values if _is_positional(value)]):
+        if named := [value for value in values if value.startswith(f"{positional}=")]:  # a folder may be called so
+            refuse(f"{named[0]} and {bare[0]} are given both ways; leave {positional}= out")
+        listed = ",".join(map(_quoted, bare))
+        values = [value for value in values if value not in bare] + [f"{positional}=[{listed}]"]
+    values = [_as_typed(value, keys, sweeps=found.multirun) for value in values]
+    if found.multirun and any(re.match(r"(experiment|name)=.*[,(]", value) for value in values):
+        defaults = [SEVERAL, *defaults]
+    said = set(map(key_of, values))
+    return flags, [*values, *(value for value in defaults if key_of(value) not in said)], found.help
+
+
+def key_of(override: str) -> str:
+    """The key or group that an argument sets, adds or deletes."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _is_positional(value: str) -> bool:
+    """Whether an argument is no key=value: a path, whose folders may have a = in their names."""
+    key, equals, _ = value.partition("=")
+    if equals:
+        return "/" in key and not key.startswith("hydra/")  # hydra/launcher=NAME is a choice of Hydra's
+    return not value.startswith("~")
+
+
+def _as_typed(argument: str, keys: dict[str, Key], *, sweeps: bool) -> str:
+    """A key=value argument whose value, if its key holds text, no grammar changes: neither Hydra's nor OmegaConf's."""
+    key, equals, value = argument.partition("=")
+    known = keys.get(key.lstrip("+"))
+    if not equals or known is None or not known.is_text or (sweeps and "," in value):
+        return argument
+    if value.startswith("[") and known.type is Any:  # of a key that also takes a list
+        return argument
+    if value == "null" and known.type is not str:
+        return argument
+    if re.fullmatch(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", value, flags=re.S):  # quoted for Hydra already
+        return argument
+    return f"{key}={_quoted(value)}"
+
+
+def _quoted(value: str) -> str:
+    """`value` between quotes as Hydra's grammar and OmegaConf's interpolations leave it unchanged.
+
+    A backslash is doubled only where it would otherwise be read as an escape: before a quote, `${`, or the end.
+    """
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    value = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), value)
+    return f"'{value}'"
