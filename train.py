@@ -167,8 +167,8 @@ def run(
             step += 1
             on_step(Step(step, batch, loss, grad_norm, optimizer))
 
-            # --- after a loss or gradient that is not finite the optimizer does nothing, so the look may come a step
-            # late; but at once where the loss or the weights are logged, saved or evaluated
+            # --- after a loss or gradient that is not finite the optimizer does nothing, so a look may be a step late,
+            # and `step` goes back to the bad one; at once where the loss or the weights are logged, saved or evaluated
             asked = stop.requested
             if bad := check.look(step, loss, grad_norm, wait=asked or config.is_watched(step)):
                 if not bad_steps.handle(bad, prefetcher, stepper.step_of, stop):

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -191,6 +192,11 @@ class World:
         """The reason for which some process asked to stop, the same in all; None while there is none."""
         return min(self._heard, default=None)
 
+    def parts_of(self, tail: Any) -> list[Any]:
+        """Of what a step's sum carries, a tensor or a list: loss, votes, `unsaved`, then ms and checks of each rank."""
+        sizes = (1, NUM_VOTES, 1, self.size, self.size)
+        return [tail[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
     def read(self, step: int, tail: list[float]) -> list[str]:
         """Take note of what came with `step`'s sum, read by the host; lines that are worth saying.
 
@@ -200,12 +206,11 @@ class World:
         self.step = step
         if self.size == 1:
             return []
-        votes, unsaved = tail[1 : NUM_VOTES + 1], int(tail[NUM_VOTES + 1])
-        times, checks = tail[-2 * self.size : -self.size], tail[-self.size :]
+        _, votes, (unsaved,), times, checks = self.parts_of(tail)
         self._heard |= {index for index, asked in enumerate(votes) if asked}
         if unsaved != self._said_unsaved and not self.is_first:  # who writes has said it with the reason
             place = f"{self.describe(0)} cannot write it; {self.describe(self.rank)} goes on"
-            print(f"not saved: step {unsaved}: {place}", file=sys.stderr, flush=True)
+            print(f"not saved: step {int(unsaved)}: {place}", file=sys.stderr, flush=True)
         self._said_unsaved = unsaved
         for rank, check in enumerate(checks):
             if check != checks[0] and check == check and checks[0] == checks[0]:
@@ -242,12 +247,12 @@ class World:
         if self._sums % CHECK_EVERY == 0 and not self.shards:
             self._check = torch.stack(torch._foreach_norm(weights)).sum()
         self.tail = torch.zeros(2 + NUM_VOTES + 2 * self.size, device=loss.device)
-        self.tail[0] = loss
+        own_loss, votes, unsaved, times, checks = self.parts_of(self.tail)
+        own_loss[0], checks[self.rank] = loss, self._check
         for index in self._votes:
-            self.tail[1 + index].fill_(1)
-        self.tail[1 + NUM_VOTES].fill_(self.unsaved)
-        self.tail[2 + NUM_VOTES + self.rank].fill_(self._clock.end())
-        self.tail[2 + NUM_VOTES + self.size + self.rank] = self._check
+            votes[index].fill_(1)
+        unsaved.fill_(self.unsaved)
+        times[self.rank].fill_(self._clock.end())
         terms = [term.contiguous() for term in terms]
         self.arrivals += 1
         with self.communicating():

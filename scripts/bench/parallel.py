@@ -272,7 +272,7 @@ def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twi
     step_ms, tokens = max(ms for ms, _ in found), chosen.settings["train"]["batch_tokens"]
     shown = {}
     if tails:  # what each process told the others in the last steps
-        times = torch.stack(tails)[-bench.steps :, -2 * world.size : -world.size].median(0).values
+        times = torch.stack([world.parts_of(tail)[3] for tail in tails[-bench.steps :]]).median(0).values
         shown["computing"] = " ".join(f"{ms:.2f}" for ms in times.tolist())
     if twice:
         hashes = [network.repeated(optimizer, stepper, chosen, bench.hash_steps) for _ in range(2)]
