@@ -8,7 +8,7 @@
     python train.py resume=runs/mine/TIME              go on with a run as it was; keys beside it change it
     python train.py resume=auto name=mine              the newest run of that name, or its first
     python train.py init_from=CHECKPOINT               a new run that begins with those weights
-    python train.py --cfg job                          print the configuration that would run
+    python train.py --cfg job                          print the configuration of a new run
 
 This file is the story of a run, top to bottom: resolve what it will be, build, loop, close. Everything it calls is one
 file with one idea; this is the only training loop.

@@ -21,7 +21,7 @@ GROUPS = {
 TYPED = (
     "  key=value            text arrives as typed, without the quotes around all of it if it has any",
     "  -m key=a,b           one run for each value; there a comma separates values",
-    "  --cfg job            print the configuration that would run, and end",
+    "  --cfg job            print the configuration of a new run, and end",
 )
 
 
