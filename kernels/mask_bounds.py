@@ -5,6 +5,9 @@ or on keys alone, as `document[q]` does, is evaluated for each of them. Where bo
 `document[q] == document[k]`, a block keeps the bounds of its values: interval arithmetic, with False below True.
 Where an operation has no rule here, all values are possible. So a block that is decided is exact, and the others have
 to be asked.
+
+For example documents of 200 tokens, in blocks of 128: of the queries of block 1 the document lies in [0, 1], of those
+of block 2 it is 1, and of the keys of block 0 it is 0. So block (2, 0) is hidden, and block (1, 0) has to be asked.
 """
 
 from collections.abc import Callable, Sequence
