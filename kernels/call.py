@@ -246,10 +246,12 @@ def _number(name: str, value: object) -> float:
     raise ValueError(f"{name} has type {type(value).__name__}; it must be a number")
 
 
-def check_tensor(name: str, x: object) -> None:
-    """Raises ValueError where x is no tensor."""
+def check_tensor(name: str, x: object, axes: str = "") -> None:
+    """Raises ValueError where x is no tensor or, if they are given, has not these axes, "tokens, heads, head_dim"."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
+    if axes and x.dim() != (number := axes.count(",") + 1):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {number} dimensions ({axes})")
 
 
 def check_cu_seqlens(name: str, x: object) -> None:
@@ -264,10 +266,7 @@ def check_cu_seqlens(name: str, x: object) -> None:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; expected 4 dimensions (batch, heads, tokens, head_dim)"
-            )
+        check_tensor(name, tensor, "batch, heads, tokens, head_dim")
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ValueError(f"{name} has dtype {tensor.dtype}; expected a floating point dtype of 16 bits or more")
         if tensor.shape[-1] == 0:

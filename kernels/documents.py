@@ -123,9 +123,7 @@ def _(ranges, q_tokens, k_tokens, q_pitch, k_pitch):
 def call_packed(attention, qkv: tuple, cu_seqlens: tuple, max_seqlen: tuple, return_lse: bool = False, **options):
     """`attention` on (tokens, heads, head_dim) tensors, by views: the body of the `..._varlen` functions."""
     for name, x in zip("qkv", qkv, strict=True):
-        check_tensor(name, x)
-        if x.dim() != 3:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 3 dimensions (tokens, heads, head_dim)")
+        check_tensor(name, x, "tokens, heads, head_dim")
     _, k, v = qkv
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; all but head_dim must be equal")

@@ -27,11 +27,7 @@ def flash_attn_func(
     is deterministic whatever is asked. With return_attn_probs also LSE (B, Hq, Nq) and, in the place of probabilities,
     which never exist, None."""
     for name, x in zip("qkv", (q, k, v), strict=True):
-        check_tensor(name, x)
-        if x.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; expected 4 dimensions (batch, tokens, heads, head_dim)"
-            )
+        check_tensor(name, x, "batch, tokens, heads, head_dim")
     o, lse = flash_attention(
         *(x.transpose(1, 2) for x in (q, k, v)),
         causal=causal, scale=softmax_scale, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux,

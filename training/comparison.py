@@ -35,7 +35,10 @@ def runs_below(folder: Path) -> list[Path]:
 
 def _has_a_line(folder: Path) -> bool:
     metrics = folder / "metrics.jsonl"
-    return metrics.is_file() and b"\n" in metrics.read_bytes()
+    if not metrics.is_file():
+        return False
+    with metrics.open("rb") as file:
+        return file.readline().endswith(b"\n")
 
 
 def state(run: dict[str, Any]) -> str:

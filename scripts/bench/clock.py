@@ -15,7 +15,7 @@ from kernels.device import l2_bytes
 
 _WARMUP = 3  # the first call may compile, the second may still allocate
 _ON_A_CPU = 3  # runs
-Call = TypeVar("Call")
+T = TypeVar("T")
 
 
 class Mark:
@@ -78,7 +78,7 @@ def spans(
     return [begin.seconds_to(end) for begin, end in marks]
 
 
-def turns(calls: Sequence[Call], rounds: int) -> Iterator[list[Call]]:
+def turns(calls: Sequence[T], rounds: int) -> Iterator[list[T]]:
     """The order of `calls` in each round: none has its place, or its neighbour before it, more often than it must.
 
     A GPU's clock is higher behind a call that leaves it cool. In as many rounds as calls, or twice as many where their
