@@ -261,7 +261,7 @@ def _assemble(
     patterns are equal.
     """
     bits, numbers = _unlike(torch.cat((_ends(device), *bits)))  # pattern 0 shows everything, 1 nothing
-    pattern = np.where(full, 0, 1)
+    pattern = 1 - full.astype(np.int32)
     pattern[asked] = numbers[2:]
     visited = np.count_nonzero(pattern != 1)
     if visited >= MOST_VISITS:
@@ -274,7 +274,7 @@ def _assemble(
         of_rows, listed = _lists(tables, sum(map(len, visits)))
         starts.append(of_rows)
         visits.append(listed)
-    visits[2][:, 2:] = _in_order_of_blocks(of_keys)
+    visits[2][:, 2:] = _in_order_of_blocks(pattern, of_keys)
     starts = np.concatenate(starts, axis=2, dtype=np.int32)
     lists = torch.from_numpy(np.concatenate((starts.reshape(-1, 4), *visits))).to(device)  # in one copy
     starts, visits = lists[: starts.size // 4].view(starts.shape), lists[starts.size // 4 :]
@@ -283,9 +283,12 @@ def _assemble(
 
 def _unlike(bits: Tensor) -> tuple[Tensor, np.ndarray]:
     """Of patterns (n, 2, 128, 2) those that differ, and the number among them of each of the n."""
-    first, numbers = _distinct(_hashed(bits[:, 0], _ODD).cpu().numpy())
-    kept = np.flatnonzero(first == np.arange(len(first)))
-    first, kept = torch.from_numpy(np.concatenate((first, kept))).to(bits.device).split((len(first), len(kept)))
+    mixed = bits[:, 0].flatten(1) * _weights(_ODD, bits.device)
+    hashes = (mixed ^ (mixed >> 29)).sum(1)  # unmixed, words that differ in their highest bits would cancel
+    _, first, which = np.unique(hashes.cpu().numpy(), return_index=True, return_inverse=True)
+    kept = np.sort(first)
+    numbers = np.searchsorted(kept, first)[which]
+    first, kept = torch.from_numpy(np.concatenate((first[which], kept))).to(bits.device).split((len(which), len(kept)))
     if torch.equal(bits, bits[first]):
         return bits[kept], numbers
     numbers = np.arange(len(bits))  # two that differ share a hash: all are kept as they are
@@ -297,26 +300,30 @@ def _unlike(bits: Tensor) -> tuple[Tensor, np.ndarray]:
 def _lists(tables: tuple[np.ndarray, ...], before: int) -> tuple[np.ndarray, np.ndarray]:
     """`starts` (B, H, rows, 4) and, behind `before` others, `visits` (all, 4) of patterns (B, H, rows, blocks); a group
     has those of two rows of blocks."""
-    full = np.all([table == 0 for table in tables], axis=0)
-    some = np.any([table != 1 for table in tables], axis=0)
-    kinds = np.stack((full, some & ~full), axis=3)  # first the full ones
-    number = np.count_nonzero(kinds, axis=4)
+    blocks = tables[0].shape[3]
+    at = np.flatnonzero(np.logical_or.reduce([table != 1 for table in tables]))
+    patterns = [table.reshape(-1)[at] for table in tables]
+    row = at // blocks
+    kind = 2 * row + np.logical_or.reduce([x != 0 for x in patterns])  # of a row first the full ones
+    number = np.bincount(kind, minlength=2 * (tables[0].size // blocks)).reshape(*tables[0].shape[:3], 2)
     stops = before + number.cumsum().reshape(number.shape)
     most = np.argsort(-number.sum(3), axis=2, kind="stable")
-    at, blocks = np.flatnonzero(kinds), kinds.shape[4]
+    order = np.argsort(kind, kind="stable")
     visits = np.zeros((len(at), 4), np.int32)
-    visits[:, 0] = at % blocks
-    for column, table in enumerate(tables, 1):
-        visits[:, column] = table.reshape(-1, blocks)[at // (2 * blocks), visits[:, 0]]
+    for column, x in enumerate((at - row * blocks, *patterns)):
+        visits[:, column] = x[order]
     return np.stack((*np.moveaxis(stops - number, 3, 0), stops[..., 1], most), axis=3), visits
 
 
-def _in_order_of_blocks(of_keys: np.ndarray) -> np.ndarray:
-    """(visits, 2): what stands beside the visits of keys, from their patterns (B, H, blocks of keys, of queries)."""
-    seen = of_keys != 1
-    larger = np.count_nonzero(seen, axis=2, keepdims=True) - seen.cumsum(2, dtype=np.int32)
-    at = np.flatnonzero(seen)
-    return np.stack((at % seen.shape[3] + (larger.reshape(-1)[at] << 16), of_keys.reshape(-1)[at]), axis=1)
+def _in_order_of_blocks(pattern: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
+    """(visits, 2): what stands beside the visits of keys; `of_keys` is `pattern` with blocks of keys before queries."""
+    at = np.flatnonzero(pattern != 1)
+    row = at // pattern.shape[3]
+    larger = np.empty(pattern.size, np.int32)
+    larger[at] = np.bincount(row).cumsum()[row] - np.arange(1, len(at) + 1)
+    larger = larger.reshape(pattern.shape).swapaxes(2, 3).reshape(-1)
+    at = np.flatnonzero(of_keys != 1)
+    return np.stack((at % of_keys.shape[3] + (larger[at] << 16), of_keys.reshape(-1)[at]), axis=1)
 
 
 @cache
@@ -325,23 +332,9 @@ def _ends(device: torch.device) -> Tensor:
     return torch.arange(-1, 1, device=device)[:, None, None, None].expand(2, 2, BLOCK, 2)
 
 
-def _hashed(words: Tensor, odd: int) -> Tensor:
-    """(n,) int64 of patterns (n, 128, 2); two that differ may share one."""
-    mixed = words.flatten(1) * _weights(odd, words.device)
-    return (mixed ^ (mixed >> 29)).sum(1)  # unmixed, words that differ in their highest bits would cancel
-
-
 @cache
 def _weights(odd: int, device: torch.device) -> Tensor:
     return torch.full((2 * BLOCK,), odd, device=device).cumprod(0)
-
-
-def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each hash the first that equals it, and its number among those."""
-    _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
-    number = np.empty_like(first)
-    number[first.argsort()] = np.arange(len(first))
-    return first[which], number[which]
 
 
 # ---- torch's BlockMask

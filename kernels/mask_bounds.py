@@ -11,7 +11,7 @@ of block 2 it is 1, and of the keys of block 0 it is 0. So block (2, 0) is hidde
 """
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Bounds(Tensor):
 
     @staticmethod
     def of(dtype: torch.dtype, limit: int, exact: Tensor | None, bounds: Range) -> "Bounds":
-        made = torch.empty((), dtype=dtype, device=bounds.low.device).as_subclass(Bounds)
+        made = _nothing(dtype, bounds.low.device).as_subclass(Bounds)
         made.exact, made.range, made.limit = exact, bounds, limit
         return made
 
@@ -54,14 +54,18 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
     sizes: B, H, Nq, Nk. Behind the last query and the last key stand their copies. Raises Undecided.
     """
     shape = [*sizes[:2], *(-(-size // block) for size in sizes[2:])]
+    numbers = torch.arange(max(*shape[:2], *(blocks * block for blocks in shape[2:])), device=device)
     indices = []
-    for axis, size in enumerate(sizes):
-        padded = size if axis < 2 else shape[axis] * block
-        values = torch.arange(padded, device=device)
-        values = values.clamp_(max=size - 1) if padded > size else values
-        values = values.view([padded if axis == i else 1 for i in range(4)])
-        per_block = values.unflatten(axis, (-1, block if axis > 1 else 1)).movedim(axis + 1, 0)
-        indices.append(Bounds.of(values.dtype, size, values, Range(per_block[0], per_block[-1])))
+    for axis, (size, blocks) in enumerate(zip(sizes, shape, strict=True)):
+        each = block if axis > 1 else 1
+        values = numbers[: blocks * each]
+        if size < len(values):
+            values = values.clamp(max=size - 1)
+        exact, low, high = (
+            x.view([-1 if axis == i else 1 for i in range(4)])
+            for x in (values, values[::each], values[each - 1 :: each])
+        )
+        indices.append(Bounds.of(values.dtype, size, exact, Range(low, high)))
     with _Following(block):
         seen = mask_mod(*indices)
     if not isinstance(seen, Bounds) or seen.dtype != torch.bool:
@@ -117,6 +121,11 @@ class _Following(TorchFunctionMode):
         if (bounds := _bounds(name, dtype, limit, args)) is None:
             bounds, limit = _open(dtype), _largest(dtype)
         return Bounds.of(dtype, limit, None, bounds)
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=dtype, device=device)
 
 
 def _in_blocks(x: Tensor, block: int) -> Range:
