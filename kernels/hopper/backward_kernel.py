@@ -30,7 +30,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -41,7 +40,6 @@ from .backward_roles import (
     S_LAYOUT,
     add_in_turn,
     producer,
-    product,
     query_gradient,
     turn_keeper,
     wait_for_turn,
@@ -58,110 +56,10 @@ from .backward_schedule import (
     query_tiles,
     unmasked_from,
 )
-from .backward_scores import pattern_bits, probabilities, slope_of
+from .backward_step import gradient_step_64, gradient_step_128, is_full, late_products, slope_of
 from .masked import heads_together, masked_by
 from .pipeline import store_rows
 from .tma import slot
-
-
-@gluon.jit
-def _gradient_step_64(
-    k, v, streamed, ds_smem, barriers, step, key, position, sizes, scoring, dk, dv,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """One query tile's share of dK and dV, and its dS^T. k and v are in registers."""
-    full, empty, ds_full, ds_empty = barriers
-    q_smem, do_smem, lse_smem, delta_smem = streamed
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    stage, phase = slot(step, STAGES)
-    place, use = slot(step, 2)
-    mbarrier.wait(full.index(stage), phase)
-    scores = product(k, q_smem.index(stage).permute((1, 0)))
-    dp = product(v, do_smem.index(stage).permute((1, 0)))
-    lse = lse_smem.index(stage).load(columns)
-    bits = pattern_bits(stage, position, key, sizes)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
-    p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED, CAUSAL)
-    operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
-    dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
-    delta = delta_smem.index(stage).load(columns)
-    dp = warpgroup_mma_wait(1, deps=(dp,)) - delta[None, :]
-    ds = (weight * dp).to(q_smem.dtype)
-    mbarrier.wait(ds_empty.index(place), use ^ 1)
-    ds_smem.index(place).slice(KEYS * CONSUMER, KEYS, 0).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(ds_full.index(place), count=1)
-    operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
-    dk = warpgroup_mma(operand, q_smem.index(stage), dk, is_async=True)
-    dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
-    mbarrier.arrive(empty.index(stage), count=1)
-    return dk, dv
-
-
-@gluon.jit
-def _late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, STAGES: gl.constexpr, CONSUMER: gl.constexpr):
-    """A step's dQ, of which this consumer has half of the columns, and dK += dS^T Q: started.
-
-    dQ first: its adds go out under dK. dS^T of dK is read from shared memory, for which no register is kept."""
-    place, use = slot(step, 2)
-    stage, _phase = slot(step, STAGES)
-    ds = ds_smem.index(place)
-    mbarrier.wait(ds_full.index(place), use)
-    dq = product(ds.permute((1, 0)), k_tile.slice(64 * CONSUMER, 64, 1))
-    dk = warpgroup_mma(ds.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage), dk, is_async=True)
-    return dq, dk
-
-
-@gluon.jit
-def _gradient_step_128(
-    k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, position, sizes, scoring, dk, dv,
-    FIRST: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """One query tile's share of dV and its dS^T; and dK's and dQ's of the step before, unless this is the FIRST."""
-    full, empty, ds_full, _ds_empty = barriers
-    q_smem, do_smem, lse_smem, delta_smem = streamed
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    stage, phase = slot(step, STAGES)
-    place, _use = slot(step, 2)
-    mbarrier.wait(full.index(stage), phase)
-    # 0, but ptxas cannot know: else it holds the descriptors of all pieces of K and V, as they are the same in
-    # every step, in more than 20 registers (they are short) and moves each to the uniform ones (R2UR) it needs
-    nought = step >> 30
-    k_tile = k_smem.index(nought)
-    v = v_smem.index(nought).slice(KEYS * CONSUMER, KEYS, 0)
-    lse = lse_smem.index(stage).load(columns)
-    scores = product(k_tile.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage).permute((1, 0)))
-    if FIRST:
-        bits = pattern_bits(stage, position, key, sizes)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-    else:
-        dq, dk = _late_products(k_tile, q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
-        bits = pattern_bits(stage, position, key, sizes)  # not earlier: no product waits for a load
-        scores = warpgroup_mma_wait(2, deps=(scores,))
-    p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED, CAUSAL)
-    if not FIRST:
-        turn = wait_for_turn(turns, step - 1)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
-        add_in_turn(dq, dq_ptr, turn, step - 1, CONSUMER, 128)
-    # registers are short: delta is not kept beside dP, the sum begins at -delta
-    dp = gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT) - delta_smem.index(stage).load(columns)[None, :]
-    dp = warpgroup_mma(v, do_smem.index(stage).permute((1, 0)), dp, is_async=True)
-    operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
-    dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
-    if not FIRST:
-        dk = warpgroup_mma_wait(2, deps=(dk,))
-        last_stage, _phase = slot(step - 1, STAGES)
-        mbarrier.arrive(empty.index(last_stage), count=1)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    # a consumer is here only when the other one has written the dS of the step before, and so has read the dS of
-    # the one before that: two places are enough
-    ds_smem.index(place).slice(KEYS * CONSUMER, KEYS, 0).store((weight * dp).to(q_smem.dtype))
-    fence_async_shared()
-    mbarrier.arrive(ds_full.index(place), count=1)
-    dv = warpgroup_mma_wait(0, deps=(dv,))
-    return dk, dv
 
 
 @gluon.jit
@@ -175,6 +73,8 @@ def _consumer(
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     streamed = (q_smem, do_smem, lse_smem, delta_smem)
     ring = (full, empty, ds_full, ds_empty)
+    # full blocks have a body of their own: a branch inside the step costs them a tenth (NOTES.md). A soft-cap needs it
+    BY_PATTERN: gl.constexpr = sizes.masked is not None and softcap is None
     _q_row0, k_row0, _padded_row0 = first_rows(sizes)
     step = 0
     for done in range(num_own_items(sizes)):
@@ -196,42 +96,70 @@ def _consumer(
         if HEAD_DIM == 64:
             for member in range(sizes.num_heads // sizes.num_kv_heads):
                 scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
-                for query_tile in range(first, unmasked):
-                    dk, dv = _gradient_step_64(
-                        k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
-                        scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
-                    )  # fmt: skip
-                if sizes.window is None and sizes.masked is None:
-                    for query_tile in range(unmasked, end):
-                        dk, dv = _gradient_step_64(
+                if BY_PATTERN:
+                    for query_tile in range(first, end):
+                        at = step + query_tile - first
+                        if is_full(full, at, sizes, STAGES):
+                            dk, dv = gradient_step_64(
+                                k, v, streamed, ds_smem, ring, at, key, query_tile, sizes,
+                                scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
+                            )  # fmt: skip
+                        else:
+                            dk, dv = gradient_step_64(
+                                k, v, streamed, ds_smem, ring, at, key, query_tile, sizes,
+                                scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
+                            )  # fmt: skip
+                else:
+                    for query_tile in range(first, unmasked):
+                        dk, dv = gradient_step_64(
                             k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
-                            scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
+                            scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
                         )  # fmt: skip
+                    if sizes.window is None and sizes.masked is None:
+                        for query_tile in range(unmasked, end):
+                            dk, dv = gradient_step_64(
+                                k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
+                                scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
+                            )  # fmt: skip
                 step += end - first
         elif first < end:
             scoring = (scale_log2, softcap, slope_of(0, batch, kv_head, sizes, scale_log2, softcap))
-            dk, dv = _gradient_step_128(
+            dk, dv = gradient_step_128(
                 k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step, key, first, sizes,
                 scoring, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
             )  # fmt: skip
             begun = first + 1
             for member in range(sizes.num_heads // sizes.num_kv_heads):
                 scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
-                for query_tile in range(begun, unmasked):
-                    dk, dv = _gradient_step_128(
-                        k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                        query_tile, sizes, scoring, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
-                    )  # fmt: skip
-                if sizes.window is None and sizes.masked is None:
-                    for query_tile in range(gl.maximum(begun, unmasked), end):
-                        dk, dv = _gradient_step_128(
+                if BY_PATTERN:
+                    for query_tile in range(begun, end):
+                        at = step + query_tile - first
+                        if is_full(full, at, sizes, STAGES):
+                            dk, dv = gradient_step_128(
+                                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, at, key, query_tile, sizes,
+                                scoring, dk, dv, False, False, STAGES, CAUSAL, CONSUMER,
+                            )  # fmt: skip
+                        else:
+                            dk, dv = gradient_step_128(
+                                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, at, key, query_tile, sizes,
+                                scoring, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
+                            )  # fmt: skip
+                else:
+                    for query_tile in range(begun, unmasked):
+                        dk, dv = gradient_step_128(
                             k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                            query_tile, sizes, scoring, dk, dv, False, False, STAGES, CAUSAL, CONSUMER,
+                            query_tile, sizes, scoring, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
                         )  # fmt: skip
+                    if sizes.window is None and sizes.masked is None:
+                        for query_tile in range(gl.maximum(begun, unmasked), end):
+                            dk, dv = gradient_step_128(
+                                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
+                                query_tile, sizes, scoring, dk, dv, False, False, STAGES, CAUSAL, CONSUMER,
+                            )  # fmt: skip
                 begun = first
                 step += end - first
             # K is gone with the item, so the last step's share is not left for the next item's first step
-            dq, dk = _late_products(k_smem.index(0), q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
+            dq, dk = late_products(k_smem.index(0), q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
             turn = wait_for_turn(turns, step - 1)
             dq = warpgroup_mma_wait(1, deps=(dq,))
             add_in_turn(dq, dq_ptr, turn, step - 1, CONSUMER, HEAD_DIM)

@@ -1,0 +1,205 @@
+"""A step of the Hopper backward's consumers: 64 keys and a query tile, under the call's options and its mask.
+
+What a step does, and when, is in backward_kernel.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .backward_roles import S_LAYOUT, add_in_turn, product, wait_for_turn
+from .backward_schedule import BLOCK_Q, KEYS
+from .masked import announced_pattern, by_bits, own_bits
+from .softmax import biased, log2_factor, logits, slope_at
+from .tma import slot
+
+
+@gluon.jit
+def slope_of(member, batch, kv_head, sizes, scale_log2, softcap):
+    """The ALiBi slope of a KV head's query head, in the unit of `logits`."""
+    batch_head = batch * sizes.num_heads + kv_head * (sizes.num_heads // sizes.num_kv_heads) + member
+    return slope_at(sizes.alibi_slopes, sizes.item, batch_head, sizes.num_heads, log2_factor(scale_log2, softcap))
+
+
+@gluon.jit
+def probabilities(
+    scores, lse, key, position, bits, sizes, scoring, MASKED: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """P^T (KEYS, BLOCK_Q) of the keys from `key` on and the query tile at a position; and what dP^T - delta is
+    multiplied by for dS^T: P^T too, under a soft-cap times the cap's derivative.
+
+    Where the mask has edges on both sides of what a program visits, a step finds out by itself whether it is at one.
+    """
+    scale_log2, softcap, slope = scoring
+    capped = logits(scores, scale_log2, softcap)
+    exponents = capped
+    if sizes.alibi_slopes is not None:
+        exponents = biased(capped, slope, key, position * BLOCK_Q + (sizes.num_k - sizes.num_q), BLOCK_Q)
+    p = gl.exp2(exponents * log2_factor(scale_log2, softcap) - lse[None, :])
+    if MASKED:
+        keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
+        columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+        diagonal = position * BLOCK_Q + (sizes.num_k - sizes.num_q)
+        if sizes.masked is not None:
+            pattern, words = bits
+            if softcap is None or pattern > 0:
+                p = by_bits(p, words, 2, "0f00000000")
+        elif sizes.window is not None:
+            left, right = sizes.window
+            end = gl.minimum(diagonal + right + 1, sizes.num_k)  # of the keys that the first query sees
+            if (key + KEYS > end) | (key < diagonal + BLOCK_Q - 1 - left):
+                p = _in_window(p, key, diagonal, sizes)
+        elif CAUSAL:
+            last_seen = diagonal + gl.arange(0, BLOCK_Q, layout=columns)[None, :]
+            p = gl.where(keys <= last_seen, p, 0.0)
+        else:
+            p = gl.where(keys < sizes.num_k, p, 0.0)
+    if softcap is not None:
+        return p, p * (1.0 - 4.0 * capped * capped)
+    else:
+        return p, p
+
+
+@gluon.jit
+def _in_window(p, key, diagonal, sizes):
+    """P^T with zeros outside the window: key and diagonal are where the first key and the first query stand.
+
+    Seen as (KEYS, BLOCK_Q / 8, 8), as in `hide`: one comparison with a constant for each bound and no index in a
+    register.
+    """
+    left, right = sizes.window
+    blocks = gl.reshape(p, [KEYS, BLOCK_Q // 8, 8])
+    layout: gl.constexpr = blocks.type.layout
+    block = 8 * gl.arange(0, BLOCK_Q // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    offset = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    keys = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    first = gl.where(keys < sizes.num_k, keys - diagonal - right, BLOCK_Q) - offset  # query that sees the key
+    last = keys - diagonal + left - offset
+    return gl.convert_layout(
+        gl.reshape(gl.where((block >= first) & (block <= last), blocks, 0.0), [KEYS, BLOCK_Q]), p.type.layout
+    )
+
+
+@gluon.jit
+def pattern_bits(stage, position, key, sizes):
+    """The pattern of a block mask that the query tile in a stage has, 0 where all is shown, and `own_bits` of the 64
+    keys from `key` on under the tile's 64 queries."""
+    if sizes.masked is not None:
+        pattern = announced_pattern(stage, sizes.masked)
+        of_keys = sizes.masked.bits + (pattern.to(gl.int64) * 2 + 1) * 512
+        return pattern, own_bits(of_keys, key, position % 2 * 2, S_LAYOUT, 2)
+    else:
+        return 0, 0
+
+
+@gluon.jit
+def is_full(full, step, sizes, STAGES: gl.constexpr):
+    """Whether a step's block of a block mask hides nothing."""
+    stage, phase = slot(step, STAGES)
+    mbarrier.wait(full.index(stage), phase)
+    return announced_pattern(stage, sizes.masked) == 0
+
+
+@gluon.jit
+def gradient_step_64(
+    k, v, streamed, ds_smem, barriers, step, key, position, sizes, scoring, dk, dv,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """One query tile's share of dK and dV, and its dS^T. k and v are in registers."""
+    full, empty, ds_full, ds_empty = barriers
+    q_smem, do_smem, lse_smem, delta_smem = streamed
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    stage, phase = slot(step, STAGES)
+    place, use = slot(step, 2)
+    mbarrier.wait(full.index(stage), phase)
+    scores = product(k, q_smem.index(stage).permute((1, 0)))
+    dp = product(v, do_smem.index(stage).permute((1, 0)))
+    lse = lse_smem.index(stage).load(columns)
+    bits = pattern_bits(stage, position, key, sizes)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED, CAUSAL)
+    operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
+    dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
+    delta = delta_smem.index(stage).load(columns)
+    dp = warpgroup_mma_wait(1, deps=(dp,)) - delta[None, :]
+    ds = (weight * dp).to(q_smem.dtype)
+    mbarrier.wait(ds_empty.index(place), use ^ 1)
+    ds_smem.index(place).slice(KEYS * CONSUMER, KEYS, 0).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(place), count=1)
+    operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
+    dk = warpgroup_mma(operand, q_smem.index(stage), dk, is_async=True)
+    dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+    mbarrier.arrive(empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def late_products(k_tile, q_smem, ds_smem, ds_full, step, dk, STAGES: gl.constexpr, CONSUMER: gl.constexpr):
+    """A step's dQ, of which this consumer has half of the columns, and dK += dS^T Q: started.
+
+    dQ first: its adds go out under dK. dS^T of dK is read from shared memory, for which no register is kept."""
+    place, use = slot(step, 2)
+    stage, _phase = slot(step, STAGES)
+    ds = ds_smem.index(place)
+    mbarrier.wait(ds_full.index(place), use)
+    dq = product(ds.permute((1, 0)), k_tile.slice(64 * CONSUMER, 64, 1))
+    dk = warpgroup_mma(ds.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage), dk, is_async=True)
+    return dq, dk
+
+
+@gluon.jit
+def gradient_step_128(
+    k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, barriers, step, key, position, sizes, scoring, dk, dv,
+    FIRST: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """One query tile's share of dV and its dS^T; and dK's and dQ's of the step before, unless this is the FIRST."""
+    full, empty, ds_full, _ds_empty = barriers
+    q_smem, do_smem, lse_smem, delta_smem = streamed
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    columns: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    stage, phase = slot(step, STAGES)
+    place, _use = slot(step, 2)
+    mbarrier.wait(full.index(stage), phase)
+    # 0, but ptxas cannot know: else it holds the descriptors of all pieces of K and V, as they are the same in
+    # every step, in more than 20 registers (they are short) and moves each to the uniform ones (R2UR) it needs
+    nought = step >> 30
+    k_tile = k_smem.index(nought)
+    v = v_smem.index(nought).slice(KEYS * CONSUMER, KEYS, 0)
+    lse = lse_smem.index(stage).load(columns)
+    scores = product(k_tile.slice(KEYS * CONSUMER, KEYS, 0), q_smem.index(stage).permute((1, 0)))
+    if FIRST:
+        bits = pattern_bits(stage, position, key, sizes)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+    else:
+        dq, dk = late_products(k_tile, q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
+        bits = pattern_bits(stage, position, key, sizes)  # not earlier: no product waits for a load
+        scores = warpgroup_mma_wait(2, deps=(scores,))
+    p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED, CAUSAL)
+    if not FIRST:
+        turn = wait_for_turn(turns, step - 1)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        add_in_turn(dq, dq_ptr, turn, step - 1, CONSUMER, 128)
+    # registers are short: delta is not kept beside dP, the sum begins at -delta
+    dp = gl.zeros([KEYS, BLOCK_Q], gl.float32, S_LAYOUT) - delta_smem.index(stage).load(columns)[None, :]
+    dp = warpgroup_mma(v, do_smem.index(stage).permute((1, 0)), dp, is_async=True)
+    operand = gl.convert_layout(p.to(q_smem.dtype), gl.DotOperandLayout(0, dk_layout, 2))
+    dv = warpgroup_mma(operand, do_smem.index(stage), dv, is_async=True)
+    if not FIRST:
+        dk = warpgroup_mma_wait(2, deps=(dk,))
+        last_stage, _phase = slot(step - 1, STAGES)
+        mbarrier.arrive(empty.index(last_stage), count=1)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    # a consumer is here only when the other one has written the dS of the step before, and so has read the dS of
+    # the one before that: two places are enough
+    ds_smem.index(place).slice(KEYS * CONSUMER, KEYS, 0).store((weight * dp).to(q_smem.dtype))
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(place), count=1)
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    return dk, dv
