@@ -8,6 +8,7 @@ added to global memory is seen when its partition ends, or when a turn is passed
 one at a barrier. Layouts, registers, rounding to 16 bits and time do not exist here.
 """
 
+import operator
 import os
 import threading
 import types
@@ -104,12 +105,15 @@ class _Machine:
             assert self.changed.wait_for(lambda: true() or self._stopped, _PATIENCE_S), "waits for ever"
             assert not self._stopped, "another partition failed"
 
-    def wait_turn(self, counter, turn):
+    def wait_turn(self, counter, turn, reached=operator.eq):
         now = lambda: counter.memory[counter.offset]  # noqa: E731
         with self._memory:
-            came = self._memory.wait_for(lambda: now() == turn or self._stopped, _PATIENCE_S)
+            came = self._memory.wait_for(lambda: reached(now(), turn) or self._stopped, _PATIENCE_S)
             assert came, f"waits for ever: turn {turn} of query tile {counter.offset}, which stands at {now()}"
             assert not self._stopped, "another partition failed"
+
+    def wait_count(self, counter, count):
+        self.wait_turn(counter, count, operator.ge)
 
     def pass_turn(self, counter):
         self.store_wait(0)
@@ -180,6 +184,7 @@ class _Machine:
                     self._complete()
                 before = Int(pointer.memory[pointer.offset])
                 pointer.memory[pointer.offset] += value
+                self._memory.notify_all()
             return before
         assert (sem, scope) == ("relaxed", "gpu"), "the order is the barrier's and the turn's"
         self._own.unwritten.append(partial(np.add.at, pointer.memory, pointer.offset, value.copy()))

@@ -64,7 +64,7 @@ def run(monkeypatch, call, tile=SMALL, cut=(3, 5), pauses=None, causal=True, win
     from kernels.portable import decode as portable
     from tests import hopper_simulator
 
-    hopper_simulator.simulate(monkeypatch, hopper.hopper_decode_kernel, pauses=pauses)
+    hopper_simulator.simulate(monkeypatch, hopper.hopper_decode_kernel, pauses=pauses, residents=cut[0])
     monkeypatch.setattr(portable, "cut_for", lambda *_: cut)
     PLANS.clear()
     mask, *bounds = canonical_window(causal, window)
@@ -142,6 +142,15 @@ def test_simulated_items_give_the_same_bits(tile, monkeypatch):
     cuts = (3, 1), (3, 500), (1, 1), (40, 500), (2, 15), (3, 20)
     first, *others = (run(monkeypatch, call, tile, cut)[:2] for cut in cuts)
     assert all(torch.equal(ours, theirs) for other in others for ours, theirs in zip(other, first, strict=True))
+
+
+@pytest.mark.parametrize("tile", [UPRIGHT, replace(UPRIGHT, span=4, quad=2)], ids=str)
+def test_simulated_folds_that_programs_share_give_the_same_bits(tile, monkeypatch):
+    """Where each has one item, of tiles, quads and spans; else the last to come folds all lines."""
+    call = a_call([300, 61, 700], head_dim=80, num_q=10, heads=6)
+    cuts = (3, 500), (20, 500), (24, 12), (24, 1)
+    results = [run(monkeypatch, call, tile, cut, pauses=Random(cut[1]))[:2] for cut in cuts]
+    assert all(torch.equal(x, y) for result in results for x, y in zip(result, results[0], strict=True))
 
 
 @pytest.mark.parametrize("cut", [(3, 5), (3, 1)])

@@ -4,9 +4,12 @@ Items of work, their results and the fold of these are as in the portable kernel
 split.py), with quads between tiles and spans: a row's bits follow from its own keys alone. Hopper's own is how an item
 is computed, by four roles that wait for one another and for nothing else. One warp takes items, tells of them, and
 sends for tiles of keys and values by TMA, into the next items as long as stages are free; another fetches the items'
-queries (decode_loads.py). One warpgroup computes, and leaves a part of a row in global memory; one takes turns with
-other programs and folds the parts (decode_roles.py). So neither memory nor tensor cores wait for the end of an item. Up
-to 16 queries that share a KV head are columns of both products, as wgmma wants 64 rows, and P passes through shared
+queries (decode_loads.py). One warpgroup computes, and leaves a part of a row in global memory (decode_consumer.py); one
+takes turns with other programs and folds the parts (decode_folds.py). So neither memory nor tensor cores wait for the
+end of an item. Where results have many lines and each program one item at most, the programs that come last to a row
+fold some lines each.
+
+Up to 16 queries that share a KV head are columns of both products, as wgmma wants 64 rows, and P passes through shared
 memory; up to 64 are rows:
 
     S^T (keys, queries) = K Q^T        O^T (D, queries) = V^T P^T        or        S = Q K^T        O = P V
@@ -36,8 +39,9 @@ from ..portable.decode import NOT_SPECIALIZED, decode_launches, given_tensors, r
 from ..portable.tuning import DecodeTile, decode_rows
 from ..replay import Repeated
 from . import tma
-from .decode_loads import BOX, FIELDS, HALF, SHIFT, Build, Cache, Rings, fetcher, producer
-from .decode_roles import collector, consumer
+from .decode_consumer import consumer
+from .decode_folds import collector
+from .decode_loads import BOX, FOLDED, HALF, SHIFT, Build, Cache, Rings, fetcher, fields_of, producer
 
 
 @gluon.constexpr_function
@@ -134,7 +138,11 @@ def hopper_decode_kernel(
         p_tile = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], p_layout)
         by_warp: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
         across = gl.allocate_shared_memory(gl.float32, [2, 4, BLOCK_M], by_warp)
-    items = gl.allocate_shared_memory(gl.int32, [ITEMS * FIELDS, 1], plain)
+    of_quads = q_tiles  # nobody's
+    if UPRIGHT and QUAD < SPAN:  # an item's sums, while a quad is added up in registers
+        by_rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
+        of_quads = gl.allocate_shared_memory(gl.float32, [BLOCK_M, BLOCK_D], by_rows)
+    items = gl.allocate_shared_memory(gl.int32, [ITEMS * fields_of(build), 1], plain)
     scales = items  # nobody's
     if SCALES == 2:
         scales = gl.allocate_shared_memory(gl.float32, [STAGES * 2, BLOCK_K], plain)
@@ -168,8 +176,8 @@ def hopper_decode_kernel(
         [
             (consumer, (
                 o, lse, num_heads, num_q, group, num_kv_heads, (window_left, window_right), scale_log2, switches,
-                k_scale, v_scale, sums, maxima, slot_rows, workspace, coarse_from, rings, p_tile, across, k_tiles,
-                v_tiles, build, is_padded, CAUSAL, LOCAL,
+                k_scale, v_scale, sums, maxima, slot_rows, workspace, coarse_from, rings, p_tile, across, of_quads,
+                k_tiles, v_tiles, build, is_padded, CAUSAL, LOCAL,
             )),
             (collector, (
                 o, lse, switches.sinks, v_scale, num_heads, num_q, group, num_kv_heads, sums, maxima, slot_rows,
@@ -192,15 +200,15 @@ def tile_for(call: Call) -> DecodeTile:
     folds waits longer. At 64 three stages of each of two programs, or six where scores of more rows leave registers for
     half a tile. These are a thread's at launch, which the warps of a program then share out. An item costs what two
     tiles do, whatever it computes, so spans are long. Results of many rows are large, and those of narrow heads large
-    for their keys: then fewer calls are cut into quads."""
+    for their keys: then fewer calls are cut into quads, and none where both are."""
     rows, _ = decode_rows(call.q.shape, call.k_cache.shape[1])
     wide, upright = call.q.shape[3] > 64, rows > 16
     block_k = 64 if upright and not wide else 128
     stages = (2 if wide else 384 // block_k) * (2 if call.k_cache.itemsize == 1 else 1)
     return DecodeTile(
         block_k, span=16, num_warps=4, num_stages=stages, per_sm=1 if wide else 2, max_registers=168 if wide else 80,
-        least_rows=64 if upright else 8, few=0.1 if upright else 0.5 if wide and rows <= 8 else 0.4,
-        quad=None if upright else 4,
+        least_rows=64 if upright else 8, few=0.1 if upright and not wide else 0.5 if wide and rows <= 8 else 0.4,
+        quad=None if upright and not wide else 4,
     )  # fmt: skip
 
 
@@ -236,5 +244,7 @@ def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given
     constants = portable.constants | {"STAGES": tile.num_stages, "WORDS": words}
     constants = {name: constants[name] for name in hopper_decode_kernel.arg_names if name in constants}
     how = {name: value for name, value in tile.how.items() if name != "num_stages"}
+    shares_folds = constants["BLOCK_D"] == 128 and constants["BLOCK_M"] > FOLDED // 128
+    how["launch_cooperative_grid"] = shares_folds  # programs then wait for one another
     how["launch_pdl"] = constants["APPEND"]  # the kernel before makes the new tokens: begin while it ends
     return [Launch(hopper_decode_kernel, portable.grid, (*descriptors, *portable.arguments), constants, how)]

@@ -1,6 +1,6 @@
 """The warps of a Hopper program over a cache that load, and what they hand on: the producer, which takes items and
 sends for their tiles, and the fetcher, which loads their queries. The whole is in decode.py, the other roles in
-decode_roles.py.
+decode_consumer.py and decode_folds.py.
 
 Barriers (mbarriers; a stage s of the ring of tiles, a place i of the ring of items):
     k_full[s], v_full[s]   tiles have arrived          empty[s]        the consumer's products with both are done
@@ -18,7 +18,7 @@ from ..portable.split import ROWS_BLOCK, Batch, cut, extent, row_of
 from . import tma
 from .tma import slot
 
-FIELDS = gl.constexpr(11)
+FOLDED = 1024  # elements of a result that are folded at once: more is more code
 HALF = gl.constexpr(64)  # columns of a TMA box: what one swizzle of shared memory takes
 SHIFT = gl.constexpr(16)  # keys: what the smallest page holds
 BOX = gl.constexpr(8)  # queries: what one pattern of shared memory takes
@@ -92,17 +92,35 @@ def stored_dtype(build):
     return gl.int8 if build.INT8 else gl.float8e4nv
 
 
+@gluon.constexpr_function
+def lines_of(build):
+    """Of a result, that are folded at once."""
+    return min(build.BLOCK_M, FOLDED // build.BLOCK_D)
+
+
+@gluon.constexpr_function
+def shares_folds(build):
+    """Whether programs share the folds of a batch so small that each has one item at most."""
+    return build.BLOCK_D == 128 and lines_of(build) < build.BLOCK_M
+
+
+@gluon.constexpr_function
+def fields_of(build):
+    """How many numbers describe an item."""
+    return 12 if shares_folds(build) else 11
+
+
 @gluon.jit
-def _tell(rings, place, FIELD: gl.constexpr, value):
+def _tell(rings, place, FIELD: gl.constexpr, value, build):
     """By the producer's one warp."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    rings.items.index(place * FIELDS + FIELD).store(gl.full([1], value, gl.int32, one))
+    rings.items.index(place * fields_of(build) + FIELD).store(gl.full([1], value, gl.int32, one))
 
 
 @gluon.jit
-def told(rings, place, FIELD: gl.constexpr, WARPS: gl.constexpr = 4):
+def told(rings, place, FIELD: gl.constexpr, build, WARPS: gl.constexpr = 4):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    return gl.max(rings.items.index(place * FIELDS + FIELD).load(one), 0)
+    return gl.max(rings.items.index(place * fields_of(build) + FIELD).load(one), 0)
 
 
 @gluon.jit
@@ -121,7 +139,7 @@ def awaited(rings, turn, build, WARPS: gl.constexpr = 4):
     """When the turn's item is told of: (its place in the ring, the phase of that place's barriers, its row)."""
     place, phase = slot(turn, build.ITEMS)
     mbarrier.wait(rings.item_full.index(place), phase)
-    return place, phase, told(rings, place, 0, WARPS)
+    return place, phase, told(rings, place, 0, build, WARPS)
 
 
 @gluon.jit
@@ -290,19 +308,20 @@ def producer(
                     tma.load(v_desc, coordinates, v_full, _as_box(rings.v.index(box), v_desc))
             if tile == begin:  # its first copy has been sent for: all wait for that one
                 mbarrier.wait(rings.item_empty.index(place), phase_of_item ^ 1)
-                fields = row, kv_head, begin, end, keys, fault, item, size, tiles, place_in_row, spans_before
-                for field in gl.static_range(FIELDS):
-                    _tell(rings, place, field, fields[field])
+                single = gl.where(num_items <= programs, 1, 0)  # told where folds are shared
+                fields = row, kv_head, begin, end, keys, fault, item, size, tiles, place_in_row, spans_before, single
+                for field in gl.static_range(fields_of(build)):
+                    _tell(rings, place, field, fields[field], build)
                 mbarrier.arrive(rings.item_full.index(place), count=1)
             elif PAGE > 0:
-                _tell(rings, place, 5, fault)
+                _tell(rings, place, 5, fault, build)
             mbarrier.expect(v_full, BLOCK_K * build.COLUMNS * 2)  # last: with the values faults are known
             step += 1
         item = following
         turn += 1
     place, phase = slot(turn, build.ITEMS)
     mbarrier.wait(rings.item_empty.index(place), phase ^ 1)
-    _tell(rings, place, 0, -1)
+    _tell(rings, place, 0, -1, build)
     mbarrier.arrive(rings.item_full.index(place), count=1)
 
 
@@ -325,7 +344,7 @@ def fetcher(q, q_strides, group, num_q, rings, build):
     turn = 0
     place, _, row = awaited(rings, turn, build, 1)
     while row >= 0:
-        first_head = told(rings, place, 1, 1) * group
+        first_head = told(rings, place, 1, build, 1) * group
         of_row = q + row.to(gl.int64) * q_strides[0]
         for box in range(boxes):
             packed = box * BOX + lines

@@ -81,6 +81,25 @@ def wait_turn(address, turn):
 
 
 @gluon.jit
+def wait_count(address, count):
+    """Wait until the int32 at `address` is `count` or more, as `wait_turn` does; by a partition of four warps."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lanes = gl.arange(0, 128, layout=layout)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred waits;
+        .reg .s32 now;
+        AGAIN:
+        ld.acquire.gpu.global.s32 now, [$1];
+        setp.lt.s32 waits, now, $2;
+        @waits bra AGAIN;
+        mov.s32 $0, now;
+        }""",
+        "=r,l,r", [address + lanes * 0, count + lanes * 0], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def pass_turn(address):
     """Add 1 to the int32 at `address`, behind all adds that this warp made or met at a barrier. By one warp."""
     _by_one_warp(

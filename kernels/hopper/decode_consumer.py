@@ -1,5 +1,5 @@
-"""The warps of a Hopper program over a cache that compute: the consumer, which has an item's tiles, and the collector,
-which folds results of items into those of rows. The whole is in decode.py, their barriers in decode_loads.py.
+"""The consumer of a Hopper program over a cache: the warpgroup that has an item's tiles. The whole is in decode.py, its
+barriers in decode_loads.py.
 """
 
 from triton.experimental import gluon
@@ -12,27 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..portable.scores import Scoring, logits_of
-from ..portable.split import (
-    Item,
-    Parts,
-    collected,
-    fold,
-    handed,
-    is_flat,
-    is_whole,
-    last_of,
-    level_of,
-    lines_from,
-    put,
-    store_row,
-)
+from ..portable.split import fold, handed
 from ..portable.tiles import LOG2_E, Mask, mask_scores
 from ..portable.widen import widened
+from .decode_folds import item_told, lines_layout, parts_of, store_item
 from .decode_loads import SHIFT, awaited, shifted, started, stored_dtype, told
 from .tma import slot
 
 NEVER = gl.constexpr(2**30)  # a key that no query sees
-IN_FLIGHT = gl.constexpr(4)  # partial results that are loaded together
 
 
 @gluon.jit
@@ -58,38 +45,6 @@ def _fold_sums(acc, maximum, total, part, part_maximum, part_total, build):
         weight, part_weight = gl.exp2(maximum - base), gl.exp2(part_maximum - base)
         acc = acc * weight[None, :] + part * part_weight[None, :]
         return acc, larger, total * weight + part_total * part_weight
-
-
-@gluon.constexpr_function
-def _lines_layout(build):
-    return gl.BlockedLayout([1, 4], [128 // build.BLOCK_D, build.BLOCK_D // 4], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _parts(sums, maxima, slot_rows, workspace, coarse_from, build, LINES: gl.constexpr, layout: gl.constexpr):
-    lines = gl.arange(0, LINES, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, build.BLOCK_D, layout=gl.SliceLayout(0, layout))
-    return Parts(
-        sums, maxima, slot_rows, workspace, coarse_from, lines, columns, build.BLOCK_M, build.BLOCK_D, build.QUAD,
-        build.SPAN, build.GROUPS, True, IN_FLIGHT,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _item_told(rings, place, row, width):
-    kv_head, item, size = told(rings, place, 1), told(rings, place, 6), told(rings, place, 7)
-    tiles, place_in_row, spans_before = told(rings, place, 8), told(rings, place, 9), told(rings, place, 10)
-    return Item(item, size, row, kv_head, width, tiles, place_in_row, spans_before)
-
-
-@gluon.jit
-def _store(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, num_heads, parts, build):
-    of_head = v_scale + item.inner if build.SCALES == 1 else None
-    query = parts.lines // group
-    head = item.inner * group + parts.lines - query * group
-    store_row(
-        acc, maximum, total, o, lse, sinks, of_head, item.row, query, head, num_q, num_heads, parts, build.HEAD_DIM
-    )  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -273,7 +228,7 @@ def _attended(
 @gluon.jit
 def consumer(
     o, lse, num_heads, num_q, group, width, window, scale_log2, switches, k_scale, v_scale, sums, maxima, slot_rows,
-    workspace, coarse_from, rings, p_tile, across, k_tiles, v_tiles, build, PADDED: gl.constexpr,
+    workspace, coarse_from, rings, p_tile, across, of_quads, k_tiles, v_tiles, build, PADDED: gl.constexpr,
     CAUSAL: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = build.BLOCK_M
@@ -281,15 +236,15 @@ def consumer(
     UPRIGHT: gl.constexpr = build.UPRIGHT
     KEYS: gl.constexpr = 1 if UPRIGHT else 0  # their axis in scores, and that of columns in sums
     acc_layout: gl.constexpr = _sums_layout(build)
-    out_layout: gl.constexpr = acc_layout if UPRIGHT else _lines_layout(build)
+    out_layout: gl.constexpr = acc_layout if UPRIGHT else lines_layout(build)
     started((rings.k_full, rings.v_full, rings.empty), build.STAGES)
-    parts = _parts(sums, maxima, slot_rows, workspace, coarse_from, build, BLOCK_M, out_layout)
+    parts = parts_of(sums, maxima, slot_rows, workspace, coarse_from, build, BLOCK_M, out_layout)
     step, turn = 0, 0
     place, phase_of_item, row = awaited(rings, turn, build)
     while row >= 0:
-        begin, end = told(rings, place, 2), told(rings, place, 3)
-        keys = told(rings, place, 4)
-        item = _item_told(rings, place, row, width)
+        begin, end = told(rings, place, 2, build), told(rings, place, 3, build)
+        keys = told(rings, place, 4, build)
+        item = item_told(rings, place, row, width, build)
         kv_head = item.inner
         packed = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(KEYS, _scores_layout(build)))
         query = packed // group
@@ -320,8 +275,17 @@ def consumer(
                 )  # fmt: skip
                 if build.WORDS:
                     odd, _, _ = _fold_sums(odd, maximum, total, part_odd, part_maximum, part_total, build)
-                acc, maximum, total = _fold_sums(acc, maximum, total, part, part_maximum, part_total, build)
-        if told(rings, place, 5) > 0:  # of the last tile's page too
+                if UPRIGHT:  # sums of two levels do not fit into registers
+                    if first > begin:
+                        part, part_maximum, part_total = _fold_sums(
+                            of_quads.load(acc_layout), maximum, total, part, part_maximum, part_total, build
+                        )  # fmt: skip
+                    if last < end:
+                        of_quads.store(part)
+                    acc, maximum, total = part, part_maximum, part_total
+                else:
+                    acc, maximum, total = _fold_sums(acc, maximum, total, part, part_maximum, part_total, build)
+        if told(rings, place, 5, build) > 0:  # of the last tile's page too
             gl.store(workspace, 1)
             total = total + float("nan")
         if not UPRIGHT:
@@ -332,50 +296,10 @@ def consumer(
             maximum = gl.convert_layout(maximum, gl.SliceLayout(1, out_layout))
             total = gl.convert_layout(total, gl.SliceLayout(1, out_layout))
         if handed(acc, maximum, total, item, parts):
-            _store(acc, maximum, total, o, lse, switches.sinks, v_scale, item, group, num_q, num_heads, parts, build)
+            store_item(
+                acc, maximum, total, o, lse, switches.sinks, v_scale, item, group, num_q, num_heads, parts, build
+            )
         gl.thread_barrier()  # the stores of all threads come before the word of them
         mbarrier.arrive(rings.stored.index(place), count=1)
         turn += 1
         place, phase_of_item, row = awaited(rings, turn, build)
-
-
-@gluon.jit
-def _fold(level, slots, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build):
-    """A level's parts from memory, some lines at a time, into the next level's slot, or into the row."""
-    first, step, count, to = slots
-    for line in range(0, parts.rows, parts.lines.shape[0]):
-        here = lines_from(line, parts)
-        acc, maximum, total = collected(first, step, count, here)
-        if level < 2:
-            put(to, acc, maximum, total, here)
-        else:
-            _store(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, num_heads, here, build)
-
-
-@gluon.jit
-def collector(
-    o, lse, sinks, v_scale, num_heads, num_q, group, width, sums, maxima, slot_rows, workspace, coarse_from, rings,
-    build,
-):  # fmt: skip
-    started((rings.item_full, rings.item_empty, rings.q_full, rings.stored), build.ITEMS)
-    lines: gl.constexpr = min(build.BLOCK_M, 1024 // build.BLOCK_D)  # that are folded at once: more is more code
-    parts = _parts(sums, maxima, slot_rows, workspace, coarse_from, build, lines, _lines_layout(build))
-    turn = 0
-    place, phase, row = awaited(rings, turn, build)
-    while row >= 0:
-        item = _item_told(rings, place, row, width)
-        mbarrier.wait(rings.stored.index(place), phase)
-        mbarrier.arrive(rings.item_empty.index(place), count=1)
-        if is_whole(item, parts) == 0:
-            last = True
-            for level in range(gl.where(is_flat(item, parts), 2, 0), 3):
-                at, count, first, step, to = level_of(level, item, parts)
-                if last & (count > 1):
-                    last = last_of(workspace + at, count)
-                    if last:
-                        _fold(
-                            level, (first, step, count, to), item, parts, o, lse, sinks, v_scale, group, num_q,
-                            num_heads, build,
-                        )  # fmt: skip
-        turn += 1
-        place, phase, row = awaited(rings, turn, build)

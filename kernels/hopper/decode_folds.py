@@ -1,0 +1,133 @@
+"""The collector of a Hopper program over a cache, the warpgroup that folds results of items into those of rows, and
+what it shares with the consumer, which leaves them. The whole is in decode.py, the barriers in decode_loads.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ..portable.split import (
+    Item,
+    Parts,
+    collected,
+    is_flat,
+    is_whole,
+    last_of,
+    level_of,
+    lines_from,
+    put,
+    store_row,
+)
+from . import tma
+from .decode_loads import awaited, lines_of, shares_folds, started, told
+
+IN_FLIGHT = gl.constexpr(4)  # partial results that are loaded together
+
+
+@gluon.constexpr_function
+def lines_layout(build):
+    return gl.BlockedLayout([1, 4], [128 // build.BLOCK_D, build.BLOCK_D // 4], [4, 1], [1, 0])
+
+
+@gluon.jit
+def parts_of(sums, maxima, slot_rows, workspace, coarse_from, build, LINES: gl.constexpr, layout: gl.constexpr):
+    lines = gl.arange(0, LINES, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, build.BLOCK_D, layout=gl.SliceLayout(0, layout))
+    return Parts(
+        sums, maxima, slot_rows, workspace, coarse_from, lines, columns, build.BLOCK_M, build.BLOCK_D, build.QUAD,
+        build.SPAN, build.GROUPS, True, IN_FLIGHT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def item_told(rings, place, row, width, build):
+    kv_head, item, size = told(rings, place, 1, build), told(rings, place, 6, build), told(rings, place, 7, build)
+    tiles, place_in_row = told(rings, place, 8, build), told(rings, place, 9, build)
+    spans_before = told(rings, place, 10, build)
+    return Item(item, size, row, kv_head, width, tiles, place_in_row, spans_before)
+
+
+@gluon.jit
+def store_item(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, num_heads, parts, build):
+    of_head = v_scale + item.inner if build.SCALES == 1 else None
+    query = parts.lines // group
+    head = item.inner * group + parts.lines - query * group
+    store_row(
+        acc, maximum, total, o, lse, sinks, of_head, item.row, query, head, num_q, num_heads, parts, build.HEAD_DIM
+    )  # fmt: skip
+
+
+@gluon.jit
+def _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build):
+    """A share of the lines of a level's parts from memory, into the next level's slot, or into the row."""
+    first, step, count, to = slots
+    LINES: gl.constexpr = lines_of(build)
+    for line in range(share * LINES, parts.rows, shares * LINES):
+        here = lines_from(line, parts)
+        acc, maximum, total = collected(first, step, count, here)
+        if level < 2:
+            put(to, acc, maximum, total, here)
+        else:
+            store_item(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, num_heads, here, build)
+
+
+@gluon.jit
+def _folded_together(
+    level, slots, shares, turn, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build
+):  # fmt: skip
+    """A level's fold by the last `shares` programs that come to it, some lines each: whether this one ended it.
+
+    The sooner of them wait for the others. Nobody can wait for ever: where there are shares each program has one item,
+    and the launch is cooperative, so that all programs run.
+    """
+    count = slots[2]
+    gl.thread_barrier()  # the stores of all threads come before the addition that tells of them
+    share = gl.atomic_add(turn, 1, sem="acq_rel") - (count - shares)
+    last = share >= 0
+    if last:
+        if shares > 1:
+            tma.wait_count(turn, count)
+        _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build)
+        if shares > 1:
+            gl.thread_barrier()
+            last = gl.atomic_add(turn, 1, sem="acq_rel") == count + shares - 1
+        if last:
+            gl.store(turn, 0)  # as before the first
+    return last
+
+
+@gluon.jit
+def collector(
+    o, lse, sinks, v_scale, num_heads, num_q, group, width, sums, maxima, slot_rows, workspace, coarse_from, rings,
+    build,
+):  # fmt: skip
+    started((rings.item_full, rings.item_empty, rings.q_full, rings.stored), build.ITEMS)
+    parts = parts_of(sums, maxima, slot_rows, workspace, coarse_from, build, lines_of(build), lines_layout(build))
+    turn = 0
+    place, phase, row = awaited(rings, turn, build)
+    while row >= 0:
+        item = item_told(rings, place, row, width, build)
+        most = 1
+        if shares_folds(build):
+            most = gl.where(told(rings, place, 11, build) > 0, gl.cdiv(parts.rows, lines_of(build)), 1)
+        mbarrier.wait(rings.stored.index(place), phase)
+        mbarrier.arrive(rings.item_empty.index(place), count=1)
+        if is_whole(item, parts) == 0:
+            last = True
+            for level in range(gl.where(is_flat(item, parts), 2, 0), 3):
+                at, count, first, step, to = level_of(level, item, parts)
+                if last & (count > 1):
+                    if shares_folds(build):
+                        last = _folded_together(
+                            level, (first, step, count, to), gl.minimum(most, count), workspace + at, item, parts, o,
+                            lse, sinks, v_scale, group, num_q, num_heads, build,
+                        )  # fmt: skip
+                    else:
+                        last = last_of(workspace + at, count)
+                        if last:
+                            _fold(
+                                level, (first, step, count, to), 0, 1, item, parts, o, lse, sinks, v_scale, group,
+                                num_q, num_heads, build,
+                            )  # fmt: skip
+        turn += 1
+        place, phase, row = awaited(rings, turn, build)
