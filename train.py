@@ -46,9 +46,10 @@ from training.log import RunLog, provenance, write_description
 from training.memory import advice_when_out_of_memory
 from training.numbers import BadSteps, NumberCheck
 from training.optimizer import Optimizer, lr_factor
-from training.parallel import ALONE, World, this_world
+from training.parallel import ALONE, World
 from training.profile import StepProfiler
 from training.random_states import seed_everything
+from training.rendezvous import this_world
 from training.run import Run, resolve
 from training.saver import Saver, ShardSender
 from training.shard import parallelize
@@ -79,7 +80,7 @@ def train(
         ValueError: what cannot be, before anything is written or allocated.
     """
     began = time.perf_counter()
-    with world.first(locked)(run_dir):
+    with world.on_first(locked)(run_dir):
         # what this run will be; whatever cannot be is refused here, before anything is written or allocated
         chosen = resolve(settings, run_dir, world=world)
         with advice_when_out_of_memory(chosen.plan):
@@ -92,7 +93,7 @@ def run(
     """The story of a run, in a folder that is this process's own."""
     config = settings.train
     hardware, dataset, resumed, first_step = chosen.hardware, chosen.dataset, chosen.resumed, chosen.first_step
-    world, first = hardware.world, hardware.world.first  # first(f) is f in the first process, and nothing in others
+    world, on_first = hardware.world, hardware.world.on_first  # on_first(f) does nothing in the other processes
     print(f"memory     {chosen.plan}")
 
     # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
@@ -109,19 +110,25 @@ def run(
     stepper = Stepper(chosen, model, forward, optimizer)
 
     # --- batches are a pure function of (seed, step); an evaluation always sees the same windows
-    dealt = world.place | {"shifted": settings.data.shift_windows}
-    batches = TokenBatches(dataset.train, chosen.seq_len, chosen.sequences, config.window_seed, **dealt)
+    batches = TokenBatches(
+        dataset.train, chosen.seq_len, chosen.sequences, config.window_seed, rank=world.data_rank,
+        world_size=world.data_size, shifted=settings.data.shift_windows,
+    )  # fmt: skip
     windows = fixed_windows(dataset.validation, chosen.seq_len, config.eval_windows)
     evaluation = EvaluationSet.of(windows, dataset.tokenizer)
 
     # --- what is written down: the log, the description, checkpoints
-    going_on = {"first_step": first_step, "resumes": settings.resume is not None, "resumed": resumed}
     description = chosen.description | {"provenance": provenance()}
-    log = first(RunLog)(run_dir, settings.logger, chosen.settings, steps=config.steps, **going_on, wandb=chosen.wandb)
-    kept = {"keep_last": config.keep_last, "keep_every": config.keep_every, "world": world}
-    saver = first(Saver)(run_dir / "checkpoints", **kept, say=log.say) or ShardSender()  # the others give it their rows
-    first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)
-    profiler = first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
+    log = on_first(RunLog)(
+        run_dir, settings.logger, chosen.settings, first_step=first_step, steps=config.steps,
+        resume=settings.resume is not None, checkpoint=resumed, wandb=chosen.wandb,
+    )  # fmt: skip
+    folder, keep_last, keep_every = run_dir / "checkpoints", config.keep_last, config.keep_every
+    saver = ShardSender()  # sends the rows that this process holds to the first one, which writes
+    if world.is_first:
+        saver = Saver(folder, keep_last=keep_last, keep_every=keep_every, say=log.say, world=world)
+    on_first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)
+    profiler = on_first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 
     # --- what is done about a loss or gradient that is not finite
     check = NumberCheck(optimizer, hardware, log.say)
@@ -145,7 +152,7 @@ def run(
         StopRequest(config.max_hours, began, world=world) as stop,
         Prefetcher(batches, first_step, hardware.device, end_of_text=chosen.end_of_text) as prefetcher,
         profiler or nullcontext(),
-        attend_with(model, lambda layer, named: attend or named),
+        attend_with(model, lambda layer, own: attend or own),
     ):
         for line in chosen.first_lines(model, run_dir):
             log.say(line)
@@ -154,7 +161,7 @@ def run(
             resume.print_changes(resumed, description, log.say)
 
         step, results = first_step, {}
-        if step >= config.steps:  # it was killed after its last save: its summary is all that may be missing
+        if step >= config.steps:  # killed after its last save: only the summary may be missing
             log.say(f"complete   all of train.steps={config.steps} are done; raise train.steps to go on")
             results = stepper.evaluate(evaluation)
 
@@ -167,10 +174,10 @@ def run(
             step += 1
             on_step(Step(step, batch, loss, grad_norm, optimizer))
 
-            # --- after a loss or gradient that is not finite the optimizer does nothing, so a look may be a step late,
-            # and `step` goes back to the bad one; at once where the loss or the weights are logged, saved or evaluated
-            asked = stop.requested
-            if bad := check.look(step, loss, grad_norm, wait=asked or config.is_watched(step)):
+            # --- after a loss or gradient that is not finite the optimizer does nothing, so the check may come a step
+            # late and set `step` back; it does not where the loss or the weights are logged, saved or evaluated
+            stopping = stop.requested
+            if bad := check.look(step, loss, grad_norm, wait=stopping or config.is_observed(step)):
                 if not bad_steps.handle(bad, prefetcher, stepper.step_of, stop):
                     step = bad.step - 1
                     save(step, best=False)
@@ -179,7 +186,7 @@ def run(
                 speed.restart(step)
             log.advance(step)
 
-            # --- from here to the end of the loop the run is only watched: nothing draws from a training stream
+            # --- from here to the end of the loop the run is only observed: nothing draws from a training stream
             if step == first_step + 1:  # it has compiled, so it is no measure
                 speed.restart(step)
             if step == first_step + 2 and (held := hardware.peak_memory_gib()):  # the optimizer has its state
@@ -201,7 +208,7 @@ def run(
                 log.metrics(step, record)
                 speed.restart(step)
 
-            if is_best or asked or config.is_due(config.save_every, step):
+            if is_best or stopping or config.is_due(config.save_every, step):
                 save(step, best=is_best)
                 speed.restart(step)
 
@@ -210,7 +217,7 @@ def run(
                 log.say(f"--- a sample after {step} steps, its prompt in brackets\n{text}\n---")
                 speed.restart(step)
 
-            if asked:  # a stopped run saves and leaves: what it would log or evaluate beyond that, no other run has
+            if stopping:  # it is saved; to evaluate here would add a record that an uninterrupted run has not
                 break
 
         best_loss = min(best_loss, results.get("val_loss", math.inf))
@@ -222,7 +229,7 @@ def run(
         saved = saver.wait() or (resumed and resumed.path)
         summary = log.finish(results, check, stop if step < config.steps else None, saved, saver.error)
         saver.check()
-    return world.told(summary)
+    return world.broadcast(summary)
 
 
 @program("config", Settings, experiment="quickstart", after_sweep=show_sweep, world=this_world)

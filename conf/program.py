@@ -170,7 +170,7 @@ class _Runs(Generic[S]):
         """One run, of what Hydra composed. Where it is refused or stops, the other runs of a sweep go on."""
         folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
         if self.processes:
-            folder = Path(self.processes.told(str(folder)))
+            folder = Path(self.processes.broadcast(str(folder)))
         before = listing(folder)
         self.folders.append(folder)
         sys.argv = self.typed  # for the provenance of what the program writes
@@ -213,7 +213,7 @@ class _Runs(Generic[S]):
             _refuse_missing_in_files(resumes=cfg is not composed)
             settings = settings_from(cfg, self.schema)
         if self.processes:  # those of the first one, which are right
-            cfg = OmegaConf.create(self.processes.told(OmegaConf.to_container(cfg)))
+            cfg = OmegaConf.create(self.processes.broadcast(OmegaConf.to_container(cfg)))
             settings = settings_from(cfg, self.schema)
         return settings, run
 

@@ -55,7 +55,7 @@ class Settings:
         if tokens % seq_len:
             nearest = max(seq_len, round(tokens / seq_len) * seq_len)
             raise ValueError(f"train.batch_tokens={tokens} is not a multiple of data.seq_len={seq_len}; use {nearest}")
-        ALONE.share(tokens // seq_len, self.train.micro_batch, seq_len)  # before anything else is done
+        ALONE.local_sequences(tokens // seq_len, self.train.micro_batch, seq_len)  # before anything else is done
 
     @property
     def sequences_per_step(self) -> int:

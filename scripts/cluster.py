@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from scripts.machine import Finding
 from training.hardware import Hardware
-from training.parallel import number_in, ranks, refuse_nowhere
+from training.rendezvous import check_address, number_in, ranks
 
 Environment = Mapping[str, str]
 PATIENCE = timedelta(seconds=60)  # of a process until the others have imported PyTorch, and for the network itself
@@ -59,7 +59,7 @@ def fault(environment: Environment) -> Finding | None:
 def network(hardware: Hardware) -> Finding:
     """Meets the other processes, which call this too, and adds a number of each: by NCCL on GPUs, else by gloo."""
     rank, size, local_rank = ranks()
-    refuse_nowhere(size)
+    check_address(size)
     backend, device = "gloo", hardware.device
     if device.type == "cuda":
         backend, device = "nccl", torch.device("cuda", local_rank % torch.cuda.device_count())

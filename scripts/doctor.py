@@ -40,7 +40,8 @@ from scripts.selftest import self_test
 from training import memory, resume
 from training.hardware import Hardware, set_up
 from training.log import wandb_mode
-from training.parallel import World, ranks
+from training.parallel import World
+from training.rendezvous import ranks
 from training.run import resolve
 from training.speed import SLOW_STEP_SECONDS, slow_on_a_cpu
 
@@ -250,7 +251,7 @@ def step_memory(settings: Settings, model: GPTConfig, hardware: Hardware, vocab_
     """A training step's forecast, of this process's share, beside what is free."""
     world = hardware.world
     world.arrange(settings.parallel)
-    share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
+    share = world.local_sequences(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     plan = memory.plan(settings, model, hardware, vocab_size, share)
     facts = {"forecast_bytes": plan.peak, "free_bytes": plan.free}
     return Finding(f"micro-batches of {plan.micro_batch}; {plan}", facts=facts, value=plan)

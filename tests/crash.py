@@ -27,7 +27,7 @@ from tests.runs import contents, small_run
 from train import train
 from training import curves
 from training.checkpoint import newest_complete, open_checkpoint
-from training.parallel import meet
+from training.rendezvous import meet
 from training.watch import EXIT_LOST, Limits
 
 QUICK = Limits(beat=0.1, silent=6.0, silent_if_suspected=2.0, grace=0.5)

@@ -30,7 +30,7 @@ import train as program
 from model import ATTENTION
 from tests.runs import SMALL, contents, metrics, small_run
 from train import train
-from training import checkpoint, curves, muon, ordered_sum, parallel
+from training import checkpoint, curves, muon, ordered_sum, parallel, rendezvous
 from training.checkpoint import Checkpoint, newest_complete, open_checkpoint
 from training.step import Step
 from training.watch import Limits, wait_for_saves
@@ -78,7 +78,7 @@ def _forked(folder: Path, rank: int, size: int, case: Case) -> int:
             os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         sys.stdout = os.fdopen(1, "w", closefd=False)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-        world = parallel.this_world()
+        world = rendezvous.this_world()
         case(rank, world)
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1
@@ -364,7 +364,7 @@ def command_lines(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path, *only: str) -> dict[str, Any]:
-    parallel.meet = partial(parallel.meet, limits=QUICK)
+    rendezvous.meet = partial(rendezvous.meet, limits=QUICK)
     ordered_sum.PIECE = 4096  # elements, so that these small models are summed in several
     torch.set_num_threads(1)  # a forked child cannot use its parent's threads
     curves.draw_run = lambda run, path: None

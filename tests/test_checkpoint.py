@@ -478,7 +478,7 @@ def test_metrics_wait_for_room(tmp_path):
     with small_disk(tmp_path / "disk"):
         lines = []
         path = tmp_path / "disk" / "metrics.jsonl"
-        metrics = MetricsFile(path, 0, resumes=False, say=lines.append)
+        metrics = MetricsFile(path, 0, resume=False, say=lines.append)
         metrics.append(1, {"loss": 1.0})
         ballast = tmp_path / "disk" / "ballast"
         with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:

@@ -180,7 +180,7 @@ def test_only_the_first_process_reads_the_files_of_a_configuration(tmp_path, mon
 
     theirs, read = {"prompt": "the first one's"}, []
     answers = iter([str(tmp_path), {**asdict(Resumable()), **theirs}])
-    second = SimpleNamespace(size=2, rank=1, is_first=False, told=lambda _: next(answers), close=lambda: None)
+    second = SimpleNamespace(size=2, rank=1, is_first=False, broadcast=lambda _: next(answers), close=lambda: None)
 
     @program("tool", Resumable, world=lambda: second)
     def main(settings: Resumable, run_dir: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_newer_python_is_refused_before_hydra_fails_on_it(tmp_path, monkeypatc
 def test_ctrl_c_before_the_first_step_leaves_nothing_behind(size, tmp_path, monkeypatch, capsys):
     told_the_others = []
     first = SimpleNamespace(
-        size=size, rank=0, is_first=True, told=lambda value: value, fail=lambda *why: told_the_others.append(why)
+        size=size, rank=0, is_first=True, broadcast=lambda value: value, fail=lambda *why: told_the_others.append(why)
     )
 
     @program("tool", Echo, run_dir="echoes", world=lambda: first)
@@ -283,7 +283,7 @@ def test_runs_begun_in_one_second_have_folders_of_their_own(tmp_path, monkeypatc
 def test_only_the_first_process_shows_a_sweep(tmp_path, monkeypatch):
     """Two that draw its picture at once take the unfinished file from each other."""
     shown = []
-    second = SimpleNamespace(size=2, rank=1, is_first=False, told=lambda value: value, close=lambda: None)
+    second = SimpleNamespace(size=2, rank=1, is_first=False, broadcast=lambda value: value, close=lambda: None)
     settings_seen = []
 
     @program("tool", Echo, after_sweep=shown.append, world=lambda: second)

@@ -23,7 +23,8 @@ from training.gradient_sum import GradientSum
 from training.hardware import Hardware
 from training.ordered_sum import ALIGNED, cut, padded
 from training.owners import dealt_by_cost
-from training.parallel import ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World, meet, ranks
+from training.parallel import ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World
+from training.rendezvous import meet, ranks
 from training.run import Run, resolve
 from training.watch import StepClock
 
@@ -246,10 +247,10 @@ def test_a_store_that_is_gone_is_another_s_end(lost, monkeypatch):
 
     world = World(size=2)
     world._store, world.watch = Store(), SimpleNamespace(wait_for_the_end=wait_for_the_end)
-    world.exchange(1)
+    world.all_gather(1)
     monkeypatch.setattr(dist if lost == "init_process_group" else Store, lost, reset)
     with pytest.raises(SystemExit, match="Connection reset by peer"):
-        world.flat_mesh(torch.device("cpu")) if lost == "init_process_group" else world.exchange(2)
+        world.flat_mesh(torch.device("cpu")) if lost == "init_process_group" else world.all_gather(2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 16])
@@ -347,16 +348,16 @@ def several(size: int) -> World:
 
 def test_sequences_that_cannot_be_shared_name_the_nearest_that_can():
     with pytest.raises(ValueError, match=r"train.batch_tokens=320 is 10 sequences, .* use 256 or 384"):
-        several(4).share(10, None, 32)
+        several(4).local_sequences(10, None, 32)
     with pytest.raises(ValueError, match=r"train.micro_batch=4 does not divide the 2 sequences"):
-        several(4).share(8, 4, 32)
-    assert several(4).share(8, 2, 32) == 2
+        several(4).local_sequences(8, 4, 32)
+    assert several(4).local_sequences(8, 2, 32) == 2
 
 
 def test_a_process_with_another_text_is_named(tmp_path):
     """A file of the same name on a disk of its own; nothing else would tell, as all add the same gradients."""
     world = several(2)
-    world.exchange = lambda value: [value, "0" * 64 if isinstance(value, str) else value]
+    world.all_gather = lambda value: [value, "0" * 64 if isinstance(value, str) else value]
     with pytest.raises(ValueError, match=r"rank 1 of 2 on host1 has another text than rank 0 \(fingerprint 000000"):
         resolve(small_run(tmp_path), tmp_path / "run", report=lambda line: None, world=world)
 

@@ -133,6 +133,6 @@ def test_what_is_due_after_a_step():
     config = TrainConfig(steps=25, log_every=10, eval_every=0, save_every=7)
     assert [step for step in range(1, 26) if config.is_logged(step)] == [1, 10, 20, 25]
     assert [step for step in range(1, 26) if config.is_due(config.eval_every, step)] == [25]
-    assert [step for step in range(1, 26) if config.is_watched(step)] == [1, 7, 10, 14, 20, 21, 25]
+    assert [step for step in range(1, 26) if config.is_observed(step)] == [1, 7, 10, 14, 20, 21, 25]
     assert replace(config, seed=3).window_seed == 3
     assert replace(config, seed=3, data_seed=5).window_seed == 5

@@ -244,7 +244,7 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # all that a machine which lost power got to write
     (tmp_path / "run.json").touch()  # the folder is a run's
-    with log(tmp_path, first_step=2, resumes=True) as opened:
+    with log(tmp_path, first_step=2, resume=True) as opened:
         opened.metrics(3, {"loss": 9.0})
     assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 9.0)]
 
@@ -256,7 +256,7 @@ def test_until_the_first_new_line_nothing_is_dropped(tmp_path, monkeypatch):
             opened.metrics(step, {"loss": float(step)})
     (tmp_path / "run.json").touch()  # the folder is a run's
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="refused"), log(tmp_path, first_step=1, resumes=True):
+    with pytest.raises(ValueError, match="refused"), log(tmp_path, first_step=1, resume=True):
         raise ValueError("refused")
 
     def refuse(*_, **__):
@@ -265,9 +265,9 @@ def test_until_the_first_new_line_nothing_is_dropped(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("training.log.start_wandb", refuse)
         with pytest.raises(ValueError, match="does not start"):
-            log(tmp_path, first_step=1, resumes=True)
+            log(tmp_path, first_step=1, resume=True)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    with log(tmp_path, first_step=1, resumes=True) as opened:
+    with log(tmp_path, first_step=1, resume=True) as opened:
         opened.metrics(2, {"loss": 9.0})
     assert [(r["step"], r["loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 9.0)]
     assert not (tmp_path / "metrics.tmp").exists()
@@ -285,7 +285,7 @@ def test_a_file_that_cannot_be_opened_for_a_moment_keeps_its_lines(tmp_path, mon
             raise OSError(errno.EIO, "no answer", str(path))
         return real(path, mode, *args, **kwargs)
 
-    with log(tmp_path, first_step=1, resumes=True) as opened:
+    with log(tmp_path, first_step=1, resume=True) as opened:
         with monkeypatch.context() as patch:
             patch.setattr(Path, "open", open_file)
             opened.metrics(2, {"loss": 2.0})

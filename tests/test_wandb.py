@@ -238,7 +238,7 @@ def test_the_run_has_the_names_that_were_chosen(tmp_path, begun, chosen, swept, 
     run_dir.mkdir(parents=True)
     if swept:
         (run_dir.parent / "multirun.yaml").touch()
-    start_wandb(run_dir, LoggerConfig(**chosen), {}, "offline", "", resumed=False)
+    start_wandb(run_dir, LoggerConfig(**chosen), {}, "offline", "", resume=False)
     found = tuple(begun[0].options[key] for key in ("project", "entity", "name", "group"))
     assert found == tuple(text and text.format(parent=tmp_path.name) for text in expected)
 
@@ -247,8 +247,8 @@ def test_an_id_that_a_power_cut_damaged_is_replaced(tmp_path, begun):
     """A resumed run whose id is none would else be refused, or go on without wandb, at each start."""
     for content in (b"\xff\xfe", bytes(8), b""):
         (tmp_path / "wandb_id").write_bytes(content)
-        start_wandb(tmp_path, LoggerConfig(), {}, "offline", "", resumed=True)
+        start_wandb(tmp_path, LoggerConfig(), {}, "offline", "", resume=True)
         written = (tmp_path / "wandb_id").read_text().strip()
         assert re.fullmatch("[0-9a-f]{8}", written)
-        start_wandb(tmp_path, LoggerConfig(), {}, "offline", "", resumed=True)
+        start_wandb(tmp_path, LoggerConfig(), {}, "offline", "", resume=True)
         assert [run.options["id"] for run in begun[-2:]] == [written, written]

@@ -71,10 +71,9 @@ def evaluate(
     world = hardware.world
     was_training = model.training
     model.eval()
-    losses, place = [], world.place
-    together = place["world_size"] * micro_batch
+    losses, together = [], world.data_size * micro_batch
     for first in range(0, len(windows.inputs), together):
-        start = first + place["rank"] * micro_batch
+        start = first + world.data_rank * micro_batch
         inputs = windows.inputs[start : start + micro_batch]
         targets = windows.targets[start : start + micro_batch]
         if len(inputs) < micro_batch:  # one shape for all batches, so that nothing is compiled twice
@@ -87,7 +86,7 @@ def evaluate(
             loss = model(inputs.to(hardware.device), targets.to(hardware.device), **documents)
         losses.append(loss.item())  # fp32, added as float64
     model.train(was_training)
-    shares = world.exchange(losses)[:: world.context]  # those that share rows have the same
+    shares = world.all_gather(losses)[:: world.context]  # those that share rows have the same
     in_order = (shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares))))
     return windows.metrics(sum(in_order) / windows.targets.numel())
 

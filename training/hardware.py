@@ -171,7 +171,7 @@ def _own_device(device: torch.device, asked: str, world: World) -> torch.device:
     if index < count:
         torch.cuda.set_device(index)
     own = f"{world.hosts[world.rank]} {torch.cuda.get_device_properties(index).uuid}" if index < count else None
-    owners = world.exchange(own)
+    owners = world.all_gather(own)
     if own is None or owners.count(own) > 1:
         raise ValueError(
             f"hardware.device={asked}: process {world.local_rank} of {world.hosts[world.rank]}, counted from 0, has no "

@@ -61,8 +61,8 @@ class RunLog:
     Args:
         first_step: steps already done.
         steps: steps of the whole run.
-        resumes: whether the run goes on; only then may the folder hold a run.
-        resumed: the checkpoint that it goes on from.
+        resume: whether the run is resumed; only then may the folder hold a run.
+        checkpoint: where it resumes, if there is one.
         wandb: mode and why, where `wandb_mode` was asked before.
     """
 
@@ -74,22 +74,22 @@ class RunLog:
         *,
         first_step: int,
         steps: int,
-        resumes: bool = False,
-        resumed: Checkpoint | None = None,
+        resume: bool = False,
+        checkpoint: Checkpoint | None = None,
         wandb: tuple[str, str] | None = None,
     ):
         mode = wandb or wandb_mode(config)  # refuses before anything is written
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False, emoji=False)  # :key: in a sample is a text
-        own = resumed is not None and resumed.path in {path.resolve() for path in run_dir.glob("checkpoints/*")}
-        expected = resumed.meta["metric_lines"] if own else None  # another run's checkpoint knows another file
-        # else its files are somebody's own, or another run's
-        goes_on = resumes and (own or (resumed is None and (run_dir / "run.json").exists()))
+        own = checkpoint is not None and checkpoint.path in {path.resolve() for path in run_dir.glob("checkpoints/*")}
+        expected = checkpoint.meta["metric_lines"] if own else None  # another run's checkpoint knows another file
+        # else the folder's files are somebody's own, or another run's
+        same_run = resume and (own or (checkpoint is None and (run_dir / "run.json").exists()))
         self._file = MetricsFile(
-            run_dir / "metrics.jsonl", first_step, resumes=goes_on, say=self.say, expected=expected
+            run_dir / "metrics.jsonl", first_step, resume=same_run, say=self.say, expected=expected
         )
-        for name in () if goes_on else REPLACED:
+        for name in () if same_run else REPLACED:
             if os.path.lexists(run_dir / name):
                 raise ValueError(
                     f"run folder {run_dir} has a {name}, which a new run would replace; give another hydra.run.dir, or "
@@ -98,7 +98,7 @@ class RunLog:
         self.picture = LossPicture(run_dir, self.say)
         self._first_step, self._steps = first_step, steps
         self._paced_from: tuple[int, float] | None = None  # the first line's step, which compiled, and when it was said
-        self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resumed=resumes, commit=git_commit)
+        self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resume=resume, commit=git_commit)
         # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
         self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.before()])
         # a bar that nobody sees would still lock, copy and time itself at every step
@@ -217,9 +217,9 @@ class MetricsFile:
     """
 
     def __init__(
-        self, path: Path, first_step: int, *, resumes: bool, say: Callable[[str], None], expected: int | None = None
+        self, path: Path, first_step: int, *, resume: bool, say: Callable[[str], None], expected: int | None = None
     ) -> None:
-        if path.exists() and not resumes:
+        if path.exists() and not resume:
             raise ValueError(
                 f"run folder {path.parent} already holds a run; give another hydra.run.dir, or resume=auto"
             )

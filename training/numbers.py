@@ -221,7 +221,7 @@ class BadSteps:
             return False, f"the run stops; more than {MOST_IN_A_ROW} bad steps in a row are not the batch's doing"
         if self.policy == "skip":
             return True, "the step is not taken; the run goes on with the next batch"
-        good = self.hardware.world.told(self.hardware.world.first(self._newest_good)(step))
+        good = self.hardware.world.broadcast(self.hardware.world.on_first(self._newest_good)(step))
         if good is None:
             return False, f"the run stops; {self.saver.folder} has no good checkpoint: set or lower train.save_every"
         found = checkpoints.open_checkpoint(good, verify=())

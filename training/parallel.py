@@ -1,4 +1,4 @@
-"""Several processes, one run: who they are, what they tell each other, and the sum of their gradients.
+"""Several processes, one run: their ranks, what they communicate, and the sum of their gradients.
 
 `torchrun --nproc-per-node W train.py ...`, or one task a GPU by srun. Each process computes its share of a step's rows
 with the whole model. The gradients of all micro-batches are summed as one binary tree over their numbers in the step:
@@ -6,21 +6,19 @@ its lower levels within a process, its upper ones between processes. So 1, 2, 4 
 the same order and end with the same bits, as long as `train.micro_batch` is the same and the micro-batches of a process
 are a power of two. No order is left to a communication library, and the traffic is that of a ring all-reduce.
 
-What is rare (the run's folder, an evaluation's losses, a summary) is told through the key-value store that the
-processes met at; what is needed at each step travels as the last elements of the gradient.
+What is rare (the run's folder, an evaluation's losses, a summary) goes through the key-value store of their rendezvous
+(training/rendezvous.py); what is needed at each step travels as the last elements of the gradient.
 """
 
 import json
 import math
-import os
 import socket
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from itertools import accumulate
 from typing import Any, Self
 
@@ -30,7 +28,7 @@ from torch import Tensor
 
 from model.context import WAYS
 from training.ordered_sum import sum_over_ranks
-from training.watch import LIMITS, Failure, Limits, StepClock, Watch
+from training.watch import Failure, StepClock, Watch
 
 MODES = ("replicate", "shard")
 METHODS = ("auto", *WAYS)
@@ -56,13 +54,13 @@ class ParallelConfig:
             raise ValueError(f"parallel.context_method={self.context_method} is not one of {', '.join(METHODS)}")
 
 
-class Nothing:
-    """Stands in processes other than the first for what only the first has: any use of it is Nothing again."""
+class NullObject:
+    """Stands in processes other than the first for what only the first has: every attribute and call is itself."""
 
-    def __getattr__(self, name: str) -> "Nothing":
+    def __getattr__(self, name: str) -> Self:
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> "Nothing":
+    def __call__(self, *args: Any, **kwargs: Any) -> Self:
         return self
 
     def __bool__(self) -> bool:
@@ -76,33 +74,35 @@ class Nothing:
 
 
 class World:
-    """The processes of a run, as one of them sees them. Without a store it is alone, or `size` are only planned for.
+    """The processes of a run, as one of them sees them: their ranks, and what they communicate.
+
+    Without a store this process is alone, or a run of `size` processes is only planned.
 
     Attributes:
         rank, size: this process's number, and how many there are.
         local_rank: its number on its host: which GPU it takes.
         hosts: of each rank.
         step: steps done, as far as the host knows.
-        arrivals: how often it came to where all processes meet; those that wait for it have one more.
-        context: processes that share each row's tokens, neighbours by rank; the others have rows of their own.
-        shards: whether each holds a part of every weight (training/shard.py).
-        patience: seconds that the others wait for it where they meet, before it counts as hanging.
-        unsaved: the last step whose checkpoint it could not write; with the next step's sum all say so.
+        arrivals: collectives that it has entered; those that wait for it have entered one more.
+        context: neighbouring ranks that share each row's tokens (context parallelism).
+        shards: whether each process holds a part of every weight (training/shard.py).
+        patience: seconds that the others wait for it in a collective before it counts as hanging.
+        unsaved: the last step whose checkpoint it could not write; the other processes report it after the next step.
     """
 
     def __init__(
         self, rank: int = 0, size: int = 1, local_rank: int = 0, store: dist.Store | None = None, group: Any = None
     ) -> None:
         self.rank, self.size, self.local_rank, self._store = rank, size, local_rank, store
-        self.arrivals = self._exchanges = 0
+        self.arrivals = self._gathers = 0
         self.context, self.shards = 1, False
         self.watch: Watch | None = None
         self._group = group
         self.begin_run()
-        self.hosts = self.exchange(socket.gethostname())
+        self.hosts = self.all_gather(socket.gethostname())
 
     def begin_run(self) -> None:
-        """A run begins, perhaps not the first one of these processes: of a sweep each trains all."""
+        """Start afresh: in a sweep the same processes train one run after another."""
         self.step = self.unsaved = self._sums = self._said_unsaved = 0
         self.patience = math.inf  # who prepares a text or compiles takes its time
         self.tail: Tensor | None = None  # after a step's sum: loss, votes, `unsaved`, ms and checks, on the device
@@ -116,15 +116,19 @@ class World:
         return self.rank == 0
 
     @property
-    def place(self) -> dict[str, int]:
-        """What `data.TokenBatches` calls it: processes that share rows take the same."""
-        return {"rank": self.rank // self.context, "world_size": self.size // self.context}
+    def data_rank(self) -> int:
+        """Among the `data_size` groups that have batches of their own; processes that share rows are one group."""
+        return self.rank // self.context
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.context
 
     def arrange(self, parallel: ParallelConfig) -> None:
-        """Let neighbours share rows, and all of them weights, as `parallel` says.
+        """Set which processes share rows, and whether all share weights.
 
         Raises:
-            ValueError: the processes do not part into groups that share rows.
+            ValueError: `parallel.context` does not divide the number of processes.
         """
         context = parallel.context
         if self.size % context:
@@ -137,34 +141,34 @@ class World:
     def describe(self, rank: int) -> str:
         return f"rank {rank} of {self.size} on {self.hosts[rank]}"
 
-    # --- rare things, told through the store
+    # --- rare collectives, through the store
 
-    def exchange(self, value: Any) -> list[Any]:
-        """What each process gave, by rank; all come here, and nobody leaves before all have come. `value` is JSON."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """What each process gave, by rank. All must call it, and none returns before all have. `value` is JSON."""
         if self._store is None:
             return [value] * self.size
-        keys = [f"exchange/{self._exchanges}/{rank}" for rank in range(self.size)]
+        keys = [f"all_gather/{self._gathers}/{rank}" for rank in range(self.size)]
         self.arrivals += 1
         with self.communicating():
             self._store.set(keys[self.rank], json.dumps(value))
             self._store.wait(keys, FOREVER)
             found = [json.loads(text) for text in self._store.multi_get(keys)]
-            if self._exchanges:  # who is here has read all of the one before
-                self._store.delete_key(f"exchange/{self._exchanges - 1}/{self.rank}")
-        self._exchanges += 1
+            if self._gathers:  # whoever is here has read all of the one before
+                self._store.delete_key(f"all_gather/{self._gathers - 1}/{self.rank}")
+        self._gathers += 1
         return found
 
-    def told(self, value: Any) -> Any:
-        """What the first process gave here."""
-        return self.exchange(value if self.is_first else None)[0]
+    def broadcast(self, value: Any) -> Any:
+        """What the first process gave."""
+        return self.all_gather(value if self.is_first else None)[0]
 
-    def first(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` in the first process; in the others what does nothing and returns `Nothing`."""
-        return function if self.is_first else Nothing()
+    def on_first(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` in the first process; in the others what does nothing and returns a `NullObject`."""
+        return function if self.is_first else NullObject()
 
-    def share(self, sequences: int, micro_batch: int | str | None, seq_len: int) -> int:
+    def local_sequences(self, sequences: int, micro_batch: int | str | None, seq_len: int) -> int:
         """This process's sequences of a step's; ValueError where they cannot be shared equally."""
-        groups = self.size // self.context
+        groups = self.data_size
         share, rest = divmod(sequences, groups)
         if rest or not share:
             nearest = sorted({max(1, share), share + 1})
@@ -184,7 +188,7 @@ class World:
     # --- what each step's sum carries
 
     def vote(self, index: int) -> None:
-        """Ask all processes to stop, for reason number `index`; with the next step's sum they know."""
+        """Ask all processes to stop, for reason number `index`; they learn of it with the next step's sum."""
         self._votes.add(index)
 
     @property
@@ -193,12 +197,12 @@ class World:
         return min(self._heard, default=None)
 
     def parts_of(self, tail: Any) -> list[Any]:
-        """Of what a step's sum carries, a tensor or a list: loss, votes, `unsaved`, then ms and checks of each rank."""
+        """The pieces of `tail`, or of its list: loss, votes, `unsaved`, then ms and checks of each rank."""
         sizes = (1, NUM_VOTES, 1, self.size, self.size)
         return [tail[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def read(self, step: int, tail: list[float]) -> list[str]:
-        """Take note of what came with `step`'s sum, read by the host; lines that are worth saying.
+        """Process the `tail` of `step`'s sum, copied to the host; returns lines to print.
 
         Raises:
             ValueError: a process's weights are not the first one's.
@@ -289,7 +293,7 @@ class World:
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """What fails within it is another process's end: the watch finds whose, says so and ends this one."""
+        """Around communication: it fails where another process ended; the watch then names that one and ends this."""
         try:
             yield
         except RuntimeError as error:
@@ -298,16 +302,16 @@ class World:
             self.watch.wait_for_the_end(str(error))
 
     def fail(self, message: str, code: int) -> None:
-        """Let the others know why this process ends before its time."""
+        """Tell the others why this process ends early."""
         if self.watch is not None:
             self.watch.stop()
             self.watch.post(Failure(self.rank, self.hosts[self.rank], self.step, message, code))
 
     def close(self) -> None:
-        """Leave, once all are ready to."""
+        """Leave the group, once all processes are ready to."""
         if self.size == 1:
             return
-        self.exchange("end")
+        self.all_gather("end")
         if self.watch is not None:
             self.watch.stop()
         if self._group is not None and dist.is_initialized():
@@ -320,70 +324,3 @@ class World:
 
 
 ALONE = World()
-
-
-def ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
-    """(rank, processes, rank on this host): torchrun's, else those of a srun step of several tasks, else alone.
-
-    SLURM_NTASKS will not do: it is also set in a shell of salloc, where one process would wait for others for ever.
-    """
-    if "WORLD_SIZE" in environment:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    elif environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-    else:
-        return 0, 1, 0
-    if missing := [name for name in names if name not in environment]:
-        raise ValueError(f"{missing[0]} is not set beside {names[1]}; start with torchrun or srun, or unset {names[1]}")
-    rank, size, local_rank = (number_in(environment, name) for name in names)
-    if not 0 <= rank < size:
-        limit = f"0 to {size - 1}, as {names[1]}={size} says" if size > 0 else f"possible with {names[1]}={size}"
-        raise ValueError(f"{names[0]}={rank} is not {limit}; start with torchrun or srun")
-    return rank, size, local_rank
-
-
-def number_in(environment: Mapping[str, str], name: str) -> int:
-    """A variable of torchrun or srun, 1 where it is not set."""
-    try:
-        return int(environment.get(name, 1))
-    except ValueError:
-        raise ValueError(f"{name}={environment[name]} is no number; start with torchrun or srun") from None
-
-
-def refuse_nowhere(size: int) -> None:
-    """ValueError where MASTER_ADDR and MASTER_PORT are no place for `size` processes to meet."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ValueError(f"{name} is not set, and {size} processes must meet; torchrun sets it")
-    port = os.environ["MASTER_PORT"]
-    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise ValueError(f"MASTER_PORT={port} is no port; use one number from 1 to 65535 for all processes")
-
-
-@cache
-def this_world() -> World:
-    """The processes that this one was started with, as the environment says; ValueError where it says half of it."""
-    return meet(*ranks())
-
-
-def meet(rank: int, size: int, local_rank: int, limits: Limits = LIMITS) -> World:
-    """This process among `size` that meet at MASTER_ADDR:MASTER_PORT.
-
-    Raises:
-        ValueError: they are not there within five minutes, or there can be no such place.
-    """
-    if size == 1:
-        return ALONE
-    refuse_nowhere(size)
-    try:
-        meeting = dist.rendezvous("env://", rank=rank, world_size=size, timeout=timedelta(minutes=5))
-        store = dist.PrefixStore("run", next(iter(meeting))[0])
-        world = World(rank, size, local_rank, store)
-    except RuntimeError as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"rank {rank} of {size} cannot meet the others at {place} ({reason}); are all started?"
-        ) from error
-    world.watch = Watch(world, store, limits)
-    return world

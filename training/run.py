@@ -83,7 +83,7 @@ class TrainConfig:
     def is_logged(self, step: int) -> bool:
         return step == 1 or self.is_due(self.log_every, step)
 
-    def is_watched(self, step: int) -> bool:
+    def is_observed(self, step: int) -> bool:
         """Whether `step`'s numbers or the weights after it are used for anything beside training."""
         cadences = (self.eval_every, self.save_every, self.sample_every)
         return self.is_logged(step) or any(self.is_due(every, step) for every in cadences)
@@ -198,7 +198,7 @@ def resolve(
     world.begin_run()
     hardware = hardware or set_up(settings.hardware, world)
     if not world.is_first:
-        found = world.exchange(None)[0]  # what the first process chose where the settings leave it open
+        found = world.all_gather(None)[0]  # what the first process chose where the settings leave it open
         train = replace(settings.train, micro_batch=found["micro_batch"])
         settings = replace(settings, resume=found["resume"], train=train)
     asked = asdict(settings)
@@ -207,7 +207,7 @@ def resolve(
         raise ValueError(f"model.name={name} cannot be sharded; use parallel.data=replicate")
     optim, optimizer_line = settings.optim.resolved(hardware.device)
     settings = replace(settings, optim=optim)
-    share = world.share(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
+    share = world.local_sequences(settings.sequences_per_step, settings.train.micro_batch, settings.data.seq_len)
     document_mask = settings.data.document_mask
     model, attention_reason, loss_reason = resolve_model(
         settings.model, hardware.device, hardware.dtype, document_mask=document_mask
@@ -236,7 +236,7 @@ def resolve(
     plan = memory.plan(settings, model, hardware, vocab_size, share)
     if world.is_first:
         resumed_path = str(text["resumed"].path) if text.get("resumed") else None
-        world.exchange({"micro_batch": plan.micro_batch, "resume": resumed_path})
+        world.all_gather({"micro_batch": plan.micro_batch, "resume": resumed_path})
     if text:
         _refuse_texts_that_differ(world, text["dataset"].fingerprint)
     chosen = replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch))
@@ -293,7 +293,7 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
 
 def _refuse_texts_that_differ(world: World, fingerprint: str) -> None:
     """ValueError where a process found another text under the same name, as on a disk of its own."""
-    fingerprints = world.exchange(fingerprint)
+    fingerprints = world.all_gather(fingerprint)
     for rank, found in enumerate(fingerprints):
         if found != fingerprints[0]:
             raise ValueError(

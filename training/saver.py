@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from training import checkpoint as checkpoints
-from training.parallel import ALONE, Nothing, World
+from training.parallel import ALONE, NullObject, World
 from training.shard import full_tensor
 from training.stop import command_to_go_on
 from training.watch import SAVER
@@ -125,7 +125,7 @@ def is_finite(x: torch.Tensor) -> bool:
     return x.numel() == 0 or all(torch.isfinite(bound) for bound in x.aminmax())
 
 
-class ShardSender(Nothing):
+class ShardSender(NullObject):
     """Stands for a `Saver` in the other processes: where weights are sharded, the first one's needs their rows."""
 
     def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:

@@ -52,8 +52,8 @@ def training_step(
     step, both still on the device.
     """
     world, graphs = hardware.world, graphs if starts is None else None
-    place, micro_batches = world.place, -(-len(inputs) // micro_batch)
-    tokens = targets.numel() * place["world_size"]
+    micro_batches = -(-len(inputs) // micro_batch)
+    tokens = targets.numel() * world.data_size
     compute = graphs.compute if graphs else partial(compute_gradients, forward, optimizer, hardware, tokens)
     gradients = GradientSum(optimizer.parameters, world, micro_batches, copied=graphs is not None)
     world.begin_step(hardware.device)
@@ -62,7 +62,7 @@ def training_step(
             part = slice(number * micro_batch, (number + 1) * micro_batch)
             documents = packed_rows(starts, part.start, *inputs[part].shape, hardware.device)
             # those that share rows draw for their own tokens
-            use_stream((place["rank"] * micro_batches + number) * world.context + world.rank % world.context)
+            use_stream((world.data_rank * micro_batches + number) * world.context + world.rank % world.context)
             gradients.add(compute(inputs[part], targets[part], **documents, region=region))
     with region("optimizer"):
         step_loss = gradients.total()

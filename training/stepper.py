@@ -63,7 +63,7 @@ class Stepper:
         with hardware.world.communicating():
             whole = full_model(self._model)
         prompt = self._chosen.prompt, asked["sample_tokens"], asked["seed"]
-        return hardware.world.first(sample)(whole, *prompt, tokenizer, hardware)
+        return hardware.world.on_first(sample)(whole, *prompt, tokenizer, hardware)
 
 
 def step_record(loss: Tensor, grad_norm: Tensor, optimizer: Optimizer, check: NumberCheck) -> dict[str, float | None]:

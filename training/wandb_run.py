@@ -90,7 +90,7 @@ def start_wandb(
     mode: str,
     why: str,
     *,
-    resumed: bool,
+    resume: bool,
     commit: Callable[[], str | None] = lambda: None,
 ) -> tuple[Any, str]:
     """Start a wandb run that never asks and never waits long; (the run or None, a sentence).
@@ -110,7 +110,7 @@ def start_wandb(
     run_id = written if re.fullmatch(r"[\w-]+", written, flags=re.ASCII) else secrets.token_hex(4)
     id_file.write_text(run_id + "\n")
     try:
-        if resumed and mode == "offline":  # the new folder will hold the whole run: the old ones are not to be synced
+        if resume and mode == "offline":  # the new folder will hold the whole run: the old ones are not to be synced
             for earlier in run_dir.glob(f"wandb/offline-run-*-{run_id}"):
                 earlier.rename(earlier.with_name(f"superseded-{earlier.name}"))
         folder = run_dir.resolve()
@@ -122,7 +122,7 @@ def start_wandb(
             tags=config.tags or None,
             name=config.name or "/".join(folder.parts[-2:]),
             id=run_id,
-            resume="allow" if resumed and mode == "online" else None,
+            resume="allow" if resume and mode == "online" else None,
             dir=run_dir,
             mode=mode,
             config=dict(settings),

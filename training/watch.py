@@ -77,7 +77,7 @@ class Watch:
         self._late = [(0, 0)] * world.size  # how often it had arrived, and since when others are ahead
         self._beats = 0
         self._beat()
-        world.exchange("watched")  # from here on each has a beat
+        world.all_gather("watched")  # from here on each has a beat
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
         threading.Thread(target=self._guard, name="watch of the watch", daemon=True).start()

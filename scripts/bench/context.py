@@ -93,7 +93,7 @@ def work(host: Host, settings: ContextBenchSettings) -> tuple[str, list[Row]]:
                 shared, results = measured(way, *parts, settings.runs, host)
                 row |= facts(settings, seq_len, settings.gpus, shared) | {"speedup": alone["ms"] / shared["ms"]}
                 own = [part_of(x, rank, settings.gpus, method, dim=2) for x in exact]
-                row["bits"] = all(host.world.exchange(all(map(torch.equal, results, own))))
+                row["bits"] = all(host.world.all_gather(all(map(torch.equal, results, own))))
             except ValueError as error:
                 row |= {"seq_len": seq_len, "error": str(error)}
             rows.append(row)
@@ -120,7 +120,7 @@ def measured(
 
 def median_ms(call: Callable[[], object], runs: int, host: Host) -> float:
     """All processes begin a run together and run as often; a run takes as long as in the slowest of them."""
-    found = host.world.exchange(spans(call, host.hardware.device, runs + 2, before=dist.barrier)[2:])
+    found = host.world.all_gather(spans(call, host.hardware.device, runs + 2, before=dist.barrier)[2:])
     return 1e3 * statistics.median(map(max, zip(*found, strict=True)))
 
 

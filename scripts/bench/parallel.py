@@ -125,7 +125,7 @@ class Network:
             for step in range(steps):
                 stepper.step(batch_of(chosen, step))
         found = sha256([local_shard(p) for p in self.model.parameters()])
-        return hashlib.sha256("".join(chosen.hardware.world.exchange(found)).encode()).hexdigest()
+        return hashlib.sha256("".join(chosen.hardware.world.all_gather(found)).encode()).hexdigest()
 
 
 def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
@@ -142,7 +142,7 @@ def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
                 torch.compiler.reset()
             free(host.hardware.device)
         for row in known[name](host, settings, network):
-            host.world.first(print)(json.dumps(row), flush=True)  # what is known when a later one fails
+            host.world.on_first(print)(json.dumps(row), flush=True)  # what is known when a later one fails
             rows.append(row)
     return host.hardware.description, rows
 
@@ -175,7 +175,7 @@ def replicate(host: Host, settings: ParallelBenchSettings, network: Network) -> 
             row |= against(one, row) | {"slowest_ms": one["slowest_ms"]}
             row |= sum_beside_all_reduce(world, network, row["step_ms"])
             row["rest_ms"] = round(row["step_ms"] - row["sum_ms"] - row["slowest_ms"], 3)
-        yield host.world.told(row)
+        yield host.world.broadcast(row)
 
 
 def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> Iterator[Row]:
@@ -195,7 +195,7 @@ def hashes(host: Host, settings: ParallelBenchSettings, network: Network) -> Ite
                 found = sha256([*network.model.parameters(), *moments(optimizer)])
                 del optimizer, stepper
                 free(host.hardware.device)
-            found = [value for value in host.world.exchange(found) if value]
+            found = [value for value in host.world.all_gather(found) if value]
             equal |= {*found}
             row = {"cell": "hashes", "optimizer": optim, "processes": size, "steps": bench.hash_steps}
             yield row | {"sha256": found[0], "equal": len(equal) == 1}
@@ -245,9 +245,9 @@ def alone(host: Host, settings: ParallelBenchSettings, network: Network | None =
     """One GPU's step, on all of them at once, each by itself."""
     chosen = choose(settings, host.hardware, ALONE)
     row = timed(chosen, network or Network(chosen), settings)
-    by_gpu = host.world.exchange(row["step_ms"])
+    by_gpu = host.world.all_gather(row["step_ms"])
     shown = " ".join(f"{ms:.2f}" for ms in by_gpu)
-    return host.world.told(row) | {"alone": shown, "slowest_ms": max(by_gpu)}
+    return host.world.broadcast(row) | {"alone": shown, "slowest_ms": max(by_gpu)}
 
 
 def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twice: bool = False) -> Row:
@@ -268,7 +268,7 @@ def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twi
         marks[-2].wait()  # as the loop looks at a step's numbers while the next one is computed
     hardware.synchronize()
     spans = [1e3 * begin.seconds_to(end) for begin, end in pairwise(marks)][bench.warmup_steps :]
-    found = world.exchange([statistics.median(spans), hardware.peak_memory_gib()])
+    found = world.all_gather([statistics.median(spans), hardware.peak_memory_gib()])
     step_ms, tokens = max(ms for ms, _ in found), chosen.settings["train"]["batch_tokens"]
     shown = {}
     if tails:  # what each process told the others in the last steps
@@ -317,15 +317,14 @@ def sum_beside_all_reduce(world: World, network: Network, step_ms: float) -> Row
 
 def median_ms(call: Callable[[], object], world: World, device: torch.device) -> float:
     """Of 20 calls after 5, one behind the other, in the slowest process."""
-    return max(world.exchange(1e3 * statistics.median(laps(call, device, 5, 20))))
+    return max(world.all_gather(1e3 * statistics.median(laps(call, device, 5, 20))))
 
 
 def batch_of(chosen: Run, step: int) -> Batch:
     """This process's rows of a step's random tokens, as `data.TokenBatches` deals them."""
-    draw, place = torch.Generator().manual_seed(step), chosen.hardware.world.place
-    rows = chosen.sequences
-    tokens = torch.randint(chosen.vocab_size, (rows * place["world_size"], chosen.seq_len + 1), generator=draw)
-    own = tokens[rows * place["rank"] :][:rows].to(chosen.hardware.device)
+    draw, world, rows = torch.Generator().manual_seed(step), chosen.hardware.world, chosen.sequences
+    tokens = torch.randint(chosen.vocab_size, (rows * world.data_size, chosen.seq_len + 1), generator=draw)
+    own = tokens[rows * world.data_rank :][:rows].to(chosen.hardware.device)
     return own[:, :-1].contiguous(), own[:, 1:].contiguous(), None
 
 
