@@ -287,7 +287,7 @@ def explain_step(settings: ExplainSettings) -> tuple[dict, list[Table | str]]:
     vocab_size = settings.vocab_size or VOCABULARY.get(tokenizer) or build_tokenizer(tokenizer).n_vocab
     run = resolve(settings, vocab_size=vocab_size, hardware=hardware, world=world)
     model, plan = run.model, run.plan
-    moments = {part: plan.kinds(part) for part in plan.moments}
+    moments = {part: plan.kinds(part) for part in plan.peaks}
     layers = activations_by_layer(plan)
     report = {"peak_bytes": plan.peak, "fullest": plan.fullest, "moments": moments, "layers": layers}
     return report, [
@@ -303,7 +303,7 @@ def explain_step(settings: ExplainSettings) -> tuple[dict, list[Table | str]]:
 def activations_by_layer(plan: Plan) -> list[dict[str, int]]:
     """Bytes at the forward's fullest moment that each block holds, by its module; its own are the residual stream."""
     layers: list[dict[str, int]] = [{} for _ in range(plan.model.num_layers)]
-    for (kind, module), size in plan.moments["forward"].items():
+    for (kind, module), size in plan.peaks["forward"].items():
         if kind == "activations" and module.startswith("blocks."):
             _, number, *inside = module.split(".")
             layers[int(number)][".".join(inside) or "block"] = size

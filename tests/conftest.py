@@ -121,7 +121,7 @@ def forecasts_are_shared(tmp_path_factory):
     (folder / "forecasts").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORECASTS", str(folder / "forecasts"))
-        patch.setattr("training.memory._HELD", Forecasts(folder / "forecasts"))
+        patch.setattr("training.memory._PEAKS", Forecasts(folder / "forecasts"))
         yield
 
 

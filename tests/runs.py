@@ -74,7 +74,7 @@ class Forecasts(dict):
 
 
 if "FORECASTS" in os.environ:  # tests/conftest.py has made it
-    memory._HELD = Forecasts(Path(os.environ["FORECASTS"]))
+    memory._PEAKS = Forecasts(Path(os.environ["FORECASTS"]))
 
 
 def settings(*overrides: str, schema: type = Settings, config: str = "config", experiment: str | None = "quickstart"):

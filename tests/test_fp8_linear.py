@@ -15,7 +15,7 @@ from training.hardware import Hardware
 from training.optimizer import OptimConfig
 from training.resume import refuse_unless_same
 from training.run import resolve
-from training.tracker import held_by_step
+from training.tracker import step_peaks
 from training.trained import trained
 
 SIZES = {"num_layers": 2, "num_heads": 2, "n_embd": 32, "attention": "sdpa", "loss": "plain"}
@@ -111,7 +111,7 @@ def test_a_step_in_8_bits_has_a_forecast():
     sizes = SIZES | {"n_embd": 256, "attention": "flash"}
     peaks = []
     for fp8 in ("none", "all"):
-        moments = held_by_step(GPTConfig(**sizes, fp8=fp8), OptimConfig(), hardware, 50, 256, 8, 8)
+        moments = step_peaks(GPTConfig(**sizes, fp8=fp8), OptimConfig(), hardware, 50, 256, 8, 8)
         peaks.append(max(held.total() for held in moments.values()))
     assert 0.7 * peaks[0] < peaks[1] < 1.1 * peaks[0]
 

@@ -20,7 +20,7 @@ from training.hardware import Hardware, HardwareConfig, set_up
 from training.memory import GIB, Plan
 from training.optimizer import OptimConfig, Optimizer
 from training.step import training_step
-from training.tracker import Claims, Tracker, flash_operator
+from training.tracker import EmulatedDevice, Tracker, flash_operator
 
 EVIDENCE = Path(__file__).resolve().parent.parent / ".github" / "evidence" / "training"
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -123,8 +123,8 @@ def forward_peak(config: GPTConfig, dtype: torch.dtype, device: str) -> int:
     """Bytes at the fullest moment of a forward on fake tensors. On cuda only a forward runs without a GPU."""
     model = GPT(config, 1000, 64, device="meta")
     tracker = Tracker(on_cuda=True, compiled=False)
-    claims = nullcontext() if device == "cuda" else Claims(on_cuda=True, compiled=False)
-    with FakeTensorMode(), claims, tracker:
+    emulated = nullcontext() if device == "cuda" else EmulatedDevice(on_cuda=True, compiled=False)
+    with FakeTensorMode(), emulated, tracker:
         for module in model.modules():
             for name, weight in module.named_parameters(recurse=False):
                 setattr(module, name, torch.nn.Parameter(torch.empty(weight.shape, device=device)))
@@ -136,7 +136,7 @@ def forward_peak(config: GPTConfig, dtype: torch.dtype, device: str) -> int:
         with tracker.region("forward"), torch.autocast(device, dtype, enabled=dtype != FP32):
             loss = model(tokens, tokens)
         del loss
-    return tracker.moments["forward"].total()
+    return tracker.peaks["forward"].total()
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bfloat16", "float32"])
@@ -200,8 +200,8 @@ def test_a_compiled_model_keeps_what_the_forecast_says(mlp, mode):
             forward(tokens, tokens)
         weights = {p.data_ptr() for p in model.parameters()}
         kept[num_layers] = sum(x.untyped_storage().nbytes() for at, x in storages.items() if at not in weights)
-    moment = planned(config, 50257, 64, 8, compiled=True).moments["forward"]  # such a vocabulary makes it the loss
-    predicted = sum(size for (_, module), size in moment.items() if module.startswith("blocks.1"))
+    peak = planned(config, 50257, 64, 8, compiled=True).peaks["forward"]  # such a vocabulary makes it the loss
+    predicted = sum(size for (_, module), size in peak.items() if module.startswith("blocks.1"))
     block = sum(weight.numel() for weight in model.blocks[1].parameters())
     if mode == "selective":  # the 16-bit copies of a recomputed block's weights live until the forward ends
         predicted -= 2 * block
@@ -274,7 +274,7 @@ def test_micro_batches_hold_gradients_and_less_of_all_else():
 
 def test_the_chunked_loss_of_the_124m_model_needs_a_tenth_of_the_plain_ones():
     config = GPTConfig(attention="flash", loss="plain")
-    blocks = planned(config, 64, 1024, 64).moments["forward"].total()
+    blocks = planned(config, 64, 1024, 64).peaks["forward"].total()
     plain, chunked = (planned(c, 50257, 1024, 64).peak for c in (config, replace(config, loss="chunked")))
     assert plain - chunked > 10 * GIB
     assert blocks < chunked

@@ -99,9 +99,9 @@ def test_auto_without_a_fitting_micro_batch_says_what_would_fit():
 
 def test_a_step_is_forecast_once(monkeypatch):
     """However often, and by whomever, it is asked about; a step that differs in anything is another one."""
-    asked, real = [], memory.held_by_step
-    monkeypatch.setattr(memory, "_HELD", {})
-    monkeypatch.setattr(memory, "held_by_step", lambda *arguments: asked.append(repr(arguments)) or real(*arguments))
+    asked, real = [], memory.step_peaks
+    monkeypatch.setattr(memory, "_PEAKS", {})
+    monkeypatch.setattr(memory, "step_peaks", lambda *arguments: asked.append(repr(arguments)) or real(*arguments))
     for _ in range(2):
         made = plan(0.5, num_layers=1)
         refused(made)

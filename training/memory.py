@@ -1,4 +1,4 @@
-"""Whether a training step fits into the device's memory: said beforehand, with what would make it fit."""
+"""Whether a training step fits into the device's memory: known before it runs, with what would make it fit."""
 
 import math
 import re
@@ -16,7 +16,7 @@ import torch
 from model import GPTConfig, resolve_attention
 from training.hardware import Hardware
 from training.optimizer import OptimConfig
-from training.tracker import held_by_step
+from training.tracker import step_peaks
 
 GIB = 2**30
 MARGIN = 1.1  # a forecast for a GPU is right within 10 %
@@ -24,7 +24,7 @@ HEAP = 1.5  # a CPU run's resident memory grows by 1.25 to 1.52 times the foreca
 REMEDIES = ("attention", "loss", "activation_checkpointing")  # fields of the model that a remedy may change
 
 
-_HELD: dict[str, dict[str, Counter]] = {}  # what steps hold, by their description: programs ask of one again and again
+_PEAKS: dict[str, dict[str, Counter]] = {}  # of each step that was asked for: programs ask for the same one repeatedly
 
 
 class DoesNotFit(ValueError):
@@ -43,37 +43,37 @@ class Plan:
     sequences: int  # of a step, those that this process computes
     micro_batch: int  # sequences of one forward and backward
     features: tuple[str, ...] = ("causal",)  # of attention, in the words of kernels/support.py
-    free: int | None = None  # bytes; None where nobody counts them
+    free: int | None = None  # bytes; None where PyTorch cannot tell
 
     @cached_property
-    def moments(self) -> dict[str, Counter]:
-        """What is held at the fullest moment of forward, backward and optimizer: bytes by (kind, module).
+    def peaks(self) -> dict[str, Counter]:
+        """What is alive at the peak of forward, backward and optimizer: bytes by (kind, module).
 
-        Of a model of transformers only what is held between steps is known.
+        Of a model of transformers only what is alive between steps is known.
         """
         if self.model.name is not None:
             return {"optimizer": Counter({("weights, gradients and moments", ""): 16 * held_parameters(self.model)})}
         shape = self.vocab_size, self.seq_len, self.sequences, self.micro_batch
         world = self.hardware.world
         step = repr((self.model, self.optim, self.hardware, world.size, world.shards, *shape))
-        if step not in _HELD:
-            _HELD[step] = held_by_step(self.model, self.optim, self.hardware, *shape)
-        return _HELD[step]
+        if step not in _PEAKS:
+            _PEAKS[step] = step_peaks(self.model, self.optim, self.hardware, *shape)
+        return _PEAKS[step]
 
     @property
     def fullest(self) -> str:
-        """The part of the step that holds most."""
-        return max(self.moments, key=lambda part: self.moments[part].total())
+        """The part of the step with the highest peak."""
+        return max(self.peaks, key=lambda part: self.peaks[part].total())
 
     @property
     def peak(self) -> int:
         """The forecast, in bytes."""
-        return self.moments[self.fullest].total()
+        return self.peaks[self.fullest].total()
 
     def kinds(self, part: str) -> dict[str, int]:
-        """Bytes by kind at the fullest moment of a part of the step."""
+        """Bytes by kind at the peak of a part of the step."""
         found = Counter()
-        for (kind, _), size in self.moments[part].items():
+        for (kind, _), size in self.peaks[part].items():
             found[kind] += size
         return dict(found)
 
@@ -96,16 +96,16 @@ class Plan:
         lower = [n for n in range(1, math.isqrt(self.sequences) + 1) if self.sequences % n == 0]
         divisors = sorted({*lower, *(self.sequences // n for n in lower)})
         fewer = [replace(self, micro_batch=n) for n in divisors if n < self.micro_batch]
-        # fewer at a time need less, but for the sums of gradients, which are more with more micro-batches
+        # smaller micro-batches need less memory, but more of them need more sums of gradients
         sums = "sums of gradients", ""
-        most = bisect_right(fewer, limit, key=lambda plan: plan.peak - plan.moments["backward"][sums])
+        most = bisect_right(fewer, limit, key=lambda plan: plan.peak - plan.peaks["backward"][sums])
         return next((plan for plan in reversed(fewer[:most]) if plan.peak <= limit), None)
 
     def remedies(self, limit: float) -> list["Plan"]:
-        """Plans that need less and at most `limit` bytes, those that cost least time first.
+        """Plans that need less and at most `limit` bytes, the fastest first.
 
-        Single changes; where none is enough, all of them together. Empty where even that is too much, or where nobody
-        knows what a change saves.
+        Single changes; where none is enough, all of them together. Empty where even that is too much, or what a change
+        saves is unknown.
         """
         if self.model.name is not None:
             return []
@@ -129,7 +129,7 @@ class Plan:
         limit = self.free / self.margin
         if auto and (fitting := self.largest_fitting(limit)):
             return fitting
-        # on a CPU nothing needs less than its forecast, and the kernel ends what needs too much without a word
+        # on a CPU no run needs less than its forecast, and the kernel kills one that needs too much without a message
         if not auto and self.peak <= self.free * (1 if self.on_cpu else MARGIN):
             return self
         smallest = replace(self, micro_batch=1) if auto else self
@@ -156,7 +156,7 @@ class Plan:
         return f"what fits: {', '.join(found)}"
 
     def beside(self, held: float) -> str:
-        """The line after the first steps: what was held at most, in GiB, and the forecast."""
+        """The line after the first steps: the measured peak, in GiB, and the forecast."""
         return f"{held:.2f} GiB at most in two steps; forecast {self.peak / GIB:.2f} GiB"
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ class Plan:
 
 
 def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, sequences: int) -> Plan:
-    """What a run will do about memory; with train.micro_batch=auto it takes as many sequences at a time as fit.
+    """The memory plan of a run; with train.micro_batch=auto, the largest micro-batch that fits.
 
     Args:
         settings: the run's groups of settings.
@@ -190,8 +190,8 @@ def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, s
     if free and hardware.device.type == "cpu":
         free //= world.hosts.count(world.hosts[world.rank])  # processes that share it
     shape = vocab_size, seq_len, sequences, micro_batch
-    made = Plan(model, settings.optim, hardware, *shape, features, free)
-    return made.checked(auto=asked == "auto")
+    forecast = Plan(model, settings.optim, hardware, *shape, features, free)
+    return forecast.checked(auto=asked == "auto")
 
 
 def held_parameters(config: GPTConfig) -> int:
@@ -201,25 +201,25 @@ def held_parameters(config: GPTConfig) -> int:
 
 
 @contextmanager
-def advice_when_out_of_memory(made: Plan) -> Iterator[None]:
+def advice_when_out_of_memory(forecast: Plan) -> Iterator[None]:
     """Turn running out of memory, the device's or the machine's, into a ValueError with forecast and remedies."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # PyTorch's allocator for a CPU has no error of its own, only its words
+        # PyTorch's CPU allocator has no error class of its own, only its message
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not out_of_memory and not ("DefaultCPUAllocator: " in str(error) and "memory" in str(error)):
             raise
-        limit = min(made.peak if made.free is None else made.free, made.peak) / made.margin
-        free = "" if made.free is None else f" and {made.free / GIB:.2f} GiB free at the start"
+        limit = min(forecast.peak if forecast.free is None else forecast.free, forecast.peak) / forecast.margin
+        free = "" if forecast.free is None else f" and {forecast.free / GIB:.2f} GiB free at the start"
         raise ValueError(
-            f"{made.hardware.device} is out of memory, with train.micro_batch={made.micro_batch}, a forecast of "
-            f"{made.peak / GIB:.2f} GiB{free}; {made.advice(limit)}"
+            f"{forecast.hardware.device} is out of memory, with train.micro_batch={forecast.micro_batch}, a forecast "
+            f"of {forecast.peak / GIB:.2f} GiB{free}; {forecast.advice(limit)}"
         ) from error
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that this process could still allocate on `device`; None where nobody counts them."""
+    """Bytes that this process could still allocate on `device`; None where PyTorch cannot tell."""
     if device.type == "cpu":
         return free_host_bytes()
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -1,9 +1,9 @@
-"""What a training step holds, without a GPU and before anything is allocated: the run's own step on fake tensors.
+"""The peak memory of a training step, without a GPU and before anything is allocated: the step on fake tensors.
 
-Fake tensors have storages but no memory; a tracker counts those that live. They lie on the CPU and claim to be on the
-run's device. A compiled step is tracked in eager mode, less what the compiler computes again. Assumed: `tiled` keeps
-what `flash` keeps, and packed documents are as long as their row. Not counted: the CUDA context and the allocator's
-fragments.
+Fake tensors have storages but no memory; a tracker counts the storages that are alive. The tensors are on the CPU, and
+`EmulatedDevice` makes them take the code paths of the run's device. A compiled step is tracked in eager mode, less what
+the compiler recomputes. Assumed: `tiled` keeps what `flash` keeps, and packed documents are as long as their row. Not
+counted: the CUDA context and the allocator's fragmentation.
 """
 
 import math
@@ -35,16 +35,17 @@ KINDS = {"": "parameters and batch", "backward": "gradients", "optimizer": "opti
 
 
 class Tracker(TorchDispatchMode):
-    """Bytes of all storages that operators returned and that still live.
+    """Bytes of all storages that operators returned and that are still alive.
 
     Attributes:
-        moments: for each part of the step what is held at its fullest: (kind, module that made it) -> bytes.
+        peaks: for each part of the step (forward, backward, optimizer) what is alive when that is most: (kind, module
+            that made it) -> bytes.
     """
 
     def __init__(self, on_cuda: bool, compiled: bool) -> None:
         super().__init__()
         self.on_cuda, self.compiled = on_cuda, compiled
-        self.moments: dict[str, Counter] = {}
+        self.peaks: dict[str, Counter] = {}
         self._part, self._modules = "", []  # of the step; those that run, the innermost last
         self._held = Counter({("cuBLAS", ""): CUBLAS_BYTES} if on_cuda else {})
         self._alive: dict[int, ref] = {}  # by the storage's address
@@ -57,7 +58,7 @@ class Tracker(TorchDispatchMode):
         yield
 
     def follow(self, name: str, module: nn.Module) -> None:
-        """Note by name what `module` makes."""
+        """Count what `module` makes under its name."""
 
         def leave(*_) -> None:
             self._modules.pop()
@@ -66,25 +67,25 @@ class Tracker(TorchDispatchMode):
         module.register_forward_hook(leave, always_call=True)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.prim.device.default:  # two of three calls, and they make nothing
+        if function is torch.ops.prim.device.default:  # two of three calls, and they allocate nothing
             return args[0].fake_device
-        with torch._C.DisableTorchFunction():  # what `Claims` redirects it has seen before autograd
+        with torch._C.DisableTorchFunction():  # EmulatedDevice has already acted, before autograd
             return self._counted(function, args, kwargs or {})
 
     def _counted(self, function, args, kwargs):
         if function is torch.ops.aten._fused_adamw_.tensor_lr:
-            return None  # it makes nothing; PyTorch 2.11 has no form of it for fake tensors and would fill real ones
+            return None  # it allocates nothing; PyTorch 2.11 has no fake of it and would fill real tensors
         out = function(*args, **kwargs)
         if self.compiled and self._part == "backward" and function is torch.ops.flashgpt.rotary_fwd.default:
-            return out  # the compiler turns q and k again after the MLP's backward, which is the fullest
+            return out  # the compiler rotates q and k again after the MLP's backward, where the peak is
         if function is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.gathered:
             self._add(out.untyped_storage(), 0)  # no copy: it is gathered so, and counted elsewhere
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self._add(x.untyped_storage(), x.untyped_storage().nbytes())
         inside = self._allocated_inside(function, args)
-        if self._part not in self.moments or self._held.total() + inside > self.moments[self._part].total():
-            self.moments[self._part] = self._held + Counter({("inside an operator", ""): inside})
+        if self._part not in self.peaks or self._held.total() + inside > self.peaks[self._part].total():
+            self.peaks[self._part] = self._held + Counter({("inside an operator", ""): inside})
         return out
 
     def _add(self, storage: torch.UntypedStorage, size: int) -> None:
@@ -113,8 +114,8 @@ class Tracker(TorchDispatchMode):
         return min(chunk_tokens, len(h)) * len(weight) * a_logit + copy
 
 
-class Claims(TorchFunctionMode):
-    """Sends fake CPU tensors the ways that tensors of the run's device go."""
+class EmulatedDevice(TorchFunctionMode):
+    """Makes fake CPU tensors take the code paths of the run's device."""
 
     def __init__(self, on_cuda: bool, compiled: bool) -> None:
         super().__init__()
@@ -134,14 +135,14 @@ class Claims(TorchFunctionMode):
             return args[0]  # not kept: the compiler computes it again
         if function is Tensor.backward:
             ones = torch.ones_like(args[0])
-            with self:  # which a handler is without, and what is computed again in backward needs
+            with self:  # the mode is off inside its handler, and recomputation in backward needs it
                 return _engine_run_backward(
                     args, (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
                 )
         return function(*args, **kwargs)
 
 
-def held_by_step(
+def step_peaks(
     config: GPTConfig,
     optim: OptimConfig,
     hardware: Hardware,
@@ -150,14 +151,14 @@ def held_by_step(
     sequences: int,
     micro_batch: int,
 ) -> dict[str, Counter]:
-    """`Tracker.moments` of a step. `config`'s attention and loss are resolved."""
+    """`Tracker.peaks` of a step. `config`'s attention and loss are resolved."""
     on_cuda = hardware.device.type == "cuda"
     model = GPT(replace(config, attention="naive"), vocab_size, seq_len, device="meta")
     tracker = Tracker(on_cuda, hardware.compile)
     # PyTorch starts backward's threads once, one a GPU, and a process that has them cannot be forked. FakeTensorMode
     # pretends that there is a GPU; this starts those of the real ones before
     torch.zeros((), requires_grad=True).backward()
-    with FakeTensorMode(), Claims(on_cuda, hardware.compile), tracker:
+    with FakeTensorMode(), EmulatedDevice(on_cuda, hardware.compile), tracker:
         for name, module in model.named_modules():
             tracker.follow(name, module)
             for key, weight in module.named_parameters(recurse=False):
@@ -172,40 +173,40 @@ def held_by_step(
         tokens = torch.empty(4, sequences, seq_len, dtype=torch.int64)  # inputs and targets, the next step's too
         with tracker.region("optimizer"):
             optimizer = Optimizer(model, optim, hardware.dtype)
-        tracker.moments.clear()
+        tracker.peaks.clear()
         inputs, targets = tokens[:2, : 2 * micro_batch]
         on_cpu = replace(hardware, device=torch.device("cpu"), world=ALONE)
         training_step(model, optimizer, inputs, targets, micro_batch, on_cpu, region=tracker.region)
     weights = model.num_parameters() * 4  # float32, and so are gradients
     sums = max(0, math.ceil(math.log2(sequences / micro_batch)) - 1)  # of pairs, of pairs of pairs (GradientSum)
     for part in ("forward", "backward"):
-        tracker.moments[part]["sums of gradients", ""] = sums * weights
+        tracker.peaks[part]["sums of gradients", ""] = sums * weights
     in_blocks = sum(weight.numel() for weight in model.blocks.parameters()) * 4
     if hardware.world.shards:
-        _deal_out(tracker.moments, hardware, weights, in_blocks, in_blocks // config.num_layers)
+        _shard_peaks(tracker.peaks, hardware, weights, in_blocks, in_blocks // config.num_layers)
     elif hardware.world.size > 2:  # two add their gradients in place; of more a piece is copied, and one received
-        tracker.moments["optimizer"]["sum over processes", ""] = 2 * min(weights, 4 * PIECE)
+        tracker.peaks["optimizer"]["sum over processes", ""] = 2 * min(weights, 4 * PIECE)
     if hardware.world.size > 1 and optim.name == "muon":
-        tracker.moments["optimizer"]["matrices exchanged", ""] = _exchanged(optim, hardware, in_blocks)
-    return tracker.moments
+        tracker.peaks["optimizer"]["matrices exchanged", ""] = _exchanged(optim, hardware, in_blocks)
+    return tracker.peaks
 
 
-def _deal_out(moments: dict[str, Counter], hardware: Hardware, weights: int, in_blocks: int, block: int) -> None:
-    """Change what one process would hold into what each of several holds that share the weights (training/shard.py).
+def _shard_peaks(peaks: dict[str, Counter], hardware: Hardware, weights: int, in_blocks: int, block: int) -> None:
+    """Change the peaks of one process into those of each process that holds a shard of the weights (training/shard.py).
 
     Args:
         weights, in_blocks, block: bytes of all weights, of those in blocks and of one block's, in float32.
     """
     size, rest = hardware.world.size, weights - in_blocks  # the rest stays gathered from forward to backward
     gathered = 2 * block * hardware.dtype.itemsize // 4  # a block's, while those of the next one arrive
-    moments["forward"]["gradients", ""] //= size  # of the micro-batch before
-    for part, held in moments.items():
+    peaks["forward"]["gradients", ""] //= size  # of the micro-batch before
+    for part, held in peaks.items():
         held["parameters and batch", ""] -= weights - weights // size
         for kind in ("optimizer state", "sums of gradients"):
             held[kind, ""] //= size
         if part != "optimizer":
             held["gathered weights", ""] = rest + gathered
-    backward, after = moments["backward"], moments["optimizer"]
+    backward, after = peaks["backward"], peaks["optimizer"]
     made = backward["gradients", ""]  # the rest's first
     backward["gradients", ""] = min(made, rest) + max(0, made - rest) // size
     backward["gradients exchanged", ""] = gathered + 2 * block
@@ -215,11 +216,11 @@ def _deal_out(moments: dict[str, Counter], hardware: Hardware, weights: int, in_
     end |= {("gathered weights", ""): rest, ("gradients", ""): weights // size, ("gradients exchanged", ""): 3 * rest}
     end["sums of gradients", ""] = backward["sums of gradients", ""]
     if end.total() > backward.total():
-        moments["backward"] = end
+        peaks["backward"] = end
 
 
 def _exchanged(optim: OptimConfig, hardware: Hardware, matrices: int) -> int:
-    """Bytes that Muon holds to deal its products out (training/owners.py), for `matrices` bytes of weights."""
+    """Bytes that Muon's exchanges need (training/owners.py), for `matrices` bytes of weights."""
     if hardware.world.shards:
         return 3 * matrices // hardware.world.size  # directions, and both ends of an exchange
     return matrices * DTYPES[optim.resolved(hardware.device)[0].muon_dtype].itemsize // 4
@@ -228,7 +229,7 @@ def _exchanged(optim: OptimConfig, hardware: Hardware, matrices: int) -> int:
 def flash_operator(
     q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, causal: bool = False, window: tuple = (-1, -1), **_
 ) -> Tensor:
-    """Attention that keeps an output and a log-sum-exp: the operator itself, which asks for no GPU."""
+    """Attention that keeps its output and LSE: the operator itself, whose fake version needs no GPU."""
     seed = torch.empty((), dtype=torch.int64) if dropout_p else None
     options = {"window_left": window[0], "window_right": window[1], "dropout_p": dropout_p, "dropout_seed": seed}
     return torch.ops.flashgpt.flash_fwd(q, k, v, causal, 1.0, **options)[0]
