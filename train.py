@@ -178,7 +178,7 @@ def run(
             # late and set `step` back; it does not where the loss or the weights are logged, saved or evaluated
             stopping = stop.requested
             if bad := check.look(step, loss, grad_norm, wait=stopping or config.is_observed(step)):
-                if not bad_steps.handle(bad, prefetcher, stepper.step_of, stop):
+                if not bad_steps.handle(bad, prefetcher, stepper.compute_step, stop):
                     step = bad.step - 1
                     save(step, best=False)
                     break

@@ -1,8 +1,8 @@
 """Context parallelism: the ranks of a process group share each sequence, and attention exchanges what they lack.
 
-Three ways, over the attention that the model names; W is the number of ranks, n = N / W a rank's tokens:
+Three methods, over the attention that the model names; W is the number of ranks, n = N / W a rank's tokens:
 
-    way     a rank's tokens        exchanged                    kept for the backward
+    method  a rank's tokens        exchanged                    kept for the backward
     heads   piece r of W           q, k, v and O, all-to-all    q, k, v, O, LSE of N tokens, 1 / W of the heads
     gather  chunks r, 2W - 1 - r   K and V, all-gathered        q, O, LSE of n tokens, K and V of N
     ring    chunks r, 2W - 1 - r   K and V, passed on           q, k, v, O, LSE of n tokens
@@ -37,11 +37,11 @@ KNOWN = {"scale", "softcap", "alibi_slopes", "sinks", "dropout_p"}  # options th
 # --- which tokens are whose
 
 
-def part_of(x: Tensor, rank: int, world: int, method: str, dim: int = 1) -> Tensor:
+def part_of(x: Tensor, rank: int, world_size: int, method: str, dim: int = 1) -> Tensor:
     """The rank's tokens of x, whose dimension `dim` holds all N, contiguous."""
     if method == "heads":
-        return x.chunk(world, dim)[rank].contiguous()
-    chunks = x.chunk(2 * world, dim)
+        return x.chunk(world_size, dim)[rank].contiguous()
+    chunks = x.chunk(2 * world_size, dim)
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
 
 
@@ -51,11 +51,11 @@ def _in_order(parts: Tensor) -> Tensor:
     return torch.cat((*first, *reversed(last.unbind())), dim=1)
 
 
-def _in_parts(x: Tensor, world: int) -> Tensor:
+def _in_parts(x: Tensor, world_size: int) -> Tensor:
     """The inverse of `_in_order`."""
-    chunks = x.chunk(2 * world, dim=1)
-    paired = [chunk for rank in range(world) for chunk in (chunks[rank], chunks[-1 - rank])]
-    return torch.cat(paired, dim=1).unflatten(1, (world, -1)).movedim(1, 0)
+    chunks = x.chunk(2 * world_size, dim=1)
+    paired = [chunk for rank in range(world_size) for chunk in (chunks[rank], chunks[-1 - rank])]
+    return torch.cat(paired, dim=1).unflatten(1, (world_size, -1)).movedim(1, 0)
 
 
 # --- exchanges; the functional collectives are those that torch.compile can trace
@@ -85,16 +85,16 @@ def _packed(x: Tensor) -> Tensor:
 
 def _all_tokens(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """(B, H, n, D) of each rank -> (B, H / W, N, D): all tokens of this rank's heads."""
-    world = dist.get_world_size(group)
+    world_size = dist.get_world_size(group)
     # tokens before heads: with B = 1 what arrives is in place
-    pieces = [x.unflatten(1, (world, -1)).permute(1, 0, 3, 2, 4) for x in tensors]  # (W, B, n, H / W, D)
+    pieces = [x.unflatten(1, (world_size, -1)).permute(1, 0, 3, 2, 4) for x in tensors]  # (W, B, n, H / W, D)
     return tuple(x.movedim(0, 1).flatten(1, 2).transpose(1, 2) for x in _all_to_all(group, *pieces))
 
 
 def _all_heads(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The inverse of `_all_tokens`; stored as (B, n, H, D)."""
-    world = dist.get_world_size(group)
-    pieces = [x.transpose(1, 2).unflatten(1, (world, -1)).movedim(1, 0) for x in tensors]  # (W, B, n, H / W, D)
+    world_size = dist.get_world_size(group)
+    pieces = [x.transpose(1, 2).unflatten(1, (world_size, -1)).movedim(1, 0) for x in tensors]  # (W, B, n, H / W, D)
     return tuple(_packed(x.permute(1, 2, 0, 3, 4)).flatten(2, 3).transpose(1, 2) for x in _all_to_all(group, *pieces))
 
 
@@ -121,9 +121,9 @@ class _Keys(torch.autograd.Function):
     @staticmethod
     def forward(ctx, kv, group, ends):
         ctx.group = group
-        world = dist.get_world_size(group)
+        world_size = dist.get_world_size(group)
         parts = collectives.wait_tensor(collectives.all_gather_tensor(kv.contiguous(), 0, group))
-        ordered = _in_order(parts.unflatten(0, (world, -1)))
+        ordered = _in_order(parts.unflatten(0, (world_size, -1)))
         ctx.tokens = ordered.size(1)
         return tuple(ordered[:, :end] for end in ends)
 
@@ -141,13 +141,13 @@ class _Keys(torch.autograd.Function):
 
 def _pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send x to the next rank; returns what the one before sends, there after `collectives.wait_tensor`."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    sent, received = [0] * world, [0] * world
-    sent[(rank + 1) % world] = received[(rank - 1) % world] = x.numel()
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    sent, received = [0] * world_size, [0] * world_size
+    sent[(rank + 1) % world_size] = received[(rank - 1) % world_size] = x.numel()
     return collectives.all_to_all_single(x.contiguous().view(-1), received, sent, group).view(x.shape)
 
 
-# --- the three ways
+# --- the three methods
 
 
 def heads(
@@ -174,12 +174,12 @@ def heads(
     Returns (B, Hq, n, D). Raises ValueError where W does not divide Hkv.
     """
     _refuse_unknown("heads", options)
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    if k.size(1) % world:
-        raise ValueError(f"parallel.context={world} does not divide {k.size(1)} KV heads; use {_instead('heads')}")
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if k.size(1) % world_size:
+        raise ValueError(f"parallel.context={world_size} does not divide {k.size(1)} KV heads; use {_instead('heads')}")
     for name in options.keys() & {"alibi_slopes", "sinks"}:
         if options[name] is not None:
-            options[name] = options[name].chunk(world, dim=-1)[rank]
+            options[name] = options[name].chunk(world_size, dim=-1)[rank]
     q, k, v = _Exchange.apply(_all_tokens, _all_heads, group, q, k, v)
     o = attend(q, k, v, causal=causal, window=window, documents=documents, **_given(options))  # (B, Hq / W, N, D)
     return _Exchange.apply(_all_heads, _all_tokens, group, o)[0]
@@ -205,11 +205,11 @@ def gather(
     _refuse_unknown("gather", options)
     if not causal and (window != ALL or documents is not None):
         raise ValueError("parallel.context_method=gather needs causal=True with a window or documents")
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if causal:
-        ends, queries = _chunk_ends(rank, world, q.size(2) * world), q.chunk(2, dim=2)
+        ends, queries = _chunk_ends(rank, world_size, q.size(2) * world_size), q.chunk(2, dim=2)
     else:
-        ends, queries = (q.size(2) * world,), (q,)
+        ends, queries = (q.size(2) * world_size,), (q,)
     outputs = []
     for i, keys in enumerate(_Keys.apply(_tokens_first(k, v), group, ends)):
         given = {"window": window, "documents": documents and documents[i], **_given(options)}
@@ -217,16 +217,16 @@ def gather(
     return torch.cat(outputs, dim=1).transpose(1, 2)
 
 
-def documents_of_chunks(cu_seqlens: Tensor, tokens: int, rank: int, world: int) -> tuple[Documents, Documents]:
+def documents_of_chunks(cu_seqlens: Tensor, tokens: int, rank: int, world_size: int) -> tuple[Documents, Documents]:
     """What `gather` needs of documents in a row of N = `tokens`: for each chunk, how much of each it asks and sees.
 
     cu_seqlens: (documents + 1,) int32 of the whole row. A document ends for queries and keys where the chunk ends, so
     that its last query still sees its last key; those before the chunk have keys and no queries.
     """
-    size = tokens // (2 * world)
+    size = tokens // (2 * world_size)
     return tuple(
         Documents(((cu_seqlens - (end - size)).clamp(0, size), cu_seqlens.clamp(max=end)), (size, end))
-        for end in _chunk_ends(rank, world, tokens)
+        for end in _chunk_ends(rank, world_size, tokens)
     )
 
 
@@ -303,13 +303,13 @@ def _blocks(group: dist.ProcessGroup, causal: bool, tokens: int) -> Iterator[tup
     Of another rank's two chunks the causal mask shows all or nothing: of an earlier rank the first one to all queries,
     of a later rank both to the second chunk of queries.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     everything = slice(0, tokens)
-    for step in range(world):
-        source = (rank - step) % world
+    for step in range(world_size):
+        source = (rank - step) % world_size
         rows = slice(tokens // 2, tokens) if causal and source > rank else everything
         cols = slice(0, tokens // 2) if causal and source < rank else everything
-        yield rows, cols, causal and source == rank, step + 1 == world
+        yield rows, cols, causal and source == rank, step + 1 == world_size
 
 
 def _merge(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
@@ -335,16 +335,16 @@ def _gradients_by_autograd(attend, do, q, o, lse, k, v, **options) -> tuple[Tens
     return torch.autograd.grad((o_block, lse_block), inputs, (do_block.to(do.dtype), dlse_block.to(lse.dtype)))
 
 
-WAYS: dict[str, Callable[..., Tensor]] = {"heads": heads, "gather": gather, "ring": ring}
+METHODS: dict[str, Callable[..., Tensor]] = {"heads": heads, "gather": gather, "ring": ring}
 
 
-# --- small things that the ways share
+# --- helpers that the methods share
 
 
-def _chunk_ends(rank: int, world: int, tokens: int) -> tuple[int, int]:
+def _chunk_ends(rank: int, world_size: int, tokens: int) -> tuple[int, int]:
     """Where the rank's two chunks of the 2W end."""
-    size = tokens // (2 * world)
-    return (rank + 1) * size, (2 * world - rank) * size
+    size = tokens // (2 * world_size)
+    return (rank + 1) * size, (2 * world_size - rank) * size
 
 
 def _tokens_first(k: Tensor, v: Tensor) -> Tensor:

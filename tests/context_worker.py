@@ -19,11 +19,11 @@ from torch import Tensor
 from kernels import place_documents
 from model import ATTENTION, GPT, GPTConfig
 from model.attention import Documents, flash, naive
-from model.context import WAYS, documents_of_chunks, part_of
+from model.context import METHODS, documents_of_chunks, part_of
 from tests.runs import metrics, small_run
 from train import train
 from training import curves
-from training.context import Context
+from training.context import ContextParallel
 from training.parallel import ALONE, World
 
 PROCESSES = 4
@@ -31,7 +31,7 @@ STARTS = (0, 3, 4, 11, 12, 13, 19)  # of documents, in a row; some end within a 
 
 
 def _way(method: str, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    return WAYS[method](naive if q.dtype == torch.float64 else flash, q, k, v, **options)
+    return METHODS[method](naive if q.dtype == torch.float64 else flash, q, k, v, **options)
 
 
 heads, gather, ring = (partial(_way, method) for method in ("heads", "gather", "ring"))
@@ -76,7 +76,7 @@ def attention_case(
     attend = ATTENTION[attention]
     want = gradients(partial(attend, **alone), (q, k, v), do, learned)
     parts = [part_of(x, rank, world, method, dim=2) for x in (q, k, v, do)]
-    way = partial(WAYS[method], attend, group=group, **shared)
+    way = partial(METHODS[method], attend, group=group, **shared)
     if compiled:
         way = torch.compile(way, backend="aot_eager", fullgraph=True)
     got = gradients(way, parts[:3], parts[3], learned)
@@ -100,7 +100,7 @@ def gradients(attend: Callable, qkv: tuple[Tensor, ...], do: Tensor, learned: di
 def refusal_case(group: dist.ProcessGroup, method: str, attention: str = "naive", **options) -> str:
     q, k, v = (torch.zeros(1, h, 4, 16) for h in (4, 2, 2))
     try:
-        WAYS[method](ATTENTION[attention], q, k, v, group=group, **{"causal": True, **options})
+        METHODS[method](ATTENTION[attention], q, k, v, group=group, **{"causal": True, **options})
     except ValueError as error:
         return str(error)
     return "nothing refused"
@@ -134,11 +134,11 @@ def model_case(
         return x
 
     want = losses_and_gradients(model, lambda x: x)
-    context = Context(group, method, tokens, torch.device("cpu"))
-    with context.over(model, model) as over_parts:
-        got = losses_and_gradients(over_parts, over_group)
+    context = ContextParallel(group, method, tokens, torch.device("cpu"))
+    with context.applied_to(model, model) as applied:
+        got = losses_and_gradients(applied, over_group)
         if twice:
-            want = losses_and_gradients(over_parts, over_group)
+            want = losses_and_gradients(applied, over_group)
     return {name: float((got[name] - x).abs().max() / x.abs().max()) for name, x in want.items()}
 
 
@@ -160,7 +160,7 @@ def gpu_case(
     wide = [x.double() for x in qkv_do]
     exact = gradients(partial(naive, **alone), wide[:3], wide[3], {})
     single = gradients(partial(flash, **alone), qkv_do[:3], qkv_do[3], {})
-    way = partial(WAYS[method], flash, group=group, **shared)
+    way = partial(METHODS[method], flash, group=group, **shared)
     parts = [part_of(x, rank, world, method, dim=2) for x in qkv_do]
     got = gradients(torch.compile(way, fullgraph=True) if compiled else way, parts[:3], parts[3], {})
     worst = 0.0

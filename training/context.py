@@ -1,4 +1,4 @@
-"""Rows of tokens that several processes share: which are whose, and a model that sees only its part of them.
+"""Context parallelism: several processes share each row of tokens, and each runs the model on its part of them.
 
 How attention exchanges what a part lacks is in model/context.py.
 """
@@ -15,16 +15,16 @@ from torch.distributed import _functional_collectives as collectives
 from kernels import place_documents, why_not
 from model import GPT, GPTConfig, attend_with
 from model.attention import Documents, Part
-from model.context import WAYS, documents_of_chunks, part_of
+from model.context import METHODS, documents_of_chunks, part_of
 from model.gpt import positions_in
 from training.parallel import ParallelConfig, World
 
 
-class Context:
-    """What one of the W processes that share each row does with it.
+class ContextParallel:
+    """One of the W processes that share each row.
 
     Args:
-        group: those processes.
+        group: these processes.
         method: heads, gather or ring.
         seq_len: N, tokens of a row.
         device: the model's.
@@ -32,34 +32,36 @@ class Context:
 
     def __init__(self, group: dist.ProcessGroup, method: str, seq_len: int, device: torch.device) -> None:
         self.group, self.method, self.seq_len = group, method, seq_len
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.positions = self.part(torch.arange(seq_len)[None])[0].to(device)
         # disabled here and not by a decorator, which would import the compiler at the start of every program
-        way = torch.compiler.disable(WAYS[method]) if method == "ring" else WAYS[method]
+        exchange = torch.compiler.disable(METHODS[method]) if method == "ring" else METHODS[method]
         # the same object at each step, or a compiled model would be traced again
-        self._attention = cache(lambda named: partial(way, named, group=group))
+        self._attention = cache(lambda own: partial(exchange, own, group=group))
 
     def part(self, x: Tensor) -> Tensor:
         """This process's tokens of x (B, N)."""
-        return part_of(x, self.rank, self.world, self.method)
+        return part_of(x, self.rank, self.world_size, self.method)
 
     @contextmanager
-    def over(self, model: GPT, forward: Callable[..., Tensor]) -> Iterator["OverParts"]:
-        """`forward`, which is `model` or what was compiled from it, over parts: it is called with whole rows.
+    def applied_to(self, model: GPT, forward: Callable[..., Tensor]) -> Iterator["ContextParallelModel"]:
+        """A model that is called with whole rows and runs `forward`, `model` or its compiled form, on parts of them.
 
-        Within it `model` attends over the parts. Backward belongs into it, as blocks may be recomputed there.
+        Inside, the attention of `model` exchanges what the parts lack. The backward pass must run inside too, as it may
+        recompute blocks.
         """
-        with attend_with(model, lambda layer, named: self._attention(named)):
-            yield OverParts(forward, self)
+        with attend_with(model, lambda layer, own: self._attention(own)):
+            yield ContextParallelModel(forward, self)
 
     def place(self, cu_seqlens: Tensor | None) -> Part:
-        """Where this process's tokens stand in rows whose documents begin at cu_seqlens."""
+        """The positions of this process's tokens, in rows whose documents begin at cu_seqlens."""
         if cu_seqlens is None:
             return Part(self.positions, None)
         positions = self.part(positions_in(cu_seqlens, self.seq_len)[None])[0]
         if self.method == "heads":
             return Part(positions, Documents(cu_seqlens, self.seq_len))
-        chunks = documents_of_chunks(cu_seqlens.cpu(), self.seq_len, self.rank, self.world)  # waits for the GPU, once
+        starts = cu_seqlens.cpu()  # waits for the GPU, once
+        chunks = documents_of_chunks(starts, self.seq_len, self.rank, self.world_size)
         return Part(positions, tuple(Documents(self._placed(*chunk), chunk.max_seqlen) for chunk in chunks))
 
     def _placed(self, cu_seqlens: tuple[Tensor, Tensor], max_seqlen: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -70,14 +72,14 @@ class Context:
         return tuple(placed)
 
 
-class OverParts(nn.Module):
-    """A network of whole rows, computed from this process's part of them.
+class ContextParallelModel(nn.Module):
+    """Called with whole rows, computes this process's part of them.
 
-    With autograd on, the loss is that of the part, and so are the gradients: whoever trains adds them over the
-    processes. Without it, it is that of the whole rows, added in the order of ranks.
+    With autograd on, loss and gradients are those of the part: the training step adds them over the processes. Without
+    it, the loss is that of the whole rows, added in the order of ranks.
     """
 
-    def __init__(self, forward: Callable[..., Tensor], context: Context) -> None:
+    def __init__(self, forward: Callable[..., Tensor], context: ContextParallel) -> None:
         super().__init__()
         self.inner, self._context = forward, context
         self.training = forward.training
@@ -91,14 +93,16 @@ class OverParts(nn.Module):
 
 
 @contextmanager
-def shared_rows(context: Context | None, model: GPT, forward: nn.Module, world: World) -> Iterator[nn.Module]:
-    """What computes whole rows: `forward`, or with the processes of `world` that share them, `Context.over` it."""
+def context_parallel(
+    context: ContextParallel | None, model: GPT, forward: nn.Module, world: World
+) -> Iterator[nn.Module]:
+    """What to call with whole rows: `forward` itself, or its context-parallel form where `context` is given."""
     if context is None:
         with world.communicating() if world.shards else nullcontext():
             yield forward
         return
-    with context.over(model, forward) as over_parts, world.communicating():
-        yield over_parts
+    with context.applied_to(model, forward) as applied, world.communicating():
+        yield applied
 
 
 def resolve_method(
@@ -114,30 +118,30 @@ def resolve_method(
     Raises:
         ValueError: what cannot be combined: the value, the limit and the remedy.
     """
-    world, asked = parallel.context, parallel.context_method
+    size, asked = parallel.context, parallel.context_method
     if model.mask is not None:
-        raise ValueError(f"model.mask={model.mask} is of whole rows, and parallel.context={world} cuts them; use 1")
+        raise ValueError(f"model.mask={model.mask} is of whole rows, and parallel.context={size} cuts them; use 1")
     method, reason = asked, "asked for by name"
-    if asked == "auto" and model.kv_heads % world == 0:
-        method, reason = "heads", f"auto: {world} divides the {model.kv_heads} KV heads"
+    if asked == "auto" and model.kv_heads % size == 0:
+        method, reason = "heads", f"auto: {size} divides the {model.kv_heads} KV heads"
     elif asked == "auto":
-        method, reason = "gather", f"auto: {world} does not divide the {model.kv_heads} KV heads"
-    pieces = world if method == "heads" else 2 * world
+        method, reason = "gather", f"auto: {size} does not divide the {model.kv_heads} KV heads"
+    pieces = size if method == "heads" else 2 * size
     if seq_len % pieces:
         nearest = max(pieces, round(seq_len / pieces) * pieces)
         raise ValueError(
-            f"data.seq_len={seq_len} cannot be cut into {pieces} equal pieces, as parallel.context={world} with "
+            f"data.seq_len={seq_len} cannot be cut into {pieces} equal pieces, as parallel.context={size} with "
             f"parallel.context_method={method} does; use data.seq_len={nearest}"
         )
-    if method == "heads" and model.kv_heads % world:
+    if method == "heads" and model.kv_heads % size:
         raise ValueError(
-            f"parallel.context_method=heads needs parallel.context={world} to divide the model's {model.kv_heads} KV "
+            f"parallel.context_method=heads needs parallel.context={size} to divide the model's {model.kv_heads} KV "
             "heads; use parallel.context_method=gather"
         )
     if document_mask and micro_batch > 1:
         raise ValueError(
             f"train.micro_batch={micro_batch} is more than one row, which data.document_mask with parallel.context="
-            f"{world} cannot share; use train.micro_batch=1"
+            f"{size} cannot share; use train.micro_batch=1"
         )
     if method == "ring":
         beyond = {

@@ -22,7 +22,7 @@ from model import GPT
 from training import checkpoint as checkpoints
 from training.hardware import Hardware
 from training.hooks import watched
-from training.optimizer import Optimizer, Unstepped
+from training.optimizer import NoOpOptimizer, Optimizer
 from training.parallel import ALONE
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
@@ -38,7 +38,7 @@ SPIKE_WINDOW = 64  # losses that the next one is compared with
 SPIKE_LEAST = 16  # fewer say little about their spread
 SPIKE_DEVIATIONS = 6.0  # of normal noise one in 1e9 is further out; a diverging run is within a few steps
 
-RunStep = Callable[[Callable[..., Tensor], Batch, Unstepped, Hardware], Any]  # computes a step with the given network
+ComputeStep = Callable[[Callable[..., Tensor], Batch, NoOpOptimizer, Hardware], Any]  # Stepper.compute_step
 NOT_COMPILED = " (run again module by module, not compiled)"
 OTHER_MASKS = " (run again module by module, with other dropout masks than compiled)"
 BY_ONE_PROCESS = " (run again by one process, with other roundings and dropout masks)"
@@ -185,7 +185,7 @@ class BadSteps:
     description: dict[str, Any]
     say: Callable[[str], None]
 
-    def handle(self, bad: BadStep, batches: Prefetcher, run_step: RunStep, stop: StopRequest) -> bool:
+    def handle(self, bad: BadStep, batches: Prefetcher, compute_step: ComputeStep, stop: StopRequest) -> bool:
         """Whether the run goes on, after the step `bad`, with the next of `batches`.
 
         If not, everything is as it was before that step, and `stop` has the reason.
@@ -196,8 +196,8 @@ class BadSteps:
             model, moments = full_model(self.model), full_on_host(self.optimizer.state_dict())
         if self.hardware.world.is_first:  # one process computes the whole step, with the same bits
             batch, alone = batches.whole(bad.step - 1), replace(self.hardware, world=ALONE)
-            unstepped = Unstepped(model, self.optimizer.loss_scale)
-            first = self._diagnose(bad, model, lambda forward: run_step(forward, batch, unstepped, alone))
+            no_op = NoOpOptimizer(model, self.optimizer.loss_scale)
+            first = self._diagnose(bad, model, lambda forward: compute_step(forward, batch, no_op, alone))
             self.say(f"bad step   {bad.step}: its {what} is not finite; first in {in_words(first)}")
             self._dump(bad, batch, model, moments, {"what": what, "first": first})
         goes_on, action = self._follow(bad.step)

@@ -253,12 +253,12 @@ class Optimizer:
             self.loss_scale.good_steps.copy_(scale["good_steps"])
 
 
-class Unstepped:
-    """What `training_step` needs of an optimizer, for a step that is only looked at: no weight changes.
+class NoOpOptimizer:
+    """Takes an optimizer's place in `training_step` where no weight is to change: a bad step that is run again.
 
     Args:
-        model: whole, whose gradients come and go.
-        loss_scale: of the optimizer that it stands for.
+        model: whole; its gradients are dropped.
+        loss_scale: of the optimizer in whose place it is.
     """
 
     def __init__(self, model: nn.Module, loss_scale: LossScale | None) -> None:

@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.context import WAYS
+from model.context import METHODS
 from training.ordered_sum import sum_over_ranks
 from training.watch import Failure, StepClock, Watch
 
 MODES = ("replicate", "shard")
-METHODS = ("auto", *WAYS)
+CONTEXT_METHODS = ("auto", *METHODS)
 NUM_VOTES = 8  # reasons to stop that a process can vote for, training/stop.py
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
 SLOW, SLOW_STEPS = 1.1, 50  # a process this many times slower than the others for so many steps is named
@@ -50,8 +50,10 @@ class ParallelConfig:
             raise ValueError(f"parallel.data={self.data} is not one of {', '.join(MODES)}")
         if self.context < 1:
             raise ValueError(f"parallel.context={self.context} must be at least 1")
-        if self.context_method not in METHODS:
-            raise ValueError(f"parallel.context_method={self.context_method} is not one of {', '.join(METHODS)}")
+        if self.context_method not in CONTEXT_METHODS:
+            raise ValueError(
+                f"parallel.context_method={self.context_method} is not one of {', '.join(CONTEXT_METHODS)}"
+            )
 
 
 class NullObject:

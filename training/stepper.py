@@ -1,4 +1,4 @@
-"""What a run computes: its steps and its evaluations, in the way that was chosen for it."""
+"""What a run computes: its steps, evaluations and samples, as `resolve` chose to compute them."""
 
 from collections.abc import Callable
 
@@ -6,19 +6,19 @@ import tiktoken
 from torch import Tensor, nn
 
 from data import Batch
-from training.context import Context, shared_rows
+from training.context import ContextParallel, context_parallel
 from training.evaluate import EvaluationSet, evaluate, sample
 from training.graph import StepGraphs
 from training.hardware import Hardware
 from training.numbers import NumberCheck
-from training.optimizer import Optimizer, Unstepped
+from training.optimizer import NoOpOptimizer, Optimizer
 from training.run import Run
 from training.shard import full_model
 from training.step import step_graphs, training_step
 
 
 class Stepper:
-    """Computes steps as CUDA graphs where `chosen` says so, and with the processes that share each row.
+    """Computes steps, as CUDA graphs and context-parallel where `chosen` says so.
 
     Args:
         forward: `model`, or what was compiled from it.
@@ -29,41 +29,43 @@ class Stepper:
         hardware, self._context, self._graphs = chosen.hardware, None, None
         if chosen.context:
             neighbours = hardware.world.mesh(hardware.device).get_group("context")
-            self._context = Context(neighbours, chosen.context[0], chosen.seq_len, hardware.device)
+            self._context = ContextParallel(neighbours, chosen.context[0], chosen.seq_len, hardware.device)
         if chosen.graphs:
             self._graphs = step_graphs(forward, optimizer, hardware, chosen.settings["train"]["batch_tokens"])
 
     def step(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute a step of the run and update the weights; (loss, gradient norm) as `training_step` returns them."""
         hardware = self._chosen.hardware
-        with shared_rows(self._context, self._model, self._forward, hardware.world) as whole:
-            return self.step_of(whole, batch, self._optimizer, hardware, self._graphs)
+        with context_parallel(self._context, self._model, self._forward, hardware.world) as network:
+            return self.compute_step(network, batch, self._optimizer, hardware, self._graphs)
 
-    def step_of(
+    def compute_step(
         self,
         forward: Callable[..., Tensor],
         batch: Batch,
-        optimizer: Optimizer | Unstepped,
+        optimizer: Optimizer | NoOpOptimizer,
         hardware: Hardware,
         graphs: StepGraphs | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """A step of `forward`, kernel by kernel without `graphs`: also once more, on whole rows, for who watches it."""
+        """A step with another network, optimizer or hardware than the run's: to run a bad step again (numbers.py)."""
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
-        micro_batch, how = self._chosen.micro_batch, {"graphs": graphs, "dropout": self._chosen.model.draws}
-        return training_step(forward, optimizer, inputs, targets, micro_batch, hardware, starts, **how)
+        micro_batch, dropout = self._chosen.micro_batch, self._chosen.model.draws
+        return training_step(
+            forward, optimizer, inputs, targets, micro_batch, hardware, starts, graphs=graphs, dropout=dropout
+        )
 
     def evaluate(self, windows: EvaluationSet) -> dict[str, float]:
         hardware = self._chosen.hardware
-        with shared_rows(self._context, self._model, self._forward, hardware.world) as whole:
-            return evaluate(whole, windows, self._chosen.micro_batch, hardware, self._chosen.end_of_text)
+        with context_parallel(self._context, self._model, self._forward, hardware.world) as network:
+            return evaluate(network, windows, self._chosen.micro_batch, hardware, self._chosen.end_of_text)
 
     def sample(self, tokenizer: tiktoken.Encoding) -> str:
-        """What the model continues the run's prompt with, in the first process; the others help it to whole weights."""
-        hardware, asked = self._chosen.hardware, self._chosen.settings["train"]
+        """The model's continuation of the run's prompt, in the first process; the others send it their shards."""
+        hardware, config = self._chosen.hardware, self._chosen.settings["train"]
         with hardware.world.communicating():
-            whole = full_model(self._model)
-        prompt = self._chosen.prompt, asked["sample_tokens"], asked["seed"]
-        return hardware.world.on_first(sample)(whole, *prompt, tokenizer, hardware)
+            model = full_model(self._model)
+        new_tokens, seed = config["sample_tokens"], config["seed"]
+        return hardware.world.on_first(sample)(model, self._chosen.prompt, new_tokens, seed, tokenizer, hardware)
 
 
 def step_record(loss: Tensor, grad_norm: Tensor, optimizer: Optimizer, check: NumberCheck) -> dict[str, float | None]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from conf.program import program
 from model.attention import AttentionFunction, flash
-from model.context import WAYS, part_of
+from model.context import METHODS, part_of
 from scripts.bench.calls import tensors
 from scripts.bench.clock import peak_gib, spans
 from scripts.bench.processes import Host, on_each_gpu
@@ -35,7 +35,7 @@ SMOKE = "seq_len=[64] num_heads=2 num_kv_heads=2 head_dim=16 runs=1"
 class ContextBenchSettings:
     gpus: int = 2  # processes, one a GPU
     seq_len: list[int] = field(default_factory=lambda: [131072, 262144])  # tokens of the shared row
-    methods: list[str] = field(default_factory=lambda: list(WAYS))  # heads | gather | ring
+    methods: list[str] = field(default_factory=lambda: list(METHODS))  # heads | gather | ring
     num_heads: int = 12  # of q
     num_kv_heads: int = 12  # of k and v
     head_dim: int = 64  # elements
@@ -43,7 +43,7 @@ class ContextBenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        refuse_unknown("", self, methods=WAYS)
+        refuse_unknown("", self, methods=METHODS)
         refuse_below_one("", self, "gpus", "seq_len", "num_heads", "num_kv_heads", "head_dim", "runs")
         pieces = self.gpus if self.methods == ["heads"] else 2 * self.gpus
         for seq_len in self.seq_len:
@@ -89,7 +89,7 @@ def work(host: Host, settings: ContextBenchSettings) -> tuple[str, list[Row]]:
             parts = [part_of(x, rank, settings.gpus, method, dim=2) for x in whole]
             row = {"way": method, "gpus": settings.gpus}
             try:
-                way = partial(WAYS[method], flash, group=dist.group.WORLD)
+                way = partial(METHODS[method], flash, group=dist.group.WORLD)
                 shared, results = measured(way, *parts, settings.runs, host)
                 row |= facts(settings, seq_len, settings.gpus, shared) | {"speedup": alone["ms"] / shared["ms"]}
                 own = [part_of(x, rank, settings.gpus, method, dim=2) for x in exact]
