@@ -31,7 +31,7 @@ from model.huggingface_weights import architecture, config_json, tensors
 from training.checkpoint import META, Checkpoint, given_or_newest, open_checkpoint
 from training.checkpoint_files import write_json, write_weights
 from training.curves import read_run
-from training.trained import trained
+from training.trained import load_trained
 
 # of a checkpoint's description, for the card
 NEEDED = {
@@ -50,8 +50,8 @@ class ExportSettings:
 def main(settings: ExportSettings, run_dir: Path) -> None:
     folder = free_folder(settings.folder)
     checkpoint = open_checkpoint(given_or_newest(settings.checkpoint))
-    model, tokenizer = trained(checkpoint, "cpu", torch.float32, attention="naive")
-    checkpoint.refuse_without(NEEDED, checkpoint.meta, META)
+    model, tokenizer = load_trained(checkpoint, "cpu", torch.float32, attention="naive")
+    checkpoint.require(NEEDED, checkpoint.meta, META)
     name, parameters = described(model)
     write_folder(folder, model, tokenizer, model_card(folder.name, checkpoint, model))
     print(f"{checkpoint.path} after {checkpoint.step} steps is {name} in {folder}")

@@ -128,7 +128,7 @@ def open_dump(path: str) -> Checkpoint:
     dump = open_checkpoint(path)
     if "first" not in dump.meta:
         raise ValueError(f"checkpoint {path} is no bad step's; {EXAMPLE}")
-    dump.refuse_without(NEEDED, dump.meta, META)
+    dump.require(NEEDED, dump.meta, META)
     for group, config in (("model", GPTConfig), ("optim", OptimConfig)):
         refuse_other_keys(dump, group, config)
     if (name := dump.meta["settings"]["model"].get("name")) is not None:
@@ -181,7 +181,7 @@ def compare(dump: Checkpoint, settings: ReplaySettings) -> list[dict]:
     """Run the step with each attention in each dtype; a row of the table for each."""
     disguise = next(iter(nulls(1, dump.meta["settings"]["data"]["seq_len"]).values()))
     state = dump.load_state()
-    dump.refuse_without({"batch": tuple, "random": {}, "optimizer": list}, state, STATE)
+    dump.require({"batch": tuple, "random": {}, "optimizer": list}, state, STATE)
     reference, rows = None, []
     for dtype in dict.fromkeys(("float32", dump.meta["dtype"])):
         hardware = set_up(replace(settings.hardware, dtype=dtype, tf32=False, compile=False))

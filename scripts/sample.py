@@ -24,7 +24,7 @@ from model.sampling import check_sampling, marked
 from scripts.bench.report import refuse_below_one
 from training.checkpoint import given_or_newest, open_checkpoint
 from training.hardware import HardwareConfig, set_up
-from training.trained import trained
+from training.trained import load_trained
 
 MOST = 2**28  # tokens of a prompt's samples; what decides each draw takes 8 bytes
 CACHES = {None: None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
@@ -90,7 +90,7 @@ class SampleSettings:
 def main(settings: SampleSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     checkpoint = open_checkpoint(given_or_newest(settings.checkpoint))
-    model, tokenizer = trained(checkpoint, hardware.device, hardware.dtype, attention=settings.model.attention)
+    model, tokenizer = load_trained(checkpoint, hardware.device, hardware.dtype, attention=settings.model.attention)
     if settings.cache and model.config.attention != "flash":
         raise ValueError(f"cache={settings.cache} needs model.attention=flash, which runs on a GPU; leave it out")
     nothing_given = not settings.prompt and settings.prompts is None

@@ -22,7 +22,7 @@ from training import optimizer as optimizers
 from training.checkpoint import open_checkpoint
 from training.hardware import HardwareConfig, set_up
 from training.optimizer import Optimizer
-from training.stop import command_to_go_on, pasted
+from training.stop import resume_command, shell_command
 
 # dropout on: only a step that begins with the same random state has the same bits
 STORY = (
@@ -105,9 +105,9 @@ def test_stop_names_the_place_and_saves_the_state_before(tmp_path, monkeypatch, 
     (place,) = [place for place, line in enumerate(said.splitlines()) if "resume=" in line]  # no other is to be pasted
     words, command = said.splitlines()[place - 1 : place + 1]
     assert words == f"stopped by {summary['stopped']}; to go on without its batch:"
-    assert command.strip() == command_to_go_on(run_dir, "train.on_nonfinite=skip")
+    assert command.strip() == resume_command(run_dir, "train.on_nonfinite=skip")
     kept = run_dir / "bad_steps" / f"step_{BAD:06d}"
-    assert f"{kept}; {pasted('python', '-m', 'scripts.replay', f'dump={kept}')} runs the step again" in said
+    assert f"{kept}; {shell_command('python', '-m', 'scripts.replay', f'dump={kept}')} runs the step again" in said
     assert attention.hits == 2  # in the run, and when it was run again: with the same bits, so from the same state
     train(small_run(tmp_path, *STORY, "train.save_every=1"), tmp_path / "sound")
     sound = open_checkpoint(tmp_path / "sound" / "checkpoints" / f"step_{BAD - 1:06d}")
@@ -274,7 +274,7 @@ def test_no_policy_goes_on_for_ever(tmp_path, monkeypatch, capsys):
     assert (summary["steps"], summary["bad_steps"]) == (3, 2)
     said = capsys.readouterr().out
     assert "more than 2 bad steps in a row" in said
-    assert f"to meet it again, once its cause is mended:\n  {command_to_go_on(tmp_path / 'run')}\n" in said
+    assert f"to meet it again, once its cause is mended:\n  {resume_command(tmp_path / 'run')}\n" in said
 
 
 def test_rollback_without_a_checkpoint_stops(tmp_path, monkeypatch, capsys):

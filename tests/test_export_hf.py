@@ -396,7 +396,7 @@ def test_ours_to_theirs_and_back(home, tmp_path, monkeypatch):
 
 def test_a_trained_run_in_transformers(run, exported):
     transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
-    model, encoding = export_hf.trained(open_checkpoint(run), "cpu", torch.float32, attention="naive")
+    model, encoding = export_hf.load_trained(open_checkpoint(run), "cpu", torch.float32, attention="naive")
     check_same_model(model, opened(exported, model), encoding.n_vocab)
     theirs = transformers.AutoTokenizer.from_pretrained(exported)
     text = "quick brown fox"

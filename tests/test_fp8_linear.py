@@ -16,7 +16,7 @@ from training.optimizer import OptimConfig
 from training.resume import refuse_unless_same
 from training.run import resolve
 from training.tracker import step_peaks
-from training.trained import trained
+from training.trained import load_trained
 
 SIZES = {"num_layers": 2, "num_heads": 2, "n_embd": 32, "attention": "sdpa", "loss": "plain"}
 
@@ -91,7 +91,7 @@ def test_a_run_in_8_bits_is_sampled_anywhere_and_an_earlier_one_goes_on(tmp_path
     checkpoint = open_checkpoint(str(tmp_path / "run"))
     model = checkpoint.meta["settings"]["model"]
     model["fp8"] = "all"
-    trained(checkpoint, "cpu", torch.float32, attention="auto")
+    load_trained(checkpoint, "cpu", torch.float32, attention="auto")
     del model["fp8"]  # as it was before there was such a key
     tokenizer, size = checkpoint.meta["tokenizer"], checkpoint.meta["vocab_size"]
     refuse_unless_same(checkpoint, checkpoint.meta["settings"] | {"model": asdict(chosen.model)}, tokenizer, size)

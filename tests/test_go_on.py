@@ -27,7 +27,7 @@ from training.hardware import set_up
 from training.optimizer import Optimizer, lr_factor
 from training.resume import earlier_settings
 from training.speed import measured_forward, slow_on_a_cpu
-from training.stop import command_to_go_on, pasted
+from training.stop import resume_command, shell_command
 
 # nothing of it is a default: what is forgotten shows
 OWN = (
@@ -99,7 +99,7 @@ def test_what_a_stopped_run_advises_goes_on_when_pasted_and_ends_with_the_same_b
     ],
 )
 def test_any_folder_survives_the_shell_and_hydra(folder):
-    argument, change = shlex.split(command_to_go_on(Path(folder), "train.steps=9"))[-2:]
+    argument, change = shlex.split(resume_command(Path(folder), "train.steps=9"))[-2:]
     value = OverridesParser.create().parse_override(argument).value()
     assert value != "auto"
     assert os.path.normpath(OmegaConf.create({"resume": value}).resume) == folder
@@ -110,18 +110,18 @@ def test_the_command_is_for_the_shell_that_the_run_began_in(monkeypatch, tmp_pat
     root = Path(program.__file__).resolve().parent
     monkeypatch.chdir(root)
     monkeypatch.setenv("UV", "/usr/bin/uv")
-    assert command_to_go_on(Path("runs/a/b")) == "uv run python train.py resume=runs/a/b"
-    assert pasted("wandb", "sync", "my runs/a") == "uv run wandb sync 'my runs/a'"
+    assert resume_command(Path("runs/a/b")) == "uv run python train.py resume=runs/a/b"
+    assert shell_command("wandb", "sync", "my runs/a") == "uv run wandb sync 'my runs/a'"
     monkeypatch.delenv("UV")
     beside = Path(program.sys.executable).parent
     monkeypatch.setattr("training.stop.shutil.which", lambda name: None)
-    assert pasted("wandb", "sync", "x") == f"{beside / 'wandb'} sync x"
+    assert shell_command("wandb", "sync", "x") == f"{beside / 'wandb'} sync x"
     own = {"python": program.sys.executable, "wandb": str(beside / "wandb")}
     monkeypatch.setattr("training.stop.shutil.which", own.get)
-    assert command_to_go_on(Path("runs/a/b")) == "python train.py resume=runs/a/b"
-    assert pasted("wandb", "sync", "x") == "wandb sync x"
+    assert resume_command(Path("runs/a/b")) == "python train.py resume=runs/a/b"
+    assert shell_command("wandb", "sync", "x") == "wandb sync x"
     monkeypatch.chdir(tmp_path)
-    assert f"{root / 'train.py'} resume=" in command_to_go_on(Path("runs/a/b"))
+    assert f"{root / 'train.py'} resume=" in resume_command(Path("runs/a/b"))
 
 
 def test_the_command_line_changes_on_top(here, train):

@@ -13,7 +13,7 @@ import pytest
 from tests.runs import small_run
 from tests.wandb_stub import WandbStub
 from train import train
-from training.stop import pasted
+from training.stop import shell_command
 from training.wandb_run import LoggerConfig, start_wandb
 
 REMOTE = "https://somebodys-login:secret@git.example.org/somebodys-group/model.git"
@@ -217,7 +217,7 @@ def test_metrics_are_grouped_as_the_field_has_them(tmp_path, begun, capsys, one_
     assert run.rows[-1]["val/loss"] == run.summary["val/loss"] == logged["val_loss"]
     offline = "wandb offline (logger.wandb=offline), without console output, system metrics and git remote; later: "
     said = capsys.readouterr().out
-    assert f"{offline}{pasted('wandb', 'sync', str(Path(run.dir).parent))}\n" in said
+    assert f"{offline}{shell_command('wandb', 'sync', str(Path(run.dir).parent))}\n" in said
     assert " sync '" in said  # a folder with a space is quoted for the shell
 
 

@@ -100,8 +100,8 @@ class Checkpoint:
                 f"checkpoint {self.path}: {STATE} cannot be read ({reason}); use another checkpoint"
             ) from error
 
-    def refuse_without(self, form: Form, values: Any, file: str, place: str = "") -> None:
-        """ValueError for the first key of `form` that `values`, read from `file`, lacks or holds in another type."""
+    def require(self, form: Form, values: Any, file: str, place: str = "") -> None:
+        """ValueError for the first key of `form` that `values`, read from `file`, lacks or has in another type."""
         for key, expected in form.items():
             name = f"{place}{key}"
             if not isinstance(values, Mapping) or key not in values:
@@ -116,7 +116,7 @@ class Checkpoint:
             if wrong:
                 raise ValueError(f"checkpoint {self.path}: {file} has {kind} as its {name}; use another checkpoint")
             if nested:
-                self.refuse_without(expected, value, file, f"{name}.")
+                self.require(expected, value, file, f"{name}.")
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -233,7 +233,7 @@ def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Che
                 "manifest's); use another checkpoint"
             )
     checkpoint = Checkpoint(path.resolve(), meta)
-    checkpoint.refuse_without({"step": int, "save": int}, meta, META)
+    checkpoint.require({"step": int, "save": int}, meta, META)
     return checkpoint
 
 

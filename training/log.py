@@ -28,7 +28,7 @@ from training.checkpoint import Checkpoint
 from training.curves import LossPicture
 from training.numbers import NumberCheck
 from training.saver import EXIT_UNSAVED
-from training.stop import StopRequest, command_to_go_on
+from training.stop import StopRequest, resume_command
 from training.wandb_run import LoggerConfig, brief, named, send, start_wandb, wandb_mode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,7 +180,7 @@ class RunLog:
         if stop and checkpoint is None:
             self.say(f"stopped by {stop.reason}; nothing was saved to go on from: begin anew, with its cause mended")
         elif stop:
-            self.say(f"stopped by {stop.reason}; {stop.way_on}:\n  {command_to_go_on(self.run_dir, *stop.changes)}")
+            self.say(f"stopped by {stop.reason}; {stop.purpose}:\n  {resume_command(self.run_dir, *stop.overrides)}")
         else:
             self.say(
                 f"validation loss {results['val_loss']:.4f} ({results['val_bits_per_byte']:.3f} bits per byte); "

@@ -1,10 +1,10 @@
-"""Losses and gradients that are not finite: notice the step, name the place, keep the step, follow the policy.
+"""Losses and gradients that are not finite: detect the step, name the tensor, dump the step, follow the policy.
 
 stop      the run ends with the state before the step saved; exit code EXIT_BAD_NUMBERS
-skip      the step is not taken and the run goes on with the next batch
-rollback  weights and moments go back to the newest good checkpoint; steps, schedule and data go on. So the batches
-          since that checkpoint are not learnt from and not seen again, as Chowdhery et al. 2022 (PaLM, section 5.1)
-          got past their spikes: the same state with other batches.
+skip      the step is not taken and the run continues with the next batch
+rollback  weights and moments go back to the newest good checkpoint; steps, schedule and data continue, so the batches
+          since that checkpoint are skipped. Chowdhery et al. 2022 (PaLM, section 5.1) got past their loss spikes this
+          way: the same state with other batches.
 """
 
 import math
@@ -27,13 +27,13 @@ from training.parallel import ALONE
 from training.random_states import random_states, restore_random_states
 from training.saver import Saver
 from training.shard import full_model, full_on_host
-from training.stop import StopRequest, folder_value, pasted
+from training.stop import StopRequest, folder_value, shell_command
 
 POLICIES = ("stop", "skip", "rollback")
 EXIT_BAD_NUMBERS = 65  # sysexits.h: the data are not what they should be
-MOST_IN_A_ROW = 10  # bad steps that a policy goes on after; with one more it is not the batch
-MOST_DUMPS = 5  # of one run: each is as large as a checkpoint, and the first ones tell what there is to tell
-DUMPS = "bad_steps"  # their folder in that of the run
+MOST_IN_A_ROW = 10  # bad steps that a run continues after; one more, and the cause is not the batch
+MOST_DUMPS = 5  # of one run: each is as large as a checkpoint, and the first ones show the cause
+DUMPS = "bad_steps"  # folder of the dumps, in the run's
 SPIKE_WINDOW = 64  # losses that the next one is compared with
 SPIKE_LEAST = 16  # fewer say little about their spread
 SPIKE_DEVIATIONS = 6.0  # of normal noise one in 1e9 is further out; a diverging run is within a few steps
@@ -61,32 +61,32 @@ class BadStep:
 
 
 class NumberCheck:
-    """Looks at every step's loss and gradient norm a step late, so that a GPU never waits for the host to have looked.
+    """Checks every step's loss and gradient norm one step late, so that a GPU never waits for the host.
 
-    The optimizer takes no step once one was not finite (`Optimizer.step`), so looking late costs time and no number:
-    the loop goes back to the bad step, and what it does then depends on that step alone. A loss that is more than
-    SPIKE_DEVIATIONS standard deviations above the mean of the SPIKE_WINDOW steps before it (a spike) is said.
+    The optimizer takes no step once one was not finite (`Optimizer.step`), so checking late changes no number: the loop
+    goes back to the bad step, and what it does then depends on that step alone. A loss more than SPIKE_DEVIATIONS
+    standard deviations above the mean of the SPIKE_WINDOW steps before it (a spike) is reported.
 
     Attributes:
-        spikes: how many there were, over all lives of the run.
-        bad_steps: how many the run went on after, likewise.
-        in_a_row: those since the last good step.
+        spikes: how many there were, before a resume too.
+        bad_steps: how many the run continued after, likewise.
+        in_a_row: bad steps since the last good one.
     """
 
     def __init__(self, optimizer: Optimizer, hardware: Hardware, say: Callable[[str], None]) -> None:
         self.spikes = self.bad_steps = self.in_a_row = 0
         self._optimizer, self._device, self._say, self._world = optimizer, hardware.device, say, hardware.world
         self._late = steps_late(hardware.device)
-        # a step, what it says of (held, loss, norm) and other processes in host memory, and when that is there
+        # a step; its (held, loss, norm) and what other processes sent, in host memory; the event of that copy
         self._pending: deque[tuple[BadStep, Tensor, torch.cuda.Event | None]] = deque()
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._before = random_states(self._device)
 
     def look(self, step: int, loss: Tensor, grad_norm: Tensor, *, wait: bool) -> BadStep | None:
-        """Take note of `step` (from 1), and look at those whose numbers are due; with `wait` at all of them.
+        """Record `step` (from 1), and check the steps whose numbers are due; with `wait` all of them.
 
-        Wherever the state of the run is used (saved, evaluated, reported), ask with `wait`. A returned step is the
-        first that was not finite: model and optimizer are as they were before it, and stay so until `go_on`.
+        Wherever the state of the run is used (saved, evaluated, logged), pass `wait`. A returned step is the first that
+        was not finite: model and optimizer are as they were before it, and stay so until `go_on`.
         """
         numbers = torch.stack([self._optimizer.held.float(), loss.float(), grad_norm.float()])
         if self._world.size > 1:
@@ -113,18 +113,18 @@ class NumberCheck:
         return None
 
     def go_on(self) -> None:
-        """Let the optimizer step again; the random states are by now those that the next step begins with."""
+        """Let the optimizer step again; the random states must be those that the next step begins with."""
         self.bad_steps += 1
         self.in_a_row += 1
         self._optimizer.release()
         self._before = random_states(self._device)
 
     def _compare(self, step: int, loss: float) -> None:
-        """Say so if `loss` is a spike. It then counts as any other: a jump to a new level is two spikes, not fifty."""
+        """Report a spike. It enters the window too: a jump to a new level is two spikes, not fifty."""
         if len(self._losses) >= SPIKE_LEAST:
             count = len(self._losses)
             mean = math.fsum(self._losses) / count
-            # not statistics.stdev: its fractions would take longer than all else that the host does for a step
+            # statistics.stdev, which computes in fractions, takes longer than the rest of the host's work for a step
             deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in self._losses) / (count - 1))
             if loss > mean + SPIKE_DEVIATIONS * deviation:
                 self.spikes += 1
@@ -165,7 +165,7 @@ class FirstBad:
         self._losses += tensor == "loss"
 
     def weights(self, model: nn.Module) -> None:
-        """Look at what the step begins with."""
+        """Check the weights that the step begins with."""
         for name, parameter in model.named_parameters():
             module, _, tensor = name.rpartition(".")
             self(module, tensor, parameter.detach())
@@ -186,9 +186,9 @@ class BadSteps:
     say: Callable[[str], None]
 
     def handle(self, bad: BadStep, batches: Prefetcher, compute_step: ComputeStep, stop: StopRequest) -> bool:
-        """Whether the run goes on, after the step `bad`, with the next of `batches`.
+        """Whether the run continues with the next of `batches` after the step `bad`.
 
-        If not, everything is as it was before that step, and `stop` has the reason.
+        If not, everything is as it was before that step, and `stop` is requested.
         """
         batches.seek(bad.step)
         what = "gradient" if math.isfinite(bad.loss) else "loss"
@@ -206,15 +206,15 @@ class BadSteps:
         if goes_on:
             self.check.go_on()
         else:
-            # as it is saved, the run meets that step again
-            way_on = ("to meet it again, once its cause is mended",)
+            # the checkpoint is of the step before, so a resumed run computes that step again
+            purpose = ("to meet it again, once its cause is mended",)
             if self.policy == "stop":
-                way_on = "to go on without its batch", "train.on_nonfinite=skip"
-            stop.because(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS, *way_on)
+                purpose = "to go on without its batch", "train.on_nonfinite=skip"
+            stop.request(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS, *purpose)
         return goes_on
 
     def _follow(self, step: int) -> tuple[bool, str]:
-        """Whether the run goes on, and what is done, in words."""
+        """Carry out the policy: whether the run continues, and what was done, in words."""
         if self.policy == "stop":
             return False, "the run stops before it"
         if self.check.in_a_row >= MOST_IN_A_ROW:
@@ -236,10 +236,10 @@ class BadSteps:
         return str(found.path) if found else None
 
     def _diagnose(self, bad: BadStep, model: GPT, again: Callable[[Callable[..., Tensor]], Any]) -> dict[str, Any]:
-        """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where that is not known.
+        """The first module and tensor that are not finite, as `FirstBad.found`; only {"how"} where unknown.
 
-        The step is run again module by module by one process. Where a compiled one, or processes that share rows, round
-        otherwise or draw other dropout masks, that is said.
+        One process runs the step again, module by module. Where the run is compiled or context-parallel, so that
+        roundings or dropout masks differ, the message says so.
         """
         seen = FirstBad()
         seen.weights(model)
@@ -249,7 +249,7 @@ class BadSteps:
         try:
             with watched(model, seen):
                 again(model)
-        except torch.OutOfMemoryError:  # eager takes more than compiled; the run is not to die of a diagnosis
+        except torch.OutOfMemoryError:  # eager takes more than compiled; a diagnosis must not end the run
             return {"how": "a place unknown: memory did not suffice to run the step again module by module"}
         finally:
             model.zero_grad()
@@ -265,7 +265,7 @@ class BadSteps:
         return {"how": f"a place unknown: the step was finite when run again{why}"}
 
     def _dump(self, bad: BadStep, batch: Batch, model: GPT, moments: dict[str, Any], found: dict[str, Any]) -> None:
-        """Write what runs the step again, as a checkpoint; where that cannot be, say so and go on without."""
+        """Write what reproduces the step, as a checkpoint; where that fails, say so and continue."""
         folder = self.run_dir / DUMPS
         if len(list(folder.glob("step_*"))) >= MOST_DUMPS:
             self.say(f"not saved: what reproduces step {bad.step}: {folder} holds {MOST_DUMPS} already; move them away")
@@ -286,9 +286,9 @@ class BadSteps:
         except OSError as error:
             self.say(f"not saved: what reproduces step {bad.step}: {error}; free space or make the folder writable")
         else:
-            again = pasted("python", "-m", "scripts.replay", f"dump={folder_value(path)}")
-            way_on = f"; {again} runs the step again with each attention"  # which only a GPT of ours can take
-            self.say(f"saved      {path}{'' if model.config.name else way_on}")
+            again = shell_command("python", "-m", "scripts.replay", f"dump={folder_value(path)}")
+            replay = f"; {again} runs the step again with each attention"  # which only a GPT of ours can take
+            self.say(f"saved      {path}{'' if model.config.name else replay}")
 
 
 def in_words(first: dict[str, Any]) -> str:

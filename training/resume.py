@@ -88,7 +88,7 @@ def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
 
 def settings_as_asked(checkpoint: Checkpoint) -> dict[str, Any]:
     """Its settings, flat, as they were before anything was chosen for its machine."""
-    checkpoint.refuse_without(NEEDED_META, checkpoint.meta, META)
+    checkpoint.require(NEEDED_META, checkpoint.meta, META)
     return flat(checkpoint.meta["settings"]) | dict(checkpoint.meta["left_open"])
 
 
@@ -99,7 +99,7 @@ def refuse_unless_same(
 
     settings: the run's, resolved. tokenizer: its `tokenizer_state`.
     """
-    checkpoint.refuse_without(NEEDED_META, checkpoint.meta, META)
+    checkpoint.require(NEEDED_META, checkpoint.meta, META)
     before, here = checkpoint.meta["settings"], f"resume={checkpoint.path}"
     began = settings["init_from"]
     if began and began != before.get("init_from"):
@@ -118,7 +118,7 @@ def refuse_unless_it_fits(
     checkpoint: Checkpoint, settings: Mapping[str, Any], tokenizer: Mapping[str, str], vocab_size: int
 ) -> None:
     """ValueError where a run cannot begin with the weights of `checkpoint`; arguments as `refuse_unless_same`."""
-    checkpoint.refuse_without(NEEDED_META, checkpoint.meta, META)
+    checkpoint.require(NEEDED_META, checkpoint.meta, META)
     here = f"init_from={checkpoint.path}"
     _refuse_another_tokenizer(here, checkpoint, tokenizer, vocab_size)
     _refuse_another_model(here, checkpoint.meta["settings"], settings, (*MAY_CHANGE, *MAY_BE_LEARNED))
@@ -175,7 +175,7 @@ def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: to
     """
     checkpoint.load_weights(model)
     state = checkpoint.load_state()
-    checkpoint.refuse_without(NEEDED_STATE, state, STATE)
+    checkpoint.require(NEEDED_STATE, state, STATE)
     try:
         _refuse_other_losses(state["number_check"]["losses"])
         optimizer.load_state_dict(state)

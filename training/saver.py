@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_with_path
 from training import checkpoint as checkpoints
 from training.parallel import ALONE, NullObject, World
 from training.shard import full_tensor
-from training.stop import command_to_go_on
+from training.stop import resume_command
 from training.watch import SAVER
 
 EXIT_UNSAVED = 2  # of a run whose end is not on disk, as of any file that cannot be written
@@ -66,7 +66,7 @@ class Saver:
         """OSError if the last checkpoint is not on disk."""
         self.wait()
         if self.error is not None:
-            again = command_to_go_on(self.folder.parent)
+            again = resume_command(self.folder.parent)
             raise OSError(
                 f"the last checkpoint was not saved to {self.folder} ({self.error}): free what is short, then {again}"
             ) from self.error

@@ -1,9 +1,9 @@
-"""Being asked to stop: a signal or a time limit ends the run after the step it is in, with everything saved.
+"""Stopping a run: a signal or a time limit ends it after the current step, with everything saved.
 
 Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (what scripts/train.sbatch asks SLURM for),
 129 after SIGHUP (a closed terminal), as a shell counts them: 128 + the signal; 75 (sysexits.h: try again later) after
-`train.max_hours`; 65 after numbers that were not finite (training/numbers.py). In each case the run goes on with
-`command_to_go_on`. (2 is a user's mistake, conf/program.py, and memory that ran out, training/memory.py: something has
+`train.max_hours`; 65 after numbers that were not finite (training/numbers.py). In each case `resume_command`
+resumes the run. (2 is a user's mistake, conf/program.py, and memory that ran out, training/memory.py: something has
 to be changed first.) A second signal takes its default action: the process is gone at once. Not so a second SIGHUP or
 SIGUSR1: a terminal that is closed sends two, the shell's and the kernel's; SLURM sends SIGUSR1 to a program that wraps
 the run, too, and that may pass it on. Where SIGHUP was ignored before (nohup), it still is.
@@ -26,21 +26,21 @@ from training.watch import SHOW_CURSOR
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 EXIT_TIME_LIMIT = 75
-STDERR = 2  # its file: a handler may interrupt what writes through sys.stderr
+STDERR = 2  # the file descriptor: a signal handler may interrupt a write through sys.stderr
 REASONS = (EXIT_TIME_LIMIT, *(128 + number for number in SIGNALS))  # exit codes, as processes vote by them
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
 
-def command_to_go_on(run_dir: Path, *changes: str) -> str:
-    """What to paste into this shell, in this folder, to resume `run_dir` with `changes` (key=value)."""
+def resume_command(run_dir: Path, *overrides: str) -> str:
+    """The command that resumes `run_dir` with `overrides` (key=value), for this shell and folder."""
     here = Path.cwd()
     program = str(TRAIN.relative_to(here) if TRAIN.is_relative_to(here) else TRAIN)
-    return pasted("python", program, f"resume={folder_value(run_dir)}", *changes)
+    return shell_command("python", program, f"resume={folder_value(run_dir)}", *overrides)
 
 
 def folder_value(path: Path) -> str:
-    """`path` as the value of a key, as Hydra reads it."""
+    """`path` quoted as Hydra's grammar needs it in key=value."""
     folder = str(path) if "/" in str(path) else f"./{path}"  # never a number, null or auto
     if not re.fullmatch(r"[\w./-]+", folder, flags=re.ASCII):  # Hydra reads more into other characters
         folder = re.sub(r"(\\*)\$\{", r"\1\1\\${", folder)
@@ -48,8 +48,8 @@ def folder_value(path: Path) -> str:
     return folder
 
 
-def pasted(program: str, *arguments: str) -> str:
-    """What to paste into this shell, in this folder, to run `program` (python, wandb) as it is installed beside us."""
+def shell_command(program: str, *arguments: str) -> str:
+    """The command that runs `program` (python, wandb) of this installation, for this shell and folder."""
     if "UV" in os.environ and Path.cwd() == TRAIN.parent:  # `uv run` in the checkout
         command = ["uv", "run", program]
     else:
@@ -61,7 +61,7 @@ def pasted(program: str, *arguments: str) -> str:
 class StopRequest:
     """Use with `with`; the loop reads `requested` between steps. Outside the main thread nothing is installed.
 
-    Of several processes each votes with its next step, and all stop at the same later one, whoever was asked.
+    Each of several processes sends its request with its next step, and all stop after the same later one.
 
     Args:
         max_hours: the time limit, None for none.
@@ -71,8 +71,8 @@ class StopRequest:
     Attributes:
         reason: why the run should stop ("SIGTERM", "train.max_hours=2"), None while it should not.
         exit_code: the process's exit code; 0 while there is no reason to stop.
-        way_on: what the command to go on does, in words.
-        changes: key=value arguments that the command to go on needs.
+        purpose: what the resume command is for, in words ("to go on").
+        overrides: key=value arguments that the resume command needs.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StopRequest:
     ) -> None:
         self.reason: str | None = None
         self.exit_code = 0
-        self.way_on, self.changes = "to go on", ()
+        self.purpose, self.overrides = "to go on", ()
         self._max_hours, self._began, self._clock, self._world = max_hours, began, clock, world
         self._previous: dict[int, object] = {}
 
@@ -104,9 +104,9 @@ class StopRequest:
         self.reason = f"train.max_hours={limit:g}" if by_limit else signal.Signals(self.exit_code - 128).name
         return True
 
-    def because(self, reason: str, exit_code: int, way_on: str, *changes: str) -> None:
-        """Ask for it from within the run."""
-        self.reason, self.exit_code, self.way_on, self.changes = reason, exit_code, way_on, changes
+    def request(self, reason: str, exit_code: int, purpose: str, *overrides: str) -> None:
+        """Request a stop from within the run."""
+        self.reason, self.exit_code, self.purpose, self.overrides = reason, exit_code, purpose, overrides
 
     def __enter__(self) -> "StopRequest":
         try:

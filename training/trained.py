@@ -1,4 +1,4 @@
-"""The network and the tokenizer that a checkpoint holds, for programs that use what was trained."""
+"""The trained network and the tokenizer of a checkpoint, for programs that use them."""
 
 from typing import get_type_hints
 
@@ -17,19 +17,19 @@ NEEDED = {
 }
 
 
-def trained(
+def load_trained(
     checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype, *, attention: str
 ) -> tuple[GPT, tiktoken.Encoding]:
     """The GPT of `checkpoint` with its weights on `device`, and its tokenizer.
 
     Args:
         dtype: what attention will run in.
-        attention: takes the place of the run's own; all else is as it was trained.
+        attention: in place of the run's own; everything else is as it was trained.
 
     Raises:
         ValueError: the description is damaged or of another version, or that attention cannot run here.
     """
-    checkpoint.refuse_without(NEEDED, checkpoint.meta, META)
+    checkpoint.require(NEEDED, checkpoint.meta, META)
     tokenizer = tokenizer_from_state(checkpoint.meta["tokenizer"])
     settings = checkpoint.meta["settings"]
     refuse_other_keys(checkpoint, "model", GPTConfig)
@@ -53,4 +53,4 @@ def refuse_other_keys(checkpoint: Checkpoint, group: str, config: type) -> None:
             f"checkpoint {checkpoint.path} has {group}.{min(unknown)}, which this version does not know; "
             + use_its_commit(checkpoint.meta)
         )
-    checkpoint.refuse_without({"settings": {group: {key: kinds[key] for key in found}}}, checkpoint.meta, META)
+    checkpoint.require({"settings": {group: {key: kinds[key] for key in found}}}, checkpoint.meta, META)

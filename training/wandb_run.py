@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from training.stop import pasted
+from training.stop import shell_command
 
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 WANDB_URL = "https://api.wandb.ai"
@@ -139,7 +139,7 @@ def start_wandb(
         return None, f"{reason}; going on without it"  # a logger does not stop a run
     note = f"wandb {mode} ({why}), without console output, system metrics and git remote"
     if mode == "offline":
-        note += f"; later: {pasted('wandb', 'sync', str(Path(run.dir).parent))}"
+        note += f"; later: {shell_command('wandb', 'sync', str(Path(run.dir).parent))}"
     return run, note
 
 
