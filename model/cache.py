@@ -1,8 +1,8 @@
-"""The keys and values of the tokens already seen, so that a step of generation computes one token a row.
+"""The KV cache: keys and values of earlier tokens, so that a step of generation computes one token a row.
 
-A layer has one line for any cache: `cache.attend(layer, q, k, v, attend)`. Before a call of the model `extend` makes
-room for the tokens it will bring, on the host; the call stores them and then moves the lengths, on the device, so that
-the same call can be a CUDA graph. Keys are stored after RoPE: positions never change.
+A layer has one line for any cache: `cache.attend(layer, q, k, v, attend)`. Before a call of the model `extend` reserves
+slots for its tokens, on the host; the call stores them and then advances the lengths, on the device, so that the same
+call can be a CUDA graph. Keys are stored after RoPE: positions never change.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ ABSENT = -1  # the length of a row that is not in use
 
 
 class KVCache:
-    """Preallocated keys and values of every layer, for rows of lengths of their own; each row has its own place.
+    """Preallocated keys and values of every layer, contiguous for each row; rows have lengths of their own.
 
     A row that is not in use has the length -1, and no kernel touches it.
 
@@ -33,7 +33,7 @@ class KVCache:
     """
 
     block_table: Tensor | None = None
-    last: Tensor | None = None  # of which tokens the model gives logits; None: of all
+    last: Tensor | None = None  # indices of the tokens whose logits the model returns; None: of all
 
     def __init__(
         self,
@@ -55,34 +55,34 @@ class KVCache:
             raise ValueError(f"a KV cache of {num_rows} rows of {max_tokens} tokens holds nothing; use at least 1")
         places, slots = pool or (num_rows, max_tokens)
         shape = (config.num_layers, places, config.kv_heads, slots, config.head_dim)
-        # zeros: what is behind a row's last key is loaded with it, and 0 times NaN is NaN
+        # zeros: slots past a row's last key are loaded with it, and 0 times NaN is NaN
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         self.scales: list[Tensor] = []  # of keys and of values
         if dtype.itemsize == 1:
             self.scales = [torch.ones(shape[:4], device=device) for _ in range(2)]
         self.max_tokens = max_tokens
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
-        self.length_of = [ABSENT] * num_rows  # the same on the host, with those for which there is room
-        self.stored_of = [0] * num_rows  # of these, how many a call has stored
+        self.stored = [0] * num_rows  # the same on the host, 0 for ABSENT
+        self.reserved = [ABSENT] * num_rows  # with the slots that `extend` has reserved
         self.workspace: Tensor | None = None  # of attention, once it is asked
         self.products_workspace = torch.zeros(config.n_embd, dtype=torch.int32, device=device)
 
     def allocate(self, row: int) -> None:
         """Put a row that is not in use into use, without tokens."""
         self._check_row(row)
-        if self.length_of[row] != ABSENT:
-            raise ValueError(f"row {row} of the KV cache is in use with {self.length_of[row]} tokens; free it first")
+        if self.reserved[row] != ABSENT:
+            raise ValueError(f"row {row} of the KV cache is in use with {self.reserved[row]} tokens; free it first")
         self._set_length(row, 0)
 
     def extend(self, rows: list[int], num_tokens: int | list[int]) -> None:
-        """Make room for `num_tokens` more tokens of each row, or of each its own, which the next call stores.
+        """Reserve slots for `num_tokens` more tokens of each row, or for its own number of each, for the next call.
 
         ValueError where they do not fit, and then nothing changes.
         """
         counts = num_tokens if isinstance(num_tokens, list | tuple) else [num_tokens] * len(rows)
         if len(counts) != len(rows):
             raise ValueError(f"the KV cache is to extend {len(rows)} rows by {len(counts)} numbers; give one for each")
-        ends = list(self.length_of)
+        ends = list(self.reserved)
         for row, count in zip(rows, counts, strict=True):
             self._check_in_use(row)
             if count < 0 or count != int(count):
@@ -95,7 +95,7 @@ class KVCache:
                     f"row {row} of the KV cache would hold {ends[row]} tokens and a row has room for "
                     f"{self.max_tokens}; free it or make a cache with larger max_tokens"
                 )
-        self.length_of = ends
+        self.reserved = ends
 
     def free(self, row: int) -> None:
         """Take a row out of use."""
@@ -103,12 +103,12 @@ class KVCache:
         self._set_length(row, ABSENT)
 
     def prompts(self, rows: list[int]) -> "Prompts":
-        """What a call of the model takes for its cache to read the first tokens of some rows, packed end to end."""
+        """In place of the cache in a call of the model: reads the first tokens of some rows, packed end to end."""
         return Prompts(self, rows)
 
     def positions(self, num_tokens: int) -> Tensor:
-        """Of `num_tokens` new tokens a row, row after row: (rows * num_tokens,) int64."""
-        for row, (length, stored) in enumerate(zip(self.length_of, self.stored_of, strict=True)):
+        """Positions of `num_tokens` new tokens a row, row after row: (rows * num_tokens,) int64."""
+        for row, (length, stored) in enumerate(zip(self.reserved, self.stored, strict=True)):
             if length != ABSENT and length - stored < num_tokens:
                 raise ValueError(
                     f"row {row} of the KV cache has room for {length - stored} more tokens, not {num_tokens}; before "
@@ -130,7 +130,7 @@ class KVCache:
 
         Returns (1, Hq, rows * N, D); rows that are not in use give 0.
         """
-        q, k, v = (x[0].unflatten(1, (len(self.length_of), -1)).transpose(0, 1) for x in (q, k, v))  # (rows, H, N, D)
+        q, k, v = (x[0].unflatten(1, (len(self.reserved), -1)).transpose(0, 1) for x in (q, k, v))  # (rows, H, N, D)
         if attend is flash and q.size(2) <= MAX_QUERIES:
             if self.workspace is None:
                 self.workspace = kvcache_workspace(q.size(0), q.size(1), q.device)
@@ -149,20 +149,20 @@ class KVCache:
         return o.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
     def advance(self, num_tokens: int) -> None:
-        """Count `num_tokens` as stored in each row in use, once every layer has attended. Of a CUDA graph this is a
-        part, but for the host's count: whoever replays it calls `count_stored`."""
+        """Add `num_tokens` to the length of each row in use, once every layer has attended. A CUDA graph replays it on
+        the device alone: after a replay, call `count_stored`."""
         self.lengths.add_(self.lengths != ABSENT, alpha=num_tokens)
         if not (self.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.count_stored(num_tokens)
 
     def count_stored(self, num_tokens: int) -> None:
         """`advance` on the host alone."""
-        for row, length in enumerate(self.length_of):
+        for row, length in enumerate(self.reserved):
             if length != ABSENT:
-                self.stored_of[row] += num_tokens
+                self.stored[row] += num_tokens
 
     def _append(self, layer: int, rows: Tensor, length: int, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Store k, v (n, Hkv, N, D) behind n rows of `length` tokens; all keys and values then, in k's dtype."""
+        """Append k, v (n, Hkv, N, D) to n rows of `length` tokens; returns all their keys and values, in k's dtype."""
         count = k.size(2)
         slots = torch.arange(length + count, device=rows.device).expand(len(rows), -1)  # (n, length + N)
         places = self.places(rows[:, None].expand_as(slots).flatten(), slots.flatten())
@@ -171,7 +171,7 @@ class KVCache:
         return [x[0].unflatten(1, slots.shape).transpose(0, 1) for x in self.read(layer, places, k.dtype)]
 
     def places(self, rows: Tensor, slots: Tensor) -> tuple:
-        """The index of tokens (N,) in the keys of a layer."""
+        """The index into a layer's keys for N tokens, from their rows (N,) and slots (N,)."""
         return rows, slice(None), slots
 
     def store(self, layer: int, places: tuple, k: Tensor, v: Tensor) -> None:
@@ -189,22 +189,22 @@ class KVCache:
         return [(self.keys[layer], scales[0]), (self.values[layer], scales[1])]
 
     def _check_row(self, row: int) -> None:
-        if not 0 <= row < len(self.length_of):
-            raise ValueError(f"the KV cache has rows 0 to {len(self.length_of) - 1}, and none of number {row}")
+        if not 0 <= row < len(self.reserved):
+            raise ValueError(f"the KV cache has rows 0 to {len(self.reserved) - 1}, and none of number {row}")
 
     def _check_in_use(self, row: int) -> None:
         self._check_row(row)
-        if self.length_of[row] == ABSENT:
+        if self.reserved[row] == ABSENT:
             raise ValueError(f"row {row} of the KV cache is not in use; allocate it first")
 
     def _set_length(self, row: int, length: int) -> None:
-        self.length_of[row] = length
-        self.stored_of[row] = max(length, 0)
+        self.reserved[row] = length
+        self.stored[row] = max(length, 0)
         self.lengths[row] = length
 
 
 class PagedKVCache(KVCache):
-    """The same in pages of one pool, which rows take as they grow and give back; rows may share full pages.
+    """A KV cache in pages of one pool: rows take pages as they grow, give them back, and may share full ones.
 
     Args:
         config, num_rows, max_tokens, device, dtype: as of `KVCache`.
@@ -232,28 +232,28 @@ class PagedKVCache(KVCache):
             raise ValueError(f"num_pages={num_pages} must be at least 1")
         super().__init__(config, num_rows, max_tokens, device, dtype, pool=(num_pages, page))
         self.page = page
-        self.users_of = [0] * num_pages
+        self.ref_counts = [0] * num_pages  # rows that use each page
         self.block_table = torch.zeros(num_rows, -(-max_tokens // page), dtype=torch.int32, device=device)
-        self.pages_of: list[list[int]] = [[] for _ in range(num_rows)]
+        self.row_pages: list[list[int]] = [[] for _ in range(num_rows)]
         self.free_pages = list(range(num_pages))[::-1]  # the last is the next
 
     def extend(self, rows: list[int], num_tokens: int | list[int]) -> None:
-        before = self.length_of
+        before = self.reserved
         super().extend(rows, num_tokens)
         try:
-            self._take({row: -(-self.length_of[row] // self.page) - len(self.pages_of[row]) for row in rows})
+            self._take({row: -(-self.reserved[row] // self.page) - len(self.row_pages[row]) for row in rows})
         except ValueError:
-            self.length_of = before
+            self.reserved = before
             raise
 
     def free(self, row: int) -> None:
         """Take a row out of use, and give back the pages that no other row shares."""
         super().free(row)
-        for page in reversed(self.pages_of[row]):
-            self.users_of[page] -= 1
-            if self.users_of[page] == 0:
+        for page in reversed(self.row_pages[row]):
+            self.ref_counts[page] -= 1
+            if self.ref_counts[page] == 0:
                 self.free_pages.append(page)
-        self.pages_of[row] = []
+        self.row_pages[row] = []
 
     def fork(self, source: int, target: int) -> None:
         """Make `target`, not in use, a copy of `source`: full pages are shared, the growing one is copied.
@@ -261,26 +261,26 @@ class PagedKVCache(KVCache):
         ValueError where source has room that no call has filled: both would fill the page that they share.
         """
         self._check_in_use(source)
-        if self.length_of[source] != self.stored_of[source]:
+        if self.reserved[source] != self.stored[source]:
             raise ValueError(
-                f"row {source} of the KV cache has {self.stored_of[source]} tokens and room for "
-                f"{self.length_of[source]}; fork it before extend, or after the model has filled it"
+                f"row {source} of the KV cache has {self.stored[source]} tokens and room for "
+                f"{self.reserved[source]}; fork it before extend, or after the model has filled it"
             )
         self.allocate(target)
-        full, rest = divmod(self.length_of[source], self.page)
-        shared = self.pages_of[source][:full]
-        self.pages_of[target] = list(shared)
+        full, rest = divmod(self.reserved[source], self.page)
+        shared = self.row_pages[source][:full]
+        self.row_pages[target] = list(shared)
         for page in shared:
-            self.users_of[page] += 1
+            self.ref_counts[page] += 1
         self.block_table[target, :full] = self.block_table[source, :full]
-        self._set_length(target, self.length_of[source])
+        self._set_length(target, self.reserved[source])
         if rest:
             try:
                 self._take({target: 1})
             except ValueError:
                 self.free(target)
                 raise
-            ours, theirs = self.pages_of[target][full], self.pages_of[source][full]
+            ours, theirs = self.row_pages[target][full], self.row_pages[source][full]
             for stored in (self.keys, self.values, *self.scales):
                 stored[:, ours] = stored[:, theirs]
 
@@ -288,30 +288,30 @@ class PagedKVCache(KVCache):
         return self.block_table[rows, slots // self.page].long(), slice(None), slots % self.page
 
     def _take(self, pages_for: dict[int, int]) -> None:
-        """Give rows so many pages more; those of all rows go to the device in one copy."""
+        """Give each row so many more pages, with one copy to the device for all."""
         wanted = sum(pages_for.values())
         if wanted > len(self.free_pages):
             row = next(row for row, count in pages_for.items() if count)
             raise ValueError(
                 f"row {row} of the KV cache needs a page, {wanted} with the other rows, and {len(self.free_pages)} of "
-                f"{len(self.users_of)} are free; free a row or make a cache with more pages"
+                f"{len(self.ref_counts)} are free; free a row or make a cache with more pages"
             )
         rows, columns, pages = [], [], []
         for row, count in pages_for.items():
             for _ in range(count):
                 page = self.free_pages.pop()
-                self.users_of[page] = 1
+                self.ref_counts[page] = 1
                 rows.append(row)
-                columns.append(len(self.pages_of[row]))
+                columns.append(len(self.row_pages[row]))
                 pages.append(page)
-                self.pages_of[row].append(page)
+                self.row_pages[row].append(page)
         if pages:
             rows, columns, pages = torch.tensor([rows, columns, pages], device=self.block_table.device)
             self.block_table[rows, columns] = pages.int()
 
 
 class Prompts:
-    """The first tokens of some rows of a cache, end to end without padding, as a call of the model reads them.
+    """A cache for one call of the model: reads the prompts of some rows, end to end without padding.
 
     Args:
         cache: theirs, in which `extend` has made room for them.
@@ -322,14 +322,14 @@ class Prompts:
         device = cache.lengths.device
         for row in rows:
             cache._check_in_use(row)
-            if cache.stored_of[row] or not cache.length_of[row]:
+            if cache.stored[row] or not cache.reserved[row]:
                 raise ValueError(
-                    f"row {row} of the KV cache has {cache.stored_of[row]} tokens and room for {cache.length_of[row]}; "
+                    f"row {row} of the KV cache has {cache.stored[row]} tokens and room for {cache.reserved[row]}; "
                     "a prompt is read into a row with room and without tokens: allocate and extend it first"
                 )
         if not rows or len(set(rows)) < len(rows):
             raise ValueError(f"rows is {rows}; name those whose prompts are to be read, each once")
-        counts = torch.tensor([cache.length_of[row] for row in rows], device="cpu")
+        counts = torch.tensor([cache.reserved[row] for row in rows], device="cpu")
         self.cache, self.counts = cache, counts.tolist()
         self.products_workspace = cache.products_workspace
         self._positions = torch.cat([torch.arange(count, device="cpu") for count in self.counts]).to(device)
@@ -345,10 +345,10 @@ class Prompts:
     def positions(self, num_tokens: int) -> Tensor:
         """Of all tokens, (num_tokens,) int64. ValueError where their rows are not any more as they were."""
         for row, count in zip(self._row_numbers, self.counts, strict=True):
-            if self.cache.stored_of[row] or self.cache.length_of[row] < count:
+            if self.cache.stored[row] or self.cache.reserved[row] < count:
                 raise ValueError(
-                    f"row {row} of the KV cache has {self.cache.stored_of[row]} tokens and room for "
-                    f"{self.cache.length_of[row]}, and these prompts, of {count} there, were for a row without tokens; "
+                    f"row {row} of the KV cache has {self.cache.stored[row]} tokens and room for "
+                    f"{self.cache.reserved[row]}, and these prompts, of {count} there, were for a row without tokens; "
                     "read them once, before the row is freed, and make others for others"
                 )
         if num_tokens != len(self._positions):
@@ -371,4 +371,4 @@ class Prompts:
         """Count the tokens as stored."""
         self.cache.lengths[self.rows] = self.lengths
         for row, count in zip(self._row_numbers, self.counts, strict=True):
-            self.cache.stored_of[row] = count
+            self.cache.stored[row] = count

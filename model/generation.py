@@ -1,9 +1,9 @@
-"""Continuing texts: many at a time, each for as long as it takes, one token of each a step.
+"""Text generation with continuous batching: many sequences at a time, one token of each a step.
 
-Sequences wait in line for a row of a paged KV cache. Prompts that get a row at the same time are read in one call, end
-to end without padding; samples of one prompt share its pages. Then each step is the same work whatever the rows hold,
-so that on a GPU it is one CUDA graph: the model's call, the choice of tokens, their way into the next call. The host
-reads a step's tokens while the next step runs; a row whose text has ended goes to the next in line.
+Sequences queue for a row of a paged KV cache. Prompts that get a row at the same time are read in one call, end to end
+without padding; samples of one prompt share its pages. Each step then is the same work whatever the rows hold, so that
+on a GPU it is one CUDA graph: the model's call, the choice of tokens, their copy into the next call's input. The host
+reads a step's tokens while the next step runs; when a sequence ends, its row goes to the next one in the queue.
 """
 
 from array import array
@@ -27,7 +27,7 @@ PROMPT_TOKENS = 32768  # read in one call, where there is more than one prompt
 Drawn = list[tuple[int, int]]  # (sequence, token)
 
 
-@torch.inference_mode(False)  # whoever goes on outside of it writes to what is made here
+@torch.inference_mode(False)  # the tensors made here are written to later, perhaps outside of inference mode
 def generate(
     model: GPT,
     prompts: Sequence[Sequence[int]],
@@ -42,7 +42,7 @@ def generate(
     batch_size: int = 64,
     cache_dtype: torch.dtype | None = None,
 ) -> Iterator[Drawn]:
-    """Continue prompts of any lengths, token by token as they come.
+    """Continue prompts of any lengths, yielding tokens as they are drawn.
 
     When a context reaches the model's seq_len its last half is read again and its text goes on; of a longer prompt the
     last seq_len tokens count. The text of a sequence follows from its prompt, the seed, num_samples and the number of
@@ -92,7 +92,7 @@ def generate(
     if len(prompts) == 0 or max_new_tokens == 0:
         return iter(())
     sequences = [
-        Continued(number * num_samples + sample, sample, context)
+        Continuation(number * num_samples + sample, sample, context)
         for number, context in enumerate(contexts)
         for sample in range(num_samples)
     ]
@@ -105,9 +105,9 @@ def generate(
         return model.continued(sequences, uniform.T, choose, stop_token)
     longest = max(map(len, contexts)) + max_new_tokens
     with torch.no_grad():
-        twin = model.for_inference(model.compute_dtype)
-        cache = twin.make_cache(min(batch_size, len(sequences)), min(longest, model.seq_len), PAGE, cache_dtype)
-    return Generation(twin, cache, uniform.T, choose, stop_token, greedy=temperature == 0).run(sequences)
+        model = model.for_inference(model.compute_dtype)
+        cache = model.make_cache(min(batch_size, len(sequences)), min(longest, model.seq_len), PAGE, cache_dtype)
+    return Generation(model, cache, uniform.T, choose, stop_token, greedy=temperature == 0).run(sequences)
 
 
 def _whole(name: str, value: object, least: int) -> int:
@@ -122,35 +122,35 @@ def _whole(name: str, value: object, least: int) -> int:
 
 
 @dataclass(eq=False)
-class Continued:
-    """A text that is being continued."""
+class Continuation:
+    """A sequence that is being generated."""
 
     number: int
     sample: int  # which of its prompt's
-    context: array  # ids to be read, or that were; samples of a prompt have one array
-    new: list[int] = field(default_factory=list)  # what followed it, as far as the host knows
-    drawn: int = 0  # tokens that the device was asked for
+    context: array  # ids to prefill; samples of a prompt share one array
+    new: list[int] = field(default_factory=list)  # tokens generated since, as far as they have reached the host
+    drawn: int = 0  # tokens launched on the device
     stopped: bool = False
 
 
 class Step(NamedTuple):
-    """Tokens on their way to the host."""
+    """A step's tokens, being copied to the host."""
 
-    sequences: list[Continued | None]
-    tokens: Tensor  # (sequences,) int64 on the host; those of None mean nothing
+    sequences: list[Continuation | None]
+    tokens: Tensor  # (sequences,) int64 on the host; meaningless where the sequence is None
     arrived: torch.cuda.Event | None
 
 
 class Generation:
-    """The rows of a cache and the texts that have them.
+    """The scheduler: which sequence has which row of the cache, and the launch of each step.
 
     Args:
         model: in the dtype to run in.
         cache: of the model, no row in use.
-        uniform: (samples, tokens) float64: what decides each draw of each sample.
+        uniform: (samples, tokens) float64 in [0, 1): decides each draw of each sample.
         choose: (logits (S, V), uniform (S,)) -> tokens (S,).
         stop_token: as in `generate`.
-        greedy: `choose` asks for no uniform, and is given None.
+        greedy: `choose` needs no uniform and gets None.
     """
 
     def __init__(
@@ -163,56 +163,57 @@ class Generation:
         greedy: bool = False,
     ):
         self.model, self.cache, self.choose, self.stop_token, self.greedy = model, cache, choose, stop_token, greedy
-        self.device, num_rows = cache.lengths.device, len(cache.length_of)
+        self.device, num_rows = cache.lengths.device, len(cache.reserved)
         self.uniform = uniform.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
-        self.sequence_of: list[Continued | None] = [None] * num_rows
-        # The newest token of each row, and the one before it: a step reads one half and writes the other, so that its
-        # tokens are on their way to the host while the next step runs.
+        self.row_sequences: list[Continuation | None] = [None] * num_rows
+        # double buffer: a step reads one half and writes the other, so that its tokens are copied to the host while the
+        # next step runs
         self.tokens = torch.zeros(2, num_rows, dtype=torch.int64, device=self.device)
-        self.half = 0  # of the newest
-        self.sample = torch.zeros_like(self.tokens[0])  # which of its prompt's a row is
-        self.drawn = torch.zeros_like(self.tokens[0])  # tokens of a row's text
+        self.half = 0  # the one with the newest tokens
+        self.sample = torch.zeros_like(self.tokens[0])  # of each row: which sample of its prompt it is
+        self.drawn = torch.zeros_like(self.tokens[0])  # of each row: tokens generated
         self.on_cuda = self.device.type == "cuda"
-        self.copies = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
-        # other attentions, also those that stand in for it (`attend_with`), ask the host for lengths
-        self.takes_graph = self.on_cuda and all(block.attention.attend is flash for block in model.blocks)
+        self.copy_stream = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
+        # other attentions, those of `attend_with` too, read lengths on the host
+        self.uses_graphs = self.on_cuda and all(block.attention.attend is flash for block in model.blocks)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of a step, by the half that it reads
         self.compiled = False  # a first step has run
 
-    def run(self, sequences: list[Continued]) -> Iterator[Drawn]:
+    def run(self, sequences: list[Continuation]) -> Iterator[Drawn]:
         """Continue the sequences until all have ended."""
-        waiting, on_their_way = deque(sequences), deque()
+        waiting, in_flight = deque(sequences), deque()
         while True:
-            if waiting and None in self.sequence_of:
-                on_their_way.append(self._read_prompts(waiting))
-            if len(self.graphs) < 2:  # over such a step the host takes its time
-                yield from self._handed_over(on_their_way, 0)
-            rows = [row for row, sequence in enumerate(self.sequence_of) if sequence]
-            full = [row for row in rows if self.cache.length_of[row] == self.cache.max_tokens]
+            if waiting and None in self.row_sequences:
+                in_flight.append(self._read_prompts(waiting))
+            if len(self.graphs) < 2:  # the next launch compiles or captures, so hand tokens over before it
+                yield from self._drain(in_flight, 0)
+            rows = [row for row, sequence in enumerate(self.row_sequences) if sequence]
+            full = [row for row in rows if self.cache.reserved[row] == self.cache.max_tokens]
             if rows and not full:
-                on_their_way.append(self._launch(rows))
-            elif not on_their_way and not waiting and not full:
+                in_flight.append(self._launch(rows))
+            elif not in_flight and not waiting and not full:
                 return
-            yield from self._handed_over(on_their_way, 1 if rows and not full else 0)
+            yield from self._drain(in_flight, 1 if rows and not full else 0)
             for row in full:  # all of their tokens have arrived
-                if sequence := self.sequence_of[row]:
+                if sequence := self.row_sequences[row]:
                     self._release(sequence)
                     half = max(1, self.cache.max_tokens // 2)
                     sequence.context, sequence.new = (sequence.context + array("q", sequence.new))[-half:], []
                     waiting.appendleft(sequence)
 
-    def _handed_over(self, on_their_way: deque[Step], left: int) -> Iterator[Drawn]:
-        while len(on_their_way) > left:
-            if drawn := self._arrived(on_their_way.popleft()):
+    def _drain(self, in_flight: deque[Step], left: int) -> Iterator[Drawn]:
+        """The tokens of all but the last `left` steps in flight."""
+        while len(in_flight) > left:
+            if drawn := self._arrived(in_flight.popleft()):
                 yield drawn
 
     @torch.no_grad()
-    def _read_prompts(self, waiting: deque[Continued]) -> Step:
-        """Give free rows to those who wait, read their contexts in one call, draw a token of each."""
-        taken: list[tuple[int, Continued]] = []
-        readers: list[int] = []  # rows that read; the others are forks of the last reader before them
+    def _read_prompts(self, waiting: deque[Continuation]) -> Step:
+        """Give free rows to waiting sequences, prefill their contexts in one call, draw a token for each."""
+        taken: list[tuple[int, Continuation]] = []
+        readers: list[int] = []  # rows that prefill; the others are forks of the last reader before them
         reader_of, counts, tokens = [], [], array("q")
-        for row in [row for row, sequence in enumerate(self.sequence_of) if sequence is None]:
+        for row in [row for row, sequence in enumerate(self.row_sequences) if sequence is None]:
             if not waiting:
                 break
             context = waiting[0].context
@@ -236,19 +237,19 @@ class Generation:
         self.sample[rows] = torch.tensor([sequence.sample for _, sequence in taken], device=self.device)
         self.drawn[rows] = torch.tensor([sequence.drawn for _, sequence in taken], device=self.device)
         first = self._draw(logits[reader_of], self.sample[rows], self.drawn[rows])
-        if self.copies:  # of what was in these rows
-            torch.cuda.current_stream(self.device).wait_stream(self.copies)
+        if self.copy_stream:  # which may still read the earlier tokens of these rows
+            torch.cuda.current_stream(self.device).wait_stream(self.copy_stream)
         self.tokens[self.half, rows] = first
         self.drawn[rows] += 1
         for row, sequence in taken:
-            self.sequence_of[row] = sequence
+            self.row_sequences[row] = sequence
         return self._send(first, [sequence for _, sequence in taken])
 
     @torch.no_grad()
     def _launch(self, rows: list[int]) -> Step:
         """One more token of each row in use."""
         self.cache.extend(rows, 1)
-        if self.takes_graph and self.compiled:
+        if self.uses_graphs and self.compiled:
             if self.half not in self.graphs:
                 self.graphs[self.half] = self._captured(self.half)
             self.graphs[self.half].replay()
@@ -257,10 +258,10 @@ class Generation:
             self._step(self.half)
             self.compiled = True
         self.half ^= 1
-        return self._send(self.tokens[self.half], list(self.sequence_of))
+        return self._send(self.tokens[self.half], list(self.row_sequences))
 
     def _step(self, half: int) -> None:
-        """The device's part of a step, the same for whatever the rows hold; it reads this half of the tokens."""
+        """The device's work of a step, the same whatever the rows hold; it reads this half of the tokens."""
         logits = self._logits(self.tokens[half, :, None], self.cache)[:, 0]  # (rows, V)
         self.tokens[half ^ 1] = self._draw(logits, self.sample, self.drawn)
         if not self.greedy:
@@ -271,7 +272,7 @@ class Generation:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
-            pool = next((other.pool() for other in self.graphs.values()), None)  # they take turns
+            pool = next((other.pool() for other in self.graphs.values()), None)  # shared: the two never run at once
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             self._step(half)
             graph.capture_end()
@@ -283,21 +284,21 @@ class Generation:
             return self.model(tokens, kv_cache=cache)
 
     def _draw(self, logits: Tensor, sample: Tensor, drawn: Tensor) -> Tensor:
-        """A token for each row of logits (S, V); `drawn` of rows that are not in use goes past the last draw."""
+        """A token for each row of logits (S, V); `drawn` of unused rows may be past the last draw, hence the clamp."""
         if self.greedy:
             return self.choose(logits, None)
         return self.choose(logits, self.uniform[sample, drawn.clamp(max=self.uniform.size(1) - 1)])
 
-    def _send(self, tokens: Tensor, sequences: list[Continued | None]) -> Step:
-        """Start the tokens' way to the host. A sequence that has now asked for all of its tokens leaves its row."""
+    def _send(self, tokens: Tensor, sequences: list[Continuation | None]) -> Step:
+        """Start the copy of the tokens to the host. A sequence whose last token is launched gives up its row."""
         host = torch.empty(tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=self.on_cuda)
         arrived = None
-        if self.copies:
-            self.copies.wait_stream(torch.cuda.current_stream(self.device))
-            tokens.record_stream(self.copies)
-            with torch.cuda.stream(self.copies):
+        if self.copy_stream:
+            self.copy_stream.wait_stream(torch.cuda.current_stream(self.device))
+            tokens.record_stream(self.copy_stream)
+            with torch.cuda.stream(self.copy_stream):
                 host.copy_(tokens, non_blocking=True)
-                arrived = self.copies.record_event()
+                arrived = self.copy_stream.record_event()
         else:
             host.copy_(tokens)
         for sequence in filter(None, sequences):
@@ -307,21 +308,21 @@ class Generation:
         return Step(sequences, host, arrived)
 
     def _arrived(self, step: Step) -> Drawn:
-        """Wait for a step's tokens and hand them to their sequences; one that stops leaves its row."""
+        """Wait for a step's tokens and append them to their sequences; one that stops gives up its row."""
         if step.arrived:
             step.arrived.synchronize()
         drawn = []
         for sequence, token in zip(step.sequences, step.tokens.tolist(), strict=True):
-            if sequence and not sequence.stopped:  # a stopped one had a token more before the host knew
+            if sequence and not sequence.stopped:  # a stopped one has drawn one more before the host saw its stop token
                 sequence.new.append(token)
                 drawn.append((sequence.number, token))
                 if token == self.stop_token:
                     sequence.stopped = True
-                    if sequence in self.sequence_of:
+                    if sequence in self.row_sequences:
                         self._release(sequence)
         return drawn
 
-    def _release(self, sequence: Continued) -> None:
-        row = self.sequence_of.index(sequence)
-        self.sequence_of[row] = None
+    def _release(self, sequence: Continuation) -> None:
+        row = self.row_sequences.index(sequence)
+        self.row_sequences[row] = None
         self.cache.free(row)

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from kernels import cross_entropy, linear_cross_entropy
 from model.config import GPTConfig
-from model.generation import Continued, Drawn
+from model.generation import Continuation, Drawn
 from model.gpt import positions_in
 
 IMPLEMENTATIONS = {"flash": huggingface.NAME, "tiled": huggingface.NAME, "sdpa": "sdpa", "naive": "eager"}
@@ -190,7 +190,7 @@ class PretrainedLM(nn.Module):
 
     @torch.no_grad()
     def continued(
-        self, sequences: list[Continued], uniform: Tensor, choose: Callable, stop_token: int | None
+        self, sequences: list[Continuation], uniform: Tensor, choose: Callable, stop_token: int | None
     ) -> Iterator[Drawn]:
         """What `model.generate` yields: over their cache, one text after the other.
 

@@ -120,7 +120,7 @@ def _cached(model: GPT, hardware: Hardware, make: Callable[[], KVCache], row: in
         cache.allocate(row)
         for piece in tokens.split(list(PIECES), dim=1):
             cache.extend([row], piece.size(1))
-            if row and cache.length_of[0] >= 0:
+            if row and cache.reserved[0] >= 0:
                 cache.free(0)
             logits.append(model(piece.expand(row + 1, -1), kv_cache=cache)[row])
         return torch.cat(logits)

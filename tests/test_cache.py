@@ -43,21 +43,21 @@ def test_flash_reads_the_cache_as_the_views_do(window):
         for cache, attend in zip(caches, (attention.naive, attention.flash) * 2, strict=True):
             if step == 2:
                 cache.allocate(1)
-            in_use = [row for row in range(2) if cache.length_of[row] >= 0]
+            in_use = [row for row in range(2) if cache.reserved[row] >= 0]
             cache.extend(in_use, count)
             results.append(cache.attend(0, q, k, v, attend, window=window))
             cache.advance(count)
         for result in results[1:]:
             torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-5)
     for cache in caches:
-        assert cache.lengths.tolist() == cache.length_of == [27, 6]
+        assert cache.lengths.tolist() == cache.reserved == [27, 6]
     assert torch.equal(caches[0].keys[:, 0, :, :27], caches[1].keys[:, 0, :, :27])
     with pytest.raises(ValueError, match="row 0 of the KV cache would hold 43 tokens and a row has room for 40; free"):
         caches[0].extend([1, 0], 16)
     for cache in caches:
         with pytest.raises(ValueError, match="row 0 of the KV cache cannot be extended by -1 tokens; use 0 or more"):
             cache.extend([1, 0], [3, -1])
-        assert cache.length_of == [27, 6]
+        assert cache.reserved == [27, 6]
 
 
 def test_rows_in_pages_attend_to_their_own_tokens(monkeypatch):
@@ -91,7 +91,7 @@ def test_rows_in_pages_attend_to_their_own_tokens(monkeypatch):
                 if row in seen:
                     expected = naive_attention(q[:, :, row : row + 1], *(x[None] for x in seen[row]))[0, :, 0]
                 assert (o[0, :, row] - expected).abs().max() < allowed, (step, row)
-        assert cache.lengths.tolist() == cache.length_of == [-1, 21, 24]
+        assert cache.lengths.tolist() == cache.reserved == [-1, 21, 24]
 
 
 @pytest.mark.parametrize("attend", [attention.flash, attention.sdpa])
@@ -112,7 +112,7 @@ def test_prompts_are_read_without_padding(make, attend):
         expected = naive_attention(*(x[:, :, part] for x in (q, k, v)), causal=True)
         torch.testing.assert_close(o[:, :, part], expected, rtol=1e-4, atol=1e-5)
     assert prompts.last.tolist() == [16, 21]
-    assert cache.lengths.tolist() == cache.length_of == [5, -1, 17]
+    assert cache.lengths.tolist() == cache.reserved == [5, -1, 17]
     cache.extend([0, 2], 1)
     new = tokens(3, 1, 1)
     o = cache.attend(0, *new, attention.naive)
@@ -125,14 +125,14 @@ def test_prompts_are_read_without_padding(make, attend):
 
 def check_pages(cache: PagedKVCache) -> None:
     """Each page is free or has as many users as rows that list it; the page that a row grows in has one."""
-    users = [0] * len(cache.users_of)
-    for row, pages in enumerate(cache.pages_of):
+    users = [0] * len(cache.ref_counts)
+    for row, pages in enumerate(cache.row_pages):
         assert cache.block_table[row, : len(pages)].tolist() == pages
         for page in pages:
             users[page] += 1
-        full = max(cache.length_of[row], 0) // cache.page
-        assert all(cache.users_of[page] == 1 for page in pages[full:])
-    assert users == cache.users_of
+        full = max(cache.reserved[row], 0) // cache.page
+        assert all(cache.ref_counts[page] == 1 for page in pages[full:])
+    assert users == cache.ref_counts
     assert sorted(cache.free_pages) == [page for page, count in enumerate(users) if count == 0]
 
 
@@ -151,18 +151,18 @@ def test_no_page_leaks(steps):
                 cache.fork(row, other)
             else:
                 count = chance.randint(1, 9)
-                cache.extend([used for used in range(6) if cache.length_of[used] >= 0], count)
+                cache.extend([used for used in range(6) if cache.reserved[used] >= 0], count)
                 cache.advance(count)
         except ValueError:
             refused += 1
         if step % 10 == 0:
             check_pages(cache)
     for row in range(6):
-        if cache.length_of[row] >= 0:
+        if cache.reserved[row] >= 0:
             cache.free(row)
     assert refused > steps / 10
     assert sorted(cache.free_pages) == list(range(20))
-    assert not any(cache.users_of)
+    assert not any(cache.ref_counts)
 
 
 def test_a_row_is_not_forked_between_its_room_and_its_tokens():
@@ -176,7 +176,7 @@ def test_a_row_is_not_forked_between_its_room_and_its_tokens():
         cache.fork(0, 1)
     cache.advance(1)
     cache.fork(0, 1)
-    assert cache.lengths.tolist() == cache.length_of == cache.stored_of == [16, 16]
+    assert cache.lengths.tolist() == cache.reserved == cache.stored == [16, 16]
 
 
 def test_prompts_are_read_once_and_into_the_rows_they_were_made_for():
@@ -211,7 +211,7 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
     for count in (-1, 2.5):
         with pytest.raises(ValueError, match=f"be extended by {count} tokens; use 0 or more, a whole number"):
             cache.extend([0], count)
-    assert cache.length_of == [0, -1]
+    assert cache.reserved == [0, -1]
     with pytest.raises(ValueError, match="row 1 of the KV cache is not in use; allocate it first"):
         cache.extend([1], 1)
     with pytest.raises(ValueError, match="row 0 of the KV cache would hold 50 tokens"):
@@ -225,4 +225,4 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
     ):
         cache.fork(0, 1)
     check_pages(cache)
-    assert cache.length_of == [40, -1]
+    assert cache.reserved == [40, -1]

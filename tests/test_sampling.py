@@ -380,9 +380,9 @@ def test_rows_and_pages_are_all_given_back(monkeypatch):
     monkeypatch.setattr(GPT, "make_cache", lambda *arguments: caches.append(real(*arguments)) or caches[-1])
     texts(small_gpt(), [[1] * 20, [2], [3] * 9], max_new_tokens=30, num_samples=3, batch_size=4, stop_token=14)
     (cache,) = caches
-    assert cache.length_of == [-1] * 4
-    assert not any(cache.users_of)
-    assert sorted(cache.free_pages) == list(range(len(cache.users_of)))
+    assert cache.reserved == [-1] * 4
+    assert not any(cache.ref_counts)
+    assert sorted(cache.free_pages) == list(range(len(cache.ref_counts)))
 
 
 def test_samples_of_a_prompt_read_it_once(monkeypatch):

@@ -131,7 +131,7 @@ def one_more_token(bench: BenchConfig, dtype: torch.dtype, hardware: Hardware) -
 
 def in_use(cache: KVCache) -> list[int]:
     """All rows of a new cache, in use and empty."""
-    rows = list(range(len(cache.length_of)))
+    rows = list(range(len(cache.reserved)))
     for row in rows:
         cache.allocate(row)
     return rows

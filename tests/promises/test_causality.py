@@ -171,7 +171,7 @@ def test_cached_positions_that_begin_anew_are_named(dtype, monkeypatch):
 
         def forget(block, inputs):
             x, _, _, cache, *rest = inputs
-            rows = len(cache.length_of)
+            rows = len(cache.reserved)
             positions = torch.arange(x.size(1) // rows, device=x.device).repeat(rows)
             return x, model.cos[positions], model.sin[positions], cache, *rest
 
