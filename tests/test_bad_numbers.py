@@ -26,7 +26,7 @@ def backward(net, factor=1.0):
 
 
 def bits(net, optimizer):
-    state = [part.state_dict()["state"] for part in optimizer.parts]
+    state = [part.state_dict()["state"] for part in optimizer.optimizers]
     return copy.deepcopy([net.state_dict(), state])
 
 

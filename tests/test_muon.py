@@ -50,7 +50,7 @@ def take_step(net, optimizer, factor=1.0, seed=0):
 
 
 def moments_of(optimizer):
-    return [value for part in optimizer.parts for state in part.state.values() for value in state.values()]
+    return [value for part in optimizer.optimizers for state in part.state.values() for value in state.values()]
 
 
 # --- Newton-Schulz
@@ -95,8 +95,8 @@ def test_what_products_run_in_follows_from_the_device(monkeypatch):
         config, said = OptimConfig(name="muon").resolved(torch.device("cpu"))
         assert config.muon_dtype in said
         assert word in said
-        assert built()[1].parts[1].dtype == dtype  # what the line says is what runs
-    assert built(muon_dtype="bfloat16")[1].parts[1].dtype == torch.bfloat16
+        assert built()[1].optimizers[1].dtype == dtype  # what the line says is what runs
+    assert built(muon_dtype="bfloat16")[1].optimizers[1].dtype == torch.bfloat16
 
 
 # --- steps
@@ -125,8 +125,8 @@ def test_it_is_pytorchs_muon_but_for_newton_schulz(monkeypatch):
         assert (ours - p).norm() < 0.15 * (p - before).norm()
     other = built()[1]
     other.load_state_dict({"optimizer": [rest.state_dict(), theirs.state_dict()]})
-    for p, q in zip(matrices, other.parts[1].param_groups[0]["params"], strict=True):
-        assert torch.equal(theirs.state[p]["momentum_buffer"], other.parts[1].state[q]["momentum_buffer"])
+    for p, q in zip(matrices, other.optimizers[1].param_groups[0]["params"], strict=True):
+        assert torch.equal(theirs.state[p]["momentum_buffer"], other.optimizers[1].state[q]["momentum_buffer"])
 
 
 def test_a_stack_is_no_larger_than_fills_a_gpu(monkeypatch):
@@ -151,10 +151,10 @@ def test_stacks_that_are_dealt_to_ranks_give_the_same_bits(monkeypatch, ranks):
         parts = {}
         for rank in reversed(range(ranks)):
             for i in range(rank, len(directions), ranks):
-                parts[i] = orthogonalize(directions[i], dealt[1].parts[1].dtype)
+                parts[i] = orthogonalize(directions[i], dealt[1].optimizers[1].dtype)
         return [parts[i] for i in range(len(directions))]
 
-    monkeypatch.setattr(dealt[1].parts[1], "orthogonalized", deal)
+    monkeypatch.setattr(dealt[1].optimizers[1], "orthogonalized", deal)
     for step in range(3):
         take_step(*alone, seed=step)
         take_step(*dealt, seed=step)
@@ -170,7 +170,7 @@ def test_held_steps_keep_even_the_sign_of_a_zero(cautious_decay):
             p[0, :2] = torch.tensor([0.0, -0.0])
     kept = [
         *net.parameters(),
-        *(v for part in optimizer.parts for state in part.state.values() for v in state.values()),
+        *(v for part in optimizer.optimizers for state in part.state.values() for v in state.values()),
     ]
     before = [value.detach().clone() for value in kept]
     take_step(net, optimizer, math.nan)
@@ -184,7 +184,7 @@ def test_whatever_a_graph_would_read_or_write_stays_where_it_is():
     net, optimizer = built()
 
     def places():
-        rates = [group["lr"] for part in optimizer.parts for group in part.param_groups]
+        rates = [group["lr"] for part in optimizer.optimizers for group in part.param_groups]
         return [value.data_ptr() for value in (*moments_of(optimizer), *rates, optimizer.held, *net.parameters())]
 
     before = places()

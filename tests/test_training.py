@@ -76,17 +76,17 @@ def test_no_warmup():
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_weight_decay_acts_on_every_matrix_and_on_nothing_else(name):
     optimizer = Optimizer(Net(), OptimConfig(name=name, weight_decay=0.1))
-    assert {group["weight_decay"] for part in optimizer.parts for group in part.param_groups} == {0.1}
+    assert {group["weight_decay"] for part in optimizer.optimizers for group in part.param_groups} == {0.1}
     net = Net()
     net.blocks.append(nn.LayerNorm(3))  # a gain and a bias
-    groups = [group for part in Optimizer(net, OptimConfig(name=name)).parts for group in part.param_groups]
+    groups = [group for part in Optimizer(net, OptimConfig(name=name)).optimizers for group in part.param_groups]
     assert [p.ndim for group in groups if group["weight_decay"] == 0 for p in group["params"]] == [1, 1]
     assert all(p.ndim == 2 for group in groups if group["weight_decay"] for p in group["params"])
 
 
 def test_muon_takes_the_hidden_matrices_and_nothing_else():
     net = Net()
-    adamw, muon = Optimizer(net, OptimConfig(name="muon")).parts
+    adamw, muon = Optimizer(net, OptimConfig(name="muon")).optimizers
     assert [p for g in muon.param_groups for p in g["params"]] == [net.blocks[0]["linear"].weight]
     assert len([p for g in adamw.param_groups for p in g["params"]]) == 1  # the embedding, once, though tied
 
@@ -109,14 +109,14 @@ def test_optimizer_learns_clips_and_round_trips(name):
     other.load_state_dict(optimizer.state_dict())
     states = [[str(part["state"]) for part in o.state_dict()["optimizer"]] for o in (other, optimizer)]
     assert states[0] == states[1]
-    assert other.parts[0].param_groups[0]["peak_lr"] == 0.01  # what the configuration says now
+    assert other.optimizers[0].param_groups[0]["peak_lr"] == 0.01  # what the configuration says now
 
 
 def test_clipping_bounds_the_gradient():
     net = Net()
     optimizer = Optimizer(net, OptimConfig(grad_clip=1e-3))
     seen = {}
-    optimizer.parts[0].step = lambda: seen.update(
+    optimizer.optimizers[0].step = lambda: seen.update(
         norm=torch.cat([p.grad.flatten() for p in optimizer.parameters]).norm().item()
     )
     net(torch.arange(11)).square().sum().backward()
@@ -128,7 +128,7 @@ def test_clipping_bounds_the_gradient():
 def test_lr_factor_scales_every_group_from_its_own_peak():
     optimizer = Optimizer(Net(), OptimConfig(name="muon", lr=1e-3, muon_lr_ratio=20.0))
     optimizer.set_lr_factor(0.5)
-    assert [part.param_groups[0]["lr"].item() for part in optimizer.parts] == pytest.approx([5e-4, 0.01])
+    assert [part.param_groups[0]["lr"].item() for part in optimizer.optimizers] == pytest.approx([5e-4, 0.01])
     optimizer.set_lr_factor(0.25)  # not cumulative
     assert optimizer.lr == 2.5e-4
 

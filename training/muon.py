@@ -1,8 +1,8 @@
-"""Muon (Jordan 2024, kellerjordan.github.io/posts/muon): the direction of a matrix's momentum, its lengths taken away.
+"""Muon (Jordan 2024, kellerjordan.github.io/posts/muon): momentum, with each matrix's update orthogonalized.
 
-Nesterov momentum D = U S V^T of each matrix is replaced by U V^T, or nearly so, by a few matrix products
-(`orthogonalize`). Matrices of one shape are one batched product. Nothing here asks the host, and nothing is allocated
-late, so that a step can be captured in a CUDA graph.
+The Nesterov momentum D = U S V^T of each matrix becomes nearly U V^T, by a few matrix products (`orthogonalize`).
+Matrices of one shape are one batched product. A step never waits for the host, and its state is allocated at the
+construction, so that it can be captured in a CUDA graph.
 """
 
 import math
@@ -35,9 +35,9 @@ STACK_ENTRIES = 2**23
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of one shape that share their products: the unit of work that processes deal out (training/owners.py).
+    """Matrices of one shape that share their products: the unit of work that processes share (training/owners.py).
 
-    Which matrices it holds follows from the model alone, so that a matrix gets the same bits whoever computes it.
+    Which matrices it holds follows from the model alone, so that a matrix gets the same bits on any process.
     """
 
     shape: torch.Size  # (matrices, rows, columns), whole
@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: decoupled, times the rate.
         dtype: of the products of `orthogonalize`.
         shapes: of the whole matrices, where `params` are only some rows of them.
-        world: the processes that deal the products out.
+        world: the processes that share the products.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_add_(stack.parameters, update.unbind())
 
     def orthogonalized(self, directions: Iterable[Tensor]) -> Iterator[Tensor]:
-        """`orthogonalize` of each stack, in one of the processes."""
+        """`orthogonalize` of each stack, each by one of the processes."""
         compute = partial(orthogonalize, dtype=self.dtype)
         return self._owners.computed(directions, compute) if self._owners else map(compute, directions)
 
@@ -128,7 +128,7 @@ def stacked(parameters: list[nn.Parameter], shapes: list[torch.Size] | None = No
 
 
 def nesterov(stack: Stack, momentum: float, skip: Tensor) -> Tensor:
-    """(matrices, rows, columns): the gradients' mean, moved on by this step's, unless `skip`, and looked ahead."""
+    """(matrices, rows, columns): Nesterov's look-ahead of the momentum, which this updates unless `skip`."""
     gradient = torch.stack([p.grad for p in stack.parameters])
     moved = stack.momentum.lerp(gradient, 1 - momentum)
     torch.where(skip, stack.momentum, moved, out=stack.momentum)

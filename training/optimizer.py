@@ -1,8 +1,8 @@
 """Optimizers, the learning-rate schedule, and the loss scale of float16.
 
 AdamW (Loshchilov and Hutter 2019), or Muon (training/muon.py) for the hidden matrices with AdamW for the embedding and
-the output head. The schedule is a pure function of the step. A step asks the host nothing, and all that it reads and
-writes lies where it lay at the construction, so a CUDA graph can replay it.
+the output head. The schedule is a pure function of the step. A step never waits for the host, and the tensors that it
+reads and writes keep their addresses, so a CUDA graph can replay it.
 """
 
 import math
@@ -106,8 +106,8 @@ class LossScale:
     Half precision loses gradients below 6e-8, so the loss is multiplied by a scale before the backward pass and
     gradients are divided by it before the step (Micikevicius et al. 2017, section 3.2). The scale is halved after a
     step whose gradient overflowed and doubled after GROWTH_INTERVAL steps without one, by torch.amp.GradScaler's rule.
-    That class itself asks the host about each step of an optimizer that is not fused (Muon), and its scale would move
-    in steps that are held (see `Optimizer.step`); ours does neither.
+    GradScaler itself synchronizes with the host at each step of an optimizer that is not fused (Muon), and its scale
+    would move in steps that are not taken (see `Optimizer.step`); this does neither.
 
     Attributes:
         scale: 0-d float32 on the device, a power of two: multiplying and dividing by it rounds nothing.
@@ -127,7 +127,7 @@ class LossScale:
         return self.scale <= LEAST_SCALE
 
     def update(self, overflow: Tensor, held: Tensor) -> None:
-        """After a step: `overflow` says whether its gradient was not finite, `held` that nothing may change."""
+        """After a step: `overflow` says that its gradient was not finite, `held` that nothing may change."""
         grown = self.good_steps + 1 >= GROWTH_INTERVAL
         scale = torch.where(grown, self.scale * 2, self.scale)
         scale = torch.where(overflow, (self.scale / 2).clamp(min=LEAST_SCALE), scale)
@@ -140,14 +140,15 @@ class Optimizer:
     """One or two torch optimizers that step together, their learning rates scaled by one factor.
 
     A step whose loss or gradient is not finite is not taken, and neither is any after it, until `release`. So weights
-    and moments stay as they were before that step for as long as nobody has looked; who looks late loses time, but no
-    number. The device decides and the host is never asked.
+    and moments stay as they were before that step until the host has checked; checking late costs time, but changes no
+    number. The device decides, without the host.
 
     Attributes:
+        optimizers: AdamW, and Muon where it is chosen.
         held: 0-d bool on the device: a step was not finite, and nothing has changed since.
-        loss_scale: for float16, else None. There, a gradient that overflows is what lowers the scale: the step is not
-            taken, but nothing is held unless the loss itself is not finite or the scale can fall no further.
-        exchanges: whether a step waits for other processes: those of `world` deal Muon's work out.
+        loss_scale: for float16, else None. There, a gradient that overflows lowers the scale and its step is not taken,
+            but later steps are, unless the loss itself is not finite or the scale cannot fall any further.
+        exchanges: whether a step waits for other processes, which share Muon's work.
     """
 
     def __init__(
@@ -158,10 +159,10 @@ class Optimizer:
         world: World = ALONE,
     ) -> None:
         named = list(local_parameters(model))
-        self._wholes = {own: parameter for _, own, parameter in named}  # what lies here -> what it is a part of
-        self.parts = _build([(name, own) for name, own, _ in named], self._wholes, config, world)
-        self.exchanges = world.size > 1 and len(self.parts) > 1
-        groups = [group for part in self.parts for group in part.param_groups]
+        self._global = {local: parameter for _, local, parameter in named}  # DTensors where weights are sharded
+        self.optimizers = _build([(name, local) for name, local, _ in named], self._global, config, world)
+        self.exchanges = world.size > 1 and len(self.optimizers) > 1
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self.parameters = [p for group in groups for p in group["params"]]
         self.grad_clip, self._peak_lr = config.grad_clip, config.lr
         device = self.parameters[0].device
@@ -171,7 +172,7 @@ class Optimizer:
         self._rates = self._peaks.clone()
         self._lr_factor = 1.0
         for group, rate in zip(groups, self._rates, strict=True):
-            group["lr"] = rate  # where the device reads it
+            group["lr"] = rate  # a tensor, read on the device
 
     def set_lr_factor(self, factor: float) -> None:
         self._lr_factor = factor
@@ -183,26 +184,26 @@ class Optimizer:
         return self._peak_lr * self._lr_factor
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What to call `backward` on."""
+        """The loss to call `backward` on."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def step(self, loss: Tensor | None = None) -> Tensor:
         """Clip, step, drop the gradients; return the gradient norm before clipping (a 0-d tensor, not yet read).
 
-        loss: the step's loss, not scaled, on the device; where it is not finite, the step is not taken either.
+        loss: the step's loss, not scaled, on the device; if it is not finite, the step is not taken either.
         """
         if self.loss_scale is not None:
             self.loss_scale.unscale([p.grad for p in self.parameters if p.grad is not None])
-        norm = total_norm([p.grad for p in self.parameters if p.grad is not None], self._wholes[self.parameters[0]])
+        norm = total_norm([p.grad for p in self.parameters if p.grad is not None], self._global[self.parameters[0]])
         nn.utils.clip_grads_with_norm_(self.parameters, self.grad_clip or math.inf, norm)
         overflow = ~norm.isfinite()
         bad = overflow if self.loss_scale is None else overflow & self.loss_scale.exhausted()
         self.held |= bad if loss is None else bad | ~loss.isfinite()
         skip = (self.held | overflow).float()
-        for part in self.parts:
-            part.found_inf = skip  # read by the kernels, as torch.amp.GradScaler leaves it to them
-            part.step()
-            part.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.found_inf = skip  # read by the kernels: torch.amp.GradScaler's convention
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         if self.loss_scale is not None:
             self.loss_scale.update(overflow, self.held)
         return norm
@@ -212,42 +213,42 @@ class Optimizer:
         self.held.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it; the tensors are not copies, and some are sharded as the weights are."""
-        parts = [part.state_dict() for part in self.parts]
-        for part, state in zip(self.parts, parts, strict=True):
-            for index, own in enumerate(_parameters(part)):
-                if is_sharded(like := self._wholes[own]):
+        """For a checkpoint; the tensors are not copies, and the moments are sharded as the weights are."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            for index, local in enumerate(_parameters(optimizer)):
+                if is_sharded(like := self._global[local]):
                     moments = state["state"][index].items()
                     state["state"][index] = {k: v if k == "step" else as_sharded(v, like) for k, v in moments}
-        for group in (group for part in parts for group in part["param_groups"]):
+        for group in (group for state in states for group in state["param_groups"]):
             group["lr"] = group["peak_lr"] * self._lr_factor
         scale = self.loss_scale and {"scale": self.loss_scale.scale, "good_steps": self.loss_scale.good_steps}
-        return {"optimizer": parts, "loss_scale": scale}
+        return {"optimizer": states, "loss_scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take moments and loss scale of `state`; rates, decay and betas stay the configuration's, which may differ.
+        """Load moments and loss scale of `state`; rates, decay and betas stay the configuration's, which may differ.
 
-        Values are copied to where those of before lay. ValueError where they are not this model's, and nothing has
-        changed. Before its first step, an optimizer may have none.
+        Values are copied in place. ValueError, before anything has changed, where they are not this model's. The state
+        of an optimizer before its first step may be empty.
         """
-        if len(state["optimizer"]) != len(self.parts):
-            raise ValueError(f"the state of {len(state['optimizer'])} optimizers, expected {len(self.parts)}")
-        for part, saved in zip(self.parts, state["optimizer"], strict=True):
-            _refuse_other_moments(part, [self._wholes[p] for p in _parameters(part)], saved)
+        if len(state["optimizer"]) != len(self.optimizers):
+            raise ValueError(f"the state of {len(state['optimizer'])} optimizers, expected {len(self.optimizers)}")
+        for optimizer, saved in zip(self.optimizers, state["optimizer"], strict=True):
+            _refuse_other_moments(optimizer, [self._global[p] for p in _parameters(optimizer)], saved)
         scale = self.loss_scale and state.get("loss_scale")  # None: the run before had another dtype
         if scale is not None:
             for key in ("scale", "good_steps"):
                 value = scale.get(key) if isinstance(scale, dict) else None
                 _refuse_other_tensor(f"{key} of loss_scale", value, getattr(self.loss_scale, key), below_zero=False)
-        for part, saved in zip(self.parts, state["optimizer"], strict=True):
-            for index, p in enumerate(_parameters(part)):
-                for key, value in part.state[p].items():
+        for optimizer, saved in zip(self.optimizers, state["optimizer"], strict=True):
+            for index, p in enumerate(_parameters(optimizer)):
+                for key, value in optimizer.state[p].items():
                     if not saved["state"]:
                         value.zero_()
                     elif key == "step":
                         value.copy_(saved["state"][index][key])
                     else:
-                        value.copy_(shard_of(saved["state"][index][key], self._wholes[p]))
+                        value.copy_(shard_of(saved["state"][index][key], self._global[p]))
         if scale is not None:
             self.loss_scale.scale.copy_(scale["scale"])
             self.loss_scale.good_steps.copy_(scale["good_steps"])
@@ -274,14 +275,14 @@ class NoOpOptimizer:
         return torch.zeros_like(loss)
 
 
-def _refuse_other_moments(part: torch.optim.Optimizer, parameters: list[Tensor], saved: Any) -> None:
-    """ValueError where `saved` is not what `part.state_dict()` would give after some steps on whole `parameters`."""
+def _refuse_other_moments(optimizer: torch.optim.Optimizer, parameters: list[Tensor], saved: Any) -> None:
+    """ValueError where `saved` is not what `optimizer.state_dict()` gives after some steps on whole `parameters`."""
     moments = saved.get("state") if isinstance(saved, dict) else None
     if not isinstance(moments, dict):
         raise ValueError(f"optimizer without moments by parameter: {type(saved).__name__}")
     if moments and moments.keys() != set(range(len(parameters))):
         raise ValueError(f"moments of {len(moments)} parameters, expected {len(parameters)}")
-    kinds, places = MOMENTS[type(part)], set()
+    kinds, places = MOMENTS[type(optimizer)], set()
     for index, values in moments.items():
         if not isinstance(values, dict) or values.keys() != kinds.keys():
             found = ", ".join(map(str, values)) if isinstance(values, dict) else type(values).__name__
@@ -313,8 +314,8 @@ def flops_of_muon(model: nn.Module, config: OptimConfig) -> float:
     return newton_schulz_flops([p.shape for p in matrices], DTYPES[config.muon_dtype]) if matrices else 0.0
 
 
-def _parameters(part: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [p for group in part.param_groups for p in group["params"]]
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _matrices_of_muon(named: list[tuple[str, nn.Parameter]], config: OptimConfig) -> list[nn.Parameter]:
@@ -325,7 +326,7 @@ def _matrices_of_muon(named: list[tuple[str, nn.Parameter]], config: OptimConfig
 
 
 def _build(
-    named: list[tuple[str, nn.Parameter]], wholes: dict[nn.Parameter, Tensor], config: OptimConfig, world: World
+    named: list[tuple[str, nn.Parameter]], global_of: dict[nn.Parameter, Tensor], config: OptimConfig, world: World
 ) -> list[torch.optim.Optimizer]:
     """AdamW first; then, for muon, Muon on the matrices inside the blocks."""
     muon = _matrices_of_muon(named, config)
@@ -335,22 +336,22 @@ def _build(
     # gains of norms and biases, which a model of transformers has, do not decay
     if others := [p for p in adamw if p.ndim != 2]:
         groups.append({"params": others, "peak_lr": config.lr, "weight_decay": 0.0})
-    parts: list[torch.optim.Optimizer] = [
+    optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
             groups,
             betas=(config.beta1, config.beta2),
             weight_decay=config.weight_decay,
-            fused=True,  # one kernel for all tensors, which reads rate and verdict itself
+            fused=True,  # one kernel for all tensors, which reads the rate and found_inf itself
             capturable=True,
         )
     ]
-    for p in adamw:  # as its first step would, but there before it
+    for p in adamw:  # as its first step would, but before it: a graph needs them at their addresses
         zeros = {key: torch.zeros_like(p, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
-        parts[0].state[p] = {"step": torch.zeros((), device=p.device)} | zeros
+        optimizers[0].state[p] = {"step": torch.zeros((), device=p.device)} | zeros
     if muon:
         dtype = DTYPES[config.resolved(muon[0].device)[0].muon_dtype]
         group = {"params": muon, "peak_lr": config.lr * config.muon_lr_ratio}
         group["cautious"] = config.cautious_decay
         how = {"momentum": config.momentum, "weight_decay": config.weight_decay, "dtype": dtype, "world": world}
-        parts.append(Muon(group, **how, shapes=[wholes[p].shape for p in muon]))
-    return parts
+        optimizers.append(Muon(group, **how, shapes=[global_of[p].shape for p in muon]))
+    return optimizers

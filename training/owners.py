@@ -1,4 +1,4 @@
-"""Muon's matrices dealt out to processes: each stack of them is orthogonalized once, by the process that owns it."""
+"""Muon's work shared among processes: each stack of matrices is orthogonalized once, by the process that owns it."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -12,7 +12,7 @@ Compute = Callable[[Tensor], Tensor]  # (matrices, rows, columns) -> the same sh
 
 
 class Owners:
-    """Which process orthogonalizes which stacks, and how the others get what comes of it.
+    """Which process orthogonalizes which stacks, and how the others get the results.
 
     Args:
         world: the processes; they all hold whole matrices, or with `world.shards` some rows of each.
@@ -26,12 +26,12 @@ class Owners:
         self, world: World, shapes: list[torch.Size], costs: list[float], dtype: torch.dtype, device: torch.device
     ) -> None:
         self._world, self._shapes, self._dtype = world, shapes, dtype
-        self._none = torch.empty(0, dtype=dtype, device=device)  # what a process without a stack has computed
+        self._none = torch.empty(0, dtype=dtype, device=device)  # the result of a process without a stack
         self.owners = dealt_by_cost(costs, world.size)
         self._group = world.flat_mesh(device).get_group()
 
     def computed(self, directions: Iterable[Tensor], compute: Compute) -> Iterator[Tensor]:
-        """`compute` of each stack, from and in what this process holds of it."""
+        """`compute` of each stack, given and returned as this process holds it: whole, or its rows."""
         with self._world.communicating():
             yield from (self._from_rows if self._world.shards else self._from_wholes)(directions, compute)
 
@@ -48,30 +48,30 @@ class Owners:
 
     def _from_rows(self, directions: Iterable[Tensor], compute: Compute) -> list[Tensor]:
         rank, ranks, directions = self._world.rank, range(self._world.size), list(directions)
-        of = [[i for i, owner in enumerate(self.owners) if owner == rank] for rank in ranks]
+        owned = [[i for i, owner in enumerate(self.owners) if owner == rank] for rank in ranks]
         pieces = self._exchange(
-            [[directions[i] for i in of[to]] for to in ranks],
-            [[self._rows_of(sender, i) for i in of[rank]] for sender in ranks],
+            [[directions[i] for i in owned[to]] for to in ranks],
+            [[self._rows_of(sender, i) for i in owned[rank]] for sender in ranks],
         )
         parts = []
-        for i, rows in zip(of[rank], zip(*pieces, strict=True), strict=True):
+        for i, rows in zip(owned[rank], zip(*pieces, strict=True), strict=True):
             whole = compute(torch.cat(rows, dim=1))
             parts.append(whole.split([self._rows_of(to, i)[1] for to in ranks], dim=1))
         back = self._exchange(
             [[part[to] for part in parts] for to in ranks],
-            [[self._rows_of(rank, i) for i in of[owner]] for owner in ranks],
+            [[self._rows_of(rank, i) for i in owned[owner]] for owner in ranks],
         )
-        arrived = {i: update for owner in ranks for i, update in zip(of[owner], back[owner], strict=True)}
+        arrived = {i: update for owner in ranks for i, update in zip(owned[owner], back[owner], strict=True)}
         return [arrived[i] for i in range(len(directions))]
 
     def _rows_of(self, rank: int, index: int) -> tuple[int, int, int]:
-        """The shape of what `rank` holds of a stack: rows as FSDP2 deals them."""
+        """The shape of `rank`'s rows of a stack, as FSDP2 shards them."""
         matrices, rows, columns = self._shapes[index]
         most = -(-rows // self._world.size)
         return matrices, min(most, max(0, rows - rank * most)), columns
 
     def _exchange(self, sent: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
-        """Give each rank its list of tensors; what each has sent here, of these shapes."""
+        """An all-to-all of lists: sends `sent[r]` to rank r; returns what each rank sent here, tensors of `shapes`."""
         flat = torch.cat([x.reshape(-1) for xs in sent for x in xs] or [self._none])
         sizes = [[torch.Size(shape).numel() for shape in of_rank] for of_rank in shapes]
         received = flat.new_empty(sum(map(sum, sizes)))
@@ -82,7 +82,7 @@ class Owners:
 
 
 def dealt_by_cost(costs: list[float], size: int) -> list[int]:
-    """A rank for each: the dearest first, to whoever has least to do by then; of equals to the lowest."""
+    """The owner of each: the most expensive first, to the rank with the least work so far; the lowest on a tie."""
     loads, owners = [0.0] * size, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         owners[index] = loads.index(min(loads))

@@ -60,7 +60,7 @@ class OrderedReduceScatter:
         reduce_scatter(output_tensor, input_tensor, group)
 
 
-# --- shards and whole tensors. What is sharded is a DTensor; whatever else is given to these stays as it is
+# --- shards and whole tensors: a sharded tensor is a DTensor, and these return any other tensor as it is
 
 
 def is_sharded(x: Any) -> bool:
@@ -68,7 +68,7 @@ def is_sharded(x: Any) -> bool:
 
 
 def shard_of(value: Tensor, like: Tensor) -> Tensor:
-    """This process's rows of `value`, which is whole, where `like` is sharded."""
+    """This process's rows of a whole `value`, as `like` is sharded."""
     if not is_sharded(like):
         return value
     rows = -(-len(value) // like.device_mesh.size())
@@ -76,7 +76,7 @@ def shard_of(value: Tensor, like: Tensor) -> Tensor:
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """What of x lies here; it shares the memory."""
+    """This process's shard of x; it shares the memory."""
     return x.to_local() if is_sharded(x) else x
 
 
@@ -89,7 +89,7 @@ def as_sharded(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """x with the rows of all processes, each of which has to call this."""
+    """x with the rows of all processes, each of which must call this."""
     return x.full_tensor() if is_sharded(x) else x
 
 
@@ -106,7 +106,7 @@ def full_on_host(values: Any) -> Any:
 
 
 def full_model(model: GPT) -> GPT:
-    """`model`, or where it is sharded another that holds it whole; each process has to call this.
+    """`model`, or where it is sharded a copy with whole weights in the first process; each process must call this.
 
     In processes other than the first it is `model` in any case.
     """
@@ -129,9 +129,9 @@ def full_model(model: GPT) -> GPT:
 
 
 def local_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Name, what of it lies here, and the parameter itself, for each that is trained.
+    """(name, this process's shard, the parameter itself) for each that is trained.
 
-    What lies here shares its memory with the parameter, and gets its gradients.
+    The shard shares the parameter's memory, and gets its gradients.
     """
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -139,14 +139,14 @@ def local_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tens
         if not is_sharded(parameter):
             yield name, parameter, parameter
             continue
-        own = nn.Parameter(parameter.detach().to_local())
+        local = nn.Parameter(parameter.detach().to_local())
 
-        def give(parameter: Tensor, own: nn.Parameter = own) -> None:
+        def move_gradient(parameter: Tensor, local: nn.Parameter = local) -> None:
             gradient, parameter.grad = parameter.grad.to_local(), None
-            own.grad = gradient if own.grad is None else own.grad.add_(gradient)
+            local.grad = gradient if local.grad is None else local.grad.add_(gradient)
 
-        parameter.register_post_accumulate_grad_hook(give)
-        yield name, own, parameter
+        parameter.register_post_accumulate_grad_hook(move_gradient)
+        yield name, local, parameter
 
 
 def total_norm(gradients: list[Tensor], like: Tensor) -> Tensor:

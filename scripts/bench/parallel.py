@@ -120,7 +120,7 @@ class Network:
         """SHA-256 of the weights that all processes hold after so many steps from the first moment."""
         for p, first in zip(self.model.parameters(), self._first, strict=True):
             local_shard(p).copy_(first)
-        optimizer.load_state_dict({"optimizer": [{"state": {}} for _ in optimizer.parts]})
+        optimizer.load_state_dict({"optimizer": [{"state": {}} for _ in optimizer.optimizers]})
         with torch.enable_grad():
             for step in range(steps):
                 stepper.step(batch_of(chosen, step))
@@ -329,7 +329,7 @@ def batch_of(chosen: Run, step: int) -> Batch:
 
 
 def moments(optimizer: Optimizer) -> list[Tensor]:
-    states: list[Any] = [part.state[p] for part in optimizer.parts for p in part.state]
+    states: list[Any] = [part.state[p] for part in optimizer.optimizers for p in part.state]
     return [state[key] for state in states for key in sorted(state)]
 
 
