@@ -1,5 +1,7 @@
-"""The public functions: check the call, or find it among those known to be right, then call the operator; import no
-Triton."""
+"""The public functions: check the call, unless one of its key was checked before, then call the operator.
+
+Imports no Triton.
+"""
 
 from torch import Tensor
 
@@ -77,16 +79,13 @@ def flash_attention(
     Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
     """
     q, k, v = autocast_inputs(q, k, v)
-    plan = options = given = None
-    seen = ops.watched(q, k, v)
-    if not seen:
-        if block_mask is None and deterministic is True:
-            given = plain_options(
-                causal, scale, window, softcap, dropout_p, alibi_slopes, sinks, cu_seqlens, max_seqlen
-            )
-        if given is not None:
-            plan = plan_of(key_of("forward", given, q, k, v))
-            options = plan.options and plan.options.with_tensors_of(given)
+    plan = options = plain = None
+    dispatched = ops.needs_dispatcher(q, k, v)
+    if not dispatched and block_mask is None and deterministic is True:
+        plain = plain_options(causal, scale, window, softcap, dropout_p, alibi_slopes, sinks, cu_seqlens, max_seqlen)
+        if plain is not None:  # a call of this key may have been checked
+            plan = plan_of(key_of("forward", plain, q, k, v))
+            options = plan.options and plan.options.with_tensors_of(plain)
     if options is None:
         q, k, v, options = check_call(
             q, k, v, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
@@ -96,12 +95,12 @@ def flash_attention(
         if options.scale <= 0.0:  # the kernels scale the row maximum instead of every score, which needs scale > 0
             q, scale = (-q, -options.scale) if options.scale < 0.0 else (q * 0.0, 1.0)
             options = options._replace(scale=scale)
-        if plan is None and not seen:
+        if plan is None and not dispatched:
             plan = plan_of(key_of("forward", options, q, k, v))
-        # a plan with an engine has run
+        # if the plan has an engine, a call of its key has run
         if (plan is None or plan.on_hopper is None) and (reason := why_not_flash(q, k, v, options)):
             raise ValueError(reason)
-        if given is not None and unchanged(given, options):
+        if plain is not None and unchanged(plain, options):
             plan.options = options.with_tensors_of(None)
     o, lse = ops.attend(q, k, v, options, plan)
     return (o, lse) if return_lse else o

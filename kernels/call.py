@@ -1,6 +1,6 @@
-"""What a call of attention is: its options, every check, and the one key under which a kind of call is known.
+"""A call of attention: its options, every check of them, and the key by which calls of one kind are cached.
 
-All implementations share the checks, and so have the same words for a mistake.
+All implementations share the checks, and so the messages.
 """
 
 import math
@@ -81,10 +81,10 @@ _NO_TENSORS = Options(False, 1.0)
 
 
 def key_of(kind: object, options: Options, *tensors: Tensor) -> tuple:
-    """All that the checks, the choice of kernels and their launches depend on, but for addresses and stream.
+    """Everything that the checks, the choice of kernels and their launches depend on, but for addresses and stream.
 
-    Calls of equal keys may replay each other's launches. `kind` tells passes and overrides apart. Tensors count by
-    shape, strides, dtype, device and whether their address is a multiple of 16, which TMA needs.
+    Calls of equal keys may replay each other's launches. `kind` distinguishes passes and overrides. Of a tensor the key
+    has shape, strides, dtype, device and whether its address is a multiple of 16, which TMA needs.
     """
     described = []
     for x in tensors:
@@ -103,10 +103,10 @@ _NO_PACKING = (None, None, 0, 0)
 def plain_options(
     causal, scale, window, softcap, dropout_p, alibi_slopes=None, sinks=None, cu_seqlens=None, max_seqlen=None
 ) -> Options | None:
-    """A call's options as given, where they can stand in a key; None otherwise.
+    """A call's options as given, where they can be part of a key; None otherwise.
 
-    They can as numbers (anything else may change its value) and as tensors that no check would change, without dropout
-    (whose seed is new at each call) and with a positive scale (another one changes q).
+    They can if they are plain numbers (anything else may change its value) and tensors that no check would change,
+    without dropout (whose seed is new at each call) and with a positive scale (another one changes q).
     """
     if type(window) is not tuple or len(window) != 2:
         return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from .call import Options, autocast_inputs, check_call, check_tensor, key_of, plain_options
 from .device import OPERATORS, interpreting
 from .launch import Plan, plan_of, tokens_first
-from .ops import watched
+from .ops import needs_dispatcher
 from .reference import naive_attention
 from .support import why_not_hopper_kvcache, why_not_kvcache
 
@@ -103,12 +103,12 @@ def flash_attention_with_kvcache(
 
 
 def checked(call: Call, causal, scale, window, softcap, alibi_slopes, sinks) -> tuple[Call, Options, Plan | None]:
-    """The call and its options found right, and its plan where nothing watches it."""
-    plan = options = given = None
-    if alibi_slopes is sinks is None and unseen(call):
-        given = plain_options(causal, scale, window, softcap, 0.0)
-        if given is not None:
-            plan = plan_of(decode_key(call, given))
+    """The call and its options, checked unless one of the same key was; its plan, None if it must be dispatched."""
+    plan = options = plain = None
+    if alibi_slopes is sinks is None and may_skip_checks(call):
+        plain = plain_options(causal, scale, window, softcap, 0.0)
+        if plain is not None:
+            plan = plan_of(decode_key(call, plain))
             options = plan.options
     if options is None:
         call, options = check_kvcache_call(
@@ -120,28 +120,28 @@ def checked(call: Call, causal, scale, window, softcap, alibi_slopes, sinks) -> 
             options = options._replace(scale=-options.scale if negative else 1.0)
         if reason := why_not_kvcache(call.q, call.k_cache, options):
             raise ValueError(reason)
-        if given is not None:
+        if plain is not None:
             plan.options = options
     return call, options, plan
 
 
 def attend(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Tensor]:
     """O and LSE of a checked call."""
-    if plan is not None or not watched(call.q, call.k_cache):  # the dispatcher takes 10 us
+    if plan is not None or not needs_dispatcher(call.q, call.k_cache):  # the dispatcher takes 10 us
         return _run(call, options, plan)
-    kept = (options.causal, options.scale, options.window_left, options.window_right, options.softcap)
-    return flash_kvcache(*call, *kept, options.alibi_slopes, options.sinks)
+    numbers = (options.causal, options.scale, options.window_left, options.window_right, options.softcap)
+    return flash_kvcache(*call, *numbers, options.alibi_slopes, options.sinks)
 
 
-def unseen(call: Call) -> bool:
-    """Whether nothing but the kernels depends on this call, and no check of it on more than its key."""
-    if torch.is_grad_enabled() or watched(*[x for x in call if x is not None]):
+def may_skip_checks(call: Call) -> bool:
+    """Whether the checks of a call of the same key hold for this one: no gradient, tracer or autocast depends on it."""
+    if torch.is_grad_enabled() or needs_dispatcher(*[x for x in call if x is not None]):
         return False
     return call.q is not None and not torch.is_autocast_enabled(call.q.device.type)
 
 
 def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
-    """`key_of` a call; `tile` overrides the table's. A cache that grows by a copy is of one key at any length."""
+    """`key_of` a call; `tile` overrides the table's. A cache that grows by a copy keeps its key at any length."""
     given = tuple([x is not None for x in call])
     k, v = call.k_cache, call.v_cache
     if not (given[1] and given[2]) or call.block_table is not None or call.k_scale is not None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from .decode import Call, attend, checked, unseen
+from .decode import Call, attend, checked, may_skip_checks
 from .launch import tokens_first
 
 
@@ -12,7 +12,7 @@ class KVCacheLayers:
     attend = KVCacheLayers(cache_seqlens, cache_leftpad=..., workspace=..., causal=..., ...)
     o = attend(q, k_cache, v_cache)
 
-    What the first layer has found out of its call, the next ones, whose tensors have its shapes, do not ask again.
+    The first layer's checks and launch serve the next ones, whose tensors have the same shapes.
 
     Args, of each layer: q (B, Hq, Nq, D), k_cache and v_cache (B, Hkv, S, D), which have the new tokens already.
         The others as in `flash_attention_with_kvcache`.
@@ -34,7 +34,7 @@ class KVCacheLayers:
 
     def __call__(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         call = Call(q, k_cache, v_cache, *self._rows)
-        alike = [(x.shape, x.stride(), x.dtype, x.device) for x in call[:3]] if unseen(call) else None
+        alike = [(x.shape, x.stride(), x.dtype, x.device) for x in call[:3]] if may_skip_checks(call) else None
         if alike is not None and alike == self._alike:
             o = tokens_first(q, q.shape[3])
             if self._again(q=q, k_cache=k_cache, v_cache=v_cache, o=o):

@@ -1,7 +1,8 @@
-"""From a call to its kernels: launches as data, how they are run and run again, and what every launcher needs.
+"""From a call to its kernels: launches as data, how they are run and replayed, and what every launcher needs.
 
-Calls of one key (kernels/call.py) differ in nothing but addresses and a few numbers. So the first goes through Triton
-and leaves `Replay`s (kernels/replay.py) in its `Plan`; the next ones hand over what differs.
+Calls of one key (kernels/call.py) differ only in addresses and a few numbers. So the first is checked, goes through
+Triton, and leaves its options and `Replay`s (kernels/replay.py) in a `Plan`; the next ones skip the checks and replay
+the launches with addresses and numbers of their own.
 """
 
 import threading
@@ -40,12 +41,12 @@ class Launch(NamedTuple):
 
 
 class Plan:
-    """What is known of calls of one key."""
+    """What the calls of one key share."""
 
     __slots__ = ("on_hopper", "options", "replays")
 
     def __init__(self):
-        self.options: Options | None = None  # of a call found right, in canonical form
+        self.options: Options | None = None  # of a checked call, in canonical form
         self.on_hopper: bool | None = None  # the engine, once chosen
         self.replays: list[Replay] | None = None  # its kernels, once launched
 
@@ -74,18 +75,18 @@ def run(
     numbers: parameters of the kernels in which calls of one key differ: integers that Triton does not specialize on,
         and `sizes_described` of descriptors.
 
-    Replayed are only addresses that are multiples of 16: Triton has compiled for that.
+    A replay needs addresses that are multiples of 16: Triton has compiled for that.
     """
     device = next(iter(tensors.values())).get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             return run(plan, tensors, launches, **numbers)
-    together, values = 0, dict(numbers)
+    all_bits, values = 0, dict(numbers)  # all_bits: the addresses, or-ed
     for name, x in tensors.items():
         if x is not None:
             values[name] = address = x.data_ptr()
-            together |= address
-    if plan.replays is not None and not together % 16:
+            all_bits |= address
+    if plan.replays is not None and not all_bits % 16:
         stream = torch._C._cuda_getCurrentRawStream(device)
         for replay in plan.replays:
             replay(stream, values)
@@ -100,7 +101,7 @@ def run(
         assert None not in named, f"{launch.kernel} takes a tensor that the call does not name"
         if compiled is not None:  # None in the interpreter
             replays.append(Replay(compiled, launched, named, numbers.keys()))
-    if replays and not together % 16:
+    if replays and not all_bits % 16:
         plan.replays = replays
     return None
 

@@ -1,4 +1,4 @@
-"""A launch again, on other addresses, by Triton's C entry point.
+"""Replays of a launch, on other addresses, through Triton's C entry point.
 
 Triton looks at every argument and encodes every TMA descriptor at each launch: 30 microseconds here, and our own
 arithmetic on shapes costs as much. Written for and checked with triton 3.6: `_c_entry` reads a private name of it.
@@ -84,9 +84,9 @@ class Replay:
 
 
 class Repeated:
-    """Replays of a call whose tensors and numbers, but for a few, are the same each time.
+    """Replays of a call of which only a few tensors change.
 
-    The memory among them is shared: calls follow each other on one stream.
+    The others, scratch memory among them, are shared: such calls must follow each other on one stream.
     """
 
     def __init__(self, replays: list[Replay], tensors: dict[str, Tensor | None], numbers: dict[str, int]):
@@ -96,12 +96,12 @@ class Repeated:
         self._stream = torch._C._cuda_getCurrentRawStream(self._device)
 
     def __call__(self, **others: Tensor) -> bool:
-        """Run the kernels with these in place of those; False, and nothing is run, where that cannot be."""
-        values, together = self._values.copy(), 0
+        """Run the kernels with `others` in place of the first call's; False, and nothing runs, where that cannot be."""
+        values, all_bits = self._values.copy(), 0
         for name, x in others.items():
             values[name] = address = x.data_ptr()
-            together |= address
-        if together % 16 or torch.cuda.current_device() != self._device:
+            all_bits |= address
+        if all_bits % 16 or torch.cuda.current_device() != self._device:
             return False
         if torch._C._cuda_getCurrentRawStream(self._device) != self._stream:
             return False

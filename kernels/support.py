@@ -1,7 +1,7 @@
 """The support matrix, and `why_not`: the one place that says what cannot run here, and why.
 
-It is the one source of the refusals at run time, of the choice between the engines, of the tests' parametrisation and
-of the README's table. Every answer is one sentence with the remedy, or None.
+It is the one source of the refusals at run time, of the choice between the engines, of the tests' parametrization and
+of the table in kernels/README.md. Every answer is one sentence with the remedy, or None.
 """
 
 from collections.abc import Iterable
@@ -334,22 +334,6 @@ def features_of(options: Options, num_heads: int, num_kv_heads: int, head_dim: i
         "block_mask": options.masked,
     }
     return [name for name in FEATURES if used[name]]
-
-
-def table() -> str:
-    """The matrix as a Markdown table, for the README: a cell names the dtypes that work."""
-    names = [*IMPLEMENTATIONS, *KERNELS]
-    lines = ["| feature | " + " | ".join(names) + " | meaning |", "|---" * (len(names) + 2) + "|"]
-    for feature, meaning in FEATURES.items():
-        cells = [_cell(i, feature) for i in (*IMPLEMENTATIONS.values(), *KERNELS.values())]
-        lines.append(f"| {feature} | " + " | ".join(cells) + f" | {meaning} |")
-    return "\n".join(lines)
-
-
-def _cell(implementation: Implementation, feature: str) -> str:
-    short = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-    working = [short[d] for d in DTYPES if implementation.supports(feature, d)]
-    return " ".join(working) or "no"
 
 
 def _short(dtype: torch.dtype) -> str:

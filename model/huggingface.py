@@ -85,11 +85,11 @@ def attention(
         return o.transpose(1, 2).contiguous(), None
     causal, window = _bounds(module, attention_mask, is_causal, sliding_window)
     options |= {"causal": causal, "window": window}
-    watched = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     padded = attention_mask is not None and attention_mask.shape[0] == 4 and attention_mask.shape[3] > 0
     if padded:
         query = nan_at_holes(query, attention_mask)
-        if not (watched or dropout or (window[0] >= 0 and not causal)) and _lie_as_a_cache(query, key, value):
+        if not (needs_grad or dropout or (window[0] >= 0 and not causal)) and _lie_as_a_cache(query, key, value):
             kind = query.shape[1], scaling, softcap, window[0], causal, id(s_aux)
             attend = shared(attention_mask, kind, lambda: _over_caches(query, attention_mask, options))
             return attend(query, key, value).transpose(1, 2), None
@@ -99,7 +99,7 @@ def attention(
     if cu_seq_lens_q is not None:
         cu_seqlens = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
     elif padded:
-        pitch = None if watched else _pitch(key, value)
+        pitch = None if needs_grad else _pitch(key, value)
         cu_seqlens = _documents_of_padded(attention_mask, query.shape, key.shape, pitch)
     else:
         cu_seqlens = _packing(attention_mask, query, key, position_ids, causal)

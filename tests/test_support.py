@@ -3,6 +3,7 @@
 import itertools
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from kernels import flash_attention, flash_attention_varlen, linear_cross_entropy, rms_norm, tiled_attention
 from kernels.call import Options
-from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, IN_THE_MASK, features_of, table, why_not
+from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, IN_THE_MASK, KERNELS, features_of, why_not
 from model.attention import ATTENTION as MODEL_ATTENTION
 from tests.attention_cases import ATTENTION, OPTIONS, call_for
 from tests.attention_checks import compare_with_oracle, make_qkv
@@ -152,19 +153,15 @@ def test_a_plain_call_is_asked_without_features():
         why_not("flash", "bfloat16", ["window"])
 
 
-def test_the_table_shows_the_matrix():
-    lines = table().splitlines()
-    assert lines[0].startswith("| feature | naive | tiled | flash | sdpa | hopper | kvcache | meaning |")
-    assert len(lines) == 2 + len(FEATURES)
-    everywhere, kernels = "fp16 bf16 fp32 fp64", "fp16 bf16 fp32"
-    assert lines[7].startswith(
-        f"| window | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | fp16 bf16 | fp16 bf16 fp32 |"
-    )
-    assert lines[12].startswith(f"| varlen | {everywhere} | {everywhere} | {kernels} | no | fp16 bf16 | no |")
-    assert lines[9].startswith(
-        f"| alibi_slopes | {everywhere} | {everywhere} | fp16 bf16 fp32 | no | fp16 bf16 | fp16 bf16 fp32 |"
-    )
-    assert "| fp16 bf16 fp32 fp64 | fp16 bf16 |" in lines[3], "the Hopper kernels take causal calls"
+def test_the_readme_shows_the_matrix():
+    """The table of kernels/README.md: a cell names the dtypes that work."""
+    short = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+    matrix = IMPLEMENTATIONS | KERNELS
+    lines = ["| feature | " + " | ".join(matrix) + " | meaning |", "|---" * (len(matrix) + 2) + "|"]
+    for feature, meaning in FEATURES.items():
+        cells = [" ".join(short[d] for d in DTYPES if i.supports(feature, d)) or "no" for i in matrix.values()]
+        lines.append(f"| {feature} | " + " | ".join(cells) + f" | {meaning} |")
+    assert "\n".join(lines) in (Path(__file__).parent.parent / "kernels" / "README.md").read_text(), "\n".join(lines)
 
 
 def test_a_window_of_booleans_is_refused_after_its_like_in_numbers_too():
