@@ -88,13 +88,6 @@ def compute_gradients(
     return loss.detach()
 
 
-def step_graphs(
-    forward: Callable[..., Tensor], optimizer: Optimizer, hardware: Hardware, batch_tokens: int
-) -> StepGraphs:
-    """`training_step` of so many tokens as CUDA graphs."""
-    return StepGraphs(partial(compute_gradients, forward, optimizer, hardware, batch_tokens), optimizer)
-
-
 def packed_rows(
     starts: Tensor | None, first_row: int, num_rows: int, seq_len: int, device: torch.device
 ) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """What a run computes: its steps, evaluations and samples, as `resolve` chose to compute them."""
 
 from collections.abc import Callable
+from functools import partial
 
 import tiktoken
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from training.numbers import NumberCheck
 from training.optimizer import NoOpOptimizer, Optimizer
 from training.run import Run
 from training.shard import full_model
-from training.step import step_graphs, training_step
+from training.step import compute_gradients, training_step
 
 
 class Stepper:
@@ -31,7 +32,8 @@ class Stepper:
             neighbours = hardware.world.mesh(hardware.device).get_group("context")
             self._context = ContextParallel(neighbours, chosen.context[0], chosen.seq_len, hardware.device)
         if chosen.graphs:
-            self._graphs = step_graphs(forward, optimizer, hardware, chosen.settings["train"]["batch_tokens"])
+            batch_tokens = chosen.settings["train"]["batch_tokens"]
+            self._graphs = StepGraphs(partial(compute_gradients, forward, optimizer, hardware, batch_tokens), optimizer)
 
     def step(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute a step of the run and update the weights; (loss, gradient norm) as `training_step` returns them."""
