@@ -91,7 +91,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """A run with every choice made. A program that trains on random tokens has no dataset and what belongs to it."""
+    """A run with every choice made. A program that trains on random tokens has none of what belongs to a dataset."""
 
     hardware: Hardware
     model: GPTConfig  # its attention and loss are names of what will run
@@ -181,24 +181,24 @@ def resolve(
     report: Callable[[str], None] = print,
     world: World = ALONE,
 ) -> Run:
-    """Make every choice that `settings` leaves open; `settings` itself stays as it is.
+    """Make every choice that `settings` leaves open; `settings` itself is not changed.
 
     Args:
         settings: of conf/schema.py, or of a program that adds groups of its own to them.
         run_dir: the run's folder, where resume=auto looks.
         vocab_size: for a program that trains on random tokens: no text is opened and no checkpoint looked for.
         hardware: for a program that plans for a machine elsewhere; None: what settings.hardware is here.
-        report: told of text that is being prepared and of checkpoints that are passed over.
-        world: the processes of the run; the first one prepares text and chooses, the others then do the same.
+        report: called with lines on text that is being prepared and on checkpoints that are passed over.
+        world: the processes of the run; the first one prepares text and chooses, the others take its choices.
 
     Raises:
-        ValueError: whatever cannot be: hardware, attention, text, prompt, checkpoint, profile, wandb, memory; the
-            value, the limit and a remedy in one line.
+        ValueError: what cannot run: hardware, attention, text, prompt, checkpoint, profile, wandb, memory; the value,
+            the limit and a remedy in one line.
     """
     world.begin_run()
     hardware = hardware or set_up(settings.hardware, world)
     if not world.is_first:
-        found = world.all_gather(None)[0]  # what the first process chose where the settings leave it open
+        found = world.broadcast(None)  # the first process's choices, at the end of its `resolve`
         train = replace(settings.train, micro_batch=found["micro_batch"])
         settings = replace(settings, resume=found["resume"], train=train)
     asked = asdict(settings)
@@ -216,27 +216,14 @@ def resolve(
         raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
     if model.name is not None and hardware.world.context > 1:
         raise ValueError(f"model.name={model.name} cannot share its rows among processes; use parallel.context=1")
-    text, sized = {}, asked | {"model": asdict(model)}  # a model of transformers brings its sizes
+    text = {}
     if vocab_size is None:
-        dataset = open_dataset(settings.data, settings.tokenizer, report=report)
-        vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)
-        prompt = prompt_of(settings.train.sample_prompt, dataset, settings.data.seq_len)
-        resumed = resume.find(settings.resume, run_dir, report)
-        initial = open_checkpoint(settings.init_from) if settings.init_from and not resumed else None
-        if resumed:
-            resume.refuse_unless_same(resumed, sized, tokenizer, vocab_size)
-            resume.refuse_another_text(resumed, asked, dataset.fingerprint)
-        if initial:
-            resume.refuse_unless_it_fits(initial, sized, tokenizer, vocab_size)
-        if settings.profile:
-            refuse_too_few(settings.train.steps - (resumed.step if resumed else 0))
-        wandb = wandb_mode(settings.logger) if world.is_first else None  # which alone needs a login
-        text = {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "wandb": wandb}
-        text |= {"resumed": resumed, "initial": initial}
+        text = _open_text(settings, model, run_dir, report, world)
+        vocab_size = text["dataset"].vocab_size
     plan = memory.plan(settings, model, hardware, vocab_size, share)
     if world.is_first:
         resumed_path = str(text["resumed"].path) if text.get("resumed") else None
-        world.all_gather({"micro_batch": plan.micro_batch, "resume": resumed_path})
+        world.broadcast({"micro_batch": plan.micro_batch, "resume": resumed_path})
     if text:
         _refuse_texts_that_differ(world, text["dataset"].fingerprint)
     chosen = replace(settings, model=model, train=replace(settings.train, micro_batch=plan.micro_batch))
@@ -268,12 +255,34 @@ def resolve(
     )
 
 
+def _open_text(
+    settings: Any, model: GPTConfig, run_dir: Path | None, report: Callable[[str], None], world: World
+) -> dict[str, Any]:
+    """What a `Run` has of its text and checkpoints. `model` has its sizes, which a model of transformers brings."""
+    dataset = open_dataset(settings.data, settings.tokenizer, report=report)
+    sized = asdict(settings) | {"model": asdict(model)}
+    vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)
+    prompt = prompt_of(settings.train.sample_prompt, dataset, settings.data.seq_len)
+    resumed = resume.find(settings.resume, run_dir, report)
+    initial = open_checkpoint(settings.init_from) if settings.init_from and not resumed else None
+    if resumed:
+        resume.refuse_unless_same(resumed, sized, tokenizer, vocab_size)
+        resume.refuse_another_text(resumed, sized, dataset.fingerprint)
+    if initial:
+        resume.refuse_unless_it_fits(initial, sized, tokenizer, vocab_size)
+    if settings.profile:
+        refuse_too_few(settings.train.steps - (resumed.step if resumed else 0))
+    wandb = wandb_mode(settings.logger) if world.is_first else None  # which alone needs a login
+    checkpoints = {"resumed": resumed, "initial": initial}
+    return {"dataset": dataset, "tokenizer": tokenizer, "prompt": prompt, "wandb": wandb} | checkpoints
+
+
 def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple[bool, str]:
-    """Whether a run's step is to be graphs, and why; ValueError where they are asked for and cannot be."""
+    """Whether the step runs as CUDA graphs, and why; ValueError where they were asked for and cannot be used."""
     model, context = plan.model, hardware.world.context
     random_states = model.activation_checkpointing != "none" and (model.draws or not hardware.compile)
-    enough = plan.free is None or plan.peak <= plan.free / 2  # evaluations and samples need theirs beside the graphs'
-    obstacles = [  # whether it is there, what it is, and the key that rules graphs out; "" where they may be tried
+    enough = plan.free is None or plan.peak <= plan.free / 2  # the graphs keep theirs while evaluations and samples run
+    obstacles = [  # (is it there, what it is, the key that rules graphs out; "" where they may be tried all the same)
         (context > 1, "processes that share rows exchange in the middle of the step", f"parallel.context={context}"),
         (hardware.world.shards, "weights are gathered in the middle of the step", "parallel.data=shard"),
         (document_mask, "documents differ in number from step to step", "data.document_mask=true"),
@@ -292,7 +301,7 @@ def resolve_graphs(hardware: Hardware, plan: Plan, document_mask: bool) -> tuple
 
 
 def _refuse_texts_that_differ(world: World, fingerprint: str) -> None:
-    """ValueError where a process found another text under the same name, as on a disk of its own."""
+    """ValueError where a process found another text under the same name, as on another disk."""
     fingerprints = world.all_gather(fingerprint)
     for rank, found in enumerate(fingerprints):
         if found != fingerprints[0]:
