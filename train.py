@@ -10,8 +10,8 @@
     python train.py init_from=CHECKPOINT               a new run that begins with those weights
     python train.py --cfg job                          print the configuration of a new run
 
-This file is the story of a run, top to bottom: resolve what it will be, build, loop, close. Everything it calls is one
-file with one idea; this is the only training loop.
+This file is a run, top to bottom: resolve the settings, build, loop, close. Everything it calls is one file with one
+idea; this is the only training loop.
 """
 
 import math
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # to import PyTorch takes seconds: what SLURM sends near a time limit waits until StopRequest takes it
+    # importing PyTorch takes seconds: SLURM's signal of a time limit is blocked until StopRequest handles it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     if os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:
-        # where one of several dies, the others say so in one line, which PyTorch would bury under its traces
+        # when one process dies, the others say so in one line, which PyTorch's traces would bury
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
@@ -69,7 +69,7 @@ def train(
     on_step: OnStep | None = None,
     world: World = ALONE,
 ) -> dict[str, Any]:
-    """Train as `settings` says, keep everything in `run_dir`, return the summary.
+    """Train with `settings`, write everything to `run_dir`, return the summary.
 
     Args:
         attend: called in place of the attention that `settings` names, with the same arguments (model/attention.py).
@@ -77,11 +77,11 @@ def train(
         world: the processes that train together, each by this call; only the first one writes.
 
     Raises:
-        ValueError: what cannot be, before anything is written or allocated.
+        ValueError: what cannot run, before anything is written or allocated.
     """
     began = time.perf_counter()
     with world.on_first(locked)(run_dir):
-        # what this run will be; whatever cannot be is refused here, before anything is written or allocated
+        # every choice is made here; what cannot run is refused before anything is written or allocated
         chosen = resolve(settings, run_dir, world=world)
         with advice_when_out_of_memory(chosen.plan):
             return run(settings, chosen, run_dir, began, attend, on_step or (lambda step: None))
@@ -90,7 +90,7 @@ def train(
 def run(
     settings: Settings, chosen: Run, run_dir: Path, began: float, attend: AttentionFunction | None, on_step: OnStep
 ) -> dict[str, Any]:
-    """The story of a run, in a folder that is this process's own."""
+    """A run, in a folder that this process has locked."""
     config = settings.train
     hardware, dataset, resumed, first_step = chosen.hardware, chosen.dataset, chosen.resumed, chosen.first_step
     world, on_first = hardware.world, hardware.world.on_first  # on_first(f) does nothing in the other processes
@@ -124,7 +124,7 @@ def run(
         resume=settings.resume is not None, checkpoint=resumed, wandb=chosen.wandb,
     )  # fmt: skip
     folder, keep_last, keep_every = run_dir / "checkpoints", config.keep_last, config.keep_every
-    saver = ShardSender()  # sends the rows that this process holds to the first one, which writes
+    saver = ShardSender()
     if world.is_first:
         saver = Saver(folder, keep_last=keep_last, keep_every=keep_every, say=log.say, world=world)
     on_first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)

@@ -40,7 +40,7 @@ WEIGHTS, STATE, META, MANIFEST = "model.safetensors", "state.pt", "checkpoint.js
 FILES = (META, WEIGHTS, STATE)  # what the manifest vouches for
 LINKS = ("last", "best")
 VISIBLE = re.compile(r"step_[0-9]{6,}")
-LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed|\.replaced)?\.[0-9]+")  # see `_hidden`
+LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed|\.replaced)?\.[0-9]+")  # as `_hidden` makes them
 # what torch.load raises where there is no archive, or a strange one
 _STRANGE = (RuntimeError, EOFError, LookupError, TypeError, ValueError, AssertionError, AttributeError, struct.error)
 # keys that a mapping must have; each names a type, or the form of what it holds. Numbers are counts, times and losses
@@ -134,8 +134,8 @@ def prepare(folder: Path) -> None:
     for leftover in list(folder.iterdir()):
         if not (named := LEFTOVER.fullmatch(leftover.name)):
             continue
-        about_to_be = named[1] in LINKS and leftover.is_symlink() and leftover.exists()
-        if (about_to_be or named[2] == ".replaced") and not os.path.lexists(folder / named[1]):
+        unfinished_link = named[1] in LINKS and leftover.is_symlink() and leftover.exists()
+        if (unfinished_link or named[2] == ".replaced") and not os.path.lexists(folder / named[1]):
             leftover.rename(folder / named[1])
         else:
             _delete(leftover)
@@ -145,7 +145,7 @@ def prepare(folder: Path) -> None:
 
 
 def write(folder: Path, weights: dict[str, torch.Tensor], state: Any, meta: dict[str, Any], *, best: bool) -> Path:
-    """As `write_step`; then point `last` (and `best`) at it."""
+    """`write_step`, then point `last` (and `best`) at it."""
     written = write_step(folder, weights, state, meta)
     for link in LINKS if best else LINKS[:1]:
         _hidden_link(folder / link, written).replace(folder / link)
@@ -246,7 +246,7 @@ def newest_complete(
 ) -> Checkpoint | None:
     """The checkpoint of `folder` that was saved last and is whole; None where there is none.
 
-    `report` is told of every one that was passed over because it is damaged. Those after `last_step` do not count.
+    `report` is called for each damaged one that is passed over. Those after `last_step` do not count.
     """
     for path in _by_age(folder):
         if last_step is not None and _step(path) > last_step:
@@ -307,7 +307,7 @@ def _step(path: Path) -> int:
 
 
 def _hidden_link(link: Path, target: Path) -> Path:
-    """One to `target`, beside it, that has only to be renamed to `link`."""
+    """A link to `target` under a hidden name; renaming it to `link` is all that is left to do."""
     temporary = _hidden(link)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
@@ -339,7 +339,7 @@ def _hidden(path: Path, mark: str = "") -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint so that nobody ever sees half of it; of one that was moved elsewhere and linked, the link."""
+    """Delete a checkpoint, or a link to one elsewhere, so that half of it is never visible."""
     hidden = _hidden(path, ".removed")
     _delete(hidden)
     path.rename(hidden)

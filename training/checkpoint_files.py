@@ -1,4 +1,4 @@
-"""The files of a checkpoint: a disk that takes no more is an OSError, what a disk damaged a ValueError of one line."""
+"""The files of a checkpoint: a full disk raises OSError, a damaged file a ValueError of one line."""
 
 import io
 import json
@@ -70,7 +70,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether `value` is nested deeper than what this program writes; who walks over it may then recur."""
+    """Whether `value` is nested deeper than what this program writes; code that walks over the rest may recur."""
     level = [value]
     for _ in range(DEEPEST):
         level = [list(outer.values()) if isinstance(outer, dict) else outer for outer in level]

@@ -56,7 +56,7 @@ def state(run: dict[str, Any]) -> str:
 def labels(folders: list[Path]) -> list[str]:
     """A name for each run: the settings in which they differ, `optim.lr=1e-3`; else its folder.
 
-    Where the runs of a sweep differ in more than three settings, as few are named as tell them apart.
+    Where the runs of a sweep differ in more than three settings, only as many are named as distinguish them.
     """
     by_folder = ["/".join(folder.resolve().parts[-2:]) for folder in folders]
     if len(folders) == 1 or not all((folder / "config.yaml").is_file() for folder in folders):
@@ -65,13 +65,13 @@ def labels(folders: list[Path]) -> list[str]:
     keys = list(dict.fromkeys(key for each in settings for key in each if key.split(".")[0] not in _NOT_COMPARED))
     keys = [key for key in keys if len({_shown(each.get(key)) for each in settings}) > 1]
     if len(keys) > 3 and len({folder.resolve().parent for folder in folders}) == 1:
-        keys = _as_few(keys, settings)
+        keys = _distinguishing(keys, settings)
     named = [", ".join(f"{key}={_shown(each.get(key))}" for key in keys) for each in settings]
     return named if 0 < len(keys) <= 3 and len(set(named)) == len(named) else by_folder
 
 
-def _as_few(keys: list[str], settings: list[dict[str, Any]]) -> list[str]:
-    """Those of `keys`, in their order, that tell apart what those before them do not."""
+def _distinguishing(keys: list[str], settings: list[dict[str, Any]]) -> list[str]:
+    """Those of `keys`, in their order, that distinguish runs which the keys before them do not."""
     chosen: list[str] = []
     for key in keys:
         apart = [len({tuple(_shown(s.get(k)) for k in some) for s in settings}) for some in (chosen, [*chosen, key])]

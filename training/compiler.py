@@ -1,4 +1,4 @@
-"""What torch.compile is told beyond its defaults: the same bits each time, and fewer passes over weights.
+"""torch.compile's settings: the same bits each time, and fewer passes over weights.
 
 A pass gets a graph of ATen operators after autograd. Both are about conversions of weights between 32 and 16 bit, which
 are a quarter of a small model's launches.

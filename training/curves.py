@@ -15,7 +15,7 @@ from typing import Any
 
 _SHARE_OF_TIME = 0.02  # of a run that drawing may take
 _FEW_POINTS = 10  # fewer are dots on their line
-logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its first import of all tells of fonts, among the steps
+logging.getLogger("matplotlib").setLevel(logging.WARNING)  # its first import logs about fonts, among the steps' lines
 
 
 def read_run(folder: Path) -> dict[str, Any]:

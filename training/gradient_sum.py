@@ -25,7 +25,7 @@ class GradientSum:
         self._pending: list[tuple[int, list[Tensor]]] = []  # (level, gradients and loss), the highest level first
 
     def add(self, loss: Tensor) -> None:
-        """A micro-batch is done: its loss, and its gradients in `grad`."""
+        """After a backward pass: the micro-batch's loss; its gradients are in `grad`."""
         self._to_come -= 1
         if self._loss is None:
             self._loss = loss
@@ -49,7 +49,7 @@ class GradientSum:
 
     @torch.no_grad()
     def _push(self) -> None:
-        """Put what is in `grad` among the terms; those of equal level become one of the next."""
+        """Add the gradients in `grad` to the pending terms; two of one level become one of the next."""
         level, terms = 1, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
         if self._copied and self._to_come:
             terms = [term.clone() for term in terms]
@@ -63,6 +63,6 @@ class GradientSum:
 
 
 def _added(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:
-    """Where the later ones are: the last backward pass wrote there."""
+    """The sum, in the memory of `later`: the last backward pass wrote there."""
     torch._foreach_add_(later, earlier)
     return later

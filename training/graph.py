@@ -1,4 +1,4 @@
-"""The training step as CUDA graphs: what the host would launch kernel by kernel, it asks for at once.
+"""The training step as CUDA graphs: one launch in place of one a kernel.
 
 A model of ten million parameters takes 3 ms of a GPU's time a step, and Python several times as long to launch its
 thousand kernels. So forward and backward of a micro-batch are one graph, the optimizer's step another, both captured
@@ -18,12 +18,12 @@ from training.optimizer import Optimizer
 class Captured:
     """A function of tensors as a CUDA graph, for calls that all have the shapes of the first.
 
-    The first call runs the function, so that all is compiled, the second captures it. What the function reads besides
-    its arguments must stay where it is.
+    The first call runs the function, so that everything is compiled; the second captures it. What the function reads
+    besides its arguments must keep its address.
 
     Args:
-        function: asks the host nothing and returns a tensor.
-        waits: it waits for other processes, and is launched as it is.
+        function: never synchronizes with the host, and returns a tensor.
+        waits: it waits for other processes, and is called without a graph.
     """
 
     def __init__(self, function: Callable[..., Tensor], *, waits: bool = False) -> None:
@@ -59,7 +59,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class StepGraphs:
-    """What `training_step` asks of the device, as graphs.
+    """The work of `training_step` on the device, as graphs.
 
     Args:
         compute: (inputs, targets) -> loss of a micro-batch, its gradients added to what is in `grad`.
@@ -68,8 +68,8 @@ class StepGraphs:
 
     def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], optimizer: Optimizer) -> None:
         self._parameters = optimizer.parameters
-        self._gradients: list[Tensor] = []  # where the graphs of `compute` leave them
-        self._read: list[int] = []  # addresses where that of `update` reads them
+        self._gradients: list[Tensor] = []  # where the graphs of `compute` write
+        self._read: list[int] = []  # addresses where the graph of `update` reads
         self._first, self._later = Captured(compute), Captured(compute)
         self._update = Captured(optimizer.step, waits=optimizer.exchanges)
 
@@ -85,7 +85,7 @@ class StepGraphs:
         return loss
 
     def update(self, loss: Tensor) -> Tensor:
-        """`Optimizer.step` with what is in `grad`, which lies where it lay in the step before."""
+        """`Optimizer.step` with the gradients in `grad`, at the addresses of the step before."""
         places = [p.grad.data_ptr() for p in self._parameters]
         assert self._update.graph is None or places == self._read, "the graph would read other gradients"
         self._read = places

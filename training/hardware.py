@@ -1,4 +1,4 @@
-"""What a run runs on: device, number format, TF32, compilation; each choice comes with its reason."""
+"""The hardware of a run: device, number format, TF32, compilation, each choice with its reason."""
 
 import ctypes
 import re
@@ -50,7 +50,7 @@ class Hardware:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it; needed before a clock is read."""
+        """Wait until the device has finished all queued work; needed before a clock is read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
@@ -123,10 +123,10 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep up to 1 GiB of what is freed, and to serve up to 32 MiB, its most, from there.
+    """Let glibc keep up to 1 GiB of freed memory, and serve allocations of up to 32 MiB, its limit, from it.
 
-    Else it returns the end of its heap to the system whenever that is free, and a step frees and takes the same memory:
-    up to 500 page faults each, a fifth of the time of a small model's step. Another libc is not asked.
+    By default it returns the end of its heap to the system whenever that is free, and each step frees and allocates the
+    same memory: up to 500 page faults, a fifth of the time of a small model's step. Other C libraries are left alone.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_TRIM_THRESHOLD, 2**30)

@@ -1,4 +1,4 @@
-"""One process a run folder: two that write there would mix their metrics and delete each other's checkpoints."""
+"""One process for a run's folder: two would mix their metrics and delete each other's checkpoints."""
 
 import fcntl
 import os
@@ -34,7 +34,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # gone before it is released: whoever has it open by then sees that and asks again
+        # unlinked before it is released: a process that has it open by then sees that and tries again
         with suppress(OSError):  # the disk may be gone by now
             path.unlink()
         os.close(descriptor)

@@ -51,7 +51,7 @@ EVALUATION_FORMS = {
 }
 
 
-# what a run writes beside metrics.jsonl: in a folder that somebody names, they may be somebody's own
+# other files of a run: in a folder that the user names, they may be the user's own
 REPLACED = ("config.yaml", "run.json", "summary.json", "loss.png")
 
 
@@ -84,7 +84,7 @@ class RunLog:
         self.console = Console(highlight=False, emoji=False)  # :key: in a sample is a text
         own = checkpoint is not None and checkpoint.path in {path.resolve() for path in run_dir.glob("checkpoints/*")}
         expected = checkpoint.meta["metric_lines"] if own else None  # another run's checkpoint knows another file
-        # else the folder's files are somebody's own, or another run's
+        # otherwise the folder's files are the user's own, or another run's
         same_run = resume and (own or (checkpoint is None and (run_dir / "run.json").exists()))
         self._file = MetricsFile(
             run_dir / "metrics.jsonl", first_step, resume=same_run, say=self.say, expected=expected
@@ -99,9 +99,9 @@ class RunLog:
         self._first_step, self._steps = first_step, steps
         self._paced_from: tuple[int, float] | None = None  # the first line's step, which compiled, and when it was said
         self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resume=resume, commit=git_commit)
-        # what a process that died had not sent; offline, where nobody knows what was sent, the whole run
+        # what a killed process had not sent; offline, where that is unknown, the whole run
         self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.before()])
-        # a bar that nobody sees would still lock, copy and time itself at every step
+        # an invisible bar would still lock, copy and time itself at every step
         self._bar = _progress_bar(self.console, first_step, steps) if self.console.is_terminal else None
 
     def __enter__(self) -> "RunLog":
@@ -140,7 +140,7 @@ class RunLog:
             self.picture.draw()
 
     def _time(self, step: int, known: Mapping[str, Any]) -> str:
-        """Time spent on the run and what is left of it, at the pace since this process's first line."""
+        """The run's time so far, and what remains at the pace since this process's first line."""
         if "seconds" not in known:
             return ""
         elapsed, now = f"  elapsed {_clock(known['seconds'])}", time.perf_counter()
@@ -156,8 +156,8 @@ class RunLog:
     ) -> dict[str, Any]:  # fmt: skip
         """Write `summary.json`, hand it to wandb, print the run's last lines, return the summary.
 
-        results: "steps", "seconds" and what else is known; where the run was not stopped, its evaluation too.
-        stop: why it was stopped. checkpoint: the last one that was saved. unsaved: why its end was not.
+        results: "steps", "seconds" and whatever else is known; its evaluation, unless the run was stopped.
+        stop: why it was stopped. checkpoint: the last one saved. unsaved: why its end was not saved.
         """
         summary = {
             **_finite(results),
@@ -168,14 +168,14 @@ class RunLog:
             "exit_code": EXIT_UNSAVED if unsaved else stop.exit_code if stop else 0,
             "checkpoint": str(checkpoint) if checkpoint else None,
         }
-        if not 0 < self._first_step == results["steps"]:  # where nothing was done, nothing replaces what came after
+        if not 0 < self._first_step == results["steps"]:  # a resumed run without a step keeps the later lines
             self._file.flush()
         try:
             _write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             self.say(f"not written: {self.run_dir / 'summary.json'}: {error}")
         self._with_wandb(lambda run: run.summary.update(named(summary)))
-        if self.lines:  # else the run came to none, or goes on with nothing in a new folder
+        if self.lines:  # a run that stopped before its first line has nothing to draw
             self.picture.draw(last=True)
         if stop and checkpoint is None:
             self.say(f"stopped by {stop.reason}; nothing was saved to go on from: begin anew, with its cause mended")
@@ -204,13 +204,13 @@ class RunLog:
 class MetricsFile:
     """One JSON object a line, each step once, whole lines only, whatever happens to disk or run.
 
-    Lines that a full disk refuses are kept in memory and written when there is room again; `say` is told once when
-    writing fails and once when it works again. Lines past `first_step` were written after the checkpoint that is
-    resumed: they are dropped with the first new line, so a run that does not come so far has changed nothing.
+    Lines that a full disk refuses are kept in memory and written when there is room again; a line says when writing
+    fails and when it works again. Lines past `first_step` were written after the checkpoint that is resumed: they are
+    dropped with the first new line, so a run that does not get there changes nothing.
 
     Args:
-        expected: lines that the file had up to `first_step` when that was saved; `say` is told where some are gone.
-            More are of an earlier life, which went further: a later one that saved was killed before its first line.
+        expected: lines that the file had up to `first_step` when that was saved; a loss of some is reported. More are
+            of an earlier process, which went further: a later one was killed between its checkpoint and its first line.
 
     Raises:
         ValueError: the file exists and the run is a new one, or it is damaged.
@@ -253,7 +253,7 @@ class MetricsFile:
             self._file.close()
 
     def flush(self) -> None:
-        """Write what waits; the first time, drop what came after the checkpoint."""
+        """Write the waiting lines; the first time, drop those past the checkpoint."""
         try:
             if self._file is None:
                 self._file = self._cut()
@@ -277,7 +277,9 @@ class MetricsFile:
 
     def _cut(self) -> FileIO:
         """The file with the lines that are kept, open for more."""
-        self.path.with_name("summary.json").unlink(missing_ok=True)  # of the life before, which ended elsewhere
+        self.path.with_name("summary.json").unlink(
+            missing_ok=True
+        )  # of the process before, which ended at another step
         if self.path.exists():
             _write_whole(self.path, "".join(line + "\n" for line in self._kept))
         file = self.path.open("ab", buffering=0)
@@ -336,16 +338,16 @@ def write_description(run_dir: Path, description: dict, manifest: dict, protocol
     description: of the run, as its checkpoints have it (`Run.description`), with its provenance.
     """
     known = {key: description[key] for key in ("provenance", "left_open")} | {"data": manifest, "evaluation": protocol}
-    contents = {  # in this order: by run.json a run that died here is known as one
+    contents = {  # in this order: run.json alone marks a run that was killed here
         "run.json": json.dumps(known, indent=2) + "\n",
         "config.yaml": yaml.safe_dump(description["settings"], sort_keys=False),
     }
-    for name, content in contents.items():  # a run that was killed early goes on from them
+    for name, content in contents.items():  # a run that was killed before its first checkpoint resumes from them
         _write_whole(run_dir / name, content)
 
 
 def _write_whole(path: Path, content: str) -> None:
-    """Whole or not at all: half a file would be a damaged one, and a run is not compared or exported with that."""
+    """Write a file whole or not at all: a run with half a file could not be compared or exported."""
     temporary = path.with_name(f".{path.name}")
     try:
         temporary.write_text(content)
@@ -356,7 +358,7 @@ def _write_whole(path: Path, content: str) -> None:
 
 
 def command() -> str:
-    """What was typed, as a shell takes it, without where its output went."""
+    """The command line, quoted for a shell, without hydra.run.dir."""
     program = Path(sys.argv[0]).resolve()
     if program.is_relative_to(ROOT) and program.parent != ROOT:
         typed = f"python -m {'.'.join(program.relative_to(ROOT).with_suffix('').parts)}"

@@ -1,6 +1,6 @@
-"""Sums over processes in the order of a binary tree over ranks, whatever the communication library would do.
+"""Sums over processes in the order of a binary tree over ranks, independent of the communication library.
 
-So the bits follow from what is added alone, and 1, 2, 4 or 8 processes can have the same.
+So the bits depend on the terms alone, and 1, 2, 4 or 8 processes can have the same.
 """
 
 from itertools import accumulate

@@ -113,7 +113,7 @@ class StepProfiler:
         self._written = True
         try:
             self._report(recorded)
-        except (OSError, ValueError) as error:  # a full disk, or a driver that lets nobody count
+        except (OSError, ValueError) as error:  # a full disk, or a driver that forbids profiling
             self._console.print(f"not profiled: {self.folder}: {error}; the run goes on", markup=False, soft_wrap=True)
 
     def _report(self, recorded: profile) -> None:
@@ -272,7 +272,7 @@ def _operators(events: list[dict]) -> Iterator[tuple[dict, float, str]]:
 
 
 def _regions(events: list[dict], name: str):
-    """Whether a moment lies in a region of that name."""
+    """A function of a time: whether it is inside a region of that name."""
     found = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation" and e["name"] == name]
     return lambda moment: any(begin <= moment < end for begin, end in found)
 

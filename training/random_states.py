@@ -10,7 +10,7 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Start every stream from `seed`, those that nothing draws from today as well: a run is then one state."""
+    """Seed every stream, also those that nothing draws from today."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # every device's too
@@ -18,10 +18,10 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def micro_batch_streams(device: torch.device) -> Iterator[Callable[[int], None]]:
-    """Within it, call what it yields with a micro-batch's number in the step before that draws its dropout masks.
+    """Yields a function; call it with a micro-batch's number in the step before the micro-batch draws dropout masks.
 
-    The masks then are a function of one number drawn for the step and of the micro-batch's own, whatever process
-    computes it and after which others. Afterwards the streams are as that one number left them, in every process.
+    The masks then depend on one number drawn for the step and on the micro-batch's number, not on the process that
+    computes it or on the order. Afterwards the streams are as after that one draw, in every process.
     """
     step_seed = int(torch.randint(2**62, ()))  # of the CPU's stream, which all processes have alike
     after = torch.get_rng_state()
@@ -31,7 +31,7 @@ def micro_batch_streams(device: torch.device) -> Iterator[Callable[[int], None]]
 
 
 def _seed(device: torch.device, seed: int) -> None:
-    """Start the stream that `device` draws from, and no other."""
+    """Seed the stream that `device` draws from, and no other."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(seed)
@@ -57,9 +57,9 @@ def random_states(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device | str = "cpu") -> None:
-    """Set every generator to `states`. A run that moves between CPU and GPU keeps the seed's own stream there.
+    """Set every generator to `states`. A run that moves between CPU and GPU has the freshly seeded stream there.
 
-    ValueError, and nothing has changed, where Python's or NumPy's are no states: NumPy itself would read past its own.
+    ValueError, before anything changes, where Python's or NumPy's are invalid: NumPy would read past the array's end.
     """
     match states["python"]:
         case (3, tuple() as words, None | float()) if _is_twister(words[:-1], words[-1:]):

@@ -1,7 +1,7 @@
-"""Going on from a checkpoint: which one, what it must hold, whether this run can take it, what has changed since.
+"""Resuming from a checkpoint: which one, what it must hold, whether it fits this run, what has changed since.
 
-`resume` goes on with a run: weights, optimizer, random streams, step. `init_from` begins a run of its own with the
-weights of another.
+`resume` continues a run: weights, optimizer, random streams, step. `init_from` starts a new run with the weights of
+another.
 """
 
 import json
@@ -23,12 +23,12 @@ from training.random_states import random_states, restore_random_states
 MAY_CHANGE = ("attention", "loss", "activation_checkpointing", "dropout", "attention_dropout", "fp8")
 # what weights that were trained otherwise can learn: other distances between tokens
 MAY_BE_LEARNED = ("window", "rope_base")
-# keys of the data group that leave the text and its split as they are
+# keys of the data group that do not change the text and its split
 NOT_OF_THE_TEXT = ("seq_len", "shift_windows", "document_mask", "cache_dir", "num_workers")
-# keys that say on what a validation loss is measured
+# keys that a validation loss depends on
 OF_THE_EVALUATION = ("data.seq_len", "data.document_mask", "train.eval_windows")
 
-# what a run cannot go on without. The place in the data and in the schedule is the step: both are functions of it
+# what resuming needs. The position in the data and in the schedule is a function of the step
 NEEDED_META = {
     "step": int,
     "seconds": (int, float),
@@ -51,7 +51,7 @@ NEEDED_STATE = {
 def find(
     resume: str | None, run_dir: Path, report: Callable[[str], None] = print, *, verify: tuple[str, ...] = FILES
 ) -> Checkpoint | None:
-    """The checkpoint to go on from, or None for a run that starts at its beginning.
+    """The checkpoint to resume, or None for a new run.
 
     resume: a path, or "auto": the newest whole checkpoint of `run_dir`, if there is one.
     verify: which of its files are read and compared with their checksums.
@@ -62,7 +62,7 @@ def find(
         passed_over: list[str] = []
         folder = run_dir / "checkpoints"
         found = newest_complete(folder, lambda line: passed_over.append(line) or report(line), verify=verify)
-        if passed_over and not found:  # to begin anew would delete them
+        if passed_over and not found:  # a new run would delete them
             reason = passed_over[0].removeprefix("passed over: ")
             raise ValueError(f"run {run_dir} has no whole checkpoint ({reason}); move {folder} away to begin anew")
         return found
@@ -70,9 +70,9 @@ def find(
 
 
 def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
-    """The settings of the run that `resume` goes on with, flat; what it had left open (auto) is open again.
+    """The settings of the run that `resume` names, flat; what they left open (auto) is open again.
 
-    Those of the checkpoint; where a run was killed before its first, those that `run_dir` was given; else none.
+    Those of the checkpoint; of a run that was killed before its first one, those in `run_dir`; else none.
     """
     checkpoint = find(resume, run_dir, lambda line: None, verify=(META,))
     if checkpoint:
@@ -87,7 +87,7 @@ def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
 
 
 def settings_as_asked(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Its settings, flat, as they were before anything was chosen for its machine."""
+    """Its settings, flat, as they were before `resolve` chose for its machine."""
     checkpoint.require(NEEDED_META, checkpoint.meta, META)
     return flat(checkpoint.meta["settings"]) | dict(checkpoint.meta["left_open"])
 
@@ -95,7 +95,7 @@ def settings_as_asked(checkpoint: Checkpoint) -> dict[str, Any]:
 def refuse_unless_same(
     checkpoint: Checkpoint, settings: Mapping[str, Any], tokenizer: Mapping[str, str], vocab_size: int
 ) -> None:
-    """ValueError where the run cannot go on from `checkpoint`, naming the first key that differs, then and now.
+    """ValueError where `checkpoint` cannot be resumed, with the first key that differs, its value then and now.
 
     settings: the run's, resolved. tokenizer: its `tokenizer_state`.
     """
@@ -117,7 +117,7 @@ def refuse_unless_same(
 def refuse_unless_it_fits(
     checkpoint: Checkpoint, settings: Mapping[str, Any], tokenizer: Mapping[str, str], vocab_size: int
 ) -> None:
-    """ValueError where a run cannot begin with the weights of `checkpoint`; arguments as `refuse_unless_same`."""
+    """ValueError where a run cannot start with the weights of `checkpoint`; arguments as `refuse_unless_same`."""
     checkpoint.require(NEEDED_META, checkpoint.meta, META)
     here = f"init_from={checkpoint.path}"
     _refuse_another_tokenizer(here, checkpoint, tokenizer, vocab_size)
@@ -163,13 +163,13 @@ def _refuse_another_model(
 
 
 def state_of(optimizer: Optimizer, check: NumberCheck, best_loss: float, device: torch.device) -> dict[str, Any]:
-    """What a checkpoint holds beside weights and description, and `restore` reads; its tensors are not copies."""
+    """What a checkpoint holds besides weights and description, for `restore`; the tensors are not copies."""
     rest = {"number_check": check.state_dict(), "random": random_states(device), "best_loss": best_loss}
     return optimizer.state_dict() | rest
 
 
 def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
-    """Give model, optimizer and random streams what `checkpoint` holds; the whole state, for whoever needs the rest.
+    """Load `checkpoint` into model, optimizer and random streams; returns its whole state.
 
     ValueError names what the checkpoint lacks, or what does not fit.
     """
@@ -188,13 +188,13 @@ def restore(checkpoint: Checkpoint, model: GPT, optimizer: Optimizer, device: to
 
 
 def _refuse_other_losses(losses: list[Any]) -> None:
-    """ValueError where these are not the losses that `NumberCheck` compares the next one with."""
+    """ValueError where these cannot be `NumberCheck`'s window of losses."""
     if len(losses) > SPIKE_WINDOW or not all(type(loss) is float and math.isfinite(loss) for loss in losses):
         raise ValueError(f"number_check.losses is not a list of at most {SPIKE_WINDOW} numbers")
 
 
 def best_loss_before(state: Mapping[str, Any], checkpoint: Checkpoint, description: Mapping[str, Any]) -> float:
-    """The best validation loss of the run so far; inf where it was that of another text, or of other windows of it."""
+    """The best validation loss of the run so far; inf where it was measured on another text or other windows."""
     measured = []
     for run in (checkpoint.meta, description):
         settings = flat(run["settings"])
@@ -203,7 +203,7 @@ def best_loss_before(state: Mapping[str, Any], checkpoint: Checkpoint, descripti
 
 
 def print_changes(checkpoint: Checkpoint, description: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Say where the run goes on and what is not as it was then: 'optim.lr 0.0006 -> 0.0003', one line a key.
+    """Print where the run resumes and what has changed since: 'optim.lr 0.0006 -> 0.0003', one line a key.
 
     description: what checkpoints of this run will say of it, with its provenance.
     """

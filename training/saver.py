@@ -1,4 +1,4 @@
-"""What the loop calls to save: a copy is taken at once, a thread writes it, and a failure does not end the run."""
+"""Saving in the background: the loop takes a copy, a thread writes it, and a failure does not end the run."""
 
 import threading
 from collections.abc import Callable
@@ -26,9 +26,9 @@ class Saver:
     for it. Host memory holds one copy of weights and optimizer state, taken at the first save and used again.
 
     A checkpoint that cannot be written (full disk, folder read-only or gone) is reported through `say` and the run
-    goes on: the checkpoints before it are whole, and the next save tries again. The other processes of `world` then say
-    so too. Use it with `with`, which waits for the last one; then `check` raises OSError if that one failed, as the end
-    of the run is then lost; `error` says why.
+    continues: the checkpoints before it are whole, and the next save tries again. The other processes of `world` then
+    report it too. Use it with `with`, which waits for the last one; `check` then raises OSError if that one failed and
+    the end of the run is lost; `error` says why.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Saver:
         self._world = world
         self._saved: Path | None = None
         self.error: OSError | None = None  # why the last attempt failed
-        self._bug: BaseException | None = None  # anything else the thread met
+        self._bug: BaseException | None = None  # any other exception of the thread
         self._writing: threading.Thread | None = None
         self._host: dict[tuple, torch.Tensor] = {}  # where in the state -> its copy
         checkpoints.prepare(folder)
@@ -84,7 +84,7 @@ class Saver:
         value = full_tensor(value)
         copy = self._host.get(place)
         if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
-            # pinned, or the copy from a GPU could not go on beside the loop
+            # pinned, so that the copy from a GPU is asynchronous
             copy = self._host[place] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
         return copy.copy_(value.detach(), non_blocking=value.is_cuda)  # `copied` waits for CUDA alone
 
@@ -109,11 +109,11 @@ class Saver:
                 f"not saved: step {meta['step']} to {self.folder}: {error}; earlier checkpoints are untouched and the "
                 "run goes on; free space or make the folder writable before the next save"
             )
-        except BaseException as error:  # it belongs to whoever waits
+        except BaseException as error:  # raised again in `wait`
             self._bug = error
 
     def _prune(self) -> None:
-        """What is saved is saved, whatever becomes of those before."""
+        """Delete old checkpoints; a failure does not make the new one unsaved."""
         try:
             checkpoints.prune(self.folder, keep_last=self._keep_last, keep_every=self._keep_every)
         except OSError as error:
@@ -121,12 +121,12 @@ class Saver:
 
 
 def is_finite(x: torch.Tensor) -> bool:
-    """Without a tensor of its size beside it; the least and largest of what holds a NaN are NaN."""
+    """Whether all of x is finite, without another tensor of its size: minimum and maximum propagate NaN."""
     return x.numel() == 0 or all(torch.isfinite(bound) for bound in x.aminmax())
 
 
 class ShardSender(NullObject):
-    """Stands for a `Saver` in the other processes: where weights are sharded, the first one's needs their rows."""
+    """In place of a `Saver` in the other processes: sends the first one their rows of sharded weights."""
 
     def save(self, model: nn.Module, state: dict[str, Any], meta: dict[str, Any], *, best: bool) -> None:
         for value in tree_leaves((checkpoints.weights_of(model), state)):  # in the order of `Saver`

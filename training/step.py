@@ -19,7 +19,7 @@ from training.random_states import micro_batch_streams
 
 
 class Step(NamedTuple):
-    """A step that was computed, as `train(on_step=...)` hands it to whoever watches."""
+    """A finished step, as `train(on_step=...)` receives it."""
 
     number: int  # from 1
     batch: Batch
@@ -45,9 +45,9 @@ def training_step(
 
     `forward` returns a sum over tokens, so dividing by the tokens of the whole step gives the same gradient however
     the step is split. `starts` (documents,) are the first tokens of documents that must not see each other, on the
-    CPU. `region` names the parts of the step for whoever watches. Each process of `hardware.world` has as many rows
-    of the step, and where several share rows, `forward` takes its part of them (training/context.py). `graphs` are of
-    the same network, optimizer and sizes; with documents, whose number changes, they are not used. With `dropout` each
+    CPU. `region` names the parts of the step for a profiler. Each process of `hardware.world` has as many rows of the
+    step, and where several share rows, `forward` takes its part of them (training/context.py). `graphs` are of the same
+    network, optimizer and sizes; with documents, whose number changes, they are not used. With `dropout` each
     micro-batch draws from a stream of its own. Returns the mean loss (nats a token) and the gradient norm of the whole
     step, both still on the device.
     """
@@ -80,7 +80,7 @@ def compute_gradients(
     region: Callable[[str], AbstractContextManager] = region,
     **documents: Tensor,
 ) -> Tensor:
-    """Forward and backward of a micro-batch, whose part of the step's mean loss it returns."""
+    """Forward and backward of a micro-batch; returns its share of the step's mean loss."""
     with region("forward"), hardware.autocast():
         loss = forward(inputs, targets, **documents) / batch_tokens
     with region("backward"):

@@ -62,7 +62,7 @@ def wandb_mode(config: LoggerConfig) -> tuple[str, str]:
 
 
 def _has_wandb_login() -> bool:
-    """Whether a key is at hand, found without the network: the environment, or the netrc file `wandb login` writes."""
+    """Whether there is a key, without the network: in the environment, or the netrc file that `wandb login` writes."""
     from requests.utils import get_netrc_auth  # it looks where wandb does
 
     try:
@@ -93,12 +93,11 @@ def start_wandb(
     resume: bool,
     commit: Callable[[], str | None] = lambda: None,
 ) -> tuple[Any, str]:
-    """Start a wandb run that never asks and never waits long; (the run or None, a sentence).
+    """Start a wandb run, without prompts or long waits; returns (the run or None, a sentence).
 
-    commit: asked for the commit that wandb is told. wandb's own look at git is switched off: the address of a remote
-    may name its user.
+    commit: returns the commit that wandb records. wandb's own use of git is off: a remote's address may name its user.
 
-    ValueError where it was asked for by name and does not start.
+    ValueError where wandb was asked for by name and does not start.
     """
     if mode == "disabled":
         return None, "wandb off"
@@ -155,5 +154,5 @@ def named(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def brief(error: Exception) -> str:
-    words = str(error).splitlines()  # none where wandb's service has died
-    return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
+    lines = str(error).splitlines()  # none where wandb's service has died
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

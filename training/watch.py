@@ -1,9 +1,9 @@
-"""What ends a run of several processes when one of them dies or hangs: a thread in each that watches all.
+"""The watchdog of a run of several processes: a thread in each that ends it when one of them dies or hangs.
 
-Each process writes a beat into the store that they met at: its step, and how often it came to where all meet. Who is
-not heard of for long is dead or stopped; who lets the others wait for long, and did not say that it is busy, hangs. The
-thread then says in one line which rank, step and host it was, and ends its process: the loop itself may be inside a
-collective operation that never returns. Checkpoints are whole at any moment, so nothing that was saved is lost.
+Each process writes a heartbeat into the store: its step, and how many collectives it has entered. A process without a
+heartbeat for long is dead or stopped; one that the others wait for longer than its patience hangs. The thread then says
+in one line which rank, step and host it was, and ends its process: the loop itself may be inside a collective operation
+that never returns. Checkpoints are whole at any moment, so nothing that was saved is lost.
 """
 
 import json
@@ -38,7 +38,7 @@ def wait_for_saves(seconds: float | None = None) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process ended, or has to be given up."""
+    """Why a process ended, or counts as lost."""
 
     rank: int
     host: str
@@ -49,7 +49,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Limits:
-    """In seconds that this process watched: none count in which it or the store stood still itself.
+    """In seconds in which this process and the store were running: none count in which either was stopped.
 
     Where a process dies, the collective operations of the others fail at once with gloo, and never with NCCL.
     """
@@ -64,7 +64,7 @@ LIMITS = Limits()
 
 
 class Watch:
-    """Begins at once. `stop` it before the process leaves."""
+    """Starts its threads at once; `stop` it before the process exits."""
 
     def __init__(self, world: "World", store: dist.Store, limits: Limits) -> None:
         self._world, self._limits = world, limits
@@ -72,9 +72,9 @@ class Watch:
         self._store.set_timeout(timedelta(seconds=limits.silent))
         self._stopped = threading.Event()
         self._suspicion = ""
-        self._looks = 0  # the clock here: one a beat
-        self._heard = [("", 0)] * world.size  # the last beat, and when it was new
-        self._late = [(0, 0)] * world.size  # how often it had arrived, and since when others are ahead
+        self._looks = 0  # this class's clock: one look each beat
+        self._heard = [("", 0)] * world.size  # each rank's last beat, and when it arrived
+        self._late = [(0, 0)] * world.size  # each rank's collectives, and since when the others are ahead
         self._beats = 0
         self._beat()
         world.all_gather("watched")  # from here on each has a beat
@@ -86,19 +86,19 @@ class Watch:
         self._stopped.set()
 
     def suspect(self, reason: str) -> None:
-        """Something went wrong here that another's death explains."""
+        """Note an error here that another process's death would explain."""
         self._suspicion = self._suspicion or reason
 
     def wait_for_the_end(self, reason: str) -> NoReturn:
-        """Called where communication failed: the thread finds out why and ends the process."""
+        """Called where communication failed: wait until the thread finds out why and ends the process."""
         self.suspect(reason)
         self._thread.join(2 * self._limits.silent)
         self._end(Failure(self._world.rank, self._world.hosts[self._world.rank], self._world.step, reason), [])
 
     def post(self, failure: Failure, silent: Collection[int] = ()) -> None:
-        """Tell all why this process ends; the first such word counts. The `silent` ranks are not waited for."""
+        """Tell all why this process ends; the first message counts. The `silent` ranks are not waited for."""
         world = self._world
-        with suppress(RuntimeError):  # nobody is left to be told
+        with suppress(RuntimeError):  # the store is gone, and the others with it
             self._store.compare_set("failed", "", json.dumps(asdict(failure)))
             if world.is_first:  # the store may be its own, so it ends when the others have read that
                 others = [f"heard/{rank}" for rank in range(1, world.size) if rank not in silent]
@@ -118,7 +118,7 @@ class Watch:
                 self._end(*found)
 
     def _guard(self) -> None:
-        """End where a look does not return: a call to a store whose process was stopped waits for ever."""
+        """End the process if a look does not return: a call to the store of a stopped process never does."""
         looks = still = 0
         while not self._stopped.wait(self._limits.beat):
             looks, still = self._looks, still + 1 if self._looks == looks else 0
@@ -132,7 +132,7 @@ class Watch:
         self._store.set(f"beat/{world.rank}", text)
 
     def _look(self) -> tuple[Failure, list[int]] | None:
-        """Who failed, if anybody, and which ranks no longer speak."""
+        """Who failed, if anyone, and which ranks no longer send beats."""
         world, limits, now = self._world, self._limits, self._looks
         self._looks += 1
         self._beat()
@@ -154,7 +154,7 @@ class Watch:
         return self._hanging([json.loads(beat) for beat in beats], now)
 
     def _hanging(self, beats: list[list], now: int) -> tuple[Failure, list[int]] | None:
-        """Who lets the others wait."""
+        """A rank that the others have waited for longer than its patience."""
         furthest = max(arrivals for _, _, arrivals, _ in beats)
         for rank, (_, step, arrivals, patience) in enumerate(beats):
             if arrivals == furthest or arrivals != self._late[rank][0]:
@@ -165,7 +165,7 @@ class Watch:
         return None
 
     def _end(self, failure: Failure, silent: list[int]) -> NoReturn:
-        """Say it, in one process of those that are left, and end this one."""
+        """Print the failure, in one of the processes that are left, and end this one."""
         wait_for_saves(self._limits.silent / 4)  # one that is nearly on disk
         if self._world.rank == min(rank for rank in range(self._world.size) if rank not in silent):
             cursor = SHOW_CURSOR if sys.stdout is not None and sys.stdout.isatty() else ""
@@ -175,7 +175,7 @@ class Watch:
 
 
 class StepClock:
-    """How long this process computes before it waits for the others, in ms; on CUDA in the last step that is over."""
+    """How long this process computes before it waits for the others, in ms; on CUDA, of the last finished step."""
 
     def __init__(self) -> None:
         self.last_ms = 0.0
