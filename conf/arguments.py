@@ -1,7 +1,7 @@
-"""A program's arguments, read as they were typed and handed to Hydra.
+"""A program's command line, translated for Hydra.
 
-Text is text: the value of a key that holds text arrives as typed, without the quotes around all of it if it has any;
-only under -m, where a comma separates the values of a sweep, one with a comma is read by Hydra's grammar.
+The value of a key that holds text arrives as typed, without quotes around all of it; only under -m, where a comma
+separates the values of a sweep, a value with a comma is read by Hydra's grammar.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def read(
     if empty := {"hydra.run.dir=", "hydra.sweep.dir="}.intersection(values):  # of a shell's variable that is not set
         refuse(f"{empty.pop()} names no folder; write . for this one")
     if positional and (bare := [value for value in values if _is_positional(value)]):
-        if named := [value for value in values if value.startswith(f"{positional}=")]:  # a folder may be called so
+        if named := [value for value in values if value.startswith(f"{positional}=")]:
             refuse(f"{named[0]} and {bare[0]} are given both ways; leave {positional}= out")
         listed = ",".join(map(_quoted, bare))
         values = [value for value in values if value not in bare] + [f"{positional}=[{listed}]"]
@@ -60,7 +60,7 @@ def _is_positional(value: str) -> bool:
 
 
 def _as_typed(argument: str, keys: dict[str, Key], *, sweeps: bool) -> str:
-    """A key=value argument whose value, if its key holds text, no grammar changes: neither Hydra's nor OmegaConf's."""
+    """A key=value argument, quoted so that neither Hydra's nor OmegaConf's grammar changes the text of a text key."""
     key, equals, value = argument.partition("=")
     known = keys.get(key.lstrip("+"))
     if not equals or known is None or not known.is_text or (sweeps and "," in value):
@@ -75,7 +75,7 @@ def _as_typed(argument: str, keys: dict[str, Key], *, sweeps: bool) -> str:
 
 
 def _quoted(value: str) -> str:
-    """`value` between quotes as Hydra's grammar and OmegaConf's interpolations leave it unchanged.
+    """`value` in quotes, escaped so that Hydra's grammar and OmegaConf's interpolation leave it unchanged.
 
     A backslash is doubled only where it would otherwise be read as an escape: before a quote, `${`, or the end.
     """

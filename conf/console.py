@@ -1,4 +1,4 @@
-"""A console that cannot be written (full disk, `| head`, closed terminal, ASCII) ends no program."""
+"""A console that cannot be written to (full disk, `| head`, closed terminal, ASCII) does not end a program."""
 
 import os
 import sys
@@ -7,12 +7,12 @@ from typing import Any, TextIO
 
 
 class Output:
-    """A text stream whose failures to write are no errors: what it does not take is left out, and it is tried again.
+    """A text stream that ignores failures to write: the text is lost, and the next write is tried again.
 
     Characters that its encoding lacks are written as \\u65e5.
 
     Args:
-        report: told of the first failure.
+        report: called with the first failure.
     """
 
     def __init__(self, stream: TextIO, report: Callable[[OSError], None] = lambda error: None) -> None:

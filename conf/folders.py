@@ -1,4 +1,4 @@
-"""The folder of a run: which it is, what lies in it, and that a refused run leaves none."""
+"""The folder of a run: its path, its contents, and its removal after a refused run."""
 
 import os
 import re
@@ -28,9 +28,9 @@ def folder_of_run(resume: str | None, name: str | None, experiment: str, time: s
 
 
 def newest_run(name: str | None, experiment: str) -> Path | None:
-    """What `auto` is; None where no run of that name has saved."""
+    """The folder that resume=auto means; None where no run of that name has saved a checkpoint."""
     earlier = [path.parent for path in Path(_runs(name, experiment)).glob("*/checkpoints")]
-    # by the time of its name; a folder that somebody renamed has none, and was put aside
+    # by the time in its name; a folder without one was renamed by the user, so it comes last
     return max(earlier, key=lambda run: (bool(DATED.match(run.name)), run.name), default=None)
 
 
@@ -41,7 +41,7 @@ def _runs(name: str | None, experiment: str) -> str:
 
 @cache  # it is asked for more than once
 def _own(folder: str) -> str:
-    """`folder`, made by this process, or the next number of it where another began in the same second."""
+    """`folder`, made by this process, or with a number where another run began in the same second."""
     own, number = folder, 1
     while True:
         try:
@@ -51,12 +51,12 @@ def _own(folder: str) -> str:
         except FileExistsError:
             number += 1
             own = f"{folder}_{number}"
-        except OSError:  # Hydra meets it again, and it is explained there
+        except OSError:  # Hydra will fail with it too, and conf/mistakes.py explains it then
             return folder
 
 
 def listing(folder: Path) -> dict[str, int]:
-    """What lies in `folder` and when it was changed."""
+    """The names in `folder` and when each was changed."""
     return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir()} if folder.is_dir() else {}
 
 

@@ -27,19 +27,19 @@ TYPED = (
 
 @dataclass(frozen=True)
 class Key:
-    """What a dataclass says of a field."""
+    """A field of a dataclass."""
 
     type: Any
     comment: str = ""  # at the end of its line
 
     @property
     def is_text(self) -> bool:
-        """Whether its values are text, or may be: `Any` stands for text or a list of texts."""
+        """Whether its values are or may be text: `Any` stands for text or a list of texts."""
         return self.type in (str, str | None, Any)
 
 
 def is_folder_name(name: str) -> bool:
-    """Whether it can be one folder below runs/, on any system."""
+    """Whether `name` is a valid folder name on any system."""
     return bool(re.fullmatch(r"\w[\w .+=-]*", name))
 
 

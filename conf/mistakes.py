@@ -1,6 +1,6 @@
-"""What a user did wrong, in one line: the key, its value, the remedy.
+"""A user's mistake in one line: the key, its value, the remedy.
 
-Hydra, OmegaConf and the operating system each have words of their own for it; `explain` turns them into ours.
+Hydra, OmegaConf and the operating system each have their own messages; `explain` translates them.
 """
 
 import difflib
@@ -23,7 +23,7 @@ from conf.keys import GROUPS, Key
 from training.lock import NAME as LOCK
 
 EXIT_USER_ERROR = 2
-# what Hydra says -> what we say
+# Hydra's messages -> ours
 _HYDRAS = {
     r"Ambiguous value for argument '(.*?)'": "{} is several values; use -m for one run each, or one value",
     r"Sweep parameters '(.*?)' requires": "{} is several values; use -m for one run each, or one value",
@@ -47,7 +47,7 @@ def fail(message: str) -> int:
 
 
 def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = None) -> str:
-    """One line for whatever Hydra, OmegaConf, the system or a dataclass had to say.
+    """One line for an error of Hydra, OmegaConf, the operating system or a dataclass.
 
     keys: `known_keys` of the schema. cfg: what was composed, where it got so far; a wrong value is read from it.
     """
@@ -85,7 +85,7 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
 
 
 def no_value(key: str, choice: str | None = None) -> str:
-    """One line for OmegaConf's mark of a value that is to be given; a merge would leave the default in its place.
+    """One line for ???, OmegaConf's mark of a missing value; a merge would silently leave the default there.
 
     choice: group=NAME of the file that has it, where it was not typed.
     """

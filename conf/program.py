@@ -1,4 +1,4 @@
-"""How every program of this project starts: Hydra composes, dataclasses check, one line explains what is wrong.
+"""How every program starts: Hydra composes, dataclasses check, one line explains a mistake.
 
 `@program("config", Settings)` turns a function of `(settings, run_dir)` into a command line. A user's mistake (a
 typo, a wrong type, an impossible value, a missing file) ends with one line on stderr and exit code 2. What is raised
@@ -104,7 +104,7 @@ def program(
 
             @wraps(main)  # Hydra asks where it comes from
             def task(cfg: DictConfig) -> None:
-                runs.one(cfg)
+                runs.run_one(cfg)
 
             try:
                 if wants_help:
@@ -132,7 +132,7 @@ def program(
             if runs.exit_codes:
                 sys.exit(max(runs.exit_codes))
 
-        command_line.front = (config, schema, defaults)  # type: ignore[attr-defined]
+        command_line.front = (config, schema, defaults)  # type: ignore[attr-defined]  # for tests
         return command_line
 
     return decorate
@@ -140,7 +140,7 @@ def program(
 
 @dataclass
 class _Runs(Generic[S]):
-    """What a command line starts: one run of `main`, or those of a sweep, in this process or beside others.
+    """The runs that a command line starts: one, or those of a sweep, in this process alone or with others.
 
     Attributes:
         typed: the command line; values: its key=value arguments with `defaults`, those of the program.
@@ -166,8 +166,8 @@ class _Runs(Generic[S]):
     def is_first(self) -> bool:
         return self.processes is None or self.processes.is_first
 
-    def one(self, cfg: DictConfig) -> None:
-        """One run, of what Hydra composed. Where it is refused or stops, the other runs of a sweep go on."""
+    def run_one(self, cfg: DictConfig) -> None:
+        """One run with Hydra's `cfg`. If it is refused or stops, the other runs of a sweep still start."""
         folder = Path(os.path.relpath(HydraConfig.get().runtime.output_dir))
         if self.processes:
             folder = Path(self.processes.broadcast(str(folder)))
@@ -199,8 +199,8 @@ class _Runs(Generic[S]):
             raise
 
     def _settings(self, cfg: DictConfig, folder: Path) -> tuple[S, Path]:
-        """The first process's checked settings, and the folder that `main` works on."""
-        run = folder  # or what train.py would go on with, where nothing is written
+        """(settings, folder) for `main`, checked; the same in all processes."""
+        run = folder  # or the one that train.py would resume, for a program that writes nothing
         if not self.writes and folder == Path() and cfg.get("resume") == "auto":
             run = newest_run(cfg.name, HydraConfig.get().runtime.choices.experiment) or folder
         if self.is_first:
@@ -218,7 +218,7 @@ class _Runs(Generic[S]):
         return settings, run
 
     def _refuse(self, error: ValueError | OSError, folder: Path, before: dict) -> None:
-        """End a run with one line; `before`: the listing of its folder before it began."""
+        """End a run with one line of error; `before`: the listing of its folder before it began."""
         message = of_the_system(error, folder) if isinstance(error, OSError) else str(error)
         # the run had begun; in a folder that is another process's, it had not. In "." anybody may write
         has_begun = folder != Path() and not isinstance(error, InUse) and listing(folder) != before
@@ -235,7 +235,7 @@ class _Runs(Generic[S]):
         self.refused.append(f"no run of {' '.join(varied) or 'this'}: {message}")
 
     def _end_all(self, folder: Path, message: str, code: int) -> None:
-        """End this one of several processes, and let the others know why they must, too. One alone goes on."""
+        """Of several processes, tell the others why they must end and end this one; with one process, do nothing."""
         if self.processes is None:
             return
         if self.is_first:

@@ -1,4 +1,4 @@
-"""What a run is that does not begin at nothing: settings of an earlier one, and on top what the command line names."""
+"""The settings of a run with `resume` or `init_from`: the earlier run's, and the command line's on top."""
 
 import re
 from pathlib import Path
@@ -13,10 +13,10 @@ from training.resume import MAY_CHANGE, earlier_settings, settings_as_asked
 
 
 def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, known: set[str]) -> DictConfig:
-    """`cfg` as the run that `resume` or `init_from` names makes it.
+    """`cfg` with the settings of the run that `resume` or `init_from` names.
 
-    A resumed run is what it was; the keys and groups of `typed` are `cfg`'s. With `init_from` model and tokenizer are
-    the checkpoint's, where `typed` chooses no experiment: those are then all of `cfg`'s.
+    A resumed run keeps its settings but for the keys and groups in `typed`, which are `cfg`'s. With `init_from` model
+    and tokenizer are the checkpoint's, unless `typed` chooses an experiment.
 
     Args:
         cfg: what was composed.
@@ -35,8 +35,8 @@ def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, know
         if earlier:
             earlier |= {"resume": str(resume), "profile": False}  # a profile is asked for each time
             cfg, composed = OmegaConf.create({}), cfg
-            _take(cfg, earlier, known)
-            _type(cfg, composed, overrides)
+            _apply_values(cfg, earlier, known)
+            _apply_overrides(cfg, composed, overrides)
             if "experiment" in chosen:
                 print("settings   the run's own; experiment is not read again, other keys that were typed are")
     if init_from and isinstance(init_from, str) and not earlier and "experiment" not in chosen:
@@ -49,19 +49,19 @@ def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, know
         }
         composed = cfg.copy()
         OmegaConf.set_struct(cfg, False)
-        _take(cfg, first, known)
-        _type(cfg, composed, overrides)
+        _apply_values(cfg, first, known)
+        _apply_overrides(cfg, composed, overrides)
     return cfg
 
 
-def _take(cfg: DictConfig, values: dict[str, Any], known: set[str]) -> None:
+def _apply_values(cfg: DictConfig, values: dict[str, Any], known: set[str]) -> None:
     for key, value in values.items():
         if key in known:
-            OmegaConf.update(cfg, key, _literal(value), force_add=True)
+            OmegaConf.update(cfg, key, _escaped(value), force_add=True)
 
 
-def _type(cfg: DictConfig, composed: DictConfig, overrides: list[Override]) -> None:
-    """Give `cfg` what was composed of each override: of a group all of it."""
+def _apply_overrides(cfg: DictConfig, composed: DictConfig, overrides: list[Override]) -> None:
+    """Set in `cfg` what each override composed to; for a group, all of its keys."""
     for override in overrides:
         key = override.key_or_group
         if key == "experiment":
@@ -73,8 +73,8 @@ def _type(cfg: DictConfig, composed: DictConfig, overrides: list[Override]) -> N
             OmegaConf.update(cfg, key, OmegaConf.select(composed, key), merge=False, force_add=True)
 
 
-def _literal(value: Any) -> Any:
-    """A value that OmegaConf leaves as it is: what was resolved once refers to nothing."""
+def _escaped(value: Any) -> Any:
+    """A value whose `${` OmegaConf does not interpolate: it has been resolved once."""
     if isinstance(value, list):
-        return [_literal(item) for item in value]
+        return [_escaped(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Attention by name: the one place where the model chooses who computes softmax(q k^T) v.
+"""Attention by name: the one place where the model chooses the implementation of softmax(q k^T) v.
 
 Every function takes q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), where Hq is a multiple of Hkv, and returns
 (B, Hq, Nq, D) in q's dtype. The causal mask is aligned bottom-right: query i sees key j when
@@ -6,7 +6,7 @@ j <= i + Nk - Nq, so the last query always sees every key. `scale` defaults to 1
 
 `window` (left, right) also hides keys further than that from the diagonal; -1 is no bound. With `documents`, a
 `Documents`, B is 1 and tokens see only their own document. `dropout_p` drops probabilities by a mask that is a function
-of a seed drawn from torch's generator, the same for every backend. Who can do what is said in kernels/support.py.
+of a seed drawn from torch's generator, the same for every backend. kernels/support.py lists what each can do.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,14 +31,14 @@ class Documents(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Where a process's tokens stand in rows that several processes share (training/context.py)."""
+    """Positions and documents of a process's tokens in rows that several processes share (training/context.py)."""
 
     positions: Tensor  # (N,) int64: each token's, in its row or document
-    documents: Any  # for attention, as the function that replaces it takes them
+    documents: Any  # as the methods of model/context.py take them
 
 
 def _packing(documents: Documents | None) -> dict:
-    """What kernels/ calls the documents."""
+    """The documents under the names of kernels/."""
     return {} if documents is None else {"cu_seqlens": documents.cu_seqlens, "max_seqlen": documents.max_seqlen}
 
 
@@ -69,7 +69,7 @@ def sdpa(
     documents: Documents | None = None,
     block_mask: kernels.BlockMask | None = None,
 ) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, which picks its own kernel. Window, dropout, documents: ValueError.
+    """PyTorch's scaled_dot_product_attention, which picks its own kernel; ValueError for window, dropout, documents.
 
     A block mask becomes Nq x Nk booleans in memory.
     """
@@ -99,7 +99,7 @@ def sdpa(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-    """On a CPU in float32, whose backward takes a quarter of the time that 16 bits do."""
+    """In float32 on a CPU, where its backward takes a quarter of the time that it does in 16 bits."""
     if q.device.type != "cpu" or q.dtype.itemsize > 2:
         return F.scaled_dot_product_attention(q, k, v, **given)
     with torch.autocast("cpu", enabled=False):
@@ -111,20 +111,20 @@ ATTENTION: dict[str, AttentionFunction] = {"flash": flash, "naive": naive, "tile
 
 @contextmanager
 def attend_with(model: nn.Module, wrap: Callable[[int, AttentionFunction], AttentionFunction]) -> Iterator[None]:
-    """Within it, each layer of `model` calls `wrap(layer, attend)` in place of its own `attend`.
+    """Inside, each layer of `model` calls `wrap(layer, attend)` in place of its own `attend`.
 
     The one way to watch or to replace a GPT's attention. Enter it before the model is compiled: a compiled model keeps
     the function that it was traced with.
     """
-    # those of a model of transformers have no such seam
+    # layers of a model of transformers have no `attend`
     modules = [block.attention for block in model.blocks if hasattr(getattr(block, "attention", None), "attend")]
-    named = [module.attend for module in modules]
+    own = [module.attend for module in modules]
     try:
         for layer, module in enumerate(modules):
-            module.attend = wrap(layer, named[layer])
+            module.attend = wrap(layer, own[layer])
         yield
     finally:
-        for module, attend in zip(modules, named, strict=True):
+        for module, attend in zip(modules, own, strict=True):
             module.attend = attend
 
 
@@ -138,7 +138,7 @@ def resolve_attention(
         device: where attention will run.
         dtype: of q, k and v, that is the autocast type where autocast is on.
         head_dim: D, in elements.
-        features: what will be asked of it, in the words of kernels/support.py: "gqa", "window", "varlen".
+        features: what it must support, in the words of kernels/support.py: "gqa", "window", "varlen".
 
     Returns:
         (resolved name, reason): a key of ATTENTION and one sentence for the first lines of the run.

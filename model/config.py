@@ -1,4 +1,4 @@
-"""What a GPT is made of: sizes and switches, and which of their values can be."""
+"""A GPT's configuration: sizes and options, and their valid values."""
 
 import math
 from dataclasses import dataclass, replace
@@ -65,7 +65,7 @@ class GPTConfig:
         return self.dropout + self.attention_dropout > 0
 
     def attention_features(self, document_mask: bool = False) -> tuple[str, ...]:
-        """What the network asks of attention, in the words of kernels/support.py."""
+        """What the network needs of attention, in the words of kernels/support.py."""
         used = {
             "gqa": self.kv_heads != self.num_heads,
             "window": self.window is not None and self.mask is None,  # a mask holds the window
@@ -147,7 +147,7 @@ def resolve_model(
 
     Args:
         dtype: what attention will run in, that is the autocast type where autocast is on.
-        document_mask: whether attention will be asked to keep packed documents apart.
+        document_mask: whether attention must keep packed documents apart.
 
     Returns:
         (the copy, why this attention, why this loss); the reasons are one sentence each.

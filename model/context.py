@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a process group share each sequence, and attention exchanges what they lack.
+"""Context parallelism: the ranks of a process group share each sequence, and exchange what attention needs.
 
 Three methods, over the attention that the model names; W is the number of ranks, n = N / W a rank's tokens:
 
@@ -18,7 +18,7 @@ rounded to q's dtype before they are merged in float32, and it takes no window, 
 
 Every exchange is an all-to-all or an all-gather: sums over ranks are made here, in float32 and in the order of ranks,
 so that the same W gives the same bits whatever the network's library does. Gradients of weights and sinks are those of
-this rank's tokens or heads: whoever trains adds them over the group. `heads` and `gather` can be traced by
+this rank's tokens or heads: the training step adds them over the group. `heads` and `gather` can be traced by
 torch.compile.
 """
 
@@ -34,7 +34,7 @@ from model.attention import ALL, AttentionFunction, Documents, flash
 KNOWN = {"scale", "softcap", "alibi_slopes", "sinks", "dropout_p"}  # options that mean the same to a part of the rows
 
 
-# --- which tokens are whose
+# --- which tokens a rank has
 
 
 def part_of(x: Tensor, rank: int, world_size: int, method: str, dim: int = 1) -> Tensor:
@@ -162,7 +162,7 @@ def heads(
     documents: Documents | None = None,
     **options,
 ) -> Tensor:
-    """Attention of sequences whose tokens lie in W pieces: each rank computes all tokens of 1 / W of the heads.
+    """Attention of sequences cut into W pieces: each rank computes all tokens of 1 / W of the heads.
 
     Args:
         attend: the attention of one process.
@@ -181,7 +181,9 @@ def heads(
         if options[name] is not None:
             options[name] = options[name].chunk(world_size, dim=-1)[rank]
     q, k, v = _Exchange.apply(_all_tokens, _all_heads, group, q, k, v)
-    o = attend(q, k, v, causal=causal, window=window, documents=documents, **_given(options))  # (B, Hq / W, N, D)
+    o = attend(
+        q, k, v, causal=causal, window=window, documents=documents, **_without_defaults(options)
+    )  # (B, Hq / W, N, D)
     return _Exchange.apply(_all_heads, _all_tokens, group, o)[0]
 
 
@@ -197,7 +199,7 @@ def gather(
     documents: tuple[Documents, ...] | None = None,
     **options,
 ) -> Tensor:
-    """Attention of zig-zag parts: each rank gathers K and V, and its two chunks of queries meet what they see.
+    """Attention of zig-zag parts: each rank gathers K and V, and attends with its two chunks of queries.
 
     Args and returns as `heads`, for any W; `documents` of each chunk, by `documents_of_chunks`. Raises ValueError for a
     window or documents that are not causal.
@@ -212,13 +214,13 @@ def gather(
         ends, queries = (q.size(2) * world_size,), (q,)
     outputs = []
     for i, keys in enumerate(_Keys.apply(_tokens_first(k, v), group, ends)):
-        given = {"window": window, "documents": documents and documents[i], **_given(options)}
+        given = {"window": window, "documents": documents and documents[i], **_without_defaults(options)}
         outputs.append(attend(queries[i], *_heads_first(keys), causal=causal, **given).transpose(1, 2))
     return torch.cat(outputs, dim=1).transpose(1, 2)
 
 
 def documents_of_chunks(cu_seqlens: Tensor, tokens: int, rank: int, world_size: int) -> tuple[Documents, Documents]:
-    """What `gather` needs of documents in a row of N = `tokens`: for each chunk, how much of each it asks and sees.
+    """The documents of `gather` in a row of N = `tokens`: for each chunk of a rank, those of its queries and keys.
 
     cu_seqlens: (documents + 1,) int32 of the whole row. A document ends for queries and keys where the chunk ends, so
     that its last query still sees its last key; those before the chunk have keys and no queries.
@@ -243,13 +245,13 @@ def ring(
     window: tuple[int, int] = ALL,
     **others,
 ) -> Tensor:
-    """Attention of zig-zag parts: K and V go round, each rank merges what it sees of each block by its LSE.
+    """Attention of zig-zag parts: K and V travel around the ring, and each rank merges its blocks by their LSE.
 
     torch.compile must not trace it: each transfer would be waited for at once, and torch 2.11 gave wrong gradients.
     Args and returns as `heads`, for any W. `attend` also takes `return_lse`; scale is positive. Raises ValueError for
     what it cannot do: window, documents, dropout, ALiBi, sinks.
     """
-    beyond = [name for name, value in {"window": window != ALL, **others}.items() if _is_asked(value)]
+    beyond = [name for name, value in {"window": window != ALL, **others}.items() if _is_set(value)]
     if beyond:
         raise ValueError(f"parallel.context_method=ring takes no {' or '.join(beyond)}; use {_instead('ring')}")
     scale = q.size(3) ** -0.5 if scale is None else scale
@@ -259,7 +261,7 @@ def ring(
 
 
 class _Ring(torch.autograd.Function):
-    """Keeps q, k, v, O and LSE of the rank. K and V go round in both passes, and dK, dV with them in the second."""
+    """Keeps q, k, v, O and LSE of the rank. K and V travel in both passes, and dK, dV with them in the second."""
 
     @staticmethod
     def forward(ctx, q, kv, group, attend, causal, options):
@@ -293,7 +295,7 @@ class _Ring(torch.autograd.Function):
             dkv[:, cols] += _tokens_first(*block[1:])
             dkv = _pass_on(dkv, group)
             kv = None if is_last else collectives.wait_tensor(arriving)
-        # passed on W times it is at home
+        # after W steps dK, dV are back at their rank
         return dq.to(q.dtype), collectives.wait_tensor(dkv).to(q.dtype), None, None, None, None
 
 
@@ -313,7 +315,7 @@ def _blocks(group: dist.ProcessGroup, causal: bool, tokens: int) -> Iterator[tup
 
 
 def _merge(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
-    """Put a block into O and LSE, weighted by its share of the softmax's denominator; in place."""
+    """Merge a block into O and LSE, in place, weighted by its share of the softmax's denominator."""
     total = torch.logaddexp(lse, lse_block)
     o.lerp_(o_block.to(o.dtype), torch.exp(lse_block - total)[..., None])
     lse.copy_(total)
@@ -357,12 +359,12 @@ def _heads_first(kv: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in kv.chunk(2, dim=2)]
 
 
-def _given(options: dict) -> dict:
-    """Without those that are off, which not every attention knows."""
-    return {name: value for name, value in options.items() if _is_asked(value)}
+def _without_defaults(options: dict) -> dict:
+    """Only those that are set: not every attention takes all."""
+    return {name: value for name, value in options.items() if _is_set(value)}
 
 
-def _is_asked(value: object) -> bool:
+def _is_set(value: object) -> bool:
     return isinstance(value, Tensor) or value not in (None, False, 0.0)
 
 

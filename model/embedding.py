@@ -19,13 +19,13 @@ def embed(tokens: Tensor, table: Tensor) -> Tensor:
 def embedding_bwd(do: Tensor, tokens: Tensor, rows: int) -> Tensor:
     """The gradient of a table of `rows` rows, (rows, C), from that of the rows looked up, (..., C)."""
     # where few rows are looked up often, PyTorch 2.11 adds with atomics on a GPU too, unless it is asked not to
-    asked, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    mode, filled = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         return torch.ops.aten.embedding_dense_backward(do, tokens, rows, -1, False)  # no padding row, no scaling
     finally:
-        torch.set_deterministic_debug_mode(asked)
+        torch.set_deterministic_debug_mode(mode)
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 

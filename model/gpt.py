@@ -91,7 +91,7 @@ class CausalSelfAttention(nn.Module):
         kv_cache: KVCache | Prompts | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Attention between its products: (B, N, (Hq + 2 Hkv) D) -> (B, N, C); cos is None if q and k are turned."""
+        """Attention between its two projections: (B, N, (Hq + 2 Hkv) D) -> (B, N, C); cos is None after RoPE."""
         B, N, _ = qkv.shape
         qkv = qkv.view(B, N, -1, self.head_dim)  # (B, N, Hq + 2 Hkv, D)
         if cos is None:
@@ -170,10 +170,10 @@ class Block(nn.Module):
         return x  # (B, N, C)
 
     def decode(self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: KVCache) -> Tensor:
-        """`forward` of the few tokens of a step of generation: four products, and all but attention is part of one."""
+        """`forward` of the few tokens of a step of generation: attention, and four products with the rest fused in."""
         attention, mlp = self.attention, self.mlp
         rotary = None
-        if attention.norm_eps is None:  # a head's norm stands before its turn
+        if attention.norm_eps is None:  # else q and k are normed first, and RoPE comes after the product
             rotary, cos, sin = (cos, sin, attention.num_heads + attention.kv_heads), None, None
         qkv = skinny_linear(x, attention.qkv.weight, norm_eps=NORM_EPS, rotary=rotary)
         o = attention.heads(qkv, cos, sin, kv_cache)
@@ -182,7 +182,7 @@ class Block(nn.Module):
         return skinny_linear(h, mlp.down.weight, residual=x, workspace=kv_cache.products_workspace)  # (B, N, C)
 
     def costly_products(self) -> tuple[nn.Linear, ...]:
-        """The products whose outputs activation_checkpointing=selective keeps, beside attention's.
+        """The products whose outputs activation_checkpointing=selective keeps, besides attention's.
 
         Keeping a tensor costs bytes and saves the FLOPs of computing it again. For a token and layer in 16 bit:
 

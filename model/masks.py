@@ -1,4 +1,4 @@
-"""Patterns of attention by name, `model.mask`: which token sees which, beside plain causal attention."""
+"""Attention masks by name, `model.mask`: which token sees which, other than plain causal attention."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kernels import BlockMask, block_mask
 
-# name -> what its number N counts, and who sees whom; all but prefix are causal. W is model.window.
+# name -> which tokens each token sees, given its number N; all but prefix are causal. W is model.window.
 PATTERNS = {
     "prefix": "the first N tokens see each other both ways, and all tokens see them",
     "bigbird": "the W tokens before, the first N tokens, and one block of 64 x 64 in twenty, drawn once",

@@ -88,7 +88,7 @@ def _no_table(self: nn.Module, size: int = 0, device: torch.device | str | None 
 
 
 @lru_cache  # a model's cast to 16 bits would round what lay in the model
-@torch.inference_mode(False)  # whoever trains later gets the same ones
+@torch.inference_mode(False)  # the cached tensors may be used in training later
 def _slopes_on(device: torch.device, rows: int, heads: int) -> Tensor:
     """(rows, heads): as the kernels take them, so that no layer makes that copy."""
     return torch.tensor(alibi_slopes(heads), device=device).repeat(rows, 1)

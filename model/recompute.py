@@ -1,6 +1,6 @@
 """Activation checkpointing: keep a block's input, drop the rest, compute it again in backward.
 
-The code says "recompute", because here the word "checkpoint" means files. Source: arXiv:1604.06174.
+The code says "recompute", as a "checkpoint" here is a folder of files. Source: arXiv:1604.06174.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,8 @@ def recompute(block: Callable[..., Tensor], *inputs: Any, keep: tuple[nn.Linear,
 
     With `keep` (which may be empty) also what attention and the products with these layers returned.
 
-    The random state is kept and put back, so dropout draws the same mask the second time: the gradients are
-    those of the plain call, bit for bit where the operators are deterministic. Without a backward to come it is the
-    plain call.
+    The random state is restored, so that dropout draws the same mask the second time: the gradients are those of the
+    plain call, bit for bit where the operators are deterministic. Without autograd it is the plain call.
     """
     if not torch.is_grad_enabled():
         return block(*inputs)

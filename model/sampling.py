@@ -72,7 +72,7 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count >= vocab_size or logits.dtype == torch.float64:
         ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
         return ordered[:, :count], ids[:, :count]
-    # One integer says logit and id, so that no device is left a choice among equal logits. The bits of a float are in
+    # One integer holds logit and id, so that equal logits have one order on every device. The bits of a float are in
     # the order of its value, those of negative ones the other way round. Logits of 16 bits need half as wide a one.
     width = 16 if logits.element_size() == 2 and vocab_size <= 1 << 16 else 32
     narrow, wide = (torch.int16, torch.int32) if width == 16 else (torch.int32, torch.int64)
