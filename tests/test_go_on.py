@@ -315,7 +315,7 @@ def test_one_learning_rate_moves_both_optimizers():
     def rates(*overrides: str) -> list[float]:
         run = settings(*overrides)
         model = GPT(resolve_model(run.model, "cpu", torch.float32)[0], 257, 128, device="meta")
-        return [part.param_groups[0]["peak_lr"] for part in Optimizer(model, run.optim).parts]
+        return [part.param_groups[0]["peak_lr"] for part in Optimizer(model, run.optim).optimizers]
 
     assert rates() == [3e-3, 0.02]  # to the last bit, as the two rates were before there was one
     assert rates("optim.lr=6e-3") == [6e-3, 0.04]
@@ -343,13 +343,14 @@ def test_a_warm_up_that_reaches_into_the_decay_is_followed_by_all_of_it():
     assert [lr_factor(step, 1000, optim) for step in (399, 400, 700, 999)] == pytest.approx([1, 1, 0.5, 1 / 600])
 
 
-def test_a_large_model_on_a_cpu_is_announced_with_its_hours():
+def test_a_large_model_on_a_cpu_is_announced_with_its_hours(monkeypatch):
     run = settings("model=gpt2_124m", "optim=muon", "optim.muon_dtype=bfloat16")
 
     def said(optim, bfloat16: float, config=run.model, forward=2.7) -> str | None:
         model = GPT(resolve_model(config, "cpu", torch.float32)[0], 50257, 1024, device="meta")
-        measured = {"forward": lambda *_: forward, "rate": {torch.float32: 1e11, torch.bfloat16: bfloat16}.get}
-        return slow_on_a_cpu(model, optim, set_up(run.hardware), batch_tokens=4096, steps=300, **measured)
+        monkeypatch.setattr("training.speed.measured_forward", lambda *_: forward)
+        monkeypatch.setattr("training.speed.measured_rate", {torch.float32: 1e11, torch.bfloat16: bfloat16}.get)
+        return slow_on_a_cpu(model, optim, set_up(run.hardware), batch_tokens=4096, steps=300)
 
     # a backward takes two of four sequences' forwards, 2.7 s each: 32 s in all; Newton-Schulz: 4 x (4 m^2 n + 2 m^3)
     # for 12 layers of (2304, 768), (768, 768) and twice (3072, 768): 1.22e12 FLOPs

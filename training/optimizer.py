@@ -49,12 +49,9 @@ class OptimConfig:
     min_lr_ratio: float = 0.1  # the schedule ends at this fraction of the peak
 
     def __post_init__(self) -> None:
-        if self.name not in OPTIMIZERS:
-            raise ValueError(f"optim.name={self.name} is not one of {', '.join(OPTIMIZERS)}")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"optim.schedule={self.schedule} is not one of {', '.join(SCHEDULES)}")
-        if self.muon_dtype not in MUON_DTYPES:
-            raise ValueError(f"optim.muon_dtype={self.muon_dtype} is not one of {', '.join(MUON_DTYPES)}")
+        for key, choices in (("name", OPTIMIZERS), ("schedule", SCHEDULES), ("muon_dtype", MUON_DTYPES)):
+            if getattr(self, key) not in choices:
+                raise ValueError(f"optim.{key}={getattr(self, key)} is not one of {', '.join(choices)}")
         for key in ("lr", "muon_lr_ratio"):
             if not 0 < getattr(self, key) <= LARGEST_RATE:
                 raise ValueError(
@@ -152,11 +149,7 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: OptimConfig,
-        dtype: torch.dtype = torch.float32,
-        world: World = ALONE,
+        self, model: nn.Module, config: OptimConfig, dtype: torch.dtype = torch.float32, world: World = ALONE
     ) -> None:
         named = list(local_parameters(model))
         self._global = {local: parameter for _, local, parameter in named}  # DTensors where weights are sharded

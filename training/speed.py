@@ -89,9 +89,9 @@ def measured_rate(dtype: torch.dtype) -> float:
 
 
 def measured_forward(model: GPT, hardware: Hardware) -> float:
-    """Seconds of a forward over one sequence, as in training; the random stream is left as it was.
+    """Seconds of a forward over one sequence, as in training; the random stream is restored.
 
-    Attention in plain formulas and its dropout take longer than any count of FLOPs says.
+    Measured, as naive attention and its dropout take longer than their FLOPs.
     """
     tokens = torch.zeros(1, model.seq_len, dtype=torch.int64)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), hardware.autocast():
@@ -104,28 +104,19 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def slow_on_a_cpu(
-    model: GPT,
-    optim: OptimConfig,
-    hardware: Hardware,
-    *,
-    batch_tokens: int,
-    steps: int,
-    forward: Callable[[GPT, Hardware], float] = measured_forward,
-    rate: Callable[[torch.dtype], float] = measured_rate,
-) -> str | None:
-    """What steps on a CPU will take, and what would be faster, in a line; None where they are not slow.
+def slow_on_a_cpu(model: GPT, optim: OptimConfig, hardware: Hardware, *, batch_tokens: int, steps: int) -> str | None:
+    """How long steps take on a CPU, and what would be faster, in a line; None where they are not slow.
 
-    An estimate: the measured `forward` of a sequence, of which a backward takes two, and Newton-Schulz's FLOPs at the
-    `rate` of large matrix products. Of batch_tokens each process of `hardware.world` has its share. `optim` has its
-    muon_dtype resolved.
+    An estimate: the measured time of a sequence's forward, of which a backward takes two, and Newton-Schulz's FLOPs at
+    the measured rate of large matrix products. Of batch_tokens each process of `hardware.world` has its share. `optim`
+    has its muon_dtype resolved.
     """
     share = batch_tokens // hardware.world.size
     flops, of_muon = model_flops(model)["causal"] * share, flops_of_muon(model, optim)
     if flops + of_muon < FEW_FLOPS:
         return None
-    in_model = 3 * share / model.seq_len * forward(model, hardware)
-    in_muon = of_muon / rate(DTYPES[optim.muon_dtype]) if of_muon else 0.0
+    in_model = 3 * share / model.seq_len * measured_forward(model, hardware)
+    in_muon = of_muon / measured_rate(DTYPES[optim.muon_dtype]) if of_muon else 0.0
     seconds = in_model + in_muon
     if seconds < SLOW_STEP_SECONDS:
         return None

@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -65,8 +64,7 @@ class StopRequest:
 
     Args:
         max_hours: the time limit, None for none.
-        began: when the limit's time began, on `clock`.
-        world: the processes of the run.
+        began: when its time began, on time.perf_counter.
 
     Attributes:
         reason: why the run should stop ("SIGTERM", "train.max_hours=2"), None while it should not.
@@ -75,23 +73,17 @@ class StopRequest:
         overrides: key=value arguments that the resume command needs.
     """
 
-    def __init__(
-        self,
-        max_hours: float | None = None,
-        began: float = 0.0,
-        clock: Callable[[], float] = time.perf_counter,
-        world: World = ALONE,
-    ) -> None:
+    def __init__(self, max_hours: float | None = None, began: float = 0.0, world: World = ALONE) -> None:
         self.reason: str | None = None
         self.exit_code = 0
         self.purpose, self.overrides = "to go on", ()
-        self._max_hours, self._began, self._clock, self._world = max_hours, began, clock, world
+        self._max_hours, self._began, self._world = max_hours, began, world
         self._previous: dict[int, object] = {}
 
     @property
     def requested(self) -> bool:
         limit = self._max_hours
-        if self.reason is None and limit is not None and self._clock() - self._began >= limit * 3600:
+        if self.reason is None and limit is not None and time.perf_counter() - self._began >= limit * 3600:
             self.reason, self.exit_code = f"train.max_hours={limit:g}", EXIT_TIME_LIMIT
         if self._world.size == 1 or self.exit_code not in (0, *REASONS):
             return self.reason is not None
