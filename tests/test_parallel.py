@@ -23,10 +23,10 @@ from training.gradient_sum import GradientSum
 from training.hardware import Hardware
 from training.ordered_sum import ALIGNED, cut, padded
 from training.owners import dealt_by_cost
-from training.parallel import ALONE, NUM_VOTES, SLOW_STEPS, ParallelConfig, World
+from training.parallel import ALONE, ParallelConfig, World
 from training.rendezvous import meet, ranks
 from training.run import Run, resolve
-from training.watch import StepClock
+from training.step_messages import NUM_VOTES, SLOW_STEPS, StepClock
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -291,7 +291,7 @@ def test_sums_over_processes_lie_where_the_terms_lay(monkeypatch):
     sums, loss = world.sum(list(terms), torch.tensor(3.0), [torch.ones(2)])
     assert [x.data_ptr() for x in sums] == [x.data_ptr() for x in terms]
     assert all((x == 2).all() for x in sums)
-    assert loss == world.tail[0] == 6
+    assert loss == world.messages.tail[0] == 6
 
 
 def test_what_is_summed_is_cut_into_pieces_of_one_size():
@@ -342,7 +342,7 @@ def several(size: int) -> World:
     """One of `size` processes, without the others."""
     world = World()
     world.size, world.hosts = size, [f"host{rank}" for rank in range(size)]
-    world._slow_for = [0] * size
+    world.begin_run()
     return world
 
 
@@ -367,7 +367,7 @@ def test_a_slow_process_is_named_once():
     said = []
     for step in range(1, 3 * SLOW_STEPS):
         times = [10.0, 10.5, 11.9 if step > 3 else 10.0, 10.0]
-        lines = world.read(step, [1.0, *[0.0] * NUM_VOTES, 0.0, *times, *[7.0] * 4])
+        lines = world.messages.read(step, [1.0, *[0.0] * NUM_VOTES, 0.0, *times, *[7.0] * 4])
         said += [(step, line) for line in lines]
     ((step, line),) = said
     assert step == SLOW_STEPS + 3
@@ -404,13 +404,13 @@ def test_the_clock_of_a_gpu_is_read_though_steps_are_queued_ahead(monkeypatch):
 
 def test_who_votes_and_what_is_agreed():
     world = several(2)
-    assert world.verdict is None
-    world.read(1, [1.0, *[0.0] * NUM_VOTES, 0.0, 1.0, 1.0, 7.0, 7.0])
-    assert world.verdict is None
-    world.read(2, [1.0, 0.0, 2.0, *[0.0] * (NUM_VOTES - 2), 0.0, 1.0, 1.0, 7.0, 7.0])
-    assert world.verdict == 1
+    assert world.messages.verdict is None
+    world.messages.read(1, [1.0, *[0.0] * NUM_VOTES, 0.0, 1.0, 1.0, 7.0, 7.0])
+    assert world.messages.verdict is None
+    world.messages.read(2, [1.0, 0.0, 2.0, *[0.0] * (NUM_VOTES - 2), 0.0, 1.0, 1.0, 7.0, 7.0])
+    assert world.messages.verdict == 1
     with pytest.raises(ValueError, match="rank 1 of 2 on host1, step 3: its weights are not those of rank 0"):
-        world.read(3, [1.0, *[0.0] * NUM_VOTES, 0.0, 1.0, 1.0, 7.0, math.nextafter(7.0, 8)])
+        world.messages.read(3, [1.0, *[0.0] * NUM_VOTES, 0.0, 1.0, 1.0, 7.0, math.nextafter(7.0, 8)])
 
 
 def test_matrices_are_dealt_out_by_cost():

@@ -21,14 +21,7 @@ from training.parallel import ParallelConfig, World
 
 
 class ContextParallel:
-    """One of the W processes that share each row.
-
-    Args:
-        group: these processes.
-        method: heads, gather or ring.
-        seq_len: N, tokens of a row.
-        device: the model's.
-    """
+    """One of the W processes of `group`, which share each row of N = `seq_len` tokens by `method`."""
 
     def __init__(self, group: dist.ProcessGroup, method: str, seq_len: int, device: torch.device) -> None:
         self.group, self.method, self.seq_len = group, method, seq_len
@@ -108,12 +101,7 @@ def context_parallel(
 def resolve_method(
     parallel: ParallelConfig, model: GPTConfig, dtype: torch.dtype, seq_len: int, micro_batch: int, document_mask: bool
 ) -> tuple[str, str]:
-    """The method that a run will use, and why, in a sentence.
-
-    Args:
-        parallel: how many processes share a row, and the method that was asked for.
-        model: its attention is a resolved name.
-        dtype: what attention runs in.
+    """The method that a run will use, and why, in a sentence. `model` has a resolved attention, which runs in `dtype`.
 
     Raises:
         ValueError: what cannot be combined: the value, the limit and the remedy.

@@ -13,9 +13,8 @@ class GradientSum:
     what is made of them are added like the digits of a binary counter, so log2(micro-batches) gradients are held.
     Where the sum lies is always the same as long as backward passes always write to the same place.
 
-    Args:
-        micro_batches: how often `add` will be called.
-        copied: whether the next backward pass writes where this one did, as a CUDA graph does.
+    micro_batches: how often `add` will be called.
+    copied: whether the next backward pass writes where this one did, as a CUDA graph does.
     """
 
     def __init__(self, parameters: list[Tensor], world: World, micro_batches: int, *, copied: bool = False) -> None:

@@ -21,9 +21,8 @@ class Captured:
     The first call runs the function, so that everything is compiled; the second captures it. What the function reads
     besides its arguments must keep its address.
 
-    Args:
-        function: never synchronizes with the host, and returns a tensor.
-        waits: it waits for other processes, and is called without a graph.
+    function: never synchronizes with the host, and returns a tensor.
+    waits: it waits for other processes, and is called without a graph.
     """
 
     def __init__(self, function: Callable[..., Tensor], *, waits: bool = False) -> None:
@@ -61,9 +60,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 class StepGraphs:
     """The work of `training_step` on the device, as graphs.
 
-    Args:
-        compute: (inputs, targets) -> loss of a micro-batch, its gradients added to what is in `grad`.
-        optimizer: whose parameters have the gradients.
+    compute: (inputs, targets) -> loss of a micro-batch; adds its gradients to the `grad` of the optimizer's parameters.
     """
 
     def __init__(self, compute: Callable[[Tensor, Tensor], Tensor], optimizer: Optimizer) -> None:

@@ -174,10 +174,7 @@ class Plan:
 def plan(settings: Any, model: GPTConfig, hardware: Hardware, vocab_size: int, sequences: int) -> Plan:
     """The memory plan of a run; with train.micro_batch=auto, the largest micro-batch that fits.
 
-    Args:
-        settings: the run's groups of settings.
-        model: theirs, with resolved names.
-        sequences: of a step, those that this process computes.
+    `model` has resolved names; `sequences` are those of a step that this process computes.
 
     Raises:
         DoesNotFit: the forecast is above what is free (on a GPU more than 10 % above it), or no micro-batch fits,
@@ -231,10 +228,7 @@ def free_bytes(device: torch.device) -> int | None:
 def free_host_bytes(root: Path = Path("/")) -> int | None:
     """Bytes that the machine, this process's control group and each group above it leave; None without /proc.
 
-    File caches count as free, because the kernel drops them first. Swap does not count.
-
-    Args:
-        root: the folder that holds proc/ and sys/.
+    File caches count as free, because the kernel drops them first. Swap does not count. `root` holds proc/ and sys/.
     """
     try:
         machine = (root / "proc/meminfo").read_text()

@@ -90,7 +90,7 @@ class NumberCheck:
         """
         numbers = torch.stack([self._optimizer.held.float(), loss.float(), grad_norm.float()])
         if self._world.size > 1:
-            numbers = torch.cat([numbers, self._world.tail])
+            numbers = torch.cat([numbers, self._world.messages.tail])
         copied = None
         if numbers.is_cuda:
             numbers = torch.empty(len(numbers), pin_memory=True).copy_(numbers, non_blocking=True)
@@ -103,7 +103,7 @@ class NumberCheck:
             if copied is not None:
                 copied.synchronize()
             held, oldest.loss, oldest.grad_norm, *tail = numbers.tolist()
-            for line in self._world.read(oldest.step, tail):
+            for line in self._world.messages.read(oldest.step, tail):
                 self._say(line)
             if held:
                 self._pending.clear()

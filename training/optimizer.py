@@ -248,11 +248,9 @@ class Optimizer:
 
 
 class NoOpOptimizer:
-    """Takes an optimizer's place in `training_step` where no weight is to change: a bad step that is run again.
+    """In place of an optimizer in `training_step` where no weight may change, as when a bad step is run again.
 
-    Args:
-        model: whole; its gradients are dropped.
-        loss_scale: of the optimizer in whose place it is.
+    The gradients of `model` are dropped. `loss_scale` is the real optimizer's.
     """
 
     def __init__(self, model: nn.Module, loss_scale: LossScale | None) -> None:

@@ -13,13 +13,10 @@ What is rare (the run's folder, an evaluation's losses, a summary) goes through 
 import json
 import math
 import socket
-import statistics
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -28,13 +25,12 @@ from torch import Tensor
 
 from model.context import METHODS
 from training.ordered_sum import sum_over_ranks
-from training.watch import Failure, StepClock, Watch
+from training.step_messages import StepMessages
+from training.watch import Failure, Watch
 
 MODES = ("replicate", "shard")
 CONTEXT_METHODS = ("auto", *METHODS)
-NUM_VOTES = 8  # reasons to stop that a process can vote for, training/stop.py
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
-SLOW, SLOW_STEPS = 1.1, 50  # a process this many times slower than the others for so many steps is named
 IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that one may be late; evaluation, samples, saving lie between steps
 FOREVER = timedelta(days=30)  # who never comes is found by training/watch.py, not by a timeout
 
@@ -89,7 +85,7 @@ class World:
         context: neighbouring ranks that share each row's tokens (context parallelism).
         shards: whether each process holds a part of every weight (training/shard.py).
         patience: seconds that the others wait for it in a collective before it counts as hanging.
-        unsaved: the last step whose checkpoint it could not write; the other processes report it after the next step.
+        messages: what is summed with the gradients of each step.
     """
 
     def __init__(
@@ -105,13 +101,9 @@ class World:
 
     def begin_run(self) -> None:
         """Start afresh: in a sweep the same processes train one run after another."""
-        self.step = self.unsaved = self._sums = self._said_unsaved = 0
-        self.patience = math.inf  # who prepares a text or compiles takes its time
-        self.tail: Tensor | None = None  # after a step's sum: loss, votes, `unsaved`, ms and checks, on the device
-        self._votes, self._heard = set[int](), set[int]()
-        self._slow_for, self._named = [0] * self.size, set[int]()
-        self._clock = StepClock()
-        self._check: Tensor | float = 0.0
+        self.step = self._sums = 0
+        self.patience = math.inf  # preparing a text or compiling takes long
+        self.messages = StepMessages(self)
 
     @property
     def is_first(self) -> bool:
@@ -187,60 +179,13 @@ class World:
             )
         return share
 
-    # --- what each step's sum carries
-
-    def vote(self, index: int) -> None:
-        """Ask all processes to stop, for reason number `index`; they learn of it with the next step's sum."""
-        self._votes.add(index)
-
-    @property
-    def verdict(self) -> int | None:
-        """The reason for which some process asked to stop, the same in all; None while there is none."""
-        return min(self._heard, default=None)
-
-    def parts_of(self, tail: Any) -> list[Any]:
-        """The pieces of `tail`, or of its list: loss, votes, `unsaved`, then ms and checks of each rank."""
-        sizes = (1, NUM_VOTES, 1, self.size, self.size)
-        return [tail[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-
-    def read(self, step: int, tail: list[float]) -> list[str]:
-        """Process the `tail` of `step`'s sum, copied to the host; returns lines to print.
-
-        Raises:
-            ValueError: a process's weights are not the first one's.
-        """
-        self.step = step
-        if self.size == 1:
-            return []
-        _, votes, (unsaved,), times, checks = self.parts_of(tail)
-        self._heard |= {index for index, asked in enumerate(votes) if asked}
-        if unsaved != self._said_unsaved and not self.is_first:  # who writes has said it with the reason
-            place = f"{self.describe(0)} cannot write it; {self.describe(self.rank)} goes on"
-            print(f"not saved: step {int(unsaved)}: {place}", file=sys.stderr, flush=True)
-        self._said_unsaved = unsaved
-        for rank, check in enumerate(checks):
-            if check != checks[0] and check == check and checks[0] == checks[0]:
-                raise ValueError(
-                    f"{self.describe(rank)}, step {step}: its weights are not those of rank 0 (their norms are "
-                    f"{check!r} and {checks[0]!r}); is its hardware sound? Go on from a checkpoint before it"
-                )
-        lines = []
-        for rank, time_ms in enumerate(times):
-            others = statistics.median(times[:rank] + times[rank + 1 :])
-            self._slow_for[rank] = self._slow_for[rank] + 1 if time_ms > SLOW * others > 0 else 0
-            if self._slow_for[rank] >= SLOW_STEPS and rank not in self._named:
-                self._named.add(rank)
-                lines.append(
-                    f"slow       {self.describe(rank)} has taken more than {SLOW:g} times as long as the others for "
-                    f"{SLOW_STEPS} steps, at step {step} {time_ms:,.1f} ms and they {others:,.1f}"
-                )
-        return lines
+    # --- the sum of a step
 
     def begin_step(self, device: torch.device) -> None:
         if self.size > 1:
-            self._clock.begin(device)
+            self.messages.clock.begin(device)
             if self._sums > 1:
-                self.patience = max(IN_A_STEP, self._clock.last_ms / 1e3)
+                self.patience = max(IN_A_STEP, self.messages.clock.last_ms / 1e3)
 
     @torch.no_grad()
     def sum(self, terms: list[Tensor], loss: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -251,21 +196,15 @@ class World:
         if self.size == 1:
             return terms, loss
         if self._sums % CHECK_EVERY == 0 and not self.shards:
-            self._check = torch.stack(torch._foreach_norm(weights)).sum()
-        self.tail = torch.zeros(2 + NUM_VOTES + 2 * self.size, device=loss.device)
-        own_loss, votes, unsaved, times, checks = self.parts_of(self.tail)
-        own_loss[0], checks[self.rank] = loss, self._check
-        for index in self._votes:
-            votes[index].fill_(1)
-        unsaved.fill_(self.unsaved)
-        times[self.rank].fill_(self._clock.end())
+            self.messages.check_weights(weights)
+        tail = self.messages.pack(loss)
         terms = [term.contiguous() for term in terms]
         self.arrivals += 1
         with self.communicating():
-            sum_over_ranks([self.tail] if self.shards else [*terms, self.tail], self._group_for(loss.device))
+            sum_over_ranks([tail] if self.shards else [*terms, tail], self._group_for(loss.device))
         self.patience = BETWEEN_STEPS
         self._sums += 1
-        return terms, self.tail[0]
+        return terms, tail[0]
 
     def _group_for(self, device: torch.device) -> Any:
         """The process group, made at its first use: only then the device is known."""

@@ -104,7 +104,7 @@ class Saver:
             self.error = None
             self._prune()
         except OSError as error:
-            self.error, self._world.unsaved = error, meta["step"]
+            self.error, self._world.messages.unsaved = error, meta["step"]
             self._say(
                 f"not saved: step {meta['step']} to {self.folder}: {error}; earlier checkpoints are untouched and the "
                 "run goes on; free space or make the folder writable before the next save"

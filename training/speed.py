@@ -22,12 +22,7 @@ FEW_FLOPS = 1e11  # a step of so many is not slow on any CPU
 
 
 class Speed:
-    """Measures a run's steps, without what is between them: evaluation, samples, saving, compilation.
-
-    Args:
-        batch_tokens: tokens of a step, over all processes.
-        step: steps done by now.
-    """
+    """Measures a run's steps of `batch_tokens`, of all processes, without evaluation, samples, saving, compilation."""
 
     def __init__(self, model: GPT, hardware: Hardware, batch_tokens: int, step: int) -> None:
         self._hardware, self._batch_tokens = hardware, batch_tokens

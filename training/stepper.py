@@ -19,11 +19,7 @@ from training.step import compute_gradients, training_step
 
 
 class Stepper:
-    """Computes steps, as CUDA graphs and context-parallel where `chosen` says so.
-
-    Args:
-        forward: `model`, or what was compiled from it.
-    """
+    """Computes steps as `chosen` says: as CUDA graphs, context-parallel. `forward` is `model` or its compiled form."""
 
     def __init__(self, chosen: Run, model: nn.Module, forward: nn.Module, optimizer: Optimizer) -> None:
         self._chosen, self._model, self._forward, self._optimizer = chosen, model, forward, optimizer

@@ -58,13 +58,11 @@ def shell_command(program: str, *arguments: str) -> str:
 
 
 class StopRequest:
-    """Use with `with`; the loop reads `requested` between steps. Outside the main thread nothing is installed.
+    """Use with `with`; the loop reads `requested` between steps. Outside the main thread no handler is installed.
+
+    `max_hours` (None: no limit) count from `began`, a time.perf_counter().
 
     Each of several processes sends its request with its next step, and all stop after the same later one.
-
-    Args:
-        max_hours: the time limit, None for none.
-        began: when its time began, on time.perf_counter.
 
     Attributes:
         reason: why the run should stop ("SIGTERM", "train.max_hours=2"), None while it should not.
@@ -88,8 +86,8 @@ class StopRequest:
         if self._world.size == 1 or self.exit_code not in (0, *REASONS):
             return self.reason is not None
         if self.reason is not None:
-            self._world.vote(REASONS.index(self.exit_code))
-        if (verdict := self._world.verdict) is None:
+            self._world.messages.vote(REASONS.index(self.exit_code))
+        if (verdict := self._world.messages.verdict) is None:
             return False
         self.exit_code = REASONS[verdict]
         by_limit = self.exit_code == EXIT_TIME_LIMIT

@@ -194,8 +194,7 @@ def step_peaks(
 def _shard_peaks(peaks: dict[str, Counter], hardware: Hardware, weights: int, in_blocks: int, block: int) -> None:
     """Change the peaks of one process into those of each process that holds a shard of the weights (training/shard.py).
 
-    Args:
-        weights, in_blocks, block: bytes of all weights, of those in blocks and of one block's, in float32.
+    weights, in_blocks, block: bytes of all weights, of those in blocks and of one block's, in float32.
     """
     size, rest = hardware.world.size, weights - in_blocks  # the rest stays gathered from forward to backward
     gathered = 2 * block * hardware.dtype.itemsize // 4  # a block's, while those of the next one arrive

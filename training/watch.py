@@ -10,15 +10,12 @@ import json
 import os
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
@@ -172,31 +169,3 @@ class Watch:
             place = f"rank {failure.rank} of {self._world.size} on {failure.host}, after step {failure.step}"
             print(f"{cursor}error: {place}: {' '.join(failure.message.split())}; all end", file=sys.stderr, flush=True)
         os._exit(failure.code)
-
-
-class StepClock:
-    """How long this process computes before it waits for the others, in ms; on CUDA, of the last finished step."""
-
-    def __init__(self) -> None:
-        self.last_ms = 0.0
-        self._began: Any = 0.0
-        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # that were not over when looked at
-        self._cuda = False
-
-    def begin(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._began = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
-        if self._cuda:
-            self._began.record()
-
-    def end(self) -> float:
-        if not self._cuda:
-            self.last_ms = 1e3 * (time.perf_counter() - self._began)
-            return self.last_ms
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record()
-        self._spans.append((self._began, ended))
-        while self._spans and self._spans[0][1].query():
-            began, ended = self._spans.popleft()
-            self.last_ms = began.elapsed_time(ended)
-        return self.last_ms

@@ -263,7 +263,7 @@ def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twi
     for _ in range(bench.warmup_steps + bench.steps):
         stepper.step(batch)
         if world.size > 1:
-            tails.append(world.tail.clone())
+            tails.append(world.messages.tail.clone())
         marks.append(Mark(hardware.device))
         marks[-2].wait()  # as the loop looks at a step's numbers while the next one is computed
     hardware.synchronize()
@@ -272,7 +272,7 @@ def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twi
     step_ms, tokens = max(ms for ms, _ in found), chosen.settings["train"]["batch_tokens"]
     shown = {}
     if tails:  # what each process told the others in the last steps
-        times = torch.stack([world.parts_of(tail)[3] for tail in tails[-bench.steps :]]).median(0).values
+        times = torch.stack([world.messages.parts_of(tail)[3] for tail in tails[-bench.steps :]]).median(0).values
         shown["computing"] = " ".join(f"{ms:.2f}" for ms in times.tolist())
     if twice:
         hashes = [network.repeated(optimizer, stepper, chosen, bench.hash_steps) for _ in range(2)]
