@@ -11,8 +11,7 @@ class Output:
 
     Characters that its encoding lacks are written as \\u65e5.
 
-    Args:
-        report: called with the first failure.
+    report: called with the first failure.
     """
 
     def __init__(self, stream: TextIO, report: Callable[[OSError], None] = lambda error: None) -> None:

@@ -70,6 +70,14 @@ def keep_traceback(log: Path) -> str:
     return f" [traceback: {log}]"
 
 
+def remove_empty_sweeps(folders: set[Path]) -> None:
+    """Of `folders`, and those that this process made, remove sweeps that hold nothing but Hydra's own file."""
+    for sweep in MADE | folders:
+        if list(listing(sweep)) == [SWEEP]:
+            (sweep / SWEEP).unlink()
+            remove_if_empty(sweep)
+
+
 def remove_if_empty(folder: Path) -> bool:
     """Hydra makes the run's folder before anything is checked; a refused run leaves none behind."""
     if folder.is_dir() and folder.resolve() != Path.cwd() and not any(folder.iterdir()):

@@ -29,7 +29,7 @@ from yaml import YAMLError
 from conf import arguments
 from conf.arguments import NOW, key_of
 from conf.console import protect_console
-from conf.folders import MADE, SWEEP, folder_of_run, keep_traceback, listing, newest_run, remove_if_empty
+from conf.folders import folder_of_run, keep_traceback, listing, newest_run, remove_empty_sweeps, remove_if_empty
 from conf.keys import help_page, known_keys
 from conf.mistakes import EXIT_USER_ERROR, explain, fail, no_value, of_the_system
 from training.lock import InUse, holder
@@ -90,19 +90,13 @@ def program(
             typed = sys.argv
             flags, values, wants_help = arguments.read(typed[1:], defaults, positional, known_keys(schema))
             register(schema)
-            try:
-                processes = world() if world else None
-            except ValueError as error:
-                sys.exit(fail(str(error)))
-            if processes and processes.size == 1:
-                processes = None
-            runs = _Runs(main, schema, defaults, typed, values, run_dir != ".", show_traceback, processes)
+            runs = _Runs(main, schema, defaults, typed, values, run_dir != ".", show_traceback, _processes(world))
             if not runs.is_first:
                 sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-                scratch = tempfile.TemporaryDirectory(prefix="rank_")  # the first one's folder is told when it is made
+                scratch = tempfile.TemporaryDirectory(prefix="rank_")  # until the first process has made the run's
                 values += [f"hydra.{mode}.dir={scratch.name}" for mode in ("run", "sweep")]
 
-            @wraps(main)  # Hydra asks where it comes from
+            @wraps(main)  # Hydra reads its module
             def task(cfg: DictConfig) -> None:
                 runs.run_one(cfg)
 
@@ -114,8 +108,8 @@ def program(
                 if after_sweep and runs.is_first and len(runs.folders) > 1:
                     after_sweep(runs.folders)
                     print(*runs.refused, sep="\n", end="\n" if runs.refused else "", file=sys.stderr)
-                if processes:
-                    processes.close()
+                if runs.processes:
+                    runs.processes.close()
             except KeyboardInterrupt:  # before there was anything to save
                 sys.exit(128 + signal.SIGINT)
             # a run explains its own errors, so a ValueError or OSError here is about arguments or the run's folder
@@ -125,10 +119,8 @@ def program(
                 sys.exit(fail(explain(error, known_keys(schema))))
             finally:
                 sys.argv = typed
-                for sweep in MADE | {folder.parent for folder in runs.folders} if runs.is_first else ():
-                    if list(listing(sweep)) == [SWEEP]:
-                        (sweep / SWEEP).unlink()
-                        remove_if_empty(sweep)
+                if runs.is_first:
+                    remove_empty_sweeps({folder.parent for folder in runs.folders})
             if runs.exit_codes:
                 sys.exit(max(runs.exit_codes))
 
@@ -136,6 +128,15 @@ def program(
         return command_line
 
     return decorate
+
+
+def _processes(world: "Callable[[], World] | None") -> "World | None":
+    """The processes that run together, None where this one is alone; exits where the environment is wrong."""
+    try:
+        processes = world() if world else None
+    except ValueError as error:
+        sys.exit(fail(str(error)))
+    return processes if processes and processes.size > 1 else None
 
 
 @dataclass

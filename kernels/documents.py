@@ -79,10 +79,9 @@ def padded_documents(ranges: Tensor, q_tokens: int, k_tokens: int, q_pitch: int,
     Built on the device and right by construction, so that nothing waits for the GPU, under torch.compile neither. What
     is outside the ranges lies in documents without keys or without queries: such queries give 0, and cost nothing.
 
-    Args:
-        ranges: (4, rows) int32, of each row the first key, the keys' end, the first query, the queries' end.
-        q_tokens, k_tokens: the sizes of the one row.
-        q_pitch, k_pitch: tokens from the start of a row to the next one's.
+    ranges: (4, rows) int32, of each row the first key, the keys' end, the first query, the queries' end.
+    q_tokens, k_tokens: the sizes of the one row.
+    q_pitch, k_pitch: tokens from the start of a row to the next one's.
     """
     return _padded_documents_operator(ranges, q_tokens, k_tokens, q_pitch, k_pitch)
 

@@ -206,13 +206,9 @@ class KVCache:
 class PagedKVCache(KVCache):
     """A KV cache in pages of one pool: rows take pages as they grow, give them back, and may share full ones.
 
-    Args:
-        config, num_rows, max_tokens, device, dtype: as of `KVCache`.
-        num_pages: of the pool; None: enough for all rows.
-        page: tokens in each, a power of two from 16.
-
-    Raises:
-        ValueError: another page.
+    config, num_rows, max_tokens, device, dtype: as of `KVCache`.
+    num_pages: of the pool; None: enough for all rows.
+    page: tokens in each, a power of two from 16.
     """
 
     def __init__(
@@ -313,9 +309,8 @@ class PagedKVCache(KVCache):
 class Prompts:
     """A cache for one call of the model: reads the prompts of some rows, end to end without padding.
 
-    Args:
-        cache: theirs, in which `extend` has made room for them.
-        rows: which rows, in the order of their tokens; they hold no tokens yet.
+    cache: theirs, in which `extend` has made room for them.
+    rows: which rows, in the order of their tokens; they hold no tokens yet.
     """
 
     def __init__(self, cache: KVCache, rows: list[int]):

@@ -144,13 +144,12 @@ class Step(NamedTuple):
 class Generation:
     """The scheduler: which sequence has which row of the cache, and the launch of each step.
 
-    Args:
-        model: in the dtype to run in.
-        cache: of the model, no row in use.
-        uniform: (samples, tokens) float64 in [0, 1): decides each draw of each sample.
-        choose: (logits (S, V), uniform (S,)) -> tokens (S,).
-        stop_token: as in `generate`.
-        greedy: `choose` needs no uniform and gets None.
+    model: in the dtype to run in.
+    cache: of the model, no row in use.
+    uniform: (samples, tokens) float64 in [0, 1): decides each draw of each sample.
+    choose: (logits (S, V), uniform (S,)) -> tokens (S,).
+    stop_token: as in `generate`.
+    greedy: `choose` needs no uniform and gets None.
     """
 
     def __init__(

@@ -62,7 +62,27 @@ class Hardware:
 
 
 def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
-    """Resolve `auto`, set PyTorch's global switches, raise ValueError where a named choice cannot be had."""
+    """Resolve `auto` and set PyTorch's global switches; ValueError where a named choice is not available."""
+    device = _device(config, world)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    if device.type == "cpu":
+        keep_freed_memory()
+    dtype = _dtype(config.dtype, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # several runs of one process each report their own
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    compiled = config.compile if config.compile is not None else device.type == "cuda"
+    if compiled:
+        from training.compiler import set_up_compiler  # takes a second, so only where it is used
+
+        set_up_compiler()
+    graphs = config.cuda_graphs if device.type == "cuda" else False
+    return Hardware(device, dtype, compiled, _description(config, device, dtype, compiled, world), graphs, world)
+
+
+def _device(config: HardwareConfig, world: World) -> torch.device:
+    """The device of this process; a GPU becomes the current one."""
     has_cuda = torch.cuda.is_available()
     if config.device.startswith("cuda") and not has_cuda:
         raise ValueError(f"hardware.device={config.device} but PyTorch sees no CUDA GPU; use hardware.device=cpu")
@@ -75,51 +95,39 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
     if config.cuda_graphs and device.type != "cuda":
         raise ValueError(f"hardware.cuda_graphs=true but hardware.device is {device.type}; leave it out")
     if world.size > 1:
-        device = _own_device(device, config.device, world)
-    elif device.index is not None:
-        torch.cuda.set_device(device)  # streams and graphs are of the current one, where nothing else is said
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    if device.type == "cpu":
-        keep_freed_memory()
+        return _own_device(device, config.device, world)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # streams and graphs are of the current one by default
+    return device
 
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
     has_bf16 = products_dtype(device)[0] == torch.bfloat16
-    if config.dtype == "auto":
-        dtype = torch.bfloat16 if has_bf16 else torch.float32
+    if name == "auto":
         if device.type == "cuda" and not has_bf16 and torch.cuda.get_device_capability(device) >= TENSOR_CORES:
-            dtype = torch.float16
-    else:
-        dtype = DTYPES[config.dtype]
-        if dtype == torch.bfloat16 and device.type == "cuda" and not has_bf16:
-            raise ValueError(
-                f"hardware.dtype=bfloat16 but {torch.cuda.get_device_name(device)} has no bfloat16 units; "
-                "use hardware.dtype=float16 or float32"
-            )
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # several runs of one process each report their own
-    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+            return torch.float16
+        return torch.bfloat16 if has_bf16 else torch.float32
+    if name == "bfloat16" and device.type == "cuda" and not has_bf16:
+        raise ValueError(
+            f"hardware.dtype=bfloat16 but {torch.cuda.get_device_name(device)} has no bfloat16 units; "
+            "use hardware.dtype=float16 or float32"
+        )
+    return DTYPES[name]
 
-    compiled = config.compile if config.compile is not None else device.type == "cuda"
-    if compiled:
-        from training.compiler import set_up_compiler  # takes a second, so only where it is used
 
-        set_up_compiler()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif device.type == "mps":
-        name = "Apple GPU (mps: as PyTorch has it, never measured here)"
-    else:
-        name = f"CPU, {torch.get_num_threads()} threads"
-    words = [name, str(dtype).removeprefix("torch.")]
+def _description(config: HardwareConfig, device: torch.device, dtype: torch.dtype, compiled: bool, world: World) -> str:
+    words = [f"CPU, {torch.get_num_threads()} threads", str(dtype).removeprefix("torch.")]
+    if device.type == "mps":
+        words[0] = "Apple GPU (mps: as PyTorch has it, never measured here)"
     if dtype == torch.float16:
         words.append("loss scaled")
     if device.type == "cuda":
+        words[0] = torch.cuda.get_device_name(device)
         words.append("TF32 on" if config.tf32 else "TF32 off")
     words.append("compiled" if compiled else "eager")
-    graphs = config.cuda_graphs if device.type == "cuda" else False
     if world.size > 1:
         words.append(f"{world.size} processes")
-    return Hardware(device, dtype, compiled, ", ".join(words), graphs, world)
+    return ", ".join(words)
 
 
 def keep_freed_memory() -> None:

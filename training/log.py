@@ -208,9 +208,8 @@ class MetricsFile:
     fails and when it works again. Lines past `first_step` were written after the checkpoint that is resumed: they are
     dropped with the first new line, so a run that does not get there changes nothing.
 
-    Args:
-        expected: lines that the file had up to `first_step` when that was saved; a loss of some is reported. More are
-            of an earlier process, which went further: a later one was killed between its checkpoint and its first line.
+    expected: lines that the file had up to `first_step` when that was saved; a loss of some is reported. More are
+        of an earlier process, which went further: a later one was killed between its checkpoint and its first line.
 
     Raises:
         ValueError: the file exists and the run is a new one, or it is damaged.

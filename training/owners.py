@@ -14,12 +14,11 @@ Compute = Callable[[Tensor], Tensor]  # (matrices, rows, columns) -> the same sh
 class Owners:
     """Which process orthogonalizes which stacks, and how the others get the results.
 
-    Args:
-        world: the processes; they all hold whole matrices, or with `world.shards` some rows of each.
-        shapes: of the stacks, (matrices, rows, columns), whole.
-        costs: of each, in FLOPs.
-        dtype: of what is computed.
-        device: where the matrices lie.
+    world: the processes; they all hold whole matrices, or with `world.shards` some rows of each.
+    shapes: of the stacks, (matrices, rows, columns), whole.
+    costs: of each, in FLOPs.
+    dtype: of what is computed.
+    device: where the matrices lie.
     """
 
     def __init__(
