@@ -3,9 +3,9 @@
     import model.huggingface
     their_model.set_attn_implementation("gpt_triton")
 
-The import registers two functions under that name: `mask` (huggingface_masks.py), which they call once a forward and
-kind of layer, and `attention`, which they call in each layer with what `mask` returned. For padding, windows and
-documents neither copies keys or values; the bounds of documents alone are waited for, once a forward.
+The import registers two functions under that name: `mask` (huggingface_masks.py), which transformers calls once a
+forward and kind of layer, and `attention`, called in each layer with what `mask` returned. For padding, windows and
+documents neither copies keys or values; only the bounds of documents are waited for, once a forward.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from kernels import KVCacheLayers, flash_attention, flash_attention_with_kvcache
 from kernels.call import autocast_inputs
 
 NAME = "gpt_triton"  # transformers takes every name with "flash" in it for a package of its own list
-# what some models (T5, DeepSeek-V3.2, MiniMax-M3, Inkling) hand to their attention and would change its result
+# arguments that some models (T5, DeepSeek-V3.2, MiniMax-M3, Inkling) pass to their attention and that change its result
 BEYOND_US = ("position_bias", "indices", "block_indices", "sinks")
 
 for _distribution in metadata.distributions(name="kernels"):
@@ -66,9 +66,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """One layer's attention: query (B, Hq, N, D), key and value (B, Hkv, Nk, D) -> (B, N, Hq, D) and no weights.
 
-    The result is contiguous, as some models count on (`view`): our kernels store it so, and it is copied on a CPU only.
+    The result is contiguous, as some models need (`view`): our kernels store it so; on a CPU it is copied.
 
-    attention_mask: from `mask`, or a user's mask of pairs, which says all of who sees whom (`blocks_of`).
+    attention_mask: from `mask`, or a user's mask of pairs, which alone decides who sees whom (`blocks_of`).
     cu_seq_lens_q, cu_seq_lens_k: (documents + 1,) int32, of the B * N tokens end to end.
 
     Raises:
@@ -76,7 +76,7 @@ def attention(
     """
     _refuse(attention_mask, others)
     refuse_found_holes()
-    # here, as a cast of the views below would copy a cache once for each of its heads: RoPE leaves keys in float32
+    # cast here: a cast of the views below would copy a cache once for each head, and RoPE leaves keys in float32
     query, key, value = autocast_inputs(query, key, value)
     options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     if attention_mask is not None and getattr(attention_mask, "dtype", None) != torch.int32:
@@ -89,7 +89,7 @@ def attention(
     padded = attention_mask is not None and attention_mask.shape[0] == 4 and attention_mask.shape[3] > 0
     if padded:
         query = nan_at_holes(query, attention_mask)
-        if not (needs_grad or dropout or (window[0] >= 0 and not causal)) and _lie_as_a_cache(query, key, value):
+        if not (needs_grad or dropout or (window[0] >= 0 and not causal)) and _readable_as_cache(query, key, value):
             kind = query.shape[1], scaling, softcap, window[0], causal, id(s_aux)
             attend = shared(attention_mask, kind, lambda: _over_caches(query, attention_mask, options))
             return attend(query, key, value).transpose(1, 2), None
@@ -123,7 +123,7 @@ def _bounds(
     return causal, (sliding_window - 1, 0 if causal else sliding_window - 1)
 
 
-def _lie_as_a_cache(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _readable_as_cache(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether keys and values can be read as `flash_attention_with_kvcache` reads a cache, by few queries."""
     alike = (key.shape, key.stride(), key.dtype) == (value.shape, value.stride(), value.dtype)
     return query.shape[2] <= MAX_QUERIES and alike and key.stride(3) == 1
@@ -140,8 +140,8 @@ def _documents_of_padded(ranges: Tensor, of_q: torch.Size, of_k: torch.Size, pit
 def _packing(
     attention_mask: Tensor | None, query: Tensor, key: Tensor, position_ids: Tensor | None, causal: bool
 ) -> Tensor | None:
-    """cu_seqlens of documents packed end to end, told by the mask or, where a model keeps them from it, by position_ids
-    that do not go up by one."""
+    """cu_seqlens of documents packed end to end, from the mask or, where a model does not pass them to it, from
+    position_ids that do not increase by one."""
     if attention_mask is not None and attention_mask.shape[0] == 1:
         return shared(attention_mask, "cu_seqlens", lambda: attention_mask[0, 0, 0].clone())
     if position_ids is None or position_ids.dim() != 2 or not causal or torch.compiler.is_compiling():
@@ -163,7 +163,7 @@ def _over_caches(query: Tensor, ranges: Tensor, options: dict) -> Callable:
 def _pitch(key: Tensor, value: Tensor) -> int | None:
     """Tokens from a row's start to the next one's in memory, where both tensors have such a number.
 
-    A cache (B, H, N, D) has one, H * N: its rows are documents, and nobody reads the other heads' tokens between.
+    A cache (B, H, N, D) has one, H * N: its rows are documents, and the other heads' tokens between are not read.
     """
     if torch.compiler.is_compiling():  # which decides on strides after this
         return None

@@ -1,11 +1,11 @@
-"""Which query sees which key, as transformers asks `mask` for it, once a forward and kind of layer.
+"""The attention masks of transformers' models: `mask` is called once a forward and kind of layer.
 
 Causal or not, windows, padding and packed documents need no N x N mask: each row of a batch has a range of keys, found
-on the device without waiting for it. Every other mask is one of pairs, a user's or made by transformers' own mask
-functions. Its blocks (kernels/block_masks.py) are built by the first layer, which waits for the GPU, for all of them.
+on the device without synchronization. Every other mask is one of pairs, a user's or made by transformers' own mask
+functions. Its blocks (kernels/block_masks.py) are built by the first layer, which waits for the GPU, for all layers.
 
-What `mask` returns always has four dimensions, because their generation passes such a tensor on as it is. What the
-host knows stands in its shape, as a tensor's other attributes do not survive compilation:
+What `mask` returns always has four dimensions, because transformers' generation passes such a tensor through unchanged.
+What the host knows is in its shape, as a tensor's other attributes do not survive compilation:
 
     (4, 1, kind, B) int32  of each row the first key, the end of its keys, the first query, the end of its queries
     (4, 1, kind, 0) int32  no padding
@@ -66,14 +66,14 @@ def mask(
     Args:
         q_offset: tokens before the queries, on the device where the cache is static; kv_offset: tokens before the keys.
         mask_function: theirs, a composition of parts.
-        attention_mask: (B, tokens) bool, True at real tokens. With a hole among them a CPU takes pairs. On a GPU nobody
-            waits to look: the logits of that row become NaN, and a later call raises.
+        attention_mask: (B, tokens) bool, True at real tokens. With a hole among them a CPU takes pairs. A GPU is not
+            waited for: the logits of that row become NaN, and a later call raises.
         use_vmap: whether mask_function must be called for one pair at a time.
 
     Raises:
         ValueError: output_attentions, or a hole that a GPU has found.
     """
-    if "attentions" in (_active_collector.get() or ()):  # GPT-2 and OPT do not tell their layers
+    if "attentions" in (_active_collector.get() or ()):  # GPT-2 and OPT do not pass it to their layers
         raise ValueError(NO_WEIGHTS)
     refuse_found_holes()
 
@@ -82,12 +82,12 @@ def mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
-        shared(made, "copy", lambda: None)  # nobody else writes to it
+        shared(made, "copy", lambda: None)  # it is ours alone
         return made
 
-    if (said := _said_by(mask_function)) is None:
+    if (parsed := _parsed(mask_function)) is None:
         return pairs()
-    causal, windowed, documents = said
+    causal, windowed, documents = parsed
     kind = 1 + causal + 2 * windowed
     if documents is not None and (cu_seqlens := documents_of(documents.diff(dim=-1) != 0)) is not None:
         packed = cu_seqlens.view(1, 1, 1, -1).expand(1, 1, kind, -1).contiguous()
@@ -127,17 +127,17 @@ def mask(
 # ---- their mask functions
 
 
-def _said_by(mask_function: Callable) -> tuple[bool, bool, Tensor | None] | None:
+def _parsed(mask_function: Callable) -> tuple[bool, bool, Tensor | None] | None:
     """(causal, windowed, the document of each token (B, N) or None); None where ranges of keys cannot say it."""
     if mask_function is theirs.causal_mask_function:
         return True, False, None
     if mask_function is theirs.bidirectional_mask_function:
         return False, False, None
-    return _said_by_parts(mask_function)
+    return _parsed_parts(mask_function)
 
 
 @torch.compiler.disable
-def _said_by_parts(mask_function: Callable) -> tuple[bool, bool, Tensor | None] | None:
+def _parsed_parts(mask_function: Callable) -> tuple[bool, bool, Tensor | None] | None:
     names, documents, functions = set(), None, [mask_function]
     while functions:
         function = functions.pop()
@@ -203,8 +203,10 @@ def blocks_of(pairs: Tensor, queries: int) -> BlockMask:
 
 
 def _check_later(hole: Tensor, ranges: Tensor) -> None:
-    """Have the GPU say which rows have a hole (B,), without waiting for it."""
-    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():  # a graph has no later: it stops
+    """Find on the GPU which rows have a hole (B,), and read that later, without waiting."""
+    if (
+        torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+    ):  # a graph cannot check later: it fails now
         torch._assert_async(~hole.any(), HOLE)
         return
     flags, event = torch.empty(hole.shape, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
@@ -225,15 +227,15 @@ def refuse_found_holes() -> None:
 
 
 def nan_at_holes(query: Tensor, ranges: Tensor) -> Tensor:
-    """NaN in rows with a hole, for the first layer that takes `ranges`: it reaches the logits, should nobody call
-    again."""
+    """NaN in rows with a hole, in the first layer that gets `ranges`: it reaches the logits even if no later call
+    raises."""
     if torch.compiler.is_compiling() or not (holes := shared(ranges, "holes", list)):
         return query
     return query.masked_fill(holes.pop()[:, None, None, None], torch.nan)
 
 
 def shared(owner: Tensor, name: object, make: Callable):
-    """`make()`, once for `owner` as it is now: layers share what costs launches. A compiler shares by itself."""
+    """`make()`, once for each version of `owner`, so that layers share its result. A compiler shares it by itself."""
     if torch.compiler.is_compiling():
         return make()
     version = version_of(owner)
