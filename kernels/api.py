@@ -9,7 +9,7 @@ from . import ops
 from .block_masks import BlockMask
 from .call import autocast_inputs, check_call, key_of, plain_options, unchanged
 from .documents import call_packed
-from .launch import plan_of
+from .launch import plan_of, with_positive_scale
 from .support import why_not_flash
 
 
@@ -58,15 +58,15 @@ def flash_attention(
             cu_seqlens[d] to cu_seqlens[d + 1], tokens see only their own document, and no work is done for other
             pairs. A pair (of queries, of keys) where they differ. Empty documents are allowed; alibi_slopes may be
             (documents, Hq). On a GPU its values are read once a tensor and version, which waits for the GPU, and not
-            inside a CUDA graph. What changes them unseen (`.data`) makes the results wrong, but no kernel ever
-            addresses memory outside the call's tensors.
+            inside a CUDA graph. A change that PyTorch does not see (`.data`) makes the results wrong, but no kernel
+            ever addresses memory outside the call's tensors.
         max_seqlen: an upper bound on a document's length, or a pair; checked with cu_seqlens, N by default. No launch
             depends on it, so a constant bound serves every packing.
         block_mask: any mask, from `kernels.block_mask` or `BlockMask.from_dense`, or torch's BlockMask with blocks of
-            128, which is converted once. It says all of who sees whom (not with causal, window or cu_seqlens), with a
+            128, which is converted once. It alone decides who sees whom (not with causal, window or cu_seqlens), with a
             batch of 1 or B and 1 or Hq heads. Only the blocks that it shows are visited, forward and backward.
         return_lse: also return the log of the softmax denominator.
-        deterministic: stated for the reader; there is no other mode.
+        deterministic: always True; there is no other mode.
 
     Returns:
         O (B, Hq, Nq, Dv) in q's dtype, stored as (B, Nq, Hq, Dv), so that merging the heads costs no copy.
@@ -92,9 +92,7 @@ def flash_attention(
             dropout_p=dropout_p, dropout_seed=dropout_seed, sinks=sinks, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
             block_mask=block_mask, deterministic=deterministic,
         )  # fmt: skip
-        if options.scale <= 0.0:  # the kernels scale the row maximum instead of every score, which needs scale > 0
-            q, scale = (-q, -options.scale) if options.scale < 0.0 else (q * 0.0, 1.0)
-            options = options._replace(scale=scale)
+        q, options = with_positive_scale(q, options)
         if plan is None and not dispatched:
             plan = plan_of(key_of("forward", options, q, k, v))
         # if the plan has an engine, a call of its key has run

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .call import Options, autocast_inputs, check_call, check_tensor, key_of, plain_options
 from .device import OPERATORS, interpreting
-from .launch import Plan, plan_of, tokens_first
+from .launch import Plan, plan_of, tokens_first, with_positive_scale
 from .ops import needs_dispatcher
 from .reference import naive_attention
 from .support import why_not_hopper_kvcache, why_not_kvcache
@@ -72,7 +72,7 @@ def flash_attention_with_kvcache(
             float8_e4m3fn, whose NaN a GPU reads as 480 (Triton's interpreter rounds to it without the carry: half of a
             value that rounds to the next power of two). Both have the same strides, the last one 1. Hq is a multiple
             of Hkv.
-        k, v: (B, Hkv, Nq, D), q's dtype: the same tokens' keys and values, written behind each row's last key.
+        k, v: (B, Hkv, Nq, D), q's dtype: the same tokens' keys and values, written after each row's last key.
         cache_seqlens: (B,) int32 on q's device: the slots in use before the call. A negative length says that the
             row is absent: it sees and writes nothing.
         cache_leftpad: (B,) int32: the slots before a row's first key.
@@ -88,9 +88,9 @@ def flash_attention_with_kvcache(
 
     Returns:
         O (B, Hq, Nq, D) in q's dtype, stored as (B, Nq, Hq, D). With `return_lse`, also LSE (B, Hq, Nq), float32.
-        A row whose length passes the capacity, or that meets a page that is none of the pool's, gives NaN on a GPU,
-        where nobody waits for lengths: nothing outside the cache is read or written, of such a length nothing at all is
-        written, and the workspace's first word becomes 1. On a CPU, but in Triton's interpreter, it raises.
+        A row longer than the capacity, or with a page that is not one of the pool's, gives NaN on a GPU, where lengths
+        are not waited for: nothing outside the cache is read or written, for such a length nothing at all is written,
+        and the workspace's first word becomes 1. On a CPU, but in Triton's interpreter, it raises.
 
     Raises:
         ValueError: before any launch, naming the argument, its value and what is allowed.
@@ -114,10 +114,8 @@ def checked(call: Call, causal, scale, window, softcap, alibi_slopes, sinks) -> 
         call, options = check_kvcache_call(
             *call, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
         )
-        if options.scale <= 0.0:  # as in `flash_attention`
-            negative = options.scale < 0.0
-            call = call._replace(q=-call.q if negative else call.q * 0.0)
-            options = options._replace(scale=-options.scale if negative else 1.0)
+        q, options = with_positive_scale(call.q, options)
+        call = call._replace(q=q)
         if reason := why_not_kvcache(call.q, call.k_cache, options):
             raise ValueError(reason)
         if plain is not None:
@@ -173,7 +171,7 @@ def naive_attention_with_kvcache(
 
 def kvcache_workspace(batch_size: int, num_heads: int, device: torch.device | str) -> Tensor:
     """(words,) int32 zeros for calls of up to `batch_size` rows and `num_heads` query heads; calls leave them zero, but
-    for the first, which is 1 once a call has met a length or page that does not fit."""
+    for the first, which is 1 once a call had a length or page that does not fit."""
     return torch.zeros(_words(batch_size, num_heads), dtype=torch.int32, device=device)
 
 

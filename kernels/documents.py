@@ -10,8 +10,8 @@ from .block_masks import version_of
 from .call import Options, check_cu_seqlens, check_tensor
 from .device import OPERATORS
 
-# Which GPU tensors were found right, for which version of their memory, total and bound: reading one waits for the
-# GPU, and a model's layers all pass the same one.
+# The checked GPU tensors, each with the version of its memory, total and bound: reading one waits for the GPU, and a
+# model's layers all pass the same one.
 _CHECKED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -20,8 +20,8 @@ def check_documents(options: Options, total_q: int, total_k: int) -> None:
 
     A tensor on the CPU is read at every call, one on a GPU once for each version of its memory (an inference tensor,
     which has no versions, once), and not at all while a CUDA graph is being captured, which must not wait for the GPU.
-    What is written past PyTorch's versions (`.data`) is therefore not seen; the kernels take it for the nearest packing
-    that is right, and never address memory outside the call's tensors. Raises ValueError.
+    A write that PyTorch does not count (`.data`) is therefore not seen; the kernels then use the nearest valid packing,
+    and never address memory outside the call's tensors. Raises ValueError.
     """
     for name, cu_seqlens, total, bound in (
         ("q", options.cu_seqlens_q, total_q, options.max_seqlen_q),
@@ -55,7 +55,7 @@ def _check_starts(name: str, starts: list[int], total: int, bound: int) -> None:
 def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device | str) -> Tensor:
     """cu_seqlens for self-attention, checked on the CPU and then copied to `device`.
 
-    The copy is known to be right, so that a call which takes it does not wait for the GPU to read it back.
+    The copy counts as checked, so that a call with it does not wait for the GPU to read it back.
 
     Args:
         cu_seqlens: (documents + 1,) int32 on the CPU; it ends at the number of tokens.

@@ -155,6 +155,14 @@ def kernel_inputs(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
+def with_positive_scale(q: Tensor, options: Options) -> tuple[Tensor, Options]:
+    """q and options of the same scores with a scale > 0: the kernels scale a row's maximum instead of its scores."""
+    if options.scale <= 0.0:
+        q, scale = (-q, -options.scale) if options.scale < 0.0 else (q * 0.0, 1.0)
+        options = options._replace(scale=scale)
+    return q, options
+
+
 def dot_precision(q: Tensor) -> str:
     """float32 products are exact ("ieee"), as PyTorch's are by default; other dtypes ignore this."""
     return "ieee" if q.dtype == torch.float32 else "tf32"

@@ -1,4 +1,4 @@
-"""The support matrix, and `why_not`: the one place that says what cannot run here, and why.
+"""The support matrix, and `why_not`: the one place that decides what cannot run here, and why.
 
 It is the one source of the refusals at run time, of the choice between the engines, of the tests' parametrization and
 of the table in kernels/README.md. Every answer is one sentence with the remedy, or None.
@@ -33,11 +33,11 @@ FEATURES = {
     "varlen": "packed documents that do not see each other",
     "block_mask": "any mask as data, in blocks of 128 x 128, of 1 or B and 1 or Hq; says all of who sees whom",
 }
-# What a block mask says itself, so that no call may say it beside one.
+# Part of a block mask itself, so no call may have both.
 IN_THE_MASK = ("causal", "window", "varlen")
 
 _ALL_DTYPES = frozenset(DTYPES)
-# The remedies: for who calls functions, and for who configures a model.
+# Remedies, each as a function and as a key of the configuration.
 NAIVE, TILED, FLASH = (f"{name}_attention (model.attention={name})" for name in ("naive", "tiled", "flash"))
 SDPA = "PyTorch's scaled_dot_product_attention (model.attention=sdpa)"
 
@@ -201,7 +201,7 @@ def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None
 
 
 def _kvcache_device_reason(device: torch.device, cache_dtype: torch.dtype) -> str | None:
-    """Where no kernel runs its definition does, so other devices are taken."""
+    """Other devices are accepted: where no kernel runs, the definition does."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     needed = (8, 9) if cache_dtype == torch.float8_e4m3fn else (8, 0)
