@@ -124,7 +124,7 @@ def run(
         resume=settings.resume is not None, checkpoint=resumed, wandb=chosen.wandb,
     )  # fmt: skip
     folder, keep_last, keep_every = run_dir / "checkpoints", config.keep_last, config.keep_every
-    saver = ShardSender()
+    saver = ShardSender()  # in the other processes
     if world.is_first:
         saver = Saver(folder, keep_last=keep_last, keep_every=keep_every, say=log.say, world=world)
     on_first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)

@@ -18,10 +18,9 @@ def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, know
     A resumed run keeps its settings but for the keys and groups in `typed`, which are `cfg`'s. With `init_from` model
     and tokenizer are the checkpoint's, unless `typed` chooses an experiment.
 
-    Args:
-        cfg: what was composed.
-        typed: the arguments of the command line.
-        known: the schema's keys; others, of an earlier version, are left out.
+    cfg: what was composed.
+    typed: the arguments of the command line.
+    known: the schema's keys; others, of an earlier version, are left out.
 
     Raises:
         ValueError: no such checkpoint, or one that is damaged.

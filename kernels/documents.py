@@ -57,9 +57,8 @@ def place_documents(cu_seqlens: Tensor, max_seqlen: int, device: torch.device | 
 
     The copy counts as checked, so that a call with it does not wait for the GPU to read it back.
 
-    Args:
-        cu_seqlens: (documents + 1,) int32 on the CPU; it ends at the number of tokens.
-        max_seqlen: the bound that the calls will name.
+    cu_seqlens: (documents + 1,) int32 on the CPU; it ends at the number of tokens.
+    max_seqlen: the bound that the calls will name.
 
     Raises ValueError as `flash_attention` does.
     """

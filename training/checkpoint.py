@@ -8,11 +8,11 @@
     <run>/checkpoints/last, best    links to two of them
 
 A checkpoint is written under a hidden name, flushed to disk and renamed, so a process that dies at any moment leaves
-hidden leftovers and whole checkpoints, nothing else. What a disk damaged later, the manifest finds out. A visible
-folder is never emptied in place: it is renamed to a hidden name first. Files of other names are somebody else's.
+hidden leftovers and whole checkpoints, nothing else. The manifest detects later damage. A visible folder is never
+emptied in place: it is renamed to a hidden name first. Files with other names are never touched.
 
-Saves are counted, and the newest checkpoint has the highest count: clocks are put back, and a run that went back to
-step 10 may still have the step 20 that it left.
+Saves are counted, and the newest checkpoint has the highest count: a clock may be set back, and a run that went back to
+step 10 may still have its old step 20.
 """
 
 import math
@@ -41,15 +41,15 @@ FILES = (META, WEIGHTS, STATE)  # what the manifest vouches for
 LINKS = ("last", "best")
 VISIBLE = re.compile(r"step_[0-9]{6,}")
 LEFTOVER = re.compile(r"\.(step_[0-9]{6,}|last|best)(\.removed|\.replaced)?\.[0-9]+")  # as `_hidden` makes them
-# what torch.load raises where there is no archive, or a strange one
+# what torch.load raises for a file that is no archive of its own
 _STRANGE = (RuntimeError, EOFError, LookupError, TypeError, ValueError, AssertionError, AttributeError, struct.error)
-# keys that a mapping must have; each names a type, or the form of what it holds. Numbers are counts, times and losses
+# required keys of a mapping: each with a type, or the form of its value; numbers are counts, times and losses
 Form = Mapping[str, Any]
 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint that was opened: whole by its manifest, its description read, its tensors not yet."""
+    """An opened checkpoint: its files match the manifest, its description is read, its tensors are not."""
 
     path: Path
     meta: dict[str, Any]

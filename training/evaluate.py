@@ -1,4 +1,4 @@
-"""Evaluation on fixed windows, the unigram model that a trained GPT has to beat, and samples of what it would write.
+"""Evaluation on fixed windows, the unigram baseline, and text samples.
 
 Protocol: `windows` non-overlapping windows of seq_len tokens, evenly spaced over the validation split; each target is
 predicted from the tokens before it in its window (a context of 1 to seq_len tokens, stride seq_len). Bytes are the
@@ -22,7 +22,7 @@ from training.step import packed_rows
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Windows and what their targets amount to.
+    """The windows of an evaluation, and the size of their targets' text in bytes.
 
     inputs, targets: (windows, seq_len) int64 on the CPU.
     """
@@ -63,10 +63,10 @@ class EvaluationSet:
 def evaluate(
     model: nn.Module, windows: EvaluationSet, micro_batch: int, hardware: Hardware, end_of_text: int | None = None
 ) -> dict[str, float]:
-    """Run the model over all windows; the mode it was in is restored, no random number is drawn.
+    """Run the model over all windows; its mode is restored, and no random number is drawn.
 
     With `end_of_text` documents do not see each other, as in training. The processes of `hardware.world` share the
-    windows, and the losses are added in the windows' order, however many there are; each calls the model as often.
+    windows and call the model equally often; the losses are added in the windows' order, however many processes.
     """
     world = hardware.world
     was_training = model.training
@@ -74,8 +74,7 @@ def evaluate(
     losses, together = [], world.data_size * micro_batch
     for first in range(0, len(windows.inputs), together):
         start = first + world.data_rank * micro_batch
-        inputs = windows.inputs[start : start + micro_batch]
-        targets = windows.targets[start : start + micro_batch]
+        inputs, targets = (x[start : start + micro_batch] for x in (windows.inputs, windows.targets))
         if len(inputs) < micro_batch:  # one shape for all batches, so that nothing is compiled twice
             padding = (0, 0, 0, micro_batch - len(inputs))
             inputs = nn.functional.pad(inputs, padding)
@@ -92,8 +91,8 @@ def evaluate(
 
 
 def prompt_of(text: str, dataset: Dataset, seq_len: int) -> list[int]:
-    """The tokens that a run's samples continue: of train.sample_prompt, or where it is empty the validation split's
-    first whole words. ValueError for a text that the tokenizer cannot take."""
+    """The prompt of samples: the tokens of train.sample_prompt, or if that is empty the validation split's first
+    whole words. ValueError for a text that cannot be tokenized."""
     try:
         given = dataset.tokenizer.encode_ordinary(text)
     except ValueError as error:
@@ -105,7 +104,7 @@ def prompt_of(text: str, dataset: Dataset, seq_len: int) -> list[int]:
 def whole_words(tokens: list[int], most: int, tokenizer: tiktoken.Encoding) -> list[int]:
     """At most `most` of `tokens`, beginning where a word begins and ending where one ends.
 
-    The first word may be the end of one, so it is left out. Where no blank is found, whole characters have to do.
+    The first word may be half of one, so it is left out. Without any blank, whole characters are taken.
     """
     pieces = [tokenizer.decode_bytes([token]) for token in tokens]
     after_blank = [False, *(piece[-1:].isspace() for piece in pieces[:-1])]
@@ -127,7 +126,7 @@ def whole_words(tokens: list[int], most: int, tokenizer: tiktoken.Encoding) -> l
 def sample(
     model: GPT, prompt: list[int], new_tokens: int, seed: int, tokenizer: tiktoken.Encoding, hardware: Hardware
 ) -> str:
-    """The prompt in brackets and what the model continues it with; no number is drawn from a training stream."""
+    """The prompt in brackets and the model's continuation; no number is drawn from a training stream."""
     with hardware.autocast():
         steps = generate(model, [prompt], max_new_tokens=new_tokens, temperature=0.8, top_k=200, seed=seed)
         drawn = [token for step in steps for _, token in step]

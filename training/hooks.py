@@ -1,7 +1,7 @@
-"""Watch every tensor of a forward and backward pass, by the module it belongs to, in the order in which it is made.
+"""See every tensor of a forward and backward pass, by its module, in the order in which they are computed.
 
-Names of tensors: `x` is what the blocks begin with; `output` is a module's; `q k v o` are attention's; the loss is the
-head's. A gradient has a d before it (`do`, `doutput`), a parameter's is `dweight`.
+Names of tensors: `x` is the blocks' input; `output` is a module's; `q k v o` are attention's; `loss` is the head's. A
+gradient has a d in front (`do`, `doutput`), a parameter's is `dweight`.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ Place = tuple[str, str]  # module, tensor
 
 @contextmanager
 def watched(model: GPT, see: See) -> Iterator[None]:
-    """For the duration, `see(module, tensor, value)` is called with each tensor that the model makes.
+    """Inside, `see(module, tensor, value)` is called with each tensor that the model computes, and changes none.
 
-    Only the model called as it is shows them, not one compiled from it. Nothing that is computed changes.
+    It works for the model itself, not for its compiled form.
     """
 
     def show(module: str, tensor: str, value: Tensor | tuple | list) -> None:

@@ -58,12 +58,11 @@ REPLACED = ("config.yaml", "run.json", "summary.json", "loss.png")
 class RunLog:
     """Open with `with`; `metrics` records a step, `say` prints a line above the progress bar.
 
-    Args:
-        first_step: steps already done.
-        steps: steps of the whole run.
-        resume: whether the run is resumed; only then may the folder hold a run.
-        checkpoint: where it resumes, if there is one.
-        wandb: mode and why, where `wandb_mode` was asked before.
+    first_step: steps already done.
+    steps: steps of the whole run.
+    resume: whether the run is resumed; only then may the folder hold a run.
+    checkpoint: where it resumes, if there is one.
+    wandb: mode and why, where `wandb_mode` was asked before.
     """
 
     def __init__(

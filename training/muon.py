@@ -146,9 +146,8 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     In float32 only the gram matrix X X^T is iterated, along the shorter side, and X multiplied once at the end: half
     the FLOPs where one side is four times the other. Its smallest eigenvalues are squares, so bfloat16 would lose them.
 
-    Args:
-        x: (matrices, rows, columns).
-        dtype: of the products.
+    x: (matrices, rows, columns).
+    dtype: of the products.
     """
     x = torch.div(x, x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS), out=torch.empty_like(x, dtype=dtype))
     wide = x.size(1) <= x.size(2)

@@ -1,4 +1,4 @@
-"""Where a step's time goes: record a few steps with torch.profiler, and read the trace back by part and by kernel.
+"""Where a step's time goes: a few steps recorded with torch.profiler, and the trace summed by part and by kernel.
 
 `region("forward")` is a range in the recorded trace and, on CUDA, an NVTX range, so Nsight Systems shows the same
 names without this recorder: `nsys profile -t cuda,nvtx python train.py ...`.

@@ -1,4 +1,4 @@
-"""How fast a run is: tokens a second, FLOPs of a GPT, and what share of the chip's peak that is (MFU).
+"""The speed of a run: tokens a second, FLOPs of a GPT, and their share of the chip's peak (MFU).
 
 A matrix product with a weight of P entries costs 2P FLOPs a token forward and 4P backward. Attention's two products
 cost 4 * num_heads * head_dim FLOPs for each (query, key) pair forward and 2.5x that backward in FlashAttention's own
