@@ -5,9 +5,9 @@
     python train.py model.num_layers=4 optim.lr=1e-3   change single values
     python train.py -m optim.lr=1e-3,3e-4              one run for each value
     python train.py data=text data.files=my.txt name=mine   your own text, in runs/mine/
-    python train.py resume=runs/mine/TIME              go on with a run as it was; keys beside it change it
+    python train.py resume=runs/mine/TIME              continue a run with its own settings; other keys change them
     python train.py resume=auto name=mine              the newest run of that name, or its first
-    python train.py init_from=CHECKPOINT               a new run that begins with those weights
+    python train.py init_from=CHECKPOINT               a new run that starts with those weights
     python train.py --cfg job                          print the configuration of a new run
 
 This file is a run, top to bottom: resolve the settings, build, loop, close. Everything it calls is one file with one

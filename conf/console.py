@@ -40,9 +40,9 @@ class Output:
 
 
 def protect_console(*, prints_only: bool) -> None:
-    """Make `sys.stdout` and `sys.stderr` an Output each, once; they stay so until the interpreter has ended.
+    """Wrap `sys.stdout` and `sys.stderr` in an Output each, once, until the interpreter ends.
 
-    What happened to stdout is said once on stderr, but nothing of `| head` where the program `prints_only`.
+    The first failure of stdout is reported on stderr, but not a closed pipe (`| head`) if the program `prints_only`.
     """
 
     def report(error: OSError) -> None:

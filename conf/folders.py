@@ -61,7 +61,7 @@ def listing(folder: Path) -> dict[str, int]:
 
 
 def keep_traceback(log: Path) -> str:
-    """Add the traceback to `log` and return the words that say so; '' where even that cannot be written."""
+    """Append the traceback to `log` and return a note of that for the message; '' where it cannot be written."""
     try:
         with log.open("a") as file:
             file.write(traceback.format_exc())

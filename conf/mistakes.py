@@ -100,7 +100,7 @@ def of_the_system(error: OSError, folder: Path) -> str:
         return str(error)
     if error.filename is None:
         return f"{error.strerror or error} (the run's folder is {folder}); free what is short and run again"
-    if Path(error.filename) == folder / LOCK:  # nobody names that
+    if Path(error.filename) == folder / LOCK:  # a file that no user names
         return (
             f"{folder} cannot be written to ({error.strerror}); resume a copy of it, or begin with init_from={folder}"
         )

@@ -183,7 +183,7 @@ class _Runs(Generic[S]):
         except (ValueError, OSError) as error:
             self._refuse(error, folder, before)
         except SystemExit as stopped:
-            if not isinstance(stopped.code, int) or stopped.code > SIGNALLED:  # whoever sends it means them all
+            if not isinstance(stopped.code, int) or stopped.code > SIGNALLED:  # a signal is meant for all runs
                 if self.processes:
                     self.processes.close()
                 raise

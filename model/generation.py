@@ -22,7 +22,7 @@ from model.cache import KVCache, PagedKVCache, Prompts
 from model.gpt import GPT
 from model.sampling import check_sampling, choose_next_token
 
-PAGE = 128  # tokens: a tile of the decode kernel lies in one page
+PAGE = 128  # tokens: a tile of the decode kernel is in one page
 PROMPT_TOKENS = 32768  # read in one call, where there is more than one prompt
 Drawn = list[tuple[int, int]]  # (sequence, token)
 
@@ -44,11 +44,11 @@ def generate(
 ) -> Iterator[Drawn]:
     """Continue prompts of any lengths, yielding tokens as they are drawn.
 
-    When a context reaches the model's seq_len its last half is read again and its text goes on; of a longer prompt the
-    last seq_len tokens count. The text of a sequence follows from its prompt, the seed, num_samples and the number of
-    its sample, not from other prompts beside it, up to the rounding of the logits. Random numbers come from a generator
-    of this call alone, and the model is copied to the dtype it would run in now (weights that are in it already are
-    shared), so generating in the middle of training changes nothing.
+    When a context reaches the model's seq_len, its last half is prefilled again and generation continues; of a longer
+    prompt the last seq_len tokens count. The text of a sequence depends on its prompt, the seed, num_samples and the
+    number of its sample, not on the other prompts, up to the rounding of the logits. Random numbers come from this
+    call's own generator, and the model is copied to the dtype it would run in now (weights already in it are shared),
+    so generating in the middle of training changes nothing.
 
     Args:
         model: not a compiled one.
@@ -62,7 +62,7 @@ def generate(
         cache_dtype: of keys and values: None, as attention; int8 and float8_e4m3fn take half the room.
 
     Yields:
-        What a step, or the reading of prompts, has drawn: (sequence, token) of each sequence that goes on.
+        What a step, or the prefill of prompts, has drawn: (sequence, token) of each sequence that is not finished.
 
     Raises:
         ValueError: an impossible option, at the call and not at the first token.

@@ -292,7 +292,7 @@ class GPT(nn.Module):
             kv_cache: earlier tokens of B rows, to which these are appended (without targets); or `Prompts`, whose
                 tokens (1, N) these are, and only the last of each prompt is then predicted from.
             cu_seqlens: (documents + 1,) int32: where documents begin among the B * N tokens, each row beginning one,
-                and B * N. Tokens then see only their own document, and positions begin anew in each.
+                and B * N. Tokens then see only their own document, and positions start at 0 in each.
             part: where the tokens stand, in place of cu_seqlens, if they are this process's part of longer rows.
 
         Returns:

@@ -234,7 +234,7 @@ class PretrainedLM(nn.Module):
 
     @torch.compiler.disable
     def _of_shape(self, tokens: Tensor) -> dict[str, Any]:
-        """Positions and masks, once for each shape: their layers take them as they are, and nobody waits to look."""
+        """Positions and masks, made once for each shape, so that transformers need not inspect them on the GPU."""
         key = (*tokens.shape, tokens.device)
         if key not in self._shared:
             positions = torch.arange(tokens.size(1), device=tokens.device).expand(tokens.shape)
@@ -284,7 +284,7 @@ def _alike(a: Tensor, b: Tensor, logits: Tensor) -> bool:
 
 
 def _loaded(name: str, config: Any) -> nn.Module:
-    """Their model with all of its weights; ValueError where some are not to be had, which would be drawn anew."""
+    """Their model with all of its weights; ValueError where some are missing, as those would be random."""
     asked = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     try:
         try:  # first without a word to the hub: `their_config` has asked it what is newest

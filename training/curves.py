@@ -154,7 +154,7 @@ def _thin_line(axes: Any, points: tuple[list[float], list[float]], **style: Any)
 
 
 class LossPicture:
-    """A run's `loss.png`, drawn from its `metrics.jsonl`; what cannot be drawn is said once and stops nothing."""
+    """A run's `loss.png`, drawn from its `metrics.jsonl`; a failure is reported once and does not stop the run."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         self.path, self._say, self._failed = run_dir / "loss.png", say, False

@@ -11,7 +11,7 @@ class GradientSum:
 
     Call `add` after each backward pass. Autograd adds every second micro-batch's gradient to the first's; pairs and
     what is made of them are added like the digits of a binary counter, so log2(micro-batches) gradients are held.
-    Where the sum lies is always the same as long as backward passes always write to the same place.
+    The sum's address is always the same as long as the backward passes always write to the same addresses.
 
     micro_batches: how often `add` will be called.
     copied: whether the next backward pass writes where this one did, as a CUDA graph does.

@@ -21,8 +21,8 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold `run_dir`, which is made where it is missing, for this process alone.
 
     By flock(2) on `run_dir/lock`, which the system releases with the process, however that ends: a file left behind
-    by kill -9 keeps nobody out. Where there is no such lock (some network file systems), that is said and nothing
-    is held. A folder in which nothing was written is removed again.
+    by kill -9 blocks nothing. Where there is no such lock (some network file systems), a line says so and nothing is
+    locked. A folder in which nothing was written is removed again.
 
     Raises:
         InUse: another process holds it; one line with its id.
@@ -44,7 +44,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def holder(run_dir: Path) -> str:
-    """Who holds `run_dir`: "process 12 on node1"; empty where nobody does, or there are no such locks."""
+    """The holder of `run_dir`, "process 12 on node1"; empty where there is none, or no such locks."""
     try:
         descriptor = os.open(run_dir / NAME, os.O_RDONLY)
     except OSError:  # no file, no holder

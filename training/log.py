@@ -96,7 +96,7 @@ class RunLog:
                 )
         self.picture = LossPicture(run_dir, self.say)
         self._first_step, self._steps = first_step, steps
-        self._paced_from: tuple[int, float] | None = None  # the first line's step, which compiled, and when it was said
+        self._paced_from: tuple[int, float] | None = None  # step and time of the first line, which compiled
         self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resume=resume, commit=git_commit)
         # what a killed process had not sent; offline, where that is unknown, the whole run
         self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.before()])

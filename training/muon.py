@@ -46,7 +46,7 @@ class Stack:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum, decoupled weight decay and a rate that lies on the device.
+    """Muon with Nesterov momentum, decoupled weight decay and a learning rate on the device.
 
     A step is taken unless `found_inf`, which is set before it, is 1: torch.amp.GradScaler's convention, which fused
     AdamW follows too. Weights and momenta then keep every bit.

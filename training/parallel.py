@@ -147,7 +147,7 @@ class World:
             self._store.set(keys[self.rank], json.dumps(value))
             self._store.wait(keys, FOREVER)
             found = [json.loads(text) for text in self._store.multi_get(keys)]
-            if self._gathers:  # whoever is here has read all of the one before
+            if self._gathers:  # a process that is here has read all of the one before
                 self._store.delete_key(f"all_gather/{self._gathers - 1}/{self.rank}")
         self._gathers += 1
         return found

@@ -78,8 +78,8 @@ class StepProfiler:
     """Open with `with` and call `step()` after each training step; the steps after the first four are recorded.
 
     `folder` gets `trace.json.gz`, for https://ui.perfetto.dev or chrome://tracing, and `profile.json`, the time by
-    group and by kernel, which is printed too. Recording changes no number of the run. Where a profile cannot be made,
-    that is said, and the run goes on.
+    group and by kernel, which is printed too. Recording changes no number of the run. If a profile cannot be made, a
+    line says so and the run continues.
     """
 
     def __init__(self, folder: Path, hardware: Hardware, console: Console):

@@ -106,11 +106,11 @@ class Run:
     graphs: bool  # whether the step is CUDA graphs
     graphs_reason: str
     settings: dict[str, Any] = field(repr=False)  # all of the configuration as plain values, with the choices filled in
-    left_open: dict[str, Any]  # dotted key -> what the configuration said where `settings` has a choice
+    left_open: dict[str, Any]  # dotted key -> the configured value (auto, null) for which `settings` has the choice
     dataset: Dataset | None = None
     tokenizer: dict[str, str] | None = None  # what rebuilds it
     prompt: list[int] = field(default_factory=list)  # tokens that a printed sample continues
-    resumed: Checkpoint | None = None  # where the run goes on
+    resumed: Checkpoint | None = None  # where the run resumes
     context: tuple[str, str] | None = None  # how processes share rows, and why; None where they do not
     initial: Checkpoint | None = None  # whose weights a new run begins with
     wandb: tuple[str, str] = ("disabled", "nothing is logged")  # mode, and why

@@ -42,7 +42,7 @@ class LoggerConfig:
 
 
 def wandb_mode(config: LoggerConfig) -> tuple[str, str]:
-    """(online | offline | disabled, why). Online is only said of a server that has just answered.
+    """(online | offline | disabled, why). Online only if the server has just answered.
 
     Raises ValueError, one line, where online was asked for by name and cannot be had.
     """
@@ -103,7 +103,7 @@ def start_wandb(
         return None, "wandb off"
     import wandb  # half a second, so only where it is used
 
-    # one id a run folder, so that a resumed run goes on in the same wandb run; what a power cut left of one is none
+    # one id for each run folder, so that a resumed run is the same wandb run; half an id, after a power cut, is none
     id_file = run_dir / "wandb_id"
     written = id_file.read_text(errors="replace").strip() if id_file.exists() else ""
     run_id = written if re.fullmatch(r"[\w-]+", written, flags=re.ASCII) else secrets.token_hex(4)
