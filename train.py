@@ -39,12 +39,12 @@ from data import Prefetcher, TokenBatches, fixed_windows
 from model import attend_with, build_model
 from model.attention import AttentionFunction
 from training import resume
+from training.bad_steps import BadSteps, NumberCheck
 from training.comparison import show_sweep
 from training.evaluate import EvaluationSet, unigram_loss
 from training.lock import locked
 from training.log import RunLog, provenance, write_description
 from training.memory import advice_when_out_of_memory
-from training.numbers import BadSteps, NumberCheck
 from training.optimizer import Optimizer, lr_factor
 from training.parallel import ALONE, World
 from training.profile import StepProfiler

@@ -63,12 +63,11 @@ def mask(
 ) -> Tensor:
     """What the layers of one kind may see, in one of the forms that this module's docstring gives.
 
-    Args:
-        q_offset: tokens before the queries, on the device where the cache is static; kv_offset: tokens before the keys.
-        mask_function: theirs, a composition of parts.
-        attention_mask: (B, tokens) bool, True at real tokens. With a hole among them a CPU takes pairs. A GPU is not
-            waited for: the logits of that row become NaN, and a later call raises.
-        use_vmap: whether mask_function must be called for one pair at a time.
+    q_offset: tokens before the queries, on the device where the cache is static; kv_offset: tokens before the keys.
+    mask_function: theirs, a composition of parts.
+    attention_mask: (B, tokens) bool, True at real tokens. With a hole among them a CPU takes pairs. A GPU is not
+        waited for: the logits of that row become NaN, and a later call raises.
+    use_vmap: whether mask_function must be called for one pair at a time.
 
     Raises:
         ValueError: output_attentions, or a hole that a GPU has found.

@@ -26,10 +26,10 @@ from model import ATTENTION, GPT, GPTConfig, attend_with, resolve_model
 from scripts.bench.report import refuse_unknown
 from scripts.parity_verdict import ROOM
 from scripts.variants import nulls
+from training.bad_steps import FirstBad, in_words
 from training.checkpoint import META, STATE, Checkpoint, open_checkpoint
 from training.hardware import Hardware, HardwareConfig, set_up
 from training.hooks import Place, watched
-from training.numbers import FirstBad, in_words
 from training.optimizer import OptimConfig, Optimizer
 from training.random_states import restore_random_states
 from training.step import training_step

@@ -28,7 +28,7 @@ from train import train
 from training import curves
 from training.checkpoint import newest_complete, open_checkpoint
 from training.rendezvous import meet
-from training.watch import EXIT_LOST, Limits
+from training.watchdog import EXIT_LOST, Limits
 
 QUICK = Limits(beat=0.1, silent=6.0, silent_if_suspected=2.0, grace=0.5)
 LONGEST_END = 60  # seconds for the others to notice, and to leave

@@ -33,7 +33,7 @@ from train import train
 from training import checkpoint, curves, muon, ordered_sum, parallel, rendezvous
 from training.checkpoint import Checkpoint, newest_complete, open_checkpoint
 from training.step import Step
-from training.watch import Limits, wait_for_saves
+from training.watchdog import Limits, wait_for_saves
 
 QUICK = Limits(beat=0.1, silent=6.0, silent_if_suspected=2.0, grace=0.5)
 RUN = (

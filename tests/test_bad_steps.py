@@ -16,8 +16,8 @@ from kernels import naive_attention
 from scripts import replay
 from tests.runs import contents, digest, metrics, replaced, small_run
 from train import train
+from training import bad_steps, stepper
 from training import checkpoint as checkpoints
-from training import numbers, stepper
 from training import optimizer as optimizers
 from training.checkpoint import open_checkpoint
 from training.hardware import HardwareConfig, set_up
@@ -96,11 +96,11 @@ def at_step(number, action, monkeypatch):
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_stop_names_the_place_and_saves_the_state_before(tmp_path, monkeypatch, capsys, late):
     """However late it is found out. `late` 1 is what a GPU has."""
-    monkeypatch.setattr(numbers, "steps_late", lambda device: late)
+    monkeypatch.setattr(bad_steps, "steps_late", lambda device: late)
     summary, run_dir, attention = faulty_run(tmp_path, "bad", "train.save_every=100")
     said = capsys.readouterr().out
     assert f"bad step   {BAD}: its loss is not finite; first in blocks.1.attention: o, " in said
-    assert (summary["steps"], summary["exit_code"]) == (BAD - 1, numbers.EXIT_BAD_NUMBERS)
+    assert (summary["steps"], summary["exit_code"]) == (BAD - 1, bad_steps.EXIT_BAD_NUMBERS)
     assert "step 5" in summary["stopped"]
     (place,) = [place for place, line in enumerate(said.splitlines()) if "resume=" in line]  # no other is to be pasted
     words, command = said.splitlines()[place - 1 : place + 1]
@@ -120,7 +120,7 @@ def test_stop_names_the_place_and_saves_the_state_before(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("late", [0, 2])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_skip_is_the_run_without_that_update(tmp_path, monkeypatch, late, optim):
-    monkeypatch.setattr(numbers, "steps_late", lambda device: late)
+    monkeypatch.setattr(bad_steps, "steps_late", lambda device: late)
     policy = ("train.on_nonfinite=skip", f"optim={optim}", "train.save_every=100")
     summary, run_dir, _ = faulty_run(tmp_path, "bad", *policy)
     assert (summary["steps"], summary["bad_steps"], summary["exit_code"]) == (8, 1, 0)
@@ -241,7 +241,7 @@ def test_damaged_weights_are_not_saved_and_take_no_good_checkpoint_s_place(tmp_p
 
     steps = iter(range(1, 1000))
     monkeypatch.setattr(Optimizer, "step", step)
-    monkeypatch.setattr(numbers, "MOST_IN_A_ROW", 3)
+    monkeypatch.setattr(bad_steps, "MOST_IN_A_ROW", 3)
     story = (*STORY, f"train.on_nonfinite={policy}", "train.save_every=1", "train.keep_last=1", "train.eval_every=0")
     summary = train(small_run(tmp_path, *story), tmp_path / "run")
     said = capsys.readouterr().out
@@ -251,7 +251,7 @@ def test_damaged_weights_are_not_saved_and_take_no_good_checkpoint_s_place(tmp_p
         assert "step_000003" in said
         assert math.isfinite(summary["val_loss"])
     else:
-        assert summary["exit_code"] == numbers.EXIT_BAD_NUMBERS
+        assert summary["exit_code"] == bad_steps.EXIT_BAD_NUMBERS
         assert open_checkpoint(tmp_path / "run").step == 3
         assert summary["checkpoint"].endswith("step_000003")
 
@@ -259,7 +259,7 @@ def test_damaged_weights_are_not_saved_and_take_no_good_checkpoint_s_place(tmp_p
 def test_where_nothing_could_be_saved_no_way_on_is_shown(tmp_path, monkeypatch, capsys):
     flip(monkeypatch, "embedding.weight", 1)
     summary = train(small_run(tmp_path, *STORY), tmp_path / "run")
-    assert (summary["checkpoint"], summary["exit_code"]) == (None, numbers.EXIT_BAD_NUMBERS)
+    assert (summary["checkpoint"], summary["exit_code"]) == (None, bad_steps.EXIT_BAD_NUMBERS)
     said = capsys.readouterr().out
     assert "nothing was saved to go on from: begin anew, with its cause mended" in said
     assert "loss.png: " not in said  # nor that there is nothing to draw
@@ -267,10 +267,10 @@ def test_where_nothing_could_be_saved_no_way_on_is_shown(tmp_path, monkeypatch, 
 
 
 def test_no_policy_goes_on_for_ever(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(numbers, "MOST_IN_A_ROW", 2)
+    monkeypatch.setattr(bad_steps, "MOST_IN_A_ROW", 2)
     flip(monkeypatch, "embedding.weight", 2)
     summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip", "train.save_every=1"), tmp_path / "run")
-    assert summary["exit_code"] == numbers.EXIT_BAD_NUMBERS
+    assert summary["exit_code"] == bad_steps.EXIT_BAD_NUMBERS
     assert (summary["steps"], summary["bad_steps"]) == (3, 2)
     said = capsys.readouterr().out
     assert "more than 2 bad steps in a row" in said
@@ -280,7 +280,7 @@ def test_no_policy_goes_on_for_ever(tmp_path, monkeypatch, capsys):
 def test_rollback_without_a_checkpoint_stops(tmp_path, monkeypatch, capsys):
     flip(monkeypatch, "embedding.weight", 2)
     summary = train(small_run(tmp_path, *STORY, "train.on_nonfinite=rollback"), tmp_path / "run")
-    assert (summary["steps"], summary["exit_code"]) == (1, numbers.EXIT_BAD_NUMBERS)
+    assert (summary["steps"], summary["exit_code"]) == (1, bad_steps.EXIT_BAD_NUMBERS)
     assert "has no good checkpoint: set or lower train.save_every" in capsys.readouterr().out
 
 
@@ -337,10 +337,10 @@ def test_a_dump_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
 
 def test_bad_steps_in_a_row_are_kept_alike_however_late_they_are_found(tmp_path, monkeypatch, capsys):
     """Each with its own random state; and no more than a few, as the disk is not endless."""
-    monkeypatch.setattr(numbers, "MOST_DUMPS", 3)
+    monkeypatch.setattr(bad_steps, "MOST_DUMPS", 3)
     found = []
     for late in (0, 2):
-        monkeypatch.setattr(numbers, "steps_late", lambda device, late=late: late)
+        monkeypatch.setattr(bad_steps, "steps_late", lambda device, late=late: late)
         with monkeypatch.context() as patch:
             flip(patch, "embedding.weight", 2)
             train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / str(late))
@@ -405,7 +405,7 @@ def test_noise_is_no_spike_and_a_jump_is_one_or_two():
     torch.manual_seed(0)
     said = []
     optimizer, cpu = SimpleNamespace(held=torch.tensor(False)), set_up(HardwareConfig(device="cpu"))
-    watching = numbers.NumberCheck(optimizer, cpu, said.append)
+    watching = bad_steps.NumberCheck(optimizer, cpu, said.append)
     for step, noise in enumerate(torch.randn(500), 1):
         loss = 3 + 0.1 * noise + (2 if step > 400 else 0)  # a new level
         watching.look(step, loss, loss, wait=False)
@@ -478,7 +478,7 @@ def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
     """No call of a step or of its guard waits for the device, but where metrics are read."""
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
-    real = numbers.NumberCheck.look
+    real = bad_steps.NumberCheck.look
 
     def look(self, step, *numbers, wait):
         torch.cuda.set_sync_debug_mode("default" if wait else "error")
@@ -496,7 +496,7 @@ def test_a_gpu_is_not_asked(tmp_path, monkeypatch, optim, dtype):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(numbers.NumberCheck, "look", look)
+    monkeypatch.setattr(bad_steps.NumberCheck, "look", look)
     monkeypatch.setattr(stepper, "training_step", strict)
     summary = train(
         small_run(

@@ -28,9 +28,9 @@ from scripts.parity import ParitySettings
 from scripts.sample import SampleSettings
 from tests.runs import settings, told
 from tests.test_text import Echo
+from training.bad_steps import POLICIES
 from training.hardware import DTYPES
 from training.lock import locked
-from training.numbers import POLICIES
 from training.optimizer import OPTIMIZERS, SCHEDULES
 from training.wandb_run import WANDB_MODES
 

@@ -246,7 +246,7 @@ def test_a_store_that_is_gone_is_another_s_end(lost, monkeypatch):
             self.set(keys[1], "null")
 
     world = World(size=2)
-    world._store, world.watch = Store(), SimpleNamespace(wait_for_the_end=wait_for_the_end)
+    world._store, world.watchdog = Store(), SimpleNamespace(wait_for_the_end=wait_for_the_end)
     world.all_gather(1)
     monkeypatch.setattr(dist if lost == "init_process_group" else Store, lost, reset)
     with pytest.raises(SystemExit, match="Connection reset by peer"):

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data.shards import flush
+from training.bad_steps import NumberCheck
 from training.checkpoint import Checkpoint
 from training.curves import LossPicture
-from training.numbers import NumberCheck
 from training.saver import EXIT_UNSAVED
 from training.stop import StopRequest, resume_command
 from training.wandb_run import LoggerConfig, brief, named, send, start_wandb, wandb_mode

@@ -51,15 +51,14 @@ class Muon(torch.optim.Optimizer):
     A step is taken unless `found_inf`, which is set before it, is 1: torch.amp.GradScaler's convention, which fused
     AdamW follows too. Weights and momenta then keep every bit.
 
-    Args:
-        group: `params`, matrices alone; `lr`, 0-d on their device; `cautious`: whether only weights decay that the
-            update brings nearer to zero (cautious weight decay, arXiv:2510.12402). Where a matrix has more rows than
-            columns its rate is sqrt(rows / columns) times as high.
-        momentum: of the mean of gradients.
-        weight_decay: decoupled, times the rate.
-        dtype: of the products of `orthogonalize`.
-        shapes: of the whole matrices, where `params` are only some rows of them.
-        world: the processes that share the products.
+    group: `params`, matrices alone; `lr`, 0-d on their device; `cautious`: whether only weights decay that the
+        update brings nearer to zero (cautious weight decay, arXiv:2510.12402). Where a matrix has more rows than
+        columns its rate is sqrt(rows / columns) times as high.
+    momentum: of the mean of gradients.
+    weight_decay: decoupled, times the rate.
+    dtype: of the products of `orthogonalize`.
+    shapes: of the whole matrices, where `params` are only some rows of them.
+    world: the processes that share the products.
     """
 
     def __init__(

@@ -26,13 +26,13 @@ from torch import Tensor
 from model.context import METHODS
 from training.ordered_sum import sum_over_ranks
 from training.step_messages import StepMessages
-from training.watch import Failure, Watch
+from training.watchdog import Failure, Watchdog
 
 MODES = ("replicate", "shard")
 CONTEXT_METHODS = ("auto", *METHODS)
 CHECK_EVERY = 32  # steps between two comparisons of the processes' weights
 IN_A_STEP, BETWEEN_STEPS = 45.0, 600.0  # seconds that one may be late; evaluation, samples, saving lie between steps
-FOREVER = timedelta(days=30)  # who never comes is found by training/watch.py, not by a timeout
+FOREVER = timedelta(days=30)  # who never comes is found by training/watchdog.py, not by a timeout
 
 
 @dataclass
@@ -94,7 +94,7 @@ class World:
         self.rank, self.size, self.local_rank, self._store = rank, size, local_rank, store
         self.arrivals = self._gathers = 0
         self.context, self.shards = 1, False
-        self.watch: Watch | None = None
+        self.watchdog: Watchdog | None = None
         self._group = group
         self.begin_run()
         self.hosts = self.all_gather(socket.gethostname())
@@ -238,23 +238,23 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if self.watch is None or isinstance(error, torch.OutOfMemoryError):
+            if self.watchdog is None or isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.watch.wait_for_the_end(str(error))
+            self.watchdog.wait_for_the_end(str(error))
 
     def fail(self, message: str, code: int) -> None:
         """Tell the others why this process ends early."""
-        if self.watch is not None:
-            self.watch.stop()
-            self.watch.post(Failure(self.rank, self.hosts[self.rank], self.step, message, code))
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            self.watchdog.post(Failure(self.rank, self.hosts[self.rank], self.step, message, code))
 
     def close(self) -> None:
         """Leave the group, once all processes are ready to."""
         if self.size == 1:
             return
         self.all_gather("end")
-        if self.watch is not None:
-            self.watch.stop()
+        if self.watchdog is not None:
+            self.watchdog.stop()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group()
         if not self.is_first:

@@ -8,7 +8,7 @@ from functools import cache
 import torch.distributed as dist
 
 from training.parallel import ALONE, World
-from training.watch import LIMITS, Limits, Watch
+from training.watchdog import LIMITS, Limits, Watchdog
 
 
 def ranks(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
@@ -74,5 +74,5 @@ def meet(rank: int, size: int, local_rank: int, limits: Limits = LIMITS) -> Worl
         raise ValueError(
             f"rank {rank} of {size} cannot meet the others at {place} ({reason}); are all started?"
         ) from error
-    world.watch = Watch(world, store, limits)
+    world.watchdog = Watchdog(world, store, limits)
     return world

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from model import GPT, GPTConfig
+from training.bad_steps import SPIKE_WINDOW, NumberCheck
 from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
 from training.comparison import flat, settings_of
-from training.numbers import SPIKE_WINDOW, NumberCheck
 from training.optimizer import Optimizer
 from training.random_states import random_states, restore_random_states
 
@@ -59,9 +59,13 @@ def find(
     ValueError where the checkpoint cannot be used; with "auto" where none of several can.
     """
     if resume == "auto":
-        passed_over: list[str] = []
-        folder = run_dir / "checkpoints"
-        found = newest_complete(folder, lambda line: passed_over.append(line) or report(line), verify=verify)
+        folder, passed_over = run_dir / "checkpoints", []
+
+        def note(line: str) -> None:
+            passed_over.append(line)
+            report(line)
+
+        found = newest_complete(folder, note, verify=verify)
         if passed_over and not found:  # a new run would delete them
             reason = passed_over[0].removeprefix("passed over: ")
             raise ValueError(f"run {run_dir} has no whole checkpoint ({reason}); move {folder} away to begin anew")

@@ -11,13 +11,13 @@ from typing import Any
 from data import Dataset, open_dataset, tokenizer_state
 from model import GPT, GPTConfig, resolve_model
 from training import memory, resume
+from training.bad_steps import POLICIES
 from training.checkpoint import Checkpoint, open_checkpoint
 from training.comparison import flat
 from training.context import resolve_method
 from training.evaluate import prompt_of
 from training.hardware import Hardware, set_up
 from training.memory import Plan
-from training.numbers import POLICIES
 from training.parallel import ALONE, World
 from training.profile import refuse_too_few
 from training.speed import slow_on_a_cpu

@@ -13,7 +13,7 @@ from training import checkpoint as checkpoints
 from training.parallel import ALONE, NullObject, World
 from training.shard import full_tensor
 from training.stop import resume_command
-from training.watch import SAVER
+from training.watchdog import SAVER
 
 EXIT_UNSAVED = 2  # of a run whose end is not on disk, as of any file that cannot be written
 

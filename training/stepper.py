@@ -7,11 +7,11 @@ import tiktoken
 from torch import Tensor, nn
 
 from data import Batch
+from training.bad_steps import NumberCheck
 from training.context import ContextParallel, context_parallel
 from training.evaluate import EvaluationSet, evaluate, sample
 from training.graph import StepGraphs
 from training.hardware import Hardware
-from training.numbers import NumberCheck
 from training.optimizer import NoOpOptimizer, Optimizer
 from training.run import Run
 from training.shard import full_model
@@ -45,7 +45,7 @@ class Stepper:
         hardware: Hardware,
         graphs: StepGraphs | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """A step with another network, optimizer or hardware than the run's: to run a bad step again (numbers.py)."""
+        """A step with another network, optimizer or hardware than the run's: to run a bad step again (bad_steps.py)."""
         inputs, targets, starts = batch  # (sequences, seq_len) each, and where documents begin
         micro_batch, dropout = self._chosen.micro_batch, self._chosen.model.draws
         return training_step(

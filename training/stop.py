@@ -2,7 +2,7 @@
 
 Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (what scripts/train.sbatch asks SLURM for),
 129 after SIGHUP (a closed terminal), as a shell counts them: 128 + the signal; 75 (sysexits.h: try again later) after
-`train.max_hours`; 65 after numbers that were not finite (training/numbers.py). In each case `resume_command`
+`train.max_hours`; 65 after numbers that were not finite (training/bad_steps.py). In each case `resume_command`
 resumes the run. (2 is a user's mistake, conf/program.py, and memory that ran out, training/memory.py: something has
 to be changed first.) A second signal takes its default action: the process is gone at once. Not so a second SIGHUP or
 SIGUSR1: a terminal that is closed sends two, the shell's and the kernel's; SLURM sends SIGUSR1 to a program that wraps
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from training.parallel import ALONE, World
-from training.watch import SHOW_CURSOR
+from training.watchdog import SHOW_CURSOR
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 EXIT_TIME_LIMIT = 75
@@ -116,8 +116,8 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.reason, self.exit_code = signal.Signals(number).name, 128 + number
         # the default action needs no Python to run: it ends a process that is deep in a compiler or a stuck disk
-        if number == signal.SIGTERM and self._world.watch:  # what torchrun sends to the others when one has died
-            self._world.watch.suspect("SIGTERM")
+        if number == signal.SIGTERM and self._world.watchdog:  # what torchrun sends to the others when one has died
+            self._world.watchdog.suspect("SIGTERM")
         # torchrun passes on what the terminal has sent to all of us already
         twice = (signal.SIGHUP, signal.SIGUSR1, *((number,) if self._world.size > 1 else ()))
         for other in self._previous:

@@ -36,7 +36,7 @@ from train import train
 from training.hardware import set_up
 from training.log import provenance
 from training.step import Step
-from training.watch import wait_for_saves
+from training.watchdog import wait_for_saves
 
 FAILED = 1  # exit code
 # twenty thousand steps of almost no work, with everything that a loop does beside them done often

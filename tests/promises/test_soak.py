@@ -17,7 +17,7 @@ import train as trainer
 from tests.promises import soak
 from tests.promises.soak import TINY, SoakSettings, Watched, judge, theil_sen
 from tests.runs import settings
-from training.watch import SAVER
+from training.watchdog import SAVER
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 

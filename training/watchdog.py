@@ -60,7 +60,7 @@ class Limits:
 LIMITS = Limits()
 
 
-class Watch:
+class Watchdog:
     """Starts its threads at once; `stop` it before the process exits."""
 
     def __init__(self, world: "World", store: dist.Store, limits: Limits) -> None:
@@ -75,9 +75,9 @@ class Watch:
         self._beats = 0
         self._beat()
         world.all_gather("watched")  # from here on each has a beat
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._guard, name="watch of the watch", daemon=True).start()
+        threading.Thread(target=self._guard, name="watchdog of the watchdog", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
