@@ -123,10 +123,9 @@ def run(
         run_dir, settings.logger, chosen.settings, first_step=first_step, steps=config.steps,
         resume=settings.resume is not None, checkpoint=resumed, wandb=chosen.wandb,
     )  # fmt: skip
-    folder, keep_last, keep_every = run_dir / "checkpoints", config.keep_last, config.keep_every
     saver = ShardSender()  # in the other processes
     if world.is_first:
-        saver = Saver(folder, keep_last=keep_last, keep_every=keep_every, say=log.say, world=world)
+        saver = Saver(run_dir / "checkpoints", config.keep_last, config.keep_every, log.say, world)
     on_first(write_description)(run_dir, description, dataset.manifest, evaluation.protocol)
     profiler = on_first(StepProfiler)(run_dir / "profile", hardware, log.console) if settings.profile else None
 

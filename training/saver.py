@@ -32,7 +32,7 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, *, keep_last: int, keep_every: int, say: Callable[[str], None], world: World = ALONE
+        self, folder: Path, keep_last: int, keep_every: int, say: Callable[[str], None], world: World = ALONE
     ) -> None:
         self.folder, self._keep_last, self._keep_every, self._say = folder, keep_last, keep_every, say
         self._world = world
