@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from kernels import flash_attention, flash_attention_varlen, ops
+from kernels import flash_attention, flash_attention_varlen, linear_cross_entropy, ops
 from tests.attention_checks import make_packed, make_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -252,6 +253,46 @@ def test_second_derivatives_are_refused():
     (grad,) = torch.autograd.grad(flash_attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="flash_bwd has no derivative"):
         torch.autograd.grad(grad.sum(), q)
+
+
+def _counted(call) -> dict:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return {str(operator): count for operator, count in counter.get_flop_counts().get("Global", {}).items()}
+
+
+def test_flops_are_counted_as_those_of_pytorchs_own_attention():
+    q, k, v = make_qkv(2, 4, 2, 20, 24, 16, head_dim_v=32, device=DEVICE)
+    wide = (q.shape, *(x.repeat_interleave(2, dim=1).shape for x in (k, v)))
+    forward, backward = sdpa_flop_count(*wide), sdpa_backward_flop_count((2, 4, 20, 32), *wide)
+    for options in ({}, {"causal": True}):
+        counted = _counted(lambda: flash_attention(q, k, v, **options).sum().backward())  # noqa: B023
+        assert counted == {"flashgpt.flash_fwd": forward, "flashgpt.flash_bwd": backward}
+    with torch.inference_mode():
+        assert _counted(lambda: flash_attention(q, k, v)) == {"flashgpt.flash_fwd": forward}
+
+
+def test_flops_of_documents_are_those_of_each():
+    (q, k, v), packed = make_packed([9, 0, 12], [12, 5, 3], 2, 1, 16, device=DEVICE)
+    each = 4 * 16 * 2
+    counted = _counted(lambda: flash_attention_varlen(q, k, v, **packed))
+    assert counted == {"flashgpt.flash_fwd": each * (9 * 12 + 12 * 3)}
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:  # whose lengths nobody knows
+        fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in packed.items()}
+        counted = _counted(lambda: flash_attention_varlen(*map(mode.from_tensor, (q, k, v)), **fake))
+    assert counted == {"flashgpt.flash_fwd": each * 3 * packed["max_seqlen_q"] * packed["max_seqlen_k"]}
+
+
+def test_flops_of_the_head_with_its_loss_are_counted():
+    h, weight = (torch.randn(size, 8, device=DEVICE, requires_grad=True) for size in (10, 16))
+    targets = torch.zeros(10, dtype=torch.int64, device=DEVICE)
+    product = 2 * 10 * 16 * 8
+    counted = _counted(lambda: linear_cross_entropy(h, weight, targets, 16).backward())
+    assert counted == {"flashgpt.linear_cross_entropy_fwd": 3 * product}
+    with torch.no_grad():
+        assert _counted(lambda: linear_cross_entropy(h, weight, targets, 16)) == {
+            "flashgpt.linear_cross_entropy_fwd": product
+        }
 
 
 def test_importing_kernels_imports_no_triton():

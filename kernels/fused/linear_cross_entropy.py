@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device import OPERATORS
+from ..flops import tell_flop_counters
 from ..support import refuse_second_derivative
 from .cross_entropy import check_targets, cross_entropy_fwd
 
@@ -42,6 +43,7 @@ def linear_cross_entropy(
         chunk_tokens = max(CHUNK_TOKENS, CHUNK_LOGITS // len(weight))
     elif not isinstance(chunk_tokens, int) or chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be an integer of at least 1, or None")
+    tell_flop_counters()
     # whoever evaluates needs no gradient: two of the three products are then not done
     return linear_cross_entropy_fwd(h.to(dtype), weight, targets, vocab_size, chunk_tokens, torch.is_grad_enabled())[0]
 

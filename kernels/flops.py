@@ -1,0 +1,50 @@
+"""What PyTorch's FlopCounterMode counts for our operators. As for PyTorch's own: every pair, whatever mask hides it."""
+
+import operator
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from .call import Options
+from .device import OPERATORS
+
+
+def tell_flop_counters() -> None:
+    """Give the counters that watch this call our formulas.
+
+    To register them once, as `register_flop_formula` does, would import Triton with torch.utils.flop_counter.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for mode in _get_current_dispatch_mode_stack():
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if registry is not None:
+            ours = getattr(torch.ops, OPERATORS)
+            registry |= {ours.flash_fwd: _forward, ours.flash_bwd: _backward, ours.linear_cross_entropy_fwd: _head}
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *options, out_val) -> int:
+    return 2 * _pairs(q, k, *options) * (q.shape[3] + v.shape[3])
+
+
+def _backward(do, dlse, q: Tensor, k: Tensor, v: Tensor, o, lse, *options, out_val) -> int:
+    """The scores again, dP, dV, dQ and dK."""
+    return 2 * _pairs(q, k, *options) * (3 * q.shape[3] + 2 * v.shape[3])
+
+
+def _pairs(q: Tensor, k: Tensor, *options) -> int:
+    batch, heads, num_q, _ = q.shape
+    options = Options(*options)
+    if options.packed:
+        from torch.utils.flop_counter import _offsets_to_lengths  # of fake documents, whose lengths nobody knows, too
+
+        lengths_q = _offsets_to_lengths(options.cu_seqlens_q, options.max_seqlen_q)
+        lengths_k = _offsets_to_lengths(options.cu_seqlens_k, options.max_seqlen_k)
+        return heads * sum(map(operator.mul, lengths_q, lengths_k))
+    return batch * heads * num_q * k.shape[2]
+
+
+def _head(h: Tensor, weight: Tensor, targets, vocab_size, chunk_tokens, with_gradient: bool, out_val) -> int:
+    """The logits, and with gradients also dh and dW."""
+    return 2 * (3 if with_gradient else 1) * h.shape[0] * weight.numel()
