@@ -150,6 +150,8 @@ def needs_dispatcher(*tensors: Tensor) -> bool:
         return True
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return True
+    if torch._C._get_tracing_state():  # torch.jit.trace, where sizes are tensors
+        return True
     return any(type(x) not in _PLAIN for x in tensors)
 
 

@@ -255,6 +255,18 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(grad.sum(), q)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (3, 2), "scale": -0.3}], ids=str)
+def test_jit_trace_records_the_operator(options):
+    q, k, v = make_qkv(1, 2, 1, 20, 20, 16, device=DEVICE)
+    traced = torch.jit.trace(lambda *qkv: flash_attention(*qkv, **options), (q, k, v))
+    q, k, v = make_qkv(2, 2, 1, 20, 33, 16, device=DEVICE)
+    o, expected = traced(q, k, v), flash_attention(q, k, v, **options)
+    assert torch.equal(o, expected)
+    for gradient, value in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (o, expected)), strict=True):
+        assert torch.equal(gradient, value)
+
+
 def _counted(call) -> dict:
     with FlopCounterMode(display=False) as counter:
         call()
