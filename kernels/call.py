@@ -168,15 +168,14 @@ def check_call(
     if not deterministic:
         raise ValueError(f"deterministic is {deterministic}; every result here is deterministic: leave it True")
     batch, heads, device = q.shape[0], q.shape[1], q.device
-    causal, left, right = canonical_window(causal, window)
+    causal, *window = canonical_window(causal, window)
     packing = _check_packing(q, k, cu_seqlens, max_seqlen)
     rows = batch if packing[0] is None else packing[0].shape[0] - 1
     scale = _check_scale(scale, q.shape[3])
     options = Options(
         causal,
         scale,
-        left,
-        right,
+        *window,
         _check_softcap(softcap, scale),
         _check_slopes(alibi_slopes, rows, heads, device),
         _check_sinks(sinks, heads, device, q.dtype),
@@ -250,6 +249,8 @@ def check_tensor(name: str, x: object, axes: str = "") -> None:
     """Raises ValueError where x is no tensor or, if they are given, has not these axes, "tokens, heads, head_dim"."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} has type {type(x).__name__}; expected a torch.Tensor")
+    if x.is_nested or x.layout != torch.strided:
+        raise ValueError(f"{name} is nested or sparse; expected a dense tensor (documents end to end, with cu_seqlens)")
     if axes and x.dim() != (number := axes.count(",") + 1):
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {number} dimensions ({axes})")
 

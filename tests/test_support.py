@@ -239,6 +239,20 @@ def test_what_is_no_tensor_is_refused_by_name(name, value, kind):
             packed(**{"q": pq, "k": pk, "v": pv} | arguments | {name: value})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("kind", ["jagged", "strided", "sparse"])
+def test_nested_and_sparse_tensors_are_refused(kind):
+    q, k, v = make_qkv(1, 2, 2, 4, 4, 16, device=DEVICE)
+    rows = [torch.ones(n, 2, 16, device=DEVICE) for n in (3, 5)]
+    other = (
+        k.detach().to_sparse() if kind == "sparse" else torch.nested.nested_tensor(rows, layout=getattr(torch, kind))
+    )
+    for attention, _ in ATTENTION.values():
+        for tensors in ((other, other, other), (q, other, v)):
+            with pytest.raises(ValueError, match="is nested or sparse; expected a dense tensor"):
+                attention(*tensors)
+
+
 def test_numbers_that_are_integers_may_be_of_any_type():
     """Whatever was called before: what is remembered as right is looked up by value."""
     q, k, v = make_qkv(1, 2, 2, 4, 4, 16, device=DEVICE)
