@@ -83,6 +83,11 @@ class DataConfig:
                 f"data.name={self.name} is no dataset of the Hugging Face hub; use OWNER/NAME, "
                 "or data.local_dir=FOLDER with a copy of one"
             )
+        if self.validation_split == self.split:
+            raise ValueError(
+                f"data.validation_split={self.split} is what is trained on; hold out another, or leave it out for the "
+                "last data.validation_fraction"
+            )
 
 
 def check_tokenizer(name: str) -> None:

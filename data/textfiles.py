@@ -36,6 +36,7 @@ class TextFile:
     kind: str
     bytes: int
     sha256: str
+    modified_ns: int  # before it was hashed
     marked: bool = False  # whether it is a text that begins with a byte-order mark, which is no part of it
 
     @property
@@ -81,7 +82,7 @@ def inspect(paths: list[Path]) -> list[TextFile]:
     for path in paths:
         kind = KINDS.get(path.suffix.lower(), "text")
         try:
-            size = path.stat().st_size
+            size, modified_ns = path.stat().st_size, path.stat().st_mtime_ns
             if not path.is_file():
                 raise ValueError(f"{path} is a pipe or a device, and a text is read several times; give a file")
             if size == 0:
@@ -91,7 +92,7 @@ def inspect(paths: list[Path]) -> list[TextFile]:
                 marked = kind == "text" and file.read(3) == codecs.BOM_UTF8
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror}); leave it out") from error
-        files.append(TextFile(path, kind, size, digest, marked))
+        files.append(TextFile(path, kind, size, digest, modified_ns, marked))
     return files
 
 
@@ -104,15 +105,17 @@ def read(file: TextFile, field: str = FIELD) -> Iterator[Fragment]:
             while text := stream.read(PIECE_CHARACTERS) + stream.readline():
                 yield text, first
                 first = False
-        return
-    texts = _json_texts(file, field) if file.kind == "json" else _parquet_texts(file, field)
-    for number, text in enumerate(texts, 1):
-        if not isinstance(text, str):
-            raise ValueError(
-                f'{file.path}: row {number} has no text in its column "{field}" (it is {reprlib.repr(text)}); drop it'
-            )
-        if text:
-            yield text, True
+    else:
+        texts = _json_texts(file, field) if file.kind == "json" else _parquet_texts(file, field)
+        for number, text in enumerate(texts, 1):
+            if not isinstance(text, str):
+                raise ValueError(
+                    f'{file.path}: row {number} has no text in its column "{field}" (it is {reprlib.repr(text)}); '
+                    "drop it"
+                )
+            if text:
+                yield text, True
+    _refuse_changed(file)
 
 
 def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
@@ -130,7 +133,7 @@ def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
             if isinstance(text := row.get(field), str):
                 text.encode()  # half a surrogate pair is no text
             yield text
-    except (ValueError, RecursionError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{file.path} cannot be read as json: row {number}: {error}; correct or drop it") from error
 
 
@@ -164,6 +167,13 @@ def lines(file: TextFile) -> Iterator[str]:
     """Lines of a text file with their line ends."""
     with _named(file), file.path.open(encoding="utf-8-sig") as stream:
         yield from stream
+    _refuse_changed(file)
+
+
+def _refuse_changed(file: TextFile) -> None:
+    """What was read is not what was hashed, and its tokens would lie in the cache under the name of another text."""
+    if not file.path.exists() or file.path.stat().st_mtime_ns != file.modified_ns:
+        raise ValueError(f"{file.path} was changed while it was read; run again once it is complete, or use a copy")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from omegaconf import OmegaConf
 
 from data import DataConfig, Dataset, hub, open_dataset
-from data.textfiles import TextFile, lines
+from data.textfiles import inspect, lines
 from data.wikitext import articles
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -314,4 +314,4 @@ def test_wikitext_from_the_hub(cache, tmp_path, monkeypatch):
 def test_wikitext_has_its_published_articles():
     for name, count in (("valid", 60), ("test", 60)):
         path = Path(WIKITEXT) / f"wiki.{name}.tokens"
-        assert sum(1 for _ in articles(lines(TextFile(path, "text", 0, "")))) == count
+        assert sum(1 for _ in articles(lines(*inspect([path])))) == count

@@ -431,6 +431,32 @@ def test_a_pipe_is_no_file(tmp_path, cache):
         opened(cache, str(tmp_path / "pipe"))
 
 
+@pytest.mark.parametrize("name", ["corpus.txt", "rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize("how", ["grown", "gone"])
+def test_a_file_that_changes_while_it_is_read_is_refused(name, how, tmp_path, cache, monkeypatch):
+    """Its tokens would lie in the cache under the fingerprint of what it was."""
+    path = tmp_path / name
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXT.splitlines()))
+    if name.endswith("parquet"):
+        pq.write_table(pa.table({"text": TEXT.splitlines()}), path)
+    build, contents = build_tokenizer, path.read_bytes()
+
+    def later(name):
+        path.unlink()
+        if how == "grown":
+            path.write_bytes(contents * (1 if path.suffix == ".parquet" else 2))
+            os.utime(path, ns=(0, 0))
+        return build(name)
+
+    monkeypatch.setattr("data.dataset.build_tokenizer", later)
+    with pytest.raises(
+        ValueError, match=f"{name} (was changed while it was read; run again|cannot be read)"
+    ) as refused:
+        opened(cache, str(path))
+    assert ("changed" in str(refused.value)) == (how == "grown")
+    assert not list(cache.iterdir())
+
+
 def test_a_file_is_named_once(corpus, tmp_path, cache):
     """Else the text that is held out at its end is trained on."""
     (tmp_path / "link.txt").symlink_to(corpus)
@@ -476,6 +502,10 @@ def test_shifted_windows_need_two_of_them(corpus, cache):
         ({"text_field": "body"}, "data.text_field=body is for data.source=text or data.source=hub"),
         ({"source": "text", "files": "a", "streaming": True}, "data.streaming=True is for data.source=hub"),
         ({"cache_dir": ""}, "data.cache_dir='' is empty; use data.cache_dir=~/.cache/flashgpt/data"),
+        (
+            {"source": "hub", "name": "a/b", "validation_split": "train"},
+            "data.validation_split=train is what is trained on",
+        ),
         ({"source": "hub", "name": "a/b", "config": ""}, "data.config='' is empty; leave it out"),
         ({"validation_fraction": 1.0}, "data.validation_fraction=1.0"),
         ({"seq_len": 0}, "data.seq_len=0"),
