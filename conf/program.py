@@ -293,6 +293,9 @@ def settings_from(cfg: DictConfig, schema: type[S]) -> S:
         if name in keys and is_dataclass(keys[name].type) and not OmegaConf.is_dict(cfg[name]):
             raise ConfigError(f"{name}={cfg[name]} is no value: {name} holds keys of its own; write {name}.KEY=VALUE")
     try:
+        for key in (name for name, known in keys.items() if known.type in (bool, bool | None)):
+            if isinstance(value := OmegaConf.select(cfg, key), int) and value not in (0, 1):  # true to OmegaConf
+                raise ValueError(f"{key}={value} has the wrong type: expected true or false")
         merged = OmegaConf.merge(_typed(schema), cfg)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError) as error:
@@ -305,7 +308,7 @@ def _refuse_missing_in_files(*, resumes: bool) -> None:
     resumes: the run has settings of its own, and takes only files whose groups were typed, an experiment's not.
     """
     hydra_config = HydraConfig.get()
-    typed = {override.lstrip("+").partition("=")[0] for override in _as_given()}
+    typed = set(map(key_of, _as_given()))
     folders = [Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"]
     for folder in [Path(__file__).parent, *folders]:
         for group, name in hydra_config.runtime.choices.items():

@@ -290,6 +290,8 @@ COMMAND_LINES = [
     Case("run folder in use", ["hydra.run.dir=first"], ["run folder first already holds a run", "resume=auto"]),
     Case("range without -m", ["train.steps=range(1,3)"], ["train.steps=range(1,3) is several values", "-m"]),
     Case("thousands", ["train.steps=1e3"], ["train.steps=1000.0 has the wrong type", "number; write 1000"]),
+    Case("a number for a boolean", ["profile=3"], ["profile=3 has the wrong type", "expected true or false"]),
+    Case("a number for a boolean or null", ["hardware.compile=-1"], ["hardware.compile=-1 has the wrong type"]),
     Case("mapping for a list", ["logger.tags={a:1}"], ["logger.tags={a:1} has the wrong type", "--cfg job"]),
     *(
         Case(
