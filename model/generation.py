@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import index
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from model.attention import flash
 from model.cache import KVCache, PagedKVCache, Prompts
 from model.gpt import GPT
-from model.sampling import check_sampling, choose_next_token
+from model.sampling import check_sampling, choose_next_token, whole
 
 PAGE = 128  # tokens: a tile of the decode kernel is in one page
 PROMPT_TOKENS = 32768  # read in one call, where there is more than one prompt
@@ -84,9 +83,9 @@ def generate(
                 f"an id of prompt {number} lies outside 0..{model.vocab_size - 1}; use the model's tokenizer"
             )
         contexts.append(ids[-model.seq_len :])
-    num_samples, batch_size = _whole("num_samples", num_samples, 1), _whole("batch_size", batch_size, 1)
-    max_new_tokens, seed = _whole("max_new_tokens", max_new_tokens, 0), _whole("seed", seed, -(2**63))
-    stop_token = None if stop_token is None else _whole("stop_token", stop_token, -(2**63))
+    num_samples, batch_size = whole("num_samples", num_samples, 1), whole("batch_size", batch_size, 1)
+    max_new_tokens, seed = whole("max_new_tokens", max_new_tokens, 0), whole("seed", seed, -(2**63))
+    stop_token = None if stop_token is None else whole("stop_token", stop_token, -(2**63))
     if cache_dtype not in (None, torch.int8, torch.float8_e4m3fn):
         raise ValueError(f"cache_dtype={cache_dtype} must be None, torch.int8 or torch.float8_e4m3fn")
     if len(prompts) == 0 or max_new_tokens == 0:
@@ -108,17 +107,6 @@ def generate(
         model = model.for_inference(model.compute_dtype)
         cache = model.make_cache(min(batch_size, len(sequences)), min(longest, model.seq_len), PAGE, cache_dtype)
     return Generation(model, cache, uniform.T, choose, stop_token, greedy=temperature == 0).run(sequences)
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    """The value as an int. Raises ValueError."""
-    try:
-        number = int(index(value))
-    except TypeError:
-        number = least - 1
-    if not least <= number < 2**64:  # PyTorch's seeds
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least} and below 2^64")
-    return number
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """From logits to the next token."""
 
-from numbers import Integral
+from operator import index
 
 import torch
 from torch import Tensor
@@ -13,10 +13,21 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
             raise ValueError(f"{name}={value!r} must be a number")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or a positive number")
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, Integral) or top_k < 1):
-        raise ValueError(f"top_k={top_k} must be a whole number of at least 1; leave it out to keep every token")
+    if top_k is not None:
+        whole("top_k", top_k, 1, "; leave it out to keep every token")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1; leave it out to keep every token")
+
+
+def whole(name: str, value: object, least: int, remedy: str = "") -> int:
+    """The value as an int: of any integer type, NumPy's too, but no boolean. Raises ValueError."""
+    try:
+        number = least - 1 if isinstance(value, bool) else int(index(value))
+    except TypeError:
+        number = least - 1
+    if not least <= number < 2**64:  # PyTorch's seeds
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least} and below 2^64{remedy}")
+    return number
 
 
 def choose_next_token(

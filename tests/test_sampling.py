@@ -287,6 +287,7 @@ def test_equal_logits_come_in_the_order_of_their_ids(values, count):
         ({"top_k": True}, "top_k=True must be a whole number"),
         ({"temperature": None}, "temperature=None must be a number"),
         ({"top_p": "0.5"}, "top_p='0.5' must be a number"),
+        ({"num_samples": True}, "num_samples=True must be a whole number"),
         ({"seed": None}, "seed=None must be a whole number of at least -9223372036854775808 and below 2\\^64"),
         ({"seed": 2**64}, "seed=18446744073709551616 must be a whole number"),
         ({"stop_token": [1, 2]}, r"stop_token=\[1, 2\] must be a whole number"),
