@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -209,6 +210,8 @@ def show(dump: Checkpoint, rows: list[dict], device: str) -> None:
     if meta["settings"]["model"]["dropout"] or meta["settings"]["model"]["attention_dropout"]:
         if meta["device"] != device:
             say(f"dropout's masks are not the run's: {device} draws other numbers than {meta['device']}")
+        elif meta["settings"].get("parallel", {}).get("context", 1) > 1:
+            say("dropout's masks are not the run's: each process drew those of its part of a row, one draws them here")
         elif meta.get("compiled"):
             say("dropout's masks are not the run's: compiled, it drew other numbers than here, module by module")
     for row in rows:
@@ -231,7 +234,8 @@ def replay(settings: ReplaySettings) -> list[dict]:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later
     dump = open_dump(settings.dump)
-    rows = compare(dump, settings)
+    with np.errstate(all="ignore"):  # Triton's interpreter would warn of each number that is not finite
+        rows = compare(dump, settings)
     show(dump, rows, set_up(settings.hardware).device.type)
     print(json.dumps({"dump": str(dump.path), "step": dump.step, "runs": rows}, allow_nan=False))
     return rows

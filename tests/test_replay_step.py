@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import subprocess
+import warnings
 
 import pytest
 import torch
@@ -156,6 +157,26 @@ def test_every_attention_as_it_is_agrees(kept, capsys):
         assert row["parts"] is None, name
         assert row["first_bad"] is None
         assert float(row["loss"]) == pytest.approx(float(rows["naive", "float32"]["loss"]), rel=1e-5)
+
+
+def test_numbers_that_are_not_finite_are_told_once_and_by_the_replay(kept, tmp_path, capsys):
+    """NumPy, in which Triton's interpreter computes, warned of them in the middle of what is printed."""
+    dump = open_checkpoint(kept[0])
+    weights = load_file(dump.path / "model.safetensors")
+    weights["blocks.0.attention.qkv.weight"].mul_(1e30)
+    path = write_step(tmp_path, weights, dump.load_state(), dump.meta)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        rows, _ = replayed(capsys, path, ["flash"])
+    assert rows["flash", "float32"]["first_bad"]["module"] == "blocks.0.attention"
+
+
+def test_masks_of_processes_that_shared_rows_are_others(kept, capsys):
+    dump = open_checkpoint(kept[0])
+    dump.meta["settings"]["parallel"]["context"] = 2
+    dump.meta["settings"]["model"]["dropout"] = 0.1
+    replaying.show(dump, [], "cpu")
+    assert "dropout's masks are not the run's: each process drew those of its part" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
