@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from scripts.bench import clock, saving
+from scripts.bench import clock, processes, saving
 from scripts.bench import context as bench_context
 from scripts.bench import loss as bench_loss
 from scripts.bench import parallel as bench_parallel
@@ -299,3 +299,17 @@ def test_a_benchmark_of_several_gpus_says_what_it_lacks(tmp_path, monkeypatch):
         bench_parallel.main.__wrapped__(settings_of(bench_parallel.main), tmp_path)
     with pytest.raises(ValueError, match="gpus=2 but there are 1 GPUs; use gpus=1"):
         bench_context.main.__wrapped__(bench_context.ContextBenchSettings(), tmp_path)
+
+
+def test_a_process_without_memory_ends_all_in_one_line(tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 9.00 GiB. GPU 1 has a total capacity of 80 GiB"
+        )
+
+    monkeypatch.setattr(processes, "_compute", full)
+    with pytest.raises(SystemExit):
+        processes._run(1, tmp_path / "found")
+    assert (tmp_path / "refused_by_1").read_text() == (
+        "process 1 is out of memory (CUDA out of memory. Tried to allocate 9.00 GiB); use smaller sizes or more GPUs"
+    )

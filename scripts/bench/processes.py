@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # noqa: F401  (as any optimizer does at its first step, and here before imports are frozen)
+import torch._dynamo  # as any optimizer does at its first step, and here before imports are frozen
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -42,7 +42,7 @@ def on_each_gpu(sizes: list[int], function: Callable[..., Any], settings: Any) -
     """What `function(host, settings)` returns in the first of max(sizes) processes; all run it, with NCCL or gloo.
 
     Raises:
-        ValueError: what one of them refused.
+        ValueError: what one of them refused, or that its memory did not suffice.
     """
     with tempfile.TemporaryDirectory() as folder:
         with socket.socket() as free:
@@ -62,10 +62,14 @@ def on_each_gpu(sizes: list[int], function: Callable[..., Any], settings: Any) -
 def _run(rank: int, *given: Any) -> None:
     try:
         _compute(rank, *given)
-    except ValueError as error:  # the others may wait for this one: its end is theirs
+    except (ValueError, torch.OutOfMemoryError) as error:  # the others may wait for this one: its end is theirs
         *_, found = given
-        unfinished = found.with_name(f"refusal_{rank}")
-        unfinished.write_text(str(error))
+        refusal, unfinished = str(error), found.with_name(f"refusal_{rank}")
+        if isinstance(error, torch.OutOfMemoryError):
+            refusal = (
+                f"process {rank} is out of memory ({refusal.partition('. GPU')[0]}); use smaller sizes or more GPUs"
+            )
+        unfinished.write_text(refusal)
         unfinished.rename(found.with_name(f"refused_by_{rank}"))  # whole, though another one's end may end this one
         sys.exit(1)
 
