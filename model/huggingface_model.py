@@ -220,10 +220,17 @@ class PretrainedLM(nn.Module):
         return sum(weight.numel() for weight in self.parameters())
 
     def num_matmul_parameters(self) -> int:
-        """All but tables that are only looked up in."""
-        head = self.inner.get_output_embeddings().weight
-        tables = [m.weight for m in self.modules() if isinstance(m, nn.Embedding) and m.weight is not head]
-        return self.num_parameters() - sum(table.numel() for table in tables)
+        """All but tables that are only looked up in; of experts as many as a token meets, if their config says it."""
+        head, config = self.inner.get_output_embeddings().weight, self.inner.config.get_text_config()
+        chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+        idle = 0
+        for module in self.modules():
+            if isinstance(module, nn.Embedding) and module.weight is not head:
+                idle += module.weight.numel()
+            if chosen and (experts := getattr(module, "num_experts", 0)):  # their matrices are stacked
+                of_each = sum(x[0].numel() for x in module.parameters(recurse=False) if x.dim() == 3)
+                idle += (experts - chosen) * of_each
+        return self.num_parameters() - idle
 
     def save(self, folder: Path) -> None:
         """A folder that transformers opens, without the tokenizer."""

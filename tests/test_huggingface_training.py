@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
 
@@ -289,6 +290,31 @@ def test_a_head_is_as_wide_as_their_configuration_says(tmp_path):
     assert (model.config.n_embd, model.config.num_heads, model.config.head_dim) == (62, 4, 16)
     dense = 6 * model.num_matmul_parameters()
     assert model_flops(model)["full"] - dense == 12 * 2 * 4 * 16 * 32  # layers, heads, head_dim, keys
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
+def test_of_experts_those_count_that_a_token_meets(name, tmp_path):
+    """MFU is of them alone: all eight of Mixtral's would be counted for two that work."""
+    sizes = GROUPED | {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+    if name == "DeepseekV3":  # one dense layer, one with experts of which one is every token's
+        sizes |= {
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 8,
+            "num_key_value_heads": 4,
+        }
+        sizes |= {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+        del sizes["head_dim"]
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = build_model(resolved(saved_of(tmp_path, config), "naive"), VOCAB, 32, device="cpu")
+    model.inner.set_experts_implementation("eager")  # grouped products are counted by nobody
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.inner(torch.arange(32)[None], use_cache=False)
+    of_attention = ("aten.bmm", "aten.baddbmm")
+    products = sum(n for name, n in counter.get_flop_counts()["Global"].items() if str(name) not in of_attention)
+    vectors = sum(x.numel() for x in model.parameters() if x.dim() == 1)
+    assert products == 2 * 32 * (model.num_matmul_parameters() - vectors)
 
 
 def test_a_model_without_attention_is_refused(tmp_path):
