@@ -98,7 +98,8 @@ def run(
 
     # --- the model and its optimizer; the seed fixes the initial weights, whatever the attention
     seed_everything(config.seed)
-    model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=hardware.device)
+    how = {"device": hardware.device, "document_mask": settings.data.document_mask}
+    model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, **how)
     forward = parallelize(model, hardware)  # compiled where the run is, sharded by parallel.data=shard
     optimizer = Optimizer(model, settings.optim, hardware.dtype, world)
     best_loss, seconds_before, state = math.inf, 0.0, {}

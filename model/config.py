@@ -176,10 +176,13 @@ def resolve_model(
     return replace(config, attention=attention, loss=loss), why_attention, why_loss
 
 
-def build_model(config: GPTConfig, vocab_size: int, seq_len: int, *, device: torch.device | str) -> nn.Module:
+def build_model(
+    config: GPTConfig, vocab_size: int, seq_len: int, *, device: torch.device | str, document_mask: bool = False
+) -> nn.Module:
     """The network of a resolved `config`: a `GPT`, or what it names in the interface of one."""
     if config.name is not None:
-        return _of_transformers().PretrainedLM(config, vocab_size, seq_len, device=device)
+        more = {"device": device, "document_mask": document_mask}
+        return _of_transformers().PretrainedLM(config, vocab_size, seq_len, **more)
     from model.gpt import GPT
 
     return GPT(config, vocab_size, seq_len, device=device)

@@ -122,13 +122,22 @@ class PretrainedLM(nn.Module):
         config: `name` says which model; its attention and loss are resolved names, its sizes the model's (`sized`).
         vocab_size: of the tokenizer; the model may have more rows.
         seq_len: the longest context, in tokens.
+        document_mask: whether it will be given packed documents.
 
     Raises:
         ValueError: a model that is not whole, not causal or not on transformers' attention interface, or what does not
             fit to it.
     """
 
-    def __init__(self, config: GPTConfig, vocab_size: int, seq_len: int, *, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        config: GPTConfig,
+        vocab_size: int,
+        seq_len: int,
+        *,
+        device: torch.device | str = "cpu",
+        document_mask: bool = False,
+    ):
         super().__init__()
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
         theirs = their_config(config)
@@ -152,9 +161,12 @@ class PretrainedLM(nn.Module):
             raise ValueError(
                 f"model.attention={config.attention} cannot be {config.name}'s: transformers has none such for it; "
                 f"use model.attention={'sdpa' if its_own == 'sdpa' else 'naive'}"
+                f"{' and data.document_mask=false' if document_mask else ''}"
             )
         self._refuse_what_the_loop_is_not_for()
         self.keeps_documents_apart = self.is_ours and self._keeps_documents_apart()
+        if document_mask:
+            self._refuse_documents_that_meet()
         if config.activation_checkpointing == "full":
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
         self.to(device)
@@ -173,11 +185,7 @@ class PretrainedLM(nn.Module):
         assert kv_cache is None, "their cache is another; see `continued`"
         asked: dict[str, Any] = {"input_ids": tokens, "use_cache": False, **self._of_shape(tokens)}
         if cu_seqlens is not None:
-            if not self.keeps_documents_apart:
-                raise ValueError(
-                    f"{self.config.name} has layers in which packed documents see each other, as convolutions, "
-                    "recurrences and chunks of attention; use data.document_mask=false"
-                )
+            self._refuse_documents_that_meet()
             asked["position_ids"] = positions_in(cu_seqlens, tokens.numel()).view(tokens.shape)
             asked |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         if targets is not None and self.config.loss == "chunked":
@@ -272,6 +280,13 @@ class PretrainedLM(nn.Module):
         product = None if h is None else nn.functional.linear(h, head.weight)
         if product is None or getattr(head, "bias", None) is not None or not _alike(logits, product, logits):
             raise ValueError(f"the logits of {self.config.name} are not its head's product alone; use model.loss=plain")
+
+    def _refuse_documents_that_meet(self) -> None:
+        if not self.keeps_documents_apart:
+            raise ValueError(
+                f"{self.config.name} has layers in which packed documents see each other, as convolutions, recurrences "
+                "and chunks of attention; use data.document_mask=false"
+            )
 
     @torch.no_grad()
     def _keeps_documents_apart(self) -> bool:

@@ -283,7 +283,8 @@ def goes_on(settings: Settings, *, model: GPTConfig | None, dataset: Dataset | N
 def start(settings: Settings, folder: Path, *, hardware: Hardware) -> Finding:
     """The start itself: what it refuses beside all this. Where the text is in the cache, nothing is tokenized."""
     resolve(settings, folder, hardware=hardware, world=hardware.world, report=lambda line: None)
-    return Finding("train.py would take this")
+    known = ", as far as is known without the weights of model.name" if settings.model.name else ""
+    return Finding(f"train.py would take this{known}")
 
 
 def show(page: Page) -> None:

@@ -17,7 +17,7 @@ from model import GPTConfig, build_model, generate, huggingface_model, resolve_m
 from scripts import doctor, explain, export_hf, parity  # noqa: E402
 from scripts.bench import generation  # noqa: E402
 from scripts.bench import training as bench_training  # noqa: E402
-from tests.huggingface_models import GROUPED, VOCAB, build, pytorch_on_a_cpu  # noqa: E402
+from tests.huggingface_models import GROUPED, SIZES, VOCAB, build, pytorch_on_a_cpu  # noqa: E402
 from tests.runs import CORPUS, contents, settings, settings_of  # noqa: E402
 from train import train  # noqa: E402
 from training import memory, stepper  # noqa: E402
@@ -252,6 +252,22 @@ def test_layers_that_mix_documents_are_refused(tmp_path):
     assert model(tokens, tokens) > 0
     with pytest.raises(ValueError, match=r"has layers in which packed documents see .*; use data.document_mask=false"):
         model(tokens, tokens, cu_seqlens=torch.tensor([0, 10, 32], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]), "=false"),
+        (lambda: transformers.FalconConfig(**SIZES), "use model.attention=sdpa and data.document_mask=false"),
+    ],
+    ids=["Lfm2", "Falcon"],
+)
+def test_documents_that_cannot_be_kept_apart_are_refused_before_the_run(tmp_path, config, match):
+    """It was at the first step of a run that had begun; and of Falcon's two remedies each was refused for the other."""
+    folder = saved_of(tmp_path / "theirs", config())
+    how = {"device": "cpu", "document_mask": True}
+    with pytest.raises(ValueError, match=match):
+        build_model(resolved(folder, "tiled", document_mask=True), VOCAB, 32, **how)
 
 
 @pytest.mark.parametrize(("changed", "match"), [
