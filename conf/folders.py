@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from conf.keys import is_folder_name
+from training.lock import NAME as LOCK
 
 SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
 DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
@@ -56,8 +57,9 @@ def _own(folder: str) -> str:
 
 
 def listing(folder: Path) -> dict[str, int]:
-    """The names in `folder` and when each was changed."""
-    return {path.name: path.lstat().st_mtime_ns for path in folder.iterdir()} if folder.is_dir() else {}
+    """The names in `folder`, but for the lock of who works there, and when each was changed."""
+    paths = [path for path in folder.iterdir() if path.name != LOCK] if folder.is_dir() else []
+    return {path.name: path.lstat().st_mtime_ns for path in paths}
 
 
 def keep_traceback(log: Path) -> str:

@@ -59,6 +59,10 @@ def test_a_second_process_is_refused_and_kill_9_frees_the_folder(tmp_path, monke
     left = contents(tmp_path / "run")
     assert left.pop("lock")
     assert left == before
+    # nor is a lock that goes a sign that the run had begun, which would have its traceback kept
+    refused = told("train", [*arguments, "model.num_layers=3"], monkeypatch, capsys)
+    assert refused.error.endswith("use 2\n")
+    assert contents(tmp_path / "run") == before
     train(small_run(tmp_path, *story, "train.steps=4"), tmp_path / "run")
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert not (tmp_path / "run" / "lock").exists()
