@@ -120,6 +120,12 @@ def test_the_command_is_for_the_shell_that_the_run_began_in(monkeypatch, tmp_pat
     monkeypatch.setattr("training.stop.shutil.which", own.get)
     assert resume_command(Path("runs/a/b")) == "python train.py resume=runs/a/b"
     assert shell_command("wandb", "sync", "x") == "wandb sync x"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert resume_command(Path("runs/a/b")) == "python train.py resume=runs/a/b"
+    # one process may not do: for rows that two share, or for the memory that two have
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    own["torchrun"] = str(beside / "torchrun")
+    assert resume_command(Path("runs/a/b")) == "torchrun --nproc-per-node 2 train.py resume=runs/a/b"
     monkeypatch.chdir(tmp_path)
     assert f"{root / 'train.py'} resume=" in resume_command(Path("runs/a/b"))
 

@@ -35,7 +35,10 @@ def resume_command(run_dir: Path, *overrides: str) -> str:
     """The command that resumes `run_dir` with `overrides` (key=value), for this shell and folder."""
     here = Path.cwd()
     program = str(TRAIN.relative_to(here) if TRAIN.is_relative_to(here) else TRAIN)
-    return shell_command("python", program, f"resume={folder_value(run_dir)}", *overrides)
+    arguments = program, f"resume={folder_value(run_dir)}", *overrides
+    if (processes := os.environ.get("LOCAL_WORLD_SIZE", "1")) != "1":  # torchrun's; srun sets none
+        return shell_command("torchrun", "--nproc-per-node", processes, *arguments)
+    return shell_command("python", *arguments)
 
 
 def folder_value(path: Path) -> str:
@@ -48,7 +51,7 @@ def folder_value(path: Path) -> str:
 
 
 def shell_command(program: str, *arguments: str) -> str:
-    """The command that runs `program` (python, wandb) of this installation, for this shell and folder."""
+    """The command that runs `program` (python, torchrun, wandb) of this installation, for this shell and folder."""
     if "UV" in os.environ and Path.cwd() == TRAIN.parent:  # `uv run` in the checkout
         command = ["uv", "run", program]
     else:
