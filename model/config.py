@@ -172,6 +172,10 @@ def resolve_model(
                 "some models only; use model.attention=flash, or tiled on a CPU"
             )
         attention, why_attention = "tiled", "auto: transformers' own keeps documents apart in some models only"
+    if config.name is not None and (instead := _of_transformers().in_place_of(config, attention)):
+        if config.attention != "auto" or document_mask:
+            raise _of_transformers().no_such_attention(config.name, attention, instead, document_mask)
+        attention, why_attention = instead, f"auto: transformers has no {attention} for this model"
     loss, why_loss = resolve_loss(config.loss, torch.device(device).type)
     return replace(config, attention=attention, loss=loss), why_attention, why_loss
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from model import huggingface  # isort: skip  (it refuses another package `kernels`, before transformers imports that)
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, masking_utils
 from transformers.utils import logging
 
 from kernels import cross_entropy, linear_cross_entropy
@@ -92,6 +92,22 @@ def their_config(config: GPTConfig) -> Any:
     return theirs
 
 
+def in_place_of(config: GPTConfig, attention: str) -> str | None:
+    """What transformers has for the model of `config` where it has not that attention for it; None where it has."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(their_config(config)), None)
+    if kind is None:  # which `_loaded` refuses
+        return None
+    has = {"eager": True, "sdpa": kind._supports_sdpa, huggingface.NAME: kind._can_set_attn_implementation()}
+    return None if has[IMPLEMENTATIONS[attention]] else "sdpa" if kind._supports_sdpa else "naive"
+
+
+def no_such_attention(name: str, attention: str, instead: str, document_mask: bool) -> ValueError:
+    return ValueError(
+        f"model.attention={attention} cannot be {name}'s: transformers has none such for it; "
+        f"use model.attention={instead}{' and data.document_mask=false' if document_mask else ''}"
+    )
+
+
 @cache
 def head_dim(name: str) -> int:
     """Of a model's attention; a start asks for it several times, and the hub once."""
@@ -153,16 +169,15 @@ class PretrainedLM(nn.Module):
         if config.attention == "tiled" and torch.device(device).type != "cpu":
             raise ValueError("model.attention=tiled with model.name is for a CPU; use model.attention=flash")
         logging.disable_progress_bar()  # the console is the run's
+        if config.attention == "naive":  # some, as Falcon, keep what they were made with
+            theirs._attn_implementation = "eager"
         self.inner = _loaded(config.name, theirs)
         with suppress(ValueError):  # which is about issues of transformers
             self.inner.set_attn_implementation(IMPLEMENTATIONS[config.attention])
         self.is_ours = self.inner.config._attn_implementation == huggingface.NAME
         if (its_own := self.inner.config._attn_implementation) != IMPLEMENTATIONS[config.attention]:
-            raise ValueError(
-                f"model.attention={config.attention} cannot be {config.name}'s: transformers has none such for it; "
-                f"use model.attention={'sdpa' if its_own == 'sdpa' else 'naive'}"
-                f"{' and data.document_mask=false' if document_mask else ''}"
-            )
+            instead = "sdpa" if its_own == "sdpa" else "naive"
+            raise no_such_attention(config.name, config.attention, instead, document_mask)
         self._refuse_what_the_loop_is_not_for()
         self.keeps_documents_apart = self.is_ours and self._keeps_documents_apart()
         if document_mask:

@@ -33,7 +33,7 @@ from data import Dataset, build_tokenizer, open_dataset, tokenizer_state
 from data.dataset import digest, locate
 from data.hub import within_reach
 from kernels import why_not
-from model import GPT, GPTConfig, build_model, resolve_attention, resolve_model
+from model import GPT, GPTConfig, build_model, resolve_model
 from scripts.causality import probe
 from scripts.machine import Finding
 from scripts.selftest import self_test
@@ -132,16 +132,16 @@ def chosen_hardware(settings: Settings, *, processes: int | None) -> Finding:
 
 def attention(settings: Settings, hardware: Hardware) -> Finding:
     """What the run's attention becomes, and what `auto` would; the resolved model."""
-    config, mask = settings.model, settings.data.document_mask
+    config, asked = settings.model, {"document_mask": settings.data.document_mask}
     call = hardware.device, hardware.dtype
-    automatic, why = resolve_attention("auto", *call, config.head_dim, config.attention_features(mask))
+    automatic, why, _ = resolve_model(replace(config, attention="auto"), *call, **asked)
     try:
-        model, reason, _ = resolve_model(config, *call, document_mask=mask)
+        model, reason, _ = resolve_model(config, *call, **asked)
     except ValueError as error:
-        raise ValueError(f"{error}, or model.attention=auto: {automatic}") from error
+        raise ValueError(f"{error}, or model.attention=auto: {automatic.attention}") from error
     said = f"{model.attention} ({reason})"
     if config.attention != "auto":
-        said += f"; auto would be {automatic} ({why})"
+        said += f"; auto would be {automatic.attention} ({why})"
     return Finding(said, facts={"name": model.attention, "reason": reason}, value=model)
 
 

@@ -404,16 +404,25 @@ def test_a_model_that_is_not_whole_is_refused_in_a_line(spoil, match, tmp_path):
 
 
 def test_an_attention_that_transformers_has_not_is_refused_by_its_key(tmp_path):
+    """When a run is resolved, as scripts.doctor asks no further; only auto may choose another."""
     folder = saved("GptOss", tmp_path / "theirs")
     with pytest.raises(ValueError, match=r"model.attention=sdpa cannot be .*none such for it; use model.attention=nai"):
-        build_model(resolved(folder, "auto"), 257, 32, device="cpu")
+        resolved(folder, "sdpa")
+    config, reason, _ = resolve_model(GPTConfig(name=str(folder)), "cpu", torch.float32)
+    assert (config.attention, reason) == ("naive", "auto: transformers has no sdpa for this model")
+    assert build_model(config, 257, 32, device="cpu").num_parameters()
+    with pytest.raises(ValueError, match=r"use model.attention=naive, or model.attention=auto: naive$"):
+        doctor.attention(run_settings(folder, tmp_path, "model.attention=sdpa"), set_up(HardwareConfig(device="cpu")))
     # Falcon keeps the one that it was loaded with
     falcon = transformers.FalconConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
     folder = saved_of(tmp_path / "falcon", falcon)
-    for attention in ("naive", "tiled"):
-        with pytest.raises(ValueError, match=rf"model.attention={attention} cannot be .*; use model.attention=sdpa"):
-            build_model(resolved(folder, attention), VOCAB, 32, device="cpu")
-    assert build_model(resolved(folder, "sdpa"), VOCAB, 32, device="cpu").num_parameters()
+    for changed in ({}, {"document_mask": True}):
+        with pytest.raises(ValueError, match=r"model.attention=tiled cannot be .*; use model.attention=sdpa"):
+            resolved(folder, "auto" if changed else "tiled", **changed)
+    ids = torch.randint(VOCAB, (2, 20))
+    plain, fused = (build_model(resolved(folder, name), VOCAB, 32, device="cpu").eval() for name in ("naive", "sdpa"))
+    assert plain.inner.config._attn_implementation == "eager"  # what scripts.export_hf asks for
+    torch.testing.assert_close(plain(ids), fused(ids))
 
 
 def test_what_only_sampling_reads_does_not_keep_a_model_from_being_saved(tmp_path):
