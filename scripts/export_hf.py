@@ -137,6 +137,8 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
         figures["trained on"] += ", from the weights of an earlier run"
     rows = "\n".join(f"| {key} | {value} |" for key, value in figures.items())
     shown = {key: settings[key] for key in ("model", "optim", "train")}
+    if model.config.name is not None:  # the other keys describe a GPT of ours
+        shown["model"] = {key: settings["model"][key] for key in ("name", "dropout", "attention_dropout")}
     return CARD.format(name=name, rows=rows, settings=yaml.safe_dump(shown, sort_keys=False).strip())
 
 
