@@ -261,7 +261,17 @@ def test_one_and_two_processes_are_compared(tmp_path, quick_python):
     assert text.count("\n## ") == 3
 
 
-OF_A_GPU = ("attention", "decode", "error_budget", "generation", "huggingface", "loss", "masks", "mosaicbert")
+OF_A_GPU = (
+    "attention",
+    "cache_bits",
+    "decode",
+    "error_budget",
+    "generation",
+    "huggingface",
+    "loss",
+    "masks",
+    "mosaicbert",
+)
 
 
 @pytest.mark.parametrize("name", [*OF_A_GPU, "context", "parallel"])

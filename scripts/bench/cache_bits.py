@@ -28,7 +28,7 @@ from kernels import naive_attention
 from model import GPT, GPTConfig, KVCache, PagedKVCache
 from model.attention import flash
 from scripts.bench.clock import Milliseconds, measure
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, table
+from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_without_gpu, table
 from scripts.variants import exit_if_asked
 from train import train
 from training.checkpoint import open_checkpoint
@@ -36,6 +36,10 @@ from training.curves import picture
 from training.hardware import Hardware, set_up
 from training.run import resolve
 
+SMOKE = (
+    "model.num_layers=1 data.seq_len=16 train.steps=2 train.batch_tokens=32 train.eval_windows=2 train.sample_tokens=0 "
+    "bench.batch=1 bench.context=20 bench.num_heads=2 bench.num_kv_heads=1 bench.head_dim=16 bench.page=16"
+)
 EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
@@ -71,6 +75,7 @@ class BenchSettings(Settings):
     "config", BenchSettings, experiment="quickstart", run_dir="runs/cache_bits", overrides=("logger.wandb=disabled",)
 )
 def main(settings: BenchSettings, run_dir: Path) -> None:
+    refuse_without_gpu("a cache in 8 bits", settings.hardware, SMOKE)
     hardware = set_up(settings.hardware)
     report = Report("cache_bits", run_dir, hardware.description)
     dtypes = {str(hardware.dtype).removeprefix("torch."): hardware.dtype} | EIGHT_BITS
