@@ -5,6 +5,7 @@ and backward: FlexAttention's idea (arXiv:2412.05496) with tables in place of ge
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ class BlockMask(NamedTuple):
                 f"visible has dtype {visible.dtype} and shape {tuple(visible.shape)}; "
                 "expected booleans (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk)"
             )
+        _with_values(visible.device)
         visible = visible[(None,) * (4 - visible.dim())]
         _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), visible.shape, strict=True)))
         return _of_booleans(visible)
@@ -112,9 +114,7 @@ def block_mask(
     """
     sizes = 1 if B is None else B, 1 if H is None else H, Nq, Nk
     _check_sizes(**dict(zip(("B", "H", "Nq", "Nk"), sizes, strict=True)))
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={device} but PyTorch sees no GPU; give device='cpu'")
+    device = _with_values(device)
     each = mask_mod
     try:
         full, some = torch.stack(decided_blocks(mask_mod, sizes, BLOCK, device)).cpu().numpy()
@@ -257,8 +257,7 @@ def _assemble(
 ) -> BlockMask:
     """full, asked: (B, H, blocks of queries, blocks of keys) bool, never both; bits of the asked, of `_packed`.
 
-    The lists are made by the host: a GPU would wait for each of many small launches. Waits for the GPU, to know which
-    patterns are equal.
+    The host makes the lists: a GPU would wait for each of many small launches. Waits for it to know equal patterns.
     """
     bits, numbers = _unlike(torch.cat((_ends(device), *bits)))  # pattern 0 shows everything, 1 nothing
     pattern = 1 - full.astype(np.int32)
@@ -391,3 +390,11 @@ def _check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} is {size!r}; it must be an integer of at least 1")
         if name in ("Nq", "Nk") and size > MOST_TOKENS:
             raise ValueError(f"{name} is {size:,}; a block mask takes at most {MOST_TOKENS:,} tokens")
+
+
+def _with_values(device: torch.device | str) -> torch.device:
+    """A device that PyTorch has here and that keeps values, which a mask is made from. Raises ValueError."""
+    with suppress(RuntimeError, AssertionError):
+        if torch.empty(0, device=device).device.type != "meta":
+            return torch.device(device)
+    raise ValueError(f"device={device} is not there or keeps no values; give device='cpu'")

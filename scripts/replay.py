@@ -53,6 +53,8 @@ class ReplaySettings:
 
     def __post_init__(self) -> None:
         refuse_unknown("", self, attention=ATTENTION)
+        if not self.attention:
+            raise ValueError("attention=[] runs nothing; name one, as attention=[flash], or leave it out for all")
         if self.hardware.dtype != "auto" or self.hardware.compile:
             raise ValueError(
                 f"hardware.dtype={self.hardware.dtype} hardware.compile={self.hardware.compile}: a step is run again "

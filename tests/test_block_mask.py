@@ -431,8 +431,13 @@ def test_what_makes_no_mask_is_refused_in_a_line(tmp_path):
     with pytest.raises(ValueError, match="B is 0; it must be an integer of at least 1"):
         block_mask(lambda b, h, q, k: k <= q, 0, None, 8, 8, DEVICE)
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="device=cuda but PyTorch sees no GPU; give device='cpu'"):
+        with pytest.raises(ValueError, match="device=cuda is not there or keeps no values; give device='cpu'"):
             block_mask(lambda b, h, q, k: k <= q, None, None, 8, 8)
+    for device in ("meta", "gpu"):
+        with pytest.raises(ValueError, match=f"device={device} is not there or keeps no values; give device='cpu'"):
+            block_mask(lambda b, h, q, k: k <= q, None, None, 8, 8, device)
+    with pytest.raises(ValueError, match="device=meta is not there"):
+        BlockMask.from_dense(torch.ones(8, 8, dtype=torch.bool, device="meta"))
     made = block_mask(lambda b, h, q, k: k <= q, None, None, 8, 8, DEVICE)
     torch.save(made, tmp_path / "mask")
     assert torch.equal(torch.load(tmp_path / "mask").dense(), made.dense())

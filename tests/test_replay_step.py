@@ -251,6 +251,7 @@ def test_the_command_line(kept, tmp_path, quick_python):
         (["dump=nowhere"], "checkpoint nowhere does not exist; give a folder such as"),
         (["dump=HERE"], "checkpoint HERE has no checkpoint.json; give a folder"),
         (["dump=LAST"], "checkpoint LAST is no bad step's; give a folder such as runs/.../bad_steps/step_000123"),
+        (["attention=[]"], "attention=[] runs nothing; name one, as attention=[flash]"),
         (["attention=[fast]"], "attention=fast is not one of flash, naive, tiled, sdpa"),
         (["hardware.dtype=float16"], "hardware.dtype=float16 hardware.compile=None: a step is run again in float32"),
     ],
