@@ -52,9 +52,9 @@ def named_barrier(INSTRUCTION: gl.constexpr, identifier, THREADS: gl.constexpr, 
 
 
 @gluon.jit
-def _by_one_warp(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, address, value):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    lanes = gl.arange(0, 32, layout=layout)
+def _by_warps(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, address, value, WARPS: gl.constexpr = 1):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    lanes = gl.arange(0, 32 * WARPS, layout=layout)
     gl.inline_asm_elementwise(
         ASM, CONSTRAINTS, [address + lanes * 0, value + lanes * 0], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -66,7 +66,7 @@ def wait_turn(address, turn):
 
     By a partition of one warp, and, through a barrier, by those that it lets go on.
     """
-    _by_one_warp(
+    _by_warps(
         """{
         .reg .pred waits;
         .reg .u32 now;
@@ -83,9 +83,7 @@ def wait_turn(address, turn):
 @gluon.jit
 def wait_count(address, count):
     """Wait until the int32 at `address` is `count` or more, as `wait_turn` does; by a partition of four warps."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    lanes = gl.arange(0, 128, layout=layout)
-    gl.inline_asm_elementwise(
+    _by_warps(
         """{
         .reg .pred waits;
         .reg .s32 now;
@@ -95,14 +93,14 @@ def wait_count(address, count):
         @waits bra AGAIN;
         mov.s32 $0, now;
         }""",
-        "=r,l,r", [address + lanes * 0, count + lanes * 0], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l,r", address, count, 4,
     )  # fmt: skip
 
 
 @gluon.jit
 def pass_turn(address):
     """Add 1 to the int32 at `address`, behind all adds that this warp made or met at a barrier. By one warp."""
-    _by_one_warp(
+    _by_warps(
         """{
         .reg .pred first;
         .reg .u32 lane;
@@ -119,7 +117,7 @@ def pass_turn(address):
 @gluon.jit
 def fence_async_global():
     """What this warp has stored to global memory is seen by copies that it sends for from here on. By one warp."""
-    _by_one_warp("fence.proxy.async.global; bar.warp.sync 0xffffffff; mov.u32 $0, $2;", "=r,r,r", 0, 0)
+    _by_warps("fence.proxy.async.global; bar.warp.sync 0xffffffff; mov.u32 $0, $2;", "=r,r,r", 0, 0)
 
 
 @gluon.jit
@@ -133,7 +131,7 @@ def gathered():
     """What this warp began to gather has come, and is there for products of those whom it tells. By one warp."""
     async_copy.commit_group()
     async_copy.wait_group(0)
-    _by_one_warp("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; mov.u32 $0, $2;", "=r,r,r", 0, 0)
+    _by_warps("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff; mov.u32 $0, $2;", "=r,r,r", 0, 0)
 
 
 @gluon.jit
