@@ -82,17 +82,17 @@ def inspect(paths: list[Path]) -> list[TextFile]:
     for path in paths:
         kind = KINDS.get(path.suffix.lower(), "text")
         try:
-            size, modified_ns = path.stat().st_size, path.stat().st_mtime_ns
+            found = path.stat()
             if not path.is_file():
                 raise ValueError(f"{path} is a pipe or a device, and a text is read several times; give a file")
-            if size == 0:
+            if found.st_size == 0:
                 raise ValueError(f"{path} is empty; leave it out")
             digest = file_sha256(path) if kind == "parquet" else _hash_utf8(path)
             with path.open("rb") as file:
                 marked = kind == "text" and file.read(3) == codecs.BOM_UTF8
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror}); leave it out") from error
-        files.append(TextFile(path, kind, size, digest, modified_ns, marked))
+        files.append(TextFile(path, kind, found.st_size, digest, found.st_mtime_ns, marked))
     return files
 
 

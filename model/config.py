@@ -185,8 +185,7 @@ def build_model(
 ) -> nn.Module:
     """The network of a resolved `config`: a `GPT`, or what it names in the interface of one."""
     if config.name is not None:
-        more = {"device": device, "document_mask": document_mask}
-        return _of_transformers().PretrainedLM(config, vocab_size, seq_len, **more)
+        return _of_transformers().PretrainedLM(config, vocab_size, seq_len, device=device, document_mask=document_mask)
     from model.gpt import GPT
 
     return GPT(config, vocab_size, seq_len, device=device)

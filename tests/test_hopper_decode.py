@@ -217,6 +217,16 @@ def test_a_longer_cache_is_another_descriptor_of_the_same_launch(monkeypatch):
             assert numbers[name] == sizes_described(tensor) == (tuple(described.shape), tuple(described.strides))
 
 
+@pytest.mark.parametrize(("num_q", "head_dim", "waits"), [(1, 128, False), (10, 128, True), (10, 64, False)])
+def test_programs_that_wait_for_one_another_are_launched_all_or_none(num_q, head_dim, waits, monkeypatch):
+    from kernels.hopper import decode as hopper
+
+    seen = []
+    monkeypatch.setattr(hopper, "run", lambda plan, tensors, make, **numbers: seen.extend(make(**tensors)))
+    hopper.launch_hopper_decode(a_call([60], head_dim=head_dim, num_q=num_q, heads=6), Options(True, 1.0))
+    assert [launch.how["launch_cooperative_grid"] for launch in seen] == [waits]
+
+
 def test_a_span_that_is_no_square_of_quads_is_refused():
     """Two ways of cutting a row would then fold its tiles in two orders."""
     with pytest.raises(ValueError, match=r"a span of 8 tiles is not 4 quads of 4: .*; use span=16, or quad=None"):

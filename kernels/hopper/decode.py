@@ -26,6 +26,7 @@ zeros; the consumer, told of it, then gives NaN.
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -41,7 +42,7 @@ from ..replay import Repeated
 from . import tma
 from .decode_consumer import consumer
 from .decode_folds import collector
-from .decode_loads import BOX, FOLDED, HALF, SHIFT, Build, Cache, Rings, fetcher, fields_of, producer
+from .decode_loads import BOX, HALF, SHIFT, Build, Cache, Rings, fetcher, fields_of, producer, shares_folds
 
 
 @gluon.constexpr_function
@@ -244,7 +245,6 @@ def _launches(options: Options, tile: DecodeTile, cache: dict[str, int], **given
     constants = portable.constants | {"STAGES": tile.num_stages, "WORDS": words}
     constants = {name: constants[name] for name in hopper_decode_kernel.arg_names if name in constants}
     how = {name: value for name, value in tile.how.items() if name != "num_stages"}
-    shares_folds = constants["BLOCK_D"] == 128 and constants["BLOCK_M"] > FOLDED // 128
-    how["launch_cooperative_grid"] = shares_folds  # programs then wait for one another
+    how["launch_cooperative_grid"] = shares_folds(SimpleNamespace(**constants))  # programs then wait for one another
     how["launch_pdl"] = constants["APPEND"]  # the kernel before makes the new tokens: begin while it ends
     return [Launch(hopper_decode_kernel, portable.grid, (*descriptors, *portable.arguments), constants, how)]

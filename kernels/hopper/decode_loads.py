@@ -18,7 +18,6 @@ from ..portable.split import ROWS_BLOCK, Batch, cut, extent, row_of
 from . import tma
 from .tma import slot
 
-FOLDED = 1024  # elements of a result that are folded at once: more is more code
 HALF = gl.constexpr(64)  # columns of a TMA box: what one swizzle of shared memory takes
 SHIFT = gl.constexpr(16)  # keys: what the smallest page holds
 BOX = gl.constexpr(8)  # queries: what one pattern of shared memory takes
@@ -94,8 +93,8 @@ def stored_dtype(build):
 
 @gluon.constexpr_function
 def lines_of(build):
-    """Of a result, that are folded at once."""
-    return min(build.BLOCK_M, FOLDED // build.BLOCK_D)
+    """How many lines of a result are folded at once: more is more code."""
+    return min(build.BLOCK_M, 1024 // build.BLOCK_D)
 
 
 @gluon.constexpr_function
