@@ -11,6 +11,9 @@ installed; its backward adds dQ in any order unless it is told to be determinist
 causal. A forward that takes less than 1 ms also has Python's share. The run's folder gets attention.json and charts of
 speed and memory against N.
 
+`bench.sustained_ms` also runs each call on end for so long and gives its clock and energy. They say what bounds it: its
+cycles, or the energy that a GPU at its power cap pays for by its clock.
+
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
 """
 
@@ -35,7 +38,7 @@ from kernels import (
     naive_attention_varlen,
 )
 from scripts.bench.calls import PASSES, SDPA, one_pass, refusal, refuse_uneven_heads, sdpa, tensors
-from scripts.bench.clock import Milliseconds, facts_as_errors, free, measure, peak_gib, turns
+from scripts.bench.clock import Board, Milliseconds, facts_as_errors, free, measure, peak_gib, turns
 from scripts.bench.report import (
     Columns,
     Panel,
@@ -72,10 +75,13 @@ class BenchConfig:
     hidden: int = 2048  # query heads times head_dim
     rounds: int = 3  # in which all take turns
     budget_ms: float = 100.0  # time spent on the runs of one row, over all rounds
+    sustained_ms: float | None = None  # and each on end for so long, over all rounds, for its clock and energy
 
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, attention=(*ATTENTION, *FLASH4), mask=MASKS, passes=PASSES)
-        refuse_below_one("bench.", self, "seq_len", "head_dim", "tokens", "hidden", "rounds", "budget_ms")
+        refuse_below_one(
+            "bench.", self, "seq_len", "head_dim", "tokens", "hidden", "rounds", "budget_ms", "sustained_ms"
+        )
         refuse_uneven_heads(self)
 
 
@@ -137,6 +143,9 @@ FIGURES: Columns = {
     "p99": "{ms_p99:.3f}",
     "TFLOP/s": "{tflops:.1f}",
     "peak MiB": "{peak_extra_mib:.0f}",
+    "on end, ms": "{sustained_ms:.3f}",
+    "GHz": "{ghz:.3f}",
+    "J": "{joules:.3f}",
     "Python, us": "{python_us:.0f}",
 }
 
@@ -174,6 +183,14 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
             for row, call, rounds in order:
                 with facts_as_errors(row, *refusal(row["attention"])):
                     rounds.append(measure(call, device, bench.budget_ms / bench.rounds))
+        if bench.sustained_ms and device.type == "cuda":
+            board = Board(device)
+            on_end = [(row, call, []) for row, call, _ in ready if "error" not in row]
+            for order in turns(on_end, bench.rounds):
+                for _, call, found in order:
+                    found.append(board.sustained(call, device, bench.sustained_ms / bench.rounds))
+            for row, _, found in on_end:
+                row |= {name: statistics.median(facts[name] for facts in found) for name in found[0]}
         for row, call, rounds in ready:
             if "error" in row:
                 continue

@@ -1,5 +1,6 @@
 """What a call takes of a device: time over many runs with a cold L2 cache, memory; and the parts of a training step."""
 
+import ctypes
 import gc
 import statistics
 import time
@@ -96,6 +97,48 @@ def p99(times: Iterable[float]) -> float:
     """What 99 of 100 times do not pass."""
     times = sorted(times)
     return times[int(0.99 * len(times))]
+
+
+class Board:
+    """A GPU's clock and energy, as NVIDIA's driver counts them."""
+
+    def __init__(self, device: torch.device):
+        self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        self._nvml.nvmlInit_v2()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        self._board = ctypes.c_void_p()
+        self._nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self._board))
+
+    def ghz(self) -> float:
+        """Of the multiprocessors, now."""
+        mhz, multiprocessors = ctypes.c_uint(), 1
+        self._nvml.nvmlDeviceGetClockInfo(self._board, multiprocessors, ctypes.byref(mhz))
+        return mhz.value / 1e3
+
+    def joules(self) -> float:
+        """Since the driver was loaded."""
+        millijoules = ctypes.c_ulonglong()
+        self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._board, ctypes.byref(millijoules))
+        return millijoules.value / 1e3
+
+    def sustained(self, call: Callable[[], object], device: torch.device, ms: float) -> dict[str, float]:
+        """Time, clock and energy of a call that is run on end for so long, with a warm L2 cache."""
+        (first,) = spans(call, device, 1)
+        runs, clocks = max(3, int(ms / 1e3 / first)), []
+        begin, before = Mark(device), self.joules()
+        for run in range(runs):
+            call()
+            if run % max(1, runs // 20) == 0:
+                clocks.append(self.ghz())
+        end = Mark(device)
+        while not end.event.query():
+            clocks.append(self.ghz())
+            time.sleep(1e-3)
+        return {
+            "sustained_ms": 1e3 * begin.seconds_to(end) / runs,
+            "ghz": statistics.mean(clocks),
+            "joules": (self.joules() - before) / runs,
+        }
 
 
 def of_tokens(
