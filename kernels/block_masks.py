@@ -4,6 +4,7 @@ A mask is built once, without a compiler and without Nq x Nk booleans in memory,
 and backward: FlexAttention's idea (arXiv:2412.05496) with tables in place of generated code.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -262,19 +263,29 @@ def _assemble(
     bits, numbers = _unlike(torch.cat((_ends(device), *bits)))  # pattern 0 shows everything, 1 nothing
     pattern = 1 - full.astype(np.int32)
     pattern[asked] = numbers[2:]
-    visited = np.count_nonzero(pattern != 1)
-    if visited >= MOST_VISITS:
-        raise ValueError(f"the mask visits {visited:,} blocks of 128 x 128; the most are {MOST_VISITS - 1:,}")
-    of_keys = np.ascontiguousarray(pattern.swapaxes(2, 3))
+    q_blocks, k_blocks = pattern.shape[2:]
+    visited = np.flatnonzero(pattern != 1)
+    if len(visited) >= MOST_VISITS:
+        raise ValueError(f"the mask visits {len(visited):,} blocks of 128 x 128; the most are {MOST_VISITS - 1:,}")
+    row, col = np.divmod(visited, k_blocks)
+    head, block = np.divmod(row, q_blocks)
+    key_row, own = head * k_blocks + col, pattern.reshape(-1)[visited]
     above = np.arange(-(-num_q // GROUP)) * GROUP // BLOCK
-    of_groups = pattern[:, :, above], pattern[:, :, np.minimum(above + 1, pattern.shape[2] - 1)]
+    both = [pattern[:, :, rows].reshape(-1) for rows in (above, np.minimum(above + 1, q_blocks - 1))]
+    of_groups = np.flatnonzero((both[0] != 1) | (both[1] != 1))
+    group, group_col = np.divmod(of_groups, k_blocks)
     starts, visits = [], [np.array([[0, 1, 1, 0]], np.int32)]
-    for tables in ((pattern,), (of_keys,), of_groups):
-        of_rows, listed = _lists(tables, sum(map(len, visits)))
-        starts.append(of_rows)
+    for line, lines, *columns in (
+        (row, q_blocks, col, own),
+        (key_row, k_blocks, block, own),
+        (group, len(above), group_col, *(patterns[of_groups] for patterns in both)),
+    ):
+        of_lines, listed = _lists(line, (*pattern.shape[:2], lines), columns, sum(map(len, visits)))
+        starts.append(of_lines)
         visits.append(listed)
-    visits[2][:, 2:] = _in_order_of_blocks(pattern, of_keys)
-    starts = np.concatenate(starts, axis=2, dtype=np.int32)
+    larger = np.bincount(row).cumsum()[row] - np.arange(1, len(row) + 1)
+    visits[2][:, 2:] = np.stack((block + (larger << 16), own), axis=1)[np.argsort(key_row, kind="stable")]
+    starts = np.concatenate(starts, axis=2)
     lists = torch.from_numpy(np.concatenate((starts.reshape(-1, 4), *visits))).to(device)  # in one copy
     starts, visits = lists[: starts.size // 4].view(starts.shape), lists[starts.size // 4 :]
     return BlockMask(starts, visits, bits.view(torch.int32), num_q, num_k)
@@ -296,33 +307,21 @@ def _unlike(bits: Tensor) -> tuple[Tensor, np.ndarray]:
     return bits, numbers
 
 
-def _lists(tables: tuple[np.ndarray, ...], before: int) -> tuple[np.ndarray, np.ndarray]:
-    """`starts` (B, H, rows, 4) and, behind `before` others, `visits` (all, 4) of patterns (B, H, rows, blocks); a group
-    has those of two rows of blocks."""
-    blocks = tables[0].shape[3]
-    at = np.flatnonzero(np.logical_or.reduce([table != 1 for table in tables]))
-    patterns = [table.reshape(-1)[at] for table in tables]
-    row = at // blocks
-    kind = 2 * row + np.logical_or.reduce([x != 0 for x in patterns])  # of a row first the full ones
-    number = np.bincount(kind, minlength=2 * (tables[0].size // blocks)).reshape(*tables[0].shape[:3], 2)
+def _lists(line: np.ndarray, shape: tuple[int, ...], columns: list[np.ndarray], before: int) -> tuple[np.ndarray, ...]:
+    """`starts` (B, H, lines, 4) and, behind `before` others, `visits` (all, 4) of visits in lines of shape (B, H,
+    lines). columns: of each visit the block, and its pattern or, of a group, both."""
+    kind = 2 * line + np.logical_or.reduce([patterns != 0 for patterns in columns[1:]])  # of a line first the full ones
+    number = np.bincount(kind, minlength=2 * math.prod(shape)).reshape(*shape, 2)
     stops = before + number.cumsum().reshape(number.shape)
-    most = np.argsort(-number.sum(3), axis=2, kind="stable")
+    starts = np.empty((*shape, 4), np.int32)
+    starts[..., :2] = stops - number
+    starts[..., 2] = stops[..., 1]
+    starts[..., 3] = np.argsort(-number.sum(3), axis=2, kind="stable")
+    visits = np.zeros((len(line), 4), np.int32)
     order = np.argsort(kind, kind="stable")
-    visits = np.zeros((len(at), 4), np.int32)
-    for column, x in enumerate((at - row * blocks, *patterns)):
-        visits[:, column] = x[order]
-    return np.stack((*np.moveaxis(stops - number, 3, 0), stops[..., 1], most), axis=3), visits
-
-
-def _in_order_of_blocks(pattern: np.ndarray, of_keys: np.ndarray) -> np.ndarray:
-    """(visits, 2): what stands beside the visits of keys; `of_keys` is `pattern` with blocks of keys before queries."""
-    at = np.flatnonzero(pattern != 1)
-    row = at // pattern.shape[3]
-    larger = np.empty(pattern.size, np.int32)
-    larger[at] = np.bincount(row).cumsum()[row] - np.arange(1, len(at) + 1)
-    larger = larger.reshape(pattern.shape).swapaxes(2, 3).reshape(-1)
-    at = np.flatnonzero(of_keys != 1)
-    return np.stack((at % of_keys.shape[3] + (larger[at] << 16), of_keys.reshape(-1)[at]), axis=1)
+    for place, column in enumerate(columns):
+        visits[:, place] = column[order]
+    return starts, visits
 
 
 @cache
