@@ -52,7 +52,7 @@ from .backward_schedule import (
     query_tiles,
     unmasked_from,
 )
-from .backward_step import gradient_step_64, gradient_step_128, is_full, late_products, slope_of
+from .backward_step import awaited_pattern, gradient_step_64, gradient_step_128, late_products, slope_of
 from .masked import heads_together, masked_by
 from .pipeline import store_rows
 from .tma import slot
@@ -69,7 +69,8 @@ def _consumer(
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     streamed = (q_smem, do_smem, lse_smem, delta_smem)
     ring = (full, empty, ds_full, ds_empty)
-    # full blocks have a body of their own: a branch inside the step costs them a tenth (NOTES.md). A soft-cap needs it
+    # full blocks have a body of their own: a branch inside the step costs them a tenth (NOTES.md). A soft-cap needs it.
+    # With head_dim 64 a step knows the next one's pattern: to look at it first takes 2 % of a step
     BY_PATTERN: gl.constexpr = sizes.masked is not None and softcap is None
     _q_row0, k_row0, _padded_row0 = first_rows(sizes)
     step = 0
@@ -90,30 +91,33 @@ def _consumer(
         dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         if HEAD_DIM == 64:
+            pattern = 0
+            if BY_PATTERN and first < end:
+                pattern = awaited_pattern(full, step, sizes, STAGES)
             for member in range(sizes.num_heads // sizes.num_kv_heads):
                 scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
                 if BY_PATTERN:
                     for query_tile in range(first, end):
                         at = step + query_tile - first
-                        if is_full(full, at, sizes, STAGES):
-                            dk, dv = gradient_step_64(
+                        if pattern == 0:
+                            dk, dv, pattern = gradient_step_64(
                                 k, v, streamed, ds_smem, ring, at, key, query_tile, sizes,
                                 scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
                             )  # fmt: skip
                         else:
-                            dk, dv = gradient_step_64(
+                            dk, dv, pattern = gradient_step_64(
                                 k, v, streamed, ds_smem, ring, at, key, query_tile, sizes,
                                 scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
                             )  # fmt: skip
                 else:
                     for query_tile in range(first, unmasked):
-                        dk, dv = gradient_step_64(
+                        dk, dv, _ = gradient_step_64(
                             k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
                             scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
                         )  # fmt: skip
                     if sizes.window is None and sizes.masked is None:
                         for query_tile in range(unmasked, end):
-                            dk, dv = gradient_step_64(
+                            dk, dv, _ = gradient_step_64(
                                 k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
                                 scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
                             )  # fmt: skip
@@ -130,7 +134,7 @@ def _consumer(
                 if BY_PATTERN:
                     for query_tile in range(begun, end):
                         at = step + query_tile - first
-                        if is_full(full, at, sizes, STAGES):
+                        if awaited_pattern(full, at, sizes, STAGES) == 0:
                             dk, dv = gradient_step_128(
                                 k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, at, key, query_tile, sizes,
                                 scoring, dk, dv, False, False, STAGES, CAUSAL, CONSUMER,
@@ -240,7 +244,7 @@ def hopper_bwd_kernel(
     else:
         window: gl.constexpr = None
     if mask_starts is not None:
-        masked = masked_by(mask_starts, mask_visits, mask_bits, MASK_OF_BATCH, MASK_OF_HEAD, STAGES, 1)
+        masked = masked_by(mask_starts, mask_visits, mask_bits, MASK_OF_BATCH, MASK_OF_HEAD, STAGES, 2)
     else:
         masked: gl.constexpr = None
     K_STAGES: gl.constexpr = 128 // HEAD_DIM

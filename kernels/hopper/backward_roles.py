@@ -57,6 +57,7 @@ def producer(
         load_rows(v_desc, batch, kv_head, tile * BLOCK_K, k_row0, sizes.num_k, v_full, v_smem)
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         visit, pattern = visit_at(first, first, end, sizes)
+        next_visit, next_pattern = visit_at(first + 1, first, end, sizes)
         for member in range(group_size):
             head = kv_head * group_size + member
             for position in range(first, end):
@@ -64,8 +65,9 @@ def producer(
                 stage, phase = slot(step, STAGES)
                 ready = full.index(stage)
                 mbarrier.wait(empty.index(stage), phase ^ 1)
-                announce_patterns(pattern, 0, stage, sizes.masked)
-                visit, pattern = visit_at(position + 1, first, end, sizes)
+                announce_patterns(pattern, next_pattern, stage, sizes.masked)
+                visit, pattern = next_visit, next_pattern
+                next_visit, next_pattern = visit_at(position + 2, first, end, sizes)
                 mbarrier.expect(ready, step_bytes)
                 load_rows(q_desc, batch, head, row, q_row0, sizes.num_q, ready, q_smem.index(stage))
                 load_rows(do_desc, batch, head, row, q_row0, sizes.num_q, ready, do_smem.index(stage))

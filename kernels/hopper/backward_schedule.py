@@ -133,13 +133,13 @@ def query_tiles(tile, batch, kv_head, sizes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def visit_at(position, first, end, sizes):
-    """What a block mask's list says of a position among first .. end, of whose end it is the first again, as (block and
+    """What a block mask's list says of a position among first .. end, behind whose end they begin again, as (block and
     order, pattern); zeros without one.
 
     Asked for a step ahead: under the adds to dQ a load takes thousands of cycles.
     """
     if sizes.masked is not None:
-        place = gl.where(first < end, gl.where(position < end, position, first) // 2, 0)
+        place = gl.where(first < end, gl.where(position < end, position, position - end + first) // 2, 0)
         visit = sizes.masked.visits + place * 4
         return gl.load(visit + 2), gl.load(visit + 3)
     else:

@@ -98,11 +98,20 @@ def pattern_bits(stage, position, key, sizes):
 
 
 @gluon.jit
-def is_full(full, step, sizes, STAGES: gl.constexpr):
-    """Whether a step's block of a block mask hides nothing."""
+def awaited_pattern(full, step, sizes, STAGES: gl.constexpr):
+    """The pattern of a step's query tile under a block mask, when the tile has come."""
     stage, phase = slot(step, STAGES)
     mbarrier.wait(full.index(stage), phase)
-    return announced_pattern(stage, sizes.masked) == 0
+    return announced_pattern(stage, sizes.masked)
+
+
+@gluon.jit
+def _next_pattern(stage, sizes):
+    """Of the step behind the one whose tile a stage holds."""
+    if sizes.masked is not None:
+        return announced_pattern(stage, sizes.masked, 1)
+    else:
+        return 0
 
 
 @gluon.jit
@@ -110,7 +119,7 @@ def gradient_step_64(
     k, v, streamed, ds_smem, barriers, step, key, position, sizes, scoring, dk, dv,
     MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """One query tile's share of dK and dV, and its dS^T. k and v are in registers."""
+    """One query tile's share of dK and dV, and its dS^T; and the next tile's pattern. k and v are in registers."""
     full, empty, ds_full, ds_empty = barriers
     q_smem, do_smem, lse_smem, delta_smem = streamed
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -121,6 +130,7 @@ def gradient_step_64(
     scores = product(k, q_smem.index(stage).permute((1, 0)))
     dp = product(v, do_smem.index(stage).permute((1, 0)))
     lse = lse_smem.index(stage).load(columns)
+    following = _next_pattern(stage, sizes)  # behind the products, where its wait costs nothing
     bits = pattern_bits(stage, position, key, sizes)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     p, weight = probabilities(scores, lse, key, position, bits, sizes, scoring, MASKED, CAUSAL)
@@ -137,7 +147,7 @@ def gradient_step_64(
     dk = warpgroup_mma(operand, q_smem.index(stage), dk, is_async=True)
     dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
     mbarrier.arrive(empty.index(stage), count=1)
-    return dk, dv
+    return dk, dv, following
 
 
 @gluon.jit

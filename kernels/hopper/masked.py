@@ -23,7 +23,7 @@ class Masked:
     patterns: gl.shared_memory_descriptor  # (STAGES * ROWS, 1) int32: the patterns of the tile in a stage
     OF_BATCH: gl.constexpr
     OF_HEAD: gl.constexpr
-    ROWS: gl.constexpr  # of blocks in which a program's queries lie: 2 of a group, else 1
+    ROWS: gl.constexpr  # patterns of a stage: 2 of a group's rows of blocks, or of a step and the next one, else 1
 
 
 @gluon.jit
@@ -106,8 +106,8 @@ def first_key(place, masked, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def announce_patterns(pattern, below, stage, masked):
-    """Tell the consumers which pattern the tile has that a stage is about to hold, and the second one of a group: one
-    load from global memory less between them and its bits. By the producer's one warp."""
+    """Tell the consumers which pattern the tile has that a stage is about to hold, and a second one, of a group or of
+    the next step: one load from global memory less between them and its bits. By the producer's one warp."""
     if masked is not None:
         one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         masked.patterns.index(stage * masked.ROWS).store(gl.full([1], pattern, gl.int32, one))
@@ -117,7 +117,7 @@ def announce_patterns(pattern, below, stage, masked):
 
 @gluon.jit
 def announced_pattern(stage, masked, row=0):
-    """The pattern of the tile in a stage, for a consumer, whose queries lie in this row of blocks."""
+    """The pattern of the tile in a stage, for a consumer, whose queries lie in this row of blocks; or row 1."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(masked.patterns.index(stage * masked.ROWS + row).load(one), 0)
 
