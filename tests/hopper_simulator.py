@@ -113,7 +113,7 @@ class _Machine:
             assert not self._stopped, "another partition failed"
 
     def wait_count(self, counter, count):
-        self.wait_turn(counter, count, operator.ge)
+        self.wait_turn(counter, count, lambda now, count: now == 0 or now >= count)
 
     def pass_turn(self, counter):
         self.store_wait(0)
@@ -180,7 +180,7 @@ class _Machine:
     def atomic_add(self, pointer, value, sem, scope="gpu"):
         if isinstance(pointer.offset, int):  # a counter
             with self._memory:
-                if sem == "acq_rel":
+                if sem != "relaxed":
                     self._complete()
                 before = Int(pointer.memory[pointer.offset])
                 pointer.memory[pointer.offset] += value

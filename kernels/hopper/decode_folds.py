@@ -19,9 +19,7 @@ from ..portable.split import (
     store_row,
 )
 from . import tma
-from .decode_loads import awaited, lines_of, shares_folds, started, told
-
-IN_FLIGHT = gl.constexpr(4)  # partial results that are loaded together
+from .decode_loads import awaited, in_flight, lines_of, shares_folds, started, told
 
 
 @gluon.constexpr_function
@@ -35,7 +33,7 @@ def parts_of(sums, maxima, slot_rows, workspace, coarse_from, build, LINES: gl.c
     columns = gl.arange(0, build.BLOCK_D, layout=gl.SliceLayout(0, layout))
     return Parts(
         sums, maxima, slot_rows, workspace, coarse_from, lines, columns, build.BLOCK_M, build.BLOCK_D, build.QUAD,
-        build.SPAN, build.GROUPS, True, IN_FLIGHT,
+        build.SPAN, build.GROUPS, True, in_flight(build),
     )  # fmt: skip
 
 
@@ -81,18 +79,21 @@ def _folded_together(
     and the launch is cooperative, so that all programs run.
     """
     count = slots[2]
+    again = gl.where((level < 2) & (shares > 1), shares, 0)  # that say that they ended, where somebody goes on
     gl.thread_barrier()  # the stores of all threads come before the addition that tells of them
     share = gl.atomic_add(turn, 1, sem="acq_rel") - (count - shares)
     last = share >= 0
     if last:
+        if share + again == shares - 1:  # nobody comes after: as before the first
+            gl.atomic_add(turn, -count, sem="release")
         if shares > 1:
             tma.wait_count(turn, count)
         _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build)
-        if shares > 1:
+        if again > 0:
             gl.thread_barrier()
             last = gl.atomic_add(turn, 1, sem="acq_rel") == count + shares - 1
-        if last:
-            gl.store(turn, 0)  # as before the first
+            if last:
+                gl.store(turn, 0)
     return last
 
 

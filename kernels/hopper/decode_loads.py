@@ -92,15 +92,21 @@ def stored_dtype(build):
 
 
 @gluon.constexpr_function
+def in_flight(build):
+    """How many parts of a row are loaded together. Two quads, where fewer lines then still fill all threads."""
+    return 8 if build.BLOCK_D == 128 and build.QUAD < build.SPAN else 4
+
+
+@gluon.constexpr_function
 def lines_of(build):
     """How many lines of a result are folded at once: more is more code."""
-    return min(build.BLOCK_M, 1024 // build.BLOCK_D)
+    return min(build.BLOCK_M, 4096 // build.BLOCK_D // in_flight(build))
 
 
 @gluon.constexpr_function
 def shares_folds(build):
     """Whether programs share the folds of a batch so small that each has one item at most."""
-    return build.BLOCK_D == 128 and lines_of(build) < build.BLOCK_M
+    return build.BLOCK_D == 128 and build.BLOCK_M > 8
 
 
 @gluon.constexpr_function

@@ -82,18 +82,20 @@ def wait_turn(address, turn):
 
 @gluon.jit
 def wait_count(address, count):
-    """Wait until the int32 at `address` is `count` or more, as `wait_turn` does; by a partition of four warps."""
+    """Wait until the int32 at `address` is `count` or more or, as that was told before, 0 again; as `wait_turn` does,
+    by a partition of four warps."""
     _by_warps(
         """{
         .reg .pred waits;
-        .reg .s32 now;
+        .reg .u32 now;
         AGAIN:
-        ld.acquire.gpu.global.s32 now, [$1];
-        setp.lt.s32 waits, now, $2;
+        ld.acquire.gpu.global.u32 now, [$1];
+        sub.u32 now, now, 1;
+        setp.lt.u32 waits, now, $2;
         @waits bra AGAIN;
-        mov.s32 $0, now;
+        mov.u32 $0, now;
         }""",
-        "=r,l,r", address, count, 4,
+        "=r,l,r", address, count - 1, 4,
     )  # fmt: skip
 
 

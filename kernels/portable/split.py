@@ -167,6 +167,20 @@ def put(slot, acc, maximum, total, parts):
 
 
 @triton.jit
+def part_in(slot, known, parts):
+    """A part from memory past the first-level cache, which knows nothing of what other multiprocessors have written;
+    nothing where it is not known."""
+    lines = parts.lines
+    sums = parts.sums + slot * (parts.rows * parts.BLOCK_D)
+    sums += lines[:, None] * parts.BLOCK_D + parts.columns[None, :]
+    part = tl.load(sums, mask=(lines < parts.rows)[:, None] & known, other=0.0, cache_modifier=".cg")
+    maxima = parts.maxima + slot * (2 * parts.BLOCK_M) + lines
+    maximum = tl.load(maxima, mask=known, other=-float("inf"), cache_modifier=".cg")
+    total = tl.load(maxima + parts.BLOCK_M, mask=known, other=0.0, cache_modifier=".cg")
+    return part, maximum, total
+
+
+@triton.jit
 def folded(slot, step, count, parts):
     """The fold of `count` parts from memory, in their order; `step` slots lie from one to the next."""
     acc, maximum, total = nothing(parts)
@@ -174,14 +188,7 @@ def folded(slot, step, count, parts):
         for place in tl.static_range(parts.IN_FLIGHT):
             known = first + place < count
             at = (slot + (first + place) * step).to(tl.int64)
-            # past the first-level cache, which knows nothing of what other multiprocessors have written
-            lines = parts.lines
-            sums = parts.sums + at * (parts.rows * parts.BLOCK_D)
-            sums += lines[:, None] * parts.BLOCK_D + parts.columns[None, :]
-            part = tl.load(sums, mask=(lines < parts.rows)[:, None] & known, other=0.0, cache_modifier=".cg")
-            maxima = parts.maxima + at * (2 * parts.BLOCK_M) + lines
-            part_maximum = tl.load(maxima, mask=known, other=-float("inf"), cache_modifier=".cg")
-            part_total = tl.load(maxima + parts.BLOCK_M, mask=known, other=0.0, cache_modifier=".cg")
+            part, part_maximum, part_total = part_in(at, known, parts)
             acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
     tl.debug_barrier()  # from here on the slots may be written again
     return acc, maximum, total
@@ -270,11 +277,24 @@ def level_of(level, item, parts):
 @triton.jit
 def collected(first, step, count, parts):
     """The fold of `count` parts from memory, QUAD of them by themselves first, as tiles are."""
+    QUADS: tl.constexpr = parts.IN_FLIGHT // parts.QUAD
     acc, maximum, total = nothing(parts)
-    for begin in range(0, count, parts.QUAD):
-        here = tl.minimum(count - begin, parts.QUAD)
-        part, part_maximum, part_total = folded(first + begin * step, step, here, parts)
-        acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+    if QUADS > 1:
+        for begin in range(0, count, parts.IN_FLIGHT):
+            for quad in tl.static_range(QUADS):
+                of_quad, largest, denominator = nothing(parts)
+                for place in tl.static_range(parts.QUAD):
+                    number = begin + quad * parts.QUAD + place
+                    at = (first + number * step).to(tl.int64)
+                    part, part_maximum, part_total = part_in(at, number < count, parts)
+                    of_quad, largest, denominator = fold(of_quad, largest, denominator, part, part_maximum, part_total)
+                acc, maximum, total = fold(acc, maximum, total, of_quad, largest, denominator)
+        tl.debug_barrier()  # from here on the slots may be written again
+    else:
+        for begin in range(0, count, parts.QUAD):
+            here = tl.minimum(count - begin, parts.QUAD)
+            part, part_maximum, part_total = folded(first + begin * step, step, here, parts)
+            acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
     return acc, maximum, total
 
 
