@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .call import Options, autocast_inputs, check_call, check_tensor, key_of, plain_options
 from .device import OPERATORS, interpreting
+from .flops import tell_flop_counters
 from .launch import Plan, plan_of, tokens_first, with_positive_scale
 from .ops import needs_dispatcher
 from .reference import naive_attention
@@ -127,6 +128,7 @@ def attend(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Ten
     """O and LSE of a checked call."""
     if plan is not None or not needs_dispatcher(call.q, call.k_cache):  # the dispatcher takes 10 us
         return _run(call, options, plan)
+    tell_flop_counters()
     numbers = (options.causal, options.scale, options.window_left, options.window_right, options.softcap)
     return flash_kvcache(*call, *numbers, options.alibi_slopes, options.sinks)
 

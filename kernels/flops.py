@@ -22,6 +22,7 @@ def tell_flop_counters() -> None:
         if registry is not None:
             ours = getattr(torch.ops, OPERATORS)
             registry |= {ours.flash_fwd: _forward, ours.flash_bwd: _backward, ours.linear_cross_entropy_fwd: _head}
+            registry[ours.flash_kvcache] = _kvcache
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *options, out_val) -> int:
@@ -43,6 +44,26 @@ def _pairs(q: Tensor, k: Tensor, *options) -> int:
         lengths_k = _offsets_to_lengths(options.cu_seqlens_k, options.max_seqlen_k)
         return heads * sum(map(operator.mul, lengths_q, lengths_k))
     return batch * heads * num_q * k.shape[2]
+
+
+def _kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k_new, v_new, seqlens: Tensor, leftpad: Tensor | None = None, *others,
+    out_val,
+) -> int:  # fmt: skip
+    """Of the keys that each row has, not of its capacity, so a GPU is waited for."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    no_values = isinstance(seqlens, FakeTensor) or seqlens.is_meta
+    if no_values or (seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise ValueError(
+            "FLOPs of attention over a cache follow from the values of cache_seqlens, which a fake tensor, the meta "
+            "device and a CUDA graph's capture do not have; count a call that has them"
+        )
+    _, heads, num_q, head_dim = q.shape
+    new = 0 if k_new is None else num_q
+    pads = [0] * len(seqlens) if leftpad is None else leftpad.tolist()
+    num_k = sum(length + new - pad for length, pad in zip(seqlens.tolist(), pads, strict=True) if length >= 0)
+    return 2 * heads * num_q * num_k * 2 * head_dim
 
 
 def _head(h: Tensor, weight: Tensor, targets, vocab_size, chunk_tokens, with_gradient: bool, out_val) -> int:

@@ -161,8 +161,9 @@ class Generation:
         self.drawn = torch.zeros_like(self.tokens[0])  # of each row: tokens generated
         self.on_cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
-        # other attentions, those of `attend_with` too, read lengths on the host
-        self.uses_graphs = self.on_cuda and all(block.attention.attend is flash for block in model.blocks)
+        # other attentions, those of `attend_with` too, read lengths on the host; a counter of FLOPs sees no replay
+        plain = all(block.attention.attend is flash for block in model.blocks)
+        self.uses_graphs = self.on_cuda and plain and not torch._C._len_torch_dispatch_stack()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of a step, by the half that it reads
         self.compiled = False  # a first step has run
 

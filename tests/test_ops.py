@@ -9,7 +9,13 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from kernels import flash_attention, flash_attention_varlen, linear_cross_entropy, ops
+from kernels import (
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+    linear_cross_entropy,
+    ops,
+)
 from tests.attention_checks import make_packed, make_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -293,6 +299,23 @@ def test_flops_of_documents_are_those_of_each():
         fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in packed.items()}
         counted = _counted(lambda: flash_attention_varlen(*map(mode.from_tensor, (q, k, v)), **fake))
     assert counted == {"flashgpt.flash_fwd": each * 3 * packed["max_seqlen_q"] * packed["max_seqlen_k"]}
+
+
+def test_flops_over_a_cache_are_those_of_the_keys_that_each_row_has():
+    """Of the capacity they would be an upper bound, many times too high."""
+    q, *new = make_qkv(3, 4, 2, 2, 2, 16, device=DEVICE)
+    caches = torch.zeros(2, 3, 2, 96, 16, device=DEVICE)
+    lengths, pads = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([40, -1, 9], [5, 0, 0]))
+    each = 4 * 16 * 4 * 2  # FLOPs of a key for all heads and both queries
+    with torch.no_grad():
+        attend = lambda *k_and_v, **x: flash_attention_with_kvcache(q, *caches, *k_and_v, cache_seqlens=lengths, **x)  # noqa: E731
+        assert _counted(attend) == {"flashgpt.flash_kvcache": each * (40 + 9)}
+        counted = _counted(lambda: attend(*new, cache_leftpad=pads))
+        assert counted == {"flashgpt.flash_kvcache": each * (40 + 2 - 5 + 9 + 2)}
+    fakes = torch._subclasses.FakeTensorMode()
+    fake = [fakes.from_tensor(x.detach()) for x in (q, *caches, lengths)]
+    with fakes, torch.no_grad(), pytest.raises(ValueError, match="FLOPs of attention over a cache follow from the val"):
+        _counted(lambda: flash_attention_with_kvcache(*fake[:3], cache_seqlens=fake[3]))
 
 
 def test_flops_of_the_head_with_its_loss_are_counted():
