@@ -89,11 +89,7 @@ class BlockMask(NamedTuple):
     def counts(self) -> dict[str, int]:
         """Blocks in all, visited and partial, over the mask's batch and heads. Waits for the GPU."""
         table = block_table(self.starts, self.visits, self.num_q, self.num_k)
-        return {
-            "blocks": table.numel(),
-            "visited": int((table != HIDDEN).sum()),
-            "partial": int((table >= 0).sum()),
-        }
+        return {"blocks": table.numel(), "visited": int((table != HIDDEN).sum()), "partial": int((table >= 0).sum())}
 
 
 torch.serialization.add_safe_globals([BlockMask])  # tensors and two numbers: torch.load takes it
@@ -228,11 +224,13 @@ def _asked(
         except (RuntimeError, ValueError) as error:  # of vmap, which knows no `if` and no `and`
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"mask_mod cannot be evaluated ({reason}); use &, | and torch.where of tensors where it has if, and, or"
+                f"mask_mod cannot be evaluated ({reason}); use &, | and torch.where of tensors where it has if, and, "
+                f"or, and read what is on {within.device}"
             ) from error
-        if seen.dtype != torch.bool:
+        if seen.dtype != torch.bool or seen.device != within.device:
             raise ValueError(
-                f"mask_mod returned {seen.dtype}; it must return a boolean, True where the query sees the key"
+                f"mask_mod returned {seen.dtype} on {seen.device}; it must return a boolean, True where the query sees "
+                f"the key, and read what is on {within.device}"
             )
         if num_k % BLOCK:
             seen = (seen | part[4].bool()[:, None, None]) & (cols < num_k)[:, None, :]

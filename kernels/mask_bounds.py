@@ -66,11 +66,16 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
             for x in (values, values[::each], values[each - 1 :: each])
         )
         indices.append(Bounds.of(values.dtype, size, exact, Range(low, high)))
-    with _Following(block):
-        seen = mask_mod(*indices)
-    if not isinstance(seen, Bounds) or seen.dtype != torch.bool:
+    try:
+        with _Following(block):
+            seen = mask_mod(*indices)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # as of what it reads on another device; it is said where pairs are asked
+        raise Undecided from error
+    if not isinstance(seen, Bounds) or seen.dtype != torch.bool or seen.device != numbers.device:
         raise Undecided
-    return Range(*(x.to(device).expand(shape) for x in seen.range))
+    return Range(*(x.expand(shape) for x in seen.range))
 
 
 class _Following(TorchFunctionMode):

@@ -392,7 +392,7 @@ def test_refusals(attention, options, message):
 def test_mistakes_in_building(monkeypatch):
     with pytest.raises(ValueError, match=r"visible has dtype torch.float32 and shape \(2, 2\); expected booleans"):
         BlockMask.from_dense(torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"mask_mod returned torch.int64; it must return a boolean"):
+    with pytest.raises(ValueError, match=r"mask_mod returned torch.int64 on \w+:?\d*; it must return a boolean"):
         block_mask(lambda b, h, q, k: q - k, None, None, 4, 4, DEVICE)
     with pytest.raises(ValueError, match="Nk is 0; it must be an integer of at least 1"):
         block_mask(lambda b, h, q, k: q >= k, None, None, 4, 0, DEVICE)
@@ -426,6 +426,12 @@ def test_what_makes_no_mask_is_refused_in_a_line(tmp_path):
     sliced = create_block_mask(lambda b, h, q, k: k <= q + h, None, 2, 200, 200, device=DEVICE)[:, :1]
     with pytest.raises(ValueError, match=r"must set it from the original BlockMask's mask_mod.*" + instead):
         BlockMask.from_torch(sliced)
+    elsewhere = torch.zeros(200, device="meta")
+    with pytest.raises(ValueError, match=rf"mask_mod returned torch.bool on meta; .* and read what is on {DEVICE}"):
+        block_mask(lambda b, h, q, k: elsewhere[q] == elsewhere[k], None, None, 200, 200, DEVICE)
+    for read in (lambda b, h, q, k: (k <= q) & (elsewhere[q] > 0), lambda b, h, q, k: k <= q + elsewhere.sum()):
+        with pytest.raises(ValueError, match=rf"mask_mod cannot be .* and read what is on {DEVICE}"):
+            block_mask(read, None, None, 200, 200, DEVICE)
     with pytest.raises(ValueError, match="visible has type list; expected a tensor of booleans"):
         BlockMask.from_dense([[True]])
     with pytest.raises(ValueError, match="B is 0; it must be an integer of at least 1"):
