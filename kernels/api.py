@@ -53,7 +53,8 @@ def flash_attention(
         dropout_seed: an integer or a () int64 tensor on q's device. The mask is a function of it, of the head
             and of the two token numbers alone. Without it, one is drawn from PyTorch's generator.
         sinks: (Hq,) a score per head, of a key without a value, that joins the softmax's denominator and LSE;
-            differentiable. Source: Xiao et al., arXiv:2309.17453, in gpt-oss's learned form.
+            differentiable. One of +inf, as any infinite score, makes O and LSE of the rows that see it NaN.
+            Source: Xiao et al., arXiv:2309.17453, in gpt-oss's learned form.
         cu_seqlens: (documents + 1,) int32 on q's device, for packed documents: B is 1, document d holds the rows from
             cu_seqlens[d] to cu_seqlens[d + 1], tokens see only their own document, and no work is done for other
             pairs. A pair (of queries, of keys) where they differ. Empty documents are allowed; alibi_slopes may be

@@ -137,4 +137,5 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0
         kept = kept_pairs(first_row + rows, first_col + cols, batch, heads, options)
         probs = probs * kept / (1.0 - options.dropout_p)
     lse = torch.logsumexp(finite, dim=-1)
+    lse = lse.masked_fill(lse == math.inf, math.nan)  # of an infinite score, as a running maximum gives it: so is O
     return probs @ v, lse if options.sinks is None else lse.masked_fill(empty.squeeze(-1), -math.inf)

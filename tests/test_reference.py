@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import BlockMask, naive_attention, tiled_attention
+from kernels import BlockMask, flash_attention, naive_attention, tiled_attention
 from tests.attention_checks import make_qkv, oracle, results
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [
     # batch, heads, kv_heads, num_q, num_k, head_dim
     (2, 2, 2, 16, 16, 16),
@@ -123,6 +124,19 @@ def test_a_row_that_sees_no_key_sees_its_sink():
         o, lse = attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
         assert not o[:, :, :5].any()
         assert torch.equal(lse[0, :, 0], sinks.double())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("attention", [naive_attention, tiled_attention, flash_attention])
+def test_an_infinite_score_makes_its_rows_nan(attention):
+    """A running maximum cannot tell it from others, and an LSE of infinity would make all gradients 0 in silence."""
+    qkv = (x.detach() for x in make_qkv(1, 2, 1, 9, 9, 16, device=DEVICE))
+    sinks = torch.tensor([math.inf, 0.5], device=DEVICE)
+    o, lse = attention(*qkv, causal=True, sinks=sinks, return_lse=True)
+    assert o[0, 0].isnan().all()
+    assert lse[0, 0].isnan().all()
+    assert o[0, 1].isfinite().all()
+    assert lse[0, 1].isfinite().all()
 
 
 @pytest.mark.parametrize("attention", [naive_attention, tiled_attention])
