@@ -261,8 +261,8 @@ def name_user() -> None:
 
 
 def register(schema: type) -> None:
-    """Tell Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir`, `optim_for` and
-    `tokenizer_for`.
+    """Tell Hydra what the YAML files refer to: the config `schema` and the resolvers `run_dir`, `optim_for`,
+    `tokenizer_for` and `unless`.
 
     `schema` holds every field with its default, so that `--cfg job` lists all keys and all can be overridden. It is
     stored without its types: `settings_from` checks those, after composition, where one place can explain a mistake.
@@ -271,6 +271,7 @@ def register(schema: type) -> None:
     OmegaConf.register_new_resolver("run_dir", folder_of_run, replace=True)
     OmegaConf.register_new_resolver("optim_for", _optim_for, replace=True)
     OmegaConf.register_new_resolver("tokenizer_for", lambda model, ours: model or ours, replace=True)
+    OmegaConf.register_new_resolver("unless", lambda other, value: None if other else value, replace=True)
 
 
 @cache

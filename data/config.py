@@ -83,6 +83,11 @@ class DataConfig:
                 f"data.name={self.name} is no dataset of the Hugging Face hub; use OWNER/NAME, "
                 "or data.local_dir=FOLDER with a copy of one"
             )
+        if self.local_dir and self.revision:
+            raise ValueError(
+                f"data.revision={self.revision} is a commit of the hub, and data.local_dir={self.local_dir} is read as "
+                "it lies; use data.revision=null, or leave data.local_dir out"
+            )
         if self.validation_split == self.split:
             raise ValueError(
                 f"data.validation_split={self.split} is what is trained on; hold out another, or leave it out for the "

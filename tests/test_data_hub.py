@@ -14,6 +14,8 @@ import pytest
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from omegaconf import OmegaConf
 
+from conf.program import register
+from conf.schema import Settings
 from data import DataConfig, Dataset, hub, open_dataset
 from data.textfiles import inspect, lines
 from data.wikitext import articles
@@ -268,9 +270,16 @@ WIKI_LINES += [
 ]
 
 
+def wikitext2_keys(**values: object) -> dict:
+    """What data=wikitext2 says, and values that are typed beside it."""
+    register(Settings)
+    chosen = OmegaConf.load(ROOT / "conf/data/wikitext2.yaml")
+    cfg = OmegaConf.merge({"data": {"local_dir": None}}, {"data": chosen}, {"data": values})
+    return OmegaConf.to_container(cfg, resolve=True)["data"]
+
+
 def wikitext2(cache: Path, **values: object) -> Dataset:
-    """What data=wikitext2 says."""
-    return opened(cache, **OmegaConf.to_container(OmegaConf.load(ROOT / "conf/data/wikitext2.yaml")) | values)
+    return opened(cache, **wikitext2_keys(**values))
 
 
 def test_articles_begin_at_titles():
@@ -299,7 +308,7 @@ def test_wikitext_from_the_hub(cache, tmp_path, monkeypatch):
     copy = lay_out(tmp_path / "copy", {"wikitext-2-raw-v1": splits})
     expected = re.sub("(?= = Next)", "|", "".join(WIKI_LINES))
     assert text_of(wikitext2(cache, local_dir=str(copy)), "train") == expected
-    revision = OmegaConf.load(ROOT / "conf/data/wikitext2.yaml").revision
+    (revision,) = re.findall("[0-9a-f]{40}", (ROOT / "conf/data/wikitext2.yaml").read_text())
     name = "Salesforce/wikitext"
     in_the_hubs_cache(copy, name, "wikitext-2-raw-v1", COMMITS[:1], tmp_path / "hf", monkeypatch)
     with pytest.raises(ValueError, match=f"holds commit {COMMITS[0]} in place of {revision}"):

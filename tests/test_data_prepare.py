@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from omegaconf import OmegaConf
 
 from data import DataConfig, TokenBatches, build_tokenizer, open_dataset
 from data.dataset import digest, locate
 from data.sources import embedded_topics
 from data.textfiles import inspect, lines, read
 from tests.runs import Outcome, told
+from tests.test_data_hub import wikitext2_keys
 
 TEXT = "".join(f"line {i} of a text\n" for i in range(200))
 
@@ -128,11 +128,13 @@ def test_fingerprints_are_those_of_the_first_releases(tmp_path):
     write_lines(rows, ["one", "two"])
     (tmp_path / "train.txt").write_text("a\n")
     (tmp_path / "valid.txt").write_text("b\n")
-    conf = Path(__file__).resolve().parents[1] / "conf" / "data"
-    wikitext = OmegaConf.to_container(OmegaConf.load(conf / "wikitext2.yaml"))
     found = [
         locate(DataConfig(**values), "gpt2")[2].name
-        for values in ({"source": "text", "files": str(rows)}, wikitext, wikitext | {"local_dir": str(tmp_path)})
+        for values in (
+            {"source": "text", "files": str(rows)},
+            wikitext2_keys(),
+            wikitext2_keys(local_dir=str(tmp_path)),
+        )
     ]
     assert found == [
         "text-gpt2-8d3d9ae9252bac25",
@@ -505,6 +507,10 @@ def test_shifted_windows_need_two_of_them(corpus, cache):
         (
             {"source": "hub", "name": "a/b", "validation_split": "train"},
             "data.validation_split=train is what is trained on",
+        ),
+        (
+            {"source": "hub", "local_dir": "x", "revision": "main"},
+            "data.revision=main is a commit of the hub, and data.local_dir=x is read as it lies; use data.revision=",
         ),
         ({"source": "hub", "name": "a/b", "config": ""}, "data.config='' is empty; leave it out"),
         ({"validation_fraction": 1.0}, "data.validation_fraction=1.0"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets  # noqa: F401  its log would keep the first test's stderr, and later tests write to it
 import pytest
@@ -25,7 +26,7 @@ from tests.runs import CORPUS, SMALL, contents, metrics, settings, told
 from training.checkpoint import META, open_checkpoint
 from training.hardware import set_up
 from training.optimizer import Optimizer, lr_factor
-from training.resume import earlier_settings
+from training.resume import earlier_settings, settings_as_asked
 from training.speed import measured_forward, slow_on_a_cpu
 from training.stop import resume_command, shell_command
 
@@ -259,6 +260,15 @@ def test_settings_of_another_version_or_of_a_stranger_refer_to_nothing(here, tra
     assert found.code == 0, found.error
     assert changes(found.out) == ["optim.of_yesterday 1 -> None", "train.max_hours 1e-09 -> None"]
     assert yaml.safe_load((the_run() / "config.yaml").read_text())["logger"]["group"] == "${oc.env:HOME}"
+
+
+def test_a_revision_that_an_earlier_version_ignored_is_left_out():
+    """Beside a local copy it is refused, and a run that began with both goes on."""
+    meta = {"settings": {"data": {"local_dir": "there", "revision": "main"}}, "left_open": {}}
+    checkpoint = SimpleNamespace(meta=meta, require=lambda *_: None)
+    assert settings_as_asked(checkpoint) == {"data.local_dir": "there", "data.revision": None}
+    meta["settings"]["data"]["local_dir"] = None
+    assert settings_as_asked(checkpoint) == {"data.local_dir": None, "data.revision": "main"}
 
 
 # --- a run of its own with another's weights

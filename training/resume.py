@@ -85,7 +85,7 @@ def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
     if not (written.exists() and description.exists()):
         return {}
     try:
-        return settings_of(run_dir) | json.loads(description.read_text())["left_open"]
+        return _not_ignored(settings_of(run_dir)) | json.loads(description.read_text())["left_open"]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{written} or {description.name} is damaged; remove the folder to start anew") from error
 
@@ -93,7 +93,12 @@ def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
 def settings_as_asked(checkpoint: Checkpoint) -> dict[str, Any]:
     """Its settings, flat, as they were before `resolve` chose for its machine."""
     checkpoint.require(NEEDED_META, checkpoint.meta, META)
-    return flat(checkpoint.meta["settings"]) | dict(checkpoint.meta["left_open"])
+    return _not_ignored(flat(checkpoint.meta["settings"])) | dict(checkpoint.meta["left_open"])
+
+
+def _not_ignored(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without the revision that earlier versions let stand beside a local copy, which nobody read."""
+    return settings | ({"data.revision": None} if settings.get("data.local_dir") else {})
 
 
 def refuse_unless_same(
