@@ -6,13 +6,11 @@ separates the values of a sweep, a value with a comma is read by Hydra's grammar
 
 import argparse
 import re
-import sys
 from typing import Any, NoReturn
 
 from hydra.main import get_args_parser
 
 from conf.keys import Key
-from conf.mistakes import fail
 
 NOW = "${now:%Y-%m-%d_%H-%M-%S}"
 SEVERAL = f"hydra.sweep.dir='runs/several/{NOW}'"  # where the folders of a sweep's runs would not be in one
@@ -21,11 +19,11 @@ SEVERAL = f"hydra.sweep.dir='runs/several/{NOW}'"  # where the folders of a swee
 def read(
     typed: list[str], defaults: list[str], positional: str | None, keys: dict[str, Key]
 ) -> tuple[list[str], list[str], bool]:
-    """(flags, key=value arguments with the program's defaults, is it --help?); a wrong flag ends in one line."""
+    """(flags, key=value arguments with the program's defaults, is it --help?); ValueError for a wrong flag."""
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        sys.exit(fail(f"{message}; values are written key=value, --help lists all"))
+        raise ValueError(f"{message}; values are written key=value, --help lists all")
 
     parser.error = refuse  # type: ignore[method-assign]
     found: argparse.Namespace = parser.parse_intermixed_args(typed)

@@ -36,10 +36,11 @@ _HYDRAS = {
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def fail(message: str) -> int:
-    """Print one line on stderr and return the exit code of a user's mistake."""
+def fail(message: str, *, prints: bool = True) -> int:
+    """Print one line on stderr, unless another process does, and return the exit code of a user's mistake."""
     line = f"error: {' '.join(message.split())}"
-    print(line, file=sys.stderr)
+    if prints:
+        print(line, file=sys.stderr)
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's, which it repeats below its own traceback
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))

@@ -88,22 +88,23 @@ def program(
             if sys.version_info >= NEWER:
                 sys.exit(fail(f"Python {sys.version_info[0]}.{sys.version_info[1]} is newer than Hydra 1.3; use 3.13"))
             typed = sys.argv
-            flags, values, wants_help = arguments.read(typed[1:], defaults, positional, known_keys(schema))
             register(schema)
-            runs = _Runs(main, schema, defaults, typed, values, run_dir != ".", show_traceback, _processes(world))
+            runs = _Runs(main, schema, defaults, typed, [], run_dir != ".", show_traceback, _processes(world))
             if not runs.is_first:
                 sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-                scratch = tempfile.TemporaryDirectory(prefix="rank_")  # until the first process has made the run's
-                values += [f"hydra.{mode}.dir={scratch.name}" for mode in ("run", "sweep")]
 
             @wraps(main)  # Hydra reads its module
             def task(cfg: DictConfig) -> None:
                 runs.run_one(cfg)
 
             try:
+                flags, runs.values, wants_help = arguments.read(typed[1:], defaults, positional, known_keys(schema))
                 if wants_help:
-                    return print(help_page(main.__globals__["__doc__"], config, schema, values))
-                sys.argv = [typed[0], *flags, *values]
+                    return print(help_page(main.__globals__["__doc__"], config, schema, runs.values))
+                if not runs.is_first:
+                    scratch = tempfile.TemporaryDirectory(prefix="rank_")  # until the first process has made the run's
+                    runs.values += [f"hydra.{mode}.dir={scratch.name}" for mode in ("run", "sweep")]
+                sys.argv = [typed[0], *flags, *runs.values]
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(task)()
                 if after_sweep and runs.is_first and len(runs.folders) > 1:
                     after_sweep(runs.folders)
@@ -116,7 +117,9 @@ def program(
             except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
                 if show_traceback:
                     raise
-                sys.exit(fail(explain(error, known_keys(schema))))
+                message = explain(error, known_keys(schema))
+                runs.end_all(None, message, EXIT_USER_ERROR)
+                sys.exit(fail(message))
             finally:
                 sys.argv = typed
                 if runs.is_first:
@@ -191,12 +194,12 @@ class _Runs(Generic[S]):
         except KeyboardInterrupt:  # before there was anything to save
             if self.is_first:
                 remove_if_empty(folder)
-            self._end_all(folder, "interrupted by SIGINT", 128 + signal.SIGINT)
+            self.end_all(folder, "interrupted by SIGINT", 128 + signal.SIGINT)
             raise
         except BaseException as error:
             if self.processes and self.is_first:
                 traceback.print_exc()
-            self._end_all(folder, f"{type(error).__name__}: {error}", 1)
+            self.end_all(folder, f"{type(error).__name__}: {error}", 1)
             raise
 
     def _settings(self, cfg: DictConfig, folder: Path) -> tuple[S, Path]:
@@ -226,7 +229,7 @@ class _Runs(Generic[S]):
         has_begun = has_begun and not holder(folder)
         if self.is_first and not remove_if_empty(folder) and has_begun:
             message += keep_traceback(folder / "error.log")
-        self._end_all(folder, message, EXIT_USER_ERROR)
+        self.end_all(folder, message, EXIT_USER_ERROR)
         if self.show_traceback or os.getpid() != self.process:  # in a launcher's job; its end is read in `process`
             raise ConfigError(message) from error
         self.exit_codes.append(fail(message))
@@ -235,13 +238,15 @@ class _Runs(Generic[S]):
         varied = [override for override in _as_given() if key_of(override) in swept]
         self.refused.append(f"no run of {' '.join(varied) or 'this'}: {message}")
 
-    def _end_all(self, folder: Path, message: str, code: int) -> None:
-        """Of several processes, tell the others why they must end and end this one; with one process, do nothing."""
+    def end_all(self, folder: Path | None, message: str, code: int) -> None:
+        """Of several processes, tell the others why they must end and end this one; with one process, do nothing.
+
+        The first one prints the message, its own or what it hears from another. folder: of the run, if it has begun.
+        """
         if self.processes is None:
             return
-        if self.is_first:
-            fail(message)
-        else:
+        fail(message, prints=self.is_first)
+        if folder and not self.is_first:
             message += keep_traceback(folder / f"rank_{self.processes.rank}.log")
         self.processes.fail(message, code)
         sys.exit(code)

@@ -354,6 +354,8 @@ def command_lines(folder: Path) -> dict[str, Any]:
     for name, case in {
         "told": typed("name=told"),
         "refused": typed("name=refused", "train.micro_batch=3"),
+        "mistyped": typed("name=mistyped", "train.lrr=1"),
+        "flag": typed("name=flag", "--lr"),
         "failed": typed("name=failed", failing=1),
         "full": typed("name=full", "train.save_every=1", full=True),
     }.items():

@@ -162,6 +162,10 @@ def test_a_mistake_is_one_line(found):
     assert refused["err"][0].startswith("error: train.micro_batch=3 does not divide the 16 sequences")
     assert refused["err"][0].count("\n") == 1
     assert refused["runs"] == []
+    for name, words in {"mistyped": "train.lrr is not a known key", "flag": "unrecognized arguments: --lr"}.items():
+        assert found[name]["codes"] == [2, 2]
+        assert found[name]["err"][0].startswith(f"error: {words}")
+        assert (found[name]["err"][0].count("\n"), found[name]["err"][1]) == (1, ""), "the same for all"
     (line,) = failed["err"][0].splitlines()
     assert line.startswith("error: rank 1 of 2 on ")
     assert "the moon is full; wait a week" in line
