@@ -23,6 +23,8 @@ class CompareSettings:
     def __post_init__(self) -> None:
         if not self.runs:
             raise ValueError("runs=[] names none; give the folders of runs (runs/<experiment>/<time>)")
+        if "" in self.runs:
+            raise ValueError("a run without a name would be all that are here; give its folder, or . for this one")
         if not Path(self.out).name:
             raise ValueError(f"out={self.out} names no picture; use out=runs/compare.png")
 

@@ -12,6 +12,7 @@ Where the code was copied without its git history, the environment variable GIT_
 code is 1 where an experiment did not end as it should. The last line is one JSON object.
 """
 
+import glob
 import json
 import os
 import shutil
@@ -196,7 +197,7 @@ class EvidenceSettings:
 
     def __post_init__(self) -> None:
         for beginning in self.only:
-            if not any(name.startswith(beginning) for name in (*EXPERIMENTS, TABLES)):
+            if not beginning or not any(name.startswith(beginning) for name in (*EXPERIMENTS, TABLES)):
                 raise ValueError(f"only={beginning} begins no name; the names are {', '.join((*EXPERIMENTS, TABLES))}")
 
 
@@ -208,6 +209,7 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
         chosen = [name for name in chosen if not name.startswith(SEVERAL_GPUS)]
         console.print(f"{', '.join(SEVERAL_GPUS)} left out: they need two GPUs", markup=False)
 
+    refuse_unusable(settings, chosen)
     if chosen and not git_commit():
         raise ValueError(
             "no git checkout is here and a figure must name its commit; give it as the variable GIT_COMMIT"
@@ -228,6 +230,25 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
     print(json.dumps({"folder": str(run_dir), "experiments": rows}))
     if any(row["verdict"] != "as expected" for row in rows):
         sys.exit(FAILED)
+
+
+def refuse_unusable(settings: EvidenceSettings, chosen: list[str]) -> None:
+    """ValueError where hours of experiments would end without a text, or without a place for what they made."""
+    folder, readme = ROOT / settings.folder, ROOT / settings.readme
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder={settings.folder} is no folder; give one, as folder=.github/evidence")
+    if not chosen and not any(folder.rglob("*.json")):  # tables of nothing would take the README's figures out
+        raise ValueError(f"folder={settings.folder} has no files to make tables of; run experiments first")
+    if readme.is_dir():
+        raise ValueError(f"readme={settings.readme} is a folder; give the file, as readme=README.md")
+    for key in ("books", "wikitext", "shakespeare"):
+        value = getattr(settings, key)
+        asks = [name for name in chosen if any(f"{{{key}}}" in argument for argument in EXPERIMENTS[name])]
+        if not asks or value is None:
+            continue
+        for path in value[1:-1].split(",") if value.startswith("[") else [value]:
+            if not path or not glob.glob(os.path.join(ROOT, os.path.expanduser(path))):
+                raise ValueError(f"{key}={value} is not there, and {asks[0]} reads it; give {key}=PATH from {ROOT}")
 
 
 def named(name: str, only: str) -> bool:

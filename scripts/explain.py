@@ -99,6 +99,8 @@ class ExplainSettings(Settings, Shape):
         for key in sizes:
             if (getattr(self, key) or 1) > LARGEST:
                 raise ValueError(f"{key}={getattr(self, key)} must be at most {LARGEST}")
+        if self.element not in (1, 2, 4, 8):
+            raise ValueError(f"element={self.element} is the size of no number; use 1, 2, 4 or 8")
         defaults = {field.name: field.default for field in fields(self)}
         for key, counts in OF_A_RUN.items():
             if self.what == "memory" and (value := getattr(self, key)) != defaults[key]:

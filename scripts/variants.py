@@ -43,6 +43,8 @@ def train_once(settings: Settings, folder: Path, attend: Attention | None = None
 
 def train_aside(settings: Settings, folder: Path, **how: Any) -> dict[str, Any]:
     """`train` in a folder of its own, with what it printed in console.txt there; the summary."""
+    if settings.resume:
+        raise ValueError(f"resume={settings.resume} goes on with one run, and these are several; leave it out")
     folder.mkdir(parents=True, exist_ok=True)
     torch.compiler.reset()  # a compiled model would keep the function that it was traced with
     with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
@@ -54,6 +56,7 @@ def train_aside(settings: Settings, folder: Path, **how: Any) -> dict[str, Any]:
 def exit_if_asked(summary: dict[str, Any]) -> None:
     """Whoever sends a signal means the program, and part of a run is no figure; nor is what a time limit left."""
     if summary["exit_code"] in REASONS:
+        print(f"ended by {summary['stopped']}: what is left of a run is no figure", file=sys.stderr)
         sys.exit(summary["exit_code"])
 
 

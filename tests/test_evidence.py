@@ -71,6 +71,25 @@ def test_an_unknown_beginning_is_refused():
         evidence.EvidenceSettings(only=["speed"])
 
 
+@pytest.mark.parametrize(
+    ("named", "only", "says"),
+    [
+        ({"books": "none/*.txt"}, "x/books", r"books=none/\*\.txt is not there, and x/books reads it; give books=PATH"),
+        ({"wikitext": "none"}, "x/wikitext", "wikitext=none is not there, and x/wikitext reads it"),
+        ({"folder": "README.md"}, "x/plain", "folder=README.md is no folder"),
+        ({"readme": "tests"}, "x/plain", "readme=tests is a folder; give the file"),
+        ({"folder": "none"}, evidence.TABLES, "folder=none has no files to make tables of"),
+    ],
+)
+def test_what_would_end_hours_later_or_empty_the_readme_is_refused_first(named, only, says, tmp_path, monkeypatch):
+    experiments = {"x/plain": (), "x/books": ("data.files={books}",), "x/wikitext": ("data.local_dir={wikitext}",)}
+    monkeypatch.setattr(evidence, "EXPERIMENTS", experiments)
+    monkeypatch.setattr(evidence, "run", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(evidence, "write_tables", lambda *_: pytest.fail("wrote"))
+    with pytest.raises(ValueError, match=says):
+        evidence.main.__wrapped__(evidence.EvidenceSettings(only=[only], **named), tmp_path)
+
+
 def test_a_whole_name_asks_for_no_other_that_begins_with_it():
     def asked(only: str) -> list[str]:
         return [name for name in evidence.EXPERIMENTS if evidence.named(name, only)]

@@ -132,6 +132,8 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
         draw_runs(runs, names, path)
     except OSError as error:
         raise ValueError(f"out={path} cannot be written ({error.strerror}); name another") from error
+    except ValueError as error:  # matplotlib's, of a suffix
+        raise ValueError(f"out={path} cannot be drawn ({error}); use {path.with_suffix('.png')}") from error
     far = {measure: [max(curve(run, "loss", measure)[0], default=None) for run in runs] for measure in MEASURES}
     places = {measure: min((one for one in far[measure] if one is not None), default=0) for measure in MEASURES}
     rows = [_row(run, name, places) for run, name in zip(runs, names, strict=True)]
