@@ -31,7 +31,7 @@ from kernels import block_mask
 from kernels.block_masks import BLOCK
 from kernels.device import GPU, GPUS
 from model.masks import mask_mod
-from scripts.bench.report import Table, refuse_below_one, table
+from scripts.bench.report import Table, refuse_out_of_range, table
 from training.hardware import DTYPES, Hardware, set_up
 from training.memory import GIB, Plan
 from training.parallel import World
@@ -39,7 +39,6 @@ from training.run import resolve
 from training.speed import attention_flops
 
 MIB = 2**20
-LARGEST = 2**24  # of a size: products of all of them are numbers still
 STATISTIC = 4  # bytes of a row's log-sum-exp, maximum or sum: float32
 VOCABULARY = {"bytes": 257, "characters": 100, "gpt2": 50257}  # token ids of each tokenizer; a folder has its own
 # with what=memory a step's sizes are those of a run: keys of one layer of attention -> those that count
@@ -95,10 +94,7 @@ class ExplainSettings(Settings, Shape):
         if self.what not in ("attention", "memory"):
             raise ValueError(f"what={self.what} is unknown; use attention or memory")
         sizes = "seq_len", "head_dim", "num_heads", "batch", "num_layers", "element", "vocab_size", "processes"
-        refuse_below_one("", self, *sizes)
-        for key in sizes:
-            if (getattr(self, key) or 1) > LARGEST:
-                raise ValueError(f"{key}={getattr(self, key)} must be at most {LARGEST}")
+        refuse_out_of_range("", self, *sizes)
         if self.element not in (1, 2, 4, 8):
             raise ValueError(f"element={self.element} is the size of no number; use 1, 2, 4 or 8")
         defaults = {field.name: field.default for field in fields(self)}

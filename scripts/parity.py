@@ -28,7 +28,7 @@ from conf.schema import Settings
 from data import TokenBatches
 from kernels import naive_attention
 from model import ATTENTION, GPT, attend_with
-from scripts.bench.report import Columns, Report, colour, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import Columns, Report, colour, refuse_out_of_range, refuse_unknown, table
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, final_losses, judge, limits_of, noise, stress
 from scripts.variants import MUTANTS, Attention, nulls, train_once
 from training.checkpoint import open_checkpoint
@@ -53,7 +53,7 @@ class ParityConfig:
             raise ValueError("parity.attention=[] judges nothing; name one, as parity.attention=[flash]")
         if not 4 <= self.nulls <= 20:
             raise ValueError(f"parity.nulls={self.nulls} must be 4 to 20: the tolerance factors end there")
-        refuse_below_one("parity.", self, "repeats")
+        refuse_out_of_range("parity.", self, "repeats")
         if self.seeds < 2:
             raise ValueError(f"parity.seeds={self.seeds} must be at least 2: a spread needs two")
 

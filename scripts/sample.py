@@ -21,7 +21,7 @@ import torch
 from conf.program import program
 from model import GPT, generate
 from model.sampling import check_sampling, marked
-from scripts.bench.report import refuse_below_one
+from scripts.bench.report import refuse_out_of_range
 from training.checkpoint import given_or_newest, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 from training.trained import load_trained
@@ -52,7 +52,7 @@ class SampleSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        refuse_below_one("", self, "num_samples", "max_new_tokens", "batch_size")
+        refuse_out_of_range("", self, "num_samples", "max_new_tokens", "batch_size")
         if self.num_samples * self.max_new_tokens > MOST:
             raise ValueError(
                 f"num_samples={self.num_samples} of max_new_tokens={self.max_new_tokens} each are more than {MOST:,} "

@@ -592,6 +592,10 @@ CHECKPOINTS = [
     Case("evidence: unknown part", ["speed"], ["only=speed begins no name", "tables"], program="scripts.evidence"),
     Case("attention benchmark: unknown", ["bench.attention=[fast]"], ["bench.attention=fast is not one of flash"],
          program="scripts.bench.attention"),
+    *(Case(f"{program} benchmark: {key} far too large", [f"{key}={value}"], [f"{key}={value} must be at most 16777216"],
+           program=f"scripts.bench.{program}") for program, key, value in (
+        ("attention", "bench.seq_len", f"[{10**20}]"), ("error_budget", "budget.seq_len", 10**11),
+        ("loss", "tokens", 10**14), ("loss", "budget_ms", "inf"))),
     Case("loss benchmark: no list", ["chunk_tokens=4"], ["chunk_tokens=4", "a list, as [a,b]"],
          program="scripts.bench.loss"),
     Case("error budget: unknown case", ["budget.cases=[windows]"], ["budget.cases=windows is not one of full"],

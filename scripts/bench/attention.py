@@ -45,7 +45,7 @@ from scripts.bench.report import (
     Report,
     Row,
     draw_lengths,
-    refuse_below_one,
+    refuse_out_of_range,
     refuse_unknown,
     refuse_without_gpu,
     table,
@@ -79,7 +79,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, attention=(*ATTENTION, *FLASH4), mask=MASKS, passes=PASSES)
-        refuse_below_one(
+        refuse_out_of_range(
             "bench.", self, "seq_len", "head_dim", "tokens", "hidden", "rounds", "budget_ms", "sustained_ms"
         )
         refuse_uneven_heads(self)

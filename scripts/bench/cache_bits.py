@@ -28,7 +28,7 @@ from kernels import naive_attention
 from model import GPT, GPTConfig, KVCache, PagedKVCache
 from model.attention import flash
 from scripts.bench.clock import Milliseconds, measure
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_without_gpu, table
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_without_gpu, table
 from scripts.variants import exit_if_asked
 from train import train
 from training.checkpoint import open_checkpoint
@@ -55,7 +55,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         sizes = "batch", "context", "num_heads", "num_kv_heads", "head_dim", "page", "replays"
-        refuse_below_one("bench.", self, *sizes)
+        refuse_out_of_range("bench.", self, *sizes)
         # what the cache would refuse, after a whole run
         if self.num_heads % self.num_kv_heads:
             heads = f"bench.num_heads={self.num_heads} is no multiple of bench.num_kv_heads={self.num_kv_heads}"

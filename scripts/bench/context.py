@@ -24,7 +24,7 @@ from model.context import METHODS, part_of
 from scripts.bench.calls import tensors
 from scripts.bench.clock import peak_gib, spans
 from scripts.bench.processes import Host, on_each_gpu
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig
 from training.speed import attention_flops
 
@@ -44,7 +44,7 @@ class ContextBenchSettings:
 
     def __post_init__(self) -> None:
         refuse_unknown("", self, methods=METHODS)
-        refuse_below_one("", self, "gpus", "seq_len", "num_heads", "num_kv_heads", "head_dim", "runs")
+        refuse_out_of_range("", self, "gpus", "seq_len", "num_heads", "num_kv_heads", "head_dim", "runs")
         pieces = self.gpus if self.methods == ["heads"] else 2 * self.gpus
         for seq_len in self.seq_len:
             if seq_len % pieces:

@@ -34,7 +34,7 @@ from kernels import flash_attention_with_kvcache, kvcache_workspace
 from kernels.device import num_sms
 from scripts.bench.calls import SDPA, refusal, sdpa
 from scripts.bench.clock import GraphClock, facts_as_errors
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
 from training.curves import picture
 from training.hardware import HardwareConfig, set_up
 
@@ -62,7 +62,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, family=FAMILIES, attention=("flash", *SDPA))
-        refuse_below_one("bench.", self, "batch", "context", "replays")
+        refuse_out_of_range("bench.", self, "batch", "context", "replays")
         for heads in self.heads:
             if not re.fullmatch(r"[1-9]\d*/[1-9]\d*/[1-9]\d*", heads):
                 raise ValueError(f"bench.heads={heads} is no Hq/Hkv/D; write three numbers, as 32/8/128")

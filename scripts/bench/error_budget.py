@@ -19,7 +19,7 @@ from torch import Tensor
 
 from conf.program import program
 from kernels import flash_attention, flash_attention_varlen, naive_attention, naive_attention_varlen
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
 from scripts.selftest import gradients
 from training.hardware import DTYPES, HardwareConfig, set_up
 
@@ -50,7 +50,7 @@ class BudgetConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("budget.", self, cases=CASES, dtypes=DTYPES)
-        refuse_below_one("budget.", self, "head_dim", "seq_len", "num_heads")
+        refuse_out_of_range("budget.", self, "head_dim", "seq_len", "num_heads")
         if self.draws < 2:
             raise ValueError(f"budget.draws={self.draws} must be at least 2: a spread needs two")
 

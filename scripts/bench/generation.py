@@ -40,7 +40,7 @@ from model.embedding import embed
 from model.gpt import norm
 from model.huggingface_weights import config_json, tensors
 from scripts.bench.clock import p99, peak_gib
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig, set_up
 
 OURS = "gpt"
@@ -72,7 +72,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, which=(OURS, *PEERS))
         sizes = "batch", "prompt_tokens", "new_tokens", "prefill_batch", "prefill_tokens", "rounds", "vocab_size"
-        refuse_below_one("bench.", self, *sizes)
+        refuse_out_of_range("bench.", self, *sizes)
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 
 from conf.program import program
 from scripts.bench.clock import facts_as_errors, laps, of_tokens, p99
-from scripts.bench.report import Columns, Report, refuse_below_one, refuse_unknown, refuse_without_gpu, table
+from scripts.bench.report import Columns, Report, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig, set_up
 
 LLAMA_1B = {
@@ -48,7 +48,7 @@ class HuggingFaceBenchSettings:
     def __post_init__(self) -> None:
         refuse_unknown("", self, parts=("prefill", "decode", "step"))
         sizes = "prompts", "prompt_tokens", "decode_rows", "decode_context", "new_tokens"
-        refuse_below_one("", self, *sizes, "budget_ms")
+        refuse_out_of_range("", self, *sizes, "budget_ms")
 
 
 @program("tool", HuggingFaceBenchSettings, run_dir="runs/bench_huggingface")

@@ -15,7 +15,7 @@ from torch import Tensor
 from conf.program import program
 from kernels import cross_entropy, linear_cross_entropy
 from scripts.bench.clock import facts_as_errors, measure, peak_gib
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_without_gpu, table
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_without_gpu, table
 from training.hardware import Hardware, HardwareConfig, set_up
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -34,7 +34,7 @@ class LossBenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        refuse_below_one("", self, "tokens", "n_embd", "vocab_size", "exact_tokens", "chunk_tokens", "budget_ms")
+        refuse_out_of_range("", self, "tokens", "n_embd", "vocab_size", "exact_tokens", "chunk_tokens", "budget_ms")
         if self.padded_vocab < self.vocab_size:
             raise ValueError(f"padded_vocab={self.padded_vocab} must be at least vocab_size={self.vocab_size}")
 

@@ -28,7 +28,7 @@ from kernels.portable.forward import launch_flash_fwd
 from scripts.bench.calls import PASSES, one_pass, refuse_uneven_heads, tensors
 from scripts.bench.clock import measure, turns
 from scripts.bench.mask_table import masks
-from scripts.bench.report import Columns, Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu, table
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
 from training.hardware import HardwareConfig, set_up
 
 BLOCKS = {"all full": lambda b, h, q, k: k >= 0, "all partial": lambda b, h, q, k: (q + k) % 64 > 0}
@@ -49,7 +49,7 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, mask=KNOWN, passes=PASSES)
-        refuse_below_one("bench.", self, "seq_len", "head_dim", "hidden", "rounds", "budget_ms")
+        refuse_out_of_range("bench.", self, "seq_len", "head_dim", "hidden", "rounds", "budget_ms")
         refuse_uneven_heads(self)
 
 

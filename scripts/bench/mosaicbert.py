@@ -34,7 +34,7 @@ from scripts.bench.report import (
     Report,
     Row,
     draw_lengths,
-    refuse_below_one,
+    refuse_out_of_range,
     refuse_unknown,
     refuse_without_gpu,
     table,
@@ -60,7 +60,7 @@ class MosaicBertBenchSettings:
 
     def __post_init__(self) -> None:
         refuse_unknown("", self, attention=ATTENTION)
-        refuse_below_one("", self, "seq_len", "all_parts_at", "batch_tokens", "num_layers", "budget_ms")
+        refuse_out_of_range("", self, "seq_len", "all_parts_at", "batch_tokens", "num_layers", "budget_ms")
 
     def rows(self, seq_len: int) -> int:
         """Of a batch."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from data import Prefetcher
 from data.shards import Tokens
 from model.config import round_up
-from scripts.bench.report import refuse_below_one
+from scripts.bench.report import refuse_out_of_range
 from training.hardware import Hardware
 from training.run import Run
 
@@ -59,7 +59,7 @@ class Opponent:
     warmup_steps: int
 
     def __post_init__(self) -> None:
-        refuse_below_one(self.group, self, "batch_tokens")
+        refuse_out_of_range(self.group, self, "batch_tokens")
         if self.steps < 2:
             raise ValueError(
                 f"{self.group}steps={self.steps} must be at least 2: the first one, which compiles, is not timed"

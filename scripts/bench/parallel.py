@@ -34,7 +34,7 @@ from data import Batch
 from model import build_model
 from scripts.bench.clock import Mark, free, laps
 from scripts.bench.processes import Host, on_each_gpu
-from scripts.bench.report import Report, Row, refuse_below_one, refuse_unknown, refuse_without_gpu
+from scripts.bench.report import Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu
 from scripts.evidence_tables import SHARED_BITS, SHARED_STEP, SHARED_SUM
 from training.hardware import Hardware
 from training.optimizer import OPTIMIZERS, OptimConfig, Optimizer
@@ -68,7 +68,9 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, cells=CELLS)
-        refuse_below_one("bench.", self, "processes", "tokens", "context_tokens", "hash_steps", "warmup_steps", "steps")
+        refuse_out_of_range(
+            "bench.", self, "processes", "tokens", "context_tokens", "hash_steps", "warmup_steps", "steps"
+        )
         if 1 not in self.processes or len(self.processes) < 2:
             raise ValueError(f"bench.processes={self.processes} must have 1 and more than that; use [1,2]")
 

@@ -38,6 +38,7 @@ COLOURS = {
     "flash4": "C3", "flash4_deterministic": "C4", "tiled": "C6", "sdpa": "C8",
 }  # fmt: skip
 OTHER_COLOURS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
+LARGEST = 2**24  # of a number that is typed: products of several are numbers still
 STYLES = ("-", "--", ":", "-.")  # of lines of one colour
 
 
@@ -57,15 +58,18 @@ def refuse_unknown(group: str, config: Any, **known: Iterable[str]) -> None:
                 raise ValueError(f"{group}{name}={value} is not one of {', '.join(allowed)}")
 
 
-def refuse_below_one(group: str, config: Any, *names: str) -> None:
-    """ValueError where a number of `config`, alone or in a list, is below 1; None may be.
+def refuse_out_of_range(group: str, config: Any, *names: str) -> None:
+    """ValueError where a number of `config`, alone or in a list, is below 1 or above LARGEST; None may be.
 
     group: as for `refuse_unknown`.
     """
     for name in names:
         value = getattr(config, name)
-        if value is not None and not all(number >= 1 for number in (value if isinstance(value, list) else [value])):
-            raise ValueError(f"{group}{name}={value} must be at least 1")
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not number >= 1:
+                raise ValueError(f"{group}{name}={value} must be at least 1")
+            if number is not None and number > LARGEST:
+                raise ValueError(f"{group}{name}={value} must be at most {LARGEST}")
 
 
 def refuse_without_gpu(what: str, hardware: HardwareConfig, smoke: str, *, needs: str = "an NVIDIA GPU") -> None:

@@ -35,7 +35,7 @@ from conf.program import program
 from conf.schema import Settings
 from data import fixed_windows
 from scripts.bench.opponents import OPPONENTS, NanochatConfig, NanoGPTConfig, Opponent, train_opponent
-from scripts.bench.report import OTHER_COLOURS, Columns, Report, Row, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import OTHER_COLOURS, Columns, Report, Row, refuse_out_of_range, refuse_unknown, table
 from scripts.variants import train_aside
 from training.curves import picture, read_run
 from training.evaluate import EvaluationSet, evaluate
@@ -54,7 +54,7 @@ class TimeToLossConfig:
     opponents: list[str] = field(default_factory=lambda: ["nanogpt"])  # nanogpt | nanochat; []: ours alone
 
     def __post_init__(self) -> None:
-        refuse_below_one("bench.", self, "every")
+        refuse_out_of_range("bench.", self, "every")
         refuse_unknown("bench.", self, opponents=OPPONENTS)
         if self.target is not None and not self.target > 0:
             raise ValueError(f"bench.target={self.target} must be above 0 nats")

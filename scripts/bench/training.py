@@ -23,7 +23,7 @@ from model import ATTENTION, GPTConfig, build_model, resolve_model
 from model.recompute import MODES
 from scripts.bench.calls import SDPA, held_to
 from scripts.bench.clock import Parts, facts_as_errors, free, laps
-from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_below_one, refuse_unknown, table
+from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_out_of_range, refuse_unknown, table
 from scripts.bench.saving import save_cost
 from training.hardware import Hardware, set_up
 from training.memory import DoesNotFit
@@ -49,7 +49,7 @@ class BenchConfig:
     def __post_init__(self) -> None:
         attention = ("auto", *ATTENTION, *SDPA)
         refuse_unknown("bench.", self, attention=attention, checkpointing=MODES)
-        refuse_below_one("bench.", self, "steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens")
+        refuse_out_of_range("bench.", self, "steps", "warmup_steps", "vocab_size", "seq_len", "micro_batch_tokens")
 
 
 @dataclass
