@@ -79,9 +79,12 @@ def test_weight_decay_acts_on_every_matrix_and_on_nothing_else(name):
     assert {group["weight_decay"] for part in optimizer.optimizers for group in part.param_groups} == {0.1}
     net = Net()
     net.blocks.append(nn.LayerNorm(3))  # a gain and a bias
+    net.experts = nn.ParameterDict({"up": torch.zeros(4, 3, 5), "up_bias": torch.zeros(4, 5)})  # as in transformers
     groups = [group for part in Optimizer(net, OptimConfig(name=name)).optimizers for group in part.param_groups]
-    assert [p.ndim for group in groups if group["weight_decay"] == 0 for p in group["params"]] == [1, 1]
-    assert all(p.ndim == 2 for group in groups if group["weight_decay"] for p in group["params"])
+    kept = [tuple(p.shape) for group in groups if group["weight_decay"] == 0 for p in group["params"]]
+    assert kept == [(3,), (3,), (4, 5)]
+    decayed = [p.ndim for group in groups if group["weight_decay"] for p in group["params"]]
+    assert sorted(decayed) == [2] * (len(decayed) - 1) + [3]
 
 
 def test_muon_takes_the_hidden_matrices_and_nothing_else():

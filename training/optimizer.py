@@ -323,9 +323,11 @@ def _build(
     muon = _matrices_of_muon(named, config)
     in_muon = {id(p) for p in muon}
     adamw = [p for _, p in named if id(p) not in in_muon]
-    groups = [{"params": [p for p in adamw if p.ndim == 2], "peak_lr": config.lr}]
-    # gains of norms and biases, which a model of transformers has, do not decay
-    if others := [p for p in adamw if p.ndim != 2]:
+    # of a model of transformers: experts are one tensor of many matrices, and their biases one of many vectors
+    decays = {id(p) for name, p in named if p.ndim >= 2 and not name.endswith("bias")}
+    groups = [{"params": [p for p in adamw if id(p) in decays], "peak_lr": config.lr}]
+    # gains of norms and biases do not decay
+    if others := [p for p in adamw if id(p) not in decays]:
         groups.append({"params": others, "peak_lr": config.lr, "weight_decay": 0.0})
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
