@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 import torch
 
-from conf.program import program
+from conf.program import SIGNALLED, of_a_sweep, program
 from conf.schema import Settings
 from data import Prefetcher, TokenBatches, fixed_windows
 from model import attend_with, build_model
@@ -229,12 +229,15 @@ def run(
         saved = saver.wait() or (resumed and resumed.path)
         summary = log.finish(results, check, stop if step < config.steps else None, saved, saver.error)
         saver.check()
-    return world.broadcast(summary)
+    # a signal in the last step or after it changes nothing of this run, but no other may follow it
+    late = stop.exit_code if stop.exit_code > SIGNALLED else 0
+    return world.broadcast({**summary, "signal": late} if world.is_first else None)
 
 
 @program("config", Settings, experiment="quickstart", after_sweep=show_sweep, world=this_world)
 def main(settings: Settings, run_dir: Path) -> None:
-    if exit_code := train(settings, run_dir, world=this_world())["exit_code"]:
+    summary = train(settings, run_dir, world=this_world())
+    if exit_code := summary["exit_code"] or (summary["signal"] if of_a_sweep() else 0):
         sys.exit(exit_code)
 
 

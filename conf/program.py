@@ -22,6 +22,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -250,6 +251,11 @@ class _Runs(Generic[S]):
             message += keep_traceback(folder / f"rank_{self.processes.rank}.log")
         self.processes.fail(message, code)
         sys.exit(code)
+
+
+def of_a_sweep() -> bool:
+    """Whether this run may have others behind it."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def _as_given() -> list[str]:

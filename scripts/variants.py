@@ -55,9 +55,11 @@ def train_aside(settings: Settings, folder: Path, **how: Any) -> dict[str, Any]:
 
 def exit_if_asked(summary: dict[str, Any]) -> None:
     """Whoever sends a signal means the program, and part of a run is no figure; nor is what a time limit left."""
-    if summary["exit_code"] in REASONS:
-        print(f"ended by {summary['stopped']}: what is left of a run is no figure", file=sys.stderr)
-        sys.exit(summary["exit_code"])
+    code = summary["exit_code"] or summary["signal"]
+    if code in REASONS:
+        reason = summary["stopped"] or "a signal"
+        print(f"ended by {reason}: without all of its runs there is no figure", file=sys.stderr)
+        sys.exit(code)
 
 
 # ---- nulls

@@ -66,16 +66,20 @@ def test_one_micro_batch_is_chosen_for_all_runs_before_anything_is_trained(tmp_p
             run_parity(changed, tmp_path / "parity")
 
 
-def test_a_signal_ends_the_program_and_is_no_verdict(tmp_path):
-    """The run ends as it would alone; half of its losses would fail a right attention."""
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_signal_ends_the_program_and_is_no_verdict(steps, tmp_path, capsys):
+    """The run ends as it would alone, or is complete; half of its losses would fail a right attention."""
+    signals = iter([signal.SIGTERM])
 
     def attend(q, k, v, *, documents, **options):
-        signal.raise_signal(signal.SIGTERM)
+        for number in signals:
+            signal.raise_signal(number)
         return naive_attention(q, k, v, **options)
 
     with pytest.raises(SystemExit) as stopped:
-        train_once(small_run(tmp_path, "train.steps=2", "model.num_layers=1"), tmp_path / "run", attend=attend)
+        train_once(small_run(tmp_path, f"train.steps={steps}", "model.num_layers=1"), tmp_path / "run", attend=attend)
     assert stopped.value.code == 128 + signal.SIGTERM
+    assert f"ended by {'SIGTERM' if steps > 1 else 'a signal'}: without all of its" in capsys.readouterr().err
 
 
 def test_what_judges_nothing_is_refused():

@@ -116,6 +116,25 @@ def test_the_time_limit_is_in_hours(monkeypatch):
 
 
 # for each line on stdin a child, and how it ended: PyTorch is imported once. A child is busy, as a step is;
+@pytest.mark.parametrize("sweep", [["-m", "optim.lr=1e-3,2e-3"], ["optim.lr=1e-3"]])
+def test_a_signal_in_the_last_step_ends_a_sweep_and_leaves_its_run_complete(sweep, tmp_path, monkeypatch):
+    """It was said to have been heard, and the next run began."""
+    small_run(tmp_path)  # writes the corpus
+    monkeypatch.chdir(tmp_path)
+    files = ("data=text", f"data.files={tmp_path / 'corpus.txt'}", f"data.cache_dir={tmp_path / 'cache'}")
+    monkeypatch.setattr(sys, "argv", ["train.py", *files, *SMALL, "train.steps=2", *sweep])
+    stop_at(2, monkeypatch, signal.SIGTERM)
+    if "-m" in sweep:
+        with pytest.raises(SystemExit) as left:
+            program.main()
+        assert left.value.code == 143
+    else:
+        program.main()
+    (summary,) = (tmp_path / "runs").rglob("summary.json")
+    summary = json.loads(summary.read_text())
+    assert (summary["stopped"], summary["exit_code"], summary["steps"]) == (None, 0, 2)
+
+
 # `signal.pause` would sleep through a signal that came just before it
 LOOP = """
 import os, signal, sys
