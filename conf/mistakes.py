@@ -81,6 +81,8 @@ def explain(error: Exception, keys: dict[str, Key], cfg: DictConfig | None = Non
             return f"~{key} deletes nothing: {key} is null already; drop it"
         if text.startswith("Could not append") and key in keys:
             return f"+{key} adds a key, and {key} is there; write {key}=VALUE"
+        if key in keys:  # a mapping that is open
+            return f"{key} has no such keys yet; write +{key}={{KEY:VALUE}}"
         return _unknown_key(key, keys)
     return str(error) if isinstance(error, ValueError) else text  # a dataclass's: its value may have several lines
 

@@ -596,6 +596,8 @@ CHECKPOINTS = [
            program=f"scripts.bench.{program}") for program, key, value in (
         ("attention", "bench.seq_len", f"[{10**20}]"), ("error_budget", "budget.seq_len", 10**11),
         ("loss", "tokens", 10**14), ("loss", "budget_ms", "inf"))),
+    Case("huggingface benchmark: sizes without a plus", ["sizes={vocab_size:100}"],
+         ["sizes has no such keys yet", "write +sizes={KEY:VALUE}"], program="scripts.bench.huggingface"),
     Case("loss benchmark: no list", ["chunk_tokens=4"], ["chunk_tokens=4", "a list, as [a,b]"],
          program="scripts.bench.loss"),
     Case("error budget: unknown case", ["budget.cases=[windows]"], ["budget.cases=windows is not one of full"],

@@ -163,6 +163,9 @@ def test_without_a_target_it_is_what_nanogpt_reaches_with_every_seed():
     assert reached(curves, "nanoGPT, lr 0.001") == 2.1
     with pytest.raises(ValueError, match=r"bench.target=null is an opponent's loss"):
         TimeToLossConfig(target=None, opponents=[])
+    for seeds in ([0, 0], [0, -1], [2**64]):  # of a second one an hour of training would know
+        with pytest.raises(ValueError, match=r"bench.seeds=.* must be different, from 0 to 2\^64 - 1"):
+            TimeToLossConfig(seeds=seeds)
 
 
 def test_the_recipe_of_nanogpt():
@@ -253,7 +256,7 @@ def test_a_step_that_is_no_whole_rows_is_refused(small, tmp_path, monkeypatch, t
 
 def test_seconds_of_ours_are_those_of_all_its_steps(small, tmp_path, monkeypatch):
     """What lies between the steps is not in a record's rate, and each step is in one."""
-    monkeypatch.setattr("scripts.variants.train", lambda *_: {"exit_code": 0})
+    monkeypatch.setattr("scripts.variants.train", lambda *_: {"exit_code": 0, "signal": 0})
     records = [
         {"step": 1, "val_loss": 4.0},  # with bench.every=1; the first step compiles and has no rate
         {"step": 2, "val_loss": 3.5, "tokens_per_second": 128.0},

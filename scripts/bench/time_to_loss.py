@@ -62,6 +62,8 @@ class TimeToLossConfig:
             raise ValueError("bench.target=null is an opponent's loss; use bench.opponents=[nanogpt], or a number")
         if not self.seeds:
             raise ValueError("bench.seeds=[] trains nothing; name one, or three for a spread")
+        if len({*self.seeds}) < len(self.seeds) or any(not 0 <= seed < 1 << 64 for seed in self.seeds):
+            raise ValueError(f"bench.seeds={self.seeds} must be different, from 0 to 2^64 - 1; use [0,1,2]")
 
 
 @dataclass
