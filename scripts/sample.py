@@ -52,12 +52,12 @@ class SampleSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        refuse_out_of_range("", self, "num_samples", "max_new_tokens", "batch_size")
         if self.num_samples * self.max_new_tokens > MOST:
             raise ValueError(
                 f"num_samples={self.num_samples} of max_new_tokens={self.max_new_tokens} each are more than {MOST:,} "
                 "tokens of a prompt; use fewer"
             )
+        refuse_out_of_range("", self, "num_samples", "max_new_tokens", "batch_size")
         if self.cache not in CACHES:
             raise ValueError(f"cache={self.cache} is not one of null, int8, e4m3")
         check_sampling(self.temperature, self.top_k, self.top_p)
