@@ -73,9 +73,11 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
         raise
     except RuntimeError as error:  # as of what it reads on another device; it is said where pairs are asked
         raise Undecided from error
-    if not isinstance(seen, Bounds) or seen.dtype != torch.bool or seen.device != numbers.device:
+    if not isinstance(seen, Bounds) or seen.dtype != torch.bool:
         raise Undecided
-    return Range(*(x.expand(shape) for x in seen.range))
+    if any(x.dim() and x.device != numbers.device for x in seen.range):  # a () one is `_open`'s, on the CPU
+        raise Undecided
+    return Range(*(x.to(numbers.device).expand(shape) for x in seen.range))
 
 
 class _Following(TorchFunctionMode):
