@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -164,7 +164,8 @@ def laps(call: Callable[[], object], device: torch.device, warmup: int, runs: in
 class GraphClock:
     """Microseconds of the device for a call inside a CUDA graph with a cold L2 cache, as in a loop of generation.
 
-    A graph of reads and calls in turn, less a graph of the reads alone; the median of `replays` of each.
+    A graph of reads and calls in turn, less a graph of the reads alone, right behind it, as a GPU's clock moves: the
+    median of `replays` differences.
     """
 
     def __init__(self, device: torch.device, replays: int):
@@ -187,7 +188,13 @@ class GraphClock:
         (seconds,) = spans(call, self.device, 1)
         runs = max(fewest, min(20, int(4e-3 / max(seconds, 1e-6))))
         both, alone = _Graph((self.flush, call), runs), _Graph((self.flush,), runs)
-        return lambda: 1e6 * (both.seconds(self.replays) - alone.seconds(self.replays)) / runs
+
+        def microseconds() -> float:
+            turn = cycle((both, alone))
+            seconds = laps(lambda: next(turn).graph.replay(), self.device, 2, 2 * self.replays)
+            return 1e6 * statistics.median(b - a for b, a in zip(seconds[::2], seconds[1::2], strict=True)) / runs
+
+        return microseconds
 
     def flush(self) -> None:
         """By reading: written lines would still be on their way."""
@@ -203,11 +210,6 @@ class _Graph:
             for _ in range(runs):
                 for part in parts:
                     part()
-
-    def seconds(self, replays: int) -> float:
-        """The median of so many replays, after one that is not counted."""
-        self.graph.replay()
-        return statistics.median(spans(self.graph.replay, torch.device("cuda"), replays))
 
 
 def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
