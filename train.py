@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 import torch
 
-from conf.program import SIGNALLED, of_a_sweep, program
+from conf.program import of_a_sweep, program
 from conf.schema import Settings
 from data import Prefetcher, TokenBatches, fixed_windows
 from model import attend_with, build_model
@@ -229,9 +229,7 @@ def run(
         saved = saver.wait() or (resumed and resumed.path)
         summary = log.finish(results, check, stop if step < config.steps else None, saved, saver.error)
         saver.check()
-    # a signal in the last step or after it changes nothing of this run, but no other may follow it
-    late = stop.exit_code if stop.exit_code > SIGNALLED else 0
-    return world.broadcast({**summary, "signal": late} if world.is_first else None)
+    return world.broadcast(summary and {**summary, "signal": stop.signal})
 
 
 @program("config", Settings, experiment="quickstart", after_sweep=show_sweep, world=this_world)

@@ -97,6 +97,11 @@ class StopRequest:
         self.reason = f"train.max_hours={limit:g}" if by_limit else signal.Signals(self.exit_code - 128).name
         return True
 
+    @property
+    def signal(self) -> int:
+        """The exit code of a signal, 0 of none. In the last step it changes nothing of this run, but no other may follow."""
+        return self.exit_code if self.exit_code > 128 else 0
+
     def request(self, reason: str, exit_code: int, purpose: str, *overrides: str) -> None:
         """Request a stop from within the run."""
         self.reason, self.exit_code, self.purpose, self.overrides = reason, exit_code, purpose, overrides
