@@ -99,7 +99,7 @@ class StopRequest:
 
     @property
     def signal(self) -> int:
-        """The exit code of a signal, 0 of none. In the last step it changes nothing of this run, but no other may follow."""
+        """The exit code of a signal, 0 of none. In a run's last step it changes nothing, but no other may follow."""
         return self.exit_code if self.exit_code > 128 else 0
 
     def request(self, reason: str, exit_code: int, purpose: str, *overrides: str) -> None:
