@@ -63,7 +63,8 @@ def stand_in(folder: Path) -> Path:
                 server = subprocess.Popen(
                     [sys.executable, "-m", "tests.fork_server", str(folder / "socket"), str(pytest)],
                     cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
-                    env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # looks for GPUs, and can fork
+                    # looks for GPUs, and can fork; and logs as train.py lets PyTorch log where processes run together
+                    env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
                 )  # fmt: skip
             assert server.stdout.readline(), (folder / "server.err").read_text()
             server.stdout.close()
