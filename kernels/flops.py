@@ -21,8 +21,8 @@ def tell_flop_counters() -> None:
         registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if registry is not None:
             ours = getattr(torch.ops, OPERATORS)
-            registry |= {ours.flash_fwd: _forward, ours.flash_bwd: _backward, ours.linear_cross_entropy_fwd: _head}
-            registry[ours.flash_kvcache] = _kvcache
+            attention = {ours.flash_fwd: _forward, ours.flash_bwd: _backward, ours.flash_kvcache: _kvcache}
+            registry |= attention | {ours.linear_cross_entropy_fwd: _head}
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *options, out_val) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.ops import needs_dispatcher
 from model.attention import flash
 from model.cache import KVCache, PagedKVCache, Prompts
 from model.gpt import GPT
@@ -163,7 +164,7 @@ class Generation:
         self.copy_stream = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
         # other attentions, those of `attend_with` too, read lengths on the host; a counter of FLOPs sees no replay
         plain = all(block.attention.attend is flash for block in model.blocks)
-        self.uses_graphs = self.on_cuda and plain and not torch._C._len_torch_dispatch_stack()
+        self.uses_graphs = self.on_cuda and plain and not needs_dispatcher(self.tokens)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of a step, by the half that it reads
         self.compiled = False  # a first step has run
 

@@ -12,7 +12,8 @@ causal. A forward that takes less than 1 ms also has Python's share. The run's f
 speed and memory against N.
 
 `bench.sustained_ms` also runs each call on end for so long and gives its clock and energy. They say what bounds it: its
-cycles, or the energy that a GPU at its power cap pays for by its clock.
+cycles, or the energy that a GPU at its power cap pays for by its clock. Joules need seconds, as the driver counts them
+in steps of some 0.1 s.
 
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smoke test: its figures mean nothing there.
 """
@@ -170,6 +171,7 @@ def draw(report: Report) -> None:
 def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
     """A row for each implementation and pass; those of one pass take turns."""
     rows = []
+    board = Board(device) if bench.sustained_ms else None
     for which in bench.passes:
         ready: list[tuple[Row, Callable[[], object], list[Milliseconds]]] = []
         for name in bench.attention:
@@ -185,12 +187,11 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
             for row, call, rounds in order:
                 with facts_as_errors(row, *refusal(row["attention"])):
                     rounds.append(measure(call, device, bench.budget_ms / bench.rounds))
-        if bench.sustained_ms:
-            board = Board(device)
+        if board:
             on_end = [(row, call, []) for row, call, _ in ready if "error" not in row]
             for order in turns(on_end, bench.rounds):
                 for _, call, found in order:
-                    found.append(board.sustained(call, device, bench.sustained_ms / bench.rounds))
+                    found.append(board.sustained(call, bench.sustained_ms / bench.rounds))
             for row, _, found in on_end:
                 row |= {name: statistics.median(facts[name] for facts in found) for name in found[0]}
         for row, call, rounds in ready:
