@@ -294,6 +294,13 @@ def producer(
             for piece in gl.static_range(PIECES):
                 place_of_piece = _place_of(piece * PIECE, tile, start, keys, row, pad, pages, build)
                 places = places + (place_of_piece,)  # noqa: RUF005 (Triton's tuples)
+            if tile == begin:  # before its first copy, as queries would come behind that
+                mbarrier.wait(rings.item_empty.index(place), phase_of_item ^ 1)
+                single = gl.where(num_items <= programs, 1, 0)  # told where folds are shared
+                fields = row, kv_head, begin, end, keys, fault, item, size, tiles, place_in_row, spans_before, single
+                for field in gl.static_range(fields_of(build)):
+                    _tell(rings, place, field, fields[field], build)
+                mbarrier.arrive(rings.item_full.index(place), count=1)
             stage, phase = slot(step, build.STAGES)
             mbarrier.wait(rings.empty.index(stage), phase ^ 1)
             k_full, v_full = rings.k_full.index(stage), rings.v_full.index(stage)
@@ -307,18 +314,14 @@ def producer(
                 if PAGE > 0:
                     fault = fault | gl.where(_known(line, cache), 0, 1)
                 for half in gl.static_range(HALVES):
-                    coordinates = [line, kv_head, at, half * HALF]
                     box = (stage * HALVES + half) * PIECES + piece
-                    tma.load(k_desc, coordinates, k_full, _as_box(rings.k.index(box), k_desc))
-                    tma.load(v_desc, coordinates, v_full, _as_box(rings.v.index(box), v_desc))
-            if tile == begin:  # its first copy has been sent for: all wait for that one
-                mbarrier.wait(rings.item_empty.index(place), phase_of_item ^ 1)
-                single = gl.where(num_items <= programs, 1, 0)  # told where folds are shared
-                fields = row, kv_head, begin, end, keys, fault, item, size, tiles, place_in_row, spans_before, single
-                for field in gl.static_range(fields_of(build)):
-                    _tell(rings, place, field, fields[field], build)
-                mbarrier.arrive(rings.item_full.index(place), count=1)
-            elif PAGE > 0:
+                    tma.load(k_desc, [line, kv_head, at, half * HALF], k_full, _as_box(rings.k.index(box), k_desc))
+            for piece in gl.static_range(PIECES):
+                line, at = places[piece]
+                for half in gl.static_range(HALVES):
+                    box = (stage * HALVES + half) * PIECES + piece
+                    tma.load(v_desc, [line, kv_head, at, half * HALF], v_full, _as_box(rings.v.index(box), v_desc))
+            if PAGE > 0:
                 _tell(rings, place, 5, fault, build)
             mbarrier.expect(v_full, BLOCK_K * build.COLUMNS * 2)  # last: with the values faults are known
             step += 1
