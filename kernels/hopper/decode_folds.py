@@ -10,12 +10,15 @@ from ..portable.split import (
     Item,
     Parts,
     collected,
+    fold,
     is_flat,
     is_whole,
     last_of,
     level_of,
     lines_from,
+    nothing,
     put,
+    quad_from,
     store_row,
 )
 from . import tma
@@ -56,17 +59,55 @@ def store_item(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, 
 
 
 @gluon.jit
+def _collected_beside(first, step, count, few, here, there):
+    """`collected` of the lines `here`; and where the parts are few, one quad, that of as many lines `there`, so that
+    two quads are in flight then, too."""
+    acc, maximum, total = nothing(here)
+    other, other_maximum, other_total = nothing(here)
+    ahead = (1 - few) * here.QUAD
+    for begin in range(0, count, 2 * here.QUAD):
+        part, part_maximum, part_total = quad_from(begin, first, step, count, here)
+        other, other_maximum, other_total = quad_from(begin + ahead, first, step, count, there)
+        acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+        if few == 0:
+            acc, maximum, total = fold(acc, maximum, total, other, other_maximum, other_total)
+    gl.thread_barrier()  # from here on the slots may be written again
+    return acc, maximum, total, other, other_maximum, other_total
+
+
+@gluon.jit
+def _left(
+    level, to, acc, maximum, total, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build
+):  # fmt: skip
+    if level < 2:
+        put(to, acc, maximum, total, parts)
+    else:
+        store_item(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, num_heads, parts, build)
+
+
+@gluon.jit
 def _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build):
     """A share of the lines of a level's parts from memory, into the next level's slot, or into the row."""
     first, step, count, to = slots
     LINES: gl.constexpr = lines_of(build)
-    for line in range(share * LINES, parts.rows, shares * LINES):
-        here = lines_from(line, parts)
-        acc, maximum, total = collected(first, step, count, here)
-        if level < 2:
-            put(to, acc, maximum, total, here)
-        else:
-            store_item(acc, maximum, total, o, lse, sinks, v_scale, item, group, num_q, num_heads, here, build)
+    if in_flight(build) > build.QUAD and build.UPRIGHT:
+        few = gl.where(count <= build.QUAD, 1, 0)
+        at_once = LINES * (1 + few)
+        for line in range(share * at_once, parts.rows, shares * at_once):
+            here, there = lines_from(line, parts), lines_from(line + few * LINES, parts)
+            acc, maximum, total, other, other_maximum, other_total = _collected_beside(
+                first, step, count, few, here, there
+            )
+            for half in range(1 + few):
+                if half == 1:
+                    acc, maximum, total = other, other_maximum, other_total
+                now = lines_from(line + half * LINES, parts)
+                _left(level, to, acc, maximum, total, item, now, o, lse, sinks, v_scale, group, num_q, num_heads, build)
+    else:
+        for line in range(share * LINES, parts.rows, shares * LINES):
+            here = lines_from(line, parts)
+            acc, maximum, total = collected(first, step, count, here)
+            _left(level, to, acc, maximum, total, item, here, o, lse, sinks, v_scale, group, num_q, num_heads, build)
 
 
 @gluon.jit

@@ -275,6 +275,17 @@ def level_of(level, item, parts):
 
 
 @triton.jit
+def quad_from(begin, first, step, count, parts):
+    """The fold of QUAD parts from memory, the begin-th of `count` and what follows it; nothing, where that is not."""
+    acc, maximum, total = nothing(parts)
+    for place in tl.static_range(parts.QUAD):
+        number = begin + place
+        part, part_maximum, part_total = part_in((first + number * step).to(tl.int64), number < count, parts)
+        acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
+    return acc, maximum, total
+
+
+@triton.jit
 def collected(first, step, count, parts):
     """The fold of `count` parts from memory, QUAD of them by themselves first, as tiles are."""
     QUADS: tl.constexpr = parts.IN_FLIGHT // parts.QUAD
@@ -282,13 +293,8 @@ def collected(first, step, count, parts):
     if QUADS > 1:
         for begin in range(0, count, parts.IN_FLIGHT):
             for quad in tl.static_range(QUADS):
-                of_quad, largest, denominator = nothing(parts)
-                for place in tl.static_range(parts.QUAD):
-                    number = begin + quad * parts.QUAD + place
-                    at = (first + number * step).to(tl.int64)
-                    part, part_maximum, part_total = part_in(at, number < count, parts)
-                    of_quad, largest, denominator = fold(of_quad, largest, denominator, part, part_maximum, part_total)
-                acc, maximum, total = fold(acc, maximum, total, of_quad, largest, denominator)
+                part, part_maximum, part_total = quad_from(begin + quad * parts.QUAD, first, step, count, parts)
+                acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
         tl.debug_barrier()  # from here on the slots may be written again
     else:
         for begin in range(0, count, parts.QUAD):
