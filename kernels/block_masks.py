@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .mask_bounds import Undecided, decided_blocks
@@ -392,6 +393,8 @@ def _check_sizes(**sizes: int) -> None:
 def _with_values(device: torch.device | str) -> torch.device:
     """A device that PyTorch has here and that keeps values, which a mask is made from. Raises ValueError."""
     with suppress(RuntimeError, AssertionError):
-        if torch.empty(0, device=device).device.type != "meta":
+        if isinstance(empty := torch.empty(0, device=device), FakeTensor):
+            raise ValueError("a mask is made from values, which FakeTensorMode has not; make it before")
+        if empty.device.type != "meta":
             return torch.device(device)
     raise ValueError(f"device={device} is not there or keeps no values; give device='cpu'")

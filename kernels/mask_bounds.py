@@ -11,7 +11,7 @@ of block 2 it is 1, and of the keys of block 0 it is 0. So block (2, 0) is hidde
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,26 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
 
     sizes: B, H, Nq, Nk. Behind the last query and the last key stand their copies. Raises Undecided.
     """
+    shape, indices = _indices(tuple(sizes), block, device)
+    try:
+        with _Following(block):
+            seen = mask_mod(*indices)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # as of what it reads on another device; it is said where pairs are asked
+        raise Undecided from error
+    if not isinstance(seen, Bounds) or seen.dtype != torch.bool:
+        raise Undecided
+    device = indices[0].range.low.device  # with its number
+    if any(x.dim() and x.device != device for x in seen.range):  # a () one is `_open`'s, on the CPU
+        raise Undecided
+    return Range(*(x.to(device).expand(shape) for x in seen.range))
+
+
+@lru_cache(8)  # for masks of documents, which are made again for each batch
+@torch.inference_mode(False)  # whoever does not infer may come next
+def _indices(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[list[int], list[Bounds]]:
+    """B, H and the numbers of blocks of queries and keys; and the indices that the function is called on."""
     shape = [*sizes[:2], *(-(-size // block) for size in sizes[2:])]
     numbers = torch.arange(max(*shape[:2], *(blocks * block for blocks in shape[2:])), device=device)
     indices = []
@@ -66,18 +86,7 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
             for x in (values, values[::each], values[each - 1 :: each])
         )
         indices.append(Bounds.of(values.dtype, size, exact, Range(low, high)))
-    try:
-        with _Following(block):
-            seen = mask_mod(*indices)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # as of what it reads on another device; it is said where pairs are asked
-        raise Undecided from error
-    if not isinstance(seen, Bounds) or seen.dtype != torch.bool:
-        raise Undecided
-    if any(x.dim() and x.device != numbers.device for x in seen.range):  # a () one is `_open`'s, on the CPU
-        raise Undecided
-    return Range(*(x.to(numbers.device).expand(shape) for x in seen.range))
+    return shape, indices
 
 
 class _Following(TorchFunctionMode):
@@ -119,7 +128,10 @@ class _Following(TorchFunctionMode):
         elif name in _COMPARED and name != "where":
             dtype = torch.bool
         else:
-            dtype = values(lambda x: torch.ones((), dtype=x.dtype)).dtype  # of () tensors: larger ones take precedence
+            kinds = [x.dtype if isinstance(x, Tensor) else type(x) for x in args]
+            if not all(isinstance(x, torch.dtype) or x in (bool, int, float) for x in kinds):
+                raise Undecided
+            dtype = _dtype_of(function, *kinds)
         limit = _limit(name, dtype, args)
         exact = [x.exact for x in own]
         if all(x is not None for x in exact) and not all(any(x.shape[axis] > 1 for x in exact) for axis in (2, 3)):
@@ -128,6 +140,12 @@ class _Following(TorchFunctionMode):
         if (bounds := _bounds(name, dtype, limit, args)) is None:
             bounds, limit = _open(dtype), _largest(dtype)
         return Bounds.of(dtype, limit, None, bounds)
+
+
+@cache
+def _dtype_of(function: Callable, *kinds: torch.dtype | type) -> torch.dtype:
+    """Of its result for () tensors, among which no larger one takes precedence, and numbers."""
+    return function(*(torch.ones((), dtype=kind) if isinstance(kind, torch.dtype) else kind(1) for kind in kinds)).dtype
 
 
 @cache
@@ -236,7 +254,10 @@ def _bounds(name: str, dtype: torch.dtype, limit: int, args: tuple) -> Range | N
         # as a () tensor, which `_open` is, counts for less than a larger one of fewer bits
         widest = reduce(torch.promote_types, dtypes - {torch.bool}, torch.bool)
         ranges = [_range(x) for x in args]
-        ranges = [x if torch.bool in (x.low.dtype, widest) else Range(*(y.to(widest) for y in x)) for x in ranges]
+        ranges = [
+            x if x.low.dtype in (torch.bool, widest) or widest == torch.bool else Range(*(y.to(widest) for y in x))
+            for x in ranges
+        ]
         result = rules[name](*ranges)
     if name in _COMPARED or name in _LOGIC or limit < _largest(dtype):
         return result

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 
@@ -444,6 +445,9 @@ def test_what_makes_no_mask_is_refused_in_a_line(tmp_path):
             block_mask(lambda b, h, q, k: k <= q, None, None, 8, 8, device)
     with pytest.raises(ValueError, match="device=meta is not there"):
         BlockMask.from_dense(torch.ones(8, 8, dtype=torch.bool, device="meta"))
+    with FakeTensorMode(), pytest.raises(ValueError, match="from values, which FakeTensorMode has not; make it before"):
+        block_mask(lambda b, h, q, k: k <= q, None, None, 9, 9, DEVICE)
+    assert block_mask(lambda b, h, q, k: k <= q, None, None, 9, 9, DEVICE).dense().sum() == 45  # it left nothing behind
     made = block_mask(lambda b, h, q, k: k <= q, None, None, 8, 8, DEVICE)
     torch.save(made, tmp_path / "mask")
     assert torch.equal(torch.load(tmp_path / "mask").dense(), made.dense())
