@@ -21,6 +21,7 @@ from inspect import getclosurevars
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedConfig
 from transformers import masking_utils as theirs
 from transformers.utils.output_capturing import _active_collector
 
@@ -36,6 +37,8 @@ HOLE = (
     f"pad at the ends, pass booleans (B, 1, N, N), or {INSTEAD}"
 )
 
+# model_type of models whose layers add numbers, which they compute from the tokens, to the mask
+OF_NUMBERS = ("doge",)
 # parts of their mask functions that ranges of keys can say
 CAUSAL = {"causal_mask_function"}
 WINDOWED = {"sliding_window_overlay", "sliding_window_bidirectional_overlay"}
@@ -59,6 +62,7 @@ def mask(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
     **_,
 ) -> Tensor:
     """What the layers of one kind may see, in one of the forms that this module's docstring gives.
@@ -70,8 +74,10 @@ def mask(
     use_vmap: whether mask_function must be called for one pair at a time.
 
     Raises:
-        ValueError: output_attentions, or a hole that a GPU has found.
+        ValueError: output_attentions, a model that adds numbers to its mask, or a hole that a GPU has found.
     """
+    if (model := getattr(config, "model_type", None)) in OF_NUMBERS:
+        raise ValueError(f"layers of {model} add numbers to their mask, which gpt_triton does not compute; {INSTEAD}")
     if "attentions" in (_active_collector.get() or ()):  # GPT-2 and OPT do not pass it to their layers
         raise ValueError(NO_WEIGHTS)
     refuse_found_holes()

@@ -18,13 +18,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from model import huggingface  # isort: skip  (it refuses another package `kernels`, before transformers imports that)
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, masking_utils
 from transformers.utils import logging
 
 from kernels import cross_entropy, linear_cross_entropy
 from model.config import GPTConfig
 from model.generation import Continuation, Drawn
 from model.gpt import positions_in
+from model.huggingface_masks import OF_NUMBERS
 
 IMPLEMENTATIONS = {"flash": huggingface.NAME, "tiled": huggingface.NAME, "sdpa": "sdpa", "naive": "eager"}
 # of GPTConfig, and what they are called there; a model that is loaded has its own
@@ -37,7 +38,7 @@ SIZES = {
 OURS = ("mlp", "mlp_hidden", "qk_norm", "qk_gain", "tie_embeddings", "window", "mask", "rope_base")
 MODES = ("none", "full")
 # what their code raises over a config.json whose values do not fit each other or the weights
-MISFITS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError)
+MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
 # of a generation_config.json, what only sampling reads
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -86,18 +87,27 @@ def their_config(config: GPTConfig) -> Any:
         ) from error
     except MISFITS as error:
         raise misfit(config.name, error) from error
-    for key, value in vars(theirs).items():
-        if type(value) in (int, float) and ("dropout" in key or key.endswith("pdrop")):  # some files say 0 for 0.0
-            setattr(theirs, key, config.attention_dropout if "att" in key else config.dropout)
+    for part in _with_parts(theirs):
+        for key, value in vars(part).items():
+            if type(value) in (int, float) and ("dropout" in key or key.endswith("pdrop")):  # some files say 0 for 0.0
+                setattr(part, key, config.attention_dropout if "att" in key else config.dropout)
     return theirs
+
+
+def _with_parts(config: Any) -> list[Any]:
+    """`config` and those inside it: DBRX and MPT have one for attention."""
+    inside = (getattr(config, key, None) for key in config.sub_configs)
+    return [config, *(part for part in inside if isinstance(part, PreTrainedConfig))]
 
 
 def in_place_of(config: GPTConfig, attention: str) -> str | None:
     """What transformers has for the model of `config` where it has not that attention for it; None where it has."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(their_config(config)), None)
+    theirs = their_config(config)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), None)
     if kind is None:  # which `_loaded` refuses
         return None
-    has = {"eager": True, "sdpa": kind._supports_sdpa, huggingface.NAME: kind._can_set_attn_implementation()}
+    ours = theirs.model_type not in OF_NUMBERS and kind._can_set_attn_implementation()
+    has = {"eager": True, "sdpa": kind._supports_sdpa, huggingface.NAME: ours}
     return None if has[IMPLEMENTATIONS[attention]] else "sdpa" if kind._supports_sdpa else "naive"
 
 
@@ -245,14 +255,17 @@ class PretrainedLM(nn.Module):
     def num_matmul_parameters(self) -> int:
         """All but tables that are only looked up in; of experts as many as a token meets, if their config says it."""
         head, config = self.inner.get_output_embeddings().weight, self.inner.config.get_text_config()
-        chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+        names = "num_experts_per_tok", "top_k_experts", "moe_top_k"
+        found = (getattr(part, name, None) for name in names for part in _with_parts(config))
+        chosen = next(filter(None, found), None)
         idle = 0
         for module in self.modules():
             if isinstance(module, nn.Embedding) and module.weight is not head:
                 idle += module.weight.numel()
-            if chosen and (experts := getattr(module, "num_experts", 0)):  # their matrices are stacked
-                of_each = sum(x[0].numel() for x in module.parameters(recurse=False) if x.dim() == 3)
-                idle += (experts - chosen) * of_each
+            flat = getattr(module, "moe_num_experts", 0)  # DBRX's matrices are below each other, all others' stacked
+            if chosen and (experts := flat or getattr(module, "num_experts", 0)):
+                own = sum(x.numel() for x in module.parameters(recurse=False) if flat or x.dim() == 3)
+                idle += own // experts * (experts - chosen)
         return self.num_parameters() - idle
 
     def save(self, folder: Path) -> None:

@@ -325,3 +325,13 @@ def test_other_masks_are_refused(mask, match, in_pytorch):
     with pytest.raises(ValueError, match=match) as error:
         model(tokens(), attention_mask=mask)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("attention_mask", [None, padding("left")])
+def test_layers_that_add_numbers_to_their_mask_are_refused(attention_mask):
+    """Doge's took the bounds of ours for a mask of pairs, whose shape did not fit."""
+    config = transformers.DogeConfig(**{key: value for key, value in GROUPED.items() if key != "head_dim"})
+    model = transformers.DogeForCausalLM(config).eval()
+    model.set_attn_implementation(huggingface.NAME)
+    with pytest.raises(ValueError, match=f"layers of doge add numbers to their mask, .*; {SDPA}"):
+        model(tokens(), attention_mask=attention_mask)

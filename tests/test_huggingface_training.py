@@ -23,6 +23,7 @@ from train import train  # noqa: E402
 from training import memory, stepper  # noqa: E402
 from training.checkpoint import open_checkpoint  # noqa: E402
 from training.hardware import HardwareConfig, set_up  # noqa: E402
+from training.optimizer import OptimConfig, Optimizer  # noqa: E402
 from training.speed import model_flops  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "threads_as_before")
@@ -310,7 +311,14 @@ def test_a_head_is_as_wide_as_their_configuration_says(tmp_path):
     assert model_flops(model)["full"] - dense == 12 * 2 * 4 * 16 * 32  # layers, heads, head_dim, keys
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
+DBRX = {
+    "vocab_size": VOCAB, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "pad_token_id": 0,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+    "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "Dbrx"])
 def test_of_experts_those_count_that_a_token_meets(name, tmp_path):
     """MFU is of them alone: all eight of Mixtral's would be counted for two that work."""
     sizes = GROUPED | {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
@@ -324,9 +332,10 @@ def test_of_experts_those_count_that_a_token_meets(name, tmp_path):
         }
         sizes |= {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
         del sizes["head_dim"]
-    config = getattr(transformers, f"{name}Config")(**sizes)
+    config = getattr(transformers, f"{name}Config")(**(DBRX if name == "Dbrx" else sizes))
     model = build_model(resolved(saved_of(tmp_path, config), "naive"), VOCAB, 32, device="cpu")
     model.inner.set_experts_implementation("eager")  # grouped products are counted by nobody
+    model.requires_grad_(False)  # or the counter asks each expert's slice for its gradient's function
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.inner(torch.arange(32)[None], use_cache=False)
     of_attention = ("aten.bmm", "aten.baddbmm")
@@ -427,6 +436,15 @@ def test_an_attention_that_transformers_has_not_is_refused_by_its_key(tmp_path):
     torch.testing.assert_close(plain(ids), fused(ids))
 
 
+def test_a_model_that_adds_numbers_to_its_mask_has_no_attention_of_ours(tmp_path):
+    sizes = {key: value for key, value in GROUPED.items() if key != "head_dim"}
+    folder = saved_of(tmp_path, transformers.DogeConfig(**sizes))
+    for asked in ({"attention": "tiled"}, {"attention": "auto", "document_mask": True}):
+        with pytest.raises(ValueError, match=r"model.attention=tiled cannot be .*; use model.attention=sdpa"):
+            resolved(folder, **asked)
+    assert build_model(resolved(folder, "auto"), VOCAB, 32, device="cpu").num_parameters()
+
+
 def test_what_only_sampling_reads_does_not_keep_a_model_from_being_saved(tmp_path):
     """As in files of Llama 2 and Vicuna: transformers opens them, and refuses to write them."""
     folder = saved("Llama", tmp_path / "theirs")
@@ -443,6 +461,22 @@ def test_dropout_takes_the_place_of_a_whole_number_too(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     model = build_model(resolved(folder, "naive", attention_dropout=0.25), 257, 32, device="cpu")
     assert {module.attention_dropout for module in model.modules() if hasattr(module, "attention_dropout")} == {0.25}
+
+
+def test_dropout_takes_the_place_of_that_in_a_configuration_inside_another(tmp_path):
+    """DBRX's of attention was left as it was, in silence; and its experts are matrices, which decay."""
+    folder = saved_of(tmp_path, transformers.DbrxConfig(**DBRX))
+    model = build_model(resolved(folder, "naive", attention_dropout=0.25), VOCAB, 32, device="cpu")
+    assert {module.attention_dropout for module in model.modules() if hasattr(module, "attention_dropout")} == {0.25}
+    ((decays, others),) = [part.param_groups for part in Optimizer(model, OptimConfig(name="adamw")).optimizers]
+    assert {p.ndim for p in decays["params"]} == {2}
+    assert {p.ndim for p in others["params"]} == {1}
+
+
+def test_a_configuration_without_a_key_that_its_model_reads_is_refused(tmp_path):
+    transformers.DbrxConfig(**DBRX | {"attn_config": {"kv_n_heads": 2}}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has a config.json that does not fit it \(AttributeError: .*'rope_theta'"):
+        memory.held_parameters(GPTConfig(name=str(tmp_path)))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "naive", "tiled"])
