@@ -26,12 +26,14 @@ from rich.console import Console
 
 from conf.program import key_of, program
 from conf.schema import Settings
-from data import build_tokenizer
+from data import build_tokenizer, tokenizer_state
 from kernels import block_mask
 from kernels.block_masks import BLOCK
 from kernels.device import GPU, GPUS
 from model.masks import mask_mod
 from scripts.bench.report import Table, refuse_out_of_range, table
+from training import resume
+from training.checkpoint import META, Checkpoint
 from training.hardware import DTYPES, Hardware, set_up
 from training.memory import GIB, Plan
 from training.parallel import World
@@ -85,7 +87,7 @@ class Shape:
 class ExplainSettings(Settings, Shape):
     what: str = "attention"  # attention | memory (of a training step)
     processes: int = 1  # with what=memory: that train together, as torchrun would start them
-    vocab_size: int | None = None  # with what=memory; null: the tokenizer's (of characters: a hundred)
+    vocab_size: int | None = None  # with what=memory; null: the tokenizer's (of characters a hundred, or the run's)
     num_layers: int = 32  # for the model's total
     gpu: str = "h200"  # t4 | a100 | h100 | h200 | b200 | rtx4090 | any of kernels/device.py
 
@@ -112,8 +114,7 @@ class ExplainSettings(Settings, Shape):
 def main(settings: ExplainSettings, run_dir: Path) -> None:
     if settings.what == "attention":
         refuse_of_a_run(sys.argv[1:], settings.model.mask)
-    explain = explain_step if settings.what == "memory" else explain_attention
-    report, shown = explain(settings)
+    report, shown = explain_step(settings, run_dir) if settings.what == "memory" else explain_attention(settings)
     console = Console(highlight=False, width=130)
     for part in shown:
         if isinstance(part, Table):
@@ -267,8 +268,8 @@ def explain_attention(settings: ExplainSettings) -> tuple[dict, list[Table | str
     ]
 
 
-def explain_step(settings: ExplainSettings) -> tuple[dict, list[Table | str]]:
-    """A training step's memory: terms by moment, and activations by layer."""
+def explain_step(settings: ExplainSettings, run_dir: Path) -> tuple[dict, list[Table | str]]:
+    """A training step's memory: terms by moment, and activations by layer. run_dir: where resume=auto looks."""
     if (name := settings.model.name) is not None:
         raise ValueError(
             f"model.name={name} has layers of its own, of which nothing is known before they run; train.py says what "
@@ -281,8 +282,7 @@ def explain_step(settings: ExplainSettings) -> tuple[dict, list[Table | str]]:
         dtype, compiled = DTYPES.get(settings.hardware.dtype, torch.bfloat16), settings.hardware.compile is not False
         words = f"a GPU elsewhere, {dtype}, {'compiled' if compiled else 'eager'}"
         hardware = Hardware(torch.device("cuda"), dtype, compiled, words, world=world)
-    tokenizer = settings.tokenizer
-    vocab_size = settings.vocab_size or VOCABULARY.get(tokenizer) or build_tokenizer(tokenizer).n_vocab
+    vocab_size = number_of_tokens(settings, resume.find(settings.resume, run_dir, verify=(META,)))
     run = resolve(settings, vocab_size=vocab_size, hardware=hardware, world=world)
     model, plan = run.model, run.plan
     moments = {part: plan.kinds(part) for part in plan.peaks}
@@ -296,6 +296,20 @@ def explain_step(settings: ExplainSettings) -> tuple[dict, list[Table | str]]:
         sizes(dict(enumerate(layers)), MIB, 1, "activations of each layer when the forward is fullest, MiB, by module"),
         str(plan),
     ]
+
+
+def number_of_tokens(settings: ExplainSettings, resumed: Checkpoint | None) -> int:
+    """The tokenizer's, or those of the run that is resumed; ValueError where that cannot go on with `settings`."""
+    name, state = settings.tokenizer, None
+    if resumed is None:
+        return settings.vocab_size or VOCABULARY.get(name) or build_tokenizer(name).n_vocab
+    if name == resumed.meta["tokenizer"]["name"]:  # whose characters only its text could tell
+        state = resumed.meta["tokenizer"]
+    elif name not in VOCABULARY:  # a folder, which may hold the same
+        state = tokenizer_state(build_tokenizer(name))
+    vocab_size = settings.vocab_size or resumed.meta["vocab_size"]
+    resume.refuse_unless_same(resumed, asdict(settings), state or {"name": name, "alphabet": ""}, vocab_size)
+    return vocab_size
 
 
 def activations_by_layer(plan: Plan) -> list[dict[str, int]]:

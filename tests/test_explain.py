@@ -23,7 +23,9 @@ from scripts.explain import (
     recomputation_share,
     roofline,
 )
-from tests.runs import settings, told
+from tests.runs import settings, small_run, told
+from train import train
+from training.checkpoint import open_checkpoint
 
 MIB, GIB = 2**20, 2**30
 LLAMA = Shape(num_heads=32, seq_len=4096, head_dim=128, element=2)
@@ -158,6 +160,26 @@ def test_the_vocabulary_of_a_tokenizer_in_a_folder(tmp_path, capsys):
     chosen = settings("what=memory", f"tokenizer={tmp_path}", schema=ExplainSettings)
     explain.main.__wrapped__(chosen, tmp_path)
     assert " 257 token ids" in capsys.readouterr().out
+
+
+def test_a_run_that_is_resumed_has_its_own_vocabulary_and_refuses_what_train_refuses(tmp_path, monkeypatch, capsys):
+    """It answered for a model that no run could go on with."""
+    chosen = small_run(tmp_path, "train.steps=1", "tokenizer=characters")
+    train(chosen, tmp_path / "run")
+    vocab_size = open_checkpoint(tmp_path / "run").meta["vocab_size"]
+    here = [f"resume={tmp_path / 'run'}"]
+    explained = told("scripts.explain", ["what=memory", *here], monkeypatch, capsys)
+    assert f" {vocab_size} token ids" in explained.out, explained.error
+    wrongs = ("model.n_embd=64", "optim=adamw", "train.batch_tokens=512", "tokenizer=bytes")
+    for wrong in wrongs:
+        refused = [
+            told(*what, monkeypatch, capsys)
+            for what in (("scripts.explain", ["what=memory", *here, wrong]), ("train", [*here, wrong]))
+        ]
+        assert refused[0].code == 2
+        assert "was trained with" in refused[0].error
+        assert refused[0].error == refused[1].error
+    assert told("scripts.explain", ["what=memory", *here, "vocab_size=7"], monkeypatch, capsys).code == 2
 
 
 @pytest.mark.parametrize(
