@@ -31,6 +31,7 @@ from conf import arguments
 from conf.arguments import NOW, key_of
 from conf.console import protect_console
 from conf.folders import folder_of_run, keep_traceback, listing, newest_run, remove_empty_sweeps, remove_if_empty
+from conf.interrupt import raise_again
 from conf.keys import help_page, known_keys
 from conf.mistakes import EXIT_USER_ERROR, explain, fail, no_value, of_the_system
 from training.lock import InUse, holder
@@ -99,6 +100,7 @@ def program(
                 runs.run_one(cfg)
 
             try:
+                raise_again()
                 flags, runs.values, wants_help = arguments.read(typed[1:], defaults, positional, known_keys(schema))
                 if wants_help:
                     return print(help_page(main.__globals__["__doc__"], config, schema, runs.values))

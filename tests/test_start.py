@@ -1,0 +1,68 @@
+"""The first moments of a program: Ctrl-C while it imports, and modules that are none."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conf import interrupt
+from conf.program import program
+from scripts import PARTS
+from tests.test_text import Echo
+from training.log import ROOT
+
+SCRIPTS = {  # as after `scripts.`
+    ".".join(path.relative_to(ROOT / "scripts").with_suffix("").parts): path.read_text()
+    for path in (ROOT / "scripts").rglob("*.py")
+    if path.name != "__init__.py"
+}
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("asked", ["train.py", "-m scripts.explain", "-m scripts.evidence", "-m scripts.bench.loss"])
+def test_ctrl_c_among_the_imports_leaves_without_a_word(asked, ignored, tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit(3)")
+    done = subprocess.run(
+        [sys.executable, *asked.split()], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True,
+        capture_output=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (3 if ignored else 130, "", "")
+
+
+def test_ctrl_c_after_the_imports_is_an_exception_again(tmp_path, monkeypatch):
+    @program("tool", Echo, run_dir="echoes")
+    def main(settings: Echo, run_dir: Path) -> None:
+        (run_dir / "made").touch()
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            (run_dir / "made").unlink()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["echo.py"])
+    interrupt.leave_quietly()
+    try:
+        with pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        interrupt.raise_again()
+    assert left.value.code == 130
+    assert not any(Path("echoes").iterdir())
+
+
+def test_a_module_that_is_no_program_is_a_part_of_one():
+    programs = {name for name, text in SCRIPTS.items() if '__name__ == "__main__"' in text}
+    assert SCRIPTS.keys() - programs == PARTS.keys()
+    assert programs >= set(PARTS.values())
+
+
+@pytest.mark.parametrize("asked", [("-m", "scripts.causality"), ("-u", "-mscripts.bench.clock", "-m", "a b")])
+def test_a_part_says_which_program_has_it(asked):
+    done = subprocess.run([sys.executable, *asked], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    program = {"scripts.causality": "doctor"}.get(asked[-1], "bench.attention")
+    assert line.endswith(f" is no program; use one that it is a part of: python -m scripts.{program}")
