@@ -16,12 +16,15 @@ import glob
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
@@ -221,15 +224,56 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
         return row
 
     untimed = [name for name in chosen if name.startswith(UNTIMED)]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        rows = list(pool.map(one, untimed))
-    rows += [one(name) for name in chosen if name not in untimed]
+    with CHILDREN:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            begun = [pool.submit(one, name) for name in untimed]
+            while wait(begun, timeout=1).not_done:  # Python may sleep through a signal in one long wait
+                pass
+        rows = [future.result() for future in begun]
+        rows += [one(name) for name in chosen if name not in untimed]
     columns = {"seconds": "{seconds:.0f}", "verdict": "{verdict}"}
     console.print(table(rows, {"experiment": "{name}"}, columns))
     write_tables(ROOT / settings.folder, ROOT / settings.readme)
     print(json.dumps({"folder": str(run_dir), "experiments": rows}))
     if any(row["verdict"] != "as expected" for row in rows):
         sys.exit(FAILED)
+
+
+class Children:
+    """Processes that SIGINT and SIGTERM end before this one; use with `with`."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen] = set()
+        self._signal: int | None = None
+
+    def run(self, command: list[str], **options: Any) -> int:
+        """The exit code of `command`; SystemExit after a signal. Each of several threads may call it."""
+        if self._signal is None:
+            with subprocess.Popen(command, **options) as child:
+                self._running.add(child)
+                if self._signal is not None:  # it came before `child` was there to be ended
+                    child.terminate()
+                child.wait()
+            self._running.discard(child)
+        if self._signal is not None:
+            sys.exit(128 + self._signal)
+        return child.returncode
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        for child in tuple(self._running):
+            child.terminate()
+
+    def __enter__(self) -> None:
+        self._signal = None
+        self._previous = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+CHILDREN = Children()
 
 
 def refuse_unusable(settings: EvidenceSettings, chosen: list[str]) -> None:
@@ -279,18 +323,18 @@ def run(name: str, settings: EvidenceSettings, run_dir: Path) -> dict:
     environment.pop("HYDRA_FULL_ERROR", None)  # conf/program.py sets it for itself
     began = time.perf_counter()
     with (folder / "console.txt").open("w") as text:
-        done = subprocess.run(
+        code = CHILDREN.run(
             [sys.executable, "-m", module, *filled, f"hydra.run.dir={folder}"],
-            cwd=ROOT, env=environment, stdout=text, stderr=subprocess.STDOUT, check=False,
+            cwd=ROOT, env=environment, stdout=text, stderr=subprocess.STDOUT,
         )  # fmt: skip
     verdict, expected = "as expected", EXIT_CODES.get(name, 0)
     files = {pattern: list(folder.glob(pattern)) for pattern in patterns}
     missing = [pattern for pattern, found in files.items() if not found and pattern != "*.png"]
-    if done.returncode != expected:
-        verdict = f"exit code {done.returncode}, see {folder / 'console.txt'}"
+    if code != expected:
+        verdict = f"exit code {code}, see {folder / 'console.txt'}"
     elif missing:
         verdict = f"no {missing[0]}, see {folder / 'console.txt'}"
-    if not missing and done.returncode in (expected, FAILED):  # a verdict that fails is a figure too, and stays
+    if not missing and code in (expected, FAILED):  # a verdict that fails is a figure too, and stays
         kept = ROOT / settings.folder / name
         kept.mkdir(parents=True, exist_ok=True)
         for file in (file for found in files.values() for file in found):

@@ -3,10 +3,14 @@
 import importlib
 import json
 import math
+import os
 import re
 import shlex
+import signal
+import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,13 +49,42 @@ def test_a_verdict_that_fails_is_kept(tmp_path, monkeypatch):
     def parity(command, **_):
         for name in ("parity.json", "parity.md"):
             (tmp_path / "run" / "parity" / "x" / name).write_text("FAIL")
-        return SimpleNamespace(returncode=1)
+        return 1
 
     monkeypatch.setattr(evidence, "EXPERIMENTS", {"parity/x": ()})
-    monkeypatch.setattr(evidence, "subprocess", SimpleNamespace(run=parity, STDOUT=None))
+    monkeypatch.setattr(evidence, "CHILDREN", SimpleNamespace(run=parity))
     row = evidence.run("parity/x", evidence.EvidenceSettings(folder=str(tmp_path / "kept")), tmp_path / "run")
     assert row["verdict"].startswith("exit code 1")
     assert (tmp_path / "kept" / "parity" / "x" / "parity.json").read_text() == "FAIL"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("beginning", "at_once"), [("parity/", evidence.AT_ONCE), ("explain", 1)])
+def test_a_signal_ends_the_experiments_that_run_and_begins_no_others(
+    beginning, at_once, number, tmp_path, quick_python
+):
+    """After SIGTERM they ran on; after SIGINT to this process alone those that run beside each other did."""
+    os.mkfifo(tmp_path / "pids")
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pids'}\nexec sleep 600\n")
+    (tmp_path / "python").chmod(0o755)
+    experiments = {f"{beginning}{which}": () for which in range(at_once + 2)}
+    source = (
+        "import sys; from scripts import evidence; "
+        f"evidence.EXPERIMENTS = {experiments}; sys.executable = {str(tmp_path / 'python')!r}; evidence.main()"
+    )
+    command = [quick_python, "-c", source, f"folder={tmp_path / 'kept'}", f"hydra.run.dir={tmp_path / 'run'}"]
+    with open(os.open(tmp_path / "pids", os.O_RDWR)) as pids:
+        done = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"GIT_COMMIT": "c0ffee"}, stderr=subprocess.PIPE)
+        children = [int(pids.readline()) for _ in range(at_once)]
+        done.send_signal(number)
+        _, error = done.communicate()
+        alive = [child for child in children if Path(f"/proc/{child}").exists()]
+        for child in alive:
+            os.kill(child, signal.SIGKILL)
+        os.set_blocking(pids.fileno(), False)
+        with pytest.raises(BlockingIOError):  # no other began
+            os.read(pids.fileno(), 1)
+    assert (done.returncode, error, alive) == (128 + number, b"", [])
 
 
 def test_without_a_checkout_the_commit_must_be_given(tmp_path, monkeypatch):
