@@ -76,9 +76,10 @@ def _collected_beside(first, step, count, few, here, there):
 
 
 @gluon.jit
-def _left(
+def _hand_on(
     level, to, acc, maximum, total, item, parts, o, lse, sinks, v_scale, group, num_q, num_heads, build
 ):  # fmt: skip
+    """A level's result into the next level's slot, or into the row."""
     if level < 2:
         put(to, acc, maximum, total, parts)
     else:
@@ -102,12 +103,14 @@ def _fold(level, slots, share, shares, item, parts, o, lse, sinks, v_scale, grou
                 if half == 1:
                     acc, maximum, total = other, other_maximum, other_total
                 now = lines_from(line + half * LINES, parts)
-                _left(level, to, acc, maximum, total, item, now, o, lse, sinks, v_scale, group, num_q, num_heads, build)
+                _hand_on(
+                    level, to, acc, maximum, total, item, now, o, lse, sinks, v_scale, group, num_q, num_heads, build
+                )
     else:
         for line in range(share * LINES, parts.rows, shares * LINES):
             here = lines_from(line, parts)
             acc, maximum, total = collected(first, step, count, here)
-            _left(level, to, acc, maximum, total, item, here, o, lse, sinks, v_scale, group, num_q, num_heads, build)
+            _hand_on(level, to, acc, maximum, total, item, here, o, lse, sinks, v_scale, group, num_q, num_heads, build)
 
 
 @gluon.jit
