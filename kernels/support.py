@@ -37,6 +37,11 @@ FEATURES = {
 IN_THE_MASK = ("causal", "window", "varlen")
 
 _ALL_DTYPES = frozenset(DTYPES)
+# Of tiles. Each by name: a row that has just been added to FEATURES is the definition's alone.
+_IN_TILES = frozenset(
+    {"full", "causal", "gqa", "head_dim_v", "lse", "window", "softcap", "alibi_slopes", "sinks", "dropout", "varlen"}
+    | {"block_mask"}
+)
 # Remedies, each as a function and as a key of the configuration.
 NAIVE, TILED, FLASH = (f"{name}_attention (model.attention={name})" for name in ("naive", "tiled", "flash"))
 SDPA = "PyTorch's scaled_dot_product_attention (model.attention=sdpa)"
@@ -60,8 +65,8 @@ IMPLEMENTATIONS = {
     i.name: i
     for i in (
         Implementation("naive", frozenset(FEATURES), _ALL_DTYPES, instead=TILED),
-        Implementation("tiled", frozenset(FEATURES), _ALL_DTYPES, instead=NAIVE),
-        Implementation("flash", frozenset(FEATURES), _ALL_DTYPES - {torch.float64}, instead=NAIVE),
+        Implementation("tiled", _IN_TILES, _ALL_DTYPES, instead=NAIVE),
+        Implementation("flash", _IN_TILES, _ALL_DTYPES - {torch.float64}, instead=NAIVE),
         # PyTorch's own, as the model calls it; its dropout draws from a stream of its own
         Implementation(
             "sdpa",

@@ -4,12 +4,13 @@ import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from kernels import flash_attention, flash_attention_varlen, linear_cross_entropy, rms_norm, tiled_attention
+from kernels import flash_attention, flash_attention_varlen, linear_cross_entropy, rms_norm, support, tiled_attention
 from kernels.call import Options
 from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, IN_THE_MASK, KERNELS, features_of, why_not
 from model.attention import ATTENTION as MODEL_ATTENTION
@@ -60,6 +61,16 @@ def test_an_option_is_refused_by_tiles_that_do_not_name_it(monkeypatch):
     ATTENTION["naive"][0](q, k, v, **options)
     with pytest.raises(ValueError, match="softcap in float32 is not supported by tiled; use naive_attention "):
         ATTENTION["tiled"][0](q, k, v, **options)
+
+
+def test_a_feature_that_has_just_been_added_is_the_definitions_alone():
+    """As CONTRIBUTING.md says of a row of FEATURES; tiles and kernels would pass over what they do not know."""
+    fresh = ModuleType("kernels.support_of_tomorrow")
+    fresh.__package__ = "kernels"
+    source = Path(support.__file__).read_text().replace("FEATURES = {", 'FEATURES = {\n    "new": "",', 1)
+    exec(source, fresh.__dict__)
+    takes = {name for name, i in (fresh.IMPLEMENTATIONS | fresh.KERNELS).items() if "new" in i.features}
+    assert takes == {"naive"}
 
 
 IN_KERNELS = [f for f in FEATURES if f in IMPLEMENTATIONS["flash"].features]
