@@ -6,7 +6,8 @@ Exit codes: 130 after SIGINT (Ctrl-C), 143 after SIGTERM, 138 after SIGUSR1 (wha
 resumes the run. (2 is a user's mistake, conf/program.py, and memory that ran out, training/memory.py: something has
 to be changed first.) A second signal takes its default action: the process is gone at once. Not so a second SIGHUP or
 SIGUSR1: a terminal that is closed sends two, the shell's and the kernel's; SLURM sends SIGUSR1 to a program that wraps
-the run, too, and that may pass it on. Where SIGHUP was ignored before (nohup), it still is.
+the run, too, and that may pass it on. Nor, among several processes, the same signal again: torchrun passes on what a
+terminal has sent to all of them already. Where SIGHUP was ignored before (nohup), it still is.
 """
 
 import os
