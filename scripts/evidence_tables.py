@@ -61,7 +61,7 @@ def raced(found: Reports) -> Table:
     bench = import_module("scripts.bench.time_to_loss")
     rows = [row | {"target": found[row["experiment"]]["target"]} for row in rows_of(found)]
     names = {"run": "{experiment}", "loss": "{target:.4f}"} | bench.NAMES
-    caption = bench.caption("nanoGPT, and in the run of that name as nanochat,")
+    caption = bench.caption("nanoGPT (in the run nanochat, as nanochat)")
     return table(rows, names, bench.FIGURES, caption=caption)
 
 

@@ -112,7 +112,7 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
 
 def caption(peer: str) -> str:
     """What the columns of ratios are."""
-    return f"times: how often as fast as {peer} at its own learning rate, and at its best: by tokens x by rate"
+    return f"times as fast as {peer} at its own learning rate, and at its best; each is by tokens x by rate"
 
 
 def changed(settings: TimeToLossSettings, change: str) -> TimeToLossSettings:
