@@ -79,6 +79,8 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
             "tokenizer_class": "PreTrainedTokenizerFast",  # else that of the original Llama or Qwen takes its place
             "bos_token": word,
             "eos_token": word,
+            "pad_token": word,  # as generation_config.json has it
+            "padding_side": "left",  # a batch that is padded on the right continues its padding
             "clean_up_tokenization_spaces": False,
             "model_input_names": ["input_ids", "attention_mask"],
             "model_max_length": model.seq_len,

@@ -402,3 +402,17 @@ def test_a_trained_run_in_transformers(run, exported):
     text = "quick brown fox"
     assert theirs(text)["input_ids"] == encoding.encode_ordinary(text)
     assert theirs.decode(theirs(text)["input_ids"]) == text
+
+
+def test_a_padded_batch_in_transformers_continues_as_ours(run, exported):
+    transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
+    model, encoding = export_hf.load_trained(open_checkpoint(run), "cpu", torch.float32, attention="naive")
+    texts = ["the quick", "j", "five dozen"]
+    ours = {number: [] for number in range(3)}
+    prompts = [encoding.encode_ordinary(text) for text in texts]
+    for step in generate(model, prompts, max_new_tokens=8, temperature=0):
+        for number, token in step:
+            ours[number].append(token)
+    batch = transformers.AutoTokenizer.from_pretrained(exported)(texts, return_tensors="pt", padding=True)
+    theirs = opened(exported, model).generate(**batch, max_new_tokens=8, do_sample=False)
+    assert theirs[:, batch["input_ids"].size(1) :].tolist() == list(ours.values())
