@@ -65,6 +65,7 @@ class SampleSettings:
             raise ValueError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
         if self.hardware.compile:
             raise ValueError("hardware.compile=true: no part of sampling is compiled; leave it out")
+        refuse_other_bytes(self.prompt)
         if self.prompts == "":
             raise ValueError("prompts is empty; give a file with a prompt a line, or leave it out")
         if self.prompt and self.prompts:
@@ -86,6 +87,14 @@ class SampleSettings:
         raise ValueError(f"prompts={self.prompts} has no line with text; write one prompt a line")
 
 
+def refuse_other_bytes(prompt: str) -> None:
+    """ValueError for what was typed if it was not UTF-8: the tokenizer would read U+FFFD in place of such bytes."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt {prompt!r} is not UTF-8 at character {error.start}; type it as UTF-8") from error
+
+
 @program("tool", SampleSettings)
 def main(settings: SampleSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
@@ -94,7 +103,7 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
     if settings.cache and model.config.attention != "flash":
         raise ValueError(f"cache={settings.cache} needs model.attention=flash, which runs on a GPU; leave it out")
     nothing_given = not settings.prompt and settings.prompts is None
-    asked = typed_prompts(tokenizer) if nothing_given and sys.stdin.isatty() else [settings.texts()]
+    asked = typed_prompts(tokenizer) if nothing_given and sys.stdin and sys.stdin.isatty() else [settings.texts()]
     print(f"{checkpoint.path} after {checkpoint.step} steps, seed {settings.seed}\n", file=sys.stderr)
     drawn, seconds = 0, 0.0
     for texts in asked:
@@ -125,6 +134,7 @@ def typed_prompts(tokenizer: tiktoken.Encoding) -> Iterator[list[str]]:
         if not line:
             return
         try:
+            refuse_other_bytes(line)
             tokenizer.encode_ordinary(line)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -204,6 +204,24 @@ def test_a_character_that_is_unknown_ends_no_session(monkeypatch, capsys):
     assert "error: character '!' (U+0021) is not among the 2 characters" in capsys.readouterr().err
 
 
+def test_a_prompt_that_is_no_utf8_is_refused(trained, monkeypatch, capsys):
+    """Its bytes arrive as half a surrogate pair, in whose place tiktoken reads U+FFFD and says nothing."""
+    said = "the prompt 'a\\udcffb' is not UTF-8 at character 1; type it as UTF-8"
+    refused = sampled(trained, monkeypatch, capsys, "prompt=a\udcffb")
+    assert (refused.code, refused.error) == (2, f"error: {said}\n")
+    typed = iter(["a\udcffb", "ok", ""])
+    monkeypatch.setattr("builtins.input", lambda question: next(typed))
+    assert list(typed_prompts(build_tokenizer("bytes", ""))) == [["ok"]]
+    assert said in capsys.readouterr().err
+
+
+def test_without_a_standard_input_a_document_begins(trained, monkeypatch, capsys):
+    expected = sampled(trained, monkeypatch, capsys).out.splitlines()[:-1]
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it after `<&-`
+    done = sampled(trained, monkeypatch, capsys)
+    assert (done.code, done.out.splitlines()[:-1]) == (0, expected)
+
+
 def test_a_prompt_longer_than_the_context_is_said(trained, monkeypatch, capsys):
     said = "the prompt 'To be To be To be To be To be To be...' has 240 tokens; the model reads the last 32 of them"
     assert said in sampled(trained, monkeypatch, capsys, f"prompt={'To be ' * 40}").error
