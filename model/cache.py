@@ -223,8 +223,9 @@ class PagedKVCache(KVCache):
     ):
         if page < 16 or page & (page - 1):
             raise ValueError(f"page={page} must be a power of two from 16 on")
-        num_pages = num_rows * -(-max_tokens // page) if num_pages is None else num_pages
-        if num_pages < 1:
+        if num_pages is None:
+            num_pages = num_rows * -(-max_tokens // page)
+        elif num_pages < 1:
             raise ValueError(f"num_pages={num_pages} must be at least 1")
         super().__init__(config, num_rows, max_tokens, device, dtype, pool=(num_pages, page))
         self.page = page

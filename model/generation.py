@@ -70,7 +70,8 @@ def generate(
     check_sampling(temperature, top_k, top_p)
     prompts, contexts = list(prompts), []  # arrays: a list of as many ids would keep a GPU waiting
     for number, prompt in enumerate(prompts):
-        if isinstance(prompt, str) or not isinstance(prompt, Sequence | Tensor):
+        one = isinstance(prompt, Tensor) and prompt.dim() == 0  # of a tensor that is itself a prompt
+        if one or isinstance(prompt, str) or not isinstance(prompt, Sequence | Tensor):
             raise ValueError(f"prompt {number} is {prompt!r}; give a list of prompts, each a list of ids")
         if len(prompt) == 0:
             raise ValueError(f"prompt {number} is empty; give at least one token")
@@ -91,6 +92,8 @@ def generate(
         raise ValueError(f"cache_dtype={cache_dtype} must be None, torch.int8 or torch.float8_e4m3fn")
     if len(prompts) == 0 or max_new_tokens == 0:
         return iter(())
+    if next(model.parameters()).is_meta:
+        raise ValueError("the model is on meta, where weights have no numbers; make it on the device to generate on")
     sequences = [
         Continuation(number * num_samples + sample, sample, context)
         for number, context in enumerate(contexts)

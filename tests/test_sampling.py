@@ -281,6 +281,7 @@ def test_equal_logits_come_in_the_order_of_their_ids(values, count):
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [1, 2]}, "prompt 0 is 1; give a list of prompts, each a list of ids"),
+        ({"prompts": torch.tensor([1, 2])}, r"prompt 0 is tensor\(1\); give a list of prompts, each a list of ids"),
         ({"prompts": ["text"]}, "prompt 0 is 'text'; give a list of prompts, each a list of ids"),
         ({"cache_dtype": torch.int16}, "cache_dtype=torch.int16 must be None, torch.int8 or torch.float8_e4m3fn"),
         ({"top_k": 2.5}, "top_k=2.5 must be a whole number"),
@@ -301,6 +302,11 @@ def test_impossible_options_are_refused_at_the_call(options, message):
     arguments = {"prompts": [[1]], "max_new_tokens": 3} | options
     with pytest.raises(ValueError, match=message):
         generate(small_gpt(), **arguments)
+
+
+def test_a_model_without_numbers_is_refused_at_the_call():
+    with pytest.raises(ValueError, match="the model is on meta, where weights have no numbers; make it on the device"):
+        generate(small_gpt().to("meta"), [[1]], max_new_tokens=3)
 
 
 def test_prompts_may_be_a_tensor_and_none_at_all():
