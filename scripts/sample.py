@@ -127,9 +127,13 @@ def typed_prompts(tokenizer: tiktoken.Encoding) -> Iterator[list[str]]:
     """
     print("a prompt a line; an empty line ends", file=sys.stderr)
     while True:
+        question = "> " if sys.stdout and sys.stdout.isatty() else ""  # a pipe gets the texts and the JSON object alone
+        if not question:
+            print("> ", end="", file=sys.stderr, flush=True)
         try:
-            line = input("> ")
+            line = input(question)
         except EOFError:
+            print(file=sys.stderr)  # ends the line of the question
             return
         if not line:
             return

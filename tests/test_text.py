@@ -204,6 +204,25 @@ def test_a_character_that_is_unknown_ends_no_session(monkeypatch, capsys):
     assert "error: character '!' (U+0021) is not among the 2 characters" in capsys.readouterr().err
 
 
+def test_the_question_stands_in_no_pipe(trained, monkeypatch, capsys):
+    """`scripts.sample | tee file`: it stood before the JSON object, in one line."""
+    typed = iter(["To be"])
+
+    def answer(question: str) -> str:
+        print(question, end="")
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    done = sampled(trained, monkeypatch, capsys)
+    assert done.out.startswith("[To be]")
+    assert json.loads(done.out.splitlines()[-1])["tokens"]
+    assert done.error.endswith("> > \n")
+
+
 def test_a_prompt_that_is_no_utf8_is_refused(trained, monkeypatch, capsys):
     """Its bytes arrive as half a surrogate pair, in whose place tiktoken reads U+FFFD and says nothing."""
     said = "the prompt 'a\\udcffb' is not UTF-8 at character 1; type it as UTF-8"
