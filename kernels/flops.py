@@ -4,6 +4,7 @@ import operator
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .call import Options
@@ -51,8 +52,6 @@ def _kvcache(
     out_val,
 ) -> int:  # fmt: skip
     """Of the keys that each row has, not of its capacity, so a GPU is waited for."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     no_values = isinstance(seqlens, FakeTensor) or seqlens.is_meta
     if no_values or (seqlens.is_cuda and torch.cuda.is_current_stream_capturing()):
         raise ValueError(

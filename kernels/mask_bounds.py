@@ -254,10 +254,7 @@ def _bounds(name: str, dtype: torch.dtype, limit: int, args: tuple) -> Range | N
         # as a () tensor, which `_open` is, counts for less than a larger one of fewer bits
         widest = reduce(torch.promote_types, dtypes - {torch.bool}, torch.bool)
         ranges = [_range(x) for x in args]
-        ranges = [
-            x if x.low.dtype in (torch.bool, widest) or widest == torch.bool else Range(*(y.to(widest) for y in x))
-            for x in ranges
-        ]
+        ranges = [x if torch.bool in (x.low.dtype, widest) else Range(*(y.to(widest) for y in x)) for x in ranges]
         result = rules[name](*ranges)
     if name in _COMPARED or name in _LOGIC or limit < _largest(dtype):
         return result

@@ -39,9 +39,11 @@ IN_THE_MASK = ("causal", "window", "varlen")
 _ALL_DTYPES = frozenset(DTYPES)
 # Of tiles. Each by name: a row that has just been added to FEATURES is the definition's alone.
 _IN_TILES = frozenset(
-    {"full", "causal", "gqa", "head_dim_v", "lse", "window", "softcap", "alibi_slopes", "sinks", "dropout", "varlen"}
-    | {"block_mask"}
-)
+    {
+        "full", "causal", "gqa", "head_dim_v", "lse", "window", "softcap", "alibi_slopes", "sinks", "dropout",
+        "varlen", "block_mask",
+    }
+)  # fmt: skip
 # Remedies, each as a function and as a key of the configuration.
 NAIVE, TILED, FLASH = (f"{name}_attention (model.attention={name})" for name in ("naive", "tiled", "flash"))
 SDPA = "PyTorch's scaled_dot_product_attention (model.attention=sdpa)"
