@@ -184,7 +184,7 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
     "training/grid": (
         "hardware.compile=false", "bench.attention=[flash,naive]", "bench.checkpointing=[none,full,selective]",
         "bench.seq_len=[512,1024,2048,4096,8192,16384,32768,65536,131072]", "train.batch_tokens=131072",
-        "bench.micro_batch_tokens=65536", "bench.steps=1", "bench.warmup_steps=1",
+        "bench.micro_batch_tokens=65536", "bench.steps=3", "bench.warmup_steps=2",
     ),
 }  # fmt: skip
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from training.optimizer import Optimizer
 
+BEFORE_REPLAY = 2  # calls of a `Captured` that are slow: the first compiles, the second captures
+
 
 class Captured:
     """A function of tensors as a CUDA graph, for calls that all have the shapes of the first.

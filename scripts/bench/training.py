@@ -25,6 +25,7 @@ from scripts.bench.calls import SDPA, held_to
 from scripts.bench.clock import Parts, facts_as_errors, free, laps
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_out_of_range, refuse_unknown, table
 from scripts.bench.saving import save_cost
+from training.graph import BEFORE_REPLAY
 from training.hardware import Hardware, set_up
 from training.memory import DoesNotFit
 from training.optimizer import Optimizer
@@ -42,7 +43,7 @@ class BenchConfig:
     checkpointing: list[str] = field(default_factory=list)  # of activations: modes to compare; empty: the model's own
     micro_batch_tokens: int | None = None  # of one forward and backward, at least a sequence; null: train.micro_batch
     vocab_size: int = 50257  # GPT-2's
-    warmup_steps: int = 5  # not timed; the first compiles
+    warmup_steps: int = 5  # not timed; the first compiles, and where graphs are on the second captures
     steps: int = 20  # timed one by one; the median is reported
     saving: bool = False  # measure what a save costs the loop, too
 
@@ -173,12 +174,11 @@ def figures(settings: BenchSettings, chosen: Run, run_dir: Path) -> Row:
         how = {"region": parts[-1], "dropout": chosen.model.draws}
         training_step(forward, optimizer, inputs, targets, chosen.micro_batch, hardware, **how)
 
-    counts = hardware.device, bench.warmup_steps, bench.steps
-    seconds = laps(watched_step, *counts)
+    seconds = laps(watched_step, hardware.device, bench.warmup_steps, bench.steps)
     by_step = [part.seconds() for part in parts[bench.warmup_steps :]]
     step = partial(Stepper(chosen, model, forward, optimizer).step, (inputs, targets, None))
     if chosen.graphs:
-        seconds = laps(step, *counts)
+        seconds = laps(step, hardware.device, max(bench.warmup_steps, BEFORE_REPLAY), bench.steps)
     rate = settings.train.batch_tokens / statistics.median(seconds)
     row = {
         "tokens_per_second": round(rate),
