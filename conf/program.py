@@ -2,7 +2,7 @@
 
 `@program("config", Settings)` turns a function of `(settings, run_dir)` into a command line. A user's mistake (a
 typo, a wrong type, an impossible value, a missing file) ends with one line on stderr and exit code 2. What is raised
-after the run has begun to write leaves its traceback in the run's folder; HYDRA_FULL_ERROR=1 shows any.
+after the run has begun to write leaves its traceback in the run's folder; HYDRA_FULL_ERROR=1 shows any, above the line.
 """
 
 import getpass
@@ -118,8 +118,7 @@ def program(
                 sys.exit(128 + signal.SIGINT)
             # a run explains its own errors, so a ValueError or OSError here is about arguments or the run's folder
             except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
-                if show_traceback:
-                    raise
+                runs.show(error)
                 message = explain(error, known_keys(schema))
                 runs.end_all(None, message, EXIT_USER_ERROR)
                 sys.exit(fail(message))
@@ -226,6 +225,7 @@ class _Runs(Generic[S]):
 
     def _refuse(self, error: ValueError | OSError, folder: Path, before: dict) -> None:
         """End a run with one line of error; `before`: the listing of its folder before it began."""
+        self.show(error)
         message = of_the_system(error, folder) if isinstance(error, OSError) else str(error)
         # the run had begun; in a folder that is another process's, it had not. In "." anybody may write
         has_begun = folder != Path() and not isinstance(error, InUse) and listing(folder) != before
@@ -233,13 +233,18 @@ class _Runs(Generic[S]):
         if self.is_first and not remove_if_empty(folder) and has_begun:
             message += keep_traceback(folder / "error.log")
         self.end_all(folder, message, EXIT_USER_ERROR)
-        if self.show_traceback or os.getpid() != self.process:  # in a launcher's job; its end is read in `process`
+        if os.getpid() != self.process:  # in a launcher's job; its end is read in `process`
             raise ConfigError(message) from error
         self.exit_codes.append(fail(message))
         parsed = OverridesParser.create().parse_overrides(self.values)
         swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
         varied = [override for override in _as_given() if key_of(override) in swept]
         self.refused.append(f"no run of {' '.join(varied) or 'this'}: {message}")
+
+    def show(self, error: Exception) -> None:
+        """Print the traceback of what one line will explain, for those who ask."""
+        if self.show_traceback and self.is_first:
+            traceback.print_exception(error)
 
     def end_all(self, folder: Path | None, message: str, code: int) -> None:
         """Of several processes, tell the others why they must end and end this one; with one process, do nothing.
