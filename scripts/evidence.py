@@ -240,7 +240,7 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
 
 
 class Children:
-    """Processes that SIGINT and SIGTERM end before this one; use with `with`."""
+    """Processes that SIGINT, SIGTERM and SIGHUP (a closed terminal) end before this one; use with `with`."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen] = set()
@@ -266,7 +266,10 @@ class Children:
 
     def __enter__(self) -> None:
         self._signal = None
-        self._previous = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's
+            numbers.append(signal.SIGHUP)
+        self._previous = {number: signal.signal(number, self._end) for number in numbers}
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._previous.items():

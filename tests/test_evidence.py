@@ -58,19 +58,27 @@ def test_a_verdict_that_fails_is_kept(tmp_path, monkeypatch):
     assert (tmp_path / "kept" / "parity" / "x" / "parity.json").read_text() == "FAIL"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("beginning", "at_once"), [("parity/", evidence.AT_ONCE), ("explain", 1)])
+@pytest.mark.parametrize(
+    ("beginning", "at_once", "number"),
+    [
+        ("parity/", evidence.AT_ONCE, signal.SIGTERM),
+        ("parity/", evidence.AT_ONCE, signal.SIGINT),
+        ("explain", 1, signal.SIGINT),
+        ("explain", 1, signal.SIGHUP),
+    ],
+)
 def test_a_signal_ends_the_experiments_that_run_and_begins_no_others(
     beginning, at_once, number, tmp_path, quick_python
 ):
-    """After SIGTERM they ran on; after SIGINT to this process alone those that run beside each other did."""
+    """They ran on after SIGTERM and SIGHUP, and those beside each other after SIGINT to this process alone."""
     os.mkfifo(tmp_path / "pids")
     (tmp_path / "python").write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pids'}\nexec sleep 600\n")
     (tmp_path / "python").chmod(0o755)
     experiments = {f"{beginning}{which}": () for which in range(at_once + 2)}
     source = (
         "import sys; from scripts import evidence; "
-        f"evidence.EXPERIMENTS = {experiments}; sys.executable = {str(tmp_path / 'python')!r}; evidence.main()"
+        f"evidence.EXPERIMENTS = {experiments}; sys.executable = {str(tmp_path / 'python')!r}; "
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); evidence.main()"  # pytest may run under nohup
     )
     command = [quick_python, "-c", source, f"folder={tmp_path / 'kept'}", f"hydra.run.dir={tmp_path / 'run'}"]
     with open(os.open(tmp_path / "pids", os.O_RDWR)) as pids:
