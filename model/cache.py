@@ -106,8 +106,13 @@ class KVCache:
         """In place of the cache in a call of the model: reads the first tokens of some rows, packed end to end."""
         return Prompts(self, rows)
 
-    def positions(self, num_tokens: int) -> Tensor:
+    def positions(self, num_rows: int, num_tokens: int) -> Tensor:
         """Positions of `num_tokens` new tokens a row, row after row: (rows * num_tokens,) int64."""
+        if num_rows != len(self.reserved):
+            raise ValueError(
+                f"tokens of {num_rows} rows are not for a KV cache of {len(self.reserved)}; give {num_tokens} of each "
+                "of its rows, whatever ids where one is not in use"
+            )
         for row, (length, stored) in enumerate(zip(self.reserved, self.stored, strict=True)):
             if length != ABSENT and length - stored < num_tokens:
                 raise ValueError(
@@ -130,6 +135,11 @@ class KVCache:
 
         Returns (1, Hq, rows * N, D); rows that are not in use give 0.
         """
+        if q.size(2) % len(self.reserved):
+            raise ValueError(
+                f"{q.size(2)} tokens are no whole number of each of the KV cache's {len(self.reserved)} rows; give N "
+                "of each"
+            )
         q, k, v = (x[0].unflatten(1, (len(self.reserved), -1)).transpose(0, 1) for x in (q, k, v))  # (rows, H, N, D)
         if attend is flash and q.size(2) <= MAX_QUERIES:
             if self.workspace is None:
@@ -338,8 +348,8 @@ class Prompts:
         self.documents = Documents(place_documents(cu_seqlens, longest, device), longest)
         self.places = cache.places(self.rows.repeat_interleave(counts.to(device)), self._positions)
 
-    def positions(self, num_tokens: int) -> Tensor:
-        """Of all tokens, (num_tokens,) int64. ValueError where their rows are not any more as they were."""
+    def positions(self, num_rows: int, num_tokens: int) -> Tensor:
+        """Of all tokens, one row: (num_tokens,) int64. ValueError where their rows are not any more as they were."""
         for row, count in zip(self._row_numbers, self.counts, strict=True):
             if self.cache.stored[row] or self.cache.reserved[row] < count:
                 raise ValueError(
@@ -347,8 +357,11 @@ class Prompts:
                     f"{self.cache.reserved[row]}, and these prompts, of {count} there, were for a row without tokens; "
                     "read them once, before the row is freed, and make others for others"
                 )
-        if num_tokens != len(self._positions):
-            raise ValueError(f"the prompts of the KV cache have {len(self._positions)} tokens, not {num_tokens}")
+        if (num_rows, num_tokens) != (1, len(self._positions)):
+            raise ValueError(
+                f"the prompts of the KV cache have {len(self._positions)} tokens, end to end in one row, not "
+                f"{num_tokens} in {num_rows}"
+            )
         return self._positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, attend: AttentionFunction, **options: Any) -> Tensor:

@@ -322,7 +322,7 @@ class GPT(nn.Module):
         else:
             tokens = tokens.reshape(1, -1)  # one row: from here on B is 1 and N all tokens
             if kv_cache is not None:
-                positions = kv_cache.positions(shape[1])
+                positions = kv_cache.positions(*shape)
             else:
                 documents = Documents(cu_seqlens, max_seqlen=shape[1])
                 positions = positions_in(cu_seqlens, tokens.size(1))

@@ -103,7 +103,7 @@ def test_prompts_are_read_without_padding(make, attend):
         cache.allocate(row)
         cache.extend([row], count)
     prompts = cache.prompts(list(counts))
-    assert prompts.positions(22).tolist() == [*range(17), *range(5)]
+    assert prompts.positions(1, 22).tolist() == [*range(17), *range(5)]
     q, k, v = tokens(1, 22, 0)
     o = prompts.attend(0, q, k, v, attend)
     prompts.advance(22)
@@ -179,6 +179,18 @@ def test_a_row_is_not_forked_between_its_room_and_its_tokens():
     assert cache.lengths.tolist() == cache.reserved == cache.stored == [16, 16]
 
 
+@pytest.mark.parametrize("cache", [KVCache(CONFIG, 2, 40, DEVICE), paged(2)])
+def test_tokens_of_other_rows_than_its_own_are_refused_by_the_cache(cache):
+    for row in range(2):
+        cache.allocate(row)
+    cache.extend([0, 1], 4)
+    for rows, count in ((3, 1), (1, 4), (4, 2)):
+        with pytest.raises(ValueError, match=f"of {rows} rows are not for a KV cache of 2; give {count} of each"):
+            cache.positions(rows, count)
+    with pytest.raises(ValueError, match="3 tokens are no whole number of each of the KV cache's 2 rows; give N"):
+        cache.attend(0, *tokens(3, 1, 0), attention.flash)
+
+
 def test_prompts_are_read_once_and_into_the_rows_they_were_made_for():
     """Read again they would take back a row's later tokens; after it was freed, write into another's pages."""
     cache = paged(num_rows=3)
@@ -188,15 +200,16 @@ def test_prompts_are_read_once_and_into_the_rows_they_were_made_for():
         with pytest.raises(ValueError, match="name those whose prompts are to be read, each once"):
             cache.prompts(rows)
     prompts = cache.prompts([0])
-    with pytest.raises(ValueError, match="the prompts of the KV cache have 3 tokens, not 4"):
-        prompts.positions(4)
+    for rows, count in ((1, 4), (3, 1)):
+        with pytest.raises(ValueError, match=f"have 3 tokens, end to end in one row, not {count} in {rows}"):
+            prompts.positions(rows, count)
     cache.extend([0], 1)  # for what follows them
-    prompts.positions(3)
+    prompts.positions(1, 3)
     prompts.advance(3)
     for change in (lambda: None, lambda: cache.free(0), lambda: cache.allocate(0), lambda: cache.extend([0], 2)):
         change()
         with pytest.raises(ValueError, match="these prompts, of 3 there, were for a row without tokens"):
-            prompts.positions(3)
+            prompts.positions(1, 3)
 
 
 def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
