@@ -5,6 +5,7 @@ slots for its tokens, on the host; the call stores them and then advances the le
 call can be a CUDA graph. Keys are stored after RoPE: positions never change.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from kernels import flash_attention_with_kvcache, kvcache_workspace, place_docum
 from kernels.decode import MAX_QUERIES
 from model.attention import AttentionFunction, Documents, flash
 from model.config import GPTConfig
+from model.free_memory import free_bytes
 
 ABSENT = -1  # the length of a row that is not in use
 
@@ -55,11 +57,20 @@ class KVCache:
             raise ValueError(f"a KV cache of {num_rows} rows of {max_tokens} tokens holds nothing; use at least 1")
         places, slots = pool or (num_rows, max_tokens)
         shape = (config.num_layers, places, config.kv_heads, slots, config.head_dim)
-        # zeros: slots past a row's last key are loaded with it, and 0 times NaN is NaN
-        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        self.scales: list[Tensor] = []  # of keys and of values
-        if dtype.itemsize == 1:
-            self.scales = [torch.ones(shape[:4], device=device) for _ in range(2)]
+        device, needed = torch.device(device), 2 * math.prod(shape) * dtype.itemsize
+        try:
+            if device.type == "cpu" and (free := free_bytes(device)) is not None and needed > free:
+                raise MemoryError  # there zeros take no memory until they are written to, and then end the process
+            # zeros: slots past a row's last key are loaded with it, and 0 times NaN is NaN
+            self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+            self.scales: list[Tensor] = []  # of keys and of values
+            if dtype.itemsize == 1:
+                self.scales = [torch.ones(shape[:4], device=device) for _ in range(2)]
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise ValueError(
+                f"a KV cache of {num_rows} rows of {max_tokens} tokens needs {needed / 2**30:.2f} GiB and "
+                f"{(free_bytes(device) or 0) / 2**30:.2f} GiB are free on {device}; use fewer rows (batch_size)"
+            ) from error
         self.max_tokens = max_tokens
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
         self.stored = [0] * num_rows  # the same on the host, 0 for ABSENT

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from kernels.ops import needs_dispatcher
 from model.attention import flash
 from model.cache import KVCache, PagedKVCache, Prompts
+from model.free_memory import free_host_bytes
 from model.gpt import GPT
 from model.sampling import check_sampling, choose_next_token, whole
 
@@ -65,7 +67,7 @@ def generate(
         What a step, or the prefill of prompts, has drawn: (sequence, token) of each sequence that is not finished.
 
     Raises:
-        ValueError: an impossible option, at the call and not at the first token.
+        ValueError: an impossible option or one that the memory does not hold, at the call and not at the first token.
     """
     check_sampling(temperature, top_k, top_p)
     prompts, contexts = list(prompts), []  # arrays: a list of as many ids would keep a GPU waiting
@@ -94,11 +96,17 @@ def generate(
         return iter(())
     if next(model.parameters()).is_meta:
         raise ValueError("the model is on meta, where weights have no numbers; make it on the device to generate on")
-    sequences = [
+    needed = 8 * max_new_tokens * num_samples
+    if (free := free_host_bytes()) is not None and needed > free:
+        raise ValueError(
+            f"num_samples={num_samples} of max_new_tokens={max_new_tokens} are drawn with {needed / 2**30:.2f} GiB of "
+            f"random numbers and {free / 2**30:.2f} GiB are free; use fewer"
+        )
+    sequences = (  # made as they are begun: there may be many
         Continuation(number * num_samples + sample, sample, context)
         for number, context in enumerate(contexts)
         for sample in range(num_samples)
-    ]
+    )
     draws = torch.Generator("cpu").manual_seed(seed)
     uniform = torch.rand(max_new_tokens, num_samples, dtype=torch.float64, device="cpu", generator=draws)
     choose = partial(choose_next_token, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -109,7 +117,9 @@ def generate(
     longest = max(map(len, contexts)) + max_new_tokens
     with torch.no_grad():
         model = model.for_inference(model.compute_dtype)
-        cache = model.make_cache(min(batch_size, len(sequences)), min(longest, model.seq_len), PAGE, cache_dtype)
+        cache = model.make_cache(
+            min(batch_size, len(prompts) * num_samples), min(longest, model.seq_len), PAGE, cache_dtype
+        )
     return Generation(model, cache, uniform.T, choose, stop_token, greedy=temperature == 0).run(sequences)
 
 
@@ -171,10 +181,12 @@ class Generation:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of a step, by the half that it reads
         self.compiled = False  # a first step has run
 
-    def run(self, sequences: list[Continuation]) -> Iterator[Drawn]:
+    def run(self, sequences: Iterator[Continuation]) -> Iterator[Drawn]:
         """Continue the sequences until all have ended."""
-        waiting, in_flight = deque(sequences), deque()
+        waiting, in_flight, num_rows = deque(), deque(), len(self.row_sequences)
         while True:
+            # one more than there are rows, so that none is waiting only where none is left
+            waiting.extend(islice(sequences, max(0, num_rows + 1 - len(waiting))))
             if waiting and None in self.row_sequences:
                 in_flight.append(self._read_prompts(waiting))
             if len(self.graphs) < 2:  # the next launch compiles or captures, so hand tokens over before it

@@ -4,7 +4,7 @@
 model.attention, theirs; batches, documents, loss and optimizer are those of any run.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -223,7 +223,7 @@ class PretrainedLM(nn.Module):
 
     @torch.no_grad()
     def continued(
-        self, sequences: list[Continuation], uniform: Tensor, choose: Callable, stop_token: int | None
+        self, sequences: Iterable[Continuation], uniform: Tensor, choose: Callable, stop_token: int | None
     ) -> Iterator[Drawn]:
         """What `model.generate` yields: over their cache, one text after the other.
 

@@ -10,6 +10,7 @@ import codecs
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,8 +163,8 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
     def ended(tokens: list[int]) -> bool:
         return len(tokens) == settings.max_new_tokens or tokens[-1:] == [tokenizer.eot_token]
 
-    samples: list[list[int]] = [[] for _ in range(count)]
-    printed = 0
+    samples: defaultdict[int, list[int]] = defaultdict(list)  # those that are drawn now, or wait for their turn
+    printed = drawn = 0
     for step in generate(
         model,
         prompts,
@@ -179,17 +180,19 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
     ):
         for number, token in step:
             samples[number].append(token)
+            drawn += 1
             if stream and token != tokenizer.eot_token:
                 print(stream.decode(tokenizer.decode_bytes([token])), end="", flush=True)
         while not stream and printed < count and ended(samples[printed]):
             text, number = texts[printed // settings.num_samples], printed % settings.num_samples + 1
             heading = f"--- {number}\n" if settings.num_samples > 1 else ""
-            continuation = tokenizer.decode_bytes([token for token in samples[printed] if token != tokenizer.eot_token])
+            tokens = [token for token in samples.pop(printed) if token != tokenizer.eot_token]
+            continuation = tokenizer.decode_bytes(tokens)
             print(f"{heading}{marked(text)}{continuation.decode('utf-8', errors='replace')}\n", flush=True)
             printed += 1
     if stream:
         print(stream.decode(b"", final=True), end="\n\n", flush=True)
-    return sum(map(len, samples))
+    return drawn
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ import torch
 
 import train as training
 from model import GPTConfig
+from model.free_memory import free_host_bytes
 from tests.runs import SMALL, settings, small_run
 from training import memory, stepper
 from training.checkpoint import open_checkpoint
 from training.hardware import Hardware, set_up
-from training.memory import GIB, HEAP, MARGIN, Plan, advice_when_out_of_memory, free_host_bytes
+from training.memory import GIB, HEAP, MARGIN, Plan, advice_when_out_of_memory
 from training.optimizer import OptimConfig
 
 ROOT = Path(__file__).resolve().parent.parent

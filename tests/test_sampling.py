@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model import GPT, GPTConfig, attend_with, generate
-from model.generation import Generation
+from model.generation import Continuation, Generation
 from model.sampling import choose_next_token, likeliest
 
 VOCAB = 65
@@ -379,6 +379,28 @@ def test_a_text_does_not_depend_on_who_is_continued_beside_it(options, batch_siz
     alone = [sample for one in prompts for sample in texts(model, [one], **options)]
     assert texts(model, prompts, batch_size=batch_size, **options) == alone
     assert len({len(one) for one in alone}) > 3  # they do stop at different times
+
+
+def test_what_memory_does_not_hold_is_refused_and_what_waits_takes_none(monkeypatch):
+    """Ten million samples filled it until the process was killed, before the first token."""
+    monkeypatch.setattr("model.generation.free_host_bytes", lambda: 3 * 2**30)
+    monkeypatch.setattr("model.cache.free_bytes", lambda device: 3 * 2**30)
+    options = {"max_new_tokens": 1000, "num_samples": 10**7}
+    said = (
+        "num_samples=10000000 of max_new_tokens=1000 are drawn with 74.51 GiB of random numbers and 3.00 GiB are free"
+    )
+    with pytest.raises(ValueError, match=f"{said}; use fewer"):
+        generate(small_gpt(), [[1]], **options)
+    said = r"10000000 rows of 2 tokens needs \S+ GiB and 3.00 GiB are free on cpu; use fewer rows \(batch_size\)"
+    with pytest.raises(ValueError, match=f"a KV cache of {said}"):
+        generate(small_gpt().cpu(), [[1]], max_new_tokens=1, num_samples=10**7, batch_size=10**7)
+    made = []
+    real = Continuation
+    monkeypatch.setattr("model.generation.Continuation", lambda *arguments: made.append(real(*arguments)) or made[-1])
+    steps = generate(small_gpt(), [[1], [2]], max_new_tokens=1, num_samples=50, batch_size=3)
+    assert [number for number, _ in next(steps)] == [0, 1, 2]
+    assert len(made) < 9
+    assert [number for step in steps for number, _ in step] == list(range(3, 100))
 
 
 def test_rows_and_pages_are_all_given_back(monkeypatch):

@@ -1,19 +1,18 @@
 """Whether a training step fits into the device's memory: known before it runs, with what would make it fit."""
 
 import math
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
 from model import GPTConfig, resolve_attention
+from model.free_memory import free_bytes
 from training.hardware import Hardware
 from training.optimizer import OptimConfig
 from training.tracker import step_peaks
@@ -213,50 +212,3 @@ def advice_when_out_of_memory(forecast: Plan) -> Iterator[None]:
             f"{forecast.hardware.device} is out of memory, with train.micro_batch={forecast.micro_batch}, a forecast "
             f"of {forecast.peak / GIB:.2f} GiB{free}; {forecast.advice(limit)}"
         ) from error
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that this process could still allocate on `device`; None where PyTorch cannot tell."""
-    if device.type == "cpu":
-        return free_host_bytes()
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # in the allocator's own pool
-    return torch.cuda.mem_get_info(device)[0] + unused
-
-
-def free_host_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that the machine, this process's control group and each group above it leave; None without /proc.
-
-    File caches count as free, because the kernel drops them first. Swap does not count. `root` holds proc/ and sys/.
-    """
-    try:
-        machine = (root / "proc/meminfo").read_text()
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    free = [int(size) * 1024 for size in re.findall(r"^MemAvailable: +(\d+) kB$", machine, flags=re.M)]
-    for membership in memberships:
-        _, controllers, group = membership.split(":", 2)  # "0::/a/b" is version 2, "4:memory:/a/b" is version 1
-        if controllers in ("", "memory"):
-            path = PurePosixPath(group.lstrip("/"))
-            # inside a container the path may be the host's; the container's own group is then the uppermost folder
-            for folder in (path, *path.parents):
-                free += _left_in(root / "sys/fs/cgroup" / controllers / folder)
-    return min(free, default=None)
-
-
-def _left_in(group: Path) -> list[int]:
-    """Bytes that the limit of a control group leaves, [] where it has none."""
-    for limit, usage, prefix in (
-        ("memory.max", "memory.current", ""),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        try:
-            most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
-            caches = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", (group / "memory.stat").read_text(), flags=re.M)
-        except OSError:
-            continue
-        if most != "max":
-            return [max(0, int(most) - used + sum(map(int, caches)))]
-    return []
