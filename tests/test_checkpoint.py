@@ -67,6 +67,26 @@ def test_round_trip(tmp_path):
     assert (tmp_path / "best").resolve() == opened.path
 
 
+def test_a_run_that_saves_while_its_last_checkpoint_is_opened(tmp_path, monkeypatch):
+    """Of one the description was read and of the next the weights: `damaged`."""
+    save(tmp_path, Net(), 1)
+    real = checkpoints.read_json
+
+    def read_and_save(folder, name):
+        monkeypatch.setattr(checkpoints, "read_json", real)
+        found = real(folder, name)
+        save(tmp_path, Net(), 2)
+        return found
+
+    monkeypatch.setattr(checkpoints, "read_json", read_and_save)
+    opened = checkpoints.open_checkpoint(tmp_path / "last")
+    assert (opened.step, opened.path.name) == (1, "step_000001")
+    opened.load_weights(Net())
+    shutil.rmtree(opened.path)
+    with pytest.raises(ValueError, match=f"step_000001 is gone: .*; use {tmp_path / 'last'}"):
+        opened.load_weights(Net())
+
+
 def test_the_newest_the_best_and_milestones_are_kept(tmp_path):
     net = Net()
     for step in (10, 15, 20, 25, 30, 35):

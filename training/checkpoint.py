@@ -66,7 +66,8 @@ class Checkpoint:
             weights = load_file(self.path / WEIGHTS, device=str(device))
         except FileNotFoundError as error:
             raise ValueError(
-                f"checkpoint {self.path} is gone: its run keeps the newest (train.keep_last); use another checkpoint"
+                f"checkpoint {self.path} is gone: its run keeps the newest (train.keep_last); use "
+                f"{self.path.parent / 'last'}"
             ) from error
         except SafetensorError as error:
             raise ValueError(
@@ -214,25 +215,26 @@ def open_checkpoint(path: str | Path, *, verify: tuple[str, ...] = FILES) -> Che
         return newest
     if found := sorted(path.glob("*/checkpoints")):
         raise ValueError(f"{path} is a folder of runs; give one of them, such as {found[-1].parent}")
+    folder = path.resolve()  # `last` of a run that goes on may become another one meanwhile
     for file in (*FILES, MANIFEST):
-        if not (path / file).is_file():
+        if not (folder / file).is_file():
             raise ValueError(
                 f"checkpoint {path} has no {file}; give a folder that holds {', '.join(FILES)}, {MANIFEST}"
             )
-    meta = read_json(path, META)
+    meta = read_json(folder, META)
     if meta.get("format") != FORMAT:
         raise ValueError(
             f"checkpoint {path} has format {meta.get('format')}, this version reads {FORMAT}; {use_its_commit(meta)}"
         )
-    manifest = read_json(path, MANIFEST)
+    manifest = read_json(folder, MANIFEST)
     for file in verify:
-        expected, found = manifest.get(file), fingerprint(path / file)
+        expected, found = manifest.get(file), fingerprint(folder / file)
         if found != expected:
             raise ValueError(
                 f"checkpoint {path}: {file} is damaged ({found['bytes']:,} bytes; size or SHA-256 is not the "
                 "manifest's); use another checkpoint"
             )
-    checkpoint = Checkpoint(path.resolve(), meta)
+    checkpoint = Checkpoint(folder, meta)
     checkpoint.require({"step": int, "save": int}, meta, META)
     return checkpoint
 
