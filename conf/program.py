@@ -107,7 +107,7 @@ def program(
                 if not runs.is_first:
                     scratch = tempfile.TemporaryDirectory(prefix="rank_")  # until the first process has made the run's
                     runs.values += [f"hydra.{mode}.dir={scratch.name}" for mode in ("run", "sweep")]
-                sys.argv = [typed[0], *flags, *runs.values]
+                sys.argv = [typed[0], *runs.values, *flags]  # flags last: --info would take a value for its own
                 hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config)(task)()
                 if after_sweep and runs.is_first and len(runs.folders) > 1:
                     after_sweep(runs.folders)
