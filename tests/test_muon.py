@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.test_bad_numbers import bits, same
 from training import muon
@@ -83,6 +84,22 @@ def test_orthogonalized_matrices_keep_directions_and_lose_lengths(shape, dtype):
     assert not orthogonalize(torch.zeros(1, *shape), dtype).any()
 
 
+def test_rounding_beyond_the_largest_length_does_not_grow():
+    """Of a matrix of rank one the norm is the largest singular value itself, and bfloat16 rounds to either side."""
+    generator = torch.Generator().manual_seed(0)
+    column, row = torch.randn(64, 48, 1, generator=generator), torch.randn(64, 1, 96, generator=generator)
+    found = orthogonalize(column @ row, torch.bfloat16).float()
+    assert torch.linalg.matrix_norm(found, 2).max() < 1.15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
+def test_its_flops_are_those_of_its_products(shape, dtype):
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(3, *shape), dtype)
+    assert counter.get_total_flops() == muon.newton_schulz_flops([torch.Size(shape)] * 3, dtype)
+
+
 def test_what_products_run_in_follows_from_the_device(monkeypatch):
     for capabilities, dtype, word in (
         ({"avx512_bf16": True, "amx_bf16": True}, torch.bfloat16, "amx_bf16"),
@@ -109,11 +126,12 @@ def test_it_is_pytorchs_muon_but_for_newton_schulz(monkeypatch):
         return torch.stack([_zeropower_via_newtonschulz(one, (3.4445, -4.7750, 2.0315), 5, 1e-7) for one in x])
 
     monkeypatch.setattr(muon, "orthogonalize", theirs_of_each)
-    net, optimizer = built(grad_clip=0.0, muon_dtype="bfloat16", lr=0.01, muon_lr_ratio=2.0)
+    own = {"momentum": 0.9, "beta1": 0.8, "beta2": 0.98, "weight_decay": 0.3}  # none of them a default
+    net, optimizer = built(grad_clip=0.0, muon_dtype="bfloat16", lr=0.01, muon_lr_ratio=2.0, **own)
     peer, start = copy.deepcopy(net), copy.deepcopy(list(net.parameters()))
     matrices = [p for name, p in peer.named_parameters() if name.startswith("blocks.")]
-    theirs = torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.1)
-    rest = torch.optim.AdamW([peer.embedding.weight], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    theirs = torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.3)
+    rest = torch.optim.AdamW([peer.embedding.weight], lr=0.01, betas=(0.8, 0.98), weight_decay=0.3)
     for step in range(4):
         tokens = torch.randint(11, (64,), generator=torch.Generator().manual_seed(step))
         (peer(tokens) * (-1) ** step).backward()  # or Nesterov's look ahead is none

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,6 +65,8 @@ def test_wsd_is_flat_then_linear():
     assert {lr_factor(step, 100, config) for step in range(10, 81)} == {1.0}
     assert lr_factor(90, 100, config) == pytest.approx(0.5)
     assert lr_factor(99, 100, config) == pytest.approx(0.05)
+    assert lr_factor(90, 100, replace(config, min_lr_ratio=0.5)) == pytest.approx(0.75)  # half-way to it
+    assert lr_factor(99, 100, replace(config, decay_fraction=0.0)) == 1.0
 
 
 def test_no_warmup():
@@ -132,6 +135,8 @@ def test_lr_factor_scales_every_group_from_its_own_peak():
     optimizer = Optimizer(Net(), OptimConfig(name="muon", lr=1e-3, muon_lr_ratio=20.0))
     optimizer.set_lr_factor(0.5)
     assert [part.param_groups[0]["lr"].item() for part in optimizer.optimizers] == pytest.approx([5e-4, 0.01])
+    saved = optimizer.state_dict()["optimizer"]
+    assert [part["param_groups"][0]["lr"] for part in saved] == pytest.approx([5e-4, 0.01])
     optimizer.set_lr_factor(0.25)  # not cumulative
     assert optimizer.lr == 2.5e-4
 
