@@ -401,6 +401,28 @@ def test_a_spike_is_logged_and_counted(tmp_path, monkeypatch, capsys):
     assert open_checkpoint(tmp_path / "run").load_state()["number_check"]["spikes"] == 1
 
 
+@pytest.mark.parametrize(("before", "loss", "spikes"), [(15, 99.0, 0), (16, 8.1, 0), (16, 8.3, 1)])
+def test_a_spike_is_six_deviations_above_sixteen_losses(before, loss, spikes):
+    """Of 1 and 3 by turns: a mean of 2, and a standard deviation of 1.03."""
+    optimizer, cpu = SimpleNamespace(held=torch.tensor(False)), set_up(HardwareConfig(device="cpu"))
+    watching = bad_steps.NumberCheck(optimizer, cpu, lambda line: None)
+    for step, value in enumerate([*([1.0, 3.0] * 8)[:before], loss], 1):
+        watching.look(step, torch.tensor(value), torch.tensor(1.0), wait=False)
+    assert watching.spikes == spikes
+
+
+def test_bad_steps_in_a_row_are_counted_from_the_last_good_one():
+    optimizer, cpu = SimpleNamespace(held=torch.tensor(False)), set_up(HardwareConfig(device="cpu"))
+    optimizer.release = lambda: optimizer.held.fill_(False)
+    watching, one, counts = bad_steps.NumberCheck(optimizer, cpu, lambda line: None), torch.tensor(1.0), []
+    for step, is_bad in enumerate((True, True, False, True), 1):
+        optimizer.held.fill_(is_bad)
+        if watching.look(step, one, one, wait=True):
+            watching.go_on()
+        counts.append((watching.in_a_row, watching.bad_steps))
+    assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]
+
+
 def test_noise_is_no_spike_and_a_jump_is_one_or_two():
     torch.manual_seed(0)
     said = []

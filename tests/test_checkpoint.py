@@ -20,7 +20,7 @@ from training import checkpoint as checkpoints
 from training.checkpoint_files import write_weights
 from training.comparison import state
 from training.log import MetricsFile
-from training.random_states import random_states, restore_random_states
+from training.random_states import random_states, restore_random_states, seed_everything
 from training.saver import Saver
 
 FILES = (checkpoints.META, checkpoints.WEIGHTS, checkpoints.STATE, checkpoints.MANIFEST)
@@ -104,6 +104,10 @@ def test_the_newest_is_the_one_written_last(tmp_path):
     assert checkpoints.newest_complete(tmp_path).step == 20
     checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
     assert steps(tmp_path) == [20, 30]
+    save(tmp_path, Net(), 1_000_000)  # its name is longer
+    assert checkpoints.newest_complete(tmp_path).step == 1_000_000
+    checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
+    assert steps(tmp_path) == [1_000_000]
 
 
 def described_anew(path, change):
@@ -127,11 +131,21 @@ def test_a_clock_that_was_put_back_does_not_make_an_older_one_the_newest(tmp_pat
     assert checkpoints.newest_complete(tmp_path).step == 10
 
 
+def test_the_newest_run_is_the_one_that_saved_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, written in (("a", 2e9), ("b", 1e9)):
+        folder = Path("runs", "mine", name, "checkpoints")
+        folder.mkdir(parents=True)
+        os.utime(save(folder, Net(), 1) / checkpoints.META, (written, written))
+    assert checkpoints.given_or_newest(None) == Path("runs/mine/a/checkpoints/last")
+
+
 def test_a_step_in_the_description_counts_and_not_the_folders_name(tmp_path):
     """A rollback that asks for step 3 or earlier would otherwise be given step 7 for ever."""
     save(tmp_path, Net(), 2)
     save(tmp_path, Net(), 7).rename(tmp_path / "step_000003")
     assert checkpoints.newest_complete(tmp_path, last_step=3).step == 2
+    assert checkpoints.newest_complete(tmp_path, last_step=2).step == 2
 
 
 # --- a folder that others touched
@@ -623,6 +637,11 @@ def test_random_states_round_trip(tmp_path):
     expected = draw(), draw()
     restore_random_states(checkpoints.open_checkpoint(path).load_state()["random"])
     assert (draw(), draw()) == expected
+    seeded = []
+    for _ in range(2):
+        seed_everything(2**63)
+        seeded.append(draw())
+    assert seeded[0] == seeded[1]
     json.dumps(random_states()["numpy"])  # plain numbers and strings
 
 

@@ -52,6 +52,13 @@ def test_what_looks_like_end_of_text_is_text():
     assert 256 not in np.concatenate(list(tokenize([("a<|endoftext|>b", True)], build_tokenizer("bytes"), 1, Counts())))
 
 
+def test_a_document_that_began_before_the_split_ends_as_others_do():
+    counts = Counts()
+    found = np.concatenate(list(tokenize([("a", False), ("é", True)], build_tokenizer("bytes"), 1, counts)))
+    assert found.tolist() == [97, 256, *"é".encode()]
+    assert counts == Counts(tokens=4, bytes=3, documents=2)
+
+
 def test_invalid_utf8_can_be_decoded():
     encoding = build_tokenizer("bytes")
     half = list("é".encode())[:1]

@@ -21,6 +21,7 @@ from training.checkpoint import open_checkpoint
 from training.hardware import Hardware, set_up
 from training.memory import GIB, HEAP, MARGIN, Plan, advice_when_out_of_memory
 from training.optimizer import OptimConfig
+from training.parallel import World
 
 ROOT = Path(__file__).resolve().parent.parent
 CUDA = torch.device("cuda")
@@ -336,6 +337,18 @@ def test_a_run_chooses_its_micro_batch_and_refuses_what_cannot_fit(tmp_path, mon
     ):
         training.train(small_run(tmp_path, "train.steps=2"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_processes_share_the_memory_of_their_host_and_the_tokens_of_a_row(monkeypatch):
+    chosen = settings(*SMALL, "data.document_mask=true")
+    world = World(size=4)
+    world.hosts, world.context = ["a", "a", "a", "b"], 2
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 30 * GIB)
+    monkeypatch.setattr(Plan, "checked", lambda plan, auto: plan)  # without a forecast
+    model = GPTConfig(1, 2, n_embd=32, attention="naive", loss="plain")
+    made = memory.plan(chosen, model, replace(set_up(chosen.hardware), world=world), 257, 4)
+    assert (made.free, made.seq_len, made.micro_batch) == (10 * GIB, 16, 4)
+    assert "varlen" in made.features
 
 
 @pytest.mark.parametrize("value", ["few", "0", "true"])

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import math
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train as program
 from tests.runs import contents, metrics, settings, small_run
 from tests.test_checkpoint import described_anew
 from train import train
@@ -15,6 +17,7 @@ from training import speed
 from training.checkpoint import open_checkpoint
 from training.comparison import state
 from training.curves import curve, read_run
+from training.resume import best_loss_before, refuse_another_text
 from training.step import Step
 
 # 36 windows and 4 a step: the first epoch ends exactly after step 9. Two micro-batches a step, dropout on; metrics,
@@ -209,15 +212,24 @@ def test_time_spent_goes_on(tmp_path):
     assert seconds == sorted(seconds)
 
 
-def test_the_first_step_of_each_life_is_no_measure_of_speed(tmp_path, monkeypatch):
-    """It compiles: here it takes 100 s, and every other step 1."""
+def test_speed_is_measured_without_the_first_step_of_a_life_and_what_is_between_steps(tmp_path, monkeypatch):
+    """That step compiles: here it takes 100 s, as an evaluation, a sample and a save do; every other step takes 1."""
     now = [0.0]
     monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    run = tmp_path / "run"
-    for steps in (4, 8):
-        life = small_run(tmp_path, f"train.steps={steps}", "train.log_every=4", "train.batch_tokens=256", "resume=auto")
 
-        def on_step(step: Step, first: int = steps - 3) -> None:
+    def slow(owner: type, name: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **o: now.append(now.pop() + 100.0) or real(*a, **o))
+
+    slow(program.Stepper, "evaluate")
+    slow(program.Stepper, "sample")
+    slow(program.Saver, "save")
+    run, story = tmp_path / "run", ("train.log_every=8", "train.batch_tokens=256", "train.sample_tokens=1")
+    for steps in (8, 16):
+        between = ("train.eval_every=3", "train.save_every=4", "train.sample_every=5", "resume=auto")
+        life = small_run(tmp_path, *story, *between, f"train.steps={steps}")
+
+        def on_step(step: Step, first: int = steps - 7) -> None:
             now[0] += 100.0 if step.number == first else 1.0
 
         train(life, run, on_step=on_step)
@@ -278,6 +290,7 @@ def test_a_checkpoint_from_before_there_was_a_key_goes_on(stopped):
     [
         (("model.n_embd=64",), r"trained with model\.n_embd=32, this run has 64; use 32"),
         (("model.num_layers=2",), r"trained with model\.num_layers=1, this run has 2; use 1"),
+        (("model.rope_base=1e5",), r"trained with model\.rope_base=10000\.0, this run has 100000\.0; use 10000"),
         (("model.tie_embeddings=false",), r"trained with model\.tie_embeddings=True, this run has False"),
         (("tokenizer=bytes",), r"trained with tokenizer=characters, this run has bytes; use tokenizer=characters"),
         (("data.files=OTHER",), r"trained with tokenizer=characters of \d+ tokens, this run's has \d+ or other ones"),
@@ -303,6 +316,33 @@ def test_the_best_loss_is_of_what_is_evaluated_now(tmp_path):
     begun = train(small_run(tmp_path, "train.steps=41", f"resume={run_dir}", f"data.files={other}"), run_dir)
     assert begun["best_val_loss"] == begun["val_loss"] > ended["best_val_loss"]
     assert open_checkpoint(run_dir / "checkpoints" / "best").step == 41
+
+
+@pytest.mark.parametrize("key", ["data.seq_len", "data.document_mask", "train.eval_windows", "fingerprint"])
+def test_a_best_loss_of_other_windows_does_not_count(key):
+    def run(value: int) -> dict:
+        groups = {"data": {"seq_len": 1, "document_mask": 1}, "train": {"eval_windows": 1, "steps": value}}
+        group, _, name = key.partition(".")
+        groups.get(group, {})[name] = value
+        return {"settings": groups, "data_fingerprint": value if key == "fingerprint" else 1}
+
+    checkpoint, state = SimpleNamespace(meta=run(1)), {"best_loss": 0.5}
+    assert best_loss_before(state, checkpoint, run(1)) == 0.5
+    assert best_loss_before(state, checkpoint, run(2)) == math.inf
+
+
+def test_a_text_that_has_changed_is_refused_whatever_else_changes():
+    """Keys of the data group that do not change the text do not stand for another one."""
+    before = {"files": ["a.txt"], "source": "text", "seq_len": 8, "shift_windows": False, "document_mask": False}
+    before |= {"cache_dir": "a", "num_workers": 1, "validation_fraction": 0.1}
+    checkpoint = SimpleNamespace(path="run", meta={"data_fingerprint": "then", "settings": {"data": before}})
+    same = {"seq_len": 16, "shift_windows": True, "document_mask": True, "cache_dir": "b", "num_workers": 2}
+    for key, value in same.items():
+        with pytest.raises(ValueError, match="trained on another text"):
+            refuse_another_text(checkpoint, {"data": before | {key: value}}, "now")
+        refuse_another_text(checkpoint, {"data": before | {key: value}}, "then")
+    for key, value in {"files": ["b.txt"], "validation_fraction": 0.2}.items():
+        refuse_another_text(checkpoint, {"data": before | {key: value}}, "now")
 
 
 # --- compiled, and on a GPU

@@ -259,6 +259,42 @@ def test_texts_side_by_side_are_those_of_one_at_a_time(trained, monkeypatch, cap
     assert "cache=int8 needs model.attention=flash, which runs on a GPU; leave it out" in refused.error
 
 
+def drawing(monkeypatch, *steps: list[tuple[int, int]]) -> list[tuple]:
+    """`generate` draws these; what it was called with."""
+    calls: list[tuple] = []
+
+    def generate(model, prompts, **options):
+        calls.append((prompts, options))
+        return iter(steps)
+
+    monkeypatch.setattr("scripts.sample.generate", generate)
+    return calls
+
+
+def test_what_is_typed_is_what_decides_the_draws(trained, monkeypatch, capsys):
+    calls = drawing(monkeypatch, [(0, 97)])
+    typed = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "seed": 4, "num_samples": 2, "batch_size": 7}
+    sampled(trained, monkeypatch, capsys, "prompt=a", *(f"{key}={value}" for key, value in typed.items()))
+    sampled(trained, monkeypatch, capsys)
+    assert calls[0] == ([[97]], typed | {"max_new_tokens": 5, "stop_token": 256, "cache_dtype": None})
+    assert calls[1][0] == [[256]]
+
+
+def test_each_continuation_stands_behind_its_prompt(trained, monkeypatch, capsys, tmp_path):
+    """In the prompts' order, whichever ends first; the end of a document is no text."""
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    drawing(monkeypatch, [(3, 100), (2, 99), (1, 98)], [(3, 256), (2, 256), (1, 256), (0, 97)], [(0, 256)])
+    done = sampled(trained, monkeypatch, capsys, f"prompts={tmp_path / 'prompts.txt'}", "num_samples=2")
+    *texts, last = done.out.splitlines()
+    assert texts == ["--- 1", "[one]a", "", "--- 2", "[one]b", "", "--- 1", "[two]c", "", "--- 2", "[two]d", ""]
+    assert json.loads(last)["tokens"] == 8
+
+
+def test_a_stream_waits_for_the_rest_of_a_character(trained, monkeypatch, capsys):
+    drawing(monkeypatch, *([(0, token)] for token in (*"é".encode(), *"日".encode()[:2], 256)))
+    assert sampled(trained, monkeypatch, capsys, "prompt=a").out.startswith("[a]é\ufffd\n\n{")
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [

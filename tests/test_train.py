@@ -1,5 +1,6 @@
 """Whole runs, small: the loss falls, watching changes nothing."""
 
+import copy
 import hashlib
 import json
 import math
@@ -10,16 +11,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import train as program
-from data import TokenBatches, build_tokenizer, open_dataset
+from data import TokenBatches, build_tokenizer, document_starts, open_dataset
+from model import GPT, GPTConfig
 from tests.runs import SMALL, settings, small_run, told
 from train import train
 from training.checkpoint import open_checkpoint
-from training.evaluate import EvaluationSet
+from training.evaluate import EvaluationSet, evaluate, unigram_loss
+from training.hardware import HardwareConfig, set_up
+from training.optimizer import OptimConfig, Optimizer, lr_factor
 from training.parallel import ALONE
+from training.step import Step, training_step
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,7 +55,8 @@ def test_a_run_reads_shifted_windows_where_it_was_asked_to(tmp_path):
 
 def test_a_run_learns_and_leaves_its_story(tmp_path):
     run_dir = tmp_path / "run"
-    summary = train(small_run(tmp_path, "train.steps=60", "train.eval_every=20", "train.sample_tokens=5"), run_dir)
+    chosen = small_run(tmp_path, "train.steps=60", "train.eval_every=20", "train.sample_tokens=5")
+    summary = train(chosen, run_dir)
     assert summary["val_loss"] < summary["unigram_val_loss"]
     assert summary["steps"] == 60
     written = {p.name for p in run_dir.iterdir()}
@@ -58,6 +66,8 @@ def test_a_run_learns_and_leaves_its_story(tmp_path):
     assert description["evaluation"]["stride_tokens"] == 32
     curve = losses(run_dir)
     assert curve[60] < curve[1] - 1.0
+    rates = {r["step"]: r["lr"] for r in records(run_dir)}
+    assert rates == {step: chosen.optim.lr * lr_factor(step - 1, 60, chosen.optim) for step in rates}
     first = records(run_dir)[0]
     assert first["loss"] == pytest.approx(5.55, abs=0.4)  # log(257): a new model knows nothing
     assert [r["step"] for r in records(run_dir)] == sorted({r["step"] for r in records(run_dir)})
@@ -65,10 +75,77 @@ def test_a_run_learns_and_leaves_its_story(tmp_path):
     assert meta["settings"]["model"]["attention"] == "sdpa"  # the resolved name, never "auto"
 
 
+def test_seeds_decide_the_weights_and_the_windows(tmp_path):
+    def first_step(*overrides: str) -> Step:
+        steps: list[Step] = []
+        train(small_run(tmp_path, "train.steps=1", *overrides), tmp_path / "-".join(overrides), on_step=steps.append)
+        return steps[0]
+
+    one, weights, windows = (first_step(f"train.seed={a}", f"train.data_seed={b}") for a, b in ((1, 5), (2, 5), (1, 6)))
+    assert torch.equal(one.batch[0], weights.batch[0])
+    assert one.loss != weights.loss
+    assert not torch.equal(one.batch[0], windows.batch[0])
+
+
+def test_the_best_is_that_of_all_evaluations_and_not_of_the_last_two(tmp_path, monkeypatch):
+    measured = iter((3.0, 1.0, 4.0, 2.0))
+    monkeypatch.setattr(
+        program.Stepper, "evaluate", lambda self, windows: {"val_loss": next(measured), "val_bits_per_byte": 1.0}
+    )
+    summary = train(small_run(tmp_path, "train.steps=4", "train.eval_every=1"), tmp_path / "run")
+    assert (summary["val_loss"], summary["best_val_loss"]) == (2.0, 1.0)
+    assert open_checkpoint(tmp_path / "run" / "checkpoints" / "best").step == 2
+
+
 def test_the_end_of_a_document_is_no_text(tmp_path):
     """Else bits per byte of many short documents would be far too few."""
     bytes_, tokens = build_tokenizer("bytes"), torch.tensor([[97, 256, 98, 256]])
-    assert EvaluationSet.of((tokens, tokens), bytes_).bytes == 2
+    windows = EvaluationSet.of((tokens, tokens), bytes_)
+    assert windows.bytes == 2
+    assert windows.metrics(math.log(8)) == pytest.approx(  # 4 tokens of 3 bits for 2 bytes
+        {"val_loss": math.log(8), "val_perplexity": 8.0, "val_bits_per_byte": 6.0}
+    )
+    assert windows.metrics(800.0)["val_perplexity"] == math.inf
+
+
+@pytest.mark.parametrize("end_of_text", [None, 9])
+def test_an_evaluation_is_the_mean_over_its_tokens(end_of_text):
+    """However many windows are computed at a time; without dropout, and the model's mode is as before."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(1, 2, n_embd=32, dropout=0.5, attention="naive", loss="plain"), 10, 8)
+    inputs, targets = torch.randint(9, (2, 5, 8))
+    inputs[:, 3] = 9
+    evaluated = EvaluationSet(inputs, targets, 1)
+    hardware = set_up(HardwareConfig(device="cpu", dtype="float32"))
+    for training in (True, False):
+        model.train(training)
+        found = [evaluate(model, evaluated, size, hardware, end_of_text)["val_loss"] for size in (1, 2, 5)]
+        assert model.training is training
+    model.eval()
+    parts = [slice(0, 8)] if end_of_text is None else [slice(0, 3), slice(3, 8)]
+    logits = torch.cat([model(inputs[:, part]) for part in parts], 1)
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    assert found == pytest.approx([expected] * 3, rel=1e-6)
+
+
+def test_each_micro_batch_has_the_documents_of_its_own_rows():
+    torch.manual_seed(0)
+    inputs, targets = torch.randint(9, (2, 4, 8))
+    inputs[0, 3] = inputs[2, 5] = 9
+    first, found = GPT(GPTConfig(1, 2, n_embd=32, attention="naive", loss="plain"), 10, 8), []
+    hardware = set_up(HardwareConfig(device="cpu", dtype="float32"))
+    for size in (1, 2, 4):
+        model = copy.deepcopy(first)
+        optimizer = Optimizer(model, OptimConfig())
+        step = training_step(model, optimizer, inputs, targets, size, hardware, document_starts(inputs, 9))
+        found.append([value.item() for value in step])
+    assert found[0] == pytest.approx(found[2], rel=1e-5)
+    assert found[1] == pytest.approx(found[2], rel=1e-5)
+
+
+def test_a_unigram_model_counts_each_token_once_more():
+    expected = -sum(math.log(count / 6) for count in (3, 1)) / 2
+    assert unigram_loss(np.array([0, 0, 1], np.uint16), torch.tensor([[0, 2]]), 3) == pytest.approx(expected)
 
 
 def test_the_others_wait_while_the_first_reads_all_of_the_text(tmp_path, monkeypatch):

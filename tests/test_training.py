@@ -23,7 +23,7 @@ from training.hardware import HardwareConfig, set_up
 from training.log import LoggerConfig, RunLog
 from training.optimizer import OptimConfig, Optimizer, lr_factor
 from training.random_states import random_states, restore_random_states
-from training.speed import mfu, model_flops
+from training.speed import Speed, mfu, model_flops, peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -170,6 +170,20 @@ def test_mfu_is_absent_where_the_peak_is_unknown():
     assert mfu(1e9, 1e5, 1e15) == pytest.approx(0.1)
 
 
+def test_mfu_is_a_share_of_all_gpus_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    now = iter((0.0, 0.5))
+    monkeypatch.setattr("training.speed.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    gpu, model = torch.device("cuda"), GPT(GPTConfig(1, 1, n_embd=8, attention="naive", loss="plain"), 16, 4)
+    two = SimpleNamespace(device=gpu, dtype=torch.bfloat16, world=SimpleNamespace(size=2), synchronize=lambda: None)
+    speed = Speed(model, two, batch_tokens=1000, step=3)
+    flops, peak = model_flops(model), peak_flops(gpu, torch.bfloat16)
+    assert speed.lap(5) == pytest.approx({
+        "tokens_per_second": 4000, "mfu": 2000 * flops["causal"] / peak, "mfu_full": 2000 * flops["full"] / peak,
+    })  # fmt: skip
+    assert peak_flops(gpu, torch.float32) is peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
 # --- hardware
 
 
@@ -243,6 +257,19 @@ def test_metrics_are_one_json_object_a_step(tmp_path):
         opened.metrics(1, {"loss": 2.5, "mfu": None})
         opened.metrics(2, {"loss": math.inf})
     assert records(tmp_path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}]
+
+
+def test_a_line_says_how_long_it_took_and_will_take(tmp_path, monkeypatch, capsys):
+    """At the pace since this process's first line, which compiled."""
+    now = iter((100.0, 140.0))
+    monkeypatch.setattr("training.log.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    with log(tmp_path, steps=200) as opened:
+        opened.metrics(1, {"loss": 1.0, "seconds": 59.6})
+        opened.metrics(5, {"loss": 1.0, "seconds": 3700.0})
+    assert [line.partition("elapsed ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "1:00",
+        "1:01:40  ETA 32:30",  # 195 steps of 10 s
+    ]
 
 
 def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
