@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
-from math import pi
+from math import ceil, pi
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +243,7 @@ def network(config: GPTConfig, seq_len: int, *, vocab_size: int | None) -> Findi
     elif config.name is None and config.head_dim > 2 and period < seq_len:
         said += f"; the slowest rotary pair turns once in {period:,.0f} tokens, fewer than data.seq_len={seq_len}"
         least = (seq_len / (2 * pi)) ** (config.head_dim / (config.head_dim - 2))
-        fix = f"model.rope_base={least:.0f} or more"
+        fix = f"model.rope_base={ceil(least)} or more"
     return Finding(said, fix, {"parameters": parameters}, value=parameters)
 
 

@@ -292,6 +292,14 @@ def test_a_misconfiguration_has_a_named_fix(case, place):
     assert not others, "one fault, one fix"
 
 
+def test_the_rope_base_that_is_advised_is_the_least_that_is_enough():
+    config = GPTConfig(1, 1, n_embd=16, rope_base=2.0, attention="naive", loss="plain")
+    advised = doctor.network(config, 32, vocab_size=None).fix
+    least = int(re.fullmatch(r"model\.rope_base=(\d+) or more", advised)[1])
+    assert doctor.network(replace(config, rope_base=least), 32, vocab_size=None).fix is None
+    assert doctor.network(replace(config, rope_base=least - 1), 32, vocab_size=None).fix == advised
+
+
 def test_the_gpu_of_the_run_is_looked_at(place):
     """Whoever took another one, as the note says, would read the same note again."""
     gpu_with(40 * 2**30)(place)
