@@ -313,6 +313,8 @@ def test_the_best_loss_is_of_what_is_evaluated_now(tmp_path):
     ended = train(small_run(tmp_path, "train.steps=40", "optim.lr=1e-2"), run_dir)
     same = train(small_run(tmp_path, "train.steps=40", f"resume={run_dir}"), run_dir)
     assert same["best_val_loss"] == ended["best_val_loss"]
+    fewer = train(small_run(tmp_path, "train.steps=40", f"resume={run_dir}", "train.eval_windows=2"), run_dir)
+    assert fewer["best_val_loss"] == fewer["val_loss"] != same["val_loss"]
     begun = train(small_run(tmp_path, "train.steps=41", f"resume={run_dir}", f"data.files={other}"), run_dir)
     assert begun["best_val_loss"] == begun["val_loss"] > ended["best_val_loss"]
     assert open_checkpoint(run_dir / "checkpoints" / "best").step == 41
