@@ -136,3 +136,4 @@ def test_what_is_due_after_a_step():
     assert [step for step in range(1, 26) if config.is_observed(step)] == [1, 7, 10, 14, 20, 21, 25]
     assert replace(config, seed=3).window_seed == 3
     assert replace(config, seed=3, data_seed=5).window_seed == 5
+    assert replace(config, seed=3, data_seed=0).window_seed == 0
