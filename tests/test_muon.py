@@ -128,6 +128,7 @@ def test_it_is_pytorchs_muon_but_for_newton_schulz(monkeypatch):
     monkeypatch.setattr(muon, "orthogonalize", theirs_of_each)
     own = {"momentum": 0.9, "beta1": 0.8, "beta2": 0.98, "weight_decay": 0.3}  # none of them a default
     net, optimizer = built(grad_clip=0.0, muon_dtype="bfloat16", lr=0.01, muon_lr_ratio=2.0, **own)
+    assert optimizer.optimizers[0].defaults["betas"] == (0.8, 0.98)  # four steps say little of them
     peer, start = copy.deepcopy(net), copy.deepcopy(list(net.parameters()))
     matrices = [p for name, p in peer.named_parameters() if name.startswith("blocks.")]
     theirs = torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.3)

@@ -69,6 +69,11 @@ def test_wsd_is_flat_then_linear():
     assert lr_factor(99, 100, replace(config, decay_fraction=0.0)) == 1.0
 
 
+def test_a_warm_up_as_long_as_the_run_has_no_room():
+    config = OptimConfig(warmup_steps=50)
+    assert [config.warmup_within(steps) for steps in (49, 50, 51)] == [4, 5, 50]
+
+
 def test_no_warmup():
     assert lr_factor(0, 10, OptimConfig(warmup_steps=0, schedule="constant")) == 1.0
 
@@ -192,6 +197,15 @@ def test_named_hardware_that_is_absent_raises():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=r"hardware\.device=cuda .*use hardware.device=cpu"):
         set_up(HardwareConfig(device="cuda"))
+
+
+def test_threads_and_tf32_are_as_configured(monkeypatch):
+    said: list[int | str] = []
+    monkeypatch.setattr(torch, "set_num_threads", said.append)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
+    set_up(HardwareConfig(device="cpu", num_threads=3, tf32=False))
+    set_up(HardwareConfig(device="cpu"))
+    assert said == [3, "highest", "high"]
 
 
 def test_a_mac_where_pytorch_takes_it(monkeypatch):
