@@ -96,7 +96,7 @@ def tokenize(
         if first and counts.documents:
             counts.tokens += 1
             yield end_of_text
-        counts.documents += first or not counts.documents
+        counts.documents += first
         counts.tokens += len(tokens)
         counts.bytes += size
         yield tokens
