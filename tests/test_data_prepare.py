@@ -394,6 +394,7 @@ def test_cache_that_cannot_be_written(corpus, tmp_path):
         (b"ok\xff\xfe", "a.txt", "not UTF-8 (byte 2)"),
         (b"\x1f\x8b\x08\x00", "a.txt.gz", "not UTF-8 (byte 1); unpack it"),
         (b"x" * (1 << 22) + "é".encode()[:1] + b"z", "a.txt", "not UTF-8 (byte 4,194,304)"),
+        (b"x" * ((1 << 22) - 1) + "é".encode()[:1] + b"z", "a.txt", "not UTF-8 (byte 4,194,303)"),  # in two blocks
         (b'{"text": "a"}\n{"text": ', "a.jsonl", "cannot be read as json"),
         (b'{"content": "a"}\n', "a.jsonl", 'no column "text", only content'),
         (b'{"text": "a"}\n{"text": null}\n', "a.jsonl", 'row 2 has no text in its column "text"'),

@@ -26,6 +26,7 @@ from tests.runs import CORPUS, SMALL, contents, metrics, settings, told
 from training.checkpoint import META, open_checkpoint
 from training.hardware import set_up
 from training.optimizer import Optimizer, lr_factor
+from training.parallel import World
 from training.resume import earlier_settings, settings_as_asked
 from training.speed import measured_forward, slow_on_a_cpu
 from training.stop import resume_command, shell_command
@@ -362,17 +363,19 @@ def test_a_warm_up_that_reaches_into_the_decay_is_followed_by_all_of_it():
 def test_a_large_model_on_a_cpu_is_announced_with_its_hours(monkeypatch):
     run = settings("model=gpt2_124m", "optim=muon", "optim.muon_dtype=bfloat16")
 
-    def said(optim, bfloat16: float, config=run.model, forward=2.7) -> str | None:
+    def said(optim, bfloat16: float, config=run.model, forward=2.7, processes=1) -> str | None:
         model = GPT(resolve_model(config, "cpu", torch.float32)[0], 50257, 1024, device="meta")
         monkeypatch.setattr("training.speed.measured_forward", lambda *_: forward)
         monkeypatch.setattr("training.speed.measured_rate", {torch.float32: 1e11, torch.bfloat16: bfloat16}.get)
-        return slow_on_a_cpu(model, optim, set_up(run.hardware), batch_tokens=4096, steps=300)
+        hardware = replace(set_up(run.hardware), world=World(size=processes))
+        return slow_on_a_cpu(model, optim, hardware, batch_tokens=4096, steps=300)
 
     # a backward takes two of four sequences' forwards, 2.7 s each: 32 s in all; Newton-Schulz: 4 x (4 m^2 n + 2 m^3)
     # for 12 layers of (2304, 768), (768, 768) and twice (3072, 768): 1.22e12 FLOPs
     assert said(run.optim, 1e11).startswith(
         "about 45 s a step on this CPU, 27% of it in Muon's Newton-Schulz iteration"
     )
+    assert said(run.optim, 1e11, processes=2).startswith("about 28 s a step")  # each has half of the sequences
     slow = said(run.optim, 1e10)
     assert slow.startswith("about 154 s a step")
     assert slow.endswith(
