@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from data import build_tokenizer, tokenizer_from_state, tokenizer_state
 from data.tokenize import PIECE_CHARACTERS, Counts, head, pieces, tail, tokenize
+from data.tokenizer import END_OF_TEXT
 from data.tokenizer_file import FileEncoding
+from data.tokenizer_json import tokenizer_json
 from training.evaluate import whole_words
 
 # many line ends, blanks and apostrophes, where GPT-2's pattern is touchy
@@ -82,6 +84,19 @@ def test_stored_tokenizer_is_the_same(encoding):
     again = tokenizer_from_state(stored)
     assert again.encode_ordinary("a bé\n") == encoding.encode_ordinary("a bé\n")
     assert (again.n_vocab, again.eot_token, again.name) == (encoding.n_vocab, encoding.eot_token, encoding.name)
+
+
+def test_a_tokenizer_json_neither_cuts_nor_pads_a_text():
+    """Those of many models are saved with such settings: whatever came after the first 512 tokens would be lost."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs transformers: uv run --group hf")
+    ours = build_tokenizer("bytes")
+    inner = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(ours)))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=6)
+    theirs = FileEncoding("theirs", json.dumps({"end_of_text": END_OF_TEXT, "tokenizer": json.loads(inner.to_str())}))
+    for text in ("ab", "abcdefgh", END_OF_TEXT):
+        assert theirs.encode_ordinary(text) == ours.encode_ordinary(text)
+    assert (theirs.n_vocab, theirs.eot_token) == (257, 256)
 
 
 def test_tokens_of_sentencepiece_are_streamed_with_their_blanks_and_bytes(tmp_path):
