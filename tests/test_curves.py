@@ -182,6 +182,14 @@ def test_half_a_last_line_is_left_out(tmp_path):
     assert read_run(run)["records"][2] == {"step": 3, "val_loss": 2.5, "tokens": 24, "seconds": 1.0}
 
 
+def test_each_step_is_counted_at_the_rate_that_was_measured_for_it(tmp_path):
+    """One without a rate, the first of a process, at that of the steps after it."""
+    rates = {1: None, 2: 10.0, 3: 20.0, 4: None, 5: 40.0}
+    lines = [{"step": step, "tokens": 20 * step, "tokens_per_second": rate} for step, rate in rates.items()]
+    records = read_run(written(tmp_path / "run", lines))["records"]
+    assert [each["training_seconds"] for each in records] == [2.0, 4.0, 5.0, 5.5, 6.0]
+
+
 def test_runs_are_compared_by_the_time_of_their_steps(tmp_path, capsys, drawn):
     """The first one of a sweep starts up and compiles for the others: its curve was shifted, a cell was empty."""
     rates = [record(step, tokens_per_second=8.0) for step in (2, 4)]
