@@ -18,7 +18,7 @@ from tests.runs import SMALL, small_run, told
 from tests.test_text import Echo
 from train import train
 from training import comparison, curves
-from training.comparison import compare, labels, runs_below, show_sweep, state
+from training.comparison import compare, labels, loss_at, runs_below, show_sweep, state
 from training.curves import LossPicture, draw_run, read_run
 from training.lock import locked
 
@@ -180,6 +180,14 @@ def test_half_a_last_line_is_left_out(tmp_path):
         file.write('{"step": 5, "lo')
     assert [r["step"] for r in read_run(run)["records"]] == [1, 2, 3, 4]
     assert read_run(run)["records"][2] == {"step": 3, "val_loss": 2.5, "tokens": 24, "seconds": 1.0}
+
+
+def test_the_speed_of_a_run_is_the_median_and_before_its_first_record_it_has_no_loss(tmp_path, drawn):
+    lines = [record(step, tokens_per_second=rate) for step, rate in ((1, 30.0), (2, 10.0), (3, 20.0))]
+    folder = written(tmp_path / "run", lines)
+    assert compare([folder], tmp_path / "x.png")["runs"][0]["tokens_per_second"] == 20
+    run = read_run(folder)
+    assert (loss_at(run, "step", 0.5), loss_at(run, "step", 1)) == (None, lines[0]["loss"])
 
 
 def test_each_step_is_counted_at_the_rate_that_was_measured_for_it(tmp_path):
