@@ -241,3 +241,8 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
         cache.fork(0, 1)
     check_pages(cache)
     assert cache.reserved == [40, -1]
+    cache.allocate(1)
+    with pytest.raises(ValueError, match="row 1 of the KV cache needs a page, 1 with the other rows, and 0 of 3 are"):
+        cache.extend([1], 1)
+    check_pages(cache)
+    assert cache.reserved == [40, 0]

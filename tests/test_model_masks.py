@@ -9,6 +9,7 @@ from data import document_starts
 from kernels import place_documents
 from model import GPT, GPTConfig, resolve_attention, resolve_model
 from model.gpt import positions_in
+from model.masks import Pattern, mask_mod
 from scripts.causality import probe
 from tests.runs import settings
 from training.hardware import Hardware
@@ -166,6 +167,29 @@ def test_documents_are_checked_before_they_go_to_the_gpu():
 # ---- model.mask
 
 MASKS = ({"mask": "prefix:3", "window": 4}, {"mask": "bigbird:2", "window": 3}, {"mask": "dilated:3", "window": 5})
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "seen"),
+    [
+        ("prefix:3", 4, {1: [0, 1, 2], 20: [0, 1, 2, 17, 18, 19, 20]}),
+        ("prefix:3", None, {1: [0, 1, 2], 5: [0, 1, 2, 3, 4, 5]}),
+        ("bigbird:2", 3, {1: [0, 1], 20: [0, 1, 18, 19, 20]}),
+        ("dilated:3", 5, {1: [1], 20: [8, 11, 14, 17, 20]}),
+    ],
+)
+def test_a_mask_shows_the_tokens_that_its_name_says(mask, window, seen):
+    pattern = Pattern(mask, window, SEQ_LEN, "cpu")
+    shown = pattern(SEQ_LEN).dense()[0, 0]
+    assert {query: shown[query].nonzero().flatten().tolist() for query in seen} == seen
+    shorter = Pattern(mask, window, 2, "cpu")(2)  # whose bits show no key behind its last
+    assert all(map(torch.equal, pattern(2)[:3], shorter[:3]))
+
+
+def test_bigbird_shows_one_far_block_in_twenty():
+    blocks = torch.arange(400)
+    shown = mask_mod("bigbird:1", 1)(0, 0, 64 * blocks[200:, None], 64 * blocks[None, 1:200])
+    assert 0.045 < shown.float().mean() < 0.055
 
 
 @pytest.mark.parametrize("kind", MASKS, ids=lambda kind: kind["mask"])

@@ -239,6 +239,15 @@ def test_frequencies_follow_the_truncated_distribution(top_k, top_p, kept):
     assert (actual - expected).abs().max() < 0.01  # four standard errors of a share of 0.4
 
 
+def test_a_share_that_reaches_p_exactly_ends_the_nucleus():
+    """And a number that is exactly the mass of the first tokens draws the next one."""
+    uniform = torch.tensor([0.0, 0.25, 0.5, 0.9999], dtype=torch.float64)
+    logits = torch.zeros(4, 4)  # of which each has a share of exactly 0.25
+    assert choose_next_token(logits, uniform).tolist() == [0, 1, 2, 3]
+    assert choose_next_token(logits, uniform, top_p=0.5).tolist() == [0, 0, 1, 1]
+    assert choose_next_token(logits, uniform.new_ones(4), top_p=0.7).tolist() == [2] * 4  # as float32 may round it
+
+
 def test_numbers_drawn_on_the_host_serve_logits_of_a_gpu():
     """As a model of transformers hands them over; `Generation` has them on the device already."""
     with FakeTensorMode():
@@ -265,6 +274,12 @@ def test_equal_logits_come_in_the_order_of_their_ids(values, count):
         assert ids[0].tolist() == order
         assert found.dtype == torch.float64
         assert found[0].tolist() == [logits[0, i].item() for i in order]
+
+
+def test_ids_of_more_than_16_bits_are_whole():
+    logits = torch.zeros(1, 70_000, dtype=torch.bfloat16)
+    logits[0, [69_999, 3, 66_000]] = 1.0
+    assert likeliest(logits, 4)[1].tolist() == [[3, 66_000, 69_999, 0]]
 
 
 @pytest.mark.parametrize(
