@@ -94,32 +94,33 @@ def test_rows_in_pages_attend_to_their_own_tokens(monkeypatch):
         assert cache.lengths.tolist() == cache.reserved == [-1, 21, 24]
 
 
-@pytest.mark.parametrize("attend", [attention.flash, attention.sdpa])
+@pytest.mark.parametrize("attend", [attention.flash, attention.naive])
 @pytest.mark.parametrize("make", [paged, lambda: KVCache(CONFIG, 3, 64, DEVICE)])
-def test_prompts_are_read_without_padding(make, attend):
+@pytest.mark.parametrize("counts", [{2: 17, 0: 5}, {2: 11, 0: 11}])
+def test_prompts_are_read_without_padding(counts, make, attend):
     """Rows read end to end attend within themselves, and what they leave in the cache serves the next token."""
-    cache, counts = make(), {2: 17, 0: 5}
+    cache, options = make(), {"window": (5, -1), "scale": 0.5}
     for row, count in counts.items():
         cache.allocate(row)
         cache.extend([row], count)
     prompts = cache.prompts(list(counts))
-    assert prompts.positions(1, 22).tolist() == [*range(17), *range(5)]
+    assert prompts.positions(1, 22).tolist() == [*range(counts[2]), *range(counts[0])]
     q, k, v = tokens(1, 22, 0)
-    o = prompts.attend(0, q, k, v, attend)
+    o = prompts.attend(0, q, k, v, attend, **options)
     prompts.advance(22)
-    parts = {2: slice(0, 17), 0: slice(17, 22)}
+    parts = {2: slice(0, counts[2]), 0: slice(counts[2], 22)}
     for part in parts.values():
-        expected = naive_attention(*(x[:, :, part] for x in (q, k, v)), causal=True)
+        expected = naive_attention(*(x[:, :, part] for x in (q, k, v)), causal=True, **options)
         torch.testing.assert_close(o[:, :, part], expected, rtol=1e-4, atol=1e-5)
-    assert prompts.last.tolist() == [16, 21]
-    assert cache.lengths.tolist() == cache.reserved == [5, -1, 17]
+    assert prompts.last.tolist() == [counts[2] - 1, 21]
+    assert cache.lengths.tolist() == cache.reserved == [counts[0], -1, counts[2]]
     cache.extend([0, 2], 1)
     new = tokens(3, 1, 1)
-    o = cache.attend(0, *new, attention.naive)
+    o = cache.attend(0, *new, attention.naive, **options)
     for row, part in parts.items():
         one = [x[:, :, row : row + 1] for x in new]
         keys, values = (torch.cat((x[:, :, part], y), 2) for x, y in zip((k, v), one[1:], strict=True))
-        expected = naive_attention(one[0], keys, values, causal=True)
+        expected = naive_attention(one[0], keys, values, causal=True, **options)
         torch.testing.assert_close(o[:, :, row : row + 1], expected, rtol=1e-4, atol=1e-5)
 
 

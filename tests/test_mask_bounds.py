@@ -14,9 +14,16 @@ WHERE = torch.arange(300, device=DEVICE) // 70
 LARGE = torch.tensor([-(2**63), -(2**62), 2**62, 2**63 - 1], device=DEVICE)[WHERE.clamp(max=3)]
 NARROW = torch.tensor([-128, -100, 100, 127], dtype=torch.int8, device=DEVICE)[WHERE.clamp(max=3)]
 HUNDRED = torch.tensor(100, device=DEVICE)
+EDGE = torch.tensor([[-2, -1], [1, 2]], device=DEVICE)
 SEEN = torch.tensor([[True, False, True], [False, True, True], [True, True, True]], device=DEVICE)
 EXACT_AND_MIXED = {
     "comparisons": lambda b, h, q, k: ((q < k) ^ (q <= k - 3)) | ((q > k + 200) & (k >= h)) | (k <= 5),
+    "less at an edge": lambda b, h, q, k: q < k + EDGE[b, h],
+    "at most at an edge": lambda b, h, q, k: q <= k + EDGE[b, h],
+    "more at an edge": lambda b, h, q, k: q > k + EDGE[b, h],
+    "at least at an edge": lambda b, h, q, k: q >= k + EDGE[b, h],
+    "equal at an edge": lambda b, h, q, k: q == k + EDGE[b, h],
+    "unequal at an edge": lambda b, h, q, k: q != k + EDGE[b, h],
     "not equal": lambda b, h, q, k: (WHERE[q] != WHERE[k]) & ~((q == k) | (k != q + 130)) | (q - k == 7),
     "signs": lambda b, h, q, k: ((-q + k).abs() < 90) | (200 - k < q - 250) | (abs(q - k + 3) > 220),
     "whole numbers": lambda b, h, q, k: ((q - k) // 100 == 1) | ((q - k + 40) % 256 < 17) | ((q - 150) // 64 < -1),
