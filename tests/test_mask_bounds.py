@@ -15,6 +15,7 @@ LARGE = torch.tensor([-(2**63), -(2**62), 2**62, 2**63 - 1], device=DEVICE)[WHER
 NARROW = torch.tensor([-128, -100, 100, 127], dtype=torch.int8, device=DEVICE)[WHERE.clamp(max=3)]
 HUNDRED = torch.tensor(100, device=DEVICE)
 EDGE = torch.tensor([[-2, -1], [1, 2]], device=DEVICE)
+HUNDREDS = torch.tensor([0, 100, 200], device=DEVICE)
 SEEN = torch.tensor([[True, False, True], [False, True, True], [True, True, True]], device=DEVICE)
 EXACT_AND_MIXED = {
     "comparisons": lambda b, h, q, k: ((q < k) ^ (q <= k - 3)) | ((q > k + 200) & (k >= h)) | (k <= 5),
@@ -27,8 +28,13 @@ EXACT_AND_MIXED = {
     "not equal": lambda b, h, q, k: (WHERE[q] != WHERE[k]) & ~((q == k) | (k != q + 130)) | (q - k == 7),
     "signs": lambda b, h, q, k: ((-q + k).abs() < 90) | (200 - k < q - 250) | (abs(q - k + 3) > 220),
     "whole numbers": lambda b, h, q, k: ((q - k) // 100 == 1) | ((q - k + 40) % 256 < 17) | ((q - 150) // 64 < -1),
+    "the largest remainder": lambda b, h, q, k: (q - k) % 100 == 99,
+    "negated": lambda b, h, q, k: -(q - k) < 90,
+    "taken from a number": lambda b, h, q, k: 200 - (q - k) < 120,
+    "from a table's end": lambda b, h, q, k: HUNDREDS[q // 128 - k // 128] > 150,
     "negative divisors": lambda b, h, q, k: ((q - k) // -100 == 1) | ((q - k) % -90 < -80),
     "where": lambda b, h, q, k: torch.where(q < 130, k < 100, torch.where(k <= q, q - k, 700 - k)) < 140,
+    "where, the smaller one last": lambda b, h, q, k: torch.where(k <= q, 700 - k, q - k) < 140,
     "where of booleans": lambda b, h, q, k: torch.where(k <= q, WHERE[q] == WHERE[k], k > 250),
     "logic by name": lambda b, h, q, k: torch.logical_and(k <= q, torch.logical_not((q ^ 3) == (k & 5) + (q | k))),
     "logic beside a number": lambda b, h, q, k: ((k <= q) ^ 2 == 2) | ((k > 250) & 1 == 1) & (q > 280),

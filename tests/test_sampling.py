@@ -356,15 +356,16 @@ def test_logits_that_are_no_numbers_choose_a_token_that_there_is():
 # ---- the loop
 
 
-def uncached(model: GPT, tokens: list[int], count: int) -> list[int]:
-    """`count` greedy tokens by the definition: a whole forward for each."""
+def uncached(model: GPT, tokens: list[int], count: int, temperature: float = 0.0) -> list[int]:
+    """`count` tokens of seed 0 by the definition: a whole forward for each."""
+    uniform = torch.rand(count, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     tokens, first, length = list(tokens), max(0, len(tokens) - SEQ_LEN), len(tokens)  # `first`: of the context
     with torch.no_grad():
-        for _ in range(count):
+        for number in uniform:
             if len(tokens) - first > SEQ_LEN:
                 first = len(tokens) - SEQ_LEN // 2
             context = torch.tensor([tokens[first:]], device=model.embedding.weight.device)
-            tokens.append(model(context)[0, -1].argmax().item())
+            tokens.append(choose_next_token(model(context)[0, -1:], number, temperature=temperature).item())
     return tokens[length:]
 
 
@@ -376,11 +377,13 @@ def test_greedy_text_is_that_of_uncached_forwards(num_kv_heads):
     assert len(set(expected)) > 2  # a text that repeats one token would prove little
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("length", [30, SEQ_LEN, 50])
-def test_beyond_seq_len_the_last_half_is_read_again(length):
+def test_beyond_seq_len_the_last_half_is_read_again(length, temperature):
     model = small_gpt().eval()
     tokens = prompt(length)[0].tolist()
-    assert text(model, tokens, max_new_tokens=40, temperature=0.0) == [uncached(model, tokens, 40)]
+    expected = uncached(model, tokens, 40, temperature)
+    assert text(model, tokens, max_new_tokens=40, temperature=temperature) == [expected]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
