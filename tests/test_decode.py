@@ -528,6 +528,10 @@ def test_a_cpu_without_triton_runs_the_definition(cached, monkeypatch):
     theirs = [x.clone() for x in (keys, values)], {n: x.clone() for n, x in named.items()}
     o = flash_attention_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths, **named)
     assert torch.equal(o, naive_attention_with_kvcache(q, *theirs[0], k, v, cache_seqlens=lengths, **theirs[1]))
+    for absent in (-1, -40):
+        o = flash_attention_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths.new_tensor([3, absent]), **named)
+        assert o[0].any()
+        assert not o[1].any()
     with pytest.raises(ValueError, match=r"row 1 has 39 tokens in the cache, 0 of them padding, and 2 new ones; the c"):
         flash_attention_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths.new_tensor([5, 39]), **named)
     table = torch.zeros(2, 3, dtype=torch.int32)
@@ -535,6 +539,22 @@ def test_a_cpu_without_triton_runs_the_definition(cached, monkeypatch):
     pages, scales = keys.new_zeros(6, 2, 16, 16), {n: torch.ones(6, 2, 16) for n in named}
     with pytest.raises(ValueError, match=r"row 0 of block_table has a page that is not from 0 to 5"):
         flash_attention_with_kvcache(q, pages, pages, cache_seqlens=lengths, block_table=table, **scales)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_token_of_zeros_is_zeros_in_eight_bits(stored, monkeypatch):
+    """Its largest magnitude is no scale to divide by."""
+    for interpreted in (False, True):
+        for module in ("kernels.decode", "kernels.support"):
+            monkeypatch.setattr(f"{module}.interpreting", lambda answer=interpreted: answer)
+        keys, values = (torch.zeros(1, 1, 16, 16).to(stored) for _ in range(2))
+        scales = [torch.ones(1, 1, 16) for _ in range(2)]
+        o = flash_attention_with_kvcache(
+            torch.ones(1, 1, 1, 16), keys, values, *torch.zeros(2, 1, 1, 1, 16), k_scale=scales[0], v_scale=scales[1],
+            cache_seqlens=torch.zeros(1, dtype=torch.int32),
+        )  # fmt: skip
+        assert o.eq(0).all()
+        assert 0 < scales[1][0, 0, 0] < 1e-15
 
 
 @pytest.mark.parametrize("odd", ["new", "cache", "offset"])
@@ -608,6 +628,9 @@ MISTAKES = {
     "k_cache has head_dim 32 but q has 16": {"k_cache": torch.zeros(2, 2, 40, 32)},
     "v is None; pass k and v, or neither": {"k": torch.zeros(2, 2, 1, 16)},
     "k has shape (2, 2, 3, 16)": {"k": torch.zeros(2, 2, 3, 16), "v": torch.zeros(2, 2, 3, 16)},
+    "k has shape (2, 2, 1, 16) and dtype torch.float16; expected (2, 2, 1, 16), the tokens of q, and torch.float32": {
+        "k": torch.zeros(2, 2, 1, 16).half(), "v": torch.zeros(2, 2, 1, 16).half()
+    },
     "cache_seqlens has dtype torch.int64 and shape (2,); expected int32": {"cache_seqlens": torch.zeros(2).long()},
     "cache_leftpad has dtype torch.float32": {"cache_leftpad": torch.zeros(2)},
     "k_cache has batch size 3 but q has 2": {"k_cache": torch.zeros(3, 2, 4, 16), "v_cache": torch.zeros(3, 2, 4, 16)},

@@ -32,6 +32,7 @@ EXACT_AND_MIXED = {
     "negated": lambda b, h, q, k: -(q - k) < 90,
     "taken from a number": lambda b, h, q, k: 200 - (q - k) < 120,
     "from a table's end": lambda b, h, q, k: HUNDREDS[q // 128 - k // 128] > 150,
+    "halves": lambda b, h, q, k: (q - k) + 0.5 > 255.25,
     "negative divisors": lambda b, h, q, k: ((q - k) // -100 == 1) | ((q - k) % -90 < -80),
     "where": lambda b, h, q, k: torch.where(q < 130, k < 100, torch.where(k <= q, q - k, 700 - k)) < 140,
     "where, the smaller one last": lambda b, h, q, k: torch.where(k <= q, 700 - k, q - k) < 140,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from model import ATTENTION, GPT, GPTConfig, resolve_attention, resolve_model
 from model.attention import attend_with
 from model.embedding import embed, embedding_bwd
+from model.gpt import rope_tables
 
 VOCAB = 65  # padded to 128
 SEQ_LEN = 32
@@ -159,7 +160,6 @@ def test_order_matters():
 
 def test_rotary_scores_depend_on_distance_alone():
     from kernels.fused.rotary import rotate
-    from model.gpt import rope_tables
 
     cos, sin = rope_tables(SEQ_LEN, 16, 10000.0)
     q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(0))
@@ -169,6 +169,14 @@ def test_rotary_scores_depend_on_distance_alone():
 
     torch.testing.assert_close(score(9, 4), score(25, 20))
     assert (score(9, 4) - score(9, 5)).abs() > 1e-3
+
+
+def test_rotary_angles_are_exact_at_positions_far_out():
+    cos, sin = rope_tables(40_001, 16, 10000.0)
+    for pair in range(8):
+        angle = 40_000 * 10000.0 ** (-pair / 8)
+        assert abs(cos[-1, 0, pair].item() - math.cos(angle)) < 1e-6
+        assert abs(sin[-1, 0, 8 + pair].item() - math.sin(angle)) < 1e-6
 
 
 def test_logits_cover_the_vocabulary_and_not_its_padding():

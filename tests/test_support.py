@@ -182,6 +182,15 @@ def test_a_window_of_booleans_is_refused_after_its_like_in_numbers_too():
         flash_attention(q, k, v, window=(True, 0))
 
 
+def test_slopes_that_ask_for_a_gradient_are_refused_after_their_like_that_do_not_too():
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 2, 4, 4, 16, device=DEVICE))
+    slopes = torch.ones(1, 2, device=DEVICE)
+    for _ in range(2):
+        flash_attention(q, k, v, alibi_slopes=slopes)
+    with pytest.raises(ValueError, match="alibi_slopes asks for a gradient; slopes are constants here"):
+        flash_attention(q, k, v, alibi_slopes=slopes.requires_grad_())
+
+
 DENSE_MISTAKES = {
     "causal is 'yes'; it must be True or False": {"causal": "yes"},
     "window has left bound -2; it must be at least 0, or -1 for no bound": {"window": (-2, 0)},
