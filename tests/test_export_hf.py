@@ -207,6 +207,13 @@ def test_a_pair_without_a_home_is_refused_by_its_key(mlp, changed, remedy):
         huggingface.architecture(GPTConfig(mlp=mlp, **changed))
 
 
+def test_what_the_logits_do_not_show_is_told_too():
+    told = huggingface.config_json(gpt(mlp="swiglu", attention_dropout=0.1), end_of_text=7)
+    assert told["max_position_embeddings"] == 64
+    assert told["attention_dropout"] == 0.1
+    assert told["bos_token_id"] == told["eos_token_id"] == 7
+
+
 def test_nothing_is_overwritten_and_nothing_half_written_is_left(run, tmp_path, monkeypatch, capsys):
     def refused(folder):
         done = told("scripts.export_hf", [f"checkpoint={run}", f"folder={folder}"], monkeypatch, capsys)

@@ -175,14 +175,15 @@ def test_no_heads(attention):
     assert attention(q[:, :0], k, v, causal=True).shape == (2, 0, 5, 8)
 
 
+@pytest.mark.parametrize("attention", [tiled_attention, flash_attention])
 @pytest.mark.parametrize("name", ["alibi_slopes", "dropout_seed", "block_mask"])
-def test_options_that_change_before_the_backward_are_an_error(name):
-    q, k, v = make_qkv(1, 2, 2, 20, 20, 16)
+def test_options_that_change_before_the_backward_are_an_error(name, attention):
+    q, k, v = make_qkv(1, 2, 2, 20, 20, 16, device=DEVICE)
     given = {
         "alibi_slopes": torch.ones(2), "dropout_seed": torch.tensor(5),
         "block_mask": BlockMask.from_dense(torch.ones(20, 20, dtype=torch.bool).tril()),
-    }[name]  # fmt: skip
-    o = tiled_attention(q, k, v, **{name: given}, dropout_p=0.5 if name == "dropout_seed" else 0.0)
+    }[name].to(DEVICE)  # fmt: skip
+    o = attention(q, k, v, **{name: given}, dropout_p=0.5 if name == "dropout_seed" else 0.0)
     (given.bits if name == "block_mask" else given).zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()
@@ -222,6 +223,8 @@ def test_autocast_casts_as_pytorch_does(attention):
     assert o.dtype == torch.bfloat16
     (grad,) = torch.autograd.grad(o.float().sum(), q)
     assert grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which leaves float64 alone
+        assert attention(*_double((1, 2, 2, 5, 5, 16))).dtype == torch.float64
 
 
 @pytest.mark.parametrize("block", ["block_q", "block_k"])

@@ -343,6 +343,8 @@ def test_a_packing_changed_past_pytorchs_versions_is_looked_at_again_on_a_cpu(ho
 def test_deterministic_may_be_stated():
     q, k, v = make_qkv(1, 1, 1, 4, 4, 16, device=DEVICE)
     assert torch.equal(flash_attention(q, k, v, deterministic=True), flash_attention(q, k, v))
+    with pytest.raises(ValueError, match="deterministic is False; every result here is deterministic: leave it True"):
+        flash_attention(q, k, v, deterministic=False)
 
 
 @pytest.mark.parametrize(
