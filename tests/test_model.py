@@ -249,6 +249,15 @@ def test_qk_gain_multiplies_the_scores():
     assert not torch.allclose(model(tokens), other(tokens))
 
 
+def test_dropout_is_of_the_embeddings_and_of_what_each_part_adds(monkeypatch):
+    seen, model = [], small_gpt(dropout=0.25)
+    monkeypatch.setattr("model.gpt.F.dropout", lambda x, p, training: seen.append((p, training)) or x)
+    model(batch()[0])
+    model.eval()(batch()[0])
+    places = 1 + 2 * len(model.blocks)
+    assert seen == [(0.25, True)] * places + [(0.25, False)] * places
+
+
 def test_a_context_beyond_seq_len_is_refused():
     with pytest.raises(ValueError, match=r"context of 33 tokens .* seq_len=32"):
         small_gpt()(torch.zeros(1, 33, dtype=torch.int64))
