@@ -103,6 +103,13 @@ def test_a_prompt_read_in_chunks(family, static, in_pytorch):
     close(*with_each(build(family), run))
 
 
+def test_layers_with_scales_of_their_own_share_no_call_over_a_cache(in_pytorch):
+    def run(model):
+        return in_chunks(model, transformers.DynamicCache(config=model.config), padding("left"))
+
+    close(*with_each(build("GPT2", scale_attn_by_inverse_layer_idx=True), run))
+
+
 def generated(model, mask, **options):
     ids = tokens()
     return model.generate(
@@ -192,6 +199,10 @@ def test_dropout_arrives(in_pytorch):
     with torch.no_grad():
         one, two = (model(**batch).logits for _ in range(2))
     assert torch.equal(one, two)
+    model.train()
+    pairs = torch.ones(len(tokens()), 1, tokens().shape[1], tokens().shape[1], dtype=torch.bool).tril()
+    one, two = (model(tokens(), attention_mask=pairs).logits for _ in range(2))
+    assert not torch.equal(one, two)
 
 
 @INTERPRETED

@@ -10,9 +10,26 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import flash_attention, flash_attention_varlen, linear_cross_entropy, rms_norm, support, tiled_attention
-from kernels.call import Options
-from kernels.support import DTYPES, FEATURES, IMPLEMENTATIONS, IN_THE_MASK, KERNELS, features_of, why_not
+from kernels import (
+    BlockMask,
+    flash_attention,
+    flash_attention_varlen,
+    linear_cross_entropy,
+    rms_norm,
+    support,
+    tiled_attention,
+)
+from kernels.call import Options, check_call
+from kernels.support import (
+    DTYPES,
+    FEATURES,
+    IMPLEMENTATIONS,
+    IN_THE_MASK,
+    KERNELS,
+    features_of,
+    why_not,
+    why_not_hopper,
+)
 from model.attention import ATTENTION as MODEL_ATTENTION
 from tests.attention_cases import ATTENTION, OPTIONS, call_for
 from tests.attention_checks import compare_with_oracle, make_qkv
@@ -155,6 +172,20 @@ def test_the_hopper_kernels_take_what_gpts_are_trained_with():
     assert why_not("hopper", torch.bfloat16, ["gqa", "block_mask"]) is None
     reason = why_not("hopper", torch.bfloat16, ["gqa", "dropout"])
     assert reason == "dropout in bfloat16 is not supported by hopper; use the portable kernels"
+
+
+def test_hopper_leaves_the_calls_that_its_kernels_would_get_wrong(monkeypatch):
+    """Without the GPU that it asks for first."""
+    monkeypatch.setattr("kernels.support._no_hopper_device_reason", lambda device: None)
+    q, k, v = make_qkv(1, 4, 2, 40, 40, 64, dtype=torch.bfloat16)
+
+    def reason(heads=1, **options):
+        mask = BlockMask.from_dense(torch.ones(heads, 40, 40, dtype=torch.bool).tril())
+        return why_not_hopper(*check_call(q, k, v, block_mask=mask, **options), backward=True)
+
+    assert reason() is None
+    assert "a block mask may not tell them apart" in reason(heads=4)
+    assert "ALiBi under a block mask" in reason(alibi_slopes=torch.ones(4))
 
 
 def test_a_plain_call_is_asked_without_features():
