@@ -270,12 +270,14 @@ def train_opponent(config: Opponent, lr: float, run: Run, seed: int) -> Iterator
 
 
 def its_own_choices(hardware: Hardware) -> AbstractContextManager:
-    """torch.compile as it is by itself; our runs hold it to choices that are the same in any process."""
+    """torch.compile as it is by itself, without what training/compiler.py sets for our runs."""
     if not hardware.compile:
         return nullcontext()
     from torch._inductor import config as inductor
 
-    return inductor.patch(deterministic=False)
+    return inductor.patch(
+        deterministic=False, fallback_random=False, reorder_for_peak_memory=True, post_grad_custom_pre_pass=None
+    )
 
 
 def _matrices(net: nn.Module) -> int:
