@@ -337,10 +337,13 @@ def run(name: str, settings: EvidenceSettings, run_dir: Path) -> dict:
         verdict = f"exit code {code}, see {folder / 'console.txt'}"
     elif missing:
         verdict = f"no {missing[0]}, see {folder / 'console.txt'}"
-    if not missing and code in (expected, FAILED):  # a verdict that fails is a figure too, and stays
+    # a verdict that fails is a figure too, and stays; a program that broke off has the same exit code and part of them
+    made = [file for found in files.values() for file in found]
+    whole = not any(file.suffix == ".json" and '"unfinished": true' in file.read_text() for file in made)
+    if not missing and code in (expected, FAILED) and whole:
         kept = ROOT / settings.folder / name
         kept.mkdir(parents=True, exist_ok=True)
-        for file in (file for found in files.values() for file in found):
+        for file in made:
             shutil.copy(file, kept)
     return {"name": name, "verdict": verdict, "seconds": round(time.perf_counter() - began, 1)}
 

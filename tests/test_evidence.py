@@ -58,6 +58,20 @@ def test_a_verdict_that_fails_is_kept(tmp_path, monkeypatch):
     assert (tmp_path / "kept" / "parity" / "x" / "parity.json").read_text() == "FAIL"
 
 
+def test_what_a_benchmark_measured_before_it_broke_off_takes_no_record_from_its_place(tmp_path, monkeypatch):
+    """An exception has the exit code of a verdict that fails."""
+
+    def broken(command, **_):
+        Report("masks", tmp_path / "run" / "masks", "none").add({"ms": 1.0})
+        return 1
+
+    write(tmp_path / "kept" / "masks" / "masks.json", {"rows": "all"})
+    monkeypatch.setattr(evidence, "CHILDREN", SimpleNamespace(run=broken))
+    row = evidence.run("masks", evidence.EvidenceSettings(folder=str(tmp_path / "kept")), tmp_path / "run")
+    assert row["verdict"].startswith("exit code 1")
+    assert json.loads((tmp_path / "kept" / "masks" / "masks.json").read_text()) == {"rows": "all"}
+
+
 @pytest.mark.parametrize(
     ("beginning", "at_once", "number"),
     [
