@@ -124,7 +124,7 @@ def over_a_cache_beside_peers(found: Reports) -> Table:
         row["name"] = PEERS.get(row["attention"], "flash")
     calls: dict[tuple, dict[str, float]] = {}  # of a call each attention's time
     for row in rows:
-        calls.setdefault((row["num_heads"], row["context"], row["batch"]), {})[row["attention"]] = row["us"]
+        calls.setdefault((cell("".join(CALL.values()), row), row["batch"]), {})[row["attention"]] = row["us"]
     both = [(us["flash"], [us[name] for name in us.keys() & PEERS]) for us in calls.values() if "flash" in us]
     ahead = [min(peers) / ours for ours, peers in both if peers]
     caption = ""
@@ -281,7 +281,8 @@ def headline(folder: Path) -> str:
             for peer in shown
         ]
         if shown:
-            shapes = len(beside["forward", shown[0]])
+            counts = {len(beside[which, peer]) for which in ("forward", "backward") for peer in shown}
+            shapes = " to ".join(map(str, dict.fromkeys((min(counts), max(counts)))))
             lines.append(
                 f"- **Attention**: {', '.join(speeds)}, geometric means over {shapes} shapes ({_brief(found)})"
             )

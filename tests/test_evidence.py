@@ -202,7 +202,8 @@ def small_evidence(folder):
     write(folder / "parallel" / "step" / "bench_parallel.json", report | {"rows": shared})
     call = {"num_heads": 12, "num_kv_heads": 4, "head_dim": 64, "context": 512, "of_goal": 0.9}
     calls = [call | {"batch": batch, "attention": "flash", "us": 10.0 * batch} for batch in (1, 2)]
-    write(folder / "decode" / "context" / "decode.json", report | {"rows": calls})
+    late = call | {"batch": 4, "attention": "flash", "us": 10.0, "of_goal": 1.01}
+    write(folder / "decode" / "context" / "decode.json", report | {"rows": [*calls, late]})
     peers = [
         call | {"batch": 1, "attention": name, "us": us} for name, us in (("sdpa_cudnn", 30.0), ("sdpa_flash", 25.0))
     ]
@@ -213,6 +214,7 @@ def small_evidence(folder):
         for name in ("gpt", "transformers_static")
         for batch in (1, 64)
     ]
+    speeds += [row | {"choice": "top_k", "tokens_per_second": 7.0} for row in speeds]
     write(folder / "generation" / "bench_generation.json", report | {"rows": speeds})
     raced = [{"name": "ours", "seconds": 2.0, "times": 4.12, "times_best": 3.88}, {"name": "nanoGPT, lr 0.001"}]
     write(folder / "time_to_loss" / "shakespeare" / "time_to_loss.json", report | {"rows": raced, "target": 1.4698})
@@ -221,7 +223,7 @@ def small_evidence(folder):
     write(folder / "parity" / "books" / "parity.json", report | {"noise": noise, "verdicts": {"flash": verdict}})
     stopped = {"early": None, "whole": None}  # its loss was not finite
     failed = verdict | {"passes": False, "distances": stopped}
-    wrong = {"passes": False, "verdicts": {"no rescaling": failed}, "noise": noise}
+    wrong = {"passes": False, "verdicts": {"no rescaling": failed, "flash": verdict}, "noise": noise}
     write(folder / "parity" / "mutants" / "parity.json", report | wrong)
 
 
@@ -249,8 +251,8 @@ def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys):
     assert "| books | flash | pass | 2.0e-05 (1.0e-03) | 3.0e-04 (1.0e-03) | 5.0716 |" in text
     assert "| mutants | no rescaling | FAIL | - (1.0e-03) | - (1.0e-03) | 5.0716 |" in text
     tables = text.split("\n## ")[1:]
-    assert "| 12/4, 64, 512 | 10.0 (0.90) | 20.0 (0.90) |" in text
-    assert "2 of 2 calls take no longer than that." in text
+    assert "| 12/4, 64, 512 | 10.0 (0.90) | 20.0 (0.90) | 10.0 (1.01) |" in text
+    assert "2 of 3 calls take no longer than that." in text
     assert "| 12/4, 64, 512 | 1 | 10.0 | 30.0 | 25.0 |" in text
     assert "Flash is 2.50 to 2.50 times as fast as the faster of its peers." in text
     assert len(tables) == 12
@@ -271,6 +273,47 @@ def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys):
     assert "rounding alone in 1 of 1 parity runs" in lines[2]
     for line in lines:
         assert line.endswith("(X, torch 2.11.0, commit c0ffee)")
+
+
+def test_speed_beside_peers_is_a_geometric_mean_of_both_passes(tmp_path):
+    small_evidence(tmp_path)
+    path = tmp_path / "attention" / "peers" / "attention.json"
+    report = json.loads(path.read_text())
+    backward = [row | {"pass": "backward", "ms": row["ms"] * 2} for row in report["rows"] if row["pass"] == "forward"]
+    report["rows"] = [row for row in report["rows"] if row["pass"] == "forward"] + backward
+    for row in backward[:2]:
+        row["ms"] = 1.0
+    write(path, report)
+    line = headline(tmp_path)
+    assert "4.00 times cuDNN's speed forward and 8.00 times backward, geometric means over 2 shapes (" in line
+    report["rows"] = report["rows"][:-1]
+    write(path, report)
+    assert "forward and 4.00 times backward, geometric means over 1 to 2 shapes (" in headline(tmp_path)
+
+
+def test_calls_over_a_cache_with_as_many_query_heads_are_told_apart(tmp_path):
+    small_evidence(tmp_path)
+    path = tmp_path / "decode" / "peers" / "decode.json"
+    report = json.loads(path.read_text())
+    wider = [row | {"head_dim": 128, "us": 100.0} for row in report["rows"] if row["batch"] == 1]
+    write(path, report | {"rows": report["rows"] + wider})
+    assert "Flash is 1.00 to 2.50 times as fast as the faster of its peers." in page(tmp_path)
+
+
+def test_tables_show_the_worst_error_all_passes_and_a_step_as_a_whole(tmp_path):
+    report = {"hardware": "X", "provenance": ORIGIN}
+    rows = [
+        {"case": "full", "dtype": "float16", "ratio": dict.fromkeys(("o", "dq", "dk", "dv"), x)} for x in (3.0, 1.0)
+    ]
+    write(tmp_path / "attention" / "error_budget" / "error_budget.json", report | {"rows": rows})
+    write(tmp_path / "parity" / "repeats" / "repeats.json", report | {"repeats": 20, "passed": {"flash": 19}})
+    profile = {"groups": [{"name": "attention", "ms": 2.0, "share": 0.25}], "step_ms": 8.0}
+    write(tmp_path / "profile" / "flash" / "profile.json", report | profile)
+    text = page(tmp_path)
+    assert "| full | float16 | 3.00 | 3.00 | 3.00 | 3.00 |" in text
+    assert "| flash | 19 of 20 |" in text
+    assert "| attention | 2.00 (25%) |" in text
+    assert "| a step | 8.00 (100%) |" in text
 
 
 def test_a_cache_that_was_timed_without_peers_has_a_table(tmp_path):
