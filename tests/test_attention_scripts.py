@@ -1,19 +1,25 @@
 """The attention programs on a CPU: figures mean nothing here, but rows, files and refusals do."""
 
 import json
+import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from conf.schema import HardwareConfig
+from kernels import naive_attention
 from scripts.bench import attention, calls, clock, decode, error_budget
 from scripts.bench import masks as bench_masks
 from scripts.bench.attention import MASKS, BenchConfig, BenchSettings, Cell, run_cell
 from scripts.bench.clock import measure
 from scripts.evidence_tables import page
+from scripts.selftest import gradients
+from tests.runs import settings_of
 from training.hardware import set_up
 
 pytestmark = pytest.mark.usefixtures("smoke_test")
@@ -178,11 +184,136 @@ def test_the_error_budget_writes_its_table(tmp_path, capsys):
     assert len([line for line in page if line.startswith("|")]) == 4
 
 
-def test_measuring_takes_the_median():
+class Ticking:
+    """Time that passes when it is told to: `clock.Mark` of any device, and perf_counter."""
+
+    now = 0.0
+
+    def take(self, seconds):
+        self.now += seconds
+
+    def mark(self, device):
+        at = self.now
+        mark = SimpleNamespace(at=at, wait=lambda: None, event=SimpleNamespace(query=lambda: True))
+        mark.seconds_to = lambda later: later.at - at
+        return mark
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    time = Ticking()
+    monkeypatch.setattr(clock, "Mark", time.mark)
+    return time
+
+
+def test_measuring_takes_the_median(monkeypatch):
     times = measure(lambda: None, CPU)
     assert 0 <= times.p50 <= times.p99
     assert times.runs == 3
     assert [clock.p99(range(runs)) for runs in (1, 2, 40, 100, 200)] == [0, 1, 39, 99, 198]
+    monkeypatch.setattr(clock, "spans", lambda *_: [4.0, 1.0, 3.0, 2.0])
+    assert measure(lambda: None, CPU) == clock.Milliseconds(2500.0, 4000.0, 4)  # of an even number too
+
+
+def test_what_is_between_calls_or_warms_up_is_not_timed(ticking):
+    assert clock.spans(lambda: ticking.take(2), CPU, 3, before=lambda: ticking.take(5)) == [2, 2, 2]
+    takes = iter([9, 8, 1, 2, 3])
+    assert clock.laps(lambda: ticking.take(next(takes)), CPU, 2, 3) == [1, 2, 3]
+    takes = iter([9, 8, 0.5, 0.25, 0.5])  # the first builds, the second is looked at for its memory
+    found = clock.of_tokens(lambda: ticking.take(next(takes)), 10, CPU, 1.0)
+    assert found == {"ms": 500.0, "p99_ms": 500.0, "tokens_per_second": 20.0, "peak_gib": None}
+
+
+GPU = SimpleNamespace(type="cuda", index=0)
+
+
+def test_microseconds_in_a_graph_are_those_of_the_call_alone(ticking, monkeypatch):
+    class Graph:
+        def __init__(self, parts, runs):
+            self.graph = SimpleNamespace(replay=lambda: [part() for _ in range(runs) for part in parts])
+
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    cuda = SimpleNamespace(
+        Stream=lambda: stream, current_stream=lambda: stream, stream=lambda _: nullcontext(), synchronize=lambda _: None
+    )
+    monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(clock, "_Graph", Graph)
+    timed = object.__new__(clock.GraphClock)
+    timed.device, timed.replays, timed.flush = GPU, 3, lambda: ticking.take(7e-3)
+    assert timed(lambda: ticking.take(1e-3))() == pytest.approx(1000)
+
+
+def test_memory_is_what_a_call_takes_beyond_what_is_held(monkeypatch):
+    memory = {"held": 1 << 30, "peak": 9 << 30}  # of a call before it
+    cuda = SimpleNamespace(
+        empty_cache=lambda: None, memory_allocated=lambda _: memory["held"],
+        reset_peak_memory_stats=lambda _: memory.update(peak=memory["held"]),
+        max_memory_allocated=lambda _: memory["peak"],
+    )  # fmt: skip
+    monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=cuda))
+    assert clock.peak_gib(lambda: memory.update(peak=3 << 30), GPU) == 2.0
+    monkeypatch.setattr(attention, "peak_gib", lambda *_: 0.5)
+    assert attention.prepared("naive", CELL, "forward", CPU)[1] == {"peak_extra_mib": 512.0}
+
+
+def test_energy_and_time_on_end_are_of_one_call(ticking):
+    board = object.__new__(clock.Board)
+    board._device, board.ghz, board.joules = CPU, iter([1.0, 2.0] * 9).__next__, iter([100.0, 150.0]).__next__
+    found = board.sustained(lambda: ticking.take(2), 10_000)
+    assert found == {"sustained_ms": 2000.0, "ghz": pytest.approx(1.4), "joules": 10.0}
+
+
+def test_speed_is_of_the_median_round_and_the_longest_is_of_all(monkeypatch):
+    rounds = iter([clock.Milliseconds(p50, p50 + 1, 5) for p50 in (4.0, 1.0, 2.0)])
+    monkeypatch.setattr(attention, "measure", lambda *_: next(rounds))
+    (row,) = run_cell(CELL, replace(BENCH, attention=["naive"], passes=["forward"]), CPU)
+    assert (row["ms"], row["ms_p99"], row["runs"]) == (2.0, 5.0, 15)
+    assert row["tflops"] == pytest.approx(CELL.flops("forward") / 2e-3 / 1e12)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "window"])
+def test_peers_compute_the_same(mask, monkeypatch):
+    """By their own words for a mask."""
+    told = []
+
+    def flash4(q, k, v, causal=False, window_size=(-1, -1), deterministic=False):
+        told.append(deterministic)
+        if window_size != (-1, -1):
+            causal = True
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return naive_attention(q, k, v, causal=causal, window=window_size).transpose(1, 2), None
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=flash4))
+    monkeypatch.setattr(attention.torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(attention, "WINDOW", 8)
+    cell = replace(CELL, mask=mask)
+    q, k, v, _ = calls.tensors(1, 32, 2, 2, 16, CPU, torch.float32)
+    exact = attention.implementation("naive", cell, CPU)(q, k, v)
+    for name in ("flash4", "flash4_deterministic", *(["sdpa_flash"] if mask != "window" else [])):
+        torch.testing.assert_close(attention.implementation(name, cell, CPU)(q, k, v), exact)
+    assert told == [False, True]
+    flex = attention.implementation("flex", cell, CPU).keywords["block_mask"]
+    if mask == "full":
+        assert flex is None
+    else:
+        weights = attention.implementation("naive", cell, CPU)(q, k, torch.eye(32).expand(1, 2, 32, 32))[0, 0]
+        i = torch.arange(32)
+        assert torch.equal(flex.mask_mod(0, 0, i[:, None], i), weights > 0)
+
+
+def test_a_pass_is_its_name_and_pytorchs_kernels_are_theirs():
+    q, k, v, do = calls.tensors(2, 8, 4, 2, 16, CPU, torch.float32)
+    assert [x.shape[1] for x in (q, k, v, do)] == [4, 2, 2, 4]
+    backward = calls.one_pass(naive_attention, "backward", q, k, v, do)
+    for found, exact in zip(backward(), gradients(naive_attention, (q, k, v, do))[1:], strict=True):
+        torch.testing.assert_close(found, exact)
+    cuda = torch.backends.cuda
+    for name, kernels in {"sdpa_flash": (True, False, False), "sdpa_cudnn": (False, True, False)}.items():
+        with calls.held_to(name):
+            assert (cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()) == kernels
+    assert not settings_of(attention.main).hardware.compile  # FlexAttention is as it is by itself
+    assert not settings_of(bench_masks.main).hardware.compile
 
 
 def test_a_growing_cache_is_one_call_whose_lengths_change(monkeypatch):

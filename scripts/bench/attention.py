@@ -121,7 +121,8 @@ class Cell:
         return [half, quarter, eighth, self.seq_len - half - quarter - eighth]
 
 
-@program("tool", BenchSettings, run_dir="runs/bench_attention")
+# hardware.compile would hold all of Inductor, FlexAttention too, to choices that are the same in every process
+@program("tool", BenchSettings, run_dir="runs/bench_attention", overrides=("hardware.compile=false",))
 def main(settings: BenchSettings, run_dir: Path) -> None:
     refuse_without_gpu("attention", settings.hardware, SMOKE)
     hardware, bench = set_up(settings.hardware), settings.bench

@@ -60,8 +60,8 @@ def measure(call: Callable[[], object], device: torch.device, budget_ms: float =
         times = spans(call, device, max(5, min(runs, int(budget_ms / max(1e3 * first, 1e-3)))), flush)
     else:
         times = spans(call, device, _ON_A_CPU)
-    times = sorted(1e3 * seconds for seconds in times)
-    return Milliseconds(times[len(times) // 2], p99(times), len(times))
+    times = [1e3 * seconds for seconds in times]
+    return Milliseconds(statistics.median(times), p99(times), len(times))
 
 
 def spans(

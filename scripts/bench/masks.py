@@ -59,7 +59,8 @@ class BenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 
-@program("tool", BenchSettings, run_dir="runs/bench_masks")
+# hardware.compile would hold all of Inductor, FlexAttention too, to choices that are the same in every process
+@program("tool", BenchSettings, run_dir="runs/bench_masks", overrides=("hardware.compile=false",))
 def main(settings: BenchSettings, run_dir: Path) -> None:
     refuse_without_gpu("attention under a block mask", settings.hardware, SMOKE)
     hardware, bench = set_up(settings.hardware), settings.bench
