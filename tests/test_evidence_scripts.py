@@ -1,15 +1,18 @@
 """The evidence programs in their smallest form."""
 
+import contextlib
 import importlib
 import json
 import os
 import shlex
 import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kernels import naive_attention
 from scripts.bench import clock, processes, saving
 from scripts.bench import context as bench_context
 from scripts.bench import loss as bench_loss
@@ -106,20 +109,98 @@ def test_a_save_is_paid_for_by_the_loop_once_a_cadence(tmp_path, capsys, monkeyp
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000005"]
 
 
+def test_a_save_costs_what_a_block_takes_more(tmp_path, monkeypatch):
+    """A save of 50 s among steps of 2 s; the first block of each pair takes 7 s more, whichever it is."""
+    now, order = [0.0], []
+
+    class Saver:
+        def __init__(self, folder, **_):
+            self.folder = folder
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_): ...
+        def wait(self):
+            now[0] += 1000
+            order.append("|")
+
+        def check(self): ...
+        def save(self, *_, **__):
+            order.append("save")
+            now[0] += 50
+
+    def step():
+        now[0] += 2 + (7 if len(order) > 2 and order.count("|") % 2 == 1 and order[-1] != "step" else 0)
+        order.append("step")
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(saving, "Saver", Saver)
+    monkeypatch.setattr(saving, "random_states", lambda _: {})
+    monkeypatch.setattr(saving, "BLOCK_SECONDS", 8.0)
+    optimizer = SimpleNamespace(state_dict=dict)
+    hardware = SimpleNamespace(synchronize=lambda: None, device=torch.device("cpu"))
+    row = saving.save_cost(step, None, optimizer, hardware, tmp_path)
+    assert row["save_block_steps"] == 4
+    assert (row["save_ms_least"], row["save_ms"], row["save_ms_most"]) == (43e3, 57e3, 57e3)
+    assert row["save_every_at_promise"] == 57 / (0.02 * 2)
+
+
 def test_a_step_that_captures_its_graphs_is_not_timed(tmp_path, monkeypatch):
     """With one step of warm-up it was: GPT-2 124M at 336,000 tokens/s in place of 510,000."""
     warmups = []
 
     def counted(step, device, warmup, runs):
         warmups.append(warmup)
-        return [1.0] * runs if len(warmups) > 1 else clock.laps(step, device, warmup, runs)
+        return [2.0] * runs if len(warmups) > 1 else clock.laps(step, device, warmup, runs)
 
     monkeypatch.setattr(bench_training, "laps", counted)
     settings = settings_of(bench_training.main, *TINY)
     hardware = set_up(settings.hardware)
     row = bench_training.one_row(settings, 16, "none", "sdpa", hardware)
-    bench_training.figures(row, replace(resolve(row, vocab_size=50, hardware=hardware), graphs=True), tmp_path)
+    found = bench_training.figures(row, replace(resolve(row, vocab_size=50, hardware=hardware), graphs=True), tmp_path)
     assert warmups == [1, 2]
+    assert (found["step_ms"], found["tokens_per_second"]) == (2000, 32)
+
+
+def test_speed_is_that_of_the_median_step_and_of_all_its_tokens(tmp_path, monkeypatch):
+    """Two micro-batches a step; the parts are of the same steps."""
+    numbers = iter(range(9))
+
+    class Parts:
+        def __init__(self, _):
+            self.number = next(numbers)
+
+        def __call__(self, _):
+            return contextlib.nullcontext()
+
+        def seconds(self):
+            return {"forward": float(self.number)}
+
+    def counted(step, device, warmup, runs):
+        for _ in range(warmup + runs):
+            step()
+        return [1.0, 2.0, 6.0]
+
+    monkeypatch.setattr(bench_training, "laps", counted)
+    monkeypatch.setattr(bench_training, "Parts", Parts)
+    monkeypatch.setattr(bench_training, "peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr(bench_training, "model_flops", lambda _: {"causal": 3e9, "full": 5e9})
+    settings = settings_of(bench_training.main, *TINY, "bench.steps=3", "bench.micro_batch_tokens=32")
+    hardware = set_up(settings.hardware)
+    row = bench_training.one_row(settings, 16, "none", "sdpa", hardware)
+    assert row.train.micro_batch == 2
+    found = bench_training.figures(row, resolve(row, vocab_size=50, hardware=hardware), tmp_path)
+    assert (found["step_ms"], found["tokens_per_second"], found["forward_ms"]) == (2000, 32, 2000)
+    assert found["mfu"] == pytest.approx(3e9 * 32 / 1e12)
+
+
+def test_a_row_of_pytorchs_kernel_is_held_to_it(tmp_path, monkeypatch):
+    cuda, held = torch.backends.cuda, []
+    monkeypatch.setattr(bench_training, "figures", lambda *_: held.append(cuda.math_sdp_enabled()) or {})
+    settings = settings_of(bench_training.main, *TINY, "bench.attention=[sdpa,sdpa_flash]")
+    bench_training.main.__wrapped__(settings, tmp_path)
+    assert held == [True, False]
 
 
 def test_the_typed_keys_of_a_run_hold_in_its_benchmark(tmp_path, monkeypatch):
@@ -262,6 +343,11 @@ def test_one_and_two_processes_are_compared(tmp_path, quick_python):
     assert (one["batch_tokens"], two["batch_tokens"]) == (32, 64)
     assert two["speedup"] == two["tokens_per_second"] / one["tokens_per_second"]
     assert min(two["sum_ms"], two["all_reduce_ms"]) > 0
+    assert one["slowest_ms"] == pytest.approx(max(map(float, one["alone"].split())), abs=0.01)
+    assert two["speedup_of_slowest"] == two["speedup"] * one["slowest_ms"] / one["step_ms"]
+    assert two["rest_ms"] == pytest.approx(two["step_ms"] - two["sum_ms"] - one["slowest_ms"], abs=2e-3)
+    for name in ("sum", "all_reduce"):
+        assert two[f"{name}_share"] == pytest.approx(two[f"{name}_ms"] / two["step_ms"], rel=0.05)
     assert [(row["processes"], row["seq_len"]) for row in rows if "context" in row["cell"]] == [
         (1, 32),
         (2, 32),
@@ -277,6 +363,83 @@ def test_one_and_two_processes_are_compared(tmp_path, quick_python):
     text = page(tmp_path)
     assert f"| muon | 2 | 2 | {hashes[3]['sha256']} | True |" in text
     assert text.count("\n## ") == 3
+
+
+ONE = SimpleNamespace(size=1, all_gather=lambda value: [value])  # a world
+
+
+def test_bits_that_differ_are_seen(monkeypatch):
+    """Of weights, of moments, and of a step that is computed twice: that of 2 processes ends elsewhere."""
+    weight, ended = torch.zeros(2), {"weight": [0.0, 1.0], "moment": [0.0, 0.0]}
+
+    def begin(chosen, _):
+        weight.fill_(ended["weight"][chosen.size - 1])
+        state = {"exp_avg": torch.full((2,), ended["moment"][chosen.size - 1])}
+        seen.clear()
+        optimizer = SimpleNamespace(optimizers=[SimpleNamespace(state={weight: state})])
+        return optimizer, SimpleNamespace(step=seen.append)
+
+    seen = []
+    network = SimpleNamespace(begin=begin, model=SimpleNamespace(parameters=lambda: [weight]))
+    monkeypatch.setattr(bench_parallel, "choose", lambda made, hardware, world: SimpleNamespace(size=world.size))
+    monkeypatch.setattr(bench_parallel, "batch_of", lambda chosen, step: step)
+    settings = settings_of(bench_parallel.main, "bench.processes=[1,2]", "bench.hash_steps=3")
+    worlds = {1: ONE, 2: SimpleNamespace(size=2)}
+    host = processes.Host(SimpleNamespace(device=torch.device("cpu")), worlds)
+    host.worlds[2].all_gather = ONE.all_gather
+    for ended["weight"], ended["moment"], equal in (
+        ([0.0, 1.0], [0.0, 0.0], False), ([0.0, 0.0], [0.0, 1.0], False), ([0.0, 0.0], [0.0, 0.0], True),
+    ):  # fmt: skip
+        rows = list(bench_parallel.hashes(host, settings, network))
+        assert [row["equal"] for row in rows] == [True, equal] * 2
+        assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("graphs", "spans"), [(False, [2, 3, 4]), (True, [3, 4, 5])])
+def test_the_step_of_several_is_that_of_the_slowest_after_its_warmup(graphs, spans, monkeypatch):
+    """Where graphs are on the second step captures, and is not timed either; bits that differ are said."""
+    told, now = [], [0.0]
+    world = SimpleNamespace(size=1, all_gather=lambda own: told.append(own) or [own, [7.0, 2.5], [1.0, 9.5]])
+    device = torch.device("cpu")
+    hardware = SimpleNamespace(device=device, world=world, synchronize=lambda: None, peak_memory_gib=lambda: 1.0)
+    chosen = SimpleNamespace(hardware=hardware, graphs=graphs, seq_len=16, settings={"train": {"batch_tokens": 140}})
+    takes = iter([1e-3, 2e-3, 3e-3, 4e-3, 5e-3])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench_parallel, "batch_of", lambda *_: None)
+    steps = SimpleNamespace(step=lambda _: now.__setitem__(0, now[0] + next(takes)))
+    hashes = iter("ab")
+    network = SimpleNamespace(begin=lambda *_: (None, steps), repeated=lambda *_: next(hashes))
+    settings = settings_of(bench_parallel.main, "bench.warmup_steps=1", "bench.steps=3")
+    row = bench_parallel.timed(chosen, network, settings, twice=True)
+    assert told == [[pytest.approx(spans[1]), 1.0]]
+    assert (row["step_ms"], row["tokens_per_second"], row["peak_memory_gib"]) == (7.0, 20000, 9.5)
+    assert (row["sha256"], row["twice"]) == ("a", False)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_shared_row_is_held_to_one_gpus_time_and_bits(exact, monkeypatch):
+    times = iter([1.0, 8.0, 2.0, 4.0])  # ms: forward and both passes, of one GPU and of two
+    monkeypatch.setattr(bench_context, "median_ms", lambda *_: next(times))
+    way = lambda attend, *x, group, causal: attend(*x, causal=causal) + (0.0 if exact else 1e-3)  # noqa: E731
+    monkeypatch.setattr(bench_context, "METHODS", {"heads": way})
+    monkeypatch.setattr(bench_context, "flash", naive_attention)
+    monkeypatch.setattr(bench_context, "part_of", lambda x, *_, **__: x)
+    hardware = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, description="")
+    host = SimpleNamespace(world=SimpleNamespace(rank=0, all_gather=lambda x: [x]), hardware=hardware)
+    chosen = bench_context.ContextBenchSettings(2, [32], ["heads"], 2, 2, 16)
+    _, (one, two) = bench_context.work(host, chosen)
+    assert (one["forward_ms"], one["ms"], two["ms"], two["speedup"], two["bits"]) == (1.0, 8.0, 4.0, 2.0, exact)
+    pairs = 2 * (32 * 33 / 2)
+    assert one["tflops"] == pytest.approx(3.5 * 4 * 16 * pairs / 8e-3 / 1e12)
+    assert two["tflops"] == pytest.approx(3.5 * 4 * 16 * pairs / 4e-3 / 1e12 / 2)
+
+
+def test_a_shared_call_takes_as_long_as_on_the_slowest_gpu_after_two(monkeypatch):
+    monkeypatch.setattr(bench_context, "spans", lambda *_, **__: [9.0, 9.0, 1.0, 2.0, 3.0])
+    host = SimpleNamespace(
+        world=SimpleNamespace(all_gather=lambda own: [own, [2.0, 0.0, 5.0]]), hardware=SimpleNamespace(device=None)
+    )
+    assert bench_context.median_ms(lambda: None, 3, host) == 2000.0
 
 
 OF_A_GPU = (

@@ -36,6 +36,7 @@ from scripts.bench.clock import Mark, free, laps
 from scripts.bench.processes import Host, on_each_gpu
 from scripts.bench.report import Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu
 from scripts.evidence_tables import SHARED_BITS, SHARED_STEP, SHARED_SUM
+from training.graph import BEFORE_REPLAY
 from training.hardware import Hardware
 from training.optimizer import OPTIMIZERS, OptimConfig, Optimizer
 from training.parallel import ALONE, ParallelConfig, World
@@ -63,7 +64,7 @@ class BenchConfig:
     context_tokens: int = 131072  # of a row that one GPU computes
     vocab_size: int = 50257  # GPT-2's
     hash_steps: int = 6  # optimizer steps before weights and moments are compared
-    warmup_steps: int = 4  # not timed; the first compiles
+    warmup_steps: int = 4  # not timed; the first compiles, and where graphs are on the second captures
     steps: int = 20  # timed one by one; the median is reported
 
     def __post_init__(self) -> None:
@@ -261,15 +262,15 @@ def timed(chosen: Run, network: Network, settings: ParallelBenchSettings, *, twi
     free(hardware.device)
     optimizer, stepper = network.begin(chosen, settings.optim)
     batch, world, tails = batch_of(chosen, 0), hardware.world, []
-    marks = [Mark(hardware.device)]
-    for _ in range(bench.warmup_steps + bench.steps):
+    marks, warmup = [Mark(hardware.device)], max(bench.warmup_steps, BEFORE_REPLAY if chosen.graphs else 0)
+    for _ in range(warmup + bench.steps):
         stepper.step(batch)
         if world.size > 1:
             tails.append(world.messages.tail.clone())
         marks.append(Mark(hardware.device))
         marks[-2].wait()  # as the loop looks at a step's numbers while the next one is computed
     hardware.synchronize()
-    spans = [1e3 * begin.seconds_to(end) for begin, end in pairwise(marks)][bench.warmup_steps :]
+    spans = [1e3 * begin.seconds_to(end) for begin, end in pairwise(marks)][warmup:]
     found = world.all_gather([statistics.median(spans), hardware.peak_memory_gib()])
     step_ms, tokens = max(ms for ms, _ in found), chosen.settings["train"]["batch_tokens"]
     shown = {}
