@@ -184,6 +184,25 @@ def test_the_error_budget_writes_its_table(tmp_path, capsys):
     assert len([line for line in page if line.startswith("|")]) == 4
 
 
+def test_the_error_is_held_to_float64_and_to_the_plain_formula(monkeypatch):
+    """Ours is wrong by 0.01 in one draw and by half of that in the other; O alone is."""
+    wrong = iter([0.01, 0.005])
+    monkeypatch.setattr(error_budget, "flash_attention", lambda *x, **o: naive_attention(*x, **o) + next(wrong))
+    budget = error_budget.BudgetConfig(seq_len=24, num_heads=1, draws=2)
+    row = error_budget.measure("causal", "float32", 16, budget, CPU)
+    assert row["ours"]["o"] == pytest.approx(0.01, rel=1e-3)
+    assert 0 < row["plain"]["o"] < 1e-5
+    assert row["ratio"]["o"] == row["ours"]["o"] / row["plain"]["o"]
+    assert row["ratio"]["dv"] == 1.0
+    assert error_budget.over_budget(row) == ["o"]
+    assert row["bias"]["ours"] == (pytest.approx(0.0075, rel=1e-3), pytest.approx(0.0184, rel=0.01))
+    row["ratio"] |= {"o": 2.1, "dq": 1.9}
+    assert error_budget.over_budget(row) == ["o"]
+    assert error_budget.confidence([1.0, 3.0] * 4) == pytest.approx(2.365 * 1.069 / 8**0.5, rel=0.01)
+    monkeypatch.setattr(error_budget, "flash_attention", lambda *x, **o: naive_attention(*x, **o) + 0.01)
+    assert not error_budget.measure("causal", "float32", 16, budget, CPU)["bias_no_larger"]
+
+
 class Ticking:
     """Time that passes when it is told to: `clock.Mark` of any device, and perf_counter."""
 
@@ -285,6 +304,7 @@ def test_peers_compute_the_same(mask, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=flash4))
+    monkeypatch.setattr(attention, "create_block_mask", lambda rule, *_, **__: rule)
     monkeypatch.setattr(attention.torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(attention, "WINDOW", 8)
     cell = replace(CELL, mask=mask)
@@ -299,7 +319,7 @@ def test_peers_compute_the_same(mask, monkeypatch):
     else:
         weights = attention.implementation("naive", cell, CPU)(q, k, torch.eye(32).expand(1, 2, 32, 32))[0, 0]
         i = torch.arange(32)
-        assert torch.equal(flex.mask_mod(0, 0, i[:, None], i), weights > 0)
+        assert torch.equal(flex(0, 0, i[:, None], i), weights > 0)
 
 
 def test_a_pass_is_its_name_and_pytorchs_kernels_are_theirs():
@@ -312,8 +332,8 @@ def test_a_pass_is_its_name_and_pytorchs_kernels_are_theirs():
     for name, kernels in {"sdpa_flash": (True, False, False), "sdpa_cudnn": (False, True, False)}.items():
         with calls.held_to(name):
             assert (cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()) == kernels
-    assert not settings_of(attention.main).hardware.compile  # FlexAttention is as it is by itself
-    assert not settings_of(bench_masks.main).hardware.compile
+    for module in (attention, bench_masks):  # FlexAttention is as it is by itself
+        assert settings_of(module.main).hardware.compile is False
 
 
 def test_a_growing_cache_is_one_call_whose_lengths_change(monkeypatch):
@@ -355,13 +375,47 @@ def test_the_cells_cover_the_goal_and_those_past_it_are_listed(tmp_path, capsys,
         }
     assert {len(cell.lengths) for cell in cells if cell.lengths[0] == 512} == {1, 64}
     bench = decode.BenchConfig(["context"], ["flash"], batch=[2], context=[16, 32], heads=["2/1/16"])
-    monkeypatch.setattr(decode.Machine, "read_bandwidth", lambda self: 1e12)
+    monkeypatch.setattr(decode.Machine, "read_bandwidth", lambda self: 2e12)
     monkeypatch.setattr(decode.Machine, "microseconds", lambda self, cell: 1.0 if cell.lengths[0] == 16 else 50.0)
     decode.main.__wrapped__(decode.BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    row = json.loads((tmp_path / "decode.json").read_text())["rows"][1]
+    kv_bytes = 2 * 32 * (2 * 16 * 2)  # of two rows of 32 keys and values of 16 elements in 16 bits
+    assert row["tb_per_s"] == pytest.approx(kv_bytes / 50e-6 / 1e12)
+    assert row["of_read"] == pytest.approx(row["tb_per_s"] / 2)
+    assert row["goal_us"] == pytest.approx(5 + 1e6 * kv_bytes / (0.9 * 2e12))
+    assert row["of_goal"] == pytest.approx(50 / row["goal_us"])
     assert last["cells"] == 4
     assert list(last["past_the_goal"]) == [f"B{b} H{h} N{n} uniform D{d} Nq1" for b, h, n, d in
                                            ((2, "2/1", 32, 16), (1, "12/12", 512, 64))]  # fmt: skip
+
+
+def test_bytes_of_a_cache_are_of_its_keys_values_and_scales(monkeypatch):
+    cell = decode.Cell("x", (10, 20), 4, 2, 16)
+    assert cell.kv_bytes == 30 * 2 * 2 * 16 * 2
+    eight = replace(cell, cache="int8")
+    assert eight.kv_bytes == 30 * 2 * 2 * 16
+    assert replace(eight, scale="token").kv_bytes == 30 * 2 * 2 * (16 + 4)
+    machine = decode.Machine(CPU, 0, 1)
+    monkeypatch.setattr(machine, "timed", lambda call: lambda: 2.0)  # us
+    assert machine.read_bandwidth() == machine.keys.nbytes / 2e-6
+
+
+@pytest.mark.parametrize(("late", "passes"), [(1.0, True), (1.3, False)])
+def test_a_growing_cache_passes_where_it_keeps_its_bandwidth(late, passes, tmp_path, capsys, monkeypatch):
+    class Machine:
+        def __init__(self, *_): ...
+        def read_bandwidth(self):
+            return 1e12
+
+        def microseconds(self, cell):
+            return cell.kv_bytes / 1e6 * (late if cell.lengths[0] == 2**17 else 1)
+
+    monkeypatch.setattr(decode, "Machine", Machine)
+    bench = decode.BenchConfig(["growing"])
+    decode.main.__wrapped__(decode.BenchSettings(bench, HardwareConfig(device="cpu")), tmp_path)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["growing"]
+    assert (found["passes"], found["least_of_best"]) == (passes, pytest.approx(1 / late))
 
 
 def test_a_call_over_a_cache_without_memory_is_a_row(tmp_path, capsys, monkeypatch):
@@ -391,3 +445,28 @@ def test_a_mask_is_timed_in_both_passes_and_a_block_beside_the_dense_kernels():
     assert forward["build_ms"] > 0
     with pytest.raises(ValueError, match=r"bench.mask=squares is not one of causal, documents"):
         bench_masks.BenchConfig(mask=["squares"])
+
+
+def test_a_mask_beside_flex_attention(monkeypatch):
+    """How often our time goes into theirs; a block is one of a head."""
+    times = {"ms": 2.0, "flex_ms": 5.0}
+    counts = SimpleNamespace(counts=lambda: {"visited": 10, "partial": 3})
+    for name, found in {
+        "masks": {"causal": None}, "block_mask": counts, "create_block_mask": None, "build_ms": 1.0, "tensors": [],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(bench_masks, name, lambda *_, found=found, **__: found)
+    monkeypatch.setattr(bench_masks.torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(bench_masks.torch.compiler, "reset", lambda: None)
+    monkeypatch.setattr(bench_masks, "one_pass", lambda call, which: call)
+    flash = bench_masks.flash_attention
+    ms = lambda call: times["ms" if call.func is flash else "flex_ms"]  # noqa: E731
+    monkeypatch.setattr(bench_masks, "measure", lambda call, *_: clock.Milliseconds(ms(call), 9.0, 1))
+    bench = bench_masks.BenchConfig(seq_len=128, head_dim=[16], hidden=64, passes=["forward"])
+    (row,) = bench_masks.rows_of("causal", 16, bench, SimpleNamespace(type="cuda"), torch.float32)
+    assert (row["ratio"], row["block_us"]) == (2.5, 50.0)
+
+
+def test_the_time_to_build_a_mask_is_the_median_after_the_first(ticking, monkeypatch):
+    monkeypatch.setattr(bench_masks, "time", SimpleNamespace(perf_counter=lambda: ticking.now))
+    takes = iter([9.0, *[0.001] * 11, *[0.5] * 9])
+    assert bench_masks.build_ms(lambda: ticking.take(next(takes)), CPU) == pytest.approx(1)

@@ -85,6 +85,7 @@ def test_calls_take_turns_and_their_steps_are_told_apart():
     for name, step in (("ours", 100), ("theirs", 3000 / 11)):
         assert rows[name]["step_ms"] == pytest.approx(step)
     assert rows["ours"]["first_ms"] == pytest.approx(500)
+    assert rows["ours"]["tokens_per_second_after"] == pytest.approx(3 / 0.1)
     assert "first_ms" not in rows["theirs"]
     assert rows["ours"]["step_p99_ms"] == pytest.approx(100)
     assert "step_p99_ms" not in rows["theirs"]
@@ -152,6 +153,24 @@ def test_the_peer_is_the_same_model(changed):
         torch.testing.assert_close(peer(tokens).logits, model(tokens), atol=1e-5, rtol=1e-4)
 
 
+def test_another_model_is_no_peer(monkeypatch):
+    model, prompts, far = small_gpt(), [[1, 2, 3, 4], [5, 6, 7, 8]], torch.zeros(2, 4, 100)
+    right = [[token for step in generation.steps_of(model, {"temperature": 0.0}, [p], 4) for _, token in step]
+             for p in prompts]  # fmt: skip
+    monkeypatch.setattr(generation, "version", lambda _: "0")
+    monkeypatch.setattr(generation, "continued_by", lambda *_: [right[0], [right[1][0], -1, *right[1][2:]]])
+    with torch.no_grad():
+        largest = model(torch.tensor(prompts)).abs().max()
+        far[0, 0, 0], far[0, 0, 1] = 0.04 * largest, -0.04 * largest  # a mean would not see it
+        found = generation.same_model(model, lambda x: SimpleNamespace(logits=model(x) + far), prompts)
+        assert found["logits_apart"] == pytest.approx(0.04, rel=1e-3)
+        assert (found["tokens"], found["equal_tokens"]) == (8, 7 / 8)
+        far *= 2
+        with pytest.raises(RuntimeError, match=r"logits are 0.08 of the largest apart: it is another model"):
+            generation.same_model(model, lambda x: SimpleNamespace(logits=model(x) + far), prompts)
+    assert generation.PEERS["transformers_static"] == {"cache_implementation": "static"}
+
+
 def test_without_transformers_ours_are_timed_alone(tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "transformers", None)
@@ -167,7 +186,8 @@ def test_without_transformers_ours_are_timed_alone(tmp_path, capsys):
     of = [(row["model"], row["choice"][:6], row["new_tokens"]) for row in rows]
     assert of == [("gpt", "greedy", 5), ("gpt", "top_k ", 5), ("gpt", "readin", 1), ("forward", "readin", 1)]
     assert all(row["step_p99_ms"] >= row["step_ms"] > 0 for row in rows[:2])
-    assert [row["of_forward"] for row in rows[2:]][-1] == 1.0
+    assert rows[2]["of_forward"] == rows[2]["first_ms"] / rows[3]["first_ms"]
+    assert rows[3]["of_forward"] == 1.0
     assert "Ours alone." in (tmp_path / "bench_generation.md").read_text()
 
 

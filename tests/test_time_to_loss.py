@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from model.config import GPTConfig
-from scripts.bench import time_to_loss
+from scripts.bench import opponents, time_to_loss
 from scripts.bench.opponents import NanochatConfig, NanoGPTConfig, RandomRows, its_own_choices
 from scripts.bench.time_to_loss import (
     TimeToLossConfig,
@@ -43,11 +43,14 @@ class GPTConfig:
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.table = nn.Embedding(config.vocab_size, config.vocab_size)
+        self.config = config
+        self.table = nn.Embedding(config.vocab_size, min(config.vocab_size, 64))
         assert config.block_size == 32 and not config.bias
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+        self.asked = weight_decay, learning_rate, betas, device_type
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+        return self.optimizer
 
     def forward(self, idx, targets=None):
         logits = self.table(idx)
@@ -143,6 +146,7 @@ def test_a_ratio_of_times_is_one_of_tokens_times_one_of_rates():
     assert (ours["seconds"], ours["tokens"]) == (1.5, 200)
     assert ours["seconds_sd"] == pytest.approx(math.sqrt(0.5))
     assert never["error"] == "1 of 2 never; least 2.0500"
+    assert never["tokens_per_second"] == 100
     for which, peer in (("", default), ("_best", best)):
         assert ours[f"times{which}"] == pytest.approx(peer["seconds"] / 1.5)
         assert ours[f"times{which}"] == pytest.approx(ours[f"fewer_tokens{which}"] * ours[f"rate{which}"])
@@ -177,6 +181,85 @@ def test_the_recipe_of_nanogpt():
     assert torch.equal(targets, inputs + 1)
     assert set(inputs[:, 0].tolist()) == set(range(32))  # each place where a row and its last target fit
     assert not torch.equal(rows.batch(1)[0], inputs)
+
+
+def test_the_network_of_nanogpt_is_trained_by_its_recipe(small, monkeypatch):
+    config, clipped = replace(small.nanogpt, beta2=0.95, warmup_steps=9), []
+    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda weights, most: clipped.append((len([*weights]), most)))
+    hardware = set_up(HardwareConfig(device="cpu", dtype="float32", compile=False))
+    model = GPTConfig(num_layers=2, num_heads=3, n_embd=48, dropout=0.2)
+    run = SimpleNamespace(model=model, seq_len=32, vocab_size=50, hardware=hardware)
+    contender = config.contender(0.01, run)
+    net = contender.net
+    shape = net.config.n_layer, net.config.n_head, net.config.n_embd, net.config.vocab_size, net.config.dropout
+    assert shape == (2, 3, 48, 50, 0.2)
+    assert net.asked == (0.1, 0.01, (0.9, 0.95), "cpu")
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    contender.mean_loss(tokens, tokens).backward()
+    contender.update(4)
+    assert [group["lr"] for group in net.optimizer.param_groups] == [pytest.approx(0.01 * 5 / 10)]
+    assert clipped == [(1, 1.0)]
+    assert net.table.weight.grad is None
+    run.vocab_size = 50257
+    assert config.contender(0.01, run).net.config.vocab_size == 50304
+
+
+def test_an_opponent_counts_its_steps_and_has_its_seed(small, monkeypatch):
+    made, updated = [], []
+
+    class Rows(RandomRows):
+        def __init__(self, *given):
+            made.append(given[2:])
+            super().__init__(*given)
+
+    def contender(self, lr, run):
+        made.append((lr, torch.initial_seed()))
+        weight = torch.zeros((), requires_grad=True)
+        return SimpleNamespace(mean_loss=lambda inputs, _: weight * inputs.sum(), update=updated.append)
+
+    monkeypatch.setattr(opponents, "RandomRows", Rows)
+    monkeypatch.setattr(NanoGPTConfig, "contender", contender)
+    hardware = SimpleNamespace(device=torch.device("cpu"), compile=False)
+    dataset = SimpleNamespace(train=np.arange(99, dtype=np.uint16))
+    run = SimpleNamespace(seq_len=32, hardware=hardware, dataset=dataset)
+    assert len([*opponents.train_opponent(replace(small.nanogpt, steps=3), 0.5, run, 7)]) == 3
+    assert made == [(0.5, 7), (2, 7)]
+    assert updated == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("losses", "evaluations"),
+    [([3.0, 2.0, *[2.5] * 8], 7), ([3.0, 2.6, 2.0, 2.5, 2.0, 2.5, 2.015, 2.5, 2.01, 2.4], 10)],
+)
+def test_seconds_of_an_opponent_are_those_of_all_its_steps(small, monkeypatch, losses, evaluations):
+    """The first one, of 50 s, compiles and counts like the others, an evaluation of 100 s does not count. It ends where
+    it overfits five evaluations in a row, and not where it does in one."""
+    now, asked = [0.0], []
+
+    def training(*_):
+        for step in range(40):
+            now[0] += 50 if step == 0 else 1
+            yield None
+
+    def evaluated(*given):
+        asked.append(given[2])
+        now[0] += 100
+        return {"val_loss": losses[len(asked) - 1]}
+
+    monkeypatch.setattr(time_to_loss, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(time_to_loss, "train_opponent", training)
+    monkeypatch.setattr(time_to_loss, "evaluate", evaluated)
+    monkeypatch.setattr(time_to_loss, "fixed_windows", lambda *_: None)
+    monkeypatch.setattr(time_to_loss.EvaluationSet, "of", lambda *_: None)
+    small.bench.target = None
+    hardware = SimpleNamespace(synchronize=lambda: None)
+    dataset = SimpleNamespace(validation=None, tokenizer=None)
+    run = SimpleNamespace(hardware=hardware, dataset=dataset, seq_len=32)
+    curve = time_to_loss.curve_of_opponent(small, run, small.nanogpt, 0.1, 0)
+    assert len(curve) == evaluations
+    for number, (tokens, seconds, _) in enumerate(curve, 1):  # every second step of ours has as many tokens as 4
+        assert (tokens, seconds) == (4 * number * 64, 4 * number)
+    assert {*asked} == {2}
 
 
 def test_the_recipe_of_nanochat(nanochat):
@@ -271,7 +354,10 @@ def test_a_step_that_is_no_whole_rows_is_refused(small, tmp_path, monkeypatch, t
 
 def test_seconds_of_ours_are_those_of_all_its_steps(small, tmp_path, monkeypatch):
     """What lies between the steps is not in a record's rate, and each step is in one."""
-    monkeypatch.setattr("scripts.variants.train", lambda *_: {"exit_code": 0, "signal": 0})
+    trained = []
+    monkeypatch.setattr(
+        "scripts.variants.train", lambda one, _: trained.append(one.train.seed) or {"exit_code": 0, "signal": 0}
+    )
     records = [
         {"step": 1, "val_loss": 4.0},  # with bench.every=1; the first step compiles and has no rate
         {"step": 2, "val_loss": 3.5, "tokens_per_second": 128.0},
@@ -280,7 +366,8 @@ def test_seconds_of_ours_are_those_of_all_its_steps(small, tmp_path, monkeypatch
     ]
     lines = (json.dumps(record | {"tokens": 128 * record["step"]}) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    curve = curve_of_ours(small, tmp_path, seed=0)
+    curve = curve_of_ours(small, tmp_path, seed=7)
+    assert trained == [7]
     assert curve == [(256, 2.0, 3.5), (512, 6.0, 3.0), (640, 7.0, 2.9)]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(records[0]) + "\n")
     with pytest.raises(ValueError, match=r"ended before an evaluation after its first step; raise train.steps"):
