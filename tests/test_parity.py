@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from kernels import naive_attention
-from scripts import variants
+from scripts import parity, variants
 from scripts.parity import ParityConfig, ParitySettings, plan_runs, run_parity, with_one_micro_batch
-from scripts.parity_verdict import final_losses, judge, noise
+from scripts.parity_verdict import QUANTITIES, fault, final_losses, judge, limits_of, noise
 from scripts.variants import MUTANTS, train_once
 from tests.runs import settings, small_run
 from training import memory
@@ -117,6 +117,65 @@ def test_dropout_is_compared_with_one_mask(tmp_path):
     chosen.parity.mutants = ["scale x 1.01"]
     with pytest.raises(ValueError, match=r"parity\.mutants know no dropout"):
         run_parity(chosen, tmp_path / "parity")
+
+
+@pytest.mark.parametrize(("right", "wrong", "passes"), [(20, 0, True), (19, 0, True), (18, 0, False), (20, 1, False)])
+def test_repeats_pass_by_95_percent_and_no_mutant(right, wrong, passes, tmp_path, monkeypatch):
+    seeds = []
+
+    def run_parity(one, folder):
+        seeds.append((one.train.seed, folder.name))
+        count = len(seeds)
+        return {"verdicts": {"flash": {"passes": count <= right}, "no rescaling": {"passes": count <= wrong}}}
+
+    monkeypatch.setattr(parity, "run_parity", run_parity)
+    typed = "train.seed=3", "parity.attention=[flash]", "parity.mutants=['no rescaling']", "hardware.device=cpu"
+    chosen = settings(*typed, schema=ParitySettings, experiment="parity")
+    assert parity.repeat(chosen, tmp_path, 20) == passes
+    assert seeds == [(3 + number, f"seed_{3 + number}") for number in range(20)]
+    assert json.loads((tmp_path / "repeats.json").read_text())["passed"] == {"flash": right, "no rescaling": wrong}
+
+
+@pytest.mark.parametrize(
+    ("step", "end", "fault", "passes"),
+    [(1e-5, 0.0, None, True), (1e-2, 0.0, None, False), (1e-5, 0.2, None, False), (1e-5, 0.0, "O is wrong", False)],
+)
+def test_a_verdict_needs_the_curve_its_end_and_each_call(step, end, fault, passes, tmp_path, monkeypatch):
+    """Orders of the batches say where a final loss may lie, and nothing of a curve."""
+    names = ("naive", *(f"null {number}: x" for number in range(4)), "seed 1", "seed 2", "sdpa")
+
+    def train_once(_, folder, attend):
+        number = [name.partition(":")[0].replace(" ", "_") for name in names].index(folder.name)
+        apart = 0.5 if folder.name.startswith("seed") else step if folder.name == "sdpa" else number * 1e-5
+        final = 4.0 + (end if folder.name == "sdpa" else 0.01 * number)
+        return {"losses": [5.0 + apart] * 12, "val_loss": final, "seconds": 1.0}
+
+    monkeypatch.setattr(parity, "with_one_micro_batch", lambda chosen, _: chosen)
+    monkeypatch.setattr(parity, "plan_runs", lambda *_: dict.fromkeys(names, (None, None)))
+    monkeypatch.setattr(parity, "train_once", train_once)
+    recorded = [(torch.zeros(1, 1, 2, 4),) * 4]
+    monkeypatch.setattr(parity, "record_both", lambda *_: {"before training": recorded})
+    for name, found in {"compare": [], "stress": 0.0, "limits_of": {}, "fault": fault, "draw": None}.items():
+        monkeypatch.setattr(parity, name, lambda *_, found=found: found)
+    typed = "parity.nulls=4", "parity.attention=[sdpa]", "hardware.device=cpu"
+    chosen = settings(*typed, schema=ParitySettings, experiment="parity")
+    verdict = run_parity(chosen, tmp_path)["verdicts"]["sdpa"]
+    assert (verdict["passes"], verdict["ends_near"]) == (passes, end == 0.0)
+
+
+def test_a_call_may_err_ten_times_as_much_as_nulls():
+    nulls = [[{"quantity": name, "relative_error": error} for name in QUANTITIES] for error in (1e-3, 2e-3)]
+    limits = limits_of(nulls, [1e-4, 3e-4])
+    assert limits == dict.fromkeys(QUANTITIES, pytest.approx(0.02)) | {"stress": pytest.approx(3e-3)}
+    row = {"layer": 1, "size": 1.0, "cosine": 1.0}
+    rows = [row | {"quantity": name, "relative_error": 0.019} for name in QUANTITIES]
+    assert fault(rows, 2.9e-3, limits) is None
+    assert fault(rows, 3.1e-3, limits).startswith("O where scores reach 120: relative error 0.0031; is there")
+    assert "O where" in fault(rows, math.inf, limits)
+    for quantity in QUANTITIES:
+        worse = [one | {"relative_error": 0.021} if one["quantity"] == quantity else one for one in rows]
+        assert fault(worse, 0.0, limits).startswith(f"{quantity} of layer 1: relative error 0.021 (at most 0.02)")
+    assert fault([row | {"quantity": "O", "relative_error": math.nan}], 0.0, limits)
 
 
 def test_two_floats_are_no_distance_where_null_runs_are_equal():
