@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +23,7 @@ from tests.runs import settings_of
 from training.hardware import set_up
 
 pytestmark = pytest.mark.usefixtures("smoke_test")
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), SimpleNamespace(type="cuda", index=0)
 CELL = Cell("float32", 1, 2, 32, 16, "causal")
 BENCH = BenchConfig(seq_len=[32], head_dim=[16], hidden=32, budget_ms=1.0)
 
@@ -243,9 +243,6 @@ def test_what_is_between_calls_or_warms_up_is_not_timed(ticking):
     assert found == {"ms": 500.0, "p99_ms": 500.0, "tokens_per_second": 20.0, "peak_gib": None}
 
 
-GPU = SimpleNamespace(type="cuda", index=0)
-
-
 def test_microseconds_in_a_graph_are_those_of_the_call_alone(ticking, monkeypatch):
     class Graph:
         def __init__(self, parts, runs):
@@ -270,7 +267,7 @@ def test_memory_is_what_a_call_takes_beyond_what_is_held(monkeypatch):
         max_memory_allocated=lambda _: memory["peak"],
     )  # fmt: skip
     monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=cuda))
-    assert clock.peak_gib(lambda: memory.update(peak=3 << 30), GPU) == 2.0
+    assert clock.peak_gib(lambda: memory.update(peak=max(memory["peak"], 3 << 30)), GPU) == 2.0
     monkeypatch.setattr(attention, "peak_gib", lambda *_: 0.5)
     assert attention.prepared("naive", CELL, "forward", CPU)[1] == {"peak_extra_mib": 512.0}
 
@@ -280,6 +277,13 @@ def test_energy_and_time_on_end_are_of_one_call(ticking):
     board._device, board.ghz, board.joules = CPU, iter([1.0, 2.0] * 9).__next__, iter([100.0, 150.0]).__next__
     found = board.sustained(lambda: ticking.take(2), 10_000)
     assert found == {"sustained_ms": 2000.0, "ghz": pytest.approx(1.4), "joules": 10.0}
+
+
+def test_pythons_share_of_a_call_is_without_its_first_and_without_the_wait(ticking, monkeypatch):
+    monkeypatch.setattr(attention, "time", SimpleNamespace(perf_counter=lambda: ticking.now))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: ticking.take(9))
+    takes = chain([5.0], repeat(1e-4))
+    assert attention.python_us(lambda: ticking.take(next(takes))) == pytest.approx(100)
 
 
 def test_speed_is_of_the_median_round_and_the_longest_is_of_all(monkeypatch):
@@ -397,7 +401,11 @@ def test_bytes_of_a_cache_are_of_its_keys_values_and_scales(monkeypatch):
     assert eight.kv_bytes == 30 * 2 * 2 * 16
     assert replace(eight, scale="token").kv_bytes == 30 * 2 * 2 * (16 + 4)
     machine = decode.Machine(CPU, 0, 1)
-    monkeypatch.setattr(machine, "timed", lambda call: lambda: 2.0)  # us
+    times = iter([3.0, 2.0, 4.0])  # us, of three grids
+    monkeypatch.setattr(machine, "timed", lambda call: lambda: next(times))
+    monkeypatch.setattr(machine, "device", GPU)
+    monkeypatch.setattr(decode, "num_sms", lambda _: 1)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
     assert machine.read_bandwidth() == machine.keys.nbytes / 2e-6
 
 
@@ -470,3 +478,12 @@ def test_the_time_to_build_a_mask_is_the_median_after_the_first(ticking, monkeyp
     monkeypatch.setattr(bench_masks, "time", SimpleNamespace(perf_counter=lambda: ticking.now))
     takes = iter([9.0, *[0.001] * 11, *[0.5] * 9])
     assert bench_masks.build_ms(lambda: ticking.take(next(takes)), CPU) == pytest.approx(1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
+def test_the_dense_kernels_beside_a_block_have_no_mask():
+    q, k, v, do = calls.tensors(1, 16, 1, 1, 16, CPU, torch.float32)
+    exact = gradients(naive_attention, (q, k, v, do))
+    found = bench_masks.portable("forward", q, k, v, do)()[0], *bench_masks.portable("backward", q, k, v, do)()[:3]
+    for ours, right in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours, right, atol=1e-5, rtol=1e-4)
