@@ -292,12 +292,14 @@ def headline(folder: Path) -> str:
         several = "{tokens_per_second:,} on {processes}"
         speeds = ", ".join(cell(one if row["processes"] == 1 else several, row) for row in steps)
         step = cell("{batch_tokens:,} tokens a GPU and step in sequences of {seq_len:,}", steps[0])
+        equal = [row["equal"] for row in rows_of(found) if row["cell"] == "hashes"]
+        bits = " with the same bits," if equal and all(equal) else ""
         soon = ""
         race = reports(folder, "time_to_loss/shakespeare/time_to_loss.json")
         if ours := next((row for row in rows_of(race) if row["name"] == "ours" and "times_best" in row), None):
             form = "; at nanoGPT's best loss on Shakespeare {times:.1f} times as soon as nanoGPT, {times_best:.1f} with"
             soon, found = cell(f"{form} its learning rate tuned", ours), found | race
-        lines.append(f"- **Training**: GPT-2 124M at {speeds}, with the same bits, {step}{soon} ({_brief(found)})")
+        lines.append(f"- **Training**: GPT-2 124M at {speeds},{bits} {step}{soon} ({_brief(found)})")
     if found := reports(folder, "generation/bench_generation.json"):
         speed = {
             (row["model"], row["batch"]): row["tokens_per_second"]

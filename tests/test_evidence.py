@@ -291,6 +291,17 @@ def test_speed_beside_peers_is_a_geometric_mean_of_both_passes(tmp_path):
     assert "forward and 4.00 times backward, geometric means over 1 to 2 shapes (" in headline(tmp_path)
 
 
+def test_the_same_bits_are_said_where_all_were_equal(tmp_path):
+    small_evidence(tmp_path)
+    path = tmp_path / "parallel" / "step" / "bench_parallel.json"
+    report = json.loads(path.read_text())
+    assert "on 2, with the same bits, 65,536 tokens" in headline(tmp_path)
+    hashes = report["rows"][-1]
+    for rows in ([*report["rows"], hashes | {"equal": False}], report["rows"][:-1]):
+        write(path, report | {"rows": rows})
+        assert "1,150,000 on 2, 65,536 tokens" in headline(tmp_path)
+
+
 def test_calls_over_a_cache_with_as_many_query_heads_are_told_apart(tmp_path):
     small_evidence(tmp_path)
     path = tmp_path / "decode" / "peers" / "decode.json"
