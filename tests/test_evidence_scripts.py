@@ -416,6 +416,16 @@ def test_the_step_of_several_is_that_of_the_slowest_after_its_warmup(graphs, spa
     assert (row["sha256"], row["twice"]) == ("a", False)
 
 
+def test_several_are_compared_with_the_first_gpu_and_with_the_slowest(monkeypatch):
+    monkeypatch.setattr(bench_parallel, "choose", lambda *_: None)
+    monkeypatch.setattr(bench_parallel, "timed", lambda *_: {"tokens_per_second": 100, "step_ms": 5.0})
+    world = SimpleNamespace(all_gather=lambda own: [own, 6.0], broadcast=lambda row: row)
+    one = bench_parallel.alone(processes.Host(None, {2: world}), None, network=1)
+    assert one == {"tokens_per_second": 100, "step_ms": 5.0, "alone": "5.00 6.00", "slowest_ms": 6.0}
+    found = bench_parallel.against(one, {"tokens_per_second": 180})
+    assert found == {"speedup": 1.8, "speedup_of_slowest": pytest.approx(1.8 * 6 / 5)}
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_shared_row_is_held_to_one_gpus_time_and_bits(exact, monkeypatch):
     times = iter([1.0, 8.0, 2.0, 4.0])  # ms: forward and both passes, of one GPU and of two
