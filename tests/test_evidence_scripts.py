@@ -68,6 +68,12 @@ def test_the_losses_are_compared(tmp_path, capsys):
         assert row["ms"] > 0
         assert row["loss_error"] < 1e-3
         assert max(row["dh_error"], row["dweight_error"]) < 1e-2
+    plain, hardware = next(bench_loss.implementations(chosen))[1], set_up(chosen.hardware)
+    inputs = bench_loss.make(chosen, hardware.device)
+    exact = bench_loss.exact_results(chosen, *inputs)
+    twice = bench_loss.measured(chosen, lambda *given: 2 * plain(*given), hardware, exact, *inputs)
+    for name in ("loss_error", "dh_error", "dweight_error"):
+        assert twice[name] == pytest.approx(1, rel=0.01)
     with pytest.raises(ValueError, match="padded_vocab=64 must be at least vocab_size=65"):
         LossBenchSettings(vocab_size=65, padded_vocab=64)
     with pytest.raises(ValueError, match=r"chunk_tokens=\[4, 0\] must be at least 1"):

@@ -29,7 +29,9 @@ def by_the_definition(monkeypatch):
 
 
 @pytest.mark.usefixtures("by_the_definition")
-def test_each_dtype_of_a_cache_has_its_memory_latency_error_and_loss(tmp_path, capsys):
+def test_each_dtype_of_a_cache_has_its_memory_latency_error_and_loss(tmp_path, capsys, monkeypatch):
+    times, real = [], cache_bits.latency
+    monkeypatch.setattr(cache_bits, "latency", lambda *call: times.append(real(*call)) or times[-1])
     (tmp_path / "corpus.txt").write_text(CORPUS)
     settings = settings_of(
         cache_bits.main, *SMALL, *TINY, "data=text", f"data.files={tmp_path / 'corpus.txt'}", "train.steps=2",
@@ -44,6 +46,8 @@ def test_each_dtype_of_a_cache_has_its_memory_latency_error_and_loss(tmp_path, c
     errors = [row["relative_error"] for row in rows.values()]
     assert errors[0] < 1e-5 < errors[1] < errors[2] < 0.1
     assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows.values())
+    assert [row["p50_us"] for row in rows.values()] == [1e3 * time.p50 for time in times]
+    assert all(row["more_loss"] == row["val_loss"] - found["loss_without_cache"] for row in rows.values())
     assert abs(rows["float32"]["more_loss"]) < 1e-5 < max(abs(rows[name]["more_loss"]) for name in ("int8", "e4m3"))
     assert rows["int8"]["val_loss"] == pytest.approx(found["loss_without_cache"], abs=0.01)
     assert (tmp_path / "run" / "cache_bits.png").stat().st_size > 5_000

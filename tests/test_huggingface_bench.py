@@ -28,6 +28,8 @@ def test_each_part_has_a_row_for_each_attention(tmp_path):
         assert ("error" in row) == (row["attention"] == "flash_attention_2")
         assert "error" in row or row["tokens_per_second"] > 0
         assert "error" in row or row["p99_ms"] >= row["ms"]  # of two times the longer
+        tokens = 2 if row["part"] == "decode" else 17
+        assert "error" in row or row["tokens_per_second"] == pytest.approx(1e3 * tokens / row["ms"])
 
 
 def test_an_unknown_part_is_refused():

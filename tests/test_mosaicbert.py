@@ -174,6 +174,9 @@ def test_each_part_and_length_has_a_row_for_each_attention(tmp_path, monkeypatch
     expected |= {(8, lengths, part, "free") for lengths in ("padded", "full") for part in bench.NETWORK}
     assert {(row["seq_len"], row["lengths"], row["part"], row["attention"]) for row in rows} == expected
     assert all(row["tokens_per_second"] > 0 and row["p99_ms"] >= row["ms"] for row in rows)
+    assert {(row["seq_len"], row["lengths"], row["tokens"]) for row in rows} == {
+        (8, "padded", 8 + 1), (8, "full", 16), (16, "full", 16),
+    }  # fmt: skip
     sdpa = {(row["seq_len"], row["lengths"], row["part"]): row["ms"] for row in rows if row["attention"] == "sdpa"}
     assert all(row["of_sdpa"] == sdpa[row["seq_len"], row["lengths"], row["part"]] / row["ms"] for row in rows)
     assert (tmp_path / "bench_mosaicbert.png").stat().st_size > 0
