@@ -1,5 +1,6 @@
 """The training room: schedule, optimizers, FLOPs, the log."""
 
+import copy
 import ctypes
 import errno
 import io
@@ -121,6 +122,60 @@ def test_optimizer_learns_clips_and_round_trips(name):
     states = [[str(part["state"]) for part in o.state_dict()["optimizer"]] for o in (other, optimizer)]
     assert states[0] == states[1]
     assert other.optimizers[0].param_groups[0]["peak_lr"] == 0.01  # what the configuration says now
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_state_from_before_the_first_step_is_one_without_moments(name):
+    """Earlier versions made moments in their first step."""
+    net = Net()
+    optimizer = Optimizer(net, OptimConfig(name=name))
+    net(torch.arange(11)).square().sum().backward()
+    optimizer.step()
+    empty = [{"state": {}} for _ in optimizer.optimizers]
+    optimizer.load_state_dict({"optimizer": empty, "loss_scale": None})
+    moments = [value for part in optimizer.optimizers for state in part.state.values() for value in state.values()]
+    assert len(moments) >= 3
+    assert not any(value.any() for value in moments)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x: x.to("meta"), "is a Tensor, expected a tensor with values"),
+        (lambda x: x.to_sparse(), "is a Tensor, expected a tensor with values"),
+        (nn.Parameter, "is a Parameter, expected a tensor with values"),
+        (torch.t, "is a view or has a gradient, expected values alone"),
+        (lambda x: x.clone().requires_grad_(), "is a view or has a gradient, expected values alone"),
+        (lambda x: x[:1].clone(), r"is \(1, 4\) in torch.float32, expected \(4, 4\)"),
+        (torch.Tensor.double, r"is \(4, 4\) in torch.float64, expected \(4, 4\) in torch.float32"),
+        (lambda x: x / 0, "holds NaN, expected numbers"),
+    ],
+)
+def test_moments_that_a_checkpoint_cannot_have_are_refused_before_any_is_loaded(change, says):
+    optimizer = Optimizer(Net(), OptimConfig(name="muon"))
+    state = copy.deepcopy(optimizer.state_dict())
+    for values in state["optimizer"][0]["state"].values():
+        values["exp_avg"].fill_(1.0)
+    moments = state["optimizer"][1]["state"][0]
+    moments["momentum_buffer"] = change(moments["momentum_buffer"])
+    with pytest.raises(ValueError, match=f"^momentum_buffer of parameter 0 {says}"):
+        optimizer.load_state_dict(state)
+    assert not any(value["exp_avg"].any() for value in optimizer.optimizers[0].state.values())
+
+
+@pytest.mark.parametrize(
+    ("keys", "limit", "values"),
+    [
+        (("weight_decay", "grad_clip", "warmup_steps"), "be at least 0 and finite", (-1, math.inf, math.nan)),
+        (("beta1", "beta2", "momentum"), r"lie in \[0, 1\)", (-0.1, 1.0, math.nan)),
+        (("decay_fraction", "min_lr_ratio"), r"lie in \[0, 1\]", (-0.1, 1.1, math.nan)),
+    ],
+)
+def test_a_number_that_no_optimizer_can_use_is_refused(keys, limit, values):
+    for key in keys:
+        for value in values:
+            with pytest.raises(ValueError, match=rf"optim\.{key}={value} must {limit}"):
+                OptimConfig(**{key: value})
 
 
 def test_clipping_bounds_the_gradient():

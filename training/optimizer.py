@@ -59,7 +59,7 @@ class OptimConfig:
                 )
         for key in ("weight_decay", "grad_clip", "warmup_steps"):
             if not 0 <= getattr(self, key) < math.inf:
-                raise ValueError(f"optim.{key}={getattr(self, key)} must be at least 0")
+                raise ValueError(f"optim.{key}={getattr(self, key)} must be at least 0 and finite")
         for key in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f"optim.{key}={getattr(self, key)} must lie in [0, 1)")
