@@ -101,7 +101,7 @@ class Plan:
         return next((plan for plan in reversed(fewer[:most]) if plan.peak <= limit), None)
 
     def remedies(self, limit: float) -> list["Plan"]:
-        """Plans that need less and at most `limit` bytes, the fastest first.
+        """Plans that need at most `limit` bytes, which is less than this one needs; the fastest first.
 
         Single changes; where none is enough, all of them together. Empty where even that is too much, or what a change
         saves is unknown.
@@ -116,7 +116,7 @@ class Plan:
         plans = [self.with_model(**{key: value}) for key, value in faster.items()]
         plans.append(self.largest_fitting(limit))
         plans += [self.with_model(activation_checkpointing=mode) for mode in ("pointwise", "selective", "full")]
-        if fitting := [plan for plan in plans if plan and plan.peak < self.peak and plan.peak <= limit]:
+        if fitting := [plan for plan in plans if plan and plan.peak <= limit]:
             return fitting
         together = self.with_model(**faster, activation_checkpointing="full").largest_fitting(limit)
         return [together] if together else []
