@@ -16,12 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from model import GPTConfig
 from scripts.cluster import network
 from tests.runs import settings, small_run
 from training import parallel
 from training.gradient_sum import GradientSum
 from training.hardware import Hardware
-from training.ordered_sum import ALIGNED, cut, padded
+from training.memory import Plan
+from training.optimizer import OptimConfig
+from training.ordered_sum import ALIGNED, PIECE, cut, padded
 from training.owners import dealt_by_cost
 from training.parallel import ALONE, ParallelConfig, World
 from training.rendezvous import meet, ranks
@@ -463,6 +466,30 @@ def test_the_forecast_of_shared_weights_divides_what_is_kept():
     copies = alone.kinds("forward")["activations"] - shared.kinds("forward")["activations"]
     assert copies == 2 * blocks, "in 16 bit, which autocast keeps, and which here are gathered for a block at a time"
     assert shared.kinds("forward")["gathered weights"] == 4 * table + 2 * 2 * blocks // 3
+
+
+def test_the_forecast_of_several_processes_has_what_they_exchange():
+    def kinds(part: str, size: int, optimizer: str = "adamw", shards: bool = False, **changes) -> dict[str, int]:
+        world = World(size=size)
+        world.shards = shards
+        hardware = Hardware(torch.device("cuda"), torch.bfloat16, False, "", world=world)
+        config = GPTConfig(2, 16, n_embd=1024, attention="flash", loss="chunked")
+        plan = Plan(config, OptimConfig(name=optimizer), hardware, 50257, 1024, sequences=4, micro_batch=2)
+        return replace(plan, **changes).kinds(part)
+
+    block, table = 12 * 1024**2, 50304 * 1024
+    weights = 4 * (2 * block + table)
+    assert "sum over processes" not in kinds("optimizer", 2), "two add in place"
+    assert kinds("optimizer", 4)["sum over processes"] == 2 * 4 * PIECE < 2 * weights
+    assert kinds("optimizer", 4, "muon")["matrices exchanged"] == 2 * 2 * block
+    assert kinds("optimizer", 4, "muon", True)["matrices exchanged"] == 3 * 2 * block
+    for part in ("forward", "optimizer"):
+        assert kinds(part, 4, "adamw", True)["gradients"] == pytest.approx(weights / 4, rel=1e-6)
+    backward = kinds("backward", 4, "adamw", True)
+    assert backward["gradients exchanged"] == 2 * 2 * block + 2 * 4 * block
+    # of a few tokens the table's gradient, sent and received at the end, is more than the blocks ever need
+    few = kinds("backward", 4, "adamw", True, seq_len=16, sequences=1, micro_batch=1)
+    assert few["gradients exchanged"] == 3 * 4 * table
 
 
 def test_no_other_way_to_share_is_accepted():
