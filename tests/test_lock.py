@@ -104,6 +104,30 @@ def test_a_folder_is_left_as_it_was_found(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lock_names_its_holder_alone_and_goes_before_it_is_released(tmp_path, monkeypatch):
+    """A file that kill -9 left may be longer; one that is removed after its release may be another holder's."""
+    (tmp_path / "lock").write_text("process 12345678901234567890 on a host with a long name, SLURM job 1\n")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    close, there = os.close, []
+    with locked(tmp_path):
+        assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}, SLURM job 77\n"
+        monkeypatch.setattr(
+            os, "close", lambda descriptor: there.append((tmp_path / "lock").exists()) or close(descriptor)
+        )
+    assert there == [False]
+
+
+def test_two_may_look_at_once(tmp_path):
+    """Neither takes the other one for a run's process."""
+    (tmp_path / "lock").touch()
+    looking = os.open(tmp_path / "lock", os.O_RDONLY)
+    lock._lock(looking, shared=True)
+    assert lock.holder(tmp_path) == ""
+    os.close(looking)
+    with locked(tmp_path):
+        assert lock.holder(tmp_path).startswith(f"process {os.getpid()} on ")
+
+
 def test_where_nothing_can_be_locked_that_is_said_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
     def flock(descriptor, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

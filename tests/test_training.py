@@ -404,6 +404,18 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
         log(tmp_path)
 
 
+def test_a_stop_whose_checkpoint_is_not_on_disk_has_the_exit_code_of_that(tmp_path):
+    """`train` then raises what the disk said, and a launcher that resumes after a stop must not."""
+    check = SimpleNamespace(bad_steps=0, spikes=0)
+    stop = SimpleNamespace(reason="SIGTERM", exit_code=143, purpose="to go on", overrides=())
+    results = {"steps": 1, "seconds": 1.0}
+    with log(tmp_path) as opened:
+        for unsaved, code in ((None, 143), (OSError("No space left"), 2)):
+            summary = opened.finish(results, check, stop, tmp_path / "step_000001", unsaved)
+            assert (summary["stopped"], summary["exit_code"]) == ("SIGTERM", code)
+            assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
 def test_without_a_terminal_no_progress_bar_exists(tmp_path, monkeypatch):
     """Nothing of it is made, asked or drawn: `advance` costs a run in a file or a pipe one comparison."""
     from training import log as logging
