@@ -1,5 +1,6 @@
 """The training room: schedule, optimizers, FLOPs, the log."""
 
+import contextlib
 import copy
 import ctypes
 import errno
@@ -472,3 +473,13 @@ def test_a_failing_wandb_does_not_stop_the_run(tmp_path, capsys):
         opened.metrics(2, {"loss": 1.0})
     assert len(records(tmp_path)) == 2
     assert capsys.readouterr().out.count("goes on without it") == 1
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_wandb_hears_whether_the_run_failed(tmp_path, code):
+    ended = []
+    with contextlib.suppress(ValueError), log(tmp_path) as opened:
+        opened._wandb = SimpleNamespace(finish=lambda exit_code: ended.append(exit_code))
+        if code:
+            raise ValueError("refused")
+    assert ended == [code]
