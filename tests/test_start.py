@@ -46,6 +46,17 @@ def test_ctrl_c_after_the_imports_is_an_exception_again(tmp_path, monkeypatch):
     assert not any(Path("echoes").iterdir())
 
 
+def test_a_ctrl_c_that_was_ignored_stays_so():
+    """As in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        interrupt.leave_quietly()
+        interrupt.raise_again()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("asked", [("-m", "scripts.causality"), ("-u", "-mscripts.bench.clock", "-m", "a b")])
 def test_a_part_says_that_it_is_no_program(asked):
     done = subprocess.run([sys.executable, *asked], cwd=ROOT, capture_output=True, text=True)
