@@ -1,5 +1,6 @@
 """Every configuration composes; mistakes are in tests/test_bad_input.py."""
 
+import errno
 import getpass
 import importlib
 import re
@@ -16,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from conf import folders
 from conf.keys import known_keys
-from conf.mistakes import EXIT_USER_ERROR, fail
+from conf.mistakes import EXIT_USER_ERROR, fail, of_the_system
 from conf.program import ConfigError, name_user, program
 from conf.schema import Settings
 from data import DataConfig
@@ -340,3 +341,40 @@ def test_torchrun_repeats_the_line_below_its_own_words(tmp_path, monkeypatch, ca
     assert abs(told.timestamp - time.time()) < 60
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
     assert fail("no room") == EXIT_USER_ERROR
+
+
+def test_what_the_system_refuses_is_said_with_its_place(tmp_path):
+    own = "the last checkpoint was not saved to x: free what is short, then python train.py resume=x"
+    for error, said in (
+        (OSError(own), own),
+        (
+            OSError(errno.ENOSPC, "No space left"),
+            f"No space left (the run's folder is {tmp_path}); free what is short ",
+        ),
+        (OSError(errno.EACCES, "Permission denied", "there"), "there cannot be used (Permission denied); check "),
+        (
+            OSError(errno.EROFS, "Read-only", f"{tmp_path}/lock"),
+            f"{tmp_path} cannot be written to (Read-only); resume ",
+        ),
+    ):
+        message = of_the_system(error, tmp_path)
+        assert message.startswith(said)
+        assert (message == own) == (said == own)
+
+
+def test_a_traceback_that_cannot_be_kept_is_not_promised(tmp_path):
+    assert folders.keep_traceback(tmp_path / "error.log") == f" [traceback: {tmp_path / 'error.log'}]"
+    assert folders.keep_traceback(tmp_path / "gone" / "error.log") == ""
+
+
+def test_a_sweep_has_the_highest_exit_code_of_its_runs(tmp_path, monkeypatch):
+    @program("tool", Echo)
+    def main(settings: Echo, run_dir: Path) -> None:
+        sys.exit(int(settings.prompt))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["echo.py", "-m", "prompt=65,75,2"])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 75
