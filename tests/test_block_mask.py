@@ -171,6 +171,8 @@ def test_torchs_mask_is_converted_anew_where_it_has_other_lists_and_is_not_kept_
     before = BlockMask.from_torch(theirs).dense().sum()
     theirs.full_kv_num_blocks = torch.zeros_like(theirs.full_kv_num_blocks)
     assert BlockMask.from_torch(theirs).dense().sum() == before - 128 * 128
+    theirs.mask_mod = lambda b, h, q, k: q > k  # of the partial blocks, on the diagonal
+    assert BlockMask.from_torch(theirs).dense().sum() == before - 128 * 128 - 256
 
     class Owner:
         def __init__(self):

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: u
 
 from transformers import masking_utils  # noqa: E402
 
+from kernels import tiled_attention  # noqa: E402
 from model import huggingface  # noqa: E402
 from tests.huggingface_models import (  # noqa: E402
     DECODERS,
@@ -83,11 +84,11 @@ def test_padding_and_gradients_across_encoder_and_decoder(in_pytorch):
 # --- caches and generation
 
 
-def in_chunks(model, cache, mask):
-    """Logits of a prompt that is read in three chunks."""
+def in_chunks(model, cache, mask, chunks=((0, 17), (17, 18), (18, N))):
+    """Logits of a prompt that is read in chunks."""
     ids, logits = tokens(), []
     with torch.no_grad():
-        for begin, end in ((0, 17), (17, 18), (18, N)):
+        for begin, end in chunks:
             logits.append(model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
     return torch.cat(logits, 1)[mask.bool()]
 
@@ -103,11 +104,28 @@ def test_a_prompt_read_in_chunks(family, static, in_pytorch):
     close(*with_each(build(family), run))
 
 
-def test_layers_with_scales_of_their_own_share_no_call_over_a_cache(in_pytorch):
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("static", [False, True])
+def test_chunks_that_have_padding_alone_or_end_with_it(static, side, in_pytorch):
+    """A row then has no key yet, or queries behind its last one, which count for where the others stand."""
+
+    def run(model):
+        config = model.config
+        cache = transformers.StaticCache(config, 40) if static else transformers.DynamicCache(config=config)
+        return in_chunks(model, cache, padding(side), ((0, 9), (9, N)))
+
+    close(*with_each(build("Llama"), run))
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [("GPT2", {"scale_attn_by_inverse_layer_idx": True}), ("GptOss", {"layer_types": ["full_attention"] * 2})],
+)
+def test_layers_with_scales_or_sinks_of_their_own_share_no_call_over_a_cache(family, changed, in_pytorch):
     def run(model):
         return in_chunks(model, transformers.DynamicCache(config=model.config), padding("left"))
 
-    close(*with_each(build("GPT2", scale_attn_by_inverse_layer_idx=True), run))
+    close(*with_each(build(family, **changed), run))
 
 
 def generated(model, mask, **options):
@@ -172,6 +190,24 @@ def test_packed_documents_are_what_each_is_alone(family, told, in_pytorch):
         packed = model(ids, position_ids=positions, use_cache=False, **more).logits
         alone = [model(part, use_cache=False).logits for part in ids.split(lengths, dim=1)]
     close(torch.cat(alone, dim=1), packed)
+
+
+def test_documents_of_keys_may_be_longer_than_those_of_queries(in_pytorch):
+    starts = [torch.tensor(x, dtype=torch.int32) for x in ((0, 5, 12), (0, 9, 21))]
+    q, k = torch.randn(1, 4, 12, 16), torch.randn(1, 4, 21, 16)
+    given = {"cu_seq_lens_q": starts[0], "cu_seq_lens_k": starts[1]}
+    packed = huggingface.attention(torch.nn.Identity(), q, k, k, None, **given)[0]
+    for queries, keys in ((slice(5), slice(9)), (slice(5, 12), slice(9, 21))):
+        part = k[:, :, keys]
+        close(huggingface.attention(torch.nn.Identity(), q[:, :, queries], part, part, None)[0], packed[:, queries])
+
+
+def test_who_sees_whom_is_the_arguments_where_there_is_no_mask(in_pytorch):
+    q, encoder = torch.randn(1, 4, N, 16), torch.nn.Identity()
+    encoder.is_causal = False
+    for module, given, causal in ((torch.nn.Identity(), False, False), (encoder, True, True), (encoder, None, False)):
+        found = huggingface.attention(module, q, q, q, None, is_causal=given)[0]
+        close(tiled_attention(q, q, q, causal=causal).transpose(1, 2), found)
 
 
 # --- training as it is done
@@ -380,6 +416,14 @@ def test_what_the_kernels_do_not_compute_is_refused(given, match):
     q = torch.zeros(1, 4, N, 16)
     with pytest.raises(ValueError, match=match):
         huggingface.attention(torch.nn.Identity(), q, q, q, None, **given)
+
+
+def test_documents_beside_pairs_are_refused(in_pytorch):
+    """The pairs would have to say it; without this, documents would see each other."""
+    q, starts = torch.zeros(1, 4, N, 16), torch.tensor([0, 9, N], dtype=torch.int32)
+    pairs = torch.ones(1, 1, N, N, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="block_mask with varlen is not supported"):
+        huggingface.attention(torch.nn.Identity(), q, q, q, pairs, cu_seq_lens_q=starts)
 
 
 def test_a_window_that_is_in_the_mask_alone_is_refused():

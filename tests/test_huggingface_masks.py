@@ -115,6 +115,12 @@ def test_pairs_that_are_the_same_for_all_queries(in_pytorch):
     close(theirs[0][padding("right").bool()], ours[0][padding("right").bool()])
 
 
+def test_pairs_for_any_number_of_queries_serve_calls_of_several(in_pytorch):
+    mask, k = padding("right").bool()[:, None, None], torch.randn(3, 4, N, 16)
+    every, few = (huggingface.attention(torch.nn.Identity(), k[:, :, :n], k, k, mask)[0] for n in (N, 5))
+    close(every[:, :5], few)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["Gemma2", "GptOss", "Bert"])
 def test_pairs_on_a_gpu(family, builds):
@@ -200,6 +206,11 @@ def some(batch, head, q, k):
     return (k < 4) | (k % 5 == 0)
 
 
+def bidirectional_mask_function(batch, head, q, k):
+    """A user's function with a name of theirs."""
+    return some(batch, head, q, k)
+
+
 HOW = {
     "or": ("create_causal_mask", {"or_mask_function": some}),
     "or, of parts that ranges say": (
@@ -207,6 +218,7 @@ HOW = {
         {"or_mask_function": masking_utils.sliding_window_bidirectional_overlay(4)},
     ),
     "and": ("create_sliding_window_causal_mask", {"and_mask_function": some}),
+    "and, with a name of theirs": ("create_causal_mask", {"and_mask_function": bidirectional_mask_function}),
     "blocks": ("create_causal_mask", {"block_sequence_ids": torch.arange(N).expand(3, -1) // 4 - 1}),
     "chunks": ("create_chunked_causal_mask", {}),
     "packed": ("create_causal_mask", {"or_mask_function": some, "position_ids": torch.arange(N).expand(3, -1) % 9}),
