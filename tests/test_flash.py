@@ -1,12 +1,15 @@
 """The Triton kernels against float64: in the interpreter on a CPU, the same matrix and more on a GPU."""
 
 import math
+import random
 import re
 import subprocess
 import sys
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from kernels import flash_attention, why_not
 from kernels.call import Options
@@ -15,6 +18,7 @@ from kernels.flash_attn import flash_attn_func
 from kernels.launch import Launch, start
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
+from kernels.portable.tiles import Mask, masked_tile, section_tile, seeing_queries, visible_keys
 from kernels.portable.tuning import Tile
 from tests.attention_checks import compare_with_oracle, make_qkv
 
@@ -82,11 +86,79 @@ def test_expanded_heads_and_expanded_gradient():
     assert torch.equal(grad, expected)
 
 
-@pytest.mark.parametrize("window", [(60, 20), (-1, 50), (45, -1), (70, 0)])
+@pytest.mark.parametrize("window", [(60, 20), (-1, 50), (45, -1), (70, 0), (0, 40)])
 def test_windows_with_whole_tiles_inside(window):
     """Wide enough for tiles that need no mask, with masked ones on both sides."""
     q, k, v = make_qkv(1, 1, 1, 100, 110, 16, device=DEVICE)
     compare_with_oracle(flash_attention, q, k, v, window=window)
+
+
+@triton.jit(do_not_specialize=["num_q", "num_k", "left", "right"])
+def _visits(
+    counts, num_q, num_k, left, right, TILES: tl.constexpr, CAUSAL: tl.constexpr, LOCAL: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """How often a tile of queries (or KEYS) meets each of the others, unmasked and masked: (tiles, 2, TILES)."""
+    mask = Mask(num_q, num_k, (left, right), CAUSAL, LOCAL)
+    tile = tl.program_id(0)
+    counts += tile * 2 * TILES
+    STEP: tl.constexpr = BLOCK_Q if KEYS else BLOCK_K
+    if KEYS:
+        full_start, full_end, masked_start, masked_end = seeing_queries(tile * BLOCK_K, mask, BLOCK_Q, BLOCK_K)
+    else:
+        full_start, full_end, masked_start, masked_end = visible_keys(tile * BLOCK_Q, mask, BLOCK_Q, BLOCK_K)
+    for position in range(full_start, full_end, STEP):
+        tl.store(counts + position // STEP, tl.load(counts + position // STEP) + 1)
+    for position in range(masked_start, masked_end, STEP):
+        at = counts + TILES + masked_tile(position, full_start, full_end, LOCAL) // STEP
+        tl.store(at, tl.load(at) + 1)
+
+
+@pytest.mark.parametrize("keys", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize("kind", ["full", "causal", "window"])
+def test_tiles_are_met_once_unmasked_where_all_is_seen_and_not_where_nothing_is(kind, keys):
+    draw = random.Random(0)
+    for _ in range(12):
+        num_q, num_k, left, right = (draw.randint(1, 25) for _ in range(4))
+        left, right = draw.choice(((left, right), (left, 0), (0, right), (50, right), (left, 50)))
+        block_q, block_k = draw.choice(((4, 8), (8, 4)))
+        own, other = (block_k, block_q) if keys else (block_q, block_k)
+        tiles = -(-(num_k if keys else num_q) // own)
+        counts = torch.zeros(tiles, 2, 12, dtype=torch.int32, device=DEVICE)
+        _visits[(tiles,)](
+            counts, num_q, num_k, left, right, TILES=12, CAUSAL=kind == "causal", LOCAL=kind == "window",
+            BLOCK_Q=block_q, BLOCK_K=block_k, KEYS=keys,
+        )  # fmt: skip
+        distance = torch.arange(32) - torch.arange(32)[:, None] - (num_k - num_q)
+        seen = {"full": distance < 99, "causal": distance <= 0, "window": (distance >= -left) & (distance <= right)}
+        seen = seen[kind].T if keys else seen[kind]
+        num_own, num_others = (num_k, num_q) if keys else (num_q, num_k)
+        for tile, (full, masked) in enumerate(counts.cpu()):
+            own_rows = seen[tile * own :][:own]  # as if there were whole tiles of them
+            for place in range(12):
+                others = own_rows[:, :num_others][:, place * other :][:, :other]
+                part = others[: num_own - tile * own]
+                whole = part.numel() and part.all() and (keys or part.shape[1] == other)
+                where = kind, num_q, num_k, left, right, block_q, block_k, tile, place
+                assert full[place] + masked[place] <= 1, where
+                assert whole or not full[place], where
+                assert full[place] or masked[place] or not part.any(), where
+                assert others.any() or not masked[place], where
+
+
+@triton.jit
+def _sections(counts, num_tiles, num_heads, heads_per_section):
+    tile, head = section_tile(tl.program_id(0), num_tiles, num_heads, heads_per_section, True)
+    tl.store(counts + tile * num_heads + head, tl.program_id(0) + 1)
+
+
+@pytest.mark.parametrize(("heads", "section"), [(6, 6), (7, 2), (5, 4)])
+def test_sections_of_heads_have_each_tile_once_and_all_last_tiles_first(heads, section):
+    """Also the last one, of fewer heads."""
+    turns = torch.zeros(3, heads, dtype=torch.int32, device=DEVICE)
+    _sections[(3 * heads,)](turns, 3, heads, section)
+    expected = [part.flip(0).flatten() for part in turns.split(section, dim=1)]
+    assert torch.cat(expected).tolist() == list(range(1, 3 * heads + 1))
 
 
 def test_tiles_outside_the_window_are_never_visited():
@@ -114,6 +186,18 @@ def test_tiles_outside_the_window_are_never_visited():
 def test_any_scale(scale):
     q, k, v = make_qkv(1, 2, 2, 20, 40, 16, device=DEVICE)
     compare_with_oracle(flash_attention, q, k, v, causal=True, scale=scale)
+
+
+def test_without_keys_all_that_is_seen_is_the_sink():
+    q, k, v = make_qkv(2, 2, 2, 3, 3, 16, device=DEVICE)
+    sinks = torch.tensor([0.5, -2.0], device=DEVICE, requires_grad=True)
+    none = k[:, :, :0], v[:, :, :0]
+    o, lse = flash_attention(q, *none, sinks=sinks, return_lse=True)
+    assert not o.any()
+    assert torch.equal(lse, sinks[:, None].expand(2, 2, 3))
+    (dsinks,) = torch.autograd.grad(lse, sinks, torch.arange(12.0, device=DEVICE).view(2, 2, 3))
+    assert dsinks.tolist() == [0 + 1 + 2 + 6 + 7 + 8, 3 + 4 + 5 + 9 + 10 + 11]
+    assert (flash_attention(q, *none, return_lse=True)[1] == -math.inf).all()
 
 
 def test_without_a_gradient_for_lse():

@@ -278,6 +278,13 @@ def test_bad_options_are_refused_by_name(message):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("head_dim_v", [8, 264])
+def test_vs_head_dim_is_limited_too(head_dim_v):
+    q, k, v = make_qkv(1, 2, 2, 4, 4, 16, head_dim_v=head_dim_v, device=DEVICE)
+    with pytest.raises(ValueError, match=rf"head_dim {head_dim_v} is not supported by flash attention \(16 to 256\)"):
+        flash_attention(q, k, v)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), (np.ones((1, 2, 4, 16)), "ndarray")])
 def test_what_is_no_tensor_is_refused_by_name(name, value, kind):
