@@ -92,9 +92,18 @@ def test_operator_is_well_formed():
     torch.library.opcheck(cross_entropy_fwd, (logits, targets, 100))
 
 
-def test_public_function_agrees_with_the_operator():
-    logits, targets = make(7, 64, 50, "padding", torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_public_function_agrees_with_the_operator(dtype):
+    logits, targets = make(7, 64, 50, "padding", dtype)
     torch.testing.assert_close(cross_entropy(logits, targets, 50), losses(logits, targets, 50))
+
+
+def test_targets_of_any_stride():
+    logits, targets = make(7, 64, 50, "padding", torch.float32)
+    apart = torch.stack((targets, targets + 1), 1)[:, 0]
+    found, expected = (torch.autograd.grad(losses(logits, x, 50), logits)[0] for x in (apart, targets))
+    assert torch.equal(found, expected)
+    assert torch.equal(losses(logits, apart, 50), losses(logits, targets, 50))
 
 
 @pytest.mark.gpu

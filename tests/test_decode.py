@@ -541,6 +541,16 @@ def test_a_cpu_without_triton_runs_the_definition(cached, monkeypatch):
         flash_attention_with_kvcache(q, pages, pages, cache_seqlens=lengths, block_table=table, **scales)
 
 
+def test_the_definition_reads_eight_bits_in_float64():
+    """What kernels are compared with has no rounding of its own."""
+    q, keys, values, *_, k_scale, v_scale, lengths = bits_case(torch.float32, torch.int8, 16, [40, 33])
+    call = partial(naive_attention_with_kvcache, cache_seqlens=lengths, return_lse=True)
+    found = call(q.double(), keys, values, k_scale=k_scale, v_scale=v_scale)
+    wide = [x.double() * scale.double()[..., None] for x, scale in ((keys, k_scale), (values, v_scale))]
+    torch.testing.assert_close(found, call(q.double(), *wide), rtol=1e-12, atol=1e-12)
+    assert found[1].dtype == torch.float64
+
+
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_a_token_of_zeros_is_zeros_in_eight_bits(stored, monkeypatch):
     """Its largest magnitude is no scale to divide by."""

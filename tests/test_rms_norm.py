@@ -48,6 +48,15 @@ def test_compiled_it_keeps_its_result_and_not_its_input(autocast):
     assert sum(t.nbytes for t in kept) == y.nbytes + 64 * 4
 
 
+def test_16_bits_are_rounded_once():
+    x = 30 * torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
+    x, dy = (t.bfloat16() for t in (x, x.flip(0) / 30))
+    exact = gradient(lambda x: F.rms_norm(x, (48,), eps=EPS), x.double().requires_grad_(), dy)
+    for ours, expected in zip(gradient(lambda x: rms_norm(x, EPS), x.requires_grad_(), dy), exact, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - expected).norm() < 2**-8 * expected.norm()
+
+
 def test_on_a_cpu_float64_keeps_its_digits():
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: rms_norm(x, EPS), x)
