@@ -104,7 +104,8 @@ def slots_of(arguments, named) -> list[tuple]:
 
 
 def poison(arguments, named) -> None:
-    for cache in arguments[1:3]:
+    scales = [x for x in (named.get("k_scale"), named.get("v_scale")) if x is not None and x.dim() > 1]
+    for cache in (*arguments[1:3], *scales):
         if cache.dtype not in decode.EIGHT_BITS:
             clean = cache.clone()
             cache.fill_(float("nan"))
@@ -144,7 +145,7 @@ def check(seed: int, kind: int, longest: int = 170, head_dims: tuple[int, ...] =
             assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
     for name in ("k_scale", "v_scale"):
         if eight_bits:
-            torch.testing.assert_close(named[name], expected_named[name], rtol=1e-6, atol=0)
+            torch.testing.assert_close(named[name], expected_named[name], rtol=1e-6, atol=0, equal_nan=True)
     arguments, named = after_append(arguments, named)
     wide = {n: x.double() if n in ("alibi_slopes", "sinks") else x for n, x in named.items()}
     caches = [x if eight_bits else x.double() for x in arguments[1:]]
@@ -581,6 +582,25 @@ def test_tokens_of_odd_strides_are_appended(dtype, odd):
     for row, length in enumerate(lengths.tolist()):
         assert torch.equal(keys[row, :, length], k[row, :, 0])
         assert torch.equal(values[row, :, length], v[row, :, 0])
+
+
+def test_eight_bits_of_an_odd_head_dim_are_no_whole_words():
+    q, keys, values, *_, lengths = bits_case(torch.float16, torch.int8, 32, [40, 33])
+    q, *caches = (x[..., :17] for x in (q, keys, values))
+    named = {"cache_seqlens": lengths, "k_scale": torch.full((2,), 0.01, device=DEVICE)}
+    named["v_scale"] = named["k_scale"]
+    found, expected = (f(q, *caches, **named) for f in (flash_attention_with_kvcache, naive_attention_with_kvcache))
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_new_values_may_be_stored_in_another_way_than_new_keys():
+    """As a projection leaves them, (B, N, H, D) in memory, beside keys that a rotation has copied."""
+    q, keys, values, k, v, *_, lengths = bits_case(torch.float32, torch.float32, 16, [40, 33])
+    other = [x.clone() for x in (keys, values)]
+    expected = flash_attention_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths)
+    v = v.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(flash_attention_with_kvcache(q, *other, k, v, cache_seqlens=lengths), expected)
+    assert torch.equal(other[1], values)
 
 
 @pytest.mark.parametrize("fault", ["length", "length by one", "page", "negative page", "padding"])
