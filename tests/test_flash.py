@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import flash_attention, why_not
+from kernels import flash_attention, flash_attention_varlen, why_not
 from kernels.call import Options
 from kernels.device import dense_bf16_peak_flops
-from kernels.flash_attn import flash_attn_func
+from kernels.flash_attn import flash_attn_func, flash_attn_varlen_func
 from kernels.launch import Launch, start
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
@@ -486,3 +486,29 @@ def test_gpu_same_bits_in_ten_fresh_processes():
     runs = [subprocess.Popen([sys.executable, "-c", _ONE_CALL], stdout=subprocess.PIPE, text=True) for _ in range(10)]
     assert len({run.communicate()[0] for run in runs}) == 1
     assert all(run.returncode == 0 for run in runs)
+
+
+@pytest.mark.parametrize("more", [{"window": (5, 3)}, {"causal": True}], ids=str)
+def test_flash_attentions_arguments_are_ours_by_other_names(more):
+    q, k, v = (x.detach().transpose(1, 2) for x in make_qkv(1, 4, 2, 20, 20, 16, device=DEVICE))
+    sinks, slopes = torch.randn(4, device=DEVICE), torch.rand(4, device=DEVICE)
+    ours = more | {"scale": 0.3, "sinks": sinks, "alibi_slopes": slopes, "softcap": 2.0, "dropout_p": 0.2}
+    names = {"scale": "softmax_scale", "sinks": "s_aux", "window": "window_size"}
+    theirs = {names.get(name, name): x for name, x in ours.items()}
+    starts = torch.tensor([0, 9, 20], dtype=torch.int32, device=DEVICE)
+    packed = q[0], k[0], v[0], starts, starts, 11, 11
+
+    def drawn(attention, *arguments, **options):
+        torch.manual_seed(0)
+        return attention(*arguments, **options)
+
+    o, lse = drawn(flash_attention, *(x.transpose(1, 2) for x in (q, k, v)), return_lse=True, **ours)
+    for expected, found in (
+        ((o.transpose(1, 2), lse), drawn(flash_attn_func, q, k, v, return_attn_probs=True, **theirs)),
+        (
+            drawn(flash_attention_varlen, *packed, return_lse=True, **ours),
+            drawn(flash_attn_varlen_func, *packed, return_attn_probs=True, **theirs),
+        ),
+    ):
+        assert found[2] is None
+        assert all(map(torch.equal, found[:2], expected))
