@@ -81,6 +81,21 @@ def test_strided_gradients():
     torch.testing.assert_close(rotary_bwd(dq, dk, dv, cos, sin), rotary_bwd(*dense, cos, sin))
 
 
+def test_strided_projections_and_tables():
+    """Tables may be parts of wider ones."""
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+    apart = torch.stack((qkv, qkv + 1), -1)[..., 0]
+    tables = (torch.cat((x, x + 1), -1)[..., :16] for x in (cos, sin))
+    for ours, theirs in zip(rotary_fwd(apart, *tables, 4), rotary_fwd(qkv, cos, sin, 4), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_under_autocast_all_parts_have_the_projections_dtype():
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert {x.dtype for x in rotate_and_split(qkv, cos, sin, 4, 1e-6)} == {torch.float32}
+
+
 @pytest.mark.parametrize("norm_eps", [None, 1e-6])
 def test_rows_past_the_offsets_of_32_bits_are_launched_in_parts(norm_eps, monkeypatch):
     import kernels.fused.rotary_kernel as kernel
@@ -105,6 +120,8 @@ def test_tables_of_other_tokens_are_refused():
     qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
     with pytest.raises(ValueError, match="cos and sin have 18 and 19 positions but qkv has 19 tokens"):
         rotate_and_split(qkv, cos[1:], sin, 4)
+    with pytest.raises(ValueError, match="cos and sin have 19 and 18 positions but qkv has 19 tokens"):
+        rotate_and_split(qkv, cos, sin[1:], 4)
 
 
 def test_tables_without_the_heads_dimension_are_refused():
@@ -112,3 +129,7 @@ def test_tables_without_the_heads_dimension_are_refused():
     qkv, table = torch.randn(2, 3, 4, 8), torch.randn(3, 1, 8)
     with pytest.raises(ValueError, match=r"cos has shape \(3, 8\) and sin \(3, 1, 8\); expected \(N, 1, D\), and an"):
         rotate_and_split(qkv, table[:, 0], table, 2)
+    with pytest.raises(ValueError, match=r"cos has shape \(3, 1, 8\) and sin \(3, 1, 6\); expected \(N, 1, D\)"):
+        rotate_and_split(qkv, table, table[..., :6], 2)
+    with pytest.raises(ValueError, match=r"expected \(N, 1, D\), and an even D: qkv has 7"):
+        rotate_and_split(qkv[..., :7], table[..., :7], table[..., :7], 2)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels.fused.skinny_linear import ACTIVATIONS, _composed, skinny_linear, takes_skinny_linear
 
@@ -30,17 +31,23 @@ def test_it_is_what_it_stands_for(rows, width, outputs, norm_eps, activation):
         torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("rows", "heads", "head_dim"), [(1, 5, 8), (3, 3, 80), (40, 6, 64), (64, 9, 16)])
-def test_it_turns_heads(rows, heads, head_dim):
+@pytest.mark.parametrize(
+    ("rows", "heads", "head_dim", "width", "norm_eps"),
+    [(1, 5, 8, 72, 0.5), (3, 3, 80, 72, 0.5), (40, 6, 64, 72, 0.5), (64, 9, 16, 72, 0.5), (3, 3, 16, 2100, None)],
+)
+def test_it_turns_heads(rows, heads, head_dim, width, norm_eps):
     """Those of queries and keys; the values behind them stay as they are."""
-    x, weight, _ = tensors(rows, 72, heads * head_dim)
+    x, weight, _ = tensors(rows, width, heads * head_dim)
     angle = torch.rand(rows, 1, head_dim // 2, device=DEVICE)
     cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((-angle, angle), -1).sin()
     for turned in (heads - 2, heads):
         rotary = (cos, sin, turned)
-        expected = _composed(x.double(), weight.double(), 0.5, None, None, rotary)
-        actual = skinny_linear(x, weight, norm_eps=0.5, rotary=rotary)
+        expected = _composed(x.double(), weight.double(), norm_eps, None, None, rotary)
+        actual = skinny_linear(x, weight, norm_eps=norm_eps, rotary=rotary)
         torch.testing.assert_close(actual, expected.float(), rtol=1e-4, atol=1e-4)
+    apart = [torch.stack((t, t + 1), -1)[..., 0] for t in (x, cos, sin)]
+    strided = skinny_linear(apart[0], weight, norm_eps=norm_eps, rotary=(*apart[1:], heads))
+    assert torch.equal(strided, actual)
 
 
 def test_parts_of_a_long_product_take_turns_and_leave_none():
@@ -107,6 +114,15 @@ def test_what_it_does_not_take():
     for rows, turned, outputs in ((3, 3, 8), (2, 1, 8), (3, 1, 6)):
         with pytest.raises(ValueError, match=f"3 positions and turns {turned} heads of 4; expected {rows} positions"):
             skinny_linear(x[:rows], weight[:outputs], rotary=(*tables, turned))
+    with pytest.raises(ValueError, match="rotary has 3 and 2 positions and turns 1 heads of 4; expected 3 positions"):
+        skinny_linear(x[:3], weight, rotary=(tables[0], tables[1][:2], 1))
     with pytest.raises(ValueError, match="rotary turns a plain product"):
         skinny_linear(x[:3], weight, rotary=(*tables, 1), activation="gelu")
     assert not takes_skinny_linear(x[:64].cpu())
+    with FakeTensorMode(), torch.no_grad():
+        x = torch.empty(2, 32, 16, dtype=torch.bfloat16, device="cuda")
+        assert takes_skinny_linear(x)
+        assert not takes_skinny_linear(x.float())
+        assert not takes_skinny_linear(torch.cat((x, x)))
+        with torch.enable_grad():
+            assert not takes_skinny_linear(x)
