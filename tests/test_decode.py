@@ -603,7 +603,7 @@ def test_new_values_may_be_stored_in_another_way_than_new_keys():
     assert torch.equal(other[1], values)
 
 
-@pytest.mark.parametrize("fault", ["length", "length by one", "page", "negative page", "padding"])
+@pytest.mark.parametrize("fault", ["length", "length by one", "page", "negative page", "padding", "negative padding"])
 def test_what_does_not_fit_is_nan_and_overwrites_nothing(fault):
     q, _, _, k, v, *_, lengths = bits_case(torch.float32, torch.float32, 16, [40, 33])
     table = torch.randperm(6, generator=torch.Generator().manual_seed(0)).reshape(2, 3).int().to(DEVICE)
@@ -615,8 +615,8 @@ def test_what_does_not_fit_is_nan_and_overwrites_nothing(fault):
         lengths[0] = 2**31 - 1
     elif fault == "length by one":
         lengths[0] = 47  # of 48 slots, and two new tokens
-    elif fault == "padding":
-        pad[0] = 39
+    elif "padding" in fault:
+        pad[0] = 39 if fault == "padding" else -1
     else:
         table[0, 2] = 6 if fault == "page" else -1
     workspace = kvcache_workspace(2, 4, DEVICE)
