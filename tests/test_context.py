@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from model import GPTConfig
+from model import GPTConfig, context
 from tests import context_worker
 from tests.context_worker import PROCESSES, attention_case, model_case, refusal_case, training_case
 from training.context import resolve_method
@@ -69,6 +69,8 @@ REFUSED = {
         {"causal": False, "window": (1, 1)},
         "parallel.context_method=gather needs causal",
     ),
+    "ring scale": ("ring", {"scale": -0.5}, "scale is -0.5; with parallel.context_method=ring it must be positive"),
+    "ring scale of 0": ("ring", {"scale": 0.0}, "scale is 0.0; with parallel.context_method=ring it must be positive"),
     "heads 4": ("heads", {}, "parallel.context=4 does not divide 2 KV heads; use parallel.context_method=gather"),
 }
 for name, (method, given, _) in REFUSED.items():
@@ -169,6 +171,16 @@ def test_a_run_that_shares_rows(found, name):
 def test_what_a_way_cannot_do_is_refused(found, name):
     for message in found[f"refused {name}"]:
         assert message.startswith(REFUSED[name][2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_what_is_sent_is_packed_from_any_layout(dtype):
+    """By eight bytes only where all of its rows begin at such."""
+    odd, even = torch.randn(3, 5, 21).to(dtype), torch.randn(3, 5, 24).to(dtype)
+    for x in (odd[..., :8], even[..., 1:9], even[:, 1:, :20], even[..., ::3], even.transpose(0, 1)[..., :16]):
+        packed = context._packed(x)
+        assert packed.is_contiguous()
+        assert torch.equal(packed, x)
 
 
 def resolved(asked="auto", world=2, seq_len=16, micro_batch=1, document_mask=False, **model) -> tuple[str, str]:

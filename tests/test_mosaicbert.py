@@ -116,6 +116,14 @@ def test_other_slopes_are_refused():
         mosaicbert.patch(model)
 
 
+def test_a_table_in_16_bits_is_known():
+    """Slopes of 12 heads are no numbers of bfloat16."""
+    model = bert(12)
+    model.encoder.alibi = model.encoder.alibi.bfloat16()
+    mosaicbert.patch(model)
+    assert model.encoder.alibi.shape == (1, 1, 1, 1)
+
+
 def test_transformers_5_loads_it_only_as_a_patched_class(tmp_path, monkeypatch, in_pytorch):
     transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
 
