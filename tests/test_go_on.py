@@ -276,7 +276,7 @@ def test_a_revision_that_an_earlier_version_ignored_is_left_out():
 
 
 def test_a_run_begins_with_the_weights_of_another(here, train):
-    assert train(*OWN).code == 0
+    assert train(*OWN, "model.dropout=0.1").code == 0
     source = the_run() / "checkpoints" / "last"
     tuning = ("data=text", "data.files=own.txt", "data.cache_dir=cache", "data.seq_len=32", "name=tuned")
     tuning = (*tuning, f"init_from={source}", "train.batch_tokens=256", "train.sample_tokens=0", "hardware.device=cpu")
@@ -286,6 +286,7 @@ def test_a_run_begins_with_the_weights_of_another(here, train):
     assert f"weights    of {source.resolve()} after 6 steps; all else begins anew" in tuned.out
     found = open_checkpoint(the_run("tuned"))
     assert (found.step, found.meta["settings"]["optim"]["name"]) == (1, "muon")
+    assert found.meta["settings"]["model"]["dropout"] == 0.0, "no part of the weights"
     weights = load_file(source / "model.safetensors")
     assert all(value.equal(weights[name]) for name, value in load_file(found.path / "model.safetensors").items())
     assert len(metrics(the_run("tuned"))) == 1
