@@ -14,6 +14,14 @@ from tests.test_text import Echo
 from training.log import ROOT
 
 
+@pytest.fixture(autouse=True)
+def _in_the_foreground():
+    """In a shell's background SIGINT is ignored, by children too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("asked", ["train.py", "-m scripts.explain", "-m scripts.evidence", "-m scripts.bench.loss"])
 def test_ctrl_c_among_the_imports_leaves_without_a_word(asked, ignored, tmp_path):
@@ -48,13 +56,10 @@ def test_ctrl_c_after_the_imports_is_an_exception_again(tmp_path, monkeypatch):
 
 def test_a_ctrl_c_that_was_ignored_stays_so():
     """As in a shell's background."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        interrupt.leave_quietly()
-        interrupt.raise_again()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupt.leave_quietly()
+    interrupt.raise_again()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize("asked", [("-m", "scripts.causality"), ("-u", "-mscripts.bench.clock", "-m", "a b")])
