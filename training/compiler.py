@@ -5,6 +5,7 @@ are a quarter of a small model's launches.
 """
 
 import operator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import fx
@@ -16,13 +17,13 @@ PRODUCT = torch.ops.aten.mm.default
 
 
 def set_up_compiler() -> None:
-    # else it would choose orders of sums by which was faster just then: another process, other bits
-    config.deterministic = True
-    # its own random numbers take longer than all else in a norm's kernel, and are others than an uncompiled run's
-    config.fallback_random = True
-    # its order of kernels "for peak memory" holds more: 4 recomputed layers take 4.14 GiB in it, 3.80 without
-    config.reorder_for_peak_memory = False
-    config.post_grad_custom_pre_pass = FewerConversions()
+    for name, value in _CHOICES.items():
+        setattr(config, name, value)
+
+
+def without_choices() -> AbstractContextManager:
+    """For the duration torch.compile is as by itself, for networks that are not ours."""
+    return config.patch(_DEFAULTS)
 
 
 class FewerConversions(CustomGraphPass):
@@ -75,3 +76,15 @@ def _convert_together(graph: fx.Graph, dtype: torch.dtype, nodes: list[fx.Node])
         empty.meta["val"] = part.meta["val"] = value
         node.replace_all_uses_with(part)
         graph.erase_node(node)
+
+
+_CHOICES = {
+    # else it would choose orders of sums by which was faster just then: another process, other bits
+    "deterministic": True,
+    # its own random numbers take longer than all else in a norm's kernel, and are others than an uncompiled run's
+    "fallback_random": True,
+    # its order of kernels "for peak memory" holds more: 4 recomputed layers take 4.14 GiB in it, 3.80 without
+    "reorder_for_peak_memory": False,
+    "post_grad_custom_pre_pass": FewerConversions(),
+}
+_DEFAULTS = {name: getattr(config, name) for name in _CHOICES}

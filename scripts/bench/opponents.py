@@ -273,11 +273,9 @@ def its_own_choices(hardware: Hardware) -> AbstractContextManager:
     """torch.compile as it is by itself, without what training/compiler.py sets for our runs."""
     if not hardware.compile:
         return nullcontext()
-    from torch._inductor import config as inductor
+    from training.compiler import without_choices  # takes a second, so only where it is used
 
-    return inductor.patch(
-        deterministic=False, fallback_random=False, reorder_for_peak_memory=True, post_grad_custom_pre_pass=None
-    )
+    return without_choices()
 
 
 def _matrices(net: nn.Module) -> int:
