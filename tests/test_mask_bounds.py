@@ -82,3 +82,18 @@ def test_only_partial_blocks_are_asked(name, monkeypatch):
     monkeypatch.setattr(block_masks, "_asked", lambda *given: asked.append(given[2]) or real(*given))
     mask = block_mask(masks(2048, DEVICE)[name], None, None, 2048, 2048, DEVICE)
     assert int(asked[0].sum()) == mask.counts()["partial"] < 150
+
+
+@pytest.mark.gpu
+def test_what_is_on_another_device_decides_no_block():
+    """A single number on the CPU is read for a GPU's mask, as PyTorch does it; nothing of a GPU for a CPU's."""
+    document, limit = torch.zeros(200, dtype=torch.int64, device="cuda"), torch.tensor(300, device="cuda")
+    for read in (lambda b, h, q, k: document[q] == document[k], lambda b, h, q, k: q + k < limit + limit):
+        with pytest.raises(Undecided):
+            decided_blocks(read, (1, 1, 200, 200), 128, torch.device("cpu"))
+    with pytest.raises(ValueError, match="read what is on cpu"):
+        block_mask(lambda b, h, q, k: document[q] == document[k], None, None, 200, 200, "cpu")
+    for number in (limit, limit.cpu()):
+        mask = block_mask(lambda b, h, q, k, number=number: q + k < number, None, None, 200, 200, "cuda")
+        rows, cols = torch.arange(200, device="cuda")[:, None], torch.arange(200, device="cuda")
+        assert torch.equal(mask.dense()[0, 0], rows + cols < 300)
