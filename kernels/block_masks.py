@@ -115,7 +115,7 @@ def block_mask(
     device = _with_values(device)
     each = mask_mod
     try:
-        full, some = (x.numpy() for x in decided_blocks(mask_mod, sizes, BLOCK, device))
+        full, some = torch.stack(decided_blocks(mask_mod, sizes, BLOCK, device)).cpu().numpy()
     except Undecided:
         each = _vmapped(mask_mod)
         blocks = [*sizes[:2], -(-Nq // BLOCK), -(-Nk // BLOCK)]

@@ -4,7 +4,7 @@ The function is called once, on tensors that stand for every batch entry, head, 
 or on keys alone, as `document[q]` does, is evaluated for each of them. Where both meet, as in
 `document[q] == document[k]`, a block keeps the bounds of its values: interval arithmetic, with False below True.
 Where an operation has no rule here, all values are possible. So a block that is decided is exact, and the others have
-to be asked. Bounds are on the CPU, whose operations on so few numbers are over before a GPU's would have begun.
+to be asked.
 
 For example documents of 200 tokens, in blocks of 128: of the queries of block 1 the document lies in [0, 1], of those
 of block 2 it is 1, and of the keys of block 0 it is 0. So block (2, 0) is hidden, and block (1, 0) has to be asked.
@@ -24,10 +24,7 @@ class Undecided(Exception):
 
 
 class Range(NamedTuple):
-    """The least and the greatest value in each block, on the CPU.
-
-    Shapes broadcast to (B, H, blocks of queries, blocks of keys).
-    """
+    """The least and the greatest value in each block; shapes broadcast to (B, H, blocks of queries, blocks of keys)."""
 
     low: Tensor
     high: Tensor
@@ -38,21 +35,15 @@ class Bounds(Tensor):
 
     Attributes:
         exact: (B or 1, H or 1, Nq or 1, Nk or 1) the values, where they depend on queries or on keys alone, or None.
-        range: in each block, or None until it is asked for, where values are exact.
+        range: in each block.
         limit: no integer here is farther from 0.
     """
 
     @staticmethod
-    def of(dtype: torch.dtype, device: torch.device, limit: int, exact: Tensor | None, range: Range | None) -> "Bounds":
-        made = _nothing(dtype, device).as_subclass(Bounds)
-        made.exact, made.range, made.limit = exact, range, limit
+    def of(dtype: torch.dtype, limit: int, exact: Tensor | None, bounds: Range) -> "Bounds":
+        made = _nothing(dtype, bounds.low.device).as_subclass(Bounds)
+        made.exact, made.range, made.limit = exact, bounds, limit
         return made
-
-    def told(self, block: int) -> Range:
-        """Its range; of exact values a GPU is waited for, the first time."""
-        if self.range is None:
-            self.range = _in_blocks(self.exact, block)
-        return self.range
 
 
 def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device: torch.device) -> Range:
@@ -64,7 +55,7 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
     """
     shape, indices = _indices(tuple(sizes), block, device)
     try:
-        with _Following(block, indices[0].device):
+        with _Following(block):
             seen = mask_mod(*indices)
     except torch.OutOfMemoryError:
         raise
@@ -72,7 +63,10 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
         raise Undecided from error
     if not isinstance(seen, Bounds) or seen.dtype != torch.bool:
         raise Undecided
-    return Range(*(x.expand(shape) for x in seen.told(block)))
+    device = indices[0].range.low.device  # with its number
+    if any(x.dim() and x.device != device for x in seen.range):  # a () one is `_open`'s, on the CPU
+        raise Undecided
+    return Range(*(x.to(device).expand(shape) for x in seen.range))
 
 
 @lru_cache(8)  # for masks of documents, which are made again for each batch
@@ -80,28 +74,27 @@ def decided_blocks(mask_mod: Callable, sizes: Sequence[int], block: int, device:
 def _indices(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[list[int], list[Bounds]]:
     """B, H and the numbers of blocks of queries and keys; and the indices that the function is called on."""
     shape = [*sizes[:2], *(-(-size // block) for size in sizes[2:])]
-    numbers = torch.arange(max(*shape[:2], *(blocks * block for blocks in shape[2:])))
-    there = numbers.to(device)
+    numbers = torch.arange(max(*shape[:2], *(blocks * block for blocks in shape[2:])), device=device)
     indices = []
     for axis, (size, blocks) in enumerate(zip(sizes, shape, strict=True)):
         each = block if axis > 1 else 1
-        values, exact = (x[: blocks * each] for x in (numbers, there))
+        values = numbers[: blocks * each]
         if size < len(values):
-            values, exact = (x.clamp(max=size - 1) for x in (values, exact))
+            values = values.clamp(max=size - 1)
         exact, low, high = (
             x.view([-1 if axis == i else 1 for i in range(4)])
-            for x in (exact, values[::each], values[each - 1 :: each])
+            for x in (values, values[::each], values[each - 1 :: each])
         )
-        indices.append(Bounds.of(exact.dtype, exact.device, size, exact, Range(low, high)))
+        indices.append(Bounds.of(values.dtype, size, exact, Range(low, high)))
     return shape, indices
 
 
 class _Following(TorchFunctionMode):
     """Operations on `Bounds` give `Bounds`."""
 
-    def __init__(self, block: int, device: torch.device):
+    def __init__(self, block: int):
         super().__init__()
-        self.block, self.device = block, device
+        self.block = block
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is Tensor.__getitem__:
@@ -123,8 +116,6 @@ class _Following(TorchFunctionMode):
         # beside larger tensors the dtype of a () one would count for less than it does among () tensors
         if name != "looked_up" and any(x.dim() or x.dtype != own[0].dtype for x in plain):
             raise Undecided
-        if any(x.device != self.device and (x.dim() or not x.is_cpu) for x in plain):
-            raise Undecided
         with torch._C.DisableTorchFunctionSubclass():
             return self._followed(name, function, args, own)
 
@@ -144,12 +135,11 @@ class _Following(TorchFunctionMode):
         limit = _limit(name, dtype, args)
         exact = [x.exact for x in own]
         if all(x is not None for x in exact) and not all(any(x.shape[axis] > 1 for x in exact) for axis in (2, 3)):
-            return Bounds.of(dtype, self.device, limit, values(lambda x: x.exact).to(dtype), None)
-        for x in own:
-            x.told(self.block)
+            result = values(lambda x: x.exact).to(dtype)
+            return Bounds.of(dtype, limit, result, _in_blocks(result, self.block))
         if (bounds := _bounds(name, dtype, limit, args)) is None:
             bounds, limit = _open(dtype), _largest(dtype)
-        return Bounds.of(dtype, self.device, limit, None, bounds)
+        return Bounds.of(dtype, limit, None, bounds)
 
 
 @cache
@@ -166,9 +156,8 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 def _in_blocks(x: Tensor, block: int) -> Range:
     for axis in (2, 3):
         if x.shape[axis] > 1:
-            x = torch.stack(torch.aminmax(x.unflatten(axis, (-1, block)), dim=axis + 1)).cpu()
-            return Range(*x)
-    x = x.cpu()
+            x = x.unflatten(axis, (-1, block))
+            return Range(*torch.aminmax(x, dim=axis + 1))
     return Range(x, x)
 
 
@@ -278,7 +267,7 @@ def _bounds(name: str, dtype: torch.dtype, limit: int, args: tuple) -> Range | N
 def _range(x: Tensor | int) -> Range:
     if isinstance(x, Bounds):
         return x.range
-    x = torch.as_tensor(x).cpu()
+    x = torch.as_tensor(x)  # of a number, on the CPU: a launch takes it as a number
     return Range(x, x)
 
 
@@ -297,8 +286,8 @@ def _of_table(table: Tensor, *index: Tensor) -> Range | None:
     for (low, high), size in zip(map(_range, index), table.shape, strict=True):
         one = one & (low == high) & (low >= 0) & (low < size)
         places.append(low.clamp(0, size - 1).to(table.device))
-    value = table[tuple(places)].cpu()
-    return Range(torch.where(one, value, table.amin().cpu()), torch.where(one, value, table.amax().cpu()))
+    value = table[tuple(places)]
+    return Range(torch.where(one, value, table.amin()), torch.where(one, value, table.amax()))
 
 
 def _largest(dtype: torch.dtype) -> int:
