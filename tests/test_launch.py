@@ -205,9 +205,14 @@ def test_gpu_a_replay_gives_what_the_first_launch_gives(packed):
 def test_gpu_an_unaligned_view_after_an_aligned_one():
     whole = torch.randn(1, 2, 65, 64, dtype=torch.bfloat16, device="cuda").flatten()
     aligned, odd = (whole[i : i + 2 * 64 * 64].view(1, 2, 64, 64) for i in (0, 1))
-    flash_attention(aligned, aligned, aligned)
-    o = flash_attention(odd, odd, odd)
-    assert torch.equal(o, flash_attention(*[odd.clone()] * 3))
+    launch.PLANS.clear()
+    alone = flash_attention(odd, odd, odd)
+    launch.PLANS.clear()
+    first = flash_attention(aligned, aligned, aligned)
+    assert torch.equal(flash_attention(odd, odd, odd), alone)
+    assert torch.equal(flash_attention(aligned, aligned, aligned), first)
+    # an aligned copy may take another kernel, whose roundings are its own
+    torch.testing.assert_close(flash_attention(*[odd.clone()] * 3), alone)
 
 
 @pytest.mark.parametrize("documents", [False, True])
