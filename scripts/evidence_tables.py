@@ -62,9 +62,6 @@ def raced(found: Reports) -> Table:
     rows = [row | {"target": found[row["experiment"]]["target"]} for row in rows_of(found)]
     names = {"run": "{experiment}", "loss": "{target:.4f}"} | bench.NAMES
     caption = bench.caption("nanoGPT (in the run nanochat, as nanochat)")
-    caption += (
-        "; opponents on a GPU were, before 10559c6, compiled with our order of kernels and conversions of weights"
-    )
     return table(rows, names, bench.FIGURES, caption=caption)
 
 
