@@ -48,11 +48,10 @@ def test_a_bad_step_and_those_after_it_change_nothing(name, steps_before):
     net = Net()
     optimizer = Optimizer(net, OptimConfig(name=name))
     for _ in range(steps_before):
-        backward(net)
-        optimizer.step()
+        optimizer.step(backward(net))
     before = bits(net, optimizer)
     backward(net, INF)
-    assert not optimizer.step().isfinite()
+    assert not optimizer.step(torch.tensor(2.0)).isfinite()
     optimizer.step(backward(net))  # a good one: not taken either, or nobody could say what state was before the bad one
     assert optimizer.held
     assert same(bits(net, optimizer), before)
@@ -121,8 +120,7 @@ def test_an_overflow_costs_a_step_and_holds_nothing():
     optimizer.scaled(nn.functional.cross_entropy(net(torch.arange(11)), torch.arange(11))).backward()
     norm = optimizer.step(torch.tensor(2.0))
     plain = Optimizer(plain_net, half)
-    backward(plain_net)
-    assert torch.equal(plain.step(), norm)
+    assert torch.equal(plain.step(backward(plain_net)), norm)
     assert same(bits(net, optimizer), bits(plain_net, plain))
 
 
@@ -131,10 +129,10 @@ def test_an_overflow_at_the_least_scale_is_a_bad_step():
     optimizer = Optimizer(net, OptimConfig(), torch.float16)
     for _ in range(16):
         backward(net, INF)
-        optimizer.step()
+        optimizer.step(torch.tensor(2.0))
         assert not optimizer.held
     backward(net, INF)
-    optimizer.step()
+    optimizer.step(torch.tensor(2.0))
     assert optimizer.held
     assert optimizer.loss_scale.scale == 1
 

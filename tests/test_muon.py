@@ -46,8 +46,9 @@ def built(device="cpu", **config):
 def take_step(net, optimizer, factor=1.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(11, (64,), generator=generator).to(net.embedding.weight.device)
-    (net(tokens) * factor).backward()
-    return optimizer.step()
+    loss = net(tokens)
+    (loss * factor).backward()
+    return optimizer.step(loss.detach())
 
 
 def moments_of(optimizer):

@@ -180,7 +180,7 @@ class Optimizer:
         """The loss to call `backward` on."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
-    def step(self, loss: Tensor | None = None) -> Tensor:
+    def step(self, loss: Tensor) -> Tensor:
         """Clip, step, drop the gradients; return the gradient norm before clipping (a 0-d tensor, not yet read).
 
         loss: the step's loss, not scaled, on the device; if it is not finite, the step is not taken either.
@@ -191,7 +191,7 @@ class Optimizer:
         nn.utils.clip_grads_with_norm_(self.parameters, self.grad_clip or math.inf, norm)
         overflow = ~norm.isfinite()
         bad = overflow if self.loss_scale is None else overflow & self.loss_scale.exhausted()
-        self.held |= bad if loss is None else bad | ~loss.isfinite()
+        self.held |= bad | ~loss.isfinite()
         skip = (self.held | overflow).float()
         for optimizer in self.optimizers:
             optimizer.found_inf = skip  # read by the kernels: torch.amp.GradScaler's convention
