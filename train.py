@@ -124,8 +124,8 @@ def run(
     # --- what is written down: the log, the description, checkpoints
     description = chosen.description | {"provenance": provenance()}
     log = on_first(RunLog)(
-        run_dir, settings.logger, chosen.settings, first_step=first_step, steps=config.steps,
-        resume=settings.resume is not None, checkpoint=resumed, wandb=chosen.wandb,
+        run_dir, settings.logger, chosen.wandb, description, first_step=first_step, steps=config.steps,
+        resume=settings.resume is not None, checkpoint=resumed,
     )  # fmt: skip
     saver = ShardSender()  # in the other processes
     if world.is_first:

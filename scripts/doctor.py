@@ -39,11 +39,11 @@ from scripts.machine import Finding
 from scripts.selftest import self_test
 from training import memory, resume
 from training.hardware import Hardware, set_up
-from training.log import wandb_mode
 from training.parallel import World
 from training.rendezvous import ranks
 from training.run import resolve
 from training.speed import SLOW_STEP_SECONDS, slow_on_a_cpu
+from training.wandb_run import wandb_mode
 
 FAILED = 1  # exit code
 USUAL_HEAD_DIM = 64  # of the kernels' self-test where the run's attention is another

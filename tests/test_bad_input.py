@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from tests.runs import CORPUS, SMALL, told, without_network
 from training import checkpoint as checkpoints
-from training.log import LoggerConfig, wandb_mode
+from training.wandb_run import LoggerConfig, wandb_mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -317,7 +317,7 @@ def test_a_cpu_defaults_to_what_it_has_units_for_and_to_eager(monkeypatch):
 
 
 def log(tmp_path, **kwargs):
-    return RunLog(tmp_path, LoggerConfig(wandb="disabled"), {}, **({"first_step": 0, "steps": 9} | kwargs))
+    return RunLog(tmp_path, LoggerConfig(), ("disabled", ""), {}, **({"first_step": 0, "steps": 9} | kwargs))
 
 
 def records(tmp_path):

@@ -18,6 +18,7 @@ from training.wandb_run import LoggerConfig, start_wandb
 
 REMOTE = "https://somebodys-login:secret@git.example.org/somebodys-group/model.git"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+DESCRIPTION = {"settings": {}, "provenance": {"commit": COMMIT}}  # of a run
 
 # Reads lives of a run from stdin, one JSON object a line, forks a child for each and prints how it ended: everything is
 # imported once. `dies` is the step at which the child kills itself (0: never), `with_wandb` whether wandb's own process
@@ -238,7 +239,7 @@ def test_the_run_has_the_names_that_were_chosen(tmp_path, begun, chosen, swept, 
     run_dir.mkdir(parents=True)
     if swept:
         (run_dir.parent / "multirun.yaml").touch()
-    start_wandb(run_dir, LoggerConfig(**chosen), {}, "offline", "", resume=False)
+    start_wandb(run_dir, LoggerConfig(**chosen), "offline", "", DESCRIPTION, resume=False)
     found = tuple(begun[0].options[key] for key in ("project", "entity", "name", "group"))
     assert found == tuple(text and text.format(parent=tmp_path.name) for text in expected)
 
@@ -247,8 +248,8 @@ def test_an_id_that_a_power_cut_damaged_is_replaced(tmp_path, begun):
     """A resumed run whose id is none would else be refused, or go on without wandb, at each start."""
     for content in (b"\xff\xfe", bytes(8), b""):
         (tmp_path / "wandb_id").write_bytes(content)
-        start_wandb(tmp_path, LoggerConfig(), {}, "offline", "", resume=True)
+        start_wandb(tmp_path, LoggerConfig(), "offline", "", DESCRIPTION, resume=True)
         written = (tmp_path / "wandb_id").read_text().strip()
         assert re.fullmatch("[0-9a-f]{8}", written)
-        start_wandb(tmp_path, LoggerConfig(), {}, "offline", "", resume=True)
+        start_wandb(tmp_path, LoggerConfig(), "offline", "", DESCRIPTION, resume=True)
         assert [run.options["id"] for run in begun[-2:]] == [written, written]

@@ -29,7 +29,7 @@ from training.checkpoint import Checkpoint
 from training.curves import LossPicture
 from training.saver import EXIT_UNSAVED
 from training.stop import StopRequest, resume_command
-from training.wandb_run import LoggerConfig, brief, named, send, start_wandb, wandb_mode
+from training.wandb_run import LoggerConfig, brief, named, send, start_wandb
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "numpy", "datasets", "tiktoken", "hydra-core", "safetensors", "wandb")
@@ -58,26 +58,26 @@ REPLACED = ("config.yaml", "run.json", "summary.json", "loss.png")
 class RunLog:
     """Open with `with`; `metrics` records a step, `say` prints a line above the progress bar.
 
+    wandb: its mode and why (`wandb_mode`).
+    description: of the run, as its checkpoints have it (`Run.description`), with its provenance.
     first_step: steps already done.
     steps: steps of the whole run.
     resume: whether the run is resumed; only then may the folder hold a run.
     checkpoint: where it resumes, if there is one.
-    wandb: mode and why, where `wandb_mode` was asked before.
     """
 
     def __init__(
         self,
         run_dir: Path,
         config: LoggerConfig,
-        settings: Mapping[str, Any],
+        wandb: tuple[str, str],
+        description: Mapping[str, Any],
         *,
         first_step: int,
         steps: int,
         resume: bool = False,
         checkpoint: Checkpoint | None = None,
-        wandb: tuple[str, str] | None = None,
     ):
-        mode = wandb or wandb_mode(config)  # refuses before anything is written
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.console = Console(highlight=False, emoji=False)  # :key: in a sample is a text
@@ -97,7 +97,7 @@ class RunLog:
         self.picture = LossPicture(run_dir, self.say)
         self._first_step, self._steps = first_step, steps
         self._paced_from: tuple[int, float] | None = None  # step and time of the first line, which compiled
-        self._wandb, self.wandb_note = start_wandb(run_dir, config, settings, *mode, resume=resume, commit=git_commit)
+        self._wandb, self.wandb_note = start_wandb(run_dir, config, *wandb, description, resume=resume)
         # what a killed process had not sent; offline, where that is unknown, the whole run
         self._with_wandb(lambda run: [send(run, record.pop("step"), record) for record in self._file.before()])
         # an invisible bar would still lock, copy and time itself at every step
@@ -333,7 +333,7 @@ def provenance() -> dict[str, Any]:
 def write_description(run_dir: Path, description: dict, manifest: dict, protocol: dict) -> None:
     """Write the run's `config.yaml` (every setting, resolved) and `run.json` (provenance, data, evaluation).
 
-    description: of the run, as its checkpoints have it (`Run.description`), with its provenance.
+    description: as `RunLog` takes it.
     """
     known = {key: description[key] for key in ("provenance", "left_open")} | {"data": manifest, "evaluation": protocol}
     contents = {  # in this order: run.json alone marks a run that was killed here

@@ -7,7 +7,7 @@ import re
 import secrets
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,16 +86,15 @@ def _silence_of_server() -> str | None:
 def start_wandb(
     run_dir: Path,
     config: LoggerConfig,
-    settings: Mapping[str, Any],
     mode: str,
     why: str,
+    description: Mapping[str, Any],
     *,
     resume: bool,
-    commit: Callable[[], str | None] = lambda: None,
 ) -> tuple[Any, str]:
     """Start a wandb run, without prompts or long waits; returns (the run or None, a sentence).
 
-    commit: returns the commit that wandb records. wandb's own use of git is off: a remote's address may name its user.
+    It records settings and commit of `description`. Its own use of git is off: a remote's address may name its user.
 
     ValueError where wandb was asked for by name and does not start.
     """
@@ -124,9 +123,14 @@ def start_wandb(
             resume="allow" if resume and mode == "online" else None,
             dir=run_dir,
             mode=mode,
-            config=dict(settings),
+            config=description["settings"],
             settings=wandb.Settings(
-                silent=True, console="off", init_timeout=30, x_disable_stats=True, disable_git=True, git_commit=commit()
+                silent=True,
+                console="off",
+                init_timeout=30,
+                x_disable_stats=True,
+                disable_git=True,
+                git_commit=description["provenance"]["commit"],
             ),
         )
         run.define_metric("step")
