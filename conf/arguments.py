@@ -72,11 +72,15 @@ def _as_typed(argument: str, keys: dict[str, Key], *, sweeps: bool) -> str:
     return f"{key}={_quoted(value)}"
 
 
-def _quoted(value: str) -> str:
-    """`value` in quotes, escaped so that Hydra's grammar and OmegaConf's interpolation leave it unchanged.
+def escaped(value: str) -> str:
+    """`value`, whose `${` OmegaConf then reads as text; backslashes before it are doubled."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
 
-    A backslash is doubled only where it would otherwise be read as an escape: before a quote, `${`, or the end.
+
+def _quoted(value: str) -> str:
+    """`value` in quotes, so that Hydra's grammar and OmegaConf's interpolation leave it unchanged.
+
+    A backslash is doubled only where it would be read as an escape: before a quote or `${`, and at the end.
     """
-    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    value = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), value)
+    value = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), escaped(value))
     return f"'{value}'"

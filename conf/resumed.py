@@ -1,6 +1,5 @@
 """The settings of a run with `resume` or `init_from`: the earlier run's, and the command line's on top."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from conf.arguments import escaped
 from training.checkpoint import META, open_checkpoint
 from training.resume import MAY_CHANGE, earlier_settings, settings_as_asked
 
@@ -56,7 +56,7 @@ def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, know
 def _apply_values(cfg: DictConfig, values: dict[str, Any], known: set[str]) -> None:
     for key, value in values.items():
         if key in known:
-            OmegaConf.update(cfg, key, _escaped(value), force_add=True)
+            OmegaConf.update(cfg, key, _literal(value), force_add=True)
 
 
 def _apply_overrides(cfg: DictConfig, composed: DictConfig, overrides: list[Override]) -> None:
@@ -72,8 +72,8 @@ def _apply_overrides(cfg: DictConfig, composed: DictConfig, overrides: list[Over
             OmegaConf.update(cfg, key, OmegaConf.select(composed, key), merge=False, force_add=True)
 
 
-def _escaped(value: Any) -> Any:
-    """A value whose `${` OmegaConf does not interpolate: it has been resolved once."""
+def _literal(value: Any) -> Any:
+    """A value that OmegaConf leaves as it is: it has been resolved once."""
     if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+        return [_literal(item) for item in value]
+    return escaped(value) if isinstance(value, str) else value
