@@ -3,7 +3,9 @@
 import errno
 import getpass
 import importlib
+import math
 import re
+import shlex
 import sys
 import time
 from contextlib import ExitStack
@@ -33,6 +35,7 @@ from training.bad_steps import POLICIES
 from training.hardware import DTYPES
 from training.lock import locked
 from training.optimizer import OPTIMIZERS, SCHEDULES
+from training.parallel import World
 from training.wandb_run import WANDB_MODES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +83,30 @@ def test_long_context_is_what_it_says():
 def test_command_line_wins_over_experiment():
     assert settings("experiment=long_context", "data.seq_len=64", "train.batch_tokens=128").data.seq_len == 64
     assert settings("experiment=long_context", "data=text", "data.files=a.txt").data.source == "text"
+
+
+def commands_of_many() -> list[tuple[int, str]]:
+    """(processes, arguments) of every torchrun and sbatch that the pages tell a reader to type."""
+    text = "\n".join((ROOT / page).read_text() for page in ("README.md", "scripts/SLURM.md", "scripts/train.sbatch"))
+    text = text.replace("\\\n", " ")
+    found = [
+        (int(number), given) for number, given in re.findall(r"torchrun --nproc-per-node (\d+) train.py (.+?)`", text)
+    ]
+    for options, given in re.findall(r"sbatch( --.*?)? scripts/train.sbatch (.+?)(?:`|  |$)", text, flags=re.M):
+        count = {"nodes": 1, "ntasks-per-node": 8}  # of scripts/train.sbatch
+        count |= {key: int(number) for key, number in re.findall(r"--([a-z-]+)=(\d+)\b", options) if key in count}
+        found.append((math.prod(count.values()), given))
+    return found
+
+
+@pytest.mark.parametrize(("processes", "given"), commands_of_many())
+def test_the_processes_of_a_documented_command_share_its_rows(processes, given, monkeypatch):
+    """wikitext103's micro_batch of 64 rows is all of a step: more than one process refused it."""
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    composed = settings(*shlex.split(given.replace("FOLDER", "runs/long")))
+    world = World(size=processes)
+    world.arrange(composed.parallel)
+    world.local_sequences(composed.sequences_per_step, composed.train.micro_batch, composed.data.seq_len)
 
 
 def test_other_programs_compose():
