@@ -4,9 +4,10 @@ Every function takes q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), where Hq is a mu
 (B, Hq, Nq, D) in q's dtype. The causal mask is aligned bottom-right: query i sees key j when
 j <= i + Nk - Nq, so the last query always sees every key. `scale` defaults to 1 / sqrt(D).
 
-`window` (left, right) also hides keys further than that from the diagonal; -1 is no bound. With `documents`, a
-`Documents`, B is 1 and tokens see only their own document. `dropout_p` drops probabilities by a mask that is a function
-of a seed drawn from torch's generator, the same for every backend. kernels/support.py lists what each can do.
+`window` (left, right) also hides keys further than that from the diagonal; -1 is no bound. A `block_mask` says all of
+it in place of `causal` and `window`. With `documents`, a `Documents`, B is 1 and tokens see only their own document.
+`dropout_p` drops probabilities by a mask that is a function of a seed drawn from torch's generator, the same for every
+backend but sdpa, which refuses it, windows and documents. kernels/support.py lists what each can do.
 """
 
 from collections.abc import Callable, Iterator
