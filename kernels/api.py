@@ -1,4 +1,4 @@
-"""The public functions: check the call, unless one of its key was checked before, then call the operator.
+"""The public functions: check the call, unless one with the same key was checked before, then call the operator.
 
 Imports no Triton.
 """

@@ -31,7 +31,7 @@ FEATURES = {
     "sinks": "attention sinks (H,) with their gradient",
     "dropout": "counter-based: the seed alone decides the mask, in every implementation",
     "varlen": "packed documents that do not see each other",
-    "block_mask": "any mask as data, in blocks of 128 x 128, of 1 or B and 1 or Hq; says all of who sees whom",
+    "block_mask": "any mask, in blocks of 128 x 128 for 1 or B rows and 1 or Hq heads; not with causal, window, varlen",
 }
 # Part of a block mask itself, so no call may have both.
 IN_THE_MASK = ("causal", "window", "varlen")

@@ -12,8 +12,8 @@ Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from ri
                         the only masked   after S(1) O is rescaled when P(0)V(0) is done
                         tiles come first  alone is done
 
-A window's left edge is masked too, in the last tiles. Tiles that only other rows of the program see are handed back.
-Packed documents: descriptors clip at the document's end, as well for the store of O.
+A window's left edge is masked too, in the last tiles. Tiles that only the program's other consumers need are handed
+back unread. Packed documents: descriptors clip at the document's end, for loads and for the store of O.
 """
 
 from dataclasses import dataclass
