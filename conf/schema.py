@@ -22,7 +22,7 @@ class Settings:
 
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    tokenizer: str = "bytes"  # bytes (built in) | characters (of the training split) | gpt2 (downloaded) | a folder
+    tokenizer: str = "bytes"  # bytes | characters (of the training split) | gpt2 (downloaded) | a folder or OWNER/NAME
     optim: OptimConfig = field(default_factory=OptimConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

@@ -4,6 +4,7 @@
     characters   ids are the code points of the training split, sorted, then end-of-text (char-rnn, nanoGPT)
     gpt2         GPT-2's 50,257 tokens; tiktoken downloads two files once
     a folder     the tokenizer.json in it, of any model of transformers (data/tokenizer_file.py)
+    OWNER/NAME   the same, from the Hugging Face hub
 
 Decoding can meet tokens that are no valid UTF-8 (a model may produce any byte): `decode` replaces what is invalid,
 `decode_bytes` gives the bytes themselves, so that a stream can wait for the rest of a character.
