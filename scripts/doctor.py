@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import scripts.cluster as cluster
 import scripts.machine as machine
@@ -289,13 +288,12 @@ def start(settings: Settings, folder: Path, *, hardware: Hardware) -> Finding:
 
 def show(page: Page) -> None:
     """A line a finding, and its fix below."""
-    console = Console(highlight=False)
     for name, finding in page.items():
-        console.print(f"{finding.status:<5} {name:<10} {finding.text}", markup=False, soft_wrap=True)
+        print(f"{finding.status:<5} {name:<10} {finding.text}")
         if finding.fix:
-            console.print(f"{'':16} -> {finding.fix}", markup=False, soft_wrap=True)
+            print(f"{'':16} -> {finding.fix}")
     wrong = sum(finding.wrong for finding in page.values())
-    console.print(f"{wrong} to mend before the run" if wrong else "ready to run", soft_wrap=True)
+    print(f"{wrong} to mend before the run" if wrong else "ready to run")
 
 
 if __name__ == "__main__":

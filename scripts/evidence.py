@@ -206,11 +206,10 @@ class EvidenceSettings:
 
 @program("tool", EvidenceSettings, run_dir="runs/evidence", positional="only")
 def main(settings: EvidenceSettings, run_dir: Path) -> None:
-    console = Console(highlight=False)
     chosen = [name for name in EXPERIMENTS if not settings.only or any(named(name, only) for only in settings.only)]
     if not settings.only and len(installed_gpus()) < 2:
         chosen = [name for name in chosen if not name.startswith(SEVERAL_GPUS)]
-        console.print(f"{', '.join(SEVERAL_GPUS)} left out: they need two GPUs", markup=False)
+        print(f"{', '.join(SEVERAL_GPUS)} left out: they need two GPUs", flush=True)
 
     refuse_unusable(settings, chosen)
     if chosen and not git_commit():
@@ -220,7 +219,7 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
 
     def one(name: str) -> dict:
         row = run(name, settings, run_dir)
-        console.print(f"{name}: {row['verdict']}, {row['seconds']:.0f} s", markup=False)
+        print(f"{name}: {row['verdict']}, {row['seconds']:.0f} s", flush=True)
         return row
 
     untimed = [name for name in chosen if name.startswith(UNTIMED)]
@@ -232,7 +231,7 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
         rows = [future.result() for future in begun]
         rows += [one(name) for name in chosen if name not in untimed]
     columns = {"seconds": "{seconds:.0f}", "verdict": "{verdict}"}
-    console.print(table(rows, {"experiment": "{name}"}, columns))
+    Console().print(table(rows, {"experiment": "{name}"}, columns))
     write_tables(ROOT / settings.folder, ROOT / settings.readme)
     print(json.dumps({"folder": str(run_dir), "experiments": rows}))
     if any(row["verdict"] != "as expected" for row in rows):

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from conf.program import program
 from conf.schema import Settings
@@ -90,7 +89,6 @@ def repeat(settings: ParitySettings, run_dir: Path, repeats: int) -> bool:
 
 def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     """Train, judge, write what was found into `run_dir`, and return it."""
-    console = Console(highlight=False)
     if settings.model.name is not None:
         raise ValueError(
             f"model.name={settings.model.name} has layers of its own, in which no attention can be put in place of "
@@ -110,10 +108,10 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     plan = plan_runs(settings, run_dir)
     runs, curves = {}, {}  # name -> what the report says of a run, and its losses
     for number, (name, (changed, attend)) in enumerate(plan.items(), 1):
-        console.print(f"[{number}/{len(plan)}] {name}", end=" ", markup=False)
+        print(f"[{number}/{len(plan)}] {name}", end=" ", flush=True)
         runs[name] = train_once(changed, run_dir / folder_of(name), attend)
         curves[name] = runs[name].pop("losses")
-        console.print(f"validation loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s")
+        print(f"validation loss {runs[name]['val_loss']:.6f}, {runs[name]['seconds']:.1f} s", flush=True)
 
     baseline = curves["naive"]
     allowed, band = noise([losses for name, losses in curves.items() if name.startswith("null")], baseline)

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from conf.program import program
@@ -204,22 +203,21 @@ def compare(dump: Checkpoint, settings: ReplaySettings) -> list[dict]:
 
 
 def show(dump: Checkpoint, rows: list[dict], device: str) -> None:
-    meta, console = dump.meta, Console(highlight=False)
-    say = lambda text: console.print(text, markup=False, soft_wrap=True)  # noqa: E731
+    meta = dump.meta
     run = f"attention={meta['settings']['model']['attention']} in {meta['dtype']} on {meta['device']}"
     where = in_words(meta["first"])
-    say(f"step {meta['step']} of a run with {run}: its {meta['what']} was not finite; first in {where}")
+    print(f"step {meta['step']} of a run with {run}: its {meta['what']} was not finite; first in {where}")
     if meta["settings"]["model"]["dropout"] or meta["settings"]["model"]["attention_dropout"]:
         if meta["device"] != device:
-            say(f"dropout's masks are not the run's: {device} draws other numbers than {meta['device']}")
+            print(f"dropout's masks are not the run's: {device} draws other numbers than {meta['device']}")
         elif meta["settings"].get("parallel", {}).get("context", 1) > 1:
-            say("dropout's masks are not the run's: each process drew those of its part of a row, one draws them here")
+            print("dropout's masks are not the run's: each process drew those of its part of a row, here one draws all")
         elif meta.get("compiled"):
-            say("dropout's masks are not the run's: compiled, it drew other numbers than here, module by module")
+            print("dropout's masks are not the run's: compiled, it drew other numbers than here, module by module")
     for row in rows:
         head = f"{row['attention']:<6} {row['dtype']:<9} "
         if "refused" in row:
-            say(head + f"cannot run here: {row['refused']}")
+            print(head + f"cannot run here: {row['refused']}")
             continue
         bad, parts = row["first_bad"], row["parts"]
         numbers = f"loss {float(row['loss']):.6g}, gradient norm {float(row['grad_norm']):.6g}"
@@ -228,7 +226,7 @@ def show(dump: Checkpoint, rows: list[dict], device: str) -> None:
         if parts:
             by = f"by {float(parts['relative_error']):.2g}, where noise is {parts['noise']:.2g}"
             far = f"parts from naive in float32 at {parts['module']}: {parts['tensor']}, {by}"
-        say(head + f"{numbers}: {state}; {far}")
+        print(head + f"{numbers}: {state}; {far}")
 
 
 def replay(settings: ReplaySettings) -> list[dict]:

@@ -29,7 +29,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
-from rich.console import Console
 
 from conf.program import program
 from conf.schema import Settings
@@ -86,10 +85,10 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
     for opponent in opponents:
         opponent.rows(settings.data.seq_len)
         report.more[f"{opponent.NAME}_sha256"] = opponent.sha256
-    console, curves, kept = Console(highlight=False), {}, report.more.setdefault("curves", [])
+    curves, kept = {}, report.more.setdefault("curves", [])
 
     def keep(name: str, seed: int, curve: Curve) -> None:
-        say(console, name, seed, curve, bench.target)
+        say(name, seed, curve, bench.target)
         curves[name, seed] = curve
         kept.append({"name": name, "seed": seed, "tokens_seconds_loss": curve})
         report.keep()
@@ -200,10 +199,10 @@ def reached(curves: dict[tuple[str, int], Curve], contender: str) -> float:
     return max(min(loss for *_, loss in curve) for (name, _), curve in curves.items() if name == contender)
 
 
-def say(console: Console, name: str, seed: int, curve: Curve, target: float | None) -> None:
+def say(name: str, seed: int, curve: Curve, target: float | None) -> None:
     found = crossing(curve, target or 0.0)
     shown = f"{found[1]:.2f} s, {found[0]:,.0f} tokens; " if found else ""
-    console.print(f"{name}, seed {seed}: {shown}least {min(loss for *_, loss in curve):.4f}", markup=False)
+    print(f"{name}, seed {seed}: {shown}least {min(loss for *_, loss in curve):.4f}", flush=True)
 
 
 NAMES: Columns = {"who": "{name}"}
