@@ -115,12 +115,12 @@ def main(settings: ExplainSettings, run_dir: Path) -> None:
     if settings.what == "attention":
         refuse_of_a_run(sys.argv[1:], settings.model.mask)
     report, shown = explain_step(settings, run_dir) if settings.what == "memory" else explain_attention(settings)
-    console = Console(highlight=False, width=130)
+    console = Console(width=130)
     for part in shown:
         if isinstance(part, Table):
             console.print(part)
-            part = part.caption
-        console.print(part, markup=False, soft_wrap=True)
+        else:
+            print(part)
     print(json.dumps(report))
 
 

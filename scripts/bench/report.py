@@ -22,6 +22,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.markup import escape
 from rich.table import Table as ConsoleTable
+from rich.text import Text
 
 from conf.mistakes import fail
 from kernels.device import interpreting
@@ -103,7 +104,7 @@ class Table:
     title: str = ""
     caption: str = ""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[ConsoleTable]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[ConsoleTable | Text]:
         widths = [max(map(cell_len, column)) + 2 for column in zip(self.headings, *self.lines, strict=True)]
         room = options.max_width - 1 - sum(widths[: self.named])
         begin, title = self.named, self.title
@@ -112,6 +113,8 @@ class Table:
                 yield self._part(begin, end, title)
                 begin, title = end, ""
         yield self._part(begin, len(widths), title)
+        if self.caption:
+            yield Text(self.caption)
 
     def _part(self, begin: int, end: int, title: str) -> ConsoleTable:
         """The names, and the figures from `begin` up to `end`."""
@@ -231,8 +234,6 @@ class Report:
         console.print(self.hardware, markup=False)
         for shown in tables:
             console.print(shown)
-            if shown.caption:
-                console.print(shown.caption, markup=False)
         found = self._written()
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
         (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n")
