@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -319,6 +319,13 @@ def settings_from(cfg: DictConfig, schema: type[S]) -> S:
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(explain(error, keys, cfg)) from error
+
+
+def changed(settings: S, change: str) -> S:
+    """`settings` with KEY=VALUE, read as on a command line; ConfigError where no run has such a key or value."""
+    cfg = OmegaConf.create(asdict(settings))
+    cfg.merge_with_dotlist([change])
+    return settings_from(cfg, type(settings))
 
 
 def _refuse_missing_in_files(*, resumes: bool) -> None:

@@ -22,15 +22,12 @@ import math
 import shutil
 import statistics
 import time
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
-import yaml
 
-from conf.program import program
+from conf.program import changed, program
 from conf.schema import Settings
 from data import fixed_windows
 from scripts.bench.opponents import OPPONENTS, NanochatConfig, NanoGPTConfig, Opponent, train_opponent
@@ -112,25 +109,6 @@ def main(settings: TimeToLossSettings, run_dir: Path) -> None:
 def caption(peer: str) -> str:
     """What the columns of ratios are."""
     return f"times as fast as {peer} at its own learning rate, and at its best; each is by tokens x by rate"
-
-
-def changed(settings: TimeToLossSettings, change: str) -> TimeToLossSettings:
-    """`settings` with KEY=VALUE, read as the key's type. ValueError where there is no such key, or no such value."""
-    key, _, value = change.partition("=")
-    group, _, name = key.partition(".")
-    owner = getattr(settings, group, None)
-    if not is_dataclass(owner) or name not in {f.name for f in fields(owner)} or not value:
-        raise ValueError(f"bench.changes={change} is no GROUP.KEY=VALUE of a run, as optim.lr=0.003")
-    found, hint = yaml.safe_load(value), get_type_hints(type(owner))[name]
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
-    if float in kinds and type(found) in (int, str):  # YAML reads 1e-3 as text
-        with contextlib.suppress(ValueError):
-            found = float(found)
-    if type(found) not in kinds and Any not in kinds:
-        raise ValueError(
-            f"bench.changes={change} is of another kind than {key}={getattr(owner, name)}; use one like it"
-        )
-    return replace(settings, **{group: replace(owner, **{name: found})})
 
 
 def at(opponent: Opponent, lr: float) -> str:
