@@ -43,8 +43,7 @@ from training.speed import attention_flops
 MIB = 2**20
 STATISTIC = 4  # bytes of a row's log-sum-exp, maximum or sum: float32
 VOCABULARY = {"bytes": 257, "characters": 100, "gpt2": 50257}  # token ids of each tokenizer; a folder has its own
-# with what=memory a step's sizes are those of a run: keys of one layer of attention -> those that count
-OF_A_RUN = {
+OF_A_RUN = {  # key of one layer of attention -> the run's key that what=memory reads in its place
     "batch": "train.micro_batch", "num_heads": "model.num_heads", "seq_len": "data.seq_len",
     "head_dim": "model.n_embd", "element": "hardware.dtype", "num_layers": "model.num_layers",
 }  # fmt: skip
@@ -99,21 +98,13 @@ class ExplainSettings(Settings, Shape):
         refuse_out_of_range("", self, *sizes)
         if self.element not in (1, 2, 4, 8):
             raise ValueError(f"element={self.element} is the size of no number; use 1, 2, 4 or 8")
-        defaults = {field.name: field.default for field in fields(self)}
-        for key, counts in OF_A_RUN.items():
-            if self.what == "memory" and (value := getattr(self, key)) != defaults[key]:
-                raise ValueError(f"{key}={value} is for what=attention; with what=memory use {counts}")
-        for key in ("processes", "vocab_size"):
-            if self.what == "attention" and (value := getattr(self, key)) != defaults[key]:
-                raise ValueError(f"{key}={value} is for what=memory; use that, or leave it out")
         if self.gpu not in BOARDS:
             raise ValueError(f"gpu={self.gpu} is not in the table; use one of {', '.join(BOARDS)}")
 
 
 @program("config", ExplainSettings, experiment="quickstart", run_dir=".")
 def main(settings: ExplainSettings, run_dir: Path) -> None:
-    if settings.what == "attention":
-        refuse_of_a_run(sys.argv[1:], settings.model.mask)
+    refuse_other_keys(sys.argv[1:], settings.what, settings.model.mask)
     report, shown = explain_step(settings, run_dir) if settings.what == "memory" else explain_attention(settings)
     console = Console(width=130)
     for part in shown:
@@ -124,15 +115,19 @@ def main(settings: ExplainSettings, run_dir: Path) -> None:
     print(json.dumps(report))
 
 
-def refuse_of_a_run(typed: list[str], mask: str | None) -> None:
-    """ValueError for a key of a training run: beside what=attention all but the mask's do nothing."""
-    own = {*(field.name for field in fields(Shape)), *ExplainSettings.__annotations__, "model.mask"}
-    own |= {"model.window"} if mask is not None else set()
-    instead = {of_a_run: f"use {key}" for key, of_a_run in OF_A_RUN.items()}
+def refuse_other_keys(typed: list[str], what: str, mask: str | None) -> None:
+    """ValueError for a typed key that only the other question reads: here it would do nothing."""
+    of_one_layer = {*(field.name for field in fields(Shape)), "num_layers", "gpu"}
+    known = of_one_layer | {"what", "model.mask"} | ({"model.window"} if mask is not None else set())
+    of_one_layers = {of_a_run: key for key, of_a_run in OF_A_RUN.items()}
     for key in (key_of(argument) for argument in typed if argument[:1] != "-"):
-        if key not in own and not key.startswith("hydra"):
-            remedy = instead.get(key, "leave it out")
-            raise ValueError(f"{key} is of a training run, for what=memory; with what=attention {remedy}")
+        if what == "memory" and key in of_one_layer:
+            other, instead = "attention", OF_A_RUN.get(key)
+        elif what == "attention" and key not in known and not key.startswith("hydra"):
+            other, instead = "memory", of_one_layers.get(key)
+        else:
+            continue
+        raise ValueError(f"{key} is for what={other}; with what={what} {f'use {instead}' if instead else 'drop it'}")
 
 
 # --- attention: the formulas
