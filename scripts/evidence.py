@@ -36,6 +36,8 @@ from training.log import ROOT, git_commit
 
 FAILED = 1  # exit code
 TABLES = "tables"  # a name that is no experiment
+KEPT = ".github/evidence"
+README = ROOT / "README.md"  # its first screen has figures between two comments `figures`
 AT_ONCE = 4  # experiments that run beside each other on one GPU, where none is timed
 BOOKS = ("data=text", "data.files={books}", "tokenizer=gpt2")
 WIKITEXT = ("data=wikitext2", "data.local_dir={wikitext}", "tokenizer=gpt2")
@@ -195,8 +197,7 @@ class EvidenceSettings:
     books: str = "books/*.txt"  # long texts
     wikitext: str | None = None  # a folder with WikiText-2's own files; null: from the hub
     shakespeare: str = "input.txt"  # tinyshakespeare
-    folder: str = ".github/evidence"  # where files and tables are kept
-    readme: str = "README.md"  # gets the first screen's figures, between its comments `figures`
+    folder: str = KEPT  # where files and tables are kept; those of this one alone change the project's README
 
     def __post_init__(self) -> None:
         for beginning in self.only:
@@ -232,7 +233,11 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
         rows += [one(name) for name in chosen if name not in untimed]
     columns = {"seconds": "{seconds:.0f}", "verdict": "{verdict}"}
     Console().print(table(rows, {"experiment": "{name}"}, columns))
-    write_tables(ROOT / settings.folder, ROOT / settings.readme)
+    kept = ROOT / settings.folder
+    kept.mkdir(parents=True, exist_ok=True)
+    (kept / "README.md").write_text(page(kept))
+    if kept == ROOT / KEPT:
+        README.write_text(inserted(README.read_text(), "figures", headline(kept)))
     print(json.dumps({"folder": str(run_dir), "experiments": rows}))
     if any(row["verdict"] != "as expected" for row in rows):
         sys.exit(FAILED)
@@ -280,13 +285,11 @@ CHILDREN = Children()
 
 def refuse_unusable(settings: EvidenceSettings, chosen: list[str]) -> None:
     """ValueError where hours of experiments would end without a text, or without a place for what they made."""
-    folder, readme = ROOT / settings.folder, ROOT / settings.readme
+    folder = ROOT / settings.folder
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder={settings.folder} is no folder; give one, as folder=.github/evidence")
     if not chosen and not any(folder.rglob("*.json")):  # tables of nothing would take the README's figures out
         raise ValueError(f"folder={settings.folder} has no files to make tables of; run experiments first")
-    if readme.is_dir():
-        raise ValueError(f"readme={settings.readme} is a folder; give the file, as readme=README.md")
     for key in ("books", "wikitext", "shakespeare"):
         value = getattr(settings, key)
         asks = [name for name in chosen if any(f"{{{key}}}" in argument for argument in EXPERIMENTS[name])]
@@ -300,14 +303,6 @@ def refuse_unusable(settings: EvidenceSettings, chosen: list[str]) -> None:
 def named(name: str, only: str) -> bool:
     """Whether `only` asks for an experiment: it is its name, or begins it and is nobody's."""
     return name == only or (only not in EXPERIMENTS and name.startswith(only))
-
-
-def write_tables(folder: Path, readme: Path) -> None:
-    """The page of `folder`, and the figures of the README's first screen, from the files that are there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text(page(folder))
-    if readme.is_file():
-        readme.write_text(inserted(readme.read_text(), "figures", headline(folder)))
 
 
 def program_of(name: str) -> tuple[str, tuple[str, ...]]:

@@ -38,7 +38,7 @@ def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, 
     monkeypatch.setattr(evidence, "EXPERIMENTS", {"explain": ("seq_len=128",), "explain wrong": ("gpu=none",)})
     kept = tmp_path / "kept"
     with pytest.raises(SystemExit):
-        evidence.main.__wrapped__(evidence.EvidenceSettings(folder=str(kept), readme="no.md"), tmp_path)
+        evidence.main.__wrapped__(evidence.EvidenceSettings(folder=str(kept)), tmp_path)
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["experiments"]
     assert [row["verdict"].partition(",")[0] for row in rows] == ["as expected", "exit code 2"]
     assert "4BHND" in (kept / "explain" / "console.txt").read_text()
@@ -118,7 +118,7 @@ def test_without_a_checkout_the_commit_must_be_given(tmp_path, monkeypatch):
         evidence.main.__wrapped__(evidence.EvidenceSettings(folder=str(tmp_path)), tmp_path)
     monkeypatch.setattr(evidence, "run", lambda name, *_: {"name": name, "verdict": "as expected", "seconds": 0.0})
     monkeypatch.setenv("GIT_COMMIT", "c0ffee")
-    evidence.main.__wrapped__(evidence.EvidenceSettings(folder=str(tmp_path), readme="no.md"), tmp_path)
+    evidence.main.__wrapped__(evidence.EvidenceSettings(folder=str(tmp_path)), tmp_path)
 
 
 def test_an_unknown_beginning_is_refused():
@@ -132,7 +132,6 @@ def test_an_unknown_beginning_is_refused():
         ({"books": "none/*.txt"}, "x/books", r"books=none/\*\.txt is not there, and x/books reads it; give books=PATH"),
         ({"wikitext": "none"}, "x/wikitext", "wikitext=none is not there, and x/wikitext reads it"),
         ({"folder": "README.md"}, "x/plain", "folder=README.md is no folder"),
-        ({"readme": "tests"}, "x/plain", "readme=tests is a folder; give the file"),
         ({"folder": "none"}, evidence.TABLES, "folder=none has no files to make tables of"),
     ],
 )
@@ -140,7 +139,7 @@ def test_what_would_end_hours_later_or_empty_the_readme_is_refused_first(named, 
     experiments = {"x/plain": (), "x/books": ("data.files={books}",), "x/wikitext": ("data.local_dir={wikitext}",)}
     monkeypatch.setattr(evidence, "EXPERIMENTS", experiments)
     monkeypatch.setattr(evidence, "run", lambda *_: pytest.fail("ran"))
-    monkeypatch.setattr(evidence, "write_tables", lambda *_: pytest.fail("wrote"))
+    monkeypatch.setattr(evidence, "page", lambda *_: pytest.fail("wrote"))
     with pytest.raises(ValueError, match=says):
         evidence.main.__wrapped__(evidence.EvidenceSettings(only=[only], **named), tmp_path)
 
@@ -232,11 +231,13 @@ def write(path, value):
     path.write_text(json.dumps(value))
 
 
-def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys):
+def test_the_tables_are_made_from_the_files_alone(tmp_path, capsys, monkeypatch):
     small_evidence(tmp_path)
     readme = tmp_path / "front.md"
     readme.write_text("before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n")
-    chosen = evidence.EvidenceSettings(only=["tables"], folder=str(tmp_path), readme=str(readme))
+    monkeypatch.setattr(evidence, "KEPT", str(tmp_path))
+    monkeypatch.setattr(evidence, "README", readme)
+    chosen = evidence.EvidenceSettings(only=["tables"], folder=str(tmp_path))
     evidence.main.__wrapped__(chosen, tmp_path / "run")
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["experiments"] == []
     text = (tmp_path / "README.md").read_text()
