@@ -117,7 +117,6 @@ def test_a_mask_that_is_not_measured_is_a_row():
         (BenchConfig, {"budget_ms": float("nan")}, "bench.budget_ms=nan must be at least 1"),
         (decode.BenchConfig, {"batch": [0]}, r"bench.batch=\[0\] must be at least 1"),
         (decode.BenchConfig, {"context": [0]}, r"bench.context=\[0\] must be at least 1"),
-        (decode.BenchConfig, {"replays": 0}, "bench.replays=0 must be at least 1"),
         (decode.BenchConfig, {"heads": ["32/8"]}, "bench.heads=32/8 is no Hq/Hkv/D; write three numbers"),
         (decode.BenchConfig, {"heads": ["32/8/x"]}, "bench.heads=32/8/x is no Hq/Hkv/D; write three numbers"),
         (decode.BenchConfig, {"heads": ["8/3/64"]}, "bench.heads=8/3/64 has 8 query heads for 3 KV heads; use a"),
@@ -255,7 +254,7 @@ def test_microseconds_in_a_graph_are_those_of_the_call_alone(ticking, monkeypatc
     monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(clock, "_Graph", Graph)
     timed = object.__new__(clock.GraphClock)
-    timed.device, timed.replays, timed.flush = GPU, 3, lambda: ticking.take(7e-3)
+    timed.device, timed.flush = GPU, lambda: ticking.take(7e-3)
     assert timed(lambda: ticking.take(1e-3))() == pytest.approx(1000)
 
 
@@ -345,7 +344,7 @@ def test_a_growing_cache_is_one_call_whose_lengths_change(monkeypatch):
     assert {cell.capacity for cell in found} == {2**17}
     assert {max(cell.lengths) for cell in found} >= {2**10, 2**17}
     small = replace(found[0], num_heads=2, num_kv_heads=1, head_dim=16, page=16, capacity=48)
-    machine = decode.Machine(CPU, small.held_bytes // 4, 1)
+    machine = decode.Machine(CPU, small.held_bytes // 4)
     made, seen = machine.call, []
     monkeypatch.setattr(machine, "call", lambda *given: seen.append(given) or made(*given))
     for length in (20, 33, 48):
@@ -400,7 +399,7 @@ def test_bytes_of_a_cache_are_of_its_keys_values_and_scales(monkeypatch):
     eight = replace(cell, cache="int8")
     assert eight.kv_bytes == 30 * 2 * 2 * 16
     assert replace(eight, scale="token").kv_bytes == 30 * 2 * 2 * (16 + 4)
-    machine = decode.Machine(CPU, 0, 1)
+    machine = decode.Machine(CPU, 0)
     times = iter([3.0, 2.0, 4.0])  # us, of three grids
     monkeypatch.setattr(machine, "timed", lambda call: lambda: next(times))
     monkeypatch.setattr(machine, "device", GPU)

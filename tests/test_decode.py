@@ -736,7 +736,7 @@ def test_the_benchmark_has_calls_of_every_family():
     assert {cell.family for cell in found} == set(bench.FAMILIES)
     assert len({str(cell.row) for cell in found}) == len(found)
     small = [bench.replace(cell, lengths=(33, 20)) for cell in found if cell.family in ("pages", "bits")]
-    machine = bench.Machine(torch.device(DEVICE), max(2 * cell.held_bytes for cell in small), 1)
+    machine = bench.Machine(torch.device(DEVICE), max(2 * cell.held_bytes for cell in small))
     for cell in small[:5]:
         assert torch.isfinite(machine.call(cell)()).all()
 

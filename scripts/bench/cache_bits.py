@@ -40,6 +40,7 @@ SMOKE = (
     "model.num_layers=1 data.seq_len=16 train.steps=2 train.batch_tokens=32 train.eval_windows=2 train.sample_tokens=0 "
     "bench.batch=1 bench.context=20 bench.num_heads=2 bench.num_kv_heads=1 bench.head_dim=16 bench.page=16"
 )
+REPLAYS = 300  # of the captured call
 EIGHT_BITS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
@@ -51,10 +52,9 @@ class BenchConfig:
     num_kv_heads: int = 8  # of keys and values
     head_dim: int = 128  # width of a head
     page: int = 64  # tokens
-    replays: int = 300  # of the captured call
 
     def __post_init__(self) -> None:
-        sizes = "batch", "context", "num_heads", "num_kv_heads", "head_dim", "page", "replays"
+        sizes = "batch", "context", "num_heads", "num_kv_heads", "head_dim", "page"
         refuse_out_of_range("bench.", self, *sizes)
         # what the cache would refuse, after a whole run
         if self.num_heads % self.num_kv_heads:
@@ -125,7 +125,7 @@ def one_more_token(bench: BenchConfig, dtype: torch.dtype, hardware: Hardware) -
     call = partial(cache.attend, 0, *(end_to_end(x[:, :, -1:]) for x in (q, k, v)), flash)
     o = call()[0].transpose(0, 1)[:, :, None]  # (B, Hq, 1, D)
     right = torch.cat([naive_attention(*(x[row, None].double() for x in (q, k, v))) for row in rows])
-    times = latency(call, device, bench.replays)
+    times = latency(call, device)
     return {
         "mib": size / 2**20,
         "p50_us": 1e3 * times.p50,
@@ -147,7 +147,7 @@ def end_to_end(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2)[None]
 
 
-def latency(call: partial, device: torch.device, replays: int) -> Milliseconds:
+def latency(call: partial, device: torch.device) -> Milliseconds:
     """Of a graph of one call, replay by replay; on a CPU of the call. The cache is far larger than L2."""
     if device.type != "cuda":
         return measure(call, device)
@@ -156,7 +156,7 @@ def latency(call: partial, device: torch.device, replays: int) -> Milliseconds:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return measure(graph.replay, device, budget_ms=1e6, runs=replays)
+    return measure(graph.replay, device, budget_ms=1e6, runs=REPLAYS)
 
 
 def held_out(settings: BenchSettings, path: str, dtypes: dict[str, torch.dtype]) -> tuple[float, dict[str, float]]:

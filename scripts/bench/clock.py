@@ -16,6 +16,7 @@ from kernels.device import l2_bytes
 
 _WARMUP = 3  # the first call may compile, the second may still allocate
 _ON_A_CPU = 3  # runs
+_REPLAYS = 7  # of a graph with a call, and of one without; the median of their differences counts
 T = TypeVar("T")
 
 
@@ -168,12 +169,12 @@ def laps(call: Callable[[], object], device: torch.device, warmup: int, runs: in
 class GraphClock:
     """Microseconds of the device for a call inside a CUDA graph with a cold L2 cache, as in a loop of generation.
 
-    A graph of reads and calls in turn, less a graph of the reads alone, right behind it, as a GPU's clock moves: the
-    median of `replays` differences.
+    It is the time of a graph of reads and calls in turn, less that of a graph of the reads alone. One is replayed right
+    after the other, because a GPU's clock moves.
     """
 
-    def __init__(self, device: torch.device, replays: int):
-        self.device, self.replays = device, replays
+    def __init__(self, device: torch.device):
+        self.device = device
         if device.type == "cuda":
             self.cold = torch.ones(l2_bytes(device.index or 0) // 2, device=device)  # twice the cache
             self.sum = torch.empty((), device=device)
@@ -195,7 +196,7 @@ class GraphClock:
 
         def microseconds() -> float:
             turn = cycle((both, alone))
-            seconds = laps(lambda: next(turn).graph.replay(), self.device, 2, 2 * self.replays)
+            seconds = laps(lambda: next(turn).graph.replay(), self.device, 2, 2 * _REPLAYS)
             return 1e6 * statistics.median(b - a for b, a in zip(seconds[::2], seconds[1::2], strict=True)) / runs
 
         return microseconds

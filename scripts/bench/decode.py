@@ -58,11 +58,10 @@ class BenchConfig:
     context: list[int] = field(default_factory=lambda: [1024, 4096, 8192, 32768, 131072])  # and keys of a row
     heads: list[str] = field(default_factory=lambda: [*HEADS])  # Hq/Hkv/D
     largest_gib: float = 36.0  # of K and V; larger cells are left out
-    replays: int = 7  # of a graph; the median counts
 
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, family=FAMILIES, attention=("flash", *SDPA))
-        refuse_out_of_range("bench.", self, "batch", "context", "replays")
+        refuse_out_of_range("bench.", self, "batch", "context")
         for heads in self.heads:
             if not re.fullmatch(r"[1-9]\d*/[1-9]\d*/[1-9]\d*", heads):
                 raise ValueError(f"bench.heads={heads} is no Hq/Hkv/D; write three numbers, as 32/8/128")
@@ -157,7 +156,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
             f"bench.largest_gib={bench.largest_gib} leaves no call of bench.family={bench.family}; raise it, or name "
             "another"
         )
-    machine = Machine(hardware.device, max(cell.held_bytes for cell in chosen) // 4, bench.replays)
+    machine = Machine(hardware.device, max(cell.held_bytes for cell in chosen) // 4)
     bandwidth = machine.read_bandwidth()
     report.more = {"read_bytes_per_second": bandwidth}
     for cell in chosen:
@@ -241,8 +240,8 @@ def read_kernel(x, out, num_elements, BLOCK: tl.constexpr):
 class Machine:
     """Memory for keys and values, which all cells share, and the clock."""
 
-    def __init__(self, device: torch.device, elements: int, replays: int):
-        self.device, self.timed = device, GraphClock(device, replays)
+    def __init__(self, device: torch.device, elements: int):
+        self.device, self.timed = device, GraphClock(device)
         make = {"device": device, "generator": torch.Generator(device).manual_seed(0)}
         self.elements = elements + 64 * 1024
         self.keys, self.values = (torch.randn(self.elements, dtype=torch.bfloat16, **make) for _ in range(2))
