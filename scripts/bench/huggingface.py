@@ -35,7 +35,7 @@ SMOKE = (
 @dataclass
 class HuggingFaceBenchSettings:
     attention: list[str] = field(default_factory=lambda: ["gpt_triton", "sdpa", FLASH])  # their names
-    parts: list[str] = field(default_factory=lambda: ["prefill", "decode", "step"])  # prefill | decode | step
+    parts: list[str] = field(default_factory=lambda: [*PARTS])  # prefill | decode | step
     prompts: int = 4  # of prefill, and sequences of a step
     prompt_tokens: int = 4096  # of each of them
     decode_rows: int = 16  # of decode
@@ -46,7 +46,7 @@ class HuggingFaceBenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        refuse_unknown("", self, parts=("prefill", "decode", "step"))
+        refuse_unknown("", self, parts=PARTS)
         sizes = "prompts", "prompt_tokens", "decode_rows", "decode_context", "new_tokens"
         refuse_out_of_range("", self, *sizes, "budget_ms")
 
@@ -63,7 +63,7 @@ def main(settings: HuggingFaceBenchSettings, run_dir: Path) -> None:
             row = {"part": part, "attention": name}
             with facts_as_errors(row, ImportError):
                 row["kernels"] = choose(model, name, hardware.device)
-                row |= globals()[part](model, settings, hardware.device)
+                row |= PARTS[part](model, settings, hardware.device)
             report.add(row)
             model.zero_grad()
     report.finish(table(report.rows, NAMES, FIGURES, "Llama-3.2-1B's sizes, random weights"))
@@ -135,9 +135,8 @@ def pytorch_flash(
 
 
 def tokens(model: Any, rows: int, length: int, device: torch.device) -> torch.Tensor:
-    return torch.randint(1, model.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, model.config.vocab_size, (rows, length), generator=generator).to(device)
 
 
 def prefill(model: Any, settings: HuggingFaceBenchSettings, device: torch.device) -> dict:
@@ -190,6 +189,8 @@ def decode(model: Any, settings: HuggingFaceBenchSettings, device: torch.device)
     ms = statistics.median(times)
     return {"ms": ms, "p99_ms": p99(times), "tokens_per_second": 1e3 * rows / ms}
 
+
+PARTS = {"prefill": prefill, "decode": decode, "step": step}
 
 if __name__ == "__main__":
     main()
