@@ -229,8 +229,8 @@ def show(dump: Checkpoint, rows: list[dict], device: str) -> None:
         print(head + f"{numbers}: {state}; {far}")
 
 
-def replay(settings: ReplaySettings) -> list[dict]:
-    """Print what `compare` finds; its rows."""
+@program("tool", ReplaySettings)
+def main(settings: ReplaySettings, run_dir: Path) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later
     dump = open_dump(settings.dump)
@@ -238,12 +238,6 @@ def replay(settings: ReplaySettings) -> list[dict]:
         rows = compare(dump, settings)
     show(dump, rows, set_up(settings.hardware).device.type)
     print(json.dumps({"dump": str(dump.path), "step": dump.step, "runs": rows}, allow_nan=False))
-    return rows
-
-
-@program("tool", ReplaySettings)
-def main(settings: ReplaySettings, run_dir: Path) -> None:
-    replay(settings)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ OUTPUTS = ("O", "dQ", "dK", "dV")
 BUDGET = 4.0
 
 
-def self_test(device: torch.device, head_dim: int = 64) -> dict[str, float]:
+def self_test(device: torch.device, head_dim: int) -> dict[str, float]:
     """Flash attention's worst error in every dtype, over that of the plain formula; both against float64.
 
     On a CPU it needs Triton's interpreter, and a smaller call.

@@ -34,21 +34,21 @@ def train_once(settings: Settings, folder: Path, attend: Attention | None = None
 
     Returns the losses (NaN from the step on before which the run stopped), the validation loss, and its seconds.
     """
-    summary = train_aside(replace(settings, train=replace(settings.train, log_every=1)), folder, attend=attend)
+    summary = train_aside(replace(settings, train=replace(settings.train, log_every=1)), folder, attend)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     losses += [math.nan] * (settings.train.steps - len(losses))
     return {"losses": losses, "val_loss": summary.get("val_loss", math.nan), "seconds": summary["seconds"]}
 
 
-def train_aside(settings: Settings, folder: Path, **how: Any) -> dict[str, Any]:
+def train_aside(settings: Settings, folder: Path, attend: Attention | None = None) -> dict[str, Any]:
     """`train` in a folder of its own, with what it printed in console.txt there; the summary."""
     if settings.resume:
         raise ValueError(f"resume={settings.resume} goes on with one run, and these are several; leave it out")
     folder.mkdir(parents=True, exist_ok=True)
     torch.compiler.reset()  # a compiled model would keep the function that it was traced with
     with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
-        summary = train(settings, folder, **how)
+        summary = train(settings, folder, attend=attend)
     exit_if_asked(summary)
     return summary
 

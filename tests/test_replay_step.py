@@ -16,7 +16,7 @@ from model import ATTENTION
 from model.attention import naive
 from scripts import replay as replaying
 from scripts.parity_verdict import ROOM
-from scripts.replay import ReplaySettings, Rerun, first_parting, open_dump, replay
+from scripts.replay import ReplaySettings, Rerun, first_parting, main, open_dump
 from scripts.variants import MUTANTS
 from tests.runs import digest, replaced, small_run
 from tests.test_bad_input import told
@@ -46,7 +46,7 @@ def kept(tmp_path_factory):
 def replayed(capsys, dump, attention=tuple(ATTENTION), device="cpu"):
     """The rows, by (attention, dtype)."""
     capsys.readouterr()
-    replay(ReplaySettings(str(dump), list(attention), HardwareConfig(device=device)))
+    main.__wrapped__(ReplaySettings(str(dump), list(attention), HardwareConfig(device=device)), dump)
     lines = capsys.readouterr().out.splitlines()
     return {(row["attention"], row["dtype"]): row for row in json.loads(lines[-1])["runs"]}, "\n".join(lines[:-1])
 

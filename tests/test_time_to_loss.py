@@ -356,7 +356,7 @@ def test_seconds_of_ours_are_those_of_all_its_steps(small, tmp_path, monkeypatch
     """What lies between the steps is not in a record's rate, and each step is in one."""
     trained = []
     monkeypatch.setattr(
-        "scripts.variants.train", lambda one, _: trained.append(one.train.seed) or {"exit_code": 0, "signal": 0}
+        "scripts.variants.train", lambda one, *_, **__: trained.append(one.train.seed) or {"exit_code": 0, "signal": 0}
     )
     records = [
         {"step": 1, "val_loss": 4.0},  # with bench.every=1; the first step compiles and has no rate
