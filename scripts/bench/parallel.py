@@ -98,35 +98,31 @@ def main(settings: ParallelBenchSettings, run_dir: Path) -> None:
 
 
 class Network:
-    """A model and what is compiled from it.
+    """A model, what is compiled from it, and its first weights, with which every measurement begins."""
 
-    Args:
-        often: whether several cells begin with it, each with the same weights.
-    """
-
-    def __init__(self, chosen: Run, *, often: bool = False) -> None:
+    def __init__(self, chosen: Run) -> None:
         torch.manual_seed(chosen.settings["train"]["seed"])
         self.model = build_model(chosen.model, chosen.vocab_size, chosen.seq_len, device=chosen.hardware.device)
         self.forward = parallelize(self.model, chosen.hardware)
-        self._first = [local_shard(p).detach().to("cpu", copy=True) for p in self.model.parameters()] if often else []
+        self._first = [local_shard(p).detach().to("cpu", copy=True) for p in self.model.parameters()]
 
     @torch.no_grad()
-    def begin(self, chosen: Run, optim: OptimConfig) -> tuple[Optimizer, Stepper]:
-        """A run's first moment: its optimizer, and what computes its steps."""
-        for p, first in zip(self.model.parameters(), self._first, strict=False):
+    def _reset(self) -> None:
+        for p, first in zip(self.model.parameters(), self._first, strict=True):
             local_shard(p).copy_(first)
+
+    def begin(self, chosen: Run, optim: OptimConfig) -> tuple[Optimizer, Stepper]:
+        """Reset the weights; a new optimizer, and what computes the run's steps."""
+        self._reset()
         optimizer = Optimizer(self.model, optim, chosen.hardware.dtype, chosen.hardware.world)
         return optimizer, Stepper(chosen, self.model, self.forward, optimizer)
 
-    @torch.no_grad()
     def repeated(self, optimizer: Optimizer, stepper: Stepper, chosen: Run, steps: int) -> str:
-        """SHA-256 of the weights that all processes hold after so many steps from the first moment."""
-        for p, first in zip(self.model.parameters(), self._first, strict=True):
-            local_shard(p).copy_(first)
+        """SHA-256 of the weights of all processes after so many steps from the first weights, without moments."""
+        self._reset()
         optimizer.load_state_dict({"optimizer": [{"state": {}} for _ in optimizer.optimizers]})
-        with torch.enable_grad():
-            for step in range(steps):
-                stepper.step(batch_of(chosen, step))
+        for step in range(steps):
+            stepper.step(batch_of(chosen, step))
         found = sha256([local_shard(p) for p in self.model.parameters()])
         return hashlib.sha256("".join(chosen.hardware.world.all_gather(found)).encode()).hexdigest()
 
@@ -138,7 +134,7 @@ def work(host: Host, settings: ParallelBenchSettings) -> tuple[str, list[Row]]:
     known = {"replicate": replicate, "hashes": hashes, "context": context, "shard": shard}
     for name in sorted(settings.bench.cells, key=CELLS.index):
         if name in SAME_NETWORK and network is None:
-            network = Network(choose(settings, host.hardware, ALONE), often=True)  # compiled once for both
+            network = Network(choose(settings, host.hardware, ALONE))  # compiled once for both
         elif name not in SAME_NETWORK:
             network = None
             if host.hardware.compile:
@@ -214,7 +210,7 @@ def shard(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]
     shared = ParallelConfig(data="shard")
     made = sized(settings, bench.tokens * size, seq_len, model=model, parallel=shared)
     chosen = choose(made, host.hardware, host.world)
-    row = timed(chosen, Network(chosen, often=True), made, twice=True)
+    row = timed(chosen, Network(chosen), made, twice=True)
     yield {"cell": "shard"} | row | against(one, row)
 
 
@@ -237,7 +233,7 @@ def context(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Ro
         parallel = ParallelConfig(context=size, **shared)
         made = sized(settings, tokens * length, tokens * length, model=model, bench=few, parallel=parallel)
         chosen = choose(made, host.hardware, host.world)
-        row = timed(chosen, Network(chosen, often=True), made, twice=length == 1)
+        row = timed(chosen, Network(chosen), made, twice=length == 1)
         yield {"cell": cell} | row | against(one, row)
 
 
