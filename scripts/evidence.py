@@ -26,10 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
-
 from conf.program import program
-from scripts.bench.report import installed_gpus, table
+from scripts.bench.report import installed_gpus
 from scripts.evidence_tables import headline, inserted, page
 from scripts.variants import MUTANTS
 from training.log import ROOT, git_commit
@@ -201,7 +199,7 @@ class EvidenceSettings:
 
     def __post_init__(self) -> None:
         for beginning in self.only:
-            if not beginning or not any(name.startswith(beginning) for name in (*EXPERIMENTS, TABLES)):
+            if not beginning or not any(named(name, beginning) for name in (*EXPERIMENTS, TABLES)):
                 raise ValueError(f"only={beginning} begins no name; the names are {', '.join((*EXPERIMENTS, TABLES))}")
 
 
@@ -231,8 +229,6 @@ def main(settings: EvidenceSettings, run_dir: Path) -> None:
                 pass
         rows = [future.result() for future in begun]
         rows += [one(name) for name in chosen if name not in untimed]
-    columns = {"seconds": "{seconds:.0f}", "verdict": "{verdict}"}
-    Console().print(table(rows, {"experiment": "{name}"}, columns))
     kept = ROOT / settings.folder
     kept.mkdir(parents=True, exist_ok=True)
     (kept / "README.md").write_text(page(kept))
