@@ -11,6 +11,7 @@ The last line is one JSON object.
 import math
 import statistics
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -65,19 +66,15 @@ class BudgetSettings:
 def main(settings: BudgetSettings, run_dir: Path) -> None:
     refuse_without_gpu("the error of attention", settings.hardware, SMOKE)
     hardware = set_up(replace(settings.hardware, tf32=False))  # the float32 baseline must not be TF32
-    budget, device = settings.budget, hardware.device
-    rows = [
-        measure(case, dtype, head_dim, budget, device)
-        for case in budget.cases
-        for dtype in budget.dtypes
-        for head_dim in budget.head_dim
-    ]
-    summary = {
+    budget, report = settings.budget, Report("error_budget", run_dir, hardware.description)
+    for case, dtype, head_dim in product(budget.cases, budget.dtypes, budget.head_dim):
+        report.add(measure(case, dtype, head_dim, budget, hardware.device))
+    rows = report.rows
+    report.more["summary"] = {
         "worst_ratio_to_plain": {x: max((row["ratio"][x] for row in rows), default=None) for x in TENSORS},
         "over_twice": [[row["case"], row["dtype"], row["head_dim"], x] for row in rows for x in over_budget(row)],
         "more_biased_than_plain": [[r["case"], r["dtype"], r["head_dim"]] for r in rows if not r["bias_no_larger"]],
     }
-    report = Report("error_budget", run_dir, hardware.description, rows, {"summary": summary})
     report.finish(table(rows, NAMES, FIGURES))
 
 
