@@ -70,7 +70,7 @@ class Rerun:
         errors: place -> error beside the reference; inf where other values are finite than in its tensor.
     """
 
-    dtype: str
+    dtype: torch.dtype
     micro_batch: int = 0
     scale: float = 1.0  # of the loss, in float16
     reference: "Rerun | None" = None
@@ -111,7 +111,7 @@ def first_parting(rerun: Rerun, null: Rerun, reference: Rerun) -> dict | None:
 
     Nothing is compared after the reference's own first tensor that is not finite: from there on all are lost.
     """
-    noise = torch.finfo(getattr(torch, rerun.dtype)).eps
+    noise = torch.finfo(rerun.dtype).eps
     for place, value in reference.values.items():
         here = null.errors.get(place, 0.0)
         noise = max(noise, here if math.isfinite(here) else 0.0)
@@ -165,8 +165,7 @@ def run_again(
     optimizer.load_state_dict(state)
     optimizer.held.fill_(True)  # the step is computed and not taken
     scale = optimizer.loss_scale.scale.item() if optimizer.loss_scale else 1.0
-    dtype = str(hardware.dtype).removeprefix("torch.")
-    rerun = Rerun(dtype, dump.meta["first"].get("micro_batch", 0), scale, reference)
+    rerun = Rerun(hardware.dtype, dump.meta["first"].get("micro_batch", 0), scale, reference)
     rerun.first_bad.weights(model)
     inputs, targets, starts = state["batch"]
     inputs, targets = inputs.to(hardware.device), targets.to(hardware.device)

@@ -108,7 +108,7 @@ def test_the_step_is_the_runs(tmp_path, monkeypatch, capsys, optim, dtype, call)
 
 def test_parting_is_further_than_the_largest_noise_so_far():
     def ran(*errors, values=()):
-        return Rerun("float32", errors=dict(zip(PLACES, errors, strict=False)), values=values)
+        return Rerun(torch.float32, errors=dict(zip(PLACES, errors, strict=False)), values=values)
 
     reference = ran(values={place: torch.ones(1) for place in PLACES})
 
