@@ -27,7 +27,7 @@ from training.step import packed_rows
 SEQ_LEN = 24
 VOCAB = 32
 END_OF_TEXT = 0
-STARTS = ((0, 7, 8, 20), (0, 13))  # of documents in two rows: one has a single token, one ends inside a row's end
+STARTS = ((0, 7, 8, 20), (0, 13))  # of documents in two rows; one has a single token
 CHANGED = (0, 1, 7, 8, 13, 22, 23)  # tokens of a row that are changed one at a time: ends and both sides of a border
 PIECES = (5, 3, 1, 1, 13, 1)  # how the cache is filled
 # how far logits of the same tokens may be apart: on a CPU they are by 1e-5, those of wrong positions by 0.5 and more

@@ -81,7 +81,7 @@ class Page(dict[str, Finding]):
 
 
 def examine(settings: Settings, folder: Path) -> Page:
-    """Every question whose ground is there; a question may also use what is `known`, or None."""
+    """Ask every question whose grounds were found. What a question gets by keyword may be None."""
     page = Page()
     load_triton()
     processes = page.ask("launch", cluster.launch)
@@ -111,8 +111,11 @@ def examine(settings: Settings, folder: Path) -> Page:
 
 
 def load_triton() -> None:
-    """Without a GPU as an interpreter, for the kernels' self-test: it reads TRITON_INTERPRET when it is first imported,
-    which transformers may do for another question. Those are answered as for a run, without the variable."""
+    """Without a GPU, import Triton as an interpreter, for the kernels' self-test.
+
+    It reads TRITON_INTERPRET when it is first imported, and transformers may import it for another question. Other
+    questions are answered as for a run, without the variable.
+    """
     if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         import_module("triton")
@@ -120,7 +123,7 @@ def load_triton() -> None:
 
 
 def chosen_hardware(settings: Settings, *, processes: int | None) -> Finding:
-    """This process's, and as many processes as were started, which are only planned for."""
+    """This process's hardware, in a world of as many processes as were started: they are only planned for."""
     hardware = replace(set_up(settings.hardware), world=World(size=processes or 1))
     threads, cores = settings.hardware.num_threads, os.cpu_count() or 1
     if threads is not None and threads > cores:

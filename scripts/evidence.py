@@ -247,7 +247,7 @@ class Children:
         self._signal: int | None = None
 
     def run(self, command: list[str], **options: Any) -> int:
-        """The exit code of `command`; SystemExit after a signal. Each of several threads may call it."""
+        """Run `command`; its exit code, or SystemExit after a signal. Several threads may call it."""
         if self._signal is None:
             with subprocess.Popen(command, **options) as child:
                 self._running.add(child)

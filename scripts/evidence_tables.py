@@ -186,7 +186,7 @@ def profile(found: Reports) -> Table:
 
 
 def of_cells(*cells: str, names: Columns, figures: Columns, having: str = "cell") -> Callable[[Reports], Table]:
-    """Of what several GPUs do, the rows of these cells that have a figure `having`."""
+    """A table of those rows of these cells of scripts.bench.parallel that have a figure `having`."""
     return lambda found: table(
         [row for row in rows_of(found) if row["cell"] in cells and having in row], names, figures
     )

@@ -188,8 +188,8 @@ def loop_order_bytes(shape: Shape, *, block_q: int = 128, block_k: int = 128) ->
 def hbm_bytes(shape: Shape) -> dict[str, float]:
     """Forward traffic between HBM and chip.
 
-    standard: Q, K, V in, O out, and S and P each written once and read once. flash: queries outside, and what the L2
-    cache catches is not taken off, or all of it.
+    standard: Q, K, V in, O out, and S and P each written once and read once. flash: queries outside, once as if the L2
+    cache caught nothing, once as if it caught every read of K and V but the first.
     """
     return {
         "standard": 4 * shape.tensor_bytes + 4 * shape.matrix_bytes,

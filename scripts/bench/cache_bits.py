@@ -176,7 +176,7 @@ def held_out(settings: BenchSettings, path: str, dtypes: dict[str, torch.dtype])
 def mean_loss(
     model: GPT, inputs: Tensor, targets: Tensor, at_once: int, make_cache: Callable[[int], KVCache] | None
 ) -> float:
-    """Of so many sequences at once: each in one call, or with a cache token by token."""
+    """Of all targets, `at_once` sequences at a time: in one call, or token by token through a cache."""
     total = 0.0
     for tokens, wanted in zip(inputs.split(at_once), targets.split(at_once), strict=True):
         if make_cache is None:

@@ -33,7 +33,7 @@ def sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> Tensor:
 
 
 def refusal(name: str) -> tuple[type[Exception], ...]:
-    """PyTorch's answer where a named kernel of its own does not take a call."""
+    """What PyTorch raises where its kernel of that name does not take a call."""
     return (RuntimeError,) if name in SDPA else ()
 
 
@@ -47,7 +47,7 @@ def tensors(
 
 
 def one_pass(call: Callable, which: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callable[[], object]:
-    """A pass of call(q, k, v), without arguments; of the backward one the forward is done here."""
+    """One pass of call(q, k, v), as a call without arguments. For the backward, the forward runs here."""
     if which == "forward":
         return torch.no_grad()(partial(call, q, k, v))
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]

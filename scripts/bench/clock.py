@@ -30,12 +30,12 @@ class Mark:
             self.event.record()
 
     def wait(self) -> None:
-        """Until the device has come here."""
+        """Wait until the device has come to this moment."""
         if self.event:
             self.event.synchronize()
 
     def seconds_to(self, later: "Mark") -> float:
-        """Call it when the device is done."""
+        """Seconds between two moments, to both of which the device has come."""
         return self.event.elapsed_time(later.event) / 1e3 if self.event else later.time - self.time
 
 
@@ -68,7 +68,7 @@ def measure(call: Callable[[], object], device: torch.device, budget_ms: float =
 def spans(
     call: Callable[[], object], device: torch.device, runs: int, before: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """Seconds of each of `runs` calls, without what `before` does ahead of each."""
+    """Seconds of each of `runs` calls; `before` runs ahead of each and is not counted."""
     marks = []
     for _ in range(runs):
         before()
@@ -81,10 +81,10 @@ def spans(
 
 
 def turns(calls: Sequence[T], rounds: int) -> Iterator[list[T]]:
-    """The order of `calls` in each round: none has its place, or its neighbour before it, more often than it must.
+    """The order of `calls` in each round. It changes, because a GPU's clock is higher after a call that left it cool.
 
-    A GPU's clock is higher behind a call that leaves it cool. In as many rounds as calls, or twice as many where their
-    number is odd, each stands at each place and behind each other one equally often (Williams 1949).
+    In n rounds of n calls, or 2n rounds where n is odd, each call has each place equally often and follows each other
+    call equally often (Williams 1949).
     """
     n = len(calls)
     zigzag = [place // 2 if place % 2 == 0 else n - 1 - place // 2 for place in range(n)]
@@ -95,7 +95,7 @@ def turns(calls: Sequence[T], rounds: int) -> Iterator[list[T]]:
 
 
 def p99(times: Iterable[float]) -> float:
-    """What 99 of 100 times do not pass."""
+    """The 99th percentile."""
     times = sorted(times)
     return times[int(0.99 * len(times))]
 
@@ -149,7 +149,7 @@ class Board:
 def of_tokens(
     call: Callable[[], object], count: int, device: torch.device, budget_ms: float, runs: int = 50
 ) -> dict[str, float | None]:
-    """Figures of `call`, which computes `count` tokens, after a first one that builds what is built once."""
+    """Figures of `call`, which computes `count` tokens, after a first call that builds what is built once."""
     call()
     peak, times = peak_gib(call, device), measure(call, device, budget_ms, runs)
     rate = 1e3 * count / times.p50
@@ -157,7 +157,7 @@ def of_tokens(
 
 
 def laps(call: Callable[[], object], device: torch.device, warmup: int, runs: int) -> list[float]:
-    """Seconds of each of `runs` calls, one behind the other, after `warmup` that do not count."""
+    """Seconds of each of `runs` calls, without a wait between them, after `warmup` calls that do not count."""
     marks = [Mark(device)]
     for _ in range(warmup + runs):
         call()
@@ -207,7 +207,7 @@ class GraphClock:
 
 
 class _Graph:
-    """A captured graph that has the parts in turn, `runs` times; it keeps them, as it reads their tensors."""
+    """A captured graph of the parts in turn, `runs` times. It keeps them: a replay reads their tensors."""
 
     def __init__(self, parts: tuple[Callable[[], object], ...], runs: int):
         self.parts, self.graph = parts, torch.cuda.CUDAGraph()
@@ -250,7 +250,7 @@ def free(device: torch.device) -> None:
 
 
 class Parts:
-    """How long the named parts of one step take: what `training_step` calls as `region`."""
+    """The times of the named parts of one step, which `training_step` enters as `region`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

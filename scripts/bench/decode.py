@@ -93,7 +93,8 @@ class Cell:
     page: int = 0
     cache: str = "bf16"
     scale: str = "head"  # of 8 bits: head | token
-    capacity: int = 0  # keys that a row has room for; calls that differ in lengths alone are then one graph, and append
+    # keys that a row has room for: each call appends one, and calls that differ in lengths alone share a graph
+    capacity: int = 0
     attention: str = "flash"
 
     @property
@@ -245,7 +246,7 @@ class Machine:
         make = {"device": device, "generator": torch.Generator(device).manual_seed(0)}
         self.elements = elements + 64 * 1024
         self.keys, self.values = (torch.randn(self.elements, dtype=torch.bfloat16, **make) for _ in range(2))
-        self.growing: tuple[Cell, Tensor, Callable[[], float]] | None = None  # the last one's call, lengths and clock
+        self.growing: tuple[Cell, Tensor, Callable[[], float]] | None = None  # its longest cell, lengths and clock
         self.eight: dict[str, tuple[Tensor, Tensor]] = {}
 
     def read_bandwidth(self) -> float:

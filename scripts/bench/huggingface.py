@@ -98,7 +98,7 @@ def build(settings: HuggingFaceBenchSettings) -> Any:
 
 
 def choose(model: Any, name: str, device: torch.device) -> str:
-    """Set the model's attention; the kernels behind it. Raises ImportError where there are none."""
+    """Set the model's attention and return which kernels it runs. Raises ImportError where there are none."""
     if name != FLASH:
         model.set_attn_implementation(name)
         return {"gpt_triton": "ours", "sdpa": "PyTorch's choice"}.get(name, "its own")

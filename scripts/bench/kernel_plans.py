@@ -73,7 +73,7 @@ def plans(arch: int) -> dict[str, Launch]:
         for launch in launches:
             if kernel := KERNELS.get(launch.kernel.__name__):
                 found[f"{kernel} {arch} {name(words, launch)}"] = launch
-                # so is every persistent grid without a GPU; with few tiles it is not
+                # without a GPU every persistent grid is paired; with one, that of few tiles is not
                 if launch.constants.get("PAIRED"):
                     launch = launch._replace(constants=launch.constants | {"PAIRED": False})
                     found[f"{kernel} {arch} {name(words, launch)}"] = launch

@@ -1,9 +1,10 @@
 """Speed of block masks: `python -m scripts.bench.masks` times ours beside FlexAttention's in one process.
 
 A row is a mask of `scripts.bench.mask_table`, a head_dim and a pass: milliseconds of both with a cold L2 cache, the
-medians of rounds in which they take turns, and how often ours goes into FlexAttention's; on forward rows also how long
-each takes to build its mask. Two masks more say what a block costs: `all full` and `all partial`, beside the same call
-without a mask on the portable kernels ("dense": the share of its speed a block), and on those that are chosen.
+medians of rounds in which they take turns, and FlexAttention's time over ours; on forward rows also how long each takes
+to build its mask. Two more masks, `all full` and `all partial`, say what a block costs. They are timed beside the same
+call without a mask: on the portable kernels ("dense"), and on those that such a call takes ("dense, chosen"). Both
+columns are the time without a mask over the time with it.
 
 The last line is one JSON object. On a CPU with TRITON_INTERPRET=1, where FlexAttention is left out, it is a smoke test.
 """
@@ -67,7 +68,7 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     report = Report("masks", run_dir, hardware.description)
     for name, head_dim in product(bench.mask, bench.head_dim):
         report.add(*rows_of(name, head_dim, bench, hardware.device, hardware.dtype))
-    caption = "ratio: FlexAttention's time over ours. dense: ours a block against the portable kernels without a mask."
+    caption = "ratio: FlexAttention's time over ours. dense: the time of the portable kernels without a mask over ours."
     report.finish(table(report.rows, NAMES, FIGURES, f"block masks, {bench.seq_len:,} tokens", caption))
 
 

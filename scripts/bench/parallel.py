@@ -9,10 +9,11 @@ It starts one process a GPU itself, and all cells run in them:
     shard      tokens a second of 1.3 billion parameters, whose weights and moments the processes share
 
 Of context and shard, steps from the same weights are computed twice and must end with the same SHA-256 of weights.
-One GPU's speed is that of the first; all are timed at once, as a step of several takes as long as on the slowest. What
-`rest` names is neither that nor the sum. Random tokens; the step is that of `train.py`, compiled and as CUDA graphs
-where the run would be. The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 it is a smoke test over gloo,
-for which model.attention=naive gives the ring its LSE: its figures mean nothing.
+One GPU's speed is that of the first. All are timed alone, at once, because a step of several takes as long as on the
+slowest: `rest` is a step's time without that of the slowest alone and without the sum. Random tokens; the step is that
+of `train.py`, compiled and as CUDA graphs where the run would be. The last line is one JSON object. On a CPU with
+TRITON_INTERPRET=1 it is a smoke test over gloo, for which model.attention=naive gives the ring its LSE: its figures
+mean nothing.
 """
 
 import hashlib

@@ -26,7 +26,7 @@ class Host:
 
     Attributes:
         hardware: this process's.
-        worlds: the first so many as worlds of their own; only those that this process is in.
+        worlds: number -> the first so many processes, as a world; those that this process is in.
     """
 
     hardware: Hardware
@@ -34,12 +34,12 @@ class Host:
 
     @property
     def world(self) -> World:
-        """Of all."""
+        """All processes."""
         return self.worlds[max(self.worlds)]
 
 
 def on_each_gpu(sizes: list[int], function: Callable[..., Any], settings: Any) -> Any:
-    """What `function(host, settings)` returns in the first of max(sizes) processes; all run it, with NCCL or gloo.
+    """Run `function(host, settings)` in max(sizes) processes, over NCCL or gloo; what it returns in the first one.
 
     Raises:
         ValueError: what one of them refused, or that its memory did not suffice.
@@ -62,7 +62,7 @@ def on_each_gpu(sizes: list[int], function: Callable[..., Any], settings: Any) -
 def _run(rank: int, *given: Any) -> None:
     try:
         _compute(rank, *given)
-    except (ValueError, torch.OutOfMemoryError) as error:  # the others may wait for this one: its end is theirs
+    except (ValueError, torch.OutOfMemoryError) as error:  # the others may wait for this one, and end with it
         *_, found = given
         refusal, unfinished = str(error), found.with_name(f"refusal_{rank}")
         if isinstance(error, torch.OutOfMemoryError):

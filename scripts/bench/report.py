@@ -33,18 +33,18 @@ from training.log import provenance
 Row = dict[str, Any]
 Columns = dict[str, str]  # heading -> what a row has there, as a format string over the row's keys
 
-# an attention has one colour in every picture; what is no attention of ours or a peer's has another
+# an attention has the same colour in every picture; lines of other things take OTHER_COLOURS in turn
 COLOURS = {
     "naive": "black", "flash": "C0", "sdpa_flash": "C1", "sdpa_cudnn": "C2", "flex": "C5",
     "flash4": "C3", "flash4_deterministic": "C4", "tiled": "C6", "sdpa": "C8",
 }  # fmt: skip
 OTHER_COLOURS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
-LARGEST = 2**24  # of a number that is typed: products of several are numbers still
+LARGEST = 2**24  # that a typed number may be, so that products of several stay finite
 STYLES = ("-", "--", ":", "-.")  # of lines of one colour
 
 
 def colour(attention: str, number: int) -> str:
-    """Of the line of `attention`, which is the picture's `number`th."""
+    """The colour of `attention`; of a line that is no attention, by its `number` in the picture."""
     return COLOURS.get(attention, OTHER_COLOURS[number % len(OTHER_COLOURS)])
 
 
@@ -74,11 +74,11 @@ def refuse_out_of_range(group: str, config: Any, *names: str) -> None:
 
 
 def refuse_without_gpu(what: str, hardware: HardwareConfig, smoke: str, *, needs: str = "an NVIDIA GPU") -> None:
-    """ValueError where the default sizes of a benchmark, which are a GPU's, would meet a CPU: for hours, in silence.
+    """ValueError where a benchmark's default sizes, a GPU's, would run on a CPU: it would take hours and say nothing.
 
-    TRITON_INTERPRET=1 says that a smoke test is meant. It comes before `set_up` and before any process is started.
+    TRITON_INTERPRET=1 says that a smoke test is meant. Call this before `set_up` and before any process is started.
 
-    what: is measured, in words that begin a sentence. smoke: arguments with which a smoke test takes seconds.
+    what: what is measured, in words that begin a sentence. smoke: arguments with which a smoke test takes seconds.
     """
     has_gpu = torch.cuda.is_available()
     if interpreting() or (has_gpu and hardware.device not in ("cpu", "mps")):
@@ -93,9 +93,9 @@ def refuse_without_gpu(what: str, hardware: HardwareConfig, smoke: str, *, needs
 
 @dataclass
 class Table:
-    """Cells as they are shown, to the left the first `named` of them.
+    """Lines of text cells, of which the first `named` are names and stand on the left.
 
-    On a console that is too narrow, figures that do not fit beside the names stand beside them again further down.
+    On a console that is too narrow, the figures that do not fit follow below, with the names beside them again.
     """
 
     named: int
@@ -134,7 +134,7 @@ class Table:
 
 
 def table(rows: Iterable[Row], names: Columns, figures: Columns, title: str = "", caption: str = "") -> Table:
-    """A line a row: `names` to the left, then those `figures` that any row has."""
+    """A line for each row: the columns `names`, then those of `figures` that at least one row has."""
     rows = list(rows)
     figures = {h: form for h, form in figures.items() if any(cell(form, row) != "-" for row in rows)} or figures
     lines = []
@@ -148,7 +148,7 @@ def table(rows: Iterable[Row], names: Columns, figures: Columns, title: str = ""
 
 
 def pivot(rows: Iterable[Row], names: Columns, across: str, figure: str, title: str = "", caption: str = "") -> Table:
-    """A line for each different `names`, a column for each different `across`, `figure` where they meet."""
+    """A line for each value of `names`, a column for each value of `across`, and `figure` in the cells."""
     lines: dict[tuple, dict[str, str]] = {}
     for row in rows:
         line = lines.setdefault(tuple(cell(form, row) for form in names.values()), {})
@@ -197,8 +197,10 @@ class Report:
         return {"hardware": self.hardware, "provenance": provenance() | {"driver": driver}}
 
     def add(self, *rows: Row) -> None:
-        """Keep what was measured, in the file too: a benchmark that is stopped has measured for minutes. A terminal
-        is told, as the tables come at the end."""
+        """Add what was measured, and write it to the file: it outlives a benchmark that is stopped.
+
+        A terminal gets a line, because the tables come at the end.
+        """
         self.rows += rows
         if rows:
             self.keep()
@@ -211,7 +213,7 @@ class Report:
         self._written(unfinished=True)
 
     def _written(self, **more: Any) -> dict[str, Any]:
-        """All that was found, with `more`, as it is in the folder's JSON file now."""
+        """Write all that was found, with `more`, to the folder's JSON file, and return it."""
         found = without_nan(self.origin | self.more | more)
         text = json.dumps(found, indent=2)
         if self.rows:
@@ -225,8 +227,8 @@ class Report:
     def finish(self, *tables: Table, last: dict[str, Any] | None = None, expects_figures: bool = True) -> None:
         """Print the tables, write the files, print one JSON object as the last line: `last`, or all that was found.
 
-        ValueError where nothing was asked for: what could not be measured has a row that says why. Where all rows are
-        such ones, the exit code is a mistake's, if figures were to be expected.
+        ValueError where there is no row: what could not be measured has one, with its `error`. Where all rows have
+        one and figures were to be expected, the program exits as for a user's mistake.
         """
         if not self.rows and not any(shown.lines for shown in tables):
             raise ValueError("nothing was measured: a list that says what is empty; name something in it or drop it")
@@ -261,7 +263,7 @@ def origin_line(report: dict[str, Any]) -> str:
 
 
 def installed_gpus() -> list[dict[str, str]]:
-    """Name and driver of what NVIDIA's driver knows, whatever PyTorch sees; [] without a driver."""
+    """Name and driver of each GPU that NVIDIA's driver lists, seen by PyTorch or not; [] without a driver."""
     keys = ("name", "driver_version")
     command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
     try:

@@ -106,7 +106,7 @@ FIGURES: Columns = {
 def one_row(
     settings: BenchSettings, seq_len: int, checkpointing: str, attention: str, hardware: Hardware
 ) -> BenchSettings:
-    """`settings` for one row; the model's attention and loss are names of what will run."""
+    """`settings` of one row, with the attention and the loss that will run in place of `auto`."""
     sequences, rest = divmod(settings.train.batch_tokens, seq_len)
     if rest:
         raise ValueError(
