@@ -35,9 +35,7 @@ from scripts.bench.report import refuse_out_of_range
 
 SPILL_LIMIT_BYTES = 32  # a few bytes outside the loop cost nothing that can be measured
 DOES_NOT_FIT = "TOO MUCH SHARED MEMORY"
-OPCODES = (
-    "HGMMA", "QGMMA", "HMMA", "PRMT", "WARPGROUP.DEPBAR", "UTMALDG", "UTMASTG", "REDG.E.ADD.F32x4",
-)  # fmt: skip
+OPCODES = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP.DEPBAR", "UTMALDG", "UTMASTG", "REDG.E.ADD.F32x4")
 FAILED = 1
 
 
@@ -171,7 +169,7 @@ def output(*command: str | Path) -> str:
 
 
 def same_program(row: dict, before: dict) -> bool:
-    return row["sass"] == before["sass"] or row["ptx"] == before.get("ptx")
+    return row["sass"] == before["sass"] or row["ptx"] == before["ptx"]
 
 
 def rows_of(path: str) -> dict[str, dict]:
