@@ -17,7 +17,7 @@ PATIENCE = timedelta(seconds=60)  # of a process until the others have imported 
 
 
 def launch(environment: Environment = os.environ) -> Finding:
-    """Its value is the number of processes."""
+    """How the processes were started. The value is their number."""
     found = fault(environment)
     if found and found.wrong:
         return found
@@ -31,7 +31,7 @@ def launch(environment: Environment = os.environ) -> Finding:
 
 
 def fault(environment: Environment) -> Finding | None:
-    """The first of what does not go together, if anything."""
+    """The first thing that is wrong with how they were started, or None."""
     job = environment.get("SLURM_JOB_ID")
     by_torchrun = "TORCHELASTIC_RUN_ID" in environment
     # that srun started together with this process; SLURM_NTASKS says how many the job has room for
@@ -57,7 +57,7 @@ def fault(environment: Environment) -> Finding | None:
 
 
 def network(hardware: Hardware) -> Finding:
-    """Meets the other processes, which call this too, and adds a number of each: by NCCL on GPUs, else by gloo."""
+    """Meet the other processes, which call this too, and add up a number of each: by NCCL on GPUs, else by gloo."""
     rank, size, local_rank = ranks()
     check_address(size)
     backend, device = "gloo", hardware.device

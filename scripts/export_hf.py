@@ -111,8 +111,10 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
 
 
 def described(model: GPT) -> tuple[str, int]:
-    """Its class in transformers, and the number of weights in the folder: without padded rows, and with the gains that
-    ours have not."""
+    """Its class in transformers, and the number of weights in the folder.
+
+    These have no padded rows, and gains of norms, which a GPT of ours has not.
+    """
     if model.config.name is not None:
         return type(model.inner).__name__, model.num_parameters()
     return architecture(model.config).name, sum(weight.numel() for weight in tensors(model).values())

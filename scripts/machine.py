@@ -44,7 +44,7 @@ class Finding:
 
 
 def gpu(device: str) -> Finding:
-    """The one that hardware.device names, or the first."""
+    """The GPU that hardware.device names, or the first."""
     installed = installed_gpus()
     if not torch.cuda.is_available():
         if not installed:
@@ -98,7 +98,7 @@ def versions() -> Finding:
 
 
 def compiler(hardware: Hardware) -> Finding:
-    """What torch.compile needs on a CPU; for a GPU the kernels' self-test tells."""
+    """The C++ compiler that torch.compile needs on a CPU; on a GPU the kernels' self-test would fail without one."""
     if not hardware.compile or hardware.device.type != "cpu":
         return Finding("none is needed by torch.compile")
     name = os.environ.get("CXX") or "g++"
@@ -110,7 +110,7 @@ def compiler(hardware: Hardware) -> Finding:
 
 
 def disk(train: TrainConfig, folder: Path, *, parameters: int | None) -> Finding:
-    """Room for the checkpoints that will lie beside each other, in the run's folder, which nobody else may hold."""
+    """Whether the run's folder is free, can be written and has room for all checkpoints that it will hold at once."""
     if other := holder(folder):
         raise ValueError(f"{folder} is in use by {other}; wait for its end, stop it, or hydra.run.dir=FOLDER")
     if obstacle := not_writable(folder):

@@ -27,7 +27,7 @@ from training.checkpoint import given_or_newest, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 from training.trained import load_trained
 
-MOST = 2**28  # tokens of a prompt's samples; what decides each draw takes 8 bytes
+MOST = 2**28  # tokens of one prompt's samples; the random number of each takes 8 bytes
 CACHES = {None: None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 

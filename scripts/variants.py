@@ -68,7 +68,7 @@ def exit_if_asked(summary: dict[str, Any]) -> None:
 def disguised(seed: int, block_k: int) -> Attention:
     """Queries and keys in another orthonormal basis, values too: (q R)(k R)^T = q k^T; and the keys in tiles.
 
-    Every product and sum rounds anew, and so does what is rounded once more for it: noise of all kinds that a correct
+    Every product and sum rounds anew, and the change of basis rounds once more: noise of every kind that a correct
     kernel makes, and somewhat more of it.
     """
 

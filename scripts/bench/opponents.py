@@ -169,7 +169,7 @@ class NanochatConfig(Opponent):
     FILES = ("nanochat/gpt.py", "nanochat/optim.py")
     MATRIX_LR = 0.02  # `lr` stands in its place, and moves the other rates by as much
     WEIGHT_DECAY = 0.28
-    LAYERS, TOKENS = 12, 2**19  # of the model, as many times 64 columns wide, and of the step that it was tuned at
+    LAYERS, TOKENS = 12, 2**19  # of the model that it was tuned on, 64 columns wide a layer, and of its step
     WARMDOWN, LEAST_RATE = 0.65, 0.05  # the share of the steps, and of the rate at their end
 
     folder: str = ".cache/nanochat"  # the clone

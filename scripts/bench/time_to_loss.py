@@ -11,8 +11,8 @@ seed by seed. Ours is the run that `train.py` would be. nanoGPT is its own model
 target, or where it overfits.
 `'bench.changes=["model.qk_norm=true"]'` adds rows of ours with a key changed.
 
-Seconds are those of training steps alone: evaluation, saving, compilation and the first step, which is counted like the
-others, are left out. Between two evaluations the loss is taken to be a straight line. A ratio of times is a ratio of
+Seconds are those of training steps alone, without evaluation and saving. The first step, which compiles, counts as one
+of the steps after it. Between two evaluations the loss is taken to be a straight line. A ratio of times is a ratio of
 tokens times one of tokens a second. The run's folder gets time_to_loss.json, .md and .png. The last line is one JSON
 object.
 """
