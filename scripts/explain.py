@@ -31,7 +31,7 @@ from kernels import block_mask
 from kernels.block_masks import BLOCK
 from kernels.device import GPU, GPUS
 from model.masks import mask_mod
-from scripts.bench.report import Table, refuse_out_of_range, table
+from scripts.bench.report import Table, refuse_out_of_range, refuse_unknown, table
 from training import resume
 from training.checkpoint import META, Checkpoint
 from training.hardware import DTYPES, Hardware, set_up
@@ -92,14 +92,9 @@ class ExplainSettings(Settings, Shape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.what not in ("attention", "memory"):
-            raise ValueError(f"what={self.what} is unknown; use attention or memory")
-        sizes = "seq_len", "head_dim", "num_heads", "batch", "num_layers", "element", "vocab_size", "processes"
+        refuse_unknown("", self, what=("attention", "memory"), element=(1, 2, 4, 8), gpu=BOARDS)
+        sizes = "seq_len", "head_dim", "num_heads", "batch", "num_layers", "vocab_size", "processes"
         refuse_out_of_range("", self, *sizes)
-        if self.element not in (1, 2, 4, 8):
-            raise ValueError(f"element={self.element} is the size of no number; use 1, 2, 4 or 8")
-        if self.gpu not in BOARDS:
-            raise ValueError(f"gpu={self.gpu} is not in the table; use one of {', '.join(BOARDS)}")
 
 
 @program("config", ExplainSettings, experiment="quickstart", run_dir=".")

@@ -22,13 +22,13 @@ import torch
 from conf.program import program
 from model import GPT, generate
 from model.sampling import check_sampling, marked
-from scripts.bench.report import refuse_out_of_range
+from scripts.bench.report import refuse_out_of_range, refuse_unknown
 from training.checkpoint import given_or_newest, open_checkpoint
 from training.hardware import HardwareConfig, set_up
 from training.trained import load_trained
 
 MOST = 2**28  # tokens of one prompt's samples; the random number of each takes 8 bytes
-CACHES = {None: None, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+CACHES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 @dataclass
@@ -59,8 +59,7 @@ class SampleSettings:
                 "tokens of a prompt; use fewer"
             )
         refuse_out_of_range("", self, "num_samples", "max_new_tokens", "batch_size")
-        if self.cache not in CACHES:
-            raise ValueError(f"cache={self.cache} is not one of null, int8, e4m3")
+        refuse_unknown("", self, cache=CACHES)
         check_sampling(self.temperature, self.top_k, self.top_p)
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
@@ -176,7 +175,7 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
         num_samples=settings.num_samples,
         stop_token=tokenizer.eot_token,
         batch_size=settings.batch_size,
-        cache_dtype=CACHES[settings.cache],
+        cache_dtype=CACHES.get(settings.cache),
     ):
         for number, token in step:
             samples[number].append(token)

@@ -615,7 +615,7 @@ CHECKPOINTS = [
          program="scripts.compare"),
     Case("compare: a variable that is not set", [""], ["a run without a name", "give its folder"],
          program="scripts.compare"),
-    Case("explain: bytes of no number", ["element=3"], ["element=3", "use 1, 2, 4 or 8"], program="scripts.explain"),
+    Case("explain: bytes of no number", ["element=3"], ["element=3 is not one of 1, 2, 4"], program="scripts.explain"),
     Case("parity: of a run", ["resume={p}/first"], ["resume={p}/first goes on with one run", "leave it out"],
          program="scripts.parity"),
     Case("compare: a folder called runs", ["runs"], ["runs has no metrics.jsonl", "give the folder of a run"],

@@ -125,7 +125,7 @@ def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, 
     assert len(report["layers"]) == 12
     for terms in report["layers"]:
         assert {key: terms[key] for key in a_token} == {key: 65536 * a_token[key] + copies[key] for key in a_token}
-    with pytest.raises(ValueError, match="what=time is unknown; use attention or memory"):
+    with pytest.raises(ValueError, match="what=time is not one of attention, memory"):
         ExplainSettings(what="time")
 
 
@@ -185,7 +185,7 @@ def test_a_run_that_is_resumed_has_its_own_vocabulary_and_refuses_what_train_ref
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"gpu": "v100"}, "gpu=v100 is not in the table; use one of t4, rtx4090"),
+        ({"gpu": "v100"}, "gpu=v100 is not one of t4, rtx4090"),
         ({"seq_len": 10**200}, "seq_len=1000*? must be at most 16777216"),
         ({"what": "memory", "vocab_size": 10**20}, "vocab_size=1000*? must be at most 16777216"),
     ],

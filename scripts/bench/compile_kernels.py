@@ -31,7 +31,7 @@ import triton
 from conf.program import program
 from kernels.device import SHARED_LIMIT_BYTES, interpreting
 from scripts.bench.kernel_plans import ARCHS, compiled, plans
-from scripts.bench.report import refuse_out_of_range
+from scripts.bench.report import refuse_out_of_range, refuse_unknown
 
 SPILL_LIMIT_BYTES = 32  # a few bytes outside the loop cost nothing that can be measured
 DOES_NOT_FIT = "TOO MUCH SHARED MEMORY"
@@ -47,8 +47,7 @@ class CompileSettings:
     workers: int = 2  # processes
 
     def __post_init__(self) -> None:
-        if self.arch not in ARCHS:
-            raise ValueError(f"arch={self.arch} is none of {', '.join(map(str, ARCHS))}")
+        refuse_unknown("", self, arch=ARCHS)
         refuse_out_of_range("", self, "workers")
         try:
             re.compile(self.only)

@@ -48,15 +48,16 @@ def colour(attention: str, number: int) -> str:
     return COLOURS.get(attention, OTHER_COLOURS[number % len(OTHER_COLOURS)])
 
 
-def refuse_unknown(group: str, config: Any, **known: Iterable[str]) -> None:
-    """ValueError where a list of `config`, by its field's name, has a value that is not among the known ones.
+def refuse_unknown(group: str, config: Any, **known: Iterable[Any]) -> None:
+    """ValueError where a value of `config`, alone or in a list, is not among the known ones of its field; None may be.
 
     group: what a user types before the names: "bench.", or "" of keys that have no group.
     """
     for name, allowed in known.items():
-        for value in getattr(config, name):
-            if value not in allowed:
-                raise ValueError(f"{group}{name}={value} is not one of {', '.join(allowed)}")
+        found = getattr(config, name)
+        for value in found if isinstance(found, list) else [found]:
+            if value is not None and value not in allowed:
+                raise ValueError(f"{group}{name}={value} is not one of {', '.join(map(str, allowed))}")
 
 
 def refuse_out_of_range(group: str, config: Any, *names: str) -> None:
