@@ -72,9 +72,13 @@ def _as_typed(argument: str, keys: dict[str, Key], *, sweeps: bool) -> str:
     return f"{key}={_quoted(value)}"
 
 
-def escaped(value: str) -> str:
-    """`value`, whose `${` OmegaConf then reads as text; backslashes before it are doubled."""
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+def literal(value: Any) -> Any:
+    """A value that OmegaConf leaves as it is: in its strings `${` is text, and backslashes before it are doubled."""
+    if isinstance(value, dict):
+        return {key: literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _quoted(value: str) -> str:
@@ -82,5 +86,5 @@ def _quoted(value: str) -> str:
 
     A backslash is doubled only where it would be read as an escape: before a quote or `${`, and at the end.
     """
-    value = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), escaped(value))
+    value = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), literal(value))
     return f"'{value}'"

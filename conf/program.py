@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf import arguments
-from conf.arguments import NOW, key_of
+from conf.arguments import NOW, key_of, literal
 from conf.console import protect_console
 from conf.folders import folder_of_run, keep_traceback, listing, newest_run, remove_empty_sweeps, remove_if_empty
 from conf.interrupt import raise_again
@@ -323,7 +323,7 @@ def settings_from(cfg: DictConfig, schema: type[S]) -> S:
 
 def changed(settings: S, change: str) -> S:
     """`settings` with KEY=VALUE, read as on a command line; ConfigError where no run has such a key or value."""
-    cfg = OmegaConf.create(asdict(settings))
+    cfg = OmegaConf.create(literal(asdict(settings)))
     cfg.merge_with_dotlist([change])
     return settings_from(cfg, type(settings))
 

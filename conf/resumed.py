@@ -7,7 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from conf.arguments import escaped
+from conf.arguments import literal
 from training.checkpoint import META, open_checkpoint
 from training.resume import MAY_CHANGE, earlier_settings, settings_as_asked
 
@@ -56,7 +56,7 @@ def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, know
 def _apply_values(cfg: DictConfig, values: dict[str, Any], known: set[str]) -> None:
     for key, value in values.items():
         if key in known:
-            OmegaConf.update(cfg, key, _literal(value), force_add=True)
+            OmegaConf.update(cfg, key, literal(value), force_add=True)
 
 
 def _apply_overrides(cfg: DictConfig, composed: DictConfig, overrides: list[Override]) -> None:
@@ -70,10 +70,3 @@ def _apply_overrides(cfg: DictConfig, composed: DictConfig, overrides: list[Over
             (OmegaConf.select(cfg, group) if group else cfg).pop(name, None)
         else:
             OmegaConf.update(cfg, key, OmegaConf.select(composed, key), merge=False, force_add=True)
-
-
-def _literal(value: Any) -> Any:
-    """A value that OmegaConf leaves as it is: it has been resolved once."""
-    if isinstance(value, list):
-        return [_literal(item) for item in value]
-    return escaped(value) if isinstance(value, str) else value

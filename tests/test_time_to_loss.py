@@ -312,6 +312,8 @@ def test_a_change_is_a_key_that_a_run_has(small):
     assert changed(small, "model.mlp=relu2").nanogpt == small.nanogpt
     assert changed(small, "train.max_hours=null").train.max_hours is None
     assert changed(small, "data.files=[a.txt]").data.files == ["a.txt"]
+    prompted = replace(small, train=replace(small.train, sample_prompt="a ${b} \\${c}"))
+    assert changed(prompted, "optim.lr=0.5").train == prompted.train
     for change in ("optim.lr=fast", "optim.lr=null", "train.steps=1.5", "model.qk_norm=2"):
         with pytest.raises(ValueError, match=rf"^{change} has the wrong type: expected"):
             changed(small, change)
