@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from training.parallel import World
 
 SIGNALLED = 128  # exit codes above it are 128 + a signal
-NEWER = (3, 14)  # this Python reads help texts that are being added, and one of Hydra 1.3's is no text (hydra #3121)
+NEWER = (3, 14)  # its argparse checks help texts at once, and one of Hydra 1.3's is not a string (hydra #3121)
 
 S = TypeVar("S")
 

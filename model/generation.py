@@ -72,13 +72,13 @@ def generate(
     check_sampling(temperature, top_k, top_p)
     prompts, contexts = list(prompts), []  # arrays: a list of as many ids would keep a GPU waiting
     for number, prompt in enumerate(prompts):
-        one = isinstance(prompt, Tensor) and prompt.dim() == 0  # of a tensor that is itself a prompt
+        one = isinstance(prompt, Tensor) and prompt.dim() == 0  # `prompts` is a tensor, one prompt's
         if one or isinstance(prompt, str) or not isinstance(prompt, Sequence | Tensor):
             raise ValueError(f"prompt {number} is {prompt!r}; give a list of prompts, each a list of ids")
         if len(prompt) == 0:
             raise ValueError(f"prompt {number} is empty; give at least one token")
         try:
-            ids = array("q", iter(prompt))  # of bytes themselves it would take eight for an id
+            ids = array("q", iter(prompt))  # array("q", bytes) would read eight bytes as an id
         except (TypeError, OverflowError) as error:
             raise ValueError(f"prompt {number} is no list of ids ({error}); give whole numbers") from error
         least, largest = torch.frombuffer(ids, dtype=torch.int64).aminmax()

@@ -70,7 +70,7 @@ def choose_next_token(
     rank = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)  # (S, 1)
     # u x total may round up to the total itself, which would point past the last token kept
     rank = torch.minimum(rank, (probs > 0).sum(dim=-1, keepdim=True) - 1)
-    rank = rank.clamp(min=0)  # of logits that are no numbers none is probable; the first, and no fault of a GPU
+    rank = rank.clamp(min=0)  # where logits are NaN no token is probable, and -1 as an index is a fault on a GPU
     return ids.gather(1, rank).squeeze(1).to(device)
 
 

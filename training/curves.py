@@ -171,7 +171,7 @@ class LossPicture:
 
             began = time.perf_counter()  # the first import is no part of what a drawing takes
             if self._next and not last:
-                gc.collect()  # the figure before is a cycle; it holds megabytes of pixels, the collector counts objects
+                gc.collect()  # the figure before is a cycle: megabytes of pixels, but few objects, which Python counts
             draw_run(read_run(self.path.parent), self.path)
             self.drawn = True
         except (OSError, ValueError) as error:

@@ -82,7 +82,7 @@ class RunLog:
         self.run_dir = run_dir
         self.console = Console(highlight=False, emoji=False)  # :key: in a sample is a text
         own = checkpoint is not None and checkpoint.path in {path.resolve() for path in run_dir.glob("checkpoints/*")}
-        expected = checkpoint.meta["metric_lines"] if own else None  # another run's checkpoint knows another file
+        expected = checkpoint.meta["metric_lines"] if own else None  # another run's counts another file's lines
         # otherwise the folder's files are the user's own, or another run's
         same_run = resume and (own or (checkpoint is None and (run_dir / "run.json").exists()))
         self._file = MetricsFile(

@@ -258,7 +258,7 @@ def resolve(
 def _open_text(
     settings: Any, model: GPTConfig, run_dir: Path | None, report: Callable[[str], None], world: World
 ) -> dict[str, Any]:
-    """What a `Run` has of its text and checkpoints. `model` has its sizes, which a model of transformers brings."""
+    """The fields of a `Run` about its text and checkpoints. `model` is resolved: of any kind it has its sizes."""
     dataset = open_dataset(settings.data, settings.tokenizer, report=report)
     sized = asdict(settings) | {"model": asdict(model)}
     vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)

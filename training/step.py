@@ -61,7 +61,7 @@ def training_step(
         for number in range(micro_batches):
             part = slice(number * micro_batch, (number + 1) * micro_batch)
             documents = packed_rows(starts, part.start, *inputs[part].shape, hardware.device)
-            # those that share rows draw for their own tokens
+            # processes that share rows draw other masks, each for its own tokens
             use_stream((world.data_rank * micro_batches + number) * world.context + world.rank % world.context)
             gradients.add(compute(inputs[part], targets[part], **documents, region=region))
     with region("optimizer"):
