@@ -13,7 +13,7 @@ from hydra.main import get_args_parser
 from conf.keys import Key
 
 NOW = "${now:%Y-%m-%d_%H-%M-%S}"
-SEVERAL = f"hydra.sweep.dir='runs/several/{NOW}'"  # where the folders of a sweep's runs would not be in one
+SEVERAL = f"hydra.sweep.dir='runs/several/{NOW}'"  # of runs that would else have no folder in common
 
 
 def read(

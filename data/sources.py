@@ -23,7 +23,7 @@ from data.tokenize import Fragment, head, tail
 
 Stream = Callable[[], Iterator[Fragment]]
 
-# how WikiText's rows are read; its fingerprint holds only what differs, and so is that of the first releases
+# how WikiText's rows are usually read: their fingerprint leaves it out, as that of the first releases did
 WIKITEXT_READ = {"splits": ["train", "validation", "test"], "text_field": "text"}
 
 
@@ -63,7 +63,7 @@ def open_source(data: DataConfig) -> Source:
         }
         if field != textfiles.FIELD and all(file.kind == "text" for file in files):
             raise ValueError(f"data.text_field={field} names a column, and text files have none; drop it")
-        if field != textfiles.FIELD:  # the fingerprints of the first releases know no other
+        if field != textfiles.FIELD:  # the fingerprints of the first releases have no such key
             identity["text_field"] = field
         return Source(
             "text",

@@ -43,7 +43,7 @@ class TextFile:
     def identity(self) -> dict[str, str | int]:
         """What the file is, wherever it lies and whatever its name."""
         own = {"kind": self.kind, "bytes": self.bytes, "sha256": self.sha256}
-        return own | {"mark": "left out"} if self.marked else own  # it was text once, and its tokens lie in caches
+        return own | {"mark": "left out"} if self.marked else own  # in older caches it is text
 
 
 def find(patterns: list[str]) -> list[Path]:

@@ -20,13 +20,14 @@ PIECE_CHARACTERS = 1 << 18  # large enough that a thread works 15 ms on one, sma
 
 # A newline directly before a visible ASCII character. GPT-2's pattern gives the last white space of a run to what
 # follows (a blank) or to itself (a newline), so such a newline always is a token boundary on both sides; bytes and
-# characters have a boundary everywhere. Others' patterns, as Llama 3's, may put it to a full stop before it: those ask.
+# characters have a boundary everywhere. Other patterns, as Llama 3's, may join it to a full stop before it, so such a
+# tokenizer decides at each cut (`divides`).
 _SAFE_CUT = re.compile(r"\n(?=[!-~])")
-# Some languages have few such lines, and a whole book would be one piece. The last white space before something visible
-# begins a token of GPT-2 too; these are white space to every library.
+# In some languages few lines begin so, and a whole book would be one piece. The last white space before a visible
+# character begins a token of GPT-2, too. These four are white space to every library.
 _OTHER_CUT = re.compile(r"[ \t\n\u3000](?=\S)")
 _AROUND = 64  # characters on both sides of a cut by which a tokenizer says whether it changes a token
-_LONG = 4  # times the size of a piece: so long a text looks for a safe cut of the first kind
+_LONG = 4  # times the size of a piece: a text shorter than that waits for a cut of the first kind
 
 
 @dataclass
@@ -87,7 +88,7 @@ def tokenize(
     end_of_text = np.array([encoding.eot_token], dtype=np.uint32)
 
     def encode(text: str, first: bool) -> tuple[np.ndarray, int]:
-        # special tokens that stand in the text are text; tiktoken's encodings begin a text as they go on with one
+        # special tokens in the text are text. tiktoken's encodings have no `first`: a document begins like any piece
         begins = {} if isinstance(encoding, tiktoken.Encoding) else {"first": first}
         return encoding.encode_to_numpy(text, disallowed_special=(), **begins), len(text.encode())
 

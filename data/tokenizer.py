@@ -90,15 +90,18 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
 
 
 def tokenizer_label(name: str) -> str:
-    """What names the tokens of `name` in a cache: of a file its contents, wherever it lies."""
+    """How a cache names the tokenizer `name`: a folder's by the contents of its files, wherever it lies.
+
+    What changed the tokens of the same contents is added to them, so that tokens of earlier releases are not used.
+    """
     if name in TOKENIZERS:
         return name
     from data.tokenizer_file import read_tokenizer
 
     contents = read_tokenizer(name)
-    if "▁" in contents:  # the first releases put a blank before each piece of a long text
+    if "▁" in contents:  # there was a blank before each piece of a long text
         contents += "one blank a document"
-    contents += "pieces change no token"  # they did in a few places
+    contents += "pieces change no token"  # a cut between pieces could
     return f"file-{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
 
 

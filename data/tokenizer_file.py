@@ -12,7 +12,7 @@ TEMPLATE = "chat_template.jinja"
 
 
 def _folder(name: str) -> Path:
-    """The folder, or that of OWNER/NAME of the hub; ValueError where there is none."""
+    """The folder `name`, or a local copy of the hub's OWNER/NAME; ValueError where there is neither."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -29,7 +29,7 @@ def _folder(name: str) -> Path:
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """Of its tokenizer_config.json, with the template of chats that may lie beside it: for who hands it on."""
+    """The contents of its tokenizer_config.json, and of the chat template beside it: an exported model gets both."""
     folder = _folder(name)
     config = json.loads((folder / FILES[1]).read_text(encoding="utf-8"))
     if (folder / TEMPLATE).is_file():
@@ -90,17 +90,19 @@ class FileEncoding:
 
     @property
     def contents(self) -> dict[str, Any]:
-        """Of its tokenizer.json."""
+        """The contents of its tokenizer.json."""
         return json.loads(self.alphabet)["tokenizer"]
 
     def encode_ordinary(self, text: str) -> list[int]:
         try:
             return self._inner.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # as above: a word that it has no token for
+        except Exception as error:  # the library raises nothing narrower: a word without a token
             raise ValueError(f"tokenizer={self.name} cannot encode the text ({error}); use another") from error
 
     def encode_to_numpy(self, text: str, *, first: bool = True, **_: Any) -> np.ndarray:
-        """first: whether a document begins here; else without the blank that SentencePiece's put before any text."""
+        """first: whether a document begins here. Elsewhere there is no leading blank, which SentencePiece tokenizers
+        put before any text.
+        """
         line = [] if first else self.encode_ordinary("\n")
         if len(line) > 1 and self._inner.id_to_token(line[0]) == "▁":
             behind = self.encode_ordinary("\n" + text)
@@ -109,12 +111,12 @@ class FileEncoding:
         return np.array(self.encode_ordinary(text), dtype=np.uint32)
 
     def divides(self, left: str, right: str) -> bool:
-        """Whether a text that is cut between the two, which stand in the middle of it, keeps its tokens."""
+        """Whether a text that continues from `left` to `right` has the same tokens if it is cut between them."""
         whole, *parts = (self.encode_to_numpy(text, first=False) for text in (left + right, left, right))
         return np.array_equal(whole, np.concatenate(parts))
 
     def decode_bytes(self, tokens: list[int]) -> bytes:
-        """Token by token, also a byte of a character and the blank before a word: a stream decodes one at a time."""
+        """Each token by itself, as a stream needs it: parts of characters are bytes, blanks before words are kept."""
         return b"".join(map(self._piece, tokens))
 
     def decode(self, tokens: list[int]) -> str:
@@ -126,7 +128,7 @@ class FileEncoding:
             return bytes.fromhex(byte[1])
         if not self._of_bytes and token == self.eot_token:
             return self._end.encode()
-        if not self._of_bytes:  # behind another, as a decoder leaves the blank out with which a text begins
+        if not self._of_bytes:  # after another token: the decoder drops a blank at the beginning of a text
             text = self._inner.decode([self.eot_token, int(token)], skip_special_tokens=False)
             return text.removeprefix(self._end).encode()
         if all(letter in self._bytes for letter in piece):
