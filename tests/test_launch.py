@@ -11,6 +11,7 @@ from kernels import flash_attention, flash_attention_varlen, launch, naive_atten
 from kernels.call import Options, key_of
 from kernels.launch import Launch, Plan, plan_of, run
 from kernels.portable.forward import launch_flash_fwd
+from kernels.replay import KEPT, Repeated, Replay
 from tests.attention_checks import make_packed, make_qkv
 
 PLAIN = Options(causal=True, scale=0.5)
@@ -39,8 +40,8 @@ class Kernel:
             launch=partial(self.entry),
             global_scratch_size=0,
             profile_scratch_size=0,
-            launch_cooperative_grid=0,
-            launch_pdl=0,
+            launch_cooperative_grid="all or none",
+            launch_pdl="early",
         )
         metadata = SimpleNamespace(tensordesc_meta=["how to encode"])
         return SimpleNamespace(run=runner, function="kernel", packed_metadata="warps", metadata=metadata)
@@ -77,7 +78,7 @@ def test_each_address_goes_to_its_place(kernel, monkeypatch):
     for a, b, c, d in calls:
         run(plan, {"d": d, "b": b, "a": a, "c": c}, launches)
     assert len(kernel.first) == 1
-    head = (12, 1, 1, 77, "kernel", 0, 0, None, None, "warps", None, None, None)
+    head = (12, 1, 1, 77, "kernel", "all or none", "early", None, None, "warps", None, None, None)
     addresses = [[x.data_ptr() for x in tensors] for tensors in calls[1:]]
     assert kernel.again == [
         (*head, f"map of {a}", 4, 8, 8, 1, b, (1, 2), 3, (None, c, 0.5, d), "constexpr") for a, b, c, d in addresses
@@ -92,6 +93,114 @@ def test_numbers_that_a_call_gives_go_to_their_parameters(kernel):
         run(plan, {"x": tensor}, launches, parameter1=number)
     assert len(kernel.first) == 1
     assert kernel.again[0][-3:] == (2, 5, y.data_ptr())
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """(address, shape, strides) of each descriptor that was encoded for a replay."""
+    found = []
+
+    def encode(at, how):
+        found.append((at.base.data_ptr(), at.shape, at.strides))
+        return [f"map {len(found)}"]
+
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encode)
+    return found
+
+
+def test_descriptors_of_other_sizes_are_encoded_once_for_each(kernel, encoded):
+    """A cache grows, and its memory stays where it is: an address alone does not say which descriptor is meant."""
+    plan, (x, y) = Plan(), at(2)
+    short, long = ((4, 8), (8, 1)), ((6, 8), (16, 1))
+    for tensor, sizes in ((x, short), (x, short), (x, long), (y, long), (x, long), (x, short)):
+        run(plan, {"x": tensor}, lambda x: [Launch(kernel, 1, (described_tensor(x),), {}, {})], parameter0=sizes)
+    near, far = x.data_ptr(), y.data_ptr()
+    assert encoded == [(near, [4, 8], [8, 1]), (near, [6, 8], [16, 1]), (far, [6, 8], [16, 1])]
+    assert [call[13] for call in kernel.again] == ["map 1", "map 2", "map 3", "map 2", "map 1"]
+    ((_, (first,), _),) = kernel.first
+    assert first.base.data_ptr() == near, "what Triton was given is as it was"
+    assert (first.shape, first.strides) == ([4, 8], [8, 1])
+
+
+def replay_of(*arguments, kernel, named, numbers=()):
+    kernel[1](*arguments)
+    return Replay(kernel.compiled(), Launch(kernel, 1, arguments, {}, {}), named, numbers)
+
+
+def test_encoded_descriptors_do_not_grow_for_ever(kernel, encoded):
+    """Each new cache has an address of its own; nor is the first call's tensor kept alive."""
+    (x,) = at(1)
+    replay = replay_of(described_tensor(x), kernel=kernel, named=["x"])
+    ((*_, maps),) = replay._slots
+    for address in range(0, 16 * (KEPT + 10), 16):
+        replay(77, {"x": address})
+    assert len(encoded) == KEPT + 10
+    assert len(maps) <= KEPT
+    assert maps._descriptor.base is None
+
+
+@pytest.mark.parametrize("kind", ["global_scratch_size", "profile_scratch_size"])
+def test_a_kernel_that_wants_scratch_memory_is_not_replayed(kernel, kind):
+    """A replay gives none: the kernel would write to address 0."""
+    compiled = kernel.compiled()
+    setattr(compiled.run, kind, 8)
+    with pytest.raises(AssertionError):
+        Replay(compiled, Launch(kernel, 1, (), {}, {}), [])
+
+
+def test_the_entry_of_a_kernel_with_descriptors_is_behind_tritons_loop(kernel):
+    def wrapped(launcher, tensordesc_meta):
+        return lambda *arguments: launcher(arguments, tensordesc_meta)  # encodes each, in Triton
+
+    compiled = kernel.compiled()
+    compiled.run.launch = wrapped(kernel.entry, ["how to encode"])
+    kernel[1](3)
+    Replay(compiled, Launch(kernel, 1, (3,), {}, {}), [])(77, {})
+    assert kernel.again[0][-1] == 3
+    assert kernel.again[0][3] == 77
+
+
+@pytest.fixture
+def repeated(kernel, monkeypatch):
+    """A call (q, bounds, n) of which q changes, and the current device and stream, which may."""
+    now = SimpleNamespace(device=-1, stream=77)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now.device)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now.stream, raising=False)
+    q, bounds = at(2)
+    how = {"kernel": kernel, "named": ["q", "bounds"], "numbers": ["parameter2"]}
+    replays = [replay_of(q, bounds, 3, **how) for _ in range(2)]
+    return Repeated(replays, {"bounds": bounds, "absent": None}, {"parameter2": 5}), bounds, now
+
+
+def test_a_repeated_call_runs_all_its_kernels_on_the_tensors_that_change(repeated, kernel):
+    call, bounds, _ = repeated
+    first, second = at(2)
+    assert call(q=first) is True
+    assert call(q=second) is True
+    expected = [(x.data_ptr(), bounds.data_ptr(), 5) for x in (first, first, second, second)]
+    assert [call[-3:] for call in kernel.again] == expected
+    assert {call[3] for call in kernel.again} == {77}
+    with pytest.raises(KeyError):  # not the call's before
+        call()
+
+
+def test_a_repeated_call_that_another_stream_or_device_or_address_would_break_does_not_run(repeated, kernel):
+    call, _, now = repeated
+    (aligned,), (odd,) = at(1), at(1, 8)
+    assert call(q=odd, more=aligned) is False
+    now.stream = 78
+    assert call(q=aligned) is False
+    now.stream, now.device = 77, 1
+    assert call(q=aligned) is False
+    now.device = -1
+    assert kernel.again == []
+    assert call(q=aligned) is True
+
+
+def test_a_repeated_call_keeps_what_it_shares(repeated):
+    """Its addresses would be anybody's once the tensors are gone."""
+    call, bounds, _ = repeated
+    assert any(x is bounds for x in call._kept)
 
 
 def test_a_tensor_given_twice_has_two_places(kernel):
