@@ -11,7 +11,7 @@ from kernels import flash_attention, flash_attention_varlen, launch, naive_atten
 from kernels.call import Options, key_of
 from kernels.launch import Launch, Plan, plan_of, run
 from kernels.portable.forward import launch_flash_fwd
-from kernels.replay import KEPT, Repeated, Replay
+from kernels.replay import KEPT, Repeated, Replay, tensors_in
 from tests.attention_checks import make_packed, make_qkv
 
 PLAIN = Options(causal=True, scale=0.5)
@@ -127,6 +127,13 @@ def replay_of(*arguments, kernel, named, numbers=()):
     return Replay(kernel.compiled(), Launch(kernel, 1, arguments, {}, {}), named, numbers)
 
 
+def test_a_replay_keeps_no_tensor_of_the_first_call(kernel):
+    """It lives as long as the process, and its tensors are a user's."""
+    a, b = at(2)
+    replay = replay_of(a, (1, b, None), kernel=kernel, named=["a", "b"])
+    assert list(tensors_in(tuple(replay._arguments))) == []
+
+
 def test_encoded_descriptors_do_not_grow_for_ever(kernel, encoded):
     """Each new cache has an address of its own; nor is the first call's tensor kept alive."""
     (x,) = at(1)
@@ -166,10 +173,10 @@ def repeated(kernel, monkeypatch):
     now = SimpleNamespace(device=-1, stream=77)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: now.device)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now.stream, raising=False)
-    q, bounds = at(2)
+    q, bounds, scratch = at(3)
     how = {"kernel": kernel, "named": ["q", "bounds"], "numbers": ["parameter2"]}
     replays = [replay_of(q, bounds, 3, **how) for _ in range(2)]
-    return Repeated(replays, {"bounds": bounds, "absent": None}, {"parameter2": 5}), bounds, now
+    return Repeated(replays, {"bounds": bounds, "scratch": scratch, "absent": None}, {"parameter2": 5}), bounds, now
 
 
 def test_a_repeated_call_runs_all_its_kernels_on_the_tensors_that_change(repeated, kernel):
@@ -200,7 +207,8 @@ def test_a_repeated_call_that_another_stream_or_device_or_address_would_break_do
 def test_a_repeated_call_keeps_what_it_shares(repeated):
     """Its addresses would be anybody's once the tensors are gone."""
     call, bounds, _ = repeated
-    assert any(x is bounds for x in call._kept)
+    assert len(call._kept) == 2
+    assert call._kept[0] is bounds
 
 
 def test_a_tensor_given_twice_has_two_places(kernel):

@@ -2,15 +2,30 @@
 
 import ast
 import gzip
+import io
 import json
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 from kernels.parts import PART_OF_KERNEL
 from tests.runs import small_run
 from train import train
-from training.profile import GROUPS, IDLE, OTHER, STEPS_NEEDED, group_of, read_trace, short
+from training.profile import (
+    GROUPS,
+    IDLE,
+    OTHER,
+    STEPS_NEEDED,
+    TOP,
+    StepProfiler,
+    group_of,
+    read_trace,
+    refuse_too_few,
+    short,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,22 +109,168 @@ def test_a_gpu_trace_gives_time_by_group_and_idle(tmp_path):
     assert found.kernels[0].name == "flash_fwd_kernel"
 
 
+def read(tmp_path, *events):
+    path = tmp_path / "trace.json.gz"
+    write_trace(path, [event("user_annotation", "ProfilerStep#4", 0, 100), *events])
+    return read_trace(path)
+
+
+def test_an_operators_own_time_is_without_those_it_called(tmp_path):
+    """Each thread has its own callers; one that begins where another ends was not called by it."""
+    outer = event("cpu_op", "aten::linear", 10, 30)
+    events = [
+        event("user_annotation", "ProfilerStep#3", -100, 100),
+        event("cpu_op", "aten::mm", 10, 20),  # which began with the one that called it
+        event("cpu_op", "aten::view", 12, 4),
+        outer,
+        event("cpu_op", "aten::gelu", 40, 10),
+        event("cpu_op", "aten::sub", 15, 15) | {"tid": 2},
+        event("user_annotation", "optimizer", 60, 10),
+        event("cpu_op", "aten::sub", 60, 5),
+        event("cpu_op", "aten::gelu", 70, 3),
+        event("gpu_user_annotation", "optimizer", 0, 100),
+        event("python_function", "optimizer", 0, 100),
+        {"ph": "i", "cat": "cpu_op", "name": "aten::mm", "ts": 80, "tid": 1},
+        {"ph": "s", "cat": "user_annotation", "name": "ProfilerStep#5", "ts": 80},
+        event("python_function", "ProfilerStep#6", 0, 10_000),
+    ]
+    found = read(tmp_path, *events)
+    ms = {row.name: row.ms for row in found.groups}
+    assert (found.unit, found.steps, found.step_ms) == ("CPU operators", 2, 0.1)
+    # 10 of linear alone, 16 of mm and 4 of the view that it called
+    assert ms["matmul"] == pytest.approx(30e-3 / 2)
+    assert ms[OTHER] == pytest.approx((10 + 15 + 3) * 1e-3 / 2)
+    assert ms["optimizer"] == pytest.approx(5e-3 / 2)
+    assert ms[IDLE] == pytest.approx((200 - 30 - 28 - 5) * 1e-3 / 2)
+    assert [(row.name, row.group, row.calls) for row in found.kernels] == [
+        ("aten::mm", "matmul", 0.5),
+        ("aten::sub", OTHER, 0.5),
+        ("aten::gelu", OTHER, 1),
+        ("aten::linear", "matmul", 0.5),
+        ("aten::sub", "optimizer", 0.5),
+        ("aten::view", "matmul", 0.5),
+    ]
+
+
+def test_an_operator_that_outlasts_its_caller_gives_it_no_negative_time(tmp_path):
+    """Clocks of a trace are rounded."""
+    found = read(tmp_path, event("cpu_op", "aten::linear", 10, 5), event("cpu_op", "aten::gelu", 10.5, 6))
+    assert {row.name: row.ms for row in found.kernels} == {"aten::gelu": 6e-3, "aten::linear": 0}
+
+
+def test_copies_and_fills_are_a_gpus_work_too(tmp_path):
+    """And so is what nothing in the trace has launched; a long kernel may end after one that began later."""
+    found = read(
+        tmp_path,
+        event("user_annotation", "optimizer", 0, 100),
+        event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 10, 10),
+        event("gpu_memset", "Memset (Device)", 40, 2),
+        event("kernel", "nvjet_sm90", 30, 30),
+        event("kernel", "elementwise_kernel<gelu>", 45, 5),
+        event("kernel", "rotary_kernel", 70, 4),
+        event("kernel", "elementwise_kernel<gelu>", 50, 5),
+    )
+    shares = {row.name: row.share * 64 for row in found.groups}
+    assert found.step_ms == pytest.approx(64e-3)
+    assert shares == pytest.approx(
+        dict.fromkeys(GROUPS, 0) | {"memory copies": 12, "matmul": 30, OTHER: 14, IDLE: 64 - 10 - 30 - 4}
+    )
+
+
+def test_the_tables_have_the_longest_first_and_name_it_for_each_group(tmp_path):
+    events = [event("kernel", f"nvjet_{number}", 100 * number, number) for number in range(1, TOP + 3)]
+    found = read(tmp_path, event("kernel", "copy_kernel", 0, 50), *events)
+    groups, kernels = found.tables()
+    columns = {column.header: list(column.cells) for column in groups.columns}
+    row = columns["group"].index("matmul")
+    window = found.step_ms
+    assert columns["ms"][row] == f"{sum(range(1, TOP + 3)) / 1e3:,.2f}"
+    assert columns["share"][row] == f"{sum(range(1, TOP + 3)) / 10 / window:.1f}%"
+    assert (columns["calls"][row], columns["longest"][row]) == (str(TOP + 2), f"nvjet_{TOP + 2}")
+    assert columns["longest"][columns["group"].index("memory copies")] == "copy_kernel"
+    assert columns["longest"][columns["group"].index("attention")] == ""
+    columns = {column.header: list(column.cells) for column in kernels.columns}
+    assert columns["name"] == ["copy_kernel", *(f"nvjet_{number}" for number in range(TOP + 2, 3, -1))]
+    assert (columns["ms"][0], columns["share"][0]) == ("0.05", f"{5 / window:.1f}%")
+    assert (columns["calls"][0], columns["group"][0]) == ("1", "memory copies")
+    assert f"{window:,.1f} ms" in groups.title
+
+
 def test_a_trace_that_cannot_be_read_says_why(tmp_path):
     path = tmp_path / "trace.json.gz"
     write_trace(path, [])
     with pytest.raises(ValueError, match="holds no recorded step"):
         read_trace(path)
-    launch = event("cuda_runtime", "cudaLaunchKernel", 1, 1, correlation=1)
-    write_trace(path, [event("user_annotation", "ProfilerStep#4", 0, 9), launch])
-    with pytest.raises(ValueError, match="launches and no GPU kernel"):
-        read_trace(path)
+    for launch in ("cuda_runtime", "cudaLaunchKernel"), ("cuda_driver", "cuLaunchKernel"):
+        with pytest.raises(ValueError, match="launches and no GPU kernel"):
+            read(tmp_path, event(*launch, 1, 1, correlation=1))
 
 
 def test_long_kernel_names_are_read_at_a_glance():
     name = "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(at::TensorIterator&)>(int)"
     assert short(name) == "GeluCUDAKernelImpl"
     assert short("void (anonymous namespace)::cunn_SoftMaxForward<4, float>(float*)") == "cunn_SoftMaxForward"
-    assert len(short("x" * 100)) == 56
+    assert (
+        short("void at::native::elementwise_kernel<4, at::native::direct_copy_kernel_cuda>")
+        == "direct_copy_kernel_cuda"
+    )
+    assert short("void at::native::vectorized_elementwise_kernel<4, AddFunctor<float> >(int)") == "AddFunctor"
+    assert short("void at::native::reduce_kernel<512, MeanFunctor>(int)") == "reduce_kernel"
+    assert short("void at::native::elementwise_kernel<4, at::native::lambda>(int)") == "elementwise_kernel"
+    assert short("x" * 56) == "x" * 56
+    assert short("x" * 57) == "x" * 55 + "…"
+
+
+class Machine:
+    """What the profiler asks of a run's hardware; counts how often it was waited for."""
+
+    device, description, waits = torch.device("cpu"), "a CPU", 0
+
+    def synchronize(self):
+        self.waits += 1
+
+
+def recorded(folder, steps):
+    """(what each step said, steps before which the device was waited for, what was printed)"""
+    machine, said, waited = Machine(), [], []
+    console = Console(file=io.StringIO())
+    with StepProfiler(folder, machine, console) as profiler:
+        for number in range(1, steps + 1):
+            before = machine.waits
+            torch.ones(2) @ torch.ones(2)
+            said.append(profiler.step())
+            waited += [number] * (machine.waits - before)
+    assert not torch.autograd._profiler_enabled(), "it would go on recording the run"
+    return said, waited, console.file.getvalue()
+
+
+def test_three_steps_are_recorded_once(tmp_path):
+    """And a device is waited for before them, whose earlier kernels would be counted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        said, waited, _ = recorded(tmp_path / "a" / "profile", 16)
+    assert [number for number, last in enumerate(said, 1) if last] == [STEPS_NEEDED]
+    assert waited == [STEPS_NEEDED - 3]
+    report = json.loads((tmp_path / "a" / "profile" / "profile.json").read_text())
+    assert (report["steps"], report["hardware"]) == (3, "a CPU")
+    assert report["provenance"]["cpu_threads"] == torch.get_num_threads()
+    first = report["step_ms"]
+    recorded(tmp_path / "a" / "profile", STEPS_NEEDED)  # again into the same folder, as after a resume
+    assert json.loads((tmp_path / "a" / "profile" / "profile.json").read_text())["step_ms"] != first
+
+
+def test_a_run_that_ends_early_ends_its_recording(tmp_path):
+    assert recorded(tmp_path / "profile", STEPS_NEEDED - 1)[0] == [False] * (STEPS_NEEDED - 1)
+
+
+def test_a_driver_that_forbids_profiling_ends_no_run(tmp_path, monkeypatch):
+    def nothing_counted(path):
+        raise ValueError(f"{path} holds launches and no GPU kernel")
+
+    monkeypatch.setattr("training.profile.read_trace", nothing_counted)
+    said, _, printed = recorded(tmp_path, STEPS_NEEDED)
+    assert said[-1], "and nothing of what follows is recorded"
+    assert f"not profiled: {tmp_path}: {tmp_path}/trace.json.gz holds launches and no GPU kernel; the run" in printed
 
 
 def test_a_profiled_run_has_a_trace_a_table_and_the_same_numbers(tmp_path, capsys):
@@ -154,8 +315,9 @@ def test_too_few_steps_to_profile_are_refused(tmp_path):
     run = tmp_path / "run"
     train(small_run(tmp_path, "train.steps=6", "train.log_every=1", "train.save_every=3"), run)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    refuse_too_few(STEPS_NEEDED)
     for overrides, left in (((), 6), ((f"resume={run / 'checkpoints' / 'step_000003'}",), 3)):
-        says = rf"profile=true needs {STEPS_NEEDED} steps .* there are {left}; raise train.steps"
+        says = rf"profile=true needs 7 steps \(4 to settle, 3 to record\) and there are {left}; raise train.steps"
         with pytest.raises(ValueError, match=says):
             train(small_run(tmp_path, "train.steps=6", "profile=true", *overrides), run)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
