@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import math
 import os
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tests.runs import small_run
 from train import train
 from training import checkpoint as checkpoints
+from training import checkpoint_files
 from training.checkpoint_files import write_weights
 from training.comparison import state
 from training.log import MetricsFile
@@ -650,3 +653,79 @@ def test_weights_can_be_read_by_whom_other_files_can(tmp_path):
     (tmp_path / "other").touch()
     write_weights({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+# --- one file at a time
+
+
+def test_weights_of_any_stride_are_written_and_what_is_said_of_them(tmp_path):
+    matrix = torch.arange(6.0).view(2, 3)
+    write_weights({"w": matrix.t()}, tmp_path / "w.safetensors", metadata={"format": "pt"})
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert torch.equal(file.get_tensor("w"), matrix.t())
+
+
+def test_weights_that_cannot_be_written_name_their_file(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint_files, "save_file", full)
+    with pytest.raises(OSError, match=r"^/.*/w.safetensors: Error while serializing: .*No space left"):
+        write_weights({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+
+
+class Partly(io.FileIO):
+    """A disk that takes a hundred bytes at a time."""
+
+    def write(self, content):
+        return super().write(content[:100])
+
+
+def test_a_disk_that_takes_a_part_is_given_the_rest(tmp_path, monkeypatch):
+    """A write of several gigabytes may take less than it was given, and that is no error."""
+    monkeypatch.setattr(checkpoint_files, "_File", type("_File", (checkpoint_files._File, Partly), {}))
+    checkpoint_files.write_state({"x": torch.arange(1000), "y": "plain"}, tmp_path / "state.pt")
+    found = torch.load(tmp_path / "state.pt")
+    assert torch.equal(found["x"], torch.arange(1000))
+    assert found["y"] == "plain"
+
+
+def test_a_state_that_cannot_be_written_says_why_and_where(tmp_path, monkeypatch):
+    """torch.save says of a full disk only that it failed; what is not the disk's is not said to be."""
+    with size_limit(1000), pytest.raises(OSError, match=r"File too large: '/.*/state.pt'$") as error:
+        checkpoint_files.write_state(torch.zeros(10_000), tmp_path / "state.pt")
+    assert error.value.errno == errno.EFBIG
+
+    def broken(*arguments):
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(torch, "save", broken)
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        checkpoint_files.write_state({}, tmp_path / "state.pt")
+
+
+def test_a_description_is_read_where_it_can_be_walked_over_and_written_again(tmp_path):
+    def read(text):
+        (tmp_path / "checkpoint.json").write_text(text)
+        return checkpoint_files.read_json(tmp_path, "checkpoint.json")
+
+    def nested(before, after, times):
+        return '{"a": ' + before * times + "1" + after * times + "}"
+
+    for before, after, times in (("[", "]", 14), ('{"b": ', "}", 14), ('[{"b": ', "}]", 7)):
+        assert read(nested(before, after, times))
+        with pytest.raises(ValueError, match=r"checkpoint.json is damaged; use another"):
+            read(nested(before, after, times + 1))
+    damaged = ("[1]", "1", "null", "", '{"a": ', '{"a": "\\ud800"}', '{"\\udfff": 1}', '{"a": ' + "[" * 100_000)
+    for text in damaged:  # half a surrogate pair, and what no parser walks over, among them
+        with pytest.raises(
+            ValueError, match=rf"^checkpoint {tmp_path}: checkpoint.json is damaged; use another checkp"
+        ):
+            read(text)
+
+
+def test_a_description_has_a_line_for_each_value(tmp_path):
+    """`diff` and people read it."""
+    checkpoint_files.write_json({"step": 3, "of": ["a"]}, tmp_path / "checkpoint.json")
+    assert (tmp_path / "checkpoint.json").read_text() == '{\n  "step": 3,\n  "of": [\n    "a"\n  ]\n}\n'
