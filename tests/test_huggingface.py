@@ -2,6 +2,7 @@
 
 import itertools
 import runpy
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: u
 from transformers import masking_utils  # noqa: E402
 
 from kernels import tiled_attention  # noqa: E402
+from kernels.decode import MAX_QUERIES  # noqa: E402
 from model import huggingface  # noqa: E402
 from tests.huggingface_models import (  # noqa: E402
     DECODERS,
@@ -70,13 +72,15 @@ def test_padding_and_gradients_in_the_interpreter(family):
     check_step(family, "left", rows=2, num_hidden_layers=1)
 
 
-def bart_batch():
-    return {"input_ids": tokens(), "attention_mask": padding("right"), "decoder_input_ids": tokens(length=18, seed=2),
-            "decoder_attention_mask": padding("right", length=18)}  # fmt: skip
+def bart_batch(mask):
+    return {"input_ids": tokens(), "attention_mask": padding("right"), "decoder_attention_mask": mask,
+            "decoder_input_ids": tokens(length=mask.shape[1], seed=2)}  # fmt: skip
 
 
-def test_padding_and_gradients_across_encoder_and_decoder(in_pytorch):
-    theirs, ours = with_each(build("Bart"), step, batch=bart_batch())
+@pytest.mark.parametrize("mask", [padding("right", length=18), torch.ones(3, N, dtype=torch.int64)])
+def test_padding_and_gradients_across_encoder_and_decoder(mask, in_pytorch):
+    """Texts of one length are other tokens, too: the one's padding is not the other's."""
+    theirs, ours = with_each(build("Bart"), step, batch=bart_batch(mask))
     close(theirs[0], ours[0])
     close(theirs[1], ours[1], 2e-5)
 
@@ -104,15 +108,16 @@ def test_a_prompt_read_in_chunks(family, static, in_pytorch):
     close(*with_each(build(family), run))
 
 
+@pytest.mark.parametrize("first", [9, MAX_QUERIES])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("static", [False, True])
-def test_chunks_that_have_padding_alone_or_end_with_it(static, side, in_pytorch):
+def test_chunks_that_have_padding_alone_or_end_with_it(static, side, first, in_pytorch):
     """A row then has no key yet, or queries behind its last one, which count for where the others stand."""
 
     def run(model):
         config = model.config
         cache = transformers.StaticCache(config, 40) if static else transformers.DynamicCache(config=config)
-        return in_chunks(model, cache, padding(side), ((0, 9), (9, N)))
+        return in_chunks(model, cache, padding(side), ((0, first), (first, N)))
 
     close(*with_each(build("Llama"), run))
 
@@ -126,6 +131,78 @@ def test_layers_with_scales_or_sinks_of_their_own_share_no_call_over_a_cache(fam
         return in_chunks(model, transformers.DynamicCache(config=model.config), padding("left"))
 
     close(*with_each(build(family, **changed), run))
+
+
+def padded_call(queries, keys=None, values=None, **more):
+    """(what our attention gives for the last queries of padded rows, the same from its definition)"""
+    torch.manual_seed(0)
+    q = torch.randn(3, 4, queries, 16)
+    keys, values = (torch.randn(3, 2, N, 16) if x is None else x for x in (keys, values))
+    real = padding("left").bool()
+    mask = huggingface.mask(3, queries, N, N - queries, attention_mask=real)
+    found = huggingface.attention(torch.nn.Identity(), q, keys, values, mask, **more)[0]
+    rows = [
+        tiled_attention(q[b, None], keys[b, None][:, :, real[b]], values[b, None][:, :, real[b]], causal=True)
+        for b in range(3)
+    ]
+    # a query before all keys of its row sees nothing
+    return found, torch.cat(rows).transpose(1, 2)
+
+
+def test_few_queries_without_gradients_leave_those_of_keys_and_values(in_pytorch):
+    """As where an adapter is on keys alone: a call over a cache, which has none, would leave them out in silence."""
+    gradients = []
+    for way in range(2):
+        k, v = (torch.randn(3, 2, N, 16, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (1, 2))
+        padded_call(2, k, v)[way].square().sum().backward()
+        gradients += [k.grad, v.grad]
+    close(gradients[2], gradients[0])
+    close(gradients[3], gradients[1])
+
+
+def test_dropout_of_few_queries_arrives(in_pytorch):
+    with torch.no_grad():
+        plain, dropped = padded_call(2)[0], padded_call(2, dropout=0.5)[0]
+    assert not torch.equal(plain, dropped)
+
+
+LAYOUTS = {
+    "rows that share keys": lambda x: x[:1].expand(3, -1, -1, -1),
+    "values as a projection leaves them": (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+    "values of another memory": (lambda x: x, lambda x: torch.cat((x, x), 2)[:, :, :N]),
+    "head_dim outermost": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "a view of fewer heads": lambda x: torch.cat((x, x), 1)[:, :2],
+}
+
+
+@pytest.mark.parametrize("queries", [1, N - 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_keys_and_values_lie_as_they_like(layout, queries, in_pytorch, monkeypatch):
+    """What a call over a cache cannot read is not given to it."""
+    naive = huggingface.flash_attention_with_kvcache
+
+    def over_a_cache(q, k, v, **options):
+        assert k.stride() == v.stride()
+        assert k.stride(3) == 1
+        return naive(q, k, v, **options)
+
+    monkeypatch.setattr(huggingface, "KVCacheLayers", lambda **options: partial(over_a_cache, **options))
+    of_k, of_v = LAYOUTS[layout] if isinstance(LAYOUTS[layout], tuple) else (LAYOUTS[layout],) * 2
+    k, v = (torch.randn(3, 2, N, 16) for _ in range(2))
+    with torch.no_grad():
+        found, expected = padded_call(queries, of_k(k), of_v(v))
+    seen = slice(max(0, queries - 7), None)  # in every row
+    close(expected[:, seen], found[:, seen])
+
+
+def test_a_static_cache_without_padding_is_read_as_far_as_it_is_written(in_pytorch):
+    """Also where more tokens are read at once than a call over a cache takes."""
+    for queries in (3, N):
+        q, k = torch.randn(3, 4, queries, 16), torch.randn(3, 2, 40, 16)
+        mask = huggingface.mask(3, queries, 40, 7)
+        found = huggingface.attention(torch.nn.Identity(), q, k, k, mask)[0]
+        written = k[:, :, : 7 + queries]
+        close(tiled_attention(q, written, written, causal=True).transpose(1, 2), found)
 
 
 def generated(model, mask, **options):
@@ -200,6 +277,30 @@ def test_documents_of_keys_may_be_longer_than_those_of_queries(in_pytorch):
     for queries, keys in ((slice(5), slice(9)), (slice(5, 12), slice(9, 21))):
         part = k[:, :, keys]
         close(huggingface.attention(torch.nn.Identity(), q[:, :, queries], part, part, None)[0], packed[:, queries])
+
+
+POSITIONS = {
+    "one row of them for two": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]]),
+    "a document that begins further on": torch.tensor([[0, 1, 2, 3, 4, 9, 10, 11, 12]]).expand(2, -1),
+}
+
+
+@pytest.mark.parametrize("which", POSITIONS)
+def test_documents_begin_where_positions_do_not_increase_by_one(which, in_pytorch):
+    q = torch.randn(2, 4, 9, 16)
+    found = huggingface.attention(torch.nn.Identity(), q, q, q, None, position_ids=POSITIONS[which])[0]
+    for part in (slice(5), slice(5, 9)):
+        x = q[:, :, part]
+        close(tiled_attention(x, x, x, causal=True).transpose(1, 2), found[:, part])
+
+
+def test_positions_that_say_nothing_of_documents_are_left_alone(in_pytorch):
+    """Qwen2-VL's have three kinds, of time, height and width; an encoder's may stand anywhere."""
+    q, again = torch.randn(2, 4, 9, 16), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]]).expand(2, -1)
+    for causal, positions in ((True, again.expand(3, 2, -1)), (False, again)):
+        given = {"is_causal": causal, "position_ids": positions}
+        found = huggingface.attention(torch.nn.Identity(), q, q, q, None, **given)[0]
+        close(tiled_attention(q, q, q, causal=causal).transpose(1, 2), found)
 
 
 def test_who_sees_whom_is_the_arguments_where_there_is_no_mask(in_pytorch):
@@ -410,12 +511,24 @@ def test_weights_are_refused(family, in_pytorch):
 @pytest.mark.parametrize(("given", "match"), [
     ({"position_bias": torch.zeros(1, 4, N, N)}, rf"the model hands position_bias to its attention, .*{SDPA}"),
     ({"indices": torch.zeros(1, N, 2)}, rf"the model hands indices to its attention, .*{SDPA}"),
+    ({"block_indices": torch.zeros(1, N, 2)}, rf"the model hands block_indices to its attention, .*{SDPA}"),
+    ({"sinks": torch.zeros(4)}, rf"the model hands sinks to its attention, .*{SDPA}"),
+    ({"output_attentions": True}, "output_attentions asks for weights that gpt_triton never has"),
+    ({"attention_mask": torch.ones(1, N, dtype=torch.bool)}, rf"reached a layer with shape \(1, 21\) .*{SDPA}"),
+    ({"attention_mask": torch.ones(1, 1, N, N, dtype=torch.int32)}, rf"with shape \(1, 1, 21, 21\) .*{SDPA}"),
+    ({"attention_mask": torch.ones(3, 1, 2, N, dtype=torch.int32)}, rf"with shape \(3, 1, 2, 21\) .*{SDPA}"),
     ({"cache": object()}, rf"a paged cache \(continuous batching\) .*{SDPA}"),
 ])  # fmt: skip
 def test_what_the_kernels_do_not_compute_is_refused(given, match):
     q = torch.zeros(1, 4, N, 16)
     with pytest.raises(ValueError, match=match):
-        huggingface.attention(torch.nn.Identity(), q, q, q, None, **given)
+        huggingface.attention(torch.nn.Identity(), q, q, q, **{"attention_mask": None} | given)
+
+
+def test_no_other_attention_takes_the_place_of_kernels_that_cannot_run():
+    """Only on a CPU is it their mathematics in PyTorch."""
+    with pytest.raises(ValueError, match=rf"^device type meta is not supported by flash attention .*; {SDPA}$"):
+        huggingface._engine(torch.empty(1, 4, N, 16, device="meta"))
 
 
 def test_documents_beside_pairs_are_refused(in_pytorch):
@@ -432,6 +545,8 @@ def test_a_window_that_is_in_the_mask_alone_is_refused():
     mask = huggingface.mask(1, N, N, mask_function=masking_utils.sliding_window_causal_mask_function(4))
     with pytest.raises(ValueError, match=rf"Identity has a window in its mask and hands none to its attention; {SDPA}"):
         huggingface.attention(torch.nn.Identity(), q, q, q, mask)
+    with pytest.raises(ValueError, match="Identity has a window in its mask and hands none"):
+        huggingface.attention(torch.nn.Identity(), q, q, q, mask, sliding_window=0)
     config = transformers.Qwen2MoeConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32, sliding_window=4,

@@ -102,10 +102,18 @@ def test_pairs_that_change_in_inference_mode(in_pytorch, builds):
     model = build("Llama")
     with torch.inference_mode():
         pairs = added(prefixes())
-        for _ in range(2):
+        for key in (3, 5, 7):
             close(*with_each(model, lambda model: model(tokens(), attention_mask=pairs).logits))
-            pairs[..., 3] = -1e30
-    assert len(builds) == 2
+            pairs[..., key] = -1e30
+        model(tokens(), attention_mask=pairs)
+        model(tokens(), attention_mask=pairs)
+    assert len(builds) == 4
+
+
+def test_a_pair_is_hidden_by_as_little_as_hides_it(in_pytorch):
+    """Older models add -10,000."""
+    theirs, ours = with_each(build("Llama"), step, attention_mask=added(prefixes(), -1e4))
+    close(theirs[0], ours[0])
 
 
 def test_pairs_that_are_the_same_for_all_queries(in_pytorch):
@@ -328,6 +336,7 @@ def test_a_hole_on_a_gpu(family):
 
 @pytest.mark.parametrize(("mask", "match"), [
     (torch.ones(3, 1, N, N).long(), rf"reached a layer with shape \(3, 1, 21, 21\) and torch.int64; .*{SDPA}"),
+    (torch.full((3, 1, N, N), -0.5), rf"adds other numbers than 0 and -10000 or less to the scores, .*{SDPA}"),
     (torch.full((3, 1, N, N), 0.5), rf"adds other numbers than 0 and -10000 or less to the scores, .*{SDPA}"),
     (torch.ones(3, 1, N, N + 1, dtype=torch.bool), "block_mask is of 21 x 22 tokens; q and k have 21 x 21"),
 ])  # fmt: skip
