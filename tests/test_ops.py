@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -303,19 +304,25 @@ def test_flops_of_documents_are_those_of_each():
 
 def test_flops_over_a_cache_are_those_of_the_keys_that_each_row_has():
     """Of the capacity they would be an upper bound, many times too high."""
-    q, *new = make_qkv(3, 4, 2, 2, 2, 16, device=DEVICE)
-    caches = torch.zeros(2, 3, 2, 96, 16, device=DEVICE)
-    lengths, pads = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([40, -1, 9], [5, 0, 0]))
+    q, *new = make_qkv(4, 4, 2, 2, 2, 16, device=DEVICE)
+    caches = torch.zeros(2, 4, 2, 96, 16, device=DEVICE)
+    lengths, pads = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([40, -1, 9, 0], [5, 0, 0, 0]))
     each = 4 * 16 * 4 * 2  # FLOPs of a key for all heads and both queries
     with torch.no_grad():
         attend = lambda *k_and_v, **x: flash_attention_with_kvcache(q, *caches, *k_and_v, cache_seqlens=lengths, **x)  # noqa: E731
         assert _counted(attend) == {"flashgpt.flash_kvcache": each * (40 + 9)}
         counted = _counted(lambda: attend(*new, cache_leftpad=pads))
-        assert counted == {"flashgpt.flash_kvcache": each * (40 + 2 - 5 + 9 + 2)}
+        assert counted == {"flashgpt.flash_kvcache": each * (40 + 2 - 5 + 9 + 2 + 2)}
     fakes = torch._subclasses.FakeTensorMode()
     fake = [fakes.from_tensor(x.detach()) for x in (q, *caches, lengths)]
-    with fakes, torch.no_grad(), pytest.raises(ValueError, match="FLOPs of attention over a cache follow from the val"):
-        _counted(lambda: flash_attention_with_kvcache(*fake[:3], cache_seqlens=fake[3]))
+    meta = [x.detach().to("meta") for x in (q, *caches, lengths)]
+    for (*qkv, seqlens), mode in ((fake, fakes), (meta, nullcontext())):
+        with (
+            mode,
+            torch.no_grad(),
+            pytest.raises(ValueError, match="FLOPs of attention over a cache follow from the va"),
+        ):
+            _counted(lambda qkv=qkv, seqlens=seqlens: flash_attention_with_kvcache(*qkv, cache_seqlens=seqlens))
 
 
 def test_flops_of_the_head_with_its_loss_are_counted():
