@@ -72,6 +72,19 @@ def test_padding_and_gradients_in_the_interpreter(family):
     check_step(family, "left", rows=2, num_hidden_layers=1)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_padded_texts_as_short_as_a_step_of_generation(family, side, in_pytorch):
+    """As many queries as a call over a cache takes, which sees no window both ways."""
+    mask = padding(side, length=12)
+
+    def run(model):
+        with torch.no_grad():
+            return model(tokens(length=12), attention_mask=mask).logits[mask.bool()]
+
+    close(*with_each(build(family), run))
+
+
 def bart_batch(mask):
     return {"input_ids": tokens(), "attention_mask": padding("right"), "decoder_attention_mask": mask,
             "decoder_input_ids": tokens(length=mask.shape[1], seed=2)}  # fmt: skip
@@ -296,8 +309,8 @@ def test_documents_begin_where_positions_do_not_increase_by_one(which, in_pytorc
 
 def test_positions_that_say_nothing_of_documents_are_left_alone(in_pytorch):
     """Qwen2-VL's have three kinds, of time, height and width; an encoder's may stand anywhere."""
-    q, again = torch.randn(2, 4, 9, 16), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]]).expand(2, -1)
-    for causal, positions in ((True, again.expand(3, 2, -1)), (False, again)):
+    q, again = torch.randn(9, 4, 9, 16), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]]).expand(9, -1)
+    for causal, positions in ((True, again.expand(3, 9, -1)), (False, again)):
         given = {"is_causal": causal, "position_ids": positions}
         found = huggingface.attention(torch.nn.Identity(), q, q, q, None, **given)[0]
         close(tiled_attention(q, q, q, causal=causal).transpose(1, 2), found)

@@ -17,7 +17,7 @@ from model import GPTConfig, build_model, generate, huggingface_model, resolve_m
 from scripts import doctor, explain, export_hf, parity  # noqa: E402
 from scripts.bench import generation  # noqa: E402
 from scripts.bench import training as bench_training  # noqa: E402
-from tests.huggingface_models import GROUPED, SIZES, VOCAB, build, pytorch_on_a_cpu  # noqa: E402
+from tests.huggingface_models import GROUPED, LAYERS, SIZES, VOCAB, build, pytorch_on_a_cpu  # noqa: E402
 from tests.runs import CORPUS, contents, settings, settings_of  # noqa: E402
 from train import train  # noqa: E402
 from training import memory, stepper  # noqa: E402
@@ -273,9 +273,15 @@ def test_documents_that_cannot_be_kept_apart_are_refused_before_the_run(tmp_path
         build_model(resolved(folder, "tiled", document_mask=True), VOCAB, 32, **how)
 
 
+OF_OURS = {
+    "mlp": "relu2", "mlp_hidden": 99, "qk_norm": True, "tie_embeddings": False, "window": 7,
+    "mask": "prefix:3", "rope_base": 5e5, "num_heads": 8, "num_kv_heads": 1, "n_embd": 96,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("changed", "match"), [
+    *(({key: value}, rf"model.{key}={value} describes a GPT of ours") for key, value in OF_OURS.items()),
     ({"num_layers": 7}, r"model.num_layers=7 describes a GPT of ours and .* has its own; leave it out"),
-    ({"window": 7}, r"model.window=7 describes a GPT of ours"),
     ({"activation_checkpointing": "pointwise"}, r"model.activation_checkpointing=pointwise is for a GPT of ours"),
 ])  # fmt: skip
 def test_what_describes_a_gpt_of_ours_is_refused(folder, changed, match):
@@ -295,6 +301,8 @@ def test_refusals(folder, tmp_path):
         run_settings(folder, tmp_path, "optim=muon")
     with pytest.raises(ValueError, match=r"data.seq_len=100 is longer than the 64 tokens of"):
         build_model(resolved(folder, "sdpa"), 257, 100, device="cpu")
+    longest = build_model(resolved(folder, "sdpa"), 260, 64, device="cpu")
+    assert longest(torch.zeros(1, 64, dtype=torch.int64)).shape == (1, 64, 260)
     with pytest.raises(ValueError, match=r"the tokenizer has 300 tokens, .* 260; use tokenizer="):
         build_model(resolved(folder, "sdpa"), 300, 32, device="cpu")
 
@@ -344,6 +352,34 @@ def test_of_experts_those_count_that_a_token_meets(name, tmp_path):
     assert products == 2 * 32 * (model.num_matmul_parameters() - vectors)
 
 
+def test_what_a_model_looks_up_only_is_no_product(folders):
+    """GPT-2's table of tokens is its head, too; Llama's is not."""
+    for family, tables in (("GPT2", ["wpe"]), ("Llama", ["embed_tokens"])):
+        model = build_model(resolved(folders[family], "naive"), 257, 32, device="cpu")
+        looked_up = sum(x.numel() for name, x in model.named_parameters() if name.split(".")[-2] in tables)
+        assert looked_up > 0
+        assert model.num_matmul_parameters() == model.num_parameters() - looked_up
+        assert huggingface_model.num_parameters(model.config) == model.num_parameters()
+
+
+def test_a_model_of_texts_and_images_is_trained_on_texts(tmp_path):
+    """Its configuration is inside another's."""
+    text = GROUPED | LAYERS | {"query_pre_attn_scalar": 16}
+    config = transformers.Gemma3Config(text_config=text, vision_config={"num_hidden_layers": 1, "hidden_size": 32})
+    config.save_pretrained(tmp_path)
+    found = resolved(tmp_path, "sdpa")
+    assert (found.num_layers, found.num_heads, found.num_kv_heads, found.n_embd) == (2, 4, 2, 64)
+
+
+def test_what_is_no_causal_model_is_refused_in_a_line(tmp_path):
+    transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=260, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model.name=.* cannot be loaded \(Unrecognized configuration class") as error:
+        build_model(resolved(tmp_path, "sdpa"), 257, 32, device="cpu")
+    assert "\n" not in str(error.value)
+
+
 def test_a_model_without_attention_is_refused(tmp_path):
     config = transformers.MambaConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1)
     config.save_pretrained(tmp_path)
@@ -364,6 +400,11 @@ def test_without_a_network_nobody_asks_the_hub_again_and_again(folder, tmp_path,
     with pytest.raises(ValueError, match=r"model.name=some/model is no model of transformers \(no network, .*; give a"):
         resolved("some/model", "sdpa")
     assert not caplog.records
+    # of a model's files only the one that says whether it can be trained
+    asked = []
+    monkeypatch.setattr(huggingface_model, "snapshot_download", lambda *name, **how: asked.append(how) or str(folder))
+    resolved("some/model", "sdpa")
+    assert asked[0] == {"allow_patterns": "config.json"}
 
     # what is cached is taken as it is
     def only_here(name: str, *, local_files_only: bool = False, **given: Any) -> Any:
@@ -373,6 +414,15 @@ def test_without_a_network_nobody_asks_the_hub_again_and_again(folder, tmp_path,
     load = huggingface_model.AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(huggingface_model, "snapshot_download", lambda *_, **__: str(folder))
     monkeypatch.setattr(huggingface_model.AutoModelForCausalLM, "from_pretrained", only_here)
+    assert build_model(resolved("some/model", "sdpa"), 257, 32, device="cpu").vocab_size == 257
+
+    # what is not, is fetched
+    def only_there(name: str, *, local_files_only: bool = False, **given: Any) -> Any:
+        if local_files_only:
+            raise OSError(f"{name} is not cached")
+        return load(folder, **given)
+
+    monkeypatch.setattr(huggingface_model.AutoModelForCausalLM, "from_pretrained", only_there)
     assert build_model(resolved("some/model", "sdpa"), 257, 32, device="cpu").vocab_size == 257
 
 
@@ -410,8 +460,77 @@ def configured(file, **values) -> None:
 def test_a_model_that_is_not_whole_is_refused_in_a_line(spoil, match, tmp_path):
     folder = saved("Llama", tmp_path / "theirs")
     spoil(folder / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"model.name=.*{match}"):
+    with pytest.raises(ValueError, match=rf"model.name=.*{match}") as error:
         build_model(resolved(folder, "sdpa"), 257, 32, device="cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_needs_a_package_says_which(folder, monkeypatch):
+    def lacking(*_: Any, **__: Any) -> Any:
+        raise ImportError("This model needs causal_conv1d\nInstall it")
+
+    monkeypatch.setattr(huggingface_model.AutoModelForCausalLM, "from_pretrained", lacking)
+    with pytest.raises(ValueError, match=r"^model.name=.* cannot be loaded \(This model needs causal_conv1d\); give a"):
+        build_model(resolved(folder, "sdpa"), 257, 32, device="cpu")
+
+
+def test_weights_of_16_bits_are_trained_in_32(folders, tmp_path):
+    """Updates of a learning rate as small as a tuned model's would be rounded away."""
+    folder = saved("Llama", tmp_path / "half")
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    model = build_model(resolved(folder, "sdpa"), 257, 32, device="cpu")
+    assert {x.dtype for x in model.parameters()} == {torch.float32}
+
+
+def test_full_recomputation_runs_each_layer_again(folder):
+    """And gives the same gradients; its layers are the model's own."""
+    gradients, runs = [], []
+    for mode in ("none", "full"):
+        model = build_model(resolved(folder, "tiled", activation_checkpointing=mode), 257, 32, device="cpu")
+        assert len(model.blocks) == 2
+        found = []
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda *_, found=found: found.append(1))
+        tokens = torch.arange(32)[None]
+        model(tokens, tokens).backward()
+        runs.append(len(found))
+        gradients.append(torch.cat([x.grad.flatten() for x in model.parameters()]))
+    assert torch.equal(*gradients)
+    assert runs == [2, 4]
+
+
+def test_a_batch_of_another_shape_has_its_own_positions(folder):
+    model = build_model(resolved(folder, "tiled"), 257, 32, device="cpu").eval()
+    tokens = torch.randint(257, (3, 32))
+    with torch.no_grad():
+        whole = model(tokens)
+        for part in (tokens[:1], tokens[:2], tokens[:, :7]):
+            torch.testing.assert_close(model(part), whole[: len(part), : part.shape[1]], atol=1e-4, rtol=0)
+
+
+def test_the_longest_context_is_read_whole_and_then_its_last_half(folder):
+    model = build_model(resolved(folder, "tiled", dropout=0.5, attention_dropout=0.5), 257, 64, device="cpu").eval()
+    text = list(range(64))
+    steps = generate(model, [text], max_new_tokens=3, temperature=0.0)
+    texts = [text]
+    for ((_, token),) in steps:
+        texts.append([*texts[-1], token])
+    assert not model.training, "as it was"
+    with torch.no_grad():
+        first = model(torch.tensor([texts[0]]))[0, -1, :257].argmax()
+        second = model(torch.tensor([texts[1][-32:]]))[0, -1, :257].argmax()
+        third = model(torch.tensor([texts[2][-33:]]))[0, -1, :257].argmax()
+    assert texts[3][64:] == [int(first), int(second), int(third)]
+
+
+def test_a_text_has_no_token_that_the_tokenizer_has_not(folder):
+    """The model's table has rows beyond the vocabulary."""
+    model = build_model(resolved(folder, "tiled", dropout=0.5), 5, 32, device="cpu")
+    drawn = [token for step in generate(model, [[1, 2, 3]], max_new_tokens=40, temperature=9.0) for _, token in step]
+    assert max(drawn) < 5
+    assert len(set(drawn)) > 2
+    assert model.training, "as it was"
 
 
 def test_an_attention_that_transformers_has_not_is_refused_by_its_key(tmp_path):
@@ -448,11 +567,15 @@ def test_a_model_that_adds_numbers_to_its_mask_has_no_attention_of_ours(tmp_path
 def test_what_only_sampling_reads_does_not_keep_a_model_from_being_saved(tmp_path):
     """As in files of Llama 2 and Vicuna: transformers opens them, and refuses to write them."""
     folder = saved("Llama", tmp_path / "theirs")
-    greedy = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 256}
-    (folder / "generation_config.json").write_text(json.dumps(greedy))
-    build_model(resolved(folder, "naive"), 257, 32, device="cpu").save(tmp_path / "out")
-    found = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
-    assert (found.do_sample or False, found.eos_token_id) == (False, 256)
+    of_sampling = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "typical_p": 0.8}
+    of_sampling |= {"epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4}
+    for samples in (False, True):
+        given = of_sampling | {"do_sample": samples, "eos_token_id": 256}
+        (folder / "generation_config.json").write_text(json.dumps(given))
+        build_model(resolved(folder, "naive"), 257, 32, device="cpu").save(tmp_path / "out")
+        found = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+        assert (found.do_sample or False, found.eos_token_id) == (samples, 256)
+        assert (found.temperature, found.top_k) == ((0.6, 20) if samples else (None, None))
 
 
 def test_dropout_takes_the_place_of_a_whole_number_too(tmp_path):
@@ -461,6 +584,12 @@ def test_dropout_takes_the_place_of_a_whole_number_too(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     model = build_model(resolved(folder, "naive", attention_dropout=0.25), 257, 32, device="cpu")
     assert {module.attention_dropout for module in model.modules() if hasattr(module, "attention_dropout")} == {0.25}
+
+
+def test_dropout_takes_the_place_of_theirs_wherever_it_is(folders):
+    """GPT-2 calls it pdrop; attention has its own."""
+    theirs = huggingface_model.their_config(GPTConfig(name=str(folders["GPT2"]), dropout=0.1, attention_dropout=0.2))
+    assert (theirs.resid_pdrop, theirs.embd_pdrop, theirs.attn_pdrop) == (0.1, 0.1, 0.2)
 
 
 def test_dropout_takes_the_place_of_that_in_a_configuration_inside_another(tmp_path):

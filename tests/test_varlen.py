@@ -15,9 +15,11 @@ from kernels import (
     launch,
     naive_attention,
     naive_attention_varlen,
+    padded_documents,
     tiled_attention,
 )
 from kernels.call import Options, check_call
+from kernels.documents import _padded_documents_operator
 from kernels.launch import start
 from kernels.portable.backward import launch_flash_bwd
 from kernels.portable.forward import launch_flash_fwd
@@ -162,6 +164,28 @@ def test_the_operators_layout_needs_no_other_function():
             torch.testing.assert_close(lse[0], expected_lse)
     with pytest.raises(ValueError, match="q has batch size 2; documents lie end to end in a batch of 1"):
         flash_attention(*(x.expand(2, -1, -1, -1) for x in dense), cu_seqlens=starts)
+
+
+@pytest.mark.parametrize("pitch", [(4, 6), (9, 5)])
+def test_padded_rows_are_documents_that_see_nothing_else(pitch):
+    """Each query of a row's range sees the keys of that row's range; all other queries see none."""
+    firsts_and_ends = torch.tensor([[2, 0, 1, 4], [5, 3, 1, 5], [1, 0, 2, 0], [4, 2, 4, 3]], dtype=torch.int32)
+    sizes = 3 * pitch[0] + 4, 3 * pitch[1] + 5  # nothing follows the last row's tokens
+    found = padded_documents(firsts_and_ends, *sizes, *pitch)
+    for starts, size in zip(found, sizes, strict=True):
+        assert (starts[0], starts[-1]) == (0, size)
+        assert (starts.diff() >= 0).all()
+    seen = {
+        (q, k)
+        for (q0, q1), (k0, k1) in zip(*(itertools.pairwise(x.tolist()) for x in found), strict=True)
+        for q, k in itertools.product(range(q0, q1), range(k0, k1))
+    }
+    expected = set()
+    for row, (first_k, end_k, first_q, end_q) in enumerate(firsts_and_ends.T.tolist()):
+        queries, keys = range(first_q, end_q), range(first_k, end_k)
+        expected |= {(row * pitch[0] + q, row * pitch[1] + k) for q, k in itertools.product(queries, keys)}
+    assert seen == expected
+    torch.library.opcheck(_padded_documents_operator, (firsts_and_ends, *sizes, *pitch))
 
 
 WRONG = {  # what is written behind the checks' back, of 40 tokens -> what the kernels take it for
