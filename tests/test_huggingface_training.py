@@ -510,13 +510,14 @@ def test_a_batch_of_another_shape_has_its_own_positions(folder):
 
 
 def test_the_longest_context_is_read_whole_and_then_its_last_half(folder):
-    model = build_model(resolved(folder, "tiled", dropout=0.5, attention_dropout=0.5), 257, 64, device="cpu").eval()
+    model = build_model(resolved(folder, "tiled", dropout=0.5, attention_dropout=0.5), 257, 64, device="cpu")
     text = list(range(64))
     steps = generate(model, [text], max_new_tokens=3, temperature=0.0)
     texts = [text]
     for ((_, token),) in steps:
         texts.append([*texts[-1], token])
-    assert not model.training, "as it was"
+    assert model.training, "as it was"
+    model.eval()
     with torch.no_grad():
         first = model(torch.tensor([texts[0]]))[0, -1, :257].argmax()
         second = model(torch.tensor([texts[1][-32:]]))[0, -1, :257].argmax()
@@ -526,11 +527,11 @@ def test_the_longest_context_is_read_whole_and_then_its_last_half(folder):
 
 def test_a_text_has_no_token_that_the_tokenizer_has_not(folder):
     """The model's table has rows beyond the vocabulary."""
-    model = build_model(resolved(folder, "tiled", dropout=0.5), 5, 32, device="cpu")
+    model = build_model(resolved(folder, "tiled"), 5, 32, device="cpu").eval()
     drawn = [token for step in generate(model, [[1, 2, 3]], max_new_tokens=40, temperature=9.0) for _, token in step]
     assert max(drawn) < 5
     assert len(set(drawn)) > 2
-    assert model.training, "as it was"
+    assert not model.training, "as it was"
 
 
 def test_an_attention_that_transformers_has_not_is_refused_by_its_key(tmp_path):
