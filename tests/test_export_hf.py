@@ -207,11 +207,31 @@ def test_a_pair_without_a_home_is_refused_by_its_key(mlp, changed, remedy):
         huggingface.architecture(GPTConfig(mlp=mlp, **changed))
 
 
+def test_a_mask_that_transformers_has_not_is_refused_by_its_key():
+    """As another model its weights would see other tokens, in silence."""
+    with pytest.raises(
+        ValueError, match=r"model.mask=prefix:3 is no mask of transformers; train again with model.mask"
+    ):
+        huggingface.architecture(GPTConfig(mlp="swiglu", mask="prefix:3"))
+
+
 def test_what_the_logits_do_not_show_is_told_too():
-    told = huggingface.config_json(gpt(mlp="swiglu", attention_dropout=0.1), end_of_text=7)
+    model = gpt(mlp="swiglu", attention_dropout=0.1, dropout=0.2, rope_base=500.0)
+    told = huggingface.config_json(model, end_of_text=7)
     assert told["max_position_embeddings"] == 64
     assert told["attention_dropout"] == 0.1
     assert told["bos_token_id"] == told["eos_token_id"] == 7
+    assert told["pad_token_id"] is None, "its row of the table would get no gradient"
+    assert told["initializer_range"] == 0.02
+    assert told["rope_theta"] == told["rope_parameters"]["rope_theta"] == 500.0  # of transformers 4, and of 5
+    assert told["dtype"] == "float32"
+    assert huggingface.config_json(model)["bos_token_id"] is None
+
+
+def test_weights_of_16_bits_stay_so():
+    model = gpt(**HOMES["Qwen3ForCausalLM window"]).bfloat16()
+    assert huggingface.config_json(model)["dtype"] == "bfloat16"
+    assert {x.dtype for x in huggingface.tensors(model).values()} == {torch.bfloat16}
 
 
 def test_nothing_is_overwritten_and_nothing_half_written_is_left(run, tmp_path, monkeypatch, capsys):
