@@ -510,6 +510,7 @@ def test_a_row_of_padding_alone_is_none(in_pytorch):
     model, mask = build("Llama"), padding("left")
     model.set_attn_implementation(huggingface.NAME)
     mask[1] = 0
+    assert huggingface.mask(3, N, N, attention_mask=mask.bool()).dtype == torch.int32, "no hole, which needs pairs"
     with torch.no_grad():
         logits = model(tokens(), attention_mask=mask).logits
         close(model(tokens()[[0, 2]], attention_mask=mask[[0, 2]]).logits, logits[[0, 2]])

@@ -257,6 +257,17 @@ def test_layers_that_mix_documents_are_refused(tmp_path):
         model(tokens, tokens, cu_seqlens=torch.tensor([0, 10, 32], dtype=torch.int32))
 
 
+@pytest.mark.parametrize("refusal", [TypeError("unexpected keyword argument 'cu_seq_lens_q'"), ValueError("of pairs")])
+def test_a_model_that_takes_no_documents_keeps_none_apart(refusal, folder, monkeypatch):
+    def forward(*_: Any, **__: Any) -> Any:
+        raise refusal
+
+    model = build_model(resolved(folder, "tiled"), 257, 32, device="cpu")
+    assert model.keeps_documents_apart
+    monkeypatch.setattr(model.inner, "forward", forward)
+    assert not model._keeps_documents_apart()
+
+
 @pytest.mark.parametrize(
     ("config", "match"),
     [
@@ -544,6 +555,9 @@ def test_an_attention_that_transformers_has_not_is_refused_by_its_key(tmp_path):
     assert build_model(config, 257, 32, device="cpu").num_parameters()
     with pytest.raises(ValueError, match=r"use model.attention=naive, or model.attention=auto: naive$"):
         doctor.attention(run_settings(folder, tmp_path, "model.attention=sdpa"), set_up(HardwareConfig(device="cpu")))
+    # where nobody has asked before
+    with pytest.raises(ValueError, match=r"model.attention=sdpa cannot be .*; use model.attention=naive$"):
+        build_model(replace(config, attention="sdpa"), 257, 32, device="cpu")
     # Falcon keeps the one that it was loaded with
     falcon = transformers.FalconConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
     folder = saved_of(tmp_path / "falcon", falcon)
