@@ -15,6 +15,7 @@ from kernels import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
     linear_cross_entropy,
+    naive_attention,
     ops,
 )
 from tests.attention_checks import make_packed, make_qkv
@@ -228,6 +229,17 @@ def test_derivatives_of_torch_func_are_refused_in_our_words():
         torch.func.grad(lambda q: flash_attention(q, k, v).sum())(q)
 
 
+def test_an_error_in_a_kernel_is_its_own(monkeypatch):
+    """A GPU that is out of memory has nothing to do with torch.func, and a run has an answer to it."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ops, "_forward", full)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):
+        flash_attention(*make_qkv(1, 1, 1, 20, 20, 16, device=DEVICE))
+
+
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_forward_mode_derivatives_are_refused(which):
     """They would be zero in silence."""
@@ -371,3 +383,40 @@ def test_triton_can_bind_the_kernels_arguments():
     command = [sys.executable, "-c", _BIND]
     answer = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert answer.stdout.strip() == "bound", answer.stderr[-500:]
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as DTensor; keeps the names of the operators that it met."""
+
+    seen = ()
+
+    @staticmethod
+    def __new__(cls, inner):
+        how = {"strides": inner.stride(), "dtype": inner.dtype, "device": inner.device}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **how)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        cls.seen.append(str(function))
+        return function(*(x.inner if isinstance(x, cls) else x for x in arguments), **(options or {}))
+
+
+def test_a_tensor_subclass_meets_the_operator(monkeypatch):
+    monkeypatch.setattr(Wrapped, "seen", [])
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 20, 20, 16, device=DEVICE))
+    o = flash_attention(*map(Wrapped, (q, k, v)), causal=True)
+    assert torch.equal(o, flash_attention(q, k, v, causal=True))
+    assert "flashgpt.flash_fwd.default" in Wrapped.seen
+
+
+def test_sinks_are_trained_where_nothing_else_is():
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 20, 20, 16, device=DEVICE))
+    gradients = []
+    for attention in (flash_attention, naive_attention):
+        sinks = torch.zeros(2, device=DEVICE, requires_grad=True)
+        attention(q, k, v, sinks=sinks).square().sum().backward()
+        gradients.append(sinks.grad)
+    torch.testing.assert_close(*gradients)
