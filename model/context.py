@@ -360,8 +360,8 @@ def _heads_first(kv: Tensor) -> list[Tensor]:
 
 
 def _without_defaults(options: dict) -> dict:
-    """Only those that are set: not every attention takes all."""
-    return {name: value for name, value in options.items() if _is_set(value)}
+    """Only those that are set: not every attention takes all. A scale of 0 is one."""
+    return {name: x for name, x in options.items() if _is_set(x) or (name == "scale" and x is not None)}
 
 
 def _is_set(value: object) -> bool:

@@ -20,6 +20,7 @@ from kernels import place_documents
 from model import ATTENTION, GPT, GPTConfig
 from model.attention import Documents, flash, naive
 from model.context import METHODS, documents_of_chunks, part_of
+from model.recompute import recompute
 from tests.runs import metrics, small_run
 from train import train
 from training import curves
@@ -27,6 +28,7 @@ from training.context import ContextParallel
 from training.parallel import ALONE, World
 
 PROCESSES = 4
+UNSET = {"softcap": 0.0, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0}  # what no attention need know
 STARTS = (0, 3, 4, 11, 12, 13, 19)  # of documents, in a row; some end within a chunk and some are one token
 
 
@@ -48,11 +50,12 @@ def attention_case(
     head_dim: int = 16,
     packed: bool = False,
     compiled: bool = False,
+    recomputed: bool = False,
     **options,
 ) -> dict[str, float]:
     """The largest error of O and of each gradient over the largest value: this process's part beside one process.
 
-    options: as the attention takes them; `sinks` and `alibi_slopes` True are drawn.
+    options: as the attention takes them; `sinks` True are drawn, and `alibi_slopes` of "one" row or of "each".
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     draw = torch.Generator().manual_seed(world)
@@ -63,9 +66,9 @@ def attention_case(
     learned = {}
     if options.pop("sinks", False):
         learned["sinks"] = torch.randn(query_heads, generator=draw, dtype=torch.float64).to(dtype)
-    if options.pop("alibi_slopes", False):
-        options["alibi_slopes"] = torch.rand(query_heads, generator=draw)
-    alone, shared = dict(options), dict(options)
+    if of := options.pop("alibi_slopes", None):
+        options["alibi_slopes"] = torch.rand((rows, query_heads) if of == "each" else query_heads, generator=draw)
+    alone, shared = dict(options), UNSET | options
     if packed:
         inside = [start for start in STARTS if start < tokens]
         cu_seqlens = torch.tensor([*inside, tokens], dtype=torch.int32)
@@ -79,6 +82,8 @@ def attention_case(
     way = partial(METHODS[method], attend, group=group, **shared)
     if compiled:
         way = torch.compile(way, backend="aot_eager", fullgraph=True)
+    if recomputed:
+        way = partial(recompute, way, keep=())
     got = gradients(way, parts[:3], parts[3], learned)
     for name in learned:  # whoever trains adds them over the group
         dist.all_reduce(got["d" + name], group=group)

@@ -17,10 +17,11 @@ from training.parallel import ParallelConfig
 EXACT = 1e-13  # float64, of the largest value
 KERNELS = 2e-6  # float32 through the kernels, beside the definition in one process, in float32 too
 
-PLAIN = {"causal": {}, "full": {"causal": False}, "soft-cap": {"softcap": 2.0}}
+PLAIN = {"causal": {}, "full": {"causal": False}, "soft-cap": {"softcap": 2.0}, "scale": {"scale": 0.4}}
 ONLY_EXACT = {
     "window": {"window": (4, -1)},
-    "ALiBi": {"alibi_slopes": True},
+    "ALiBi": {"alibi_slopes": "one"},
+    "ALiBi of each row": {"alibi_slopes": "each"},
     "sinks": {"sinks": True},
     "documents": {"packed": True},
     "documents and window": {"packed": True, "window": (2, -1)},
@@ -41,9 +42,14 @@ for method in ("heads", "gather"):
 ATTENTION_CASES = list(CASES)
 
 # with a GPU there is no interpreter for the kernels on a CPU, and test_parts_of_two_gpus instead
-FLASH_CASES = [f"{method} of flash, 2" for method in ("heads", "gather", "ring") if not torch.cuda.is_available()]
+FLASH = {f"{method} of flash, 2": {} for method in ("heads", "gather", "ring")} | {
+    "ring of flash, scale and soft-cap, 2": {"scale": 0.4, "softcap": 2.0},
+    # attention's results are kept, and must not become others afterwards
+    "ring of flash, recomputed but for attention, 2": {"recomputed": True},
+}
+FLASH_CASES = [] if torch.cuda.is_available() else list(FLASH)
 for name in FLASH_CASES:
-    CASES[name] = (2, attention_case, (name.split()[0], "flash", torch.float32), {"chunk": 5})
+    CASES[name] = (2, attention_case, (name.split()[0], "flash", torch.float32), {"chunk": 5} | FLASH[name])
 
 MODEL = {
     "plain": {"rows": 2},
@@ -63,7 +69,18 @@ MODEL_CASES = [name for name in CASES if "in a model" in name]
 REFUSED = {
     "ring window": ("ring", {"window": (3, -1)}, "parallel.context_method=ring takes no window; use "),
     "ring dropout": ("ring", {"dropout_p": 0.1}, "parallel.context_method=ring takes no dropout_p; use "),
+    "ring both": (
+        "ring",
+        {"sinks": torch.zeros(4), "window": (3, -1)},
+        "parallel.context_method=ring takes no window or sinks; use parallel.context_method=heads or gather",
+    ),
+    "heads mask": ("heads", {"mask": 1}, "parallel.context_method=heads takes no mask; use parallel.context=1"),
     "gather mask": ("gather", {"mask": 1}, "parallel.context_method=gather takes no mask; use parallel.context=1"),
+    "gather full documents": (
+        "gather",
+        {"causal": False, "documents": ()},
+        "parallel.context_method=gather needs causal=True with a window or documents",
+    ),
     "gather full window": (
         "gather",
         {"causal": False, "window": (1, 1)},
@@ -177,10 +194,28 @@ def test_what_a_way_cannot_do_is_refused(found, name):
 def test_what_is_sent_is_packed_from_any_layout(dtype):
     """By eight bytes only where all of its rows begin at such."""
     odd, even = torch.randn(3, 5, 21).to(dtype), torch.randn(3, 5, 24).to(dtype)
-    for x in (odd[..., :8], even[..., 1:9], even[:, 1:, :20], even[..., ::3], even.transpose(0, 1)[..., :16]):
+    whole = (even[:, 1:, :20], even.transpose(0, 1)[..., :16])
+    for x in (*whole, odd[..., :8], even[..., 1:9], even[..., :7], even[..., ::3]):
         packed = context._packed(x)
         assert packed.is_contiguous()
         assert torch.equal(packed, x)
+
+
+@pytest.mark.parametrize("method", ["heads", "gather", "ring"])
+def test_the_parts_of_all_ranks_are_all_tokens(method):
+    """Each stored by itself, in any dimension."""
+    x = torch.arange(2 * 24 * 3).view(2, 24, 3)
+    for y, dim in ((x, 1), (x.transpose(1, 2), 2)):
+        parts = [context.part_of(y, rank, 4, method, dim=dim) for rank in range(4)]
+        assert all(part.is_contiguous() and part.size(dim) == 6 for part in parts)
+        assert torch.equal(torch.cat(parts, dim).sort(dim).values, y)
+
+
+def test_a_scale_of_0_is_no_default():
+    """Under it all keys count the same."""
+    unset = {"scale": None, "softcap": 0.0, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0}
+    assert context._without_defaults(unset) == {}
+    assert context._without_defaults(unset | {"scale": 0.0}) == {"scale": 0.0}
 
 
 def resolved(asked="auto", world=2, seq_len=16, micro_batch=1, document_mask=False, **model) -> tuple[str, str]:
@@ -193,12 +228,14 @@ def test_auto_takes_heads_where_it_can():
     assert resolved() == ("heads", "auto: 2 divides the 4 KV heads")
     assert resolved(world=4, seq_len=24, num_kv_heads=2) == ("gather", "auto: 4 does not divide the 2 KV heads")
     assert resolved("ring") == ("ring", "asked for by name")
+    assert resolved(micro_batch=2) == resolved(), "rows are as many as they like, where documents do not cut them"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"asked": "rings"}, "parallel.context_method=rings is not one of auto, heads, gather, ring"),
+        ({"seq_len": 1}, "data.seq_len=1 cannot be cut into 2 equal pieces.*; use data.seq_len=2"),
         ({"seq_len": 15}, "data.seq_len=15 cannot be cut into 2 equal pieces.*; use data.seq_len=16"),
         (
             {"asked": "gather", "seq_len": 18},
