@@ -169,7 +169,10 @@ def sharded(folder: Path) -> dict[str, Any]:
     uneven = ("model.n_embd=18", "model.num_heads=1", "model.mlp_hidden=27")
     plain = (*few, "optim.grad_clip=0", *uneven, "train.sample_tokens=8")
     clipped = (*few, "optim.grad_clip=0.5", "train.eval_every=9", shard)
-    rows = (*few, "optim=adamw", "optim.grad_clip=0", "train.micro_batch=16", "parallel.context=2")
+    rows = (
+        *(*few, "optim=adamw", "optim.grad_clip=0", "train.micro_batch=16"),
+        *("parallel.context=2", "hardware.dtype=bfloat16"),
+    )
     bad = (shard, "parallel.context=2", "train.on_nonfinite=rollback", "train.save_every=1", "train.steps=8")
     lives = [  # name, run, processes, overrides, at which step which rank is asked to stop
         ("shard_1", "whole", 1, plain, None),
@@ -199,20 +202,26 @@ def sharded(folder: Path) -> dict[str, Any]:
 
 
 def counting(case: Case) -> Case:
-    """`case`, of which each process prints last how many stacks of matrices it orthogonalized."""
+    """`case`, of which each process prints last what it sharded and how many stacks of matrices it orthogonalized."""
 
     def counted(rank: int, world: parallel.World) -> None:
         computed, orthogonalize = [], muon.orthogonalize
+        sharded, fully_shard = [], torch.distributed.fsdp.fully_shard
 
         def watched(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             if type(x) is torch.Tensor:  # not one of the forecast's
                 computed.append(x.shape)
             return orthogonalize(x, dtype)
 
-        muon.orthogonalize = watched
+        def shard(module: torch.nn.Module, **options) -> torch.nn.Module:
+            sharded.append(type(module).__name__)
+            return fully_shard(module, **options)
+
+        muon.orthogonalize, torch.distributed.fsdp.fully_shard = watched, shard
         try:
             case(rank, world)
         finally:
+            print("sharded", *sharded)
             print("orthogonalized", len(computed))
 
     return counted

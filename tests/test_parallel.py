@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,13 @@ from model import GPTConfig
 from scripts.cluster import network
 from tests.runs import settings, small_run
 from training import parallel
+from training.context import context_parallel
 from training.gradient_sum import GradientSum
 from training.hardware import Hardware
 from training.memory import Plan
 from training.optimizer import OptimConfig
-from training.ordered_sum import ALIGNED, PIECE, cut, padded
-from training.owners import dealt_by_cost
+from training.ordered_sum import ALIGNED, PIECE, cut, padded, tree_sum
+from training.owners import Owners, dealt_by_cost
 from training.parallel import ALONE, ParallelConfig, World
 from training.rendezvous import meet, ranks
 from training.run import Run, resolve
@@ -98,6 +100,7 @@ def test_processes_that_share_weights_end_with_the_bits_of_one(found):
     line = "shard      4 processes hold 1 / 4 each of weights, gradients and moments"
     assert line in shared["out"][0]
     assert line not in alone["out"][0]
+    assert all("sharded Block Block GPT\n" in out for out in shared["out"]), "a block is gathered by itself"
     samples = [run["out"][0].partition("--- a sample")[2].partition("---")[0] for run in (alone, shared)]
     assert samples[0] == samples[1] != ""
 
@@ -228,13 +231,22 @@ def test_all_end_with_a_line_that_names_who_is_lost(found, case, left, says):
 
 def gradients_of(order: list[torch.Tensor]) -> torch.Tensor:
     """What `GradientSum` makes of these gradients, one a micro-batch."""
-    weight = torch.zeros_like(order[0], requires_grad=True)
-    total = GradientSum([weight], ALONE, len(order))
+    weight, unused = (torch.zeros_like(order[0], requires_grad=True) for _ in range(2))
+    total = GradientSum([unused, weight], ALONE, len(order))
     for gradient in order:
         (weight * gradient).sum().backward()
         total.add(gradient.sum())
-    total.total()
+    assert torch.equal(total.total(), tree_of([gradient.sum() for gradient in order])), "losses are terms as well"
+    assert not unused.grad.any()
     return weight.grad
+
+
+def tree_of(terms: list[torch.Tensor]) -> torch.Tensor:
+    """Their sum in the order that is promised."""
+    while len(terms) > 1:
+        pairs = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)]
+        terms = pairs + terms[len(pairs) * 2 :]
+    return terms[0]
 
 
 @pytest.mark.parametrize("lost", ["init_process_group", "set", "wait", "delete_key"])
@@ -260,17 +272,66 @@ def test_a_store_that_is_gone_is_another_s_end(lost, monkeypatch):
         world.flat_mesh(torch.device("cpu")) if lost == "init_process_group" else world.all_gather(2)
 
 
+def test_who_ends_in_the_middle_of_a_step_ends_all(monkeypatch):
+    """What fails where rows, weights or Muon's products are shared is the end of another one, too."""
+
+    def reset(*args, **options):
+        raise RuntimeError("Connection reset by peer")
+
+    world, owners = several(2), object.__new__(Owners)
+    world.watchdog = SimpleNamespace(wait_for_the_end=sys.exit)
+    shared = SimpleNamespace(applied_to=lambda model, forward: nullcontext(forward))
+    for context in (shared, None):
+        world.shards = context is None
+        with pytest.raises(SystemExit, match="reset"), context_parallel(context, None, reset, world) as forward:
+            forward()
+    world.shards = False
+    owners._world, owners.owners, owners._group, owners._dtype = world, [1], None, torch.bfloat16
+    monkeypatch.setattr(dist, "broadcast", reset)
+    with pytest.raises(SystemExit, match="reset"):
+        list(owners.computed([torch.ones(1, 2, 2)], torch.neg))
+
+
+@pytest.mark.parametrize(("rows", "size"), [(18, 4), (5, 4), (2, 4), (16, 4), (1, 2)])
+def test_muon_knows_who_has_which_rows(rows, size):
+    """Those that FSDP2 gives it, which are none for some."""
+    owners = object.__new__(Owners)
+    owners._world, owners._shapes = several(size), [torch.Size((3, rows, 7))]
+    chunks = [len(chunk) for chunk in torch.empty(rows).chunk(size)]
+    expected = [*chunks, *[0] * (size - len(chunks))]
+    assert [owners._rows_of(rank, 0) for rank in range(size)] == [(3, some, 7) for some in expected]
+
+
+def test_what_was_gathered_stays_no_longer_than_somebody_may_read_it():
+    """Each deletes its own once all have read it, which they have when they came to the next."""
+
+    class Store(dist.HashStore):
+        def wait(self, keys, timeout):
+            """The other one is here."""
+            self.set(keys[0], "7")
+
+    world, store = World(rank=1, size=2), Store()
+    world._store = store
+    for number in range(3):
+        assert world.all_gather(number) == [7, number]
+        assert world.arrivals == number + 1, "or nobody sees who is missing"
+        kept = [earlier for earlier in range(3) if store.check([f"all_gather/{earlier}/1"])]
+        assert kept == [number]
+    assert all(store.check([f"all_gather/{number}/0"]) for number in range(3))
+    assert world.broadcast("unheard") == 7
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 16])
 def test_micro_batches_are_summed_as_a_binary_tree(count):
     generator = torch.Generator().manual_seed(count)
     terms = list(torch.randn(count, 1000, generator=generator))
-    expected = list(terms)
-    while len(expected) > 1:
-        pairs = [a + b for a, b in zip(expected[::2], expected[1::2], strict=False)]
-        expected = pairs + expected[len(pairs) * 2 :]
-    assert torch.equal(gradients_of(terms), expected[0])
+    expected = tree_of(terms)
+    assert torch.equal(gradients_of(terms), expected)
     if count >= 4:
         assert not torch.equal(gradients_of(terms), sum(terms)), "the order must show, or this has shown nothing"
+    if count >= 2:  # as the parts that processes sum are
+        tree_sum([x.clone() for x in terms], out=(found := torch.empty(1000)))
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
@@ -295,9 +356,10 @@ def test_sums_over_processes_lie_where_the_terms_lay(monkeypatch):
     monkeypatch.setattr(world, "_group_for", lambda device: None)
     monkeypatch.setattr(parallel, "sum_over_ranks", lambda terms, group: torch._foreach_mul_(terms, 2))
     terms = [torch.ones(3, 5), torch.ones(130), torch.ones(())]
-    sums, loss = world.sum(list(terms), torch.tensor(3.0), [torch.ones(2)])
-    assert [x.data_ptr() for x in sums] == [x.data_ptr() for x in terms]
-    assert all((x == 2).all() for x in sums)
+    turned = torch.ones(3, 5).T
+    sums, loss = world.sum([*terms, turned], torch.tensor(3.0), [torch.ones(2)])
+    assert [x.data_ptr() for x in sums[:3]] == [x.data_ptr() for x in terms]
+    assert all((x == 2).all() and x.is_contiguous() for x in sums), "a library sums what is contiguous"
     assert loss == world.messages.tail[0] == 6
 
 
@@ -320,7 +382,7 @@ def test_ranks():
     step = {"SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "4"}
     assert ranks(step) == (2, 4, 0)
     assert ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == (0, 1, 0), "a shell of salloc"
-    assert ranks(step | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) == (0, 1, 0)
+    assert ranks(step | {"SLURM_STEP_NUM_TASKS": "1"}) == (0, 1, 0), "alone, whatever the others say"
     with pytest.raises(ValueError, match="RANK is not set beside WORLD_SIZE"):
         ranks({"WORLD_SIZE": "2"})
     with pytest.raises(ValueError, match="WORLD_SIZE=abc is no number; start with torchrun or srun"):
@@ -329,11 +391,14 @@ def test_ranks():
         ranks(step | {"SLURM_STEP_NUM_TASKS": "abc"})
     with pytest.raises(ValueError, match="RANK=2 is not 0 to 1, as WORLD_SIZE=2 says; start with torchrun or srun"):
         ranks({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
-    with pytest.raises(ValueError, match="RANK=0 is not possible with WORLD_SIZE=-1"):
-        ranks({"RANK": "0", "WORLD_SIZE": "-1", "LOCAL_RANK": "0"})
+    with pytest.raises(ValueError, match="RANK=-1 is not 0 to 1, as WORLD_SIZE=2 says; start with torchrun or srun"):
+        ranks({"RANK": "-1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    for size in ("0", "-1"):
+        with pytest.raises(ValueError, match=f"RANK=0 is not possible with WORLD_SIZE={size}"):
+            ranks({"RANK": "0", "WORLD_SIZE": size, "LOCAL_RANK": "0"})
 
 
-@pytest.mark.parametrize("port", ["abc", "", "0", "99999", "-1"])
+@pytest.mark.parametrize("port", ["abc", "", "0", "65536", "-1"])
 def test_where_nobody_can_meet_is_said_at_once(port, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", port)
@@ -343,6 +408,25 @@ def test_where_nobody_can_meet_is_said_at_once(port, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"MASTER_PORT={port} is no port"):
         network(Hardware(torch.device("cpu"), torch.float32, False, ""))  # of doctor
+
+
+def test_who_cannot_meet_is_told_why_in_one_line(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv("MASTER_ADDR", raising=False)
+        monkeypatch.setenv("MASTER_PORT", "1234")
+        if name == "MASTER_PORT":
+            monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+            monkeypatch.delenv("MASTER_PORT")
+        with pytest.raises(ValueError, match=f"{name} is not set, and 2 processes must meet; torchrun sets it"):
+            meet(1, 2, 1)
+
+    def nobody(*args, **options):
+        raise dist.DistNetworkError("timed out\nException raised from nowhere")
+
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    monkeypatch.setattr(dist, "rendezvous", nobody)
+    with pytest.raises(ValueError, match=r"^rank 1 of 2 cannot meet the others at elsewhere:1234 [(]timed out[)]; are"):
+        meet(1, 2, 1)
 
 
 def several(size: int) -> World:
@@ -359,6 +443,79 @@ def test_sequences_that_cannot_be_shared_name_the_nearest_that_can():
     with pytest.raises(ValueError, match=r"train.micro_batch=4 does not divide the 2 sequences"):
         several(4).local_sequences(8, 4, 32)
     assert several(4).local_sequences(8, 2, 32) == 2
+    with pytest.raises(ValueError, match=r"train.batch_tokens=64 is 2 sequences, which .*; use 128$"):
+        several(4).local_sequences(2, None, 32)
+    pairs = several(4)
+    pairs.arrange(ParallelConfig(context=2))
+    assert pairs.local_sequences(6, "auto", 32) == 3, "two groups have sequences of their own"
+    for world, size in ((several(2), 2), (pairs, 4)):
+        with pytest.raises(
+            ValueError, match=f"=2 does not divide the 3 sequences of a step that each of {size} processes"
+        ):
+            world.local_sequences(6, 2, 32)
+    with pytest.raises(ValueError, match=r"micro_batch=2 does not divide the 3 sequences of a step [(]train.batch_tok"):
+        several(1).local_sequences(3, 2, 32)
+    pairs.arrange(ParallelConfig(data="shard"))
+    assert pairs.shards
+    alone = World()
+    alone.arrange(ParallelConfig(data="shard"))
+    assert not alone.shards, "one process has nobody to share with"
+    with pytest.raises(
+        ValueError,
+        match=r"parallel.context=3 does not divide 4, .* torchrun --nproc-per-node 3, or use parallel.context=1",
+    ):
+        pairs.arrange(ParallelConfig(context=3))
+
+
+def test_a_process_may_be_as_late_as_its_work_takes(monkeypatch):
+    """Without a limit while the first steps are compiled, and for longer between two steps than in one."""
+    monkeypatch.setattr(parallel, "sum_over_ranks", lambda terms, group: None)
+    world, cpu, patience = several(2), torch.device("cpu"), []
+    world._group_for = lambda device: None
+    for took_ms in (0.0, 0.0, 1e3, 90e3):
+        world.messages.clock.last_ms = took_ms
+        world.begin_step(cpu)
+        patience.append(world.patience)
+        world.sum([], torch.tensor(0.0), [torch.ones(2)])
+        patience.append(world.patience)
+    in_a_step, between = patience[::2], patience[1::2]
+    assert in_a_step == [math.inf, parallel.BETWEEN_STEPS, parallel.IN_A_STEP, 90.0]
+    assert between == [parallel.BETWEEN_STEPS] * 4
+    assert world.arrivals == 4
+    world.begin_run()
+    world.begin_step(cpu)
+    assert world.patience == math.inf, "the next run of a sweep is compiled, too"
+
+
+def test_weights_are_compared_now_and_then(monkeypatch):
+    monkeypatch.setattr(parallel, "sum_over_ranks", lambda terms, group: None)
+    world, compared = several(2), []
+    world._group_for = lambda device: None
+    world.messages.check_weights = lambda weights: compared.append(world._sums)
+    for _ in range(2 * parallel.CHECK_EVERY + 1):
+        world.sum([], torch.tensor(0.0), [torch.ones(2)])
+    assert compared == [0, parallel.CHECK_EVERY, 2 * parallel.CHECK_EVERY]
+    world.shards = True
+    world._sums = 0
+    world.sum([], torch.tensor(0.0), [torch.ones(2)])
+    assert len(compared) == 3, "each has other rows"
+
+
+def test_running_out_of_memory_is_nobody_else_s_end():
+    """It is said by who ran out, with the advice that a run gives."""
+    world = several(2)
+    for watchdog in (None, SimpleNamespace(wait_for_the_end=pytest.fail)):
+        world.watchdog = watchdog
+        with pytest.raises(torch.OutOfMemoryError), world.communicating():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+    world.watchdog = None
+    with pytest.raises(RuntimeError, match=r"^the network is gone$"), world.communicating():
+        raise RuntimeError("the network is gone")
+
+
+def test_processes_cannot_share_a_device_that_has_no_collectives():
+    with pytest.raises(ValueError, match=r"2 processes cannot share hardware.device=mps; start one"):
+        several(2).flat_mesh(torch.device("mps"))
 
 
 def test_a_process_with_another_text_is_named(tmp_path):
@@ -493,6 +650,10 @@ def test_the_forecast_of_several_processes_has_what_they_exchange():
 
 
 def test_no_other_way_to_share_is_accepted():
-    for overrides in ({"data": "ddp"}, {"context": 0}, {"context_method": "tree"}):
-        with pytest.raises(ValueError, match="parallel"):
+    for message, overrides in {
+        "parallel.data=ddp is not one of replicate, shard": {"data": "ddp"},
+        "parallel.context=0 must be at least 1": {"context": 0},
+        "parallel.context_method=tree is not one of auto, heads, gather, ring": {"context_method": "tree"},
+    }.items():
+        with pytest.raises(ValueError, match=message):
             ParallelConfig(**overrides)
