@@ -90,6 +90,7 @@ def attention_case(
     errors = {}
     for name, x in want.items():
         x = x if name[1:] in learned else part_of(x, rank, world, method, dim=2)
+        assert got[name].dtype == x.dtype, name
         errors[name] = float((got[name] - x).abs().max() / x.abs().max())
     return errors
 

@@ -15,6 +15,7 @@ from training.context import resolve_method
 from training.parallel import ParallelConfig
 
 EXACT = 1e-13  # float64, of the largest value
+ROUNDED = 2e-2  # bfloat16
 KERNELS = 2e-6  # float32 through the kernels, beside the definition in one process, in float32 too
 
 PLAIN = {"causal": {}, "full": {"causal": False}, "soft-cap": {"softcap": 2.0}, "scale": {"scale": 0.4}}
@@ -40,6 +41,9 @@ for method in ("heads", "gather"):
     CASES[f"{method} of sdpa, 2"] = (2, attention_case, (method, "sdpa"), {})
     CASES[f"{method} compiled, 2"] = (2, attention_case, (method, "naive"), {"compiled": True})
 ATTENTION_CASES = list(CASES)
+ROUNDED_CASES = [f"{method} in bfloat16, 4" for method in ("heads", "gather", "ring")]
+for name in ROUNDED_CASES:
+    CASES[name] = (4, attention_case, (name.split()[0], "naive", torch.bfloat16), {})
 
 # with a GPU there is no interpreter for the kernels on a CPU, and test_parts_of_two_gpus instead
 FLASH = {f"{method} of flash, 2": {} for method in ("heads", "gather", "ring")} | {
@@ -154,6 +158,13 @@ def test_parts_are_those_of_one_process(found, case):
     errors = worst(found[case])
     assert {"o", "dq", "dk", "dv"} <= errors.keys()
     assert all(error < EXACT for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("case", ROUNDED_CASES)
+def test_parts_in_16_bits(found, case):
+    """What was summed in 32 has the dtype of q, k and v in the end: each process has seen to that."""
+    errors = worst(found[case])
+    assert all(error < ROUNDED for error in errors.values()), errors
 
 
 @pytest.mark.parametrize("case", FLASH_CASES)

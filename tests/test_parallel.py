@@ -249,7 +249,7 @@ def tree_of(terms: list[torch.Tensor]) -> torch.Tensor:
     return terms[0]
 
 
-@pytest.mark.parametrize("lost", ["init_process_group", "set", "wait", "delete_key"])
+@pytest.mark.parametrize("lost", ["init_process_group", "init_device_mesh", "set", "wait", "delete_key"])
 def test_a_store_that_is_gone_is_another_s_end(lost, monkeypatch):
     """Who keeps it was killed while this process was meeting the others or told them something."""
 
@@ -267,9 +267,10 @@ def test_a_store_that_is_gone_is_another_s_end(lost, monkeypatch):
     world = World(size=2)
     world._store, world.watchdog = Store(), SimpleNamespace(wait_for_the_end=wait_for_the_end)
     world.all_gather(1)
-    monkeypatch.setattr(dist if lost == "init_process_group" else Store, lost, reset)
+    world._group_for = world._group_for if lost == "init_process_group" else lambda device: None
+    monkeypatch.setattr(dist if lost.startswith("init_") else Store, lost, reset)
     with pytest.raises(SystemExit, match="Connection reset by peer"):
-        world.flat_mesh(torch.device("cpu")) if lost == "init_process_group" else world.all_gather(2)
+        world.mesh(torch.device("cpu")) if lost.startswith("init_") else world.all_gather(2)
 
 
 def test_who_ends_in_the_middle_of_a_step_ends_all(monkeypatch):
