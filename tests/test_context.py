@@ -222,6 +222,16 @@ def test_the_parts_of_all_ranks_are_all_tokens(method):
         assert torch.equal(torch.cat(parts, dim).sort(dim).values, y)
 
 
+def test_documents_of_chunks_name_what_a_chunk_sees():
+    """Also how long one may be: a kernel has work for as much, whether it is there or not."""
+    found = context.documents_of_chunks(torch.tensor([0, 3, 14, 24], dtype=torch.int32), 24, rank=1, world_size=2)
+    assert [tuple(x.tolist() for x in chunk.cu_seqlens) for chunk in found] == [
+        ([0, 0, 6, 6], [0, 3, 12, 12]),  # tokens 6 to 11
+        ([0, 0, 2, 6], [0, 3, 14, 18]),  # tokens 12 to 17
+    ]
+    assert [chunk.max_seqlen for chunk in found] == [(6, 12), (6, 18)]
+
+
 def test_a_scale_of_0_is_no_default():
     """Under it all keys count the same."""
     unset = {"scale": None, "softcap": 0.0, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0}
