@@ -303,6 +303,15 @@ def test_muon_knows_who_has_which_rows(rows, size):
     assert [owners._rows_of(rank, 0) for rank in range(size)] == [(3, some, 7) for some in expected]
 
 
+def test_what_only_the_first_has_is_nothing_in_the_others():
+    """But an error inside is heard."""
+    assert World(size=2).on_first(print) is print
+    nothing = World(rank=1, size=2).on_first(pytest.fail)
+    assert not nothing("a line").of.any.kind(1, key=2)
+    with pytest.raises(KeyError), nothing("a folder"):
+        raise KeyError
+
+
 def test_what_was_gathered_stays_no_longer_than_somebody_may_read_it():
     """Each deletes its own once all have read it, which they have when they came to the next."""
 
