@@ -32,6 +32,7 @@ from training.parallel import ALONE, ParallelConfig, World
 from training.rendezvous import meet, ranks
 from training.run import Run, resolve
 from training.step_messages import NUM_VOTES, SLOW_STEPS, StepClock
+from training.watchdog import Failure
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -310,6 +311,27 @@ def test_what_only_the_first_has_is_nothing_in_the_others():
     assert not nothing("a line").of.any.kind(1, key=2)
     with pytest.raises(KeyError), nothing("a folder"):
         raise KeyError
+
+
+def test_who_fails_tells_the_others_and_watches_no_more():
+    """Its own watch would say the same line again."""
+    world, done = several(2), []
+    world.watchdog, world.step = SimpleNamespace(stop=lambda: done.append("stopped"), post=done.append), 4
+    world.fail("the moon is full", 2)
+    assert done == ["stopped", Failure(0, "host0", 4, "the moon is full", 2)]
+
+
+def test_all_leave_together_and_the_first_as_the_last():
+    """Who went alone would count as lost where another still saves, and the store may be the first one's."""
+    for rank, last in ((0, ["left/1", "left/2"]), (1, "left/1")):
+        world, done = several(3), []
+        world.rank, world.all_gather = rank, done.append
+        world.watchdog = SimpleNamespace(stop=lambda done=done: done.append("stopped"))
+        world._store = SimpleNamespace(
+            wait=lambda keys, timeout, done=done: done.append(keys), set=lambda key, _, done=done: done.append(key)
+        )
+        world.close()
+        assert done == ["end", "stopped", last]
 
 
 def test_what_was_gathered_stays_no_longer_than_somebody_may_read_it():
