@@ -384,6 +384,8 @@ def test_the_page_of_the_repository_is_that_of_its_files():
     assert (folder / "README.md").read_text() == text, "python -m scripts.evidence tables"
     measured = [part.title for part in PAGE if list(folder.glob(part.files))]
     assert re.findall("^## (.*)$", text, flags=re.M) == measured
+    paths = re.findall(r"[ '=\[](/[^ ']+)", " ".join(re.findall("`python .*`", text)))
+    assert not paths, "a command names what lies on one machine alone"
 
 
 def test_a_narrow_console_has_all_of_a_table(capsys):
