@@ -135,8 +135,8 @@ def test_impossible_benchmarks_are_refused(config, wrong, message):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"largest_gib": 0.0}, r"bench.largest_gib=0.0 leaves no call of bench.family=\['context'\]; raise it"),
-        ({"family": []}, r"bench.largest_gib=36.0 leaves no call of bench.family=\[\]; raise it, or name another"),
+        ({"largest_gib": 0.0}, "bench.largest_gib=0.0 leaves out every call; the smallest needs 1.9e-06 GiB"),
+        ({"family": []}, r"bench.family=\[\] of bench.attention=\['flash'\] is no call; name some"),
     ],
 )
 def test_a_benchmark_without_a_call_is_refused(tmp_path, wrong, message):

@@ -151,11 +151,14 @@ def main(settings: BenchSettings, run_dir: Path) -> None:
     refuse_without_gpu("attention over a cache", settings.hardware, SMOKE)
     hardware, bench = set_up(replace(settings.hardware, dtype="bfloat16")), settings.bench
     report = Report("decode", run_dir, hardware.description)
-    chosen = [cell for cell in cells(bench) if cell.held_bytes <= bench.largest_gib * 2**30]
+    known = list(cells(bench))
+    chosen = [cell for cell in known if cell.held_bytes <= bench.largest_gib * 2**30]
+    if not known:
+        raise ValueError(f"bench.family={bench.family} of bench.attention={bench.attention} is no call; name some")
     if not chosen:
+        least = min(cell.held_bytes for cell in known) / 2**30
         raise ValueError(
-            f"bench.largest_gib={bench.largest_gib} leaves no call of bench.family={bench.family}; raise it, or name "
-            "another"
+            f"bench.largest_gib={bench.largest_gib} leaves out every call; the smallest needs {least:.2g} GiB"
         )
     machine = Machine(hardware.device, max(cell.held_bytes for cell in chosen) // 4)
     bandwidth = machine.read_bandwidth()
