@@ -242,6 +242,29 @@ def test_what_is_between_calls_or_warms_up_is_not_timed(ticking):
     assert found == {"ms": 500.0, "p99_ms": 500.0, "tokens_per_second": 20.0, "peak_gib": None}
 
 
+@pytest.mark.parametrize(("with_host", "fills"), [(True, 1), (False, 6)])
+def test_without_the_host_a_gpu_is_busy_until_all_of_a_call_was_asked_for(with_host, fills, ticking, monkeypatch):
+    """Twice as long as the host took: 3 ms, where a fill takes 1 ms."""
+    filled, at_begin = [], []
+
+    def zero():
+        ticking.take(1e-3)
+        filled.append(ticking.now)
+
+    def call():
+        at_begin.append(len(filled))
+        ticking.take(3e-3)
+
+    empty = SimpleNamespace(zero_=zero)
+    cuda = SimpleNamespace(synchronize=lambda _: None)
+    monkeypatch.setattr(clock, "torch", SimpleNamespace(empty=lambda *_, **__: empty, int8=None, cuda=cuda))
+    monkeypatch.setattr(clock, "l2_bytes", lambda _: 1)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: ticking.now))
+    found = measure(call, GPU, budget_ms=1.0, with_host=with_host)
+    assert (found.p50, found.p99, found.runs) == (pytest.approx(3.0), pytest.approx(3.0), 5)
+    assert [later - sooner for sooner, later in pairwise(at_begin[-5:])] == [fills] * 4
+
+
 def test_microseconds_in_a_graph_are_those_of_the_call_alone(ticking, monkeypatch):
     class Graph:
         def __init__(self, parts, runs):
@@ -287,7 +310,7 @@ def test_pythons_share_of_a_call_is_without_its_first_and_without_the_wait(ticki
 
 def test_speed_is_of_the_median_round_and_the_longest_is_of_all(monkeypatch):
     rounds = iter([clock.Milliseconds(p50, p50 + 1, 5) for p50 in (4.0, 1.0, 2.0)])
-    monkeypatch.setattr(attention, "measure", lambda *_: next(rounds))
+    monkeypatch.setattr(attention, "measure", lambda *_, with_host: next(rounds))
     (row,) = run_cell(CELL, replace(BENCH, attention=["naive"], passes=["forward"]), CPU)
     assert (row["ms"], row["ms_p99"], row["runs"]) == (2.0, 5.0, 15)
     assert row["tflops"] == pytest.approx(CELL.flops("forward") / 2e-3 / 1e12)
@@ -467,7 +490,7 @@ def test_a_mask_beside_flex_attention(monkeypatch):
     monkeypatch.setattr(bench_masks, "one_pass", lambda call, which: call)
     flash = bench_masks.flash_attention
     ms = lambda call: times["ms" if call.func is flash else "flex_ms"]  # noqa: E731
-    monkeypatch.setattr(bench_masks, "measure", lambda call, *_: clock.Milliseconds(ms(call), 9.0, 1))
+    monkeypatch.setattr(bench_masks, "measure", lambda call, *_, with_host: clock.Milliseconds(ms(call), 9.0, 1))
     bench = bench_masks.BenchConfig(seq_len=128, head_dim=[16], hidden=64, passes=["forward"])
     (row,) = bench_masks.rows_of("causal", 16, bench, SimpleNamespace(type="cuda"), torch.float32)
     assert (row["ratio"], row["block_us"]) == (2.5, 50.0)

@@ -1,15 +1,16 @@
 """Speed of attention: `python -m scripts.bench.attention` times ours beside PyTorch's kernels in one process.
 
-One row for each implementation, shape and pass: p50 and p99 of many runs with a cold L2 cache, TFLOP/s (forward
-4 B H Nq Nk D, backward 2.5 times that, halved when causal, whatever an implementation really computes), and the peak of
-memory beyond the inputs. The implementations take turns in rounds, as a GPU's clock falls while it works, each round in
-another order; p50 is the median of the rounds' medians, p99 the largest of theirs. Out of memory is a row.
+One row for each implementation, shape and pass: p50 and p99 of many runs with a cold L2 cache on a GPU that never waits
+for the host, TFLOP/s (forward 4 B H Nq Nk D, backward 2.5 times that, halved when causal, whatever an implementation
+really computes), and the peak of memory beyond the inputs. The implementations take turns in rounds, as a GPU's clock
+falls while it works, each round in another order; p50 is the median of the rounds' medians, p99 the largest of theirs.
+Out of memory is a row.
 
 `bench.attention=[flash,flash4,flash4_deterministic]` times FlashAttention-4 where the package flash-attn-4 is
 installed; its backward adds dQ in any order unless it is told to be deterministic, as ours is.
 `bench.mask` also takes `window`, of 1,024 tokens, and `packed`: four documents of different lengths in each sequence,
-causal. A forward that takes less than 1 ms also has Python's share. The run's folder gets attention.json and charts of
-speed and memory against N.
+causal. A pass that takes less than 1 ms also has Python's share, which is no part of its time. The run's folder gets
+attention.json and charts of speed and memory against N.
 
 `bench.sustained_ms` also runs each call on end for so long and gives its clock and energy. They say what bounds it: its
 cycles, or the energy that a GPU at its power cap pays for by its clock. Joules need seconds, as the driver counts them
@@ -60,7 +61,7 @@ FLASH4 = {"flash4": False, "flash4_deterministic": True}
 BACKWARD_ONLY = ("flash4_deterministic",)
 MASKS = ("causal", "full", "window", "packed")
 WINDOW = 1024  # tokens that a query sees, itself included
-CALLS = 200  # whose time in Python is taken
+CALLS = 100  # whose time in Python is taken
 SMOKE = "bench.attention=[flash,naive] bench.seq_len=[64] bench.head_dim=[16] bench.hidden=32 bench.tokens=64"
 LABELS = {"flash": "flash (ours)", **PEERS}
 
@@ -187,7 +188,7 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
         for order in turns(ready, bench.rounds):
             for row, call, rounds in order:
                 with facts_as_errors(row, *refusal(row["attention"])):
-                    rounds.append(measure(call, device, bench.budget_ms / bench.rounds))
+                    rounds.append(measure(call, device, bench.budget_ms / bench.rounds, with_host=False))
         if board:
             on_end = [(row, call, []) for row, call, _ in ready if "error" not in row]
             for order in turns(on_end, bench.rounds):
@@ -201,7 +202,7 @@ def run_cell(cell: Cell, bench: BenchConfig, device: torch.device) -> list[Row]:
             ms = statistics.median(times.p50 for times in rounds)
             row |= {"ms": ms, "ms_p99": max(times.p99 for times in rounds), "runs": sum(times.runs for times in rounds)}
             row["tflops"] = cell.flops(which) / ms / 1e9
-            if which == "forward" and device.type == "cuda" and ms < 1.0:
+            if device.type == "cuda" and ms < 1.0:
                 row["python_us"] = python_us(call)
         ready.clear()
         free(device)

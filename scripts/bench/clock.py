@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from kernels.device import l2_bytes
 
 _WARMUP = 3  # the first call may compile, the second may still allocate
 _ON_A_CPU = 3  # runs
+_AHEAD = 2  # times what the host took for a call once: how long the GPU is kept busy meanwhile
 _REPLAYS = 7  # of a graph with a call, and of one without; the median of their differences counts
 T = TypeVar("T")
 
@@ -48,21 +50,43 @@ class Milliseconds:
     runs: int
 
 
-def measure(call: Callable[[], object], device: torch.device, budget_ms: float = 100.0, runs: int = 50) -> Milliseconds:
+def measure(
+    call: Callable[[], object],
+    device: torch.device,
+    budget_ms: float = 100.0,
+    runs: int = 50,
+    *,
+    with_host: bool = True,
+) -> Milliseconds:
     """Time call() on `device`: on a GPU at most `runs` times (5 at least) and about budget_ms in total.
 
-    There, twice the L2 cache is overwritten before each run, outside the measured span. A CPU runs it three times.
+    There, twice the L2 cache is overwritten before each run, outside the measured span. Without the host it is
+    overwritten so often that the host has asked for all of a call before the GPU begins with it; else a GPU that waits
+    for a slow host is timed with it. A CPU runs it three times.
     """
     if device.type == "cuda":
-        flush = torch.empty(2 * l2_bytes(device.index or 0), dtype=torch.int8, device=device).zero_
+        cold = torch.empty(2 * l2_bytes(device.index or 0), dtype=torch.int8, device=device)
         for _ in range(_WARMUP):
             call()
-        (first,) = spans(call, device, 1, flush)
-        times = spans(call, device, max(5, min(runs, int(budget_ms / max(1e3 * first, 1e-3)))), flush)
+        (first,) = spans(call, device, 1, cold.zero_)
+        fills = 1 if with_host else math.ceil(_AHEAD * _asked_in(call) / spans(cold.zero_, device, 1)[0])
+
+        def before() -> None:
+            for _ in range(fills):
+                cold.zero_()
+
+        times = spans(call, device, max(5, min(runs, int(budget_ms / max(1e3 * first, 1e-3)))), before)
     else:
         times = spans(call, device, _ON_A_CPU)
     times = [1e3 * seconds for seconds in times]
     return Milliseconds(statistics.median(times), p99(times), len(times))
+
+
+def _asked_in(call: Callable[[], object]) -> float:
+    """Seconds that the host takes to ask an idle GPU for a call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 def spans(

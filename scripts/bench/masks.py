@@ -110,7 +110,7 @@ def rows_of(name: str, head_dim: int, bench: BenchConfig, device: torch.device, 
         if name in BLOCKS:
             ready["dense_ms"] = portable(which, *inputs)
         rounds = [
-            {key: measure(ready[key], device, bench.budget_ms).p50 for key in order}
+            {key: measure(ready[key], device, bench.budget_ms, with_host=False).p50 for key in order}
             for order in turns([*ready], bench.rounds)
         ]
         row = facts | {"pass": which} | {key: statistics.median(one[key] for one in rounds) for key in ready}
