@@ -96,9 +96,12 @@ CONFIGURATIONS = [
     ("float32", 64, 64, False, ("block_mask",)),
     ("bfloat16", 128, 128, False, ("block_mask", "softcap", "alibi")),
     ("float16", 256, 256, False, ("block_mask", "dropout")),
+    ("bfloat16", 192, 192, True, ("alibi",)),
+    ("bfloat16", 128, 128, False, ("block_mask", "softcap")),
 ]
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 193, 255, 256, 257, 384, 513, 700, 1000, 1023)
 WINDOWS = (-1, 0, 1, 31, 63, 64, 65, 127, 128, 129, 500, 5000)
+SCALES = (0.05, 0.2)  # of no head_dim here
 KINDS = (
     "normal", "normal", "normal", "offset", "outliers", "outliers everywhere", "equal rows", "repeated maxima", "large",
     "tiny",
@@ -155,6 +158,8 @@ def make_case(number: int, seed: int) -> dict:
             [(1, 1), (1, case["heads"]), (case["batch"], 1), (case["batch"], case["heads"])]
         )
     case["kernels"] = draw.choice(KERNELS)
+    if draw.random() < 0.25:
+        case["scale"] = draw.choice(SCALES)
     return case
 
 
@@ -204,7 +209,9 @@ def run_case(case: dict, device: str) -> str | None:
     kind = {"head_dim_v": head_dim_v, "dtype": dtype, "device": device, "seed": case["number"]}
     heads = (case["heads"], case["kv_heads"])
     options = {
-        name: case[name] for name in ("causal", "window", "softcap", "dropout_p", "dropout_seed") if name in case
+        name: case[name]
+        for name in ("causal", "scale", "window", "softcap", "dropout_p", "dropout_seed")
+        if name in case
     }
     if "lengths" in case:
         lengths_q, lengths_k = map(list, zip(*case["lengths"], strict=True))

@@ -50,7 +50,9 @@ def test_the_fuzz_notices_a_wrong_result(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has no interpreter")
 def test_one_key_of_float32_outliers_is_within_what_its_sums_round():
     """dS is dP - delta, two sums of 80,000 in another order each, and 0."""
-    assert run_case(make_case(261, seed=901664097), "cpu") is None
+    case = {"number": 261, "dtype": "float32", "kind": "outliers", "heads": 8, "kv_heads": 1, "head_dims": (48, 80),
+            "causal": False, "layout": "bhnd", "batch": 1, "num_q": 1, "num_k": 1}  # fmt: skip
+    assert run_case(case, "cpu") is None
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import torch
 from kernels import flash_attention, flash_attention_varlen, naive_attention, naive_attention_varlen, support
 from kernels.block_masks import BlockMask
 from kernels.call import Options, canonical_window, check_call
+from kernels.launch import heads_per_section
 from kernels.support import FEATURES, KERNELS
 from tests.attention_cases import ATTENTION, call_for
 from tests.attention_checks import (
@@ -20,8 +21,10 @@ from tests.attention_checks import (
     make_qkv,
     naive_for,
     oracle,
+    results,
+    rounded_o_term,
 )
-from tests.fuzz import random_mask
+from tests.fuzz import random_mask, run_case
 
 MASK_TENSORS = ("mask_starts", "mask_visits", "mask_bits")
 
@@ -60,6 +63,7 @@ def _assert_within_budget(ours, exact, plain):
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -72,6 +76,7 @@ def _assert_within_budget(ours, exact, plain):
         (1, 2, 2, 100, 300, True),
         (1, 2, 2, 700, 5, False),
         (4, 16, 16, 1024, 1024, True),  # more tiles than SMs
+        (1, 27, 27, 600, 600, True),  # 135 tiles, taken in pairs: the last share is half a pair
     ],
 )
 def test_hopper_agrees_with_float64(head_dim, dtype, batch, num_heads, num_kv_heads, num_q, num_k, causal):
@@ -159,8 +164,11 @@ def test_padding_is_neither_read_nor_written(head_dim, dtype):
 DENSE = {
     "softcap-5": {"softcap": 5.0, "causal": True},
     "softcap-50": {"softcap": 50.0},
+    "softcap-1e6": {"softcap": 1e6, "causal": True},  # scores keep their digits
+    "scale": {"scale": 0.3, "causal": True},
     "smaller than a tile": {"window": (20, 7)},
     "itself": {"window": (0, 0)},
+    "one back": {"window": (1, 0)},  # the first row of a tile sees the last key of the tile before
     "a tile": {"window": (127, 0), "causal": True},
     "three tiles": {"window": (255, 128)},
     "larger than N": {"window": (5000, 0)},
@@ -219,6 +227,46 @@ def test_simulated_forward_agrees_with_float64(head_dim, lengths_q, lengths_k, c
     o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, options._replace(**documents))
     wide = [x.detach().double() for x in qkv]
     exact = naive_attention_varlen(*wide, causal=causal, window=window, softcap=softcap, return_lse=True, **packed)
+    torch.testing.assert_close(o[0].transpose(0, 1).double(), exact[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse[0].double(), exact[1], atol=1e-5, rtol=1e-5)
+
+
+def with_nan_in_the_second(lengths, *tensors):
+    """Copies of packed tensors (tokens, heads, head_dim) whose second document is NaN, and the rows of the others."""
+    rows = torch.ones(sum(lengths), dtype=torch.bool)
+    rows[lengths[0] : lengths[0] + lengths[1]] = False
+    copies = [x.detach().clone() for x in tensors]
+    for x in copies:
+        x[~rows] = torch.nan
+    return [x.requires_grad_() for x in copies], rows
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_simulated_document_of_nan_leaves_the_others_their_bits(monkeypatch):
+    hopper_fwd = simulated_forward(monkeypatch)
+    lengths = [100, 28, 72]
+    qkv, packed = make_packed(lengths, lengths, 2, 1, 64)
+    with_nan, others = with_nan_in_the_second(lengths, *qkv)
+    options = Options(True, 0.125, **packed)
+    right, ours = (
+        hopper_fwd.launch_hopper_fwd(*(x.detach().transpose(0, 1)[None] for x in tensors), options)
+        for tensors in (qkv, with_nan)
+    )
+    for x, y in zip(right, ours, strict=True):
+        assert torch.equal(x[:, :, others], y[:, :, others])
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_simulated_documents_in_sections_of_heads_agree_with_float64(monkeypatch):
+    """A cache that does not hold K and V of all heads; the second section is taken from its shortest tile on."""
+    hopper_fwd = simulated_forward(monkeypatch)
+    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 100_000)
+    lengths = [33, 0, 150, 1, 64]
+    qkv, packed = make_packed(lengths, lengths, 2, 2, 64)
+    q, k, v = (x.detach().transpose(0, 1)[None] for x in qkv)
+    assert heads_per_section(q, k, hopper_fwd.L2_SHARE, uneven=True) == 1
+    o, lse = hopper_fwd.launch_hopper_fwd(q, k, v, Options(True, 0.125, **packed))
+    exact = naive_attention_varlen(*(x.detach().double() for x in qkv), causal=True, return_lse=True, **packed)
     torch.testing.assert_close(o[0].transpose(0, 1).double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse[0].double(), exact[1], atol=1e-5, rtol=1e-5)
 
@@ -361,7 +409,7 @@ def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, cau
     k, v = (torch.randn(batch, num_kv_heads, num_k, head_dim) for _ in range(2))
     q, k = q + shift, k - shift
     dlse = torch.randn(batch, num_heads, num_q) if with_dlse else torch.zeros(batch, num_heads, num_q)
-    options = Options(causal, head_dim**-0.5)
+    options = Options(causal, 0.2)  # of no head_dim here
     o, lse, *gradients = _reference(q, k, v, do, dlse, causal, options.scale, torch.float64)
     do, q, k, v, o = (_in_nan(x) for x in (do, q, k, v, o.float()))
     return (do, dlse if with_dlse else None, q, k, v, o, lse.float(), options), gradients
@@ -496,6 +544,17 @@ def forwards(monkeypatch) -> list:
     return calls
 
 
+@pytest.fixture
+def backwards(monkeypatch) -> list:
+    """The Hopper backward's calls."""
+    from kernels.hopper import backward as hopper_bwd
+
+    monkeypatch.setattr("kernels.launch.PLANS", {})
+    calls, launch = [], hopper_bwd.launch_hopper_bwd
+    monkeypatch.setattr(hopper_bwd, "launch_hopper_bwd", lambda *a: calls.append(a) or launch(*a))
+    return calls
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.usefixtures("poisoned_memory")
@@ -535,6 +594,96 @@ def test_documents_agree_with_float64(head_dim, options, case, forwards):
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_documents_in_sections_of_heads_agree_with_float64(head_dim, forwards, monkeypatch):
+    """A cache that does not hold K and V of all heads; the second section is taken from its shortest tile on."""
+    from kernels.hopper.forward import L2_SHARE
+
+    monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 100_000)
+    qkv, arguments = make_packed(*PACKED["unequal"], 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    q, k, _ = (x.detach().transpose(0, 1)[None] for x in qkv)
+    assert heads_per_section(q, k, L2_SHARE, uneven=True) == 2
+    compare_with_oracle(flash_attention_varlen, *qkv, causal=True, **arguments)
+    assert len(forwards) == 1
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_document_of_nan_leaves_the_others_their_bits(head_dim, forwards, backwards):
+    """P = 0 does not hide a neighbour's NaN from the product with V."""
+    lengths = [100, 28, 72]
+    qkv, arguments = make_packed(lengths, lengths, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
+    with_nan, others = with_nan_in_the_second(lengths, *qkv)
+    gradients = torch.randn_like(qkv[0]), torch.randn(4, sum(lengths), device="cuda")
+    expected, ours = (
+        results(flash_attention_varlen, *x, *gradients, causal=True, **arguments) for x in (qkv, with_nan)
+    )
+    for name, value in ours.items():
+        rows, right = (x.T[others] if name == "lse" else x[others] for x in (value, expected[name]))
+        assert torch.equal(rows, right), name
+    assert len(forwards) == len(backwards) == 2
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_that_are_one_expanded_number_agree_with_float64(head_dim, forwards, backwards):
+    """Those of a sum, whose strides are 0; TMA cannot address them."""
+
+    def gradients(attention, *qkv):
+        o, lse = attention(*qkv, causal=True, return_lse=True)
+        return dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o.sum() + lse.sum(), qkv), strict=True))
+
+    qkv = make_qkv(2, 4, 2, 193, 193, head_dim, dtype=torch.bfloat16, device="cuda", layout="padded")
+    wide = [x.detach().double().requires_grad_() for x in qkv]
+    ours, plain, exact = (
+        gradients(flash_attention, *qkv), gradients(naive_attention, *qkv), gradients(naive_attention, *wide),
+    )  # fmt: skip
+    o = naive_attention(*wide, causal=True).detach()
+    assert_within_budget(ours, exact, plain, extra=rounded_o_term(o, *qkv, torch.ones_like(qkv[0]), causal=True))
+    assert len(forwards) == 1
+    ((do, dlse, *_),) = backwards
+    assert not any(do.stride())
+    assert not any(dlse.stride())
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [(-1, -1), (100, 100)], ids=["full", "window"])
+def test_keys_past_the_end_do_not_overflow_on_a_gpu(window, head_dim, backwards):
+    """As in the simulator: their score is 0, far above a LSE below -100."""
+    q, k, v = make_qkv(1, 1, 1, 64, 70, head_dim, dtype=torch.bfloat16, device="cuda", layout="padded")
+    q, k = ((x.detach() + shift).requires_grad_() for x, shift in ((q, 5.0), (k, -5.0)))
+    do, dlse = torch.randn(q.shape, device="cuda").bfloat16(), torch.randn(q.shape[:3], device="cuda")
+    ours, plain = (results(x, q, k, v, do, dlse, window=window) for x in (flash_attention, naive_attention))
+    exact = oracle(q, k, v, do, dlse, window=window)
+    assert exact["lse"].max() < -100
+    extra = rounded_o_term(exact["o"], q, k, v, do, window=window)
+    assert_within_budget(ours, exact, plain, extra=extra | {"lse": 2**-24 * float(exact["lse"].abs().max())})
+    assert len(backwards) == 1
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_maxima_that_rise_with_each_key_tile_agree_with_float64(causal, dtype, forwards):
+    """Scores of some hundreds: a row's maximum rises by more and by less than the lag after which O is rescaled."""
+    case = {"number": 0, "dtype": dtype, "kind": "large", "heads": 4, "kv_heads": 2, "head_dims": (128, 128),
+            "causal": causal, "layout": "padded", "batch": 2}  # fmt: skip
+    for num_q, num_k in [(300, 300), (193, 1000)]:
+        assert run_case(case | {"num_q": num_q, "num_k": num_k}, "cuda") is None
+    assert len(forwards) == 4
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("head_dim", [40, 80, 96, 192, 256])
 @pytest.mark.parametrize("case", ["window and softcap", "three tiles", "softcap-50", "documents"])
 def test_options_of_padded_heads_agree_with_float64(case, head_dim, forwards):
@@ -564,12 +713,8 @@ def test_options_of_padded_heads_agree_with_float64(case, head_dim, forwards):
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
 @pytest.mark.parametrize(("dims", "kv_heads"), [((1, 1), 2), ((2, 1), 4), ((1, 4), 4), ((2, 4), 4), ((1, 4), 2)])
-def test_block_masks_agree_with_float64(dims, kv_heads, head_dim, forwards, monkeypatch):
+def test_block_masks_agree_with_float64(dims, kv_heads, head_dim, forwards, backwards):
     """The last mask tells heads of one group apart, and goes back on the portable kernels."""
-    from kernels.hopper import backward as hopper_bwd
-
-    backwards, launch = [], hopper_bwd.launch_hopper_bwd
-    monkeypatch.setattr(hopper_bwd, "launch_hopper_bwd", lambda *a: backwards.append(a) or launch(*a))
     for num_q, num_k in SHAPES:
         mask = random_mask(*dims, num_q, num_k, torch.Generator().manual_seed(num_q + head_dim)).to("cuda")
         qkv = make_qkv(2, 4, kv_heads, num_q, num_k, head_dim, dtype=torch.bfloat16, device="cuda", layout="padded")
@@ -578,6 +723,18 @@ def test_block_masks_agree_with_float64(dims, kv_heads, head_dim, forwards, monk
         assert all(torch.equal(ours[name], again[name]) for name in ours)
     assert len(forwards) == 2 * len(SHAPES)
     assert len(backwards) == (2 * len(SHAPES) if (dims[1], kv_heads) != (4, 2) else 0)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_block_masks_with_a_soft_cap_agree_with_float64(head_dim, forwards, backwards):
+    for num_q, num_k in SHAPES:
+        mask = random_mask(2, 1, num_q, num_k, torch.Generator().manual_seed(num_q + head_dim)).to("cuda")
+        qkv = make_qkv(2, 4, 2, num_q, num_k, head_dim, dtype=torch.bfloat16, device="cuda", layout="padded")
+        compare_with_oracle(flash_attention, *qkv, block_mask=mask, softcap=5.0)
+    assert len(forwards) == len(backwards) == len(SHAPES)
 
 
 @pytest.mark.gpu
@@ -601,16 +758,28 @@ def test_wide_heads_go_forward_on_hopper_and_back_on_the_portable_kernels(head_d
 @needs_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_alibi_agrees_with_float64(head_dim, forwards):
-    """Forward here, back on the portable kernels; each batch entry and document has slopes of its own."""
-    for (num_q, num_k), causal in itertools.product(SHAPES, (False, True)):
+    """Each batch entry and document has slopes of its own."""
+    masks = {}, {"causal": True}, {"causal": True, "softcap": 5.0}
+    for (num_q, num_k), how in itertools.product(SHAPES, masks):
         qkv = make_qkv(2, 4, 2, num_q, num_k, head_dim, dtype=torch.bfloat16, device="cuda", layout="padded")
-        compare_with_oracle(flash_attention, *qkv, causal=causal, alibi_slopes=torch.rand(2, 4, device="cuda"))
+        compare_with_oracle(flash_attention, *qkv, alibi_slopes=torch.rand(2, 4, device="cuda"), **how)
     for lengths_q, lengths_k in PACKED.values():
         lengths = lengths_q, lengths_k or lengths_q
         qkv, arguments = make_packed(*lengths, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda")
         slopes = torch.rand(len(lengths_q), 4, device="cuda")
         compare_with_oracle(flash_attention_varlen, *qkv, alibi_slopes=slopes, **arguments)
-    assert len(forwards) == 2 * len(SHAPES) + len(PACKED)
+    assert len(forwards) == len(masks) * len(SHAPES) + len(PACKED)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("head_dim", [96, 192])  # key tiles of 128, and of 64
+def test_alibi_of_padded_heads_agrees_with_float64(head_dim, forwards):
+    for num_q, num_k in SHAPES:
+        qkv = make_qkv(2, 4, 2, num_q, num_k, head_dim, dtype=torch.bfloat16, device="cuda", layout="padded")
+        compare_with_oracle(flash_attention, *qkv, causal=True, alibi_slopes=torch.rand(2, 4, device="cuda"))
+    assert len(forwards) == len(SHAPES)
 
 
 @pytest.mark.gpu
