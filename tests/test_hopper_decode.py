@@ -23,16 +23,20 @@ UPRIGHT = replace(SMALL, span=2, least_rows=64, quad=None)  # queries as rows
 LONG = replace(SMALL, block_k=128)  # two of wgmma's rows of keys
 
 
-def a_call(lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=True, leftpad=None, seed=0, scaled=None):
-    """A call in float32, in whose cache all slots before and behind a row's keys are NaN; or, scaled by "head" or
-    "token", in int8, and with a scale a token such slots have NaN for one."""
+def a_call(
+    lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=True, leftpad=None, seed=0, scaled=None,
+    tokens_first=False, dtype=torch.float32,
+):  # fmt: skip
+    """A call in whose cache all slots before and behind a row's keys are NaN; or, scaled by "head" or "token", in int8,
+    and with a scale a token such slots have NaN for one. tokens_first: in memory a token's heads lie together."""
     generator = torch.Generator().manual_seed(seed)
     rows, capacity = len(lengths), max(0, *lengths) + num_q + 3
-    q, k, v = (torch.randn(rows, h, num_q, head_dim, generator=generator) for h in (heads, kv_heads, kv_heads))
+    shapes = ((rows, h, num_q, head_dim) for h in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     pages = -(-capacity // page) if page else 1
     table = torch.randperm(rows * pages, generator=generator).reshape(rows, pages).int() if page else None
     shape = (rows * pages, kv_heads, page, head_dim) if page else (rows, kv_heads, capacity, head_dim)
-    caches = [torch.randn(shape, generator=generator) for _ in range(2)]
+    caches = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
     scales = None, None
     if scaled:
         caches = [(cache * 40).to(torch.int8) for cache in caches]
@@ -45,9 +49,24 @@ def a_call(lengths, head_dim=64, heads=2, kv_heads=1, num_q=1, page=0, append=Tr
         line = table[row].long()[slots // page] if page else torch.full_like(slots, row)
         for absent in {None: caches, "head": [], "token": scales}[scaled]:
             absent[line, :, slots % page if page else slots] = torch.nan
+    if tokens_first:
+        k, v, *caches = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v, *caches))
+        if scaled == "token":
+            scales = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in scales]
     new = (k, v) if append else (None, None)
     tensors = (torch.tensor(lengths, dtype=torch.int32), leftpad, table, *scales)
     return Call(q, *caches, *new, *tensors, kvcache_workspace(rows, heads, "cpu"))
+
+
+def without_other_pages(call, block_k, left):
+    """The call with -1 in place of pages that hold no key of a tile that a query sees, `left` keys before its own:
+    those given back, those not yet taken, those of absent rows."""
+    table, page, num_q = call.block_table.clone(), call.k_cache.shape[2], call.q.shape[2]
+    for row, length in enumerate(call.cache_seqlens.tolist()):
+        keys = 0 if length < 0 else length + (0 if call.k_new is None else num_q)
+        table[row, : max(keys - num_q - left, 0) // block_k * block_k // page] = -1
+        table[row, -(-keys // page) :] = -1
+    return call._replace(block_table=table)
 
 
 def exactly(call):
@@ -95,6 +114,14 @@ CASES = {
     "8 bits in pages": {"lengths": [150, 20, 400], "head_dim": 128, "kv_heads": 2, "page": 16, "scaled": "token"},
     "8 bits in large pages": {"lengths": [200, 90], "head_dim": 96, "page": 128, "scaled": "token"},
     "8 bits behind padding": {"lengths": [150, 90], "head_dim": 128, "leftpad": PADS, "scaled": "token"},
+    "tokens first": {"lengths": [62, 90], "num_q": 4, "heads": 4, "kv_heads": 2, "tokens_first": True},
+    "8 bits, tokens first": {
+        "lengths": [62, 90],
+        "head_dim": 96,
+        "kv_heads": 2,
+        "scaled": "token",
+        "tokens_first": True,
+    },
     "many queries": {"lengths": [300, 2, 58], "head_dim": 80, "num_q": 11, "heads": 4, "page": 16},
 }
 OPTIONS = [{"window": (70, 0)}, {"softcap": 5.0}, {"causal": False, "window": (100, 40)}]
@@ -124,6 +151,17 @@ def test_simulated_it_agrees_with_float64(name, options, tile, monkeypatch):
             assert torch.equal(ours.double().nan_to_num(9.0), theirs.double().nan_to_num(9.0))
 
 
+@pytest.mark.parametrize("page", [16, 128])
+def test_simulated_pages_that_no_query_sees_may_be_gone(page, monkeypatch):
+    call = without_other_pages(a_call([85, -1, 150], page=page, append=False), SMALL.block_k, 5)
+    exact, named = exactly(call)
+    found = run(monkeypatch, call, window=(5, 0))[:2]
+    expected = naive_attention_with_kvcache(*exact, **named, window=(5, 0), return_lse=True)
+    assert call.workspace[0] == 0
+    torch.testing.assert_close(found[0].double(), expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[1].double(), expected[1], atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("tile", [SMALL, UPRIGHT], ids=str)
 def test_simulated_sinks_and_slopes(tile, monkeypatch):
     call = a_call([150, 20], heads=4, kv_heads=2)
@@ -142,6 +180,13 @@ def test_simulated_items_give_the_same_bits(tile, monkeypatch):
     cuts = (3, 1), (3, 500), (1, 1), (40, 500), (2, 15), (3, 20)
     first, *others = (run(monkeypatch, call, tile, cut)[:2] for cut in cuts)
     assert all(torch.equal(ours, theirs) for other in others for ours, theirs in zip(other, first, strict=True))
+
+
+def test_simulated_spans_of_four_quads_give_the_bits_of_tiles(monkeypatch):
+    """Queries as rows, whose sums wait in memory while a quad is added up."""
+    call, tile = a_call([1000, 600], heads=20, append=False), replace(UPRIGHT, span=16, quad=4)
+    spans, tiles = (run(monkeypatch, call, tile, cut)[:2] for cut in ((3, 1), (3, 500)))
+    assert all(map(torch.equal, spans, tiles))
 
 
 @pytest.mark.parametrize("tile", [UPRIGHT, replace(UPRIGHT, span=4, quad=2)], ids=str)
