@@ -22,7 +22,9 @@ from kernels import (
 from kernels.call import Options
 from kernels.launch import PLANS
 from kernels.portable.widen import widened
+from kernels.support import why_not_hopper_kvcache
 from tests.attention_checks import SOFTCAP_FACTOR, assert_within_budget
+from tests.test_hopper_decode import a_call, without_other_pages
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -127,8 +129,12 @@ def copied(arguments, named) -> tuple[list, dict]:
 
 
 def check(seed: int, kind: int, longest: int = 170, head_dims: tuple[int, ...] = (16, 24, 32)) -> None:
-    """One random call against the definition in float64, and the cache against the definition's."""
-    arguments, named = draw(seed, kind, longest, head_dims)
+    """One random call."""
+    check_call(*draw(seed, kind, longest, head_dims))
+
+
+def check_call(arguments, named) -> None:
+    """A call against the definition in float64, and the cache against the definition's."""
     expected, expected_named = copied(arguments, named)
     o, lse = flash_attention_with_kvcache(*arguments, **named, return_lse=True)
     naive_attention_with_kvcache(*expected, **expected_named)
@@ -175,6 +181,55 @@ def test_more_random_calls(seed):
 def test_random_calls_on_the_gpu(kind):
     for seed in range(20):
         check(1000 * kind + seed, kind, longest=5000 if seed % 2 else 300, head_dims=(16, 64, 80, 128, 128, 256))
+
+
+def check_on_hopper(call, **options) -> None:
+    """A call of tests/test_hopper_decode.py, which the Hopper kernel takes where there is one."""
+    call = call._replace(**{name: x.to(DEVICE) for name, x in call._asdict().items() if x is not None})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kernels.support._no_hopper_device_reason", lambda device: None)
+        assert why_not_hopper_kvcache(*call[:5], call.cache_leftpad, call.block_table) is None
+    names = "cache_seqlens", "cache_leftpad", "block_table", "k_scale", "v_scale"
+    named = {name: getattr(call, name) for name in names if getattr(call, name) is not None}
+    check_call([x for x in call[:5] if x is not None], named | options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaled", [None, "token"])
+def test_gpu_heads_of_a_token_may_lie_together(scaled):
+    """In a cache, its scales and the new tokens, as a projection leaves them; behind padding, where slots are no keys'
+    numbers."""
+    pads = torch.tensor([13, 70, 0, 100], dtype=torch.int32)
+    shape = {"head_dim": 128, "heads": 4, "kv_heads": 2, "num_q": 4, "dtype": torch.bfloat16}
+    check_on_hopper(a_call([62, 126, 300, 700], leftpad=pads, scaled=scaled, tokens_first=True, **shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("page", "head_dim"), product((16, 256), (64, 128)))
+def test_gpu_pages_that_no_query_sees_may_be_gone(page, head_dim):
+    """In pages of an eighth of a tile, and of two tiles, of 128 keys."""
+    shape = {"head_dim": head_dim, "heads": 4, "kv_heads": 2, "dtype": torch.bfloat16}
+    call = a_call([149, -1, 300, 250, 20], page=page, tokens_first=True, **shape)
+    check_on_hopper(without_other_pages(call, 128, 5), window=(5, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"causal": False, "window": (40, 3)}], ids=["causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gpu_edges_of_tiles_are_masked_where_queries_are_rows(head_dim, options):
+    """Where a query's last key, the window's first, and a row's last tile lie in every way to the tiles' bounds."""
+    for num_q, heads in ((8, 4), (1, 32)):
+        shape = {"head_dim": head_dim, "num_q": num_q, "heads": heads, "dtype": torch.bfloat16}
+        check_on_hopper(a_call(range(240, 301), append=False, **shape), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("group", "scaled"), [(1, None), (16, None), (32, None), (2, "head")])
+def test_gpu_more_spans_than_programs_are_as_exact(group, scaled):
+    """A program's second item, and spans of up to four quads, against float64: bits that agree may all be wrong."""
+    lengths = [300, 2000, 1100, 700, 5] * 8 + [2300]
+    shape = {"head_dim": 128, "heads": 4 * group, "kv_heads": 4, "dtype": torch.bfloat16}
+    check_on_hopper(a_call(lengths, append=False, scaled=scaled, **shape))
 
 
 def bits_case(dtype, cached, head_dim, lengths, num_q=2, heads=4, kv_heads=2):
@@ -603,12 +658,26 @@ def test_new_values_may_be_stored_in_another_way_than_new_keys():
     assert torch.equal(other[1], values)
 
 
-@pytest.mark.parametrize("fault", ["length", "length by one", "page", "negative page", "padding", "negative padding"])
+UNFIT = "length", "length by one", "page", "negative page"
+
+
+@pytest.mark.parametrize("fault", [*UNFIT, "padding", "negative padding"])
 def test_what_does_not_fit_is_nan_and_overwrites_nothing(fault):
-    q, _, _, k, v, *_, lengths = bits_case(torch.float32, torch.float32, 16, [40, 33])
+    check_unfit(fault, torch.float32, 16, padded=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", UNFIT)
+def test_gpu_what_does_not_fit_is_nan_and_overwrites_nothing(fault):
+    """By the Hopper kernel, where there is one: it takes no padding in pages."""
+    check_unfit(fault, torch.bfloat16, 128, padded=False)
+
+
+def check_unfit(fault, dtype, head_dim, padded) -> None:
+    q, _, _, k, v, *_, lengths = bits_case(dtype, dtype, head_dim, [40, 33])
     table = torch.randperm(6, generator=torch.Generator().manual_seed(0)).reshape(2, 3).int().to(DEVICE)
-    pages = [torch.randn(6, 2, 16, 16, device=DEVICE) for _ in range(2)]
-    pad = torch.zeros_like(lengths)
+    pages = [torch.randn(6, 2, 16, head_dim, dtype=dtype, device=DEVICE) for _ in range(2)]
+    pad = torch.zeros_like(lengths) if padded else None
     good = flash_attention_with_kvcache(q[1:], *pages, cache_seqlens=lengths[1:] + 2, block_table=table[1:])
     before = [x.clone() for x in pages]
     if fault == "length":
