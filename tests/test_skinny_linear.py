@@ -33,7 +33,10 @@ def test_it_is_what_it_stands_for(rows, width, outputs, norm_eps, activation):
 
 @pytest.mark.parametrize(
     ("rows", "heads", "head_dim", "width", "norm_eps"),
-    [(1, 5, 8, 72, 0.5), (3, 3, 80, 72, 0.5), (40, 6, 64, 72, 0.5), (64, 9, 16, 72, 0.5), (3, 3, 16, 2100, None)],
+    [
+        *((1, 5, 8, 72, 0.5), (3, 3, 80, 72, 0.5), (40, 6, 64, 72, 0.5), (64, 9, 16, 72, 0.5), (3, 3, 16, 2100, None)),
+        (1, 5, 8, 1300, 0.5),  # one row in more steps than one
+    ],
 )
 def test_it_turns_heads(rows, heads, head_dim, width, norm_eps):
     """Those of queries and keys; the values behind them stay as they are."""
@@ -71,6 +74,25 @@ def test_in_16_bits_it_is_rounded_once(dtype):
     assert actual.shape == (1, 5, 24)
     rounded = expected.to(dtype)
     assert ((actual[0].double() - expected).abs() <= (rounded.double() - expected).abs() * 1.01 + 2e-5).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "width", "outputs"), [(1, 1304, 64), (3, 1000, 64), (40, 1000, 2304), (64, 1000, 16512), (20, 3000, 64)]
+)
+def test_gpu_products_of_generation_are_near_float64(rows, width, outputs):
+    """In 16 bits, where they run on tensor cores; widths are no whole tiles."""
+    x, weight, residual = tensors(rows, width, outputs, torch.bfloat16)
+    angle = torch.rand(rows, 1, 8, device=DEVICE)
+    rotary = torch.cat((angle, angle), -1).cos(), torch.cat((-angle, angle), -1).sin(), outputs // 16 - 2
+    for norm_eps, activation, given, turned in (
+        *((None, None, None, None), (None, None, residual, None), (0.5, "gelu", residual, None)),
+        *((0.5, "swiglu", None, None), (None, None, None, rotary), (0.5, None, None, rotary)),
+    ):
+        wide = None if given is None else given.double()
+        expected = _composed(x.double(), weight.double(), norm_eps, activation, wide, turned)
+        actual = skinny_linear(x, weight, norm_eps=norm_eps, activation=activation, residual=given, rotary=turned)
+        torch.testing.assert_close(actual.double(), expected, rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.gpu
