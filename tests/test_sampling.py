@@ -550,6 +550,28 @@ def test_streams_are_of_the_models_gpu(monkeypatch):
     assert set(asked) == {generation.device}
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+def test_what_a_step_reads_and_writes_stays_where_it_is(cache_dtype, monkeypatch):
+    """A CUDA graph repeats the step on the tensors of its capture, whoever has the rows by then."""
+    places, steps = {}, []
+    real = Generation._step
+
+    def step(self, half):
+        real(self, half)
+        steps.append(half)
+        for part in (self, self.cache):
+            for name, x in vars(part).items():
+                if isinstance(x, torch.Tensor):
+                    places.setdefault(name, set()).add(x.data_ptr())
+
+    monkeypatch.setattr(Generation, "_step", step)
+    options = {"max_new_tokens": 20, "num_samples": 2, "batch_size": 3, "temperature": 1.5}
+    texts(small_gpt(), [[1] * 5, [2] * 20, [3]], cache_dtype=cache_dtype, **options)
+    assert len(steps) > 30
+    assert places.keys() >= {"uniform", "tokens", "sample", "drawn", "keys", "values", "lengths", "block_table"}
+    assert {name: len(found) for name, found in places.items()} == dict.fromkeys(places, 1)
+
+
 class TestOnTheGpu:
     """GPT-2's shape with fewer layers, in bfloat16, as a CUDA graph."""
 
@@ -628,6 +650,14 @@ class TestOnTheGpu:
         assert sum(n for name, n in count.items() if "DtoH" in name) == 20
         assert count.get("cudaStreamSynchronize", 0) == 0
         assert count["cudaGraphLaunch"] == 20
+
+    def test_texts_drawn_by_graphs_are_those_drawn_without(self, model, prompts, monkeypatch):
+        """Rows are handed on to other samples, whose draws are their own."""
+        options = {"max_new_tokens": 40, "temperature": 0.8, "top_k": 50, "num_samples": 2, "batch_size": 5}
+        found = texts(model, prompts[20:27], **options)
+        monkeypatch.setattr("model.generation.needs_dispatcher", lambda *tensors: True)  # takes no graphs
+        assert texts(model, prompts[20:27], **options) == found
+        assert len(set(map(tuple, found))) == 14
 
     def test_another_gpu_may_be_current(self, model, prompts):
         if torch.cuda.device_count() < 2:
