@@ -448,6 +448,19 @@ def test_gpu_any_strides(layout):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("columns", [0, 4])
+def test_gpu_strides_of_no_whole_16_bytes(columns, batch):
+    """TMA takes none; that of a batch of one is used by nobody."""
+    heads, tokens, generator = 4, 100, torch.Generator("cuda").manual_seed(0)
+    drawn = torch.randn(3, 2, heads * tokens * (64 + columns) + 4, device="cuda", generator=generator).bfloat16()
+    # cut to the batch after it has its stride: a view of one row would have another
+    q, k, v = (x[:, :-4].view(2, heads, tokens, -1)[:batch, ..., :64].requires_grad_() for x in drawn)
+    assert {x.stride(0) % 8 for x in (q, k, v)} == {4}
+    compare_with_oracle(flash_attention, q, k, v, causal=True)
+
+
+@pytest.mark.gpu
 def test_gpu_more_heads_than_a_grid_axis_holds():
     q, k, v = make_qkv(1, 70_000, 70_000, 17, 17, 16, dtype=torch.bfloat16, device="cuda")
     compare_with_oracle(flash_attention, q, k, v, causal=True)

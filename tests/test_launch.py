@@ -9,7 +9,7 @@ import torch
 
 from kernels import flash_attention, flash_attention_varlen, launch, naive_attention
 from kernels.call import Options, key_of
-from kernels.launch import Launch, Plan, plan_of, run
+from kernels.launch import Launch, Plan, plan_of, run, sizes_described, tma_ready
 from kernels.portable.forward import launch_flash_fwd
 from kernels.replay import KEPT, Repeated, Replay, tensors_in
 from tests.attention_checks import make_packed, make_qkv
@@ -288,6 +288,53 @@ def test_keys_tell_apart_what_compiles_or_runs_differently():
     slopes = [PLAIN._replace(alibi_slopes=torch.zeros(shape)) for shape in ((1, 2), (3, 2), (1, 2))]
     first, other, again = (key_of("forward", options, x, x) for options in slopes)
     assert first == again != other
+
+
+def test_what_tma_can_address():
+    """Strides of whole 16 bytes; that of a dimension of size 1 is used by nobody, and described by another."""
+    half = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    row = half(2, 25604)[:, :25600].view(2, 4, 100, 64)
+    assert tma_ready(half(2, 4, 100, 72)[..., :64])
+    assert tma_ready(half(2, 100, 4, 64).transpose(1, 2))
+    assert not tma_ready(row)
+    assert tma_ready(row[:1])
+    assert not tma_ready(half(2, 4, 100, 68)[..., :64])
+    assert not tma_ready(half(1, 1, 100, 64).expand(1, 4, -1, -1))
+    assert not tma_ready(half(1, 4, 64, 100).transpose(2, 3))
+    assert tma_ready(torch.empty(1, 4, 100, 68, device="meta")[..., :64])  # 272 bytes
+    shape, (batch, *strides) = sizes_described(row[:1])
+    assert (shape, strides) == ((1, 4, 100, 64), [6400, 64, 1])
+    assert batch % 8 == 0
+
+
+def gradients(qkv: tuple, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of O, or of O and the LSE, where these are given."""
+    results = flash_attention(*qkv, causal=True, return_lse=True)
+    return torch.autograd.grad(results[: len(given)], qkv, given)
+
+
+def test_a_backward_of_the_lse_too_has_a_plan_of_its_own(monkeypatch):
+    """A replay of the other one would leave the LSE's gradient out."""
+    monkeypatch.setattr(launch, "PLANS", {})
+    qkv = make_qkv(1, 2, 1, 20, 20, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+    given, counts = (torch.ones_like(qkv[0]), qkv[0].new_ones(1, 2, 20)), []
+    for number in (1, 2, 1, 2):
+        gradients(qkv, *given[:number])
+        counts.append(len(launch.PLANS))
+    assert counts == [2, 3, 3, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gpu_a_replayed_backward_has_the_gradients_that_are_asked_for(dtype, monkeypatch):
+    monkeypatch.setattr(launch, "PLANS", {})
+    qkv = make_qkv(1, 2, 1, 100, 130, 64, dtype=dtype, device="cuda")
+    given = torch.randn_like(qkv[0]), torch.randn(1, 2, 100, device="cuda")
+    alone, both = gradients(qkv, given[0]), gradients(qkv, *given)
+    launch.PLANS.clear()  # and then in the other order
+    assert all(map(torch.equal, gradients(qkv, *given), both))
+    assert all(map(torch.equal, gradients(qkv, given[0]), alone))
+    assert not torch.equal(alone[0], both[0])
 
 
 @pytest.mark.gpu
