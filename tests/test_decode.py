@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels import (
     BlockMask,
@@ -421,12 +422,12 @@ def test_a_longer_cache_is_the_same_call_but_for_numbers_that_it_gives(monkeypat
 
 
 def layers(count, tokens, dtype, strided=False):
-    """q, k_cache and v_cache of each layer, and the rows' bounds."""
+    """q, k_cache and v_cache of each layer, (B, S, H, D) in memory if `strided`, and the rows' bounds."""
     made = []
     for _ in range(count):
         q = torch.randn(3, 1, 4, 64, dtype=dtype, device=DEVICE).transpose(1, 2)
-        k, v = torch.randn(2, 3, 2, tokens, 64, dtype=dtype, device=DEVICE)
-        made.append((q, k.transpose(1, 2).contiguous().transpose(1, 2), v) if strided else (q, k, v))
+        caches = torch.randn(2, 3, 2, tokens, 64, dtype=dtype, device=DEVICE)
+        made.append((q, *(caches.transpose(2, 3).contiguous().transpose(2, 3) if strided else caches)))
     bounds = torch.tensor([[tokens, tokens - 5, 20], [0, 7, 20]], dtype=torch.int32, device=DEVICE)
     return made, {"cache_seqlens": bounds[0].clone(), "cache_leftpad": bounds[1].clone()}
 
@@ -466,15 +467,66 @@ def test_gpu_layers_after_the_first_are_replayed(monkeypatch):
         assert all(torch.equal(attend(*layer), o) for layer, o in zip(made, expected, strict=True))
 
 
+@torch.no_grad()
+def test_only_layers_that_are_stored_alike_are_replayed(monkeypatch):
+    """A replay reads with the first one's strides. What it would run is left out: a CPU has no replays."""
+    replayed = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr("kernels.decode_layers.attend", lambda call, options, plan: (call.q, None))
+    monkeypatch.setattr("kernels.portable.decode.repeated_decode", lambda *_: lambda **x: replayed.append(x) or True)
+    ((q, *caches), last), bounds = layers(2, 70, torch.float32)
+    attend = KVCacheLayers(**bounds)
+    others = [layers(1, 70, torch.float32, strided=True), layers(1, 71, torch.float32), layers(1, 70, torch.float16)]
+    for other in (*(made[0] for made, _ in others), (q.repeat(1, 1, 1, 2)[..., :64], *caches)):
+        attend(q, *caches)
+        attend(*other)
+    attend(q, *caches)
+    assert not replayed
+    attend(*last)
+    assert [replayed[0][name] is x for name, x in zip(("q", "k_cache", "v_cache"), last, strict=True)] == [True] * 3
+
+
 @pytest.mark.gpu
-def test_gpu_a_growing_cache_is_replayed(monkeypatch):
+@torch.no_grad()
+def test_gpu_layers_stored_in_different_ways_each_give_their_own_result():
+    made, bounds = layers(2, 70, torch.bfloat16)
+    made[1:1] = layers(2, 70, torch.bfloat16, strided=True)[0]
+    expected = [flash_attention_with_kvcache(*layer, **bounds) for layer in made]
+    attend = KVCacheLayers(**bounds)
+    assert all(torch.equal(attend(*layer), o) for layer, o in zip(made, expected, strict=True))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_gpu_layers_of_a_capture_are_in_the_graph():
+    """The layer before them ran on another stream, where a replay would run at once and never again."""
+    made, bounds = layers(3, 70, torch.bfloat16)
+    expected = [flash_attention_with_kvcache(*layer, **bounds) for layer in made]
+    attend = KVCacheLayers(**bounds)
+    assert torch.equal(attend(*made[0]), expected[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [attend(*layer) for layer in made[1:]]
+    for _ in range(2):
+        for x in found:
+            x.zero_()
+        graph.replay()
+        assert all(map(torch.equal, found, expected[1:]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stays", [False, True], ids=["copied", "in_place"])
+def test_gpu_a_growing_cache_is_replayed(stays, monkeypatch):
     from kernels import launch
 
     monkeypatch.setattr(launch, "PLANS", {})
     q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+    room = torch.empty(2, 2 * 2 * 5000 * 64, dtype=q.dtype, device=DEVICE)
     with torch.no_grad():
         for tokens in (70, 71, 5000, 72):
             k, v = torch.randn(2, 2, 2, tokens, 64, dtype=q.dtype, device=DEVICE)
+            if stays:
+                k, v = (x[: k.numel()].view_as(k).copy_(y) for x, y in zip(room, (k, v), strict=True))
             lengths = torch.tensor([tokens, tokens // 2], dtype=torch.int32, device=DEVICE)
             found = flash_attention_with_kvcache(q, k, v, cache_seqlens=lengths)
             assert len(launch.PLANS) == 1
@@ -854,3 +906,40 @@ def test_calls_that_begin_before_the_kernel_before_has_ended_are_as_right(page):
         for _ in range(20):
             graph.replay()
             assert torch.equal(overlapping, expected)
+
+
+@triton.jit
+def late_copy_kernel(source, target, zeros, STEPS: tl.constexpr):
+    """target = source (1024,), long after the next kernel may begin: each step waits for the one before."""
+    gdc_launch_dependents()
+    at = 0
+    for _ in range(STEPS):
+        at = tl.load(zeros + at, volatile=True)
+    places = at + tl.arange(0, 1024)
+    tl.store(target + places, tl.load(source + places))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("appends", [False, True])
+@torch.no_grad()
+def test_a_call_waits_for_the_kernel_that_makes_its_tokens(appends):
+    """However long that goes on after it has let others begin."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no kernel begins before another has ended")
+    draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    made, caches, given = draw(2, 8, 1, 64), draw(2, 2, 2, 40, 64), torch.zeros(2, 8, 1, 64, device="cuda").bfloat16()
+    lengths = torch.tensor([30, 20], dtype=torch.int32, device="cuda")
+    workspace = kvcache_workspace(2, 4, "cuda")  # clearing a new one would be a kernel in between
+
+    def attend(tokens, caches):
+        new = (tokens[:, 4:6], tokens[:, 6:]) if appends else ()
+        return flash_attention_with_kvcache(tokens[:, :4], *caches, *new, cache_seqlens=lengths, workspace=workspace)
+
+    stored = caches.clone()
+    expected = attend(made, stored)
+    zeros = torch.zeros(1, dtype=torch.int32, device="cuda")
+    late_copy_kernel[(1,)](made, torch.empty_like(given), zeros, 10_000)  # compiles
+    torch.cuda.synchronize()
+    late_copy_kernel[(1,)](made, given, zeros, 10_000)
+    assert torch.equal(attend(given, caches), expected)
+    assert torch.equal(caches, stored)

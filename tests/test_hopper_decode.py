@@ -272,6 +272,17 @@ def test_programs_that_wait_for_one_another_are_launched_all_or_none(num_q, head
     assert [launch.how["launch_cooperative_grid"] for launch in seen] == [waits]
 
 
+@pytest.mark.parametrize("appends", [False, True])
+def test_only_a_call_that_appends_begins_while_the_kernel_before_ends(appends, monkeypatch):
+    """It waits before it reads what that makes; the others would not."""
+    from kernels.hopper import decode as hopper
+
+    seen = []
+    monkeypatch.setattr(hopper, "run", lambda plan, tensors, make, **numbers: seen.extend(make(**tensors)))
+    hopper.launch_hopper_decode(a_call([60], append=appends), Options(True, 1.0))
+    assert [launch.how["launch_pdl"] for launch in seen] == [appends]
+
+
 def test_a_span_that_is_no_square_of_quads_is_refused():
     """Two ways of cutting a row would then fold its tiles in two orders."""
     with pytest.raises(ValueError, match=r"a span of 8 tiles is not 4 quads of 4: .*; use span=16, or quad=None"):
