@@ -77,9 +77,8 @@ def gpu(device: str) -> Finding:
 def versions() -> Finding:
     """Installed packages beside what pyproject.toml asks for."""
     names = {(d.metadata.get("Name") or "").lower() for d in metadata.distributions()}  # a damaged one has none
-    if shadows := names & {"kernels", "flashgpt"}:
-        name = min(shadows)
-        raise ValueError(f"an installed package is called {name}, as ours is; uv pip uninstall {name}")
+    if "kernels" in names:  # `pip install .` leaves a flashgpt, which holds no module
+        raise ValueError("an installed package is called kernels, as ours is; uv pip uninstall kernels")
     found, wrong = {"python": platform.python_version()}, []
     for requirement in map(Requirement, tomllib.loads(PROJECT.read_text())["project"]["dependencies"]):
         if requirement.marker and not requirement.marker.evaluate():
@@ -92,7 +91,7 @@ def versions() -> Finding:
         if not requirement.specifier.contains(found[requirement.name].split("+")[0], prereleases=True):
             wrong.append(f"{requirement.name} {found[requirement.name]} is not {requirement.specifier}")
     if wrong:
-        raise ValueError(f"{', '.join(wrong)} (python {found['python']}); uv sync")
+        raise ValueError(f"{', '.join(wrong)} (python {found['python']}); uv sync, or pip install .")
     shown = ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "triton", "numpy") if name in found)
     return Finding(shown, facts=found)
 

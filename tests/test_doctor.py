@@ -104,9 +104,9 @@ def installed(name: str, version: str) -> Setup:
     return lambda place: place.patch.setattr(metadata, "version", lambda n: version if n == name else real(n))
 
 
-def shadowed(place: Place) -> None:
-    package = type("Distribution", (), {"metadata": {"Name": "kernels"}})
-    place.patch.setattr(metadata, "distributions", lambda: [package])
+def distributions(*names: str) -> Setup:
+    packages = [type("Distribution", (), {"metadata": {"Name": name}}) for name in names]
+    return lambda place: place.patch.setattr(metadata, "distributions", lambda: packages)
 
 
 def broken_kernel(place: Place) -> None:
@@ -210,7 +210,8 @@ CASES = [
          setup=lambda place: (gpu_with(40 * 2**30)(place), environment(TRITON_INTERPRET="0")(place))),
     Case("numpy too new", "versions", "numpy 2.4.1 is not <2.4,>=2.0", "uv sync", setup=installed("numpy", "2.4.1")),
     Case("another Triton", "versions", "triton 3.7.0 is not ==3.6.0", "uv sync", setup=installed("triton", "3.7.0")),
-    Case("a package in our name", "versions", "called kernels", "uv pip uninstall kernels", setup=shadowed),
+    Case("a package in our name", "versions", "called kernels", "uv pip uninstall kernels",
+         setup=distributions("torch", "kernels")),
     Case("no GPU", "hardware", "PyTorch sees no CUDA GPU", "hardware.device=cpu", ["hardware.device=cuda"],
          driver_sees([])),
     Case("too many threads", "hardware", "hardware.num_threads=1000", "hardware.num_threads=",
@@ -386,6 +387,13 @@ def test_what_is_half_there_ends_nothing(tmp_path, monkeypatch):
     before = machine.versions()
     (tmp_path / "x-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
+    assert machine.versions() == before
+
+
+def test_pip_install_of_this_folder_is_nothing_to_mend(place):
+    """The README offers it in place of uv; the package that it leaves behind is called flashgpt and is empty."""
+    before = machine.versions()
+    distributions("flashgpt", "torch")(place)
     assert machine.versions() == before
 
 
