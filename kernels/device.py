@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -77,6 +78,20 @@ def dense_bf16_peak_flops(device_name: str) -> float | None:
 def interpreting() -> bool:
     """True when Triton kernels run in its interpreter, as numpy on the CPU (TRITON_INTERPRET=1)."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def failure_of_triton() -> str | None:
+    """What stops Triton from using this machine's GPU, in its own words, or None.
+
+    It compiles a C file before its first kernel; later, and on other machines with the same home, its cache has it.
+    """
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    except (ImportError, RuntimeError, AssertionError, OSError, subprocess.CalledProcessError) as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return None
 
 
 def capability(device_index: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from kernels.device import interpreting
 from scripts.bench.report import installed_gpus
-from training.hardware import Hardware, gpu_number
+from training.hardware import Hardware, gpu_number, refuse_without_compiler
 from training.lock import holder
 from training.run import TrainConfig
 
@@ -97,15 +97,9 @@ def versions() -> Finding:
 
 
 def compiler(hardware: Hardware) -> Finding:
-    """The C++ compiler that torch.compile needs on a CPU; on a GPU the kernels' self-test would fail without one."""
-    if not hardware.compile or hardware.device.type != "cpu":
-        return Finding("none is needed by torch.compile")
-    name = os.environ.get("CXX") or "g++"
-    if not shutil.which(name):
-        raise ValueError(
-            f"hardware.compile=true, and there is no C++ compiler ({name}); hardware.compile=false, or install g++"
-        )
-    return Finding(name)
+    """The compiler of torch.compile on a CPU, of Triton on a GPU."""
+    refuse_without_compiler(hardware)
+    return Finding("it works" if hardware.compile or hardware.device.type == "cuda" else "none is needed")
 
 
 def disk(train: TrainConfig, folder: Path, *, parameters: int | None) -> Finding:

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,6 +205,11 @@ def old_gpu(place: Place) -> None:
     place.monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     place.monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     place.monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
+
+
+def no_headers(place: Place) -> None:
+    """A Linux distribution's own Python, without the package of Python.h."""
+    place.monkeypatch.setattr(sysconfig, "get_path", lambda name: str(place.path))
 
 
 def full_disk(place: Place) -> None:
@@ -650,6 +656,11 @@ ENVIRONMENTS = [
     Case("no bfloat16", ["hardware.device=cuda", "hardware.dtype=bfloat16"], ["Tesla T4", "float32"], old_gpu),
     Case("no such dtype", ["hardware.dtype=int8"], ["hardware.dtype=int8", "bfloat16"]),
     Case("a million threads", ["hardware.num_threads=1000000"], ["hardware.num_threads=1000000", "1024"]),
+    Case("no C++ compiler", ["hardware.compile=true"],
+         ["hardware.compile=true, and there is no C++ compiler (nothing++)", "use hardware.compile=false, or install"],
+         environment(CXX="nothing++")),
+    Case("no headers of Python", ["hardware.compile=true"], ["finds no Python.h", "or install g++ and python3-dev"],
+         no_headers),
     Case("flash without a GPU", ["model.attention=flash"], ["model.attention=flash", "attention=sdpa"],
          no_interpreter),
     Case("sdpa cannot mask documents", ["data.document_mask=true"], ["varlen", "attention=flash"]),

@@ -2,7 +2,10 @@
 
 import dataclasses
 import hashlib
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from subprocess import CalledProcessError
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from tests.runs import metrics, small_run
 from train import train
 from training import memory
 from training import run as resolving
+from training.hardware import Hardware, refuse_without_compiler
 from training.run import TrainConfig, resolve
 from training.step import Step
 
@@ -77,6 +81,40 @@ def test_the_memory_that_is_short_is_said_before_the_model_is_built(tmp_path, mo
     monkeypatch.setattr(program, "build_model", lambda *_, **__: pytest.fail("allocated"))
     with pytest.raises(ValueError, match=r"needs 3\.00 GiB"):
         train(small_run(tmp_path), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("failure", "has_headers", "why"),
+    [
+        (None, True, None),
+        (None, False, None),  # the file that needs them was compiled before, elsewhere
+        (RuntimeError("Failed to find C compiler."), False, "cc finds no Python.h"),
+        (CalledProcessError(1, ["cc", "main.c"]), False, "cc finds no Python.h"),
+        (AssertionError("libcuda.so cannot found!\nPlease make sure"), True, "libcuda.so cannot found!"),
+        (ModuleNotFoundError("No module named 'triton'"), True, "No module named 'triton'"),
+    ],
+)
+def test_a_gpu_that_triton_cannot_use_is_refused_with_the_reason(tmp_path, monkeypatch, failure, has_headers, why):
+    """A container or a Linux distribution's own Python may have neither gcc nor Python.h."""
+    driver = Mock()
+    driver.active.get_current_target.side_effect = failure
+    monkeypatch.setattr("triton.runtime.driver", driver)
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    if has_headers:
+        (tmp_path / "Python.h").touch()
+    expected = (
+        pytest.raises(ValueError, match=f"^Triton cannot use this GPU: {why}; install gcc") if why else nullcontext()
+    )
+    with expected:
+        refuse_without_compiler(Hardware(torch.device("cuda"), torch.float32, False, ""))
+
+
+def test_only_what_is_compiled_needs_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "nothing++")
+    assert resolve(small_run(tmp_path, "hardware.compile=false")).hardware.compile is False
+    with pytest.raises(ValueError, match="there is no C\\+\\+ compiler"):
+        resolve(small_run(tmp_path, "hardware.compile=true"))
 
 
 # ---- the seams

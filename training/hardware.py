@@ -1,12 +1,18 @@
 """The hardware of a run: device, number format, TF32, compilation, each choice with its reason."""
 
 import ctypes
+import os
 import re
+import shutil
+import subprocess
+import sys
+import sysconfig
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
+from kernels.device import failure_of_triton
 from training.parallel import ALONE, World
 
 MAX_THREADS = 1024  # more than a machine has cores; a million makes PyTorch hang
@@ -79,6 +85,35 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
         set_up_compiler()
     graphs = config.cuda_graphs if device.type == "cuda" else False
     return Hardware(device, dtype, compiled, _description(config, device, dtype, compiled, world), graphs, world)
+
+
+def refuse_without_compiler(hardware: Hardware) -> None:
+    """ValueError where nothing can be compiled, which the first step would find out, in a traceback of PyTorch's.
+
+    torch.compile needs a C++ compiler on a CPU, and Triton, for every run on a GPU, one for C; both include Python.h,
+    which a Linux distribution's own Python has in a package by itself.
+    """
+    if hardware.device.type == "cuda":
+        if failure := failure_of_triton():
+            name = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), "gcc")
+            why = _why_no_compiler(name, "c") or failure
+            raise ValueError(f"Triton cannot use this GPU: {why}; install gcc and python3-dev")
+    elif hardware.compile and hardware.device.type == "cpu":
+        name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if why := _why_no_compiler(name, "c++"):
+            raise ValueError(
+                f"hardware.compile=true, and {why}; use hardware.compile=false, or install g++ and python3-dev"
+            )
+
+
+def _why_no_compiler(name: str, language: str) -> str | None:
+    """Why the compiler `name` cannot read a file that includes Python.h, or None."""
+    command = [name, "-E", "-x", language, f"-I{sysconfig.get_path('include')}", "-"]
+    try:
+        done = subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True)
+    except OSError:
+        return f"there is no {language.upper()} compiler ({name})"
+    return f"{name} finds no Python.h" if done.returncode else None
 
 
 def _device(config: HardwareConfig, world: World) -> torch.device:
