@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from conf.keys import is_folder_name
 from data import DataConfig, check_tokenizer
 from model import GPTConfig
+from training.comparison import flat
 from training.hardware import HardwareConfig
 from training.log import LoggerConfig
 from training.optimizer import OptimConfig
@@ -40,11 +41,13 @@ class Settings:
         for key in ("resume", "init_from"):
             if getattr(self, key) == "":
                 raise ValueError(f"{key} is empty; give a checkpoint or a run's folder, or leave it out")
-        try:
-            json.dumps(asdict(self), ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:  # checkpoints with such a name would be taken for damaged ones
-            found = error.object[max(0, error.start - 30) : error.end]
-            raise ValueError(f"{found!a} is not UTF-8; give the file or folder another name") from error
+        for key, value in flat(asdict(self)).items():
+            try:
+                (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+            except UnicodeEncodeError as error:  # checkpoints with such a name would be taken for damaged ones
+                found = error.object[max(0, error.start - 30) : error.end]
+                remedy = "give the file or folder another name, or type words as UTF-8"
+                raise ValueError(f"{key}: {found!a} is not UTF-8; {remedy}") from error
         check_tokenizer(self.tokenizer)
         if self.model.name is not None:
             for key, value in (("optim", self.optim.name), ("train.micro_batch", self.train.micro_batch)):
