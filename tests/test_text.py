@@ -2,6 +2,7 @@
 sample begins where a word does, its prompt in brackets."""
 
 import json
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from scripts.sample import typed_prompts
 from tests.runs import small_run, told
 from train import train
 from training.evaluate import whole_words
+from training.log import ROOT
 
 
 @dataclass
@@ -148,6 +150,15 @@ def trained(tmp_path_factory, one_thread) -> Path:
 def sampled(trained: Path, monkeypatch, capsys, *arguments: str):
     common = [f"checkpoint={trained}", "max_new_tokens=5", "hardware.device=cpu"]
     return told("scripts.sample", [*common, *arguments], monkeypatch, capsys)
+
+
+def test_the_lines_of_python_that_are_offered_continue_prompts(trained, capsys):
+    page = (ROOT / "training" / "README.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    exec(lines.replace("runs/mine/TIME", str(trained)), {})
+    said = capsys.readouterr().out.split("\nThe ")
+    assert len(said) == 2
+    assert said[0].startswith("if ")
 
 
 @pytest.mark.parametrize("text", ["To be, or not to be", "def f(x):", "日本", "if "])
