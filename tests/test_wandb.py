@@ -13,6 +13,7 @@ import pytest
 from tests.runs import small_run
 from tests.wandb_stub import WandbStub
 from train import train
+from training.log import ROOT
 from training.stop import shell_command
 from training.wandb_run import LoggerConfig, start_wandb
 
@@ -253,3 +254,22 @@ def test_an_id_that_a_power_cut_damaged_is_replaced(tmp_path, begun):
         assert re.fullmatch("[0-9a-f]{8}", written)
         start_wandb(tmp_path, LoggerConfig(), "offline", "", DESCRIPTION, resume=True)
         assert [run.options["id"] for run in begun[-2:]] == [written, written]
+
+
+@pytest.mark.parametrize("home", ["a file", "", None])
+def test_a_home_that_cannot_be_written_leaves_the_console_to_the_run(tmp_path, quick_python, home):
+    """As of a container's user without one. wandb's process would print its own log beside the run's."""
+    (tmp_path / "a file").touch()
+    code = f"""
+from tests.test_wandb import *
+run, _ = start_wandb(Path({str(tmp_path)!r}), LoggerConfig(), "offline", "", DESCRIPTION, resume=False)
+run.finish()
+"""
+    inherited = environment("http://127.0.0.1:9")
+    for name in ("HOME", "XDG_CACHE_HOME", "WANDB_CACHE_DIR"):
+        inherited.pop(name, None)
+    own = {} if home is None else {"HOME": home and str(tmp_path / home)}
+    done = subprocess.run(
+        [quick_python, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, env=inherited | own
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -107,6 +107,8 @@ def start_wandb(
     written = id_file.read_text(errors="replace").strip() if id_file.exists() else ""
     run_id = written if re.fullmatch(r"[\w-]+", written, flags=re.ASCII) else secrets.token_hex(4)
     id_file.write_text(run_id + "\n")
+    if not _can_write_below_home():  # its process would print its own log on the console
+        os.environ.setdefault("WANDB_CACHE_DIR", str(run_dir.resolve()))
     try:
         if resume and mode == "offline":  # the new folder will hold the whole run: the old ones are not to be synced
             for earlier in run_dir.glob(f"wandb/offline-run-*-{run_id}"):
@@ -144,6 +146,17 @@ def start_wandb(
     if mode == "offline":
         note += f"; later: {shell_command('wandb', 'sync', str(Path(run.dir).parent))}"
     return run, note
+
+
+def _can_write_below_home() -> bool:
+    """Whether wandb has a place for its logs, where it looks for one unless WANDB_CACHE_DIR names another."""
+    home = os.environ.get("HOME")
+    caches = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
+    if not caches:
+        return False
+    logs = Path(caches, "wandb", "logs").absolute()
+    place = next(folder for folder in (logs, *logs.parents) if folder.exists())
+    return place.is_dir() and os.access(place, os.W_OK)
 
 
 def send(run: Any, step: int, values: Mapping[str, Any]) -> None:
