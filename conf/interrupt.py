@@ -1,12 +1,24 @@
-"""Ctrl-C before a program's `main`: it ends the process in silence, where Python shows a traceback of imports.
+"""What ends a program before its `main`, where Python shows a traceback of imports: Ctrl-C, and a full disk.
 
-PyTorch takes seconds to import. Programs call `leave_quietly` before that; conf/program.py, which handles a
-KeyboardInterrupt, calls `raise_again`.
+PyTorch takes seconds to import. Programs call `leave_quietly` and `need_temporary_files` before that; conf/program.py,
+which handles a KeyboardInterrupt, calls `raise_again`.
 """
 
 import os
 import signal
+import sys
+import tempfile
 from types import FrameType
+
+
+def need_temporary_files() -> None:
+    """Exit with one line where none can be made, which `import torch` would fail of: on a full or read-only disk."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        from conf.mistakes import fail
+
+        sys.exit(fail(f"{error.strerror}; make room there, or give TMPDIR a folder that can be written"))
 
 
 def leave_quietly() -> None:

@@ -1,4 +1,4 @@
-"""The first moments of a program: Ctrl-C while it imports, and modules that are none."""
+"""The first moments of a program: Ctrl-C while it imports, a full disk, and modules that are none."""
 
 import os
 import signal
@@ -31,6 +31,19 @@ def test_ctrl_c_among_the_imports_leaves_without_a_word(asked, ignored, tmp_path
         capture_output=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (3 if ignored else 130, "", "")
+
+
+@pytest.mark.parametrize("asked", ["train.py", "-m scripts.explain", "-m scripts.bench.loss"])
+def test_without_room_for_a_temporary_file_a_program_ends_in_one_line(asked, tmp_path):
+    """As on a full disk, or in a container that is read-only; PyTorch could not be imported."""
+    (tmp_path / "sitecustomize.py").write_text("import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/proc']")
+    done = subprocess.run(
+        [sys.executable, *asked.split()], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: No usable temporary directory found in ['/proc']; make room there, or give TMPDIR a")
 
 
 def test_ctrl_c_after_the_imports_is_an_exception_again(tmp_path, monkeypatch):
