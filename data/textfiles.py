@@ -11,6 +11,7 @@ import glob
 import hashlib
 import json
 import reprlib
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,8 +58,9 @@ def find(patterns: list[str]) -> list[Path]:
             raise ValueError(f"data.files={pattern} cannot be a file ({error.strerror}); check the path") from error
         if path.is_dir():
             there = {file.suffix for file in path.iterdir()}
-            ending = next((ending for ending in (".txt", *KINDS) if ending in there), ".txt")
-            raise ValueError(f"data.files={pattern} is a folder; use data.files='{pattern.rstrip('/')}/*{ending}'")
+            named = next((f"*{ending}" for ending in (".txt", *KINDS) if ending in there), "**")  # in its folders, too
+            files = shlex.quote(f"{glob.escape(pattern.rstrip('/'))}/{named}")
+            raise ValueError(f"data.files={pattern} is a folder; use data.files={files}")
         if there:
             paths.append(path)
             continue

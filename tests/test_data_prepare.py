@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import threading
@@ -19,7 +20,7 @@ import pytest
 from data import DataConfig, TokenBatches, build_tokenizer, open_dataset
 from data.dataset import digest, locate
 from data.sources import embedded_topics
-from data.textfiles import inspect, lines, read
+from data.textfiles import find, inspect, lines, read
 from tests.runs import Outcome, told
 from tests.test_data_hub import wikitext2_keys
 
@@ -425,6 +426,17 @@ def test_missing_files(files, tmp_path, cache):
     """The last one is a folder."""
     with pytest.raises(ValueError, match=r"data\.files="):
         opened(cache, str(tmp_path / files))
+
+
+@pytest.mark.parametrize("inside", ["a.txt", "a.jsonl", "a.md", "deeper/a.txt", "no-ending"])
+def test_what_is_advised_for_a_folder_finds_its_files(inside, tmp_path):
+    folder = tmp_path / "it's [1]"
+    (folder / inside).parent.mkdir(parents=True)
+    (folder / inside).write_text(TEXT)
+    with pytest.raises(ValueError, match="is a folder; use") as refused:
+        find([f"{folder}/"])
+    (typed,) = shlex.split(str(refused.value).rpartition("use data.files=")[2])
+    assert find([typed]) == [folder / inside]
 
 
 def test_a_pipe_is_no_file(tmp_path, cache):
