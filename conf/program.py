@@ -87,6 +87,7 @@ def program(
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, in place of printing its own report
             protect_console(prints_only=config == "tool" or run_dir == ".")
             name_user()
+            os.environ.pop("MPLBACKEND", None)  # a notebook's own, for its `!python`; our pictures are files
             if sys.version_info >= NEWER:
                 sys.exit(fail(f"Python {sys.version_info[0]}.{sys.version_info[1]} is newer than Hydra 1.3; use 3.13"))
             typed = sys.argv

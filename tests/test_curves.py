@@ -21,6 +21,7 @@ from training import comparison, curves
 from training.comparison import compare, labels, loss_at, runs_below, show_sweep, state
 from training.curves import LossPicture, draw_run, read_run
 from training.lock import locked
+from training.log import ROOT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,6 +151,17 @@ def test_matplotlib_s_first_import_of_all_is_silent(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert list(tmp_path.glob("fontlist-*"))
     assert not done.stdout + done.stderr
+
+
+def test_a_notebook_s_screen_hides_no_picture(tmp_path):
+    """`!python ...` in a notebook has MPLBACKEND of the notebook, which this environment need not have installed."""
+    written(tmp_path / "run", [{"step": 1, "tokens": 8, "seconds": 1.0, "loss": 2.0, "tokens_per_second": 8}])
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.compare", str(tmp_path / "run"), f"out={tmp_path / 'x.png'}"],
+        cwd=ROOT, env=os.environ | {"MPLBACKEND": "no_such_screen"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "x.png").stat().st_size > 1000
 
 
 def test_a_disk_that_is_full_at_the_end_leaves_no_half_of_a_summary(tmp_path, monkeypatch, capsys):
