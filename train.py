@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from conf.interrupt import leave_quietly, need_temporary_files
+    from conf.interrupt import leave_quietly, need_an_environment
 
     leave_quietly()
-    need_temporary_files()
+    need_an_environment()
     # importing PyTorch takes seconds: SLURM's signal of a time limit is blocked until StopRequest handles it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     if os.environ.keys() & {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}:

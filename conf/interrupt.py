@@ -1,6 +1,6 @@
-"""What ends a program before its `main`, where Python shows a traceback of imports: Ctrl-C, and a full disk.
+"""What ends a program among its imports, where Python shows a traceback: Ctrl-C, a full disk, a missing package.
 
-PyTorch takes seconds to import. Programs call `leave_quietly` and `need_temporary_files` before that; conf/program.py,
+PyTorch takes seconds to import. Programs call `leave_quietly` and `need_an_environment` before that; conf/program.py,
 which handles a KeyboardInterrupt, calls `raise_again`.
 """
 
@@ -8,17 +8,21 @@ import os
 import signal
 import sys
 import tempfile
-from types import FrameType
+from types import FrameType, TracebackType
+
+_OURS = ("conf", "data", "kernels", "model", "scripts", "training")  # not found where Python was told not to look here
 
 
-def need_temporary_files() -> None:
-    """Exit with one line where none can be made, which `import torch` would fail of: on a full or read-only disk."""
+def need_an_environment() -> None:
+    """Exit with one line where no temporary file can be made, as on a full disk, and later where a package is missing.
+
+    `import torch` fails of the first.
+    """
+    sys.excepthook = _name_missing
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
-        from conf.mistakes import fail
-
-        sys.exit(fail(f"{error.strerror}; make room there, or give TMPDIR a folder that can be written"))
+        _exit(f"{error.strerror}; make room there, or give TMPDIR a folder that can be written")
 
 
 def leave_quietly() -> None:
@@ -28,10 +32,27 @@ def leave_quietly() -> None:
 
 
 def raise_again() -> None:
-    """Undo `leave_quietly`."""
+    """Undo what was set up for the imports."""
+    if sys.excepthook is _name_missing:
+        sys.excepthook = sys.__excepthook__
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)  # an exception may be caught by what is being imported
+
+
+def _name_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    is_missing = kind is ModuleNotFoundError and package not in ("", *_OURS)
+    if not is_missing or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        sys.__excepthook__(kind, error, trace)
+    if is_missing:
+        _exit(f"{package} is not installed for {sys.executable}; begin with `uv run`, or run `pip install .` first")
+
+
+def _exit(message: str) -> None:
+    """conf/mistakes.py, which says the same, imports packages itself."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(2)  # an exception in a hook would be shown beside the first

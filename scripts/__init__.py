@@ -3,11 +3,11 @@
 import sys
 from pathlib import Path
 
-from conf.interrupt import leave_quietly, need_temporary_files
+from conf.interrupt import leave_quietly, need_an_environment
 
 if sys.argv[:1] == ["-m"]:  # Python looks for a module of ours to run, and sets the first argument once it has it
     leave_quietly()
-    need_temporary_files()
+    need_an_environment()
     asked = sys.orig_argv[-len(sys.argv)].rpartition("scripts.")[2]
     file = Path(__file__).parent / (asked.replace(".", "/") + ".py")
     if file.is_file() and '__name__ == "__main__"' not in file.read_text():

@@ -1,4 +1,4 @@
-"""The first moments of a program: Ctrl-C while it imports, a full disk, and modules that are none."""
+"""The first moments of a program: Ctrl-C while it imports, a full disk, what is missing, modules that are none."""
 
 import os
 import signal
@@ -44,6 +44,29 @@ def test_without_room_for_a_temporary_file_a_program_ends_in_one_line(asked, tmp
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: No usable temporary directory found in ['/proc']; make room there, or give TMPDIR a")
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "says"),
+    [
+        ("torch", 2, "error: torch is not installed for "),
+        ("hydra.core", 2, "error: hydra is not installed for "),
+        ("conf", 1, "Traceback "),  # ours: Python was told not to look here, which no installation changes
+        (None, 1, "Traceback "),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_the_way_to_have_it(missing, code, says, tmp_path):
+    """`python train.py` outside of the environment, as where `uv run` was forgotten."""
+    (tmp_path / "torch.py").write_text(f"raise ModuleNotFoundError('No module named', name={missing!r})")
+    own = os.environ | {"PYTHONPATH": str(tmp_path), "HYDRA_FULL_ERROR": "0"}  # programs that tests start here set it
+    for asked in ("train.py", "-m scripts.explain"):
+        command = [sys.executable, *asked.split()]
+        done = subprocess.run(command, cwd=ROOT, env=own, text=True, capture_output=True)
+        assert (done.returncode, done.stdout) == (code, "")
+        assert done.stderr.startswith(says)
+        if code == 2:
+            (line,) = done.stderr.splitlines()
+            assert line.endswith(f"{sys.executable}; begin with `uv run`, or run `pip install .` first")
 
 
 def test_ctrl_c_after_the_imports_is_an_exception_again(tmp_path, monkeypatch):
