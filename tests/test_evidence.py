@@ -34,6 +34,7 @@ def test_each_is_a_configuration_of_its_program(name):
 
 
 def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, monkeypatch, quick_python):
+    monkeypatch.setenv("GIT_COMMIT", "c0ffee")  # a copy of the code without its history can be tested, too
     monkeypatch.setattr(sys, "executable", quick_python)
     monkeypatch.setattr(evidence, "EXPERIMENTS", {"explain": ("seq_len=128",), "explain wrong": ("gpu=none",)})
     kept = tmp_path / "kept"

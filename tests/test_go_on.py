@@ -129,7 +129,7 @@ def test_the_command_is_for_the_shell_that_the_run_began_in(monkeypatch, tmp_pat
     own["torchrun"] = str(beside / "torchrun")
     assert resume_command(Path("runs/a/b")) == "torchrun --nproc-per-node 2 train.py resume=runs/a/b"
     monkeypatch.chdir(tmp_path)
-    assert f"{root / 'train.py'} resume=" in resume_command(Path("runs/a/b"))
+    assert f"{shlex.quote(str(root / 'train.py'))} resume=" in resume_command(Path("runs/a/b"))
 
 
 def test_the_command_line_changes_on_top(here, train):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, caps
     assert "unigram_val_loss" not in summary, "it reads all of the text, and a stop has little time"
     out = capsys.readouterr().out
     assert f"stopped by {name}; to go on:\n" in out
-    assert f"train.py resume={run_dir.relative_to(tmp_path)}\n" in out
+    assert f"{shlex.quote(program.__file__)} resume={run_dir.relative_to(tmp_path)}\n" in out
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments, "resume=auto"])
     program.main()  # in the same folder: it is the experiment's newest
