@@ -110,6 +110,15 @@ def test_a_gpu_that_triton_cannot_use_is_refused_with_the_reason(tmp_path, monke
         refuse_without_compiler(Hardware(torch.device("cuda"), torch.float32, False, ""))
 
 
+def test_a_gpu_without_kernels_of_ours_needs_no_triton(monkeypatch):
+    monkeypatch.setattr("training.hardware.failure_of_triton", lambda: "no Triton here")
+    eager = Hardware(torch.device("cuda"), torch.float32, False, "")
+    refuse_without_compiler(eager, kernels=False)
+    for hardware, kernels in ((eager, True), (dataclasses.replace(eager, compile=True), False)):
+        with pytest.raises(ValueError, match=r"^Triton cannot use this GPU"):
+            refuse_without_compiler(hardware, kernels=kernels)
+
+
 def test_only_what_is_compiled_needs_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "nothing++")
     assert resolve(small_run(tmp_path, "hardware.compile=false")).hardware.compile is False

@@ -87,13 +87,13 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
     return Hardware(device, dtype, compiled, _description(config, device, dtype, compiled, world), graphs, world)
 
 
-def refuse_without_compiler(hardware: Hardware) -> None:
+def refuse_without_compiler(hardware: Hardware, *, kernels: bool = True) -> None:
     """ValueError where nothing can be compiled, which the first step would find out, in a traceback of PyTorch's.
 
-    torch.compile needs a C++ compiler on a CPU, and Triton, for every run on a GPU, one for C; both include Python.h,
-    which a Linux distribution's own Python has in a package by itself.
+    torch.compile needs a C++ compiler on a CPU, and Triton, on a GPU with our `kernels` or torch.compile, one for C;
+    both include Python.h, which a Linux distribution's own Python has in a package by itself.
     """
-    if hardware.device.type == "cuda":
+    if hardware.device.type == "cuda" and (kernels or hardware.compile):
         if failure := failure_of_triton():
             name = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), "gcc")
             why = _why_no_compiler(name, "c") or failure
