@@ -9,7 +9,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels import (
     BlockMask,
@@ -906,40 +905,3 @@ def test_calls_that_begin_before_the_kernel_before_has_ended_are_as_right(page):
         for _ in range(20):
             graph.replay()
             assert torch.equal(overlapping, expected)
-
-
-@triton.jit
-def late_copy_kernel(source, target, zeros, STEPS: tl.constexpr):
-    """target = source (1024,), long after the next kernel may begin: each step waits for the one before."""
-    gdc_launch_dependents()
-    at = 0
-    for _ in range(STEPS):
-        at = tl.load(zeros + at, volatile=True)
-    places = at + tl.arange(0, 1024)
-    tl.store(target + places, tl.load(source + places))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("appends", [False, True])
-@torch.no_grad()
-def test_a_call_waits_for_the_kernel_that_makes_its_tokens(appends):
-    """However long that goes on after it has let others begin."""
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("no kernel begins before another has ended")
-    draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
-    made, caches, given = draw(2, 8, 1, 64), draw(2, 2, 2, 40, 64), torch.zeros(2, 8, 1, 64, device="cuda").bfloat16()
-    lengths = torch.tensor([30, 20], dtype=torch.int32, device="cuda")
-    workspace = kvcache_workspace(2, 4, "cuda")  # clearing a new one would be a kernel in between
-
-    def attend(tokens, caches):
-        new = (tokens[:, 4:6], tokens[:, 6:]) if appends else ()
-        return flash_attention_with_kvcache(tokens[:, :4], *caches, *new, cache_seqlens=lengths, workspace=workspace)
-
-    stored = caches.clone()
-    expected = attend(made, stored)
-    zeros = torch.zeros(1, dtype=torch.int32, device="cuda")
-    late_copy_kernel[(1,)](made, torch.empty_like(given), zeros, 10_000)  # compiles
-    torch.cuda.synchronize()
-    late_copy_kernel[(1,)](made, given, zeros, 10_000)
-    assert torch.equal(attend(given, caches), expected)
-    assert torch.equal(caches, stored)
