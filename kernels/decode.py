@@ -77,7 +77,9 @@ def flash_attention_with_kvcache(
         cache_seqlens: (B,) int32 on q's device: the slots in use before the call. A negative length says that the
             row is absent: it sees and writes nothing.
         cache_leftpad: (B,) int32: the slots before a row's first key.
-        block_table: (B, pages of a row) int32: where the pages of a row are. `page` is a power of two from 16.
+        block_table: (B, pages of a row) int32: where the pages of a row are. `page` is a power of two from 16. With a
+            window, pages that end 128 slots or more before the first key that a query sees may be gone: whatever the
+            table has of them.
         k_scale, v_scale: of an 8-bit cache, float32: (Hkv,), a constant a head, or one a token and head, (B, Hkv, S)
             or (P, Hkv, page). Keys are `k_cache * k_scale`. Those a token are written for the new tokens: the largest
             magnitude over 127, or over 448.
