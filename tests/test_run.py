@@ -5,6 +5,7 @@ import hashlib
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from subprocess import CalledProcessError
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -117,6 +118,16 @@ def test_a_gpu_without_kernels_of_ours_needs_no_triton(monkeypatch):
     for hardware, kernels in ((eager, True), (dataclasses.replace(eager, compile=True), False)):
         with pytest.raises(ValueError, match=r"^Triton cannot use this GPU"):
             refuse_without_compiler(hardware, kernels=kernels)
+
+
+@pytest.mark.parametrize(("platform", "why"), [("linux", "cc finds no Python.h"), ("darwin", None)])
+def test_headers_are_not_looked_for_where_pytorch_finds_others(tmp_path, monkeypatch, platform, why):
+    monkeypatch.setattr("training.hardware.sys", SimpleNamespace(platform=platform))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("CXX", "cc")
+    expected = pytest.raises(ValueError, match=f"^hardware.compile=true, and {why}; ") if why else nullcontext()
+    with expected:
+        refuse_without_compiler(Hardware(torch.device("cpu"), torch.float32, True, ""))
 
 
 def test_only_what_is_compiled_needs_a_compiler(tmp_path, monkeypatch):

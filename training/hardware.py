@@ -109,8 +109,10 @@ def refuse_without_compiler(hardware: Hardware, *, kernels: bool = True) -> None
 def _why_no_compiler(name: str, language: str) -> str | None:
     """Why the compiler `name` cannot read a file that includes Python.h, or None."""
     command = [name, "-E", "-x", language, f"-I{sysconfig.get_path('include')}", "-"]
+    # a framework's Python on macOS has its headers elsewhere, where PyTorch finds them
+    source = b"" if sys.platform == "darwin" else b"#include <Python.h>\n"
     try:
-        done = subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True)
+        done = subprocess.run(command, input=source, capture_output=True)
     except OSError:
         return f"there is no {language.upper()} compiler ({name})"
     return f"{name} finds no Python.h" if done.returncode else None
