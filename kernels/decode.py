@@ -128,7 +128,7 @@ def checked(call: Call, causal, scale, window, softcap, alibi_slopes, sinks) -> 
 
 def attend(call: Call, options: Options, plan: Plan | None) -> tuple[Tensor, Tensor]:
     """O and LSE of a checked call."""
-    if plan is not None or not needs_dispatcher(call.q, call.k_cache):  # the dispatcher takes 10 us
+    if plan is not None or not needs_dispatcher(call.q, call.k_cache):  # the dispatcher costs the host time
         return _run(call, options, plan)
     tell_flop_counters()
     numbers = (options.causal, options.scale, options.window_left, options.window_right, options.softcap)

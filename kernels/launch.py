@@ -313,7 +313,7 @@ def padded(head_dim: int) -> int:
 
 
 def _descriptor(x: Tensor, shape: list[int], strides: list[int], block_shape: list[int]):
-    """Triton's host descriptor. `tma_ready` has checked what its constructor would check again, for 4 us each."""
+    """Triton's host descriptor. `tma_ready` has checked what its constructor would check again."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     made = TensorDescriptor.__new__(TensorDescriptor)
