@@ -46,12 +46,14 @@ def rows_of(found: Reports) -> list[Row]:
 
 
 def printed(program: str) -> Callable[[Reports], Table]:
-    """The rows as scripts.bench.<program> prints them, with the experiment's name where there are several."""
+    """The rows as scripts.bench.<program> prints them, with the experiment's name where there are several, and its
+    CAPTION."""
 
     def made(found: Reports) -> Table:
         columns = import_module(f"scripts.bench.{program}")
         run = {"run": "{experiment}"} if len(found) > 1 else {}
-        return table(rows_of(found), run | columns.NAMES, columns.FIGURES)
+        caption = getattr(columns, "CAPTION", "")
+        return table(rows_of(found), run | columns.NAMES, columns.FIGURES, caption=caption)
 
     return made
 
