@@ -289,7 +289,10 @@ def test_memory_is_what_a_call_takes_beyond_what_is_held(monkeypatch):
         max_memory_allocated=lambda _: memory["peak"],
     )  # fmt: skip
     monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=cuda))
+    collected = []
+    monkeypatch.setattr(clock.gc, "collect", lambda: collected.append(memory["peak"]))
     assert clock.peak_gib(lambda: memory.update(peak=max(memory["peak"], 3 << 30)), GPU) == 2.0
+    assert collected == [9 << 30]  # before the peak is reset
     monkeypatch.setattr(attention, "peak_gib", lambda *_: 0.5)
     assert attention.prepared("naive", CELL, "forward", CPU)[1] == {"peak_extra_mib": 512.0}
 

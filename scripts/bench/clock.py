@@ -246,8 +246,7 @@ def peak_gib(call: Callable[[], object], device: torch.device) -> float | None:
     if device.type != "cuda":
         call()
         return None
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
+    free(device)  # what a call that ran out of memory left in cycles could go after the peak was reset
     held = torch.cuda.memory_allocated(device)
     call()
     return (torch.cuda.max_memory_allocated(device) - held) / 2**30
