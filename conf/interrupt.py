@@ -4,20 +4,26 @@ PyTorch takes seconds to import. Programs call `leave_quietly` and `need_an_envi
 which handles a KeyboardInterrupt, calls `raise_again`.
 """
 
+from __future__ import annotations  # Python 3.9, which macOS has, reads this before it hears that it is too old
+
 import os
 import signal
 import sys
 import tempfile
 from types import FrameType, TracebackType
 
+OLDEST = (3, 11)
 _OURS = ("conf", "data", "kernels", "model", "scripts", "training")  # not found where Python was told not to look here
 
 
 def need_an_environment() -> None:
-    """Exit with one line where no temporary file can be made, as on a full disk, and later where a package is missing.
+    """Exit with one line where Python is too old, no temporary file can be made, or, later, a package is missing.
 
-    `import torch` fails of the first.
+    `import torch` fails of the second.
     """
+    if sys.version_info < OLDEST:
+        found = ".".join(map(str, sys.version_info[:2]))
+        _exit(f"{sys.executable} is Python {found}, older than 3.11; begin with `uv run`, or use 3.13")
     sys.excepthook = _name_missing
     try:
         tempfile.gettempdir()

@@ -46,6 +46,23 @@ def test_without_room_for_a_temporary_file_a_program_ends_in_one_line(asked, tmp
     assert line.startswith("error: No usable temporary directory found in ['/proc']; make room there, or give TMPDIR a")
 
 
+@pytest.mark.parametrize("asked", ["train.py", "-m scripts.explain", "-m scripts.bench.loss"])
+def test_a_python_that_is_too_old_is_named(asked, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.version_info = (3, 10, 6)")
+    done = subprocess.run(
+        [sys.executable, *asked.split()], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line == f"error: {sys.executable} is Python 3.10, older than 3.11; begin with `uv run`, or use 3.13"
+
+
+def test_what_names_an_old_python_can_be_read_by_it():
+    """Python 3.9 cannot evaluate `FrameType | None`."""
+    assert interrupt._leave.__annotations__["frame"] == "FrameType | None"
+
+
 @pytest.mark.parametrize(
     ("missing", "code", "says"),
     [
