@@ -15,7 +15,7 @@ from tests.wandb_stub import WandbStub
 from train import train
 from training.log import ROOT
 from training.stop import shell_command
-from training.wandb_run import LoggerConfig, start_wandb
+from training.wandb_run import LoggerConfig, _can_write_below_home, start_wandb
 
 REMOTE = "https://somebodys-login:secret@git.example.org/somebodys-group/model.git"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -273,3 +273,20 @@ run.finish()
         [quick_python, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, env=inherited | own
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_home_of_another_user_is_no_place_for_logs(tmp_path, monkeypatch):
+    """As in `docker run --user 1000` where HOME is root's: even to ask whether something is in it is forbidden."""
+    stat = os.stat
+
+    def closed(path, **options):
+        if str(path).startswith(str(tmp_path / ".cache")):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("os.stat", closed)
+    for writable in (True, False):
+        monkeypatch.setattr("os.access", lambda path, mode, writable=writable: path == tmp_path and writable)
+        assert _can_write_below_home() is writable

@@ -155,8 +155,9 @@ def _can_write_below_home() -> bool:
     if not caches:
         return False
     logs = Path(caches, "wandb", "logs").absolute()
-    place = next(folder for folder in (logs, *logs.parents) if folder.exists())
-    return place.is_dir() and os.access(place, os.W_OK)
+    # another user's folder, as in `docker run --user`, is closed to Path.exists, too: it raises
+    place = next(folder for folder in (logs, *logs.parents) if os.path.exists(folder))
+    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
 
 
 def send(run: Any, step: int, values: Mapping[str, Any]) -> None:
