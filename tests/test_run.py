@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from subprocess import CalledProcessError
@@ -89,10 +90,12 @@ def test_the_memory_that_is_short_is_said_before_the_model_is_built(tmp_path, mo
     [
         (None, True, None),
         (None, False, None),  # the file that needs them was compiled before, elsewhere
-        (RuntimeError("Failed to find C compiler."), False, "cc finds no Python.h"),
-        (CalledProcessError(1, ["cc", "main.c"]), False, "cc finds no Python.h"),
-        (AssertionError("libcuda.so cannot found!\nPlease make sure"), True, "libcuda.so cannot found!"),
-        (ModuleNotFoundError("No module named 'triton'"), True, "No module named 'triton'"),
+        (RuntimeError("Failed to find C compiler."), False, "cc finds no Python.h; install python3"),
+        (CalledProcessError(1, ["cc", "main.c"]), False, "cc finds no Python.h; install python3"),
+        # what no compiler would mend
+        (AssertionError("libcuda.so cannot found!\nPlease"), True, "libcuda.so cannot found!; mend that, or use"),
+        (ModuleNotFoundError("No module named 'triton'"), True, "No module named 'triton'; mend that, or use hardware"),
+        (PermissionError(13, "Permission denied", "/.triton"), True, ".*: '/.triton'; mend that, or use hardware"),
     ],
 )
 def test_a_gpu_that_triton_cannot_use_is_refused_with_the_reason(tmp_path, monkeypatch, failure, has_headers, why):
@@ -101,32 +104,42 @@ def test_a_gpu_that_triton_cannot_use_is_refused_with_the_reason(tmp_path, monke
     driver.active.get_current_target.side_effect = failure
     monkeypatch.setattr("triton.runtime.driver", driver)
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
     if has_headers:
         (tmp_path / "Python.h").touch()
-    expected = (
-        pytest.raises(ValueError, match=f"^Triton cannot use this GPU: {why}; install gcc") if why else nullcontext()
-    )
+    expected = pytest.raises(ValueError, match=f"^Triton cannot use this GPU: {why}") if why else nullcontext()
     with expected:
         refuse_without_compiler(Hardware(torch.device("cuda"), torch.float32, False, ""))
 
 
-def test_a_gpu_without_kernels_of_ours_needs_no_triton(monkeypatch):
+def test_every_run_on_a_gpu_needs_triton(tmp_path, monkeypatch):
+    """An eager one of PyTorch's own attention, too: rotary positions and the loss are kernels of ours."""
     monkeypatch.setattr("training.hardware.failure_of_triton", lambda: "no Triton here")
     eager = Hardware(torch.device("cuda"), torch.float32, False, "")
-    refuse_without_compiler(eager, kernels=False)
-    for hardware, kernels in ((eager, True), (dataclasses.replace(eager, compile=True), False)):
-        with pytest.raises(ValueError, match=r"^Triton cannot use this GPU"):
-            refuse_without_compiler(hardware, kernels=kernels)
+    monkeypatch.setattr("training.run.set_up", lambda *_: eager)
+    with pytest.raises(ValueError, match=r"^Triton cannot use this GPU"):
+        resolve(small_run(tmp_path, "model.attention=sdpa"))
 
 
 @pytest.mark.parametrize(("platform", "why"), [("linux", "cc finds no Python.h"), ("darwin", None)])
 def test_headers_are_not_looked_for_where_pytorch_finds_others(tmp_path, monkeypatch, platform, why):
-    monkeypatch.setattr("training.hardware.sys", SimpleNamespace(platform=platform))
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("training.hardware.sys", SimpleNamespace(platform=platform, version_info=sys.version_info))
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
     monkeypatch.setenv("CXX", "cc")
     expected = pytest.raises(ValueError, match=f"^hardware.compile=true, and {why}; ") if why else nullcontext()
     with expected:
+        refuse_without_compiler(Hardware(torch.device("cpu"), torch.float32, True, ""))
+
+
+@pytest.mark.parametrize("value", ["nothing++", "cc -m64", "", None])
+def test_a_variable_that_names_no_compiler_is_what_to_mend(monkeypatch, value):
+    """PyTorch and Triton take it for the name of one program; no installation helps."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CXX", value)
+    remedy = "install [a-z]+[+][+] and python3" if value is None else "unset CXX, or use hardware.compile=false"
+    with pytest.raises(ValueError, match=rf"there is no C\+\+ compiler \(.*\); {remedy}"):
         refuse_without_compiler(Hardware(torch.device("cpu"), torch.float32, True, ""))
 
 

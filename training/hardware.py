@@ -87,35 +87,37 @@ def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
     return Hardware(device, dtype, compiled, _description(config, device, dtype, compiled, world), graphs, world)
 
 
-def refuse_without_compiler(hardware: Hardware, *, kernels: bool = True) -> None:
+def refuse_without_compiler(hardware: Hardware) -> None:
     """ValueError where nothing can be compiled, which the first step would find out, in a traceback of PyTorch's.
 
-    torch.compile needs a C++ compiler on a CPU, and Triton, on a GPU with our `kernels` or torch.compile, one for C;
-    both include Python.h, which a Linux distribution's own Python has in a package by itself.
+    torch.compile needs a C++ compiler on a CPU, and Triton, for every run on a GPU, one for C: rotary positions and the
+    loss are kernels of ours whatever attention is. Both include Python.h, which a Linux distribution's own Python has
+    in a package by itself.
     """
-    if hardware.device.type == "cuda" and (kernels or hardware.compile):
+    if hardware.device.type == "cuda":
         if failure := failure_of_triton():
-            name = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), "gcc")
-            why = _why_no_compiler(name, "c") or failure
-            raise ValueError(f"Triton cannot use this GPU: {why}; install gcc and python3-dev")
+            usual = next(filter(shutil.which, ("gcc", "clang")), "gcc")
+            why = _why_no_compiler("CC", usual, "c") or f"{failure}; mend that, or use hardware.device=cpu"
+            raise ValueError(f"Triton cannot use this GPU: {why}")
     elif hardware.compile and hardware.device.type == "cpu":
-        name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-        if why := _why_no_compiler(name, "c++"):
-            raise ValueError(
-                f"hardware.compile=true, and {why}; use hardware.compile=false, or install g++ and python3-dev"
-            )
+        why = _why_no_compiler("CXX", "clang++" if sys.platform == "darwin" else "g++", "c++")
+        if why:
+            raise ValueError(f"hardware.compile=true, and {why}, or use hardware.compile=false")
 
 
-def _why_no_compiler(name: str, language: str) -> str | None:
-    """Why the compiler `name` cannot read a file that includes Python.h, or None."""
-    command = [name, "-E", "-x", language, f"-I{sysconfig.get_path('include')}", "-"]
+def _why_no_compiler(variable: str, usual: str, language: str) -> str | None:
+    """Why no file that includes Python.h can be compiled, and a remedy; None where one can be read."""
+    name = os.environ.get(variable, usual)  # one word, as Triton and PyTorch take it: no arguments, and "" is a name
+    command = [name, "-E", "-x", language, f"-I{sysconfig.get_path('include', 'posix_prefix')}", "-"]
     # a framework's Python on macOS has its headers elsewhere, where PyTorch finds them
     source = b"" if sys.platform == "darwin" else b"#include <Python.h>\n"
+    headers = f"python3.{sys.version_info[1]}-dev"
     try:
         done = subprocess.run(command, input=source, capture_output=True)
     except OSError:
-        return f"there is no {language.upper()} compiler ({name})"
-    return f"{name} finds no Python.h" if done.returncode else None
+        remedy = f"unset {variable}" if variable in os.environ else f"install {usual} and {headers}"
+        return f"there is no {language.upper()} compiler ({name}); {remedy}"
+    return f"{name} finds no Python.h; install {headers}" if done.returncode else None
 
 
 def _device(config: HardwareConfig, world: World) -> torch.device:

@@ -196,8 +196,9 @@ def resolve(
             the limit and a remedy in one line.
     """
     world.begin_run()
-    is_here = hardware is None
-    hardware = hardware or set_up(settings.hardware, world)
+    if hardware is None:
+        hardware = set_up(settings.hardware, world)
+        refuse_without_compiler(hardware)
     if not world.is_first:
         found = world.broadcast(None)  # the first process's choices, at the end of its `resolve`
         train = replace(settings.train, micro_batch=found["micro_batch"])
@@ -213,8 +214,6 @@ def resolve(
     model, attention_reason, loss_reason = resolve_model(
         settings.model, hardware.device, hardware.dtype, document_mask=document_mask
     )
-    if is_here:
-        refuse_without_compiler(hardware, kernels=model.attention == "flash")
     if model.mask is not None and settings.train.sample_tokens and vocab_size is None:
         raise ValueError(f"model.mask={model.mask} cannot generate text; use train.sample_tokens=0")
     if model.name is not None and hardware.world.context > 1:
