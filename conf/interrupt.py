@@ -9,7 +9,6 @@ from __future__ import annotations  # Python 3.9, which macOS has, reads this be
 import os
 import signal
 import sys
-import tempfile
 from types import FrameType, TracebackType
 
 OLDEST = (3, 11)
@@ -17,18 +16,11 @@ _OURS = ("conf", "data", "kernels", "model", "scripts", "training")  # not found
 
 
 def need_an_environment() -> None:
-    """Exit with one line where Python is too old, no temporary file can be made, or, later, a package is missing.
-
-    `import torch` fails of the second.
-    """
+    """Exit with one line where Python is too old or, later, where an import lacks a package or a temporary file."""
     if sys.version_info < OLDEST:
         found = ".".join(map(str, sys.version_info[:2]))
         _exit(f"{sys.executable} is Python {found}, older than 3.11; begin with `uv run`, or use 3.13")
-    sys.excepthook = _name_missing
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError as error:
-        _exit(f"{error.strerror}; make room there, or give TMPDIR a folder that can be written")
+    sys.excepthook = _explain_import
 
 
 def leave_quietly() -> None:
@@ -39,7 +31,7 @@ def leave_quietly() -> None:
 
 def raise_again() -> None:
     """Undo what was set up for the imports."""
-    if sys.excepthook is _name_missing:
+    if sys.excepthook is _explain_import:
         sys.excepthook = sys.__excepthook__
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,13 +41,17 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)  # an exception may be caught by what is being imported
 
 
-def _name_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _explain_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     package = (getattr(error, "name", None) or "").partition(".")[0]
-    is_missing = kind is ModuleNotFoundError and package not in ("", *_OURS)
-    if not is_missing or os.environ.get("HYDRA_FULL_ERROR") == "1":
+    line = None
+    if kind is ModuleNotFoundError and package not in ("", *_OURS):
+        line = f"{package} is not installed for {sys.executable}; begin with `uv run`, or run `pip install .` first"
+    elif isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # PyTorch asks for one
+        line = f"{error.strerror}; make room there, or give TMPDIR a folder that can be written"
+    if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
         sys.__excepthook__(kind, error, trace)
-    if is_missing:
-        _exit(f"{package} is not installed for {sys.executable}; begin with `uv run`, or run `pip install .` first")
+    if line:
+        _exit(line)
 
 
 def _exit(message: str) -> None:

@@ -46,6 +46,14 @@ def test_without_room_for_a_temporary_file_a_program_ends_in_one_line(asked, tmp
     assert line.startswith("error: No usable temporary directory found in ['/proc']; make room there, or give TMPDIR a")
 
 
+def test_a_program_that_needs_no_temporary_file_is_not_refused_for_it(tmp_path):
+    """To compare runs no PyTorch is imported."""
+    (tmp_path / "sitecustomize.py").write_text("import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/proc']")
+    command, own = [sys.executable, "-m", "scripts.compare", "--help"], os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=own, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("asked", ["train.py", "-m scripts.explain", "-m scripts.bench.loss"])
 def test_a_python_that_is_too_old_is_named(asked, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.version_info = (3, 10, 6)")
