@@ -277,16 +277,17 @@ run.finish()
 
 def test_the_home_of_another_user_is_no_place_for_logs(tmp_path, monkeypatch):
     """As in `docker run --user 1000` where HOME is root's: even to ask whether something is in it is forbidden."""
-    stat = os.stat
 
-    def closed(path, **options):
-        if str(path).startswith(str(tmp_path / ".cache")):
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(path, **options)
+    def closed(path, *arguments, **options):
+        raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    assert _can_write_below_home()
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.setenv(name, "relative")  # wandb refuses the first
+        assert not _can_write_below_home()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "closed"))
     monkeypatch.setattr("os.stat", closed)
-    for writable in (True, False):
-        monkeypatch.setattr("os.access", lambda path, mode, writable=writable: path == tmp_path and writable)
-        assert _can_write_below_home() is writable
+    monkeypatch.setattr("os.mkdir", closed)
+    assert not _can_write_below_home()

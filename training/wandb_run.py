@@ -107,8 +107,9 @@ def start_wandb(
     written = id_file.read_text(errors="replace").strip() if id_file.exists() else ""
     run_id = written if re.fullmatch(r"[\w-]+", written, flags=re.ASCII) else secrets.token_hex(4)
     id_file.write_text(run_id + "\n")
-    if not _can_write_below_home():  # its process would print its own log on the console
-        os.environ.setdefault("WANDB_CACHE_DIR", str(run_dir.resolve()))
+    # its process would print its own log on the console
+    if not os.environ.get("WANDB_CACHE_DIR") and not _can_write_below_home():
+        os.environ["WANDB_CACHE_DIR"] = str(run_dir.resolve())
     try:
         if resume and mode == "offline":  # the new folder will hold the whole run: the old ones are not to be synced
             for earlier in run_dir.glob(f"wandb/offline-run-*-{run_id}"):
@@ -151,13 +152,14 @@ def start_wandb(
 def _can_write_below_home() -> bool:
     """Whether wandb has a place for its logs, where it looks for one unless WANDB_CACHE_DIR names another."""
     home = os.environ.get("HOME")
-    caches = os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache")
-    if not caches:
+    logs = Path(os.environ.get("XDG_CACHE_HOME") or (home and f"{home}/.cache") or "", "wandb", "logs")
+    if not logs.is_absolute():
         return False
-    logs = Path(caches, "wandb", "logs").absolute()
-    # another user's folder, as in `docker run --user`, is closed to Path.exists, too: it raises
-    place = next(folder for folder in (logs, *logs.parents) if os.path.exists(folder))
-    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)  # as wandb does; what may be asked of another user's folder varies
+    except OSError:
+        return False
+    return os.access(logs, os.W_OK | os.X_OK)
 
 
 def send(run: Any, step: int, values: Mapping[str, Any]) -> None:
