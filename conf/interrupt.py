@@ -42,9 +42,12 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _explain_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    package = (getattr(error, "name", None) or "").partition(".")[0]
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    package = (name or "").partition(".")[0]
     line = None
-    if kind is ModuleNotFoundError and package not in ("", *_OURS):
+    if package in sys.stdlib_module_names:  # as _ctypes or _lzma where Python was built without their libraries
+        line = f"{sys.executable} was built without {package}; use another Python, as `uv run --managed-python` does"
+    elif package not in ("", *_OURS):
         line = f"{package} is not installed for {sys.executable}; begin with `uv run`, or run `pip install .` first"
     elif isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # PyTorch asks for one
         line = f"{error.strerror}; make room there, or give TMPDIR a folder that can be written"

@@ -46,6 +46,25 @@ def test_without_room_for_a_temporary_file_a_program_ends_in_one_line(asked, tmp
     assert line.startswith("error: No usable temporary directory found in ['/proc']; make room there, or give TMPDIR a")
 
 
+def test_a_python_built_without_a_library_is_told_from_a_missing_package(tmp_path):
+    """As pyenv builds one where libffi's headers are not installed."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named', name='_ctypes')")
+    own = os.environ | {"PYTHONPATH": str(tmp_path), "HYDRA_FULL_ERROR": "0"}
+    done = subprocess.run([sys.executable, "train.py"], cwd=ROOT, env=own, text=True, capture_output=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {sys.executable} was built without _ctypes; use another Python, as `uv run --man")
+
+
+@pytest.mark.parametrize("raised", ["NameError('', name='math')", "ImportError('', name='os')", "OSError(2, 'torch')"])
+def test_another_failure_of_an_import_keeps_its_traceback(raised, tmp_path):
+    (tmp_path / "torch.py").write_text(f"raise {raised}")
+    own = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "train.py"], cwd=ROOT, env=own, text=True, capture_output=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback ")
+
+
 def test_a_program_that_needs_no_temporary_file_is_not_refused_for_it(tmp_path):
     """To compare runs no PyTorch is imported."""
     (tmp_path / "sitecustomize.py").write_text("import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/proc']")
