@@ -209,7 +209,7 @@ def old_gpu(place: Place) -> None:
 
 def no_headers(place: Place) -> None:
     """A Linux distribution's own Python, without the package of Python.h."""
-    place.monkeypatch.setattr(sysconfig, "get_path", lambda name: str(place.path))
+    place.monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(place.path))
 
 
 def full_disk(place: Place) -> None:
@@ -660,9 +660,9 @@ ENVIRONMENTS = [
     Case("no such dtype", ["hardware.dtype=int8"], ["hardware.dtype=int8", "bfloat16"]),
     Case("a million threads", ["hardware.num_threads=1000000"], ["hardware.num_threads=1000000", "1024"]),
     Case("no C++ compiler", ["hardware.compile=true"],
-         ["hardware.compile=true, and there is no C++ compiler (nothing++)", "use hardware.compile=false, or install"],
+         ["hardware.compile=true, and there is no C++ compiler (nothing++)", "; unset CXX, or use hardware.compile"],
          environment(CXX="nothing++")),
-    Case("no headers of Python", ["hardware.compile=true"], ["finds no Python.h", "or install g++ and python3-dev"],
+    Case("no headers of Python", ["hardware.compile=true"], ["finds no Python.h; install python3.", "-dev, or use"],
          no_headers),
     Case("flash without a GPU", ["model.attention=flash"], ["model.attention=flash", "attention=sdpa"],
          no_interpreter),
