@@ -37,10 +37,8 @@ def test_ctrl_c_among_the_imports_leaves_without_a_word(asked, ignored, tmp_path
 def test_without_room_for_a_temporary_file_a_program_ends_in_one_line(asked, tmp_path):
     """As on a full disk, or in a container that is read-only; PyTorch could not be imported."""
     (tmp_path / "sitecustomize.py").write_text("import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/proc']")
-    done = subprocess.run(
-        [sys.executable, *asked.split()], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True,
-        capture_output=True,
-    )  # fmt: skip
+    own = os.environ | {"PYTHONPATH": str(tmp_path), "HYDRA_FULL_ERROR": "0"}  # programs that tests start here set it
+    done = subprocess.run([sys.executable, *asked.split()], cwd=ROOT, env=own, text=True, capture_output=True)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: No usable temporary directory found in ['/proc']; make room there, or give TMPDIR a")
