@@ -266,9 +266,8 @@ class Children:
 
     def __enter__(self) -> None:
         self._signal = None
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's
-            numbers.append(signal.SIGHUP)
+        ignored = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_IGN]  # &, nohup
+        numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}.difference(ignored)
         self._previous = {number: signal.signal(number, self._end) for number in numbers}
 
     def __exit__(self, *exc_info: object) -> None:

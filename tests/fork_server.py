@@ -76,6 +76,7 @@ def stand_in(folder: Path) -> Path:
 
 def serve(address: str, pytest: int) -> None:
     """Fork for whoever asks, until `pytest` ends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where pytest runs in a script's background
     import torch
     import torch._dynamo  # these four when a run first needs them, which takes longer than the run
     import torch._inductor.compile_fx

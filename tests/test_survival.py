@@ -63,10 +63,12 @@ def stop_at(step: int, monkeypatch, *numbers: int) -> None:
 
 @pytest.fixture
 def _at_a_terminal():
-    """Under nohup SIGHUP is ignored."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Under nohup SIGHUP is ignored, in a script's background SIGINT."""
+    defaults = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("_at_a_terminal")
@@ -195,15 +197,18 @@ def test_what_is_said_twice_is_no_second_signal(busy, name):
     assert ended_by(busy, name, name, "SIGTERM") == -signal.SIGTERM
 
 
-def test_nohup_is_obeyed(monkeypatch):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_a_signal_that_was_ignored_stays_so(name, monkeypatch):
+    """SIGHUP under nohup; SIGINT where a script started the run with `&`: Ctrl-C is for the script's foreground."""
+    number = getattr(signal, name)
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), number)
             assert not stop.requested
             monkeypatch.setattr(sys, "stdout", None)  # a closed one has no cursor to show
             os.kill(os.getpid(), signal.SIGTERM)
             assert (stop.reason, stop.exit_code) == ("SIGTERM", 143)
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)

@@ -7,7 +7,7 @@ resumes the run. (2 is a user's mistake, conf/program.py, and memory that ran ou
 to be changed first.) A second signal takes its default action: the process is gone at once. Not so a second SIGHUP or
 SIGUSR1: a terminal that is closed sends two, the shell's and the kernel's; SLURM sends SIGUSR1 to a program that wraps
 the run, too, and that may pass it on. Nor, among several processes, the same signal again: torchrun passes on what a
-terminal has sent to all of them already. Where SIGHUP was ignored before (nohup), it still is.
+terminal has sent to all of them already. Where SIGHUP (nohup) or SIGINT (a script's &) was ignored before, it still is.
 """
 
 import os
@@ -110,7 +110,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         try:
             for number in SIGNALS:
-                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                if number in (signal.SIGHUP, signal.SIGINT) and signal.getsignal(number) is signal.SIG_IGN:
                     continue
                 self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not the main thread: Python allows no handlers there
