@@ -99,9 +99,9 @@ def commands_of_many() -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize(("processes", "given"), commands_of_many())
+@pytest.mark.parametrize(("processes", "given"), [*commands_of_many(), (2, "experiment=wikitext103")])
 def test_the_processes_of_a_documented_command_share_its_rows(processes, given, monkeypatch):
-    """wikitext103's micro_batch of 64 rows is all of a step: more than one process refused it."""
+    """wikitext103's micro_batch was 64 rows, all of a step: more than one process refused it."""
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     composed = settings(*shlex.split(given.replace("FOLDER", "runs/long")))
     world = World(size=processes)
