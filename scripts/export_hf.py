@@ -12,8 +12,6 @@ newest run is taken. FOLDER appears when it is whole, and nothing is overwritten
 """
 
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,12 @@ import torch
 import yaml
 
 from conf.program import program
-from data.shards import flush
 from data.tokenizer_file import FileEncoding, read_config
 from data.tokenizer_json import tokenizer_json
 from model import GPT
 from model.huggingface_weights import architecture, config_json, tensors
 from training.checkpoint import META, Checkpoint, given_or_newest, open_checkpoint
-from training.checkpoint_files import write_json, write_weights
+from training.checkpoint_files import whole_folder, write_json, write_weights
 from training.curves import read_run
 from training.trained import load_trained
 
@@ -70,7 +67,7 @@ def free_folder(path: str) -> Path:
 
 
 def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: str) -> None:
-    """Write all files under a hidden name beside `folder`, then rename it; OSError where the disk is full."""
+    """Write all files of `folder`, or none; OSError where the disk is full."""
     end_of_text = tokenizer.eot_token
     word = tokenizer.decode_bytes([end_of_text]).decode()
     contents: dict[str, Any] = {
@@ -91,10 +88,7 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
     if model.config.name is None:
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
         contents |= {"config.json": config_json(model, end_of_text), "generation_config.json": ends}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    temporary.mkdir()
-    try:
+    with whole_folder(folder) as temporary:
         if model.config.name is None:
             write_weights(tensors(model), temporary / "model.safetensors", metadata={"format": "pt"})
         else:
@@ -102,12 +96,6 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
         for name, content in contents.items():
             write_json(content, temporary / name)
         (temporary / "README.md").write_text(card, encoding="utf-8")
-        for path in (*temporary.iterdir(), temporary):
-            flush(path)
-        temporary.rename(folder)  # of an empty folder it takes the place; one that was filled meanwhile is an OSError
-        flush(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def described(model: GPT) -> tuple[str, int]:

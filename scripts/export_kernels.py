@@ -16,9 +16,11 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import kernels
 from conf.program import program
+from training.checkpoint_files import whole_folder
 
 FACE = """
 from .flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -39,8 +41,15 @@ def main(settings: KernelExportSettings, run_dir: Path) -> None:
     folder = Path(settings.folder)
     if folder.exists():
         raise ValueError(f"folder={folder} exists; give another, nothing is overwritten")
-    source, variant = Path(kernels.__file__).parent, folder / "build" / "torch-cuda"
-    shutil.copytree(source, variant, ignore=shutil.ignore_patterns("__pycache__"))
+    with whole_folder(folder) as temporary:
+        metadata = fill(temporary / "build" / "torch-cuda")
+    print(f"{folder} holds the kernels as {metadata['id']}")
+    print(json.dumps({"folder": str(folder)} | metadata))
+
+
+def fill(variant: Path) -> dict[str, Any]:
+    """Copy the kernels to the new folder `variant` and describe them there; the description."""
+    shutil.copytree(Path(kernels.__file__).parent, variant, ignore=shutil.ignore_patterns("__pycache__"))
     with open(variant / "__init__.py", "a", encoding="utf-8") as face:
         face.write(FACE)
     contents = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(variant.rglob("*.py")))).hexdigest()[:8]
@@ -53,8 +62,7 @@ def main(settings: KernelExportSettings, run_dir: Path) -> None:
         "backend": {"type": "cuda"},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-    print(f"{folder} holds the kernels as {metadata['id']}")
-    print(json.dumps({"folder": str(folder)} | metadata))
+    return metadata
 
 
 if __name__ == "__main__":

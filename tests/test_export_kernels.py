@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from scripts import export_kernels
+from tests.runs import told
+from tests.test_checkpoint import size_limit
 from training.log import ROOT
 
 USE = """
@@ -54,3 +56,11 @@ def test_loaded_by_its_path_under_another_name(tmp_path, capsys):
         export_kernels.main.__wrapped__(settings, tmp_path)
     with pytest.raises(ValueError, match="folder= is not given"):
         export_kernels.main.__wrapped__(export_kernels.KernelExportSettings(), tmp_path)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    """It listed every file, and left a part of them in the folder, which was then refused."""
+    with size_limit(1000):
+        done = told("scripts.export_kernels", [f"folder={tmp_path / 'kernel'}"], monkeypatch, capsys)
+    line = f"error: {tmp_path / 'kernel'} cannot be used (File too large); check that path, or name another\n"
+    assert (done.code, done.error, list(tmp_path.iterdir())) == (2, line, [])

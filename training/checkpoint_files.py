@@ -2,6 +2,11 @@
 
 import io
 import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from data.shards import file_sha256
+from data.shards import file_sha256, flush
 
 DEEPEST = 16  # a description is nested four deep
 
@@ -23,6 +28,26 @@ def write_weights(weights: dict[str, torch.Tensor], path: Path, *, metadata: dic
     except SafetensorError as error:  # how that library reports a full disk
         raise OSError(f"{path}: {error}") from error
     path.chmod(mode)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder to fill, which in the end is `folder`; where it cannot be, OSError, and nothing is left."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        temporary.mkdir()
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            flush(path)
+        temporary.rename(folder)  # of an empty folder it takes the place; one that was filled meanwhile is an OSError
+        flush(folder.parent)
+    except (OSError, SafetensorError) as error:  # shutil lists every file, and safetensors has words of its own
+        if (number := re.search(r"(?:Errno|os error) (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 class _File(io.FileIO):
