@@ -1,4 +1,5 @@
-"""What ends a program among its imports, where Python shows a traceback: Ctrl-C, a full disk, a missing package.
+"""What ends a program among its imports, where Python shows a traceback: Ctrl-C, a full disk, a package that is missing
+or damaged.
 
 PyTorch takes seconds to import. Programs call `leave_quietly` and `need_an_environment` before that; conf/program.py,
 which handles a KeyboardInterrupt, calls `raise_again`.
@@ -9,14 +10,17 @@ from __future__ import annotations  # Python 3.9, which macOS has, reads this be
 import os
 import signal
 import sys
+import traceback
+from textwrap import shorten
 from types import FrameType, TracebackType
 
 OLDEST = (3, 11)
-_OURS = ("conf", "data", "kernels", "model", "scripts", "training")  # not found where Python was told not to look here
+# not found where Python was told not to look here
+_OURS = ("__main__", "conf", "data", "kernels", "model", "scripts", "train", "training")
 
 
 def need_an_environment() -> None:
-    """Exit with one line where Python is too old or, later, where an import lacks a package or a temporary file."""
+    """Exit with one line where Python is too old or, later, where an import fails in a package that is not ours."""
     if sys.version_info < OLDEST:
         found = ".".join(map(str, sys.version_info[:2]))
         _exit(f"{sys.executable} is Python {found}, older than 3.11; begin with `uv run`, or use 3.13")
@@ -42,15 +46,20 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _explain_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    name = error.name if isinstance(error, ModuleNotFoundError) else None
-    package = (name or "").partition(".")[0]
+    bodies = [f.f_globals["__name__"] for f, _ in traceback.walk_tb(trace) if f.f_code.co_name == "<module>"]
+    importing = next((name for body in bodies if (name := body.partition(".")[0]) not in _OURS), None)
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    missing = package if kind is ModuleNotFoundError and package not in (*_OURS, importing) else ""
     line = None
-    if package in sys.stdlib_module_names:  # as _ctypes or _lzma where Python was built without their libraries
-        line = f"{sys.executable} was built without {package}; use another Python, as `uv run --managed-python` does"
-    elif package not in ("", *_OURS):
-        line = f"{package} is not installed for {sys.executable}; begin with `uv run`, or run `pip install .` first"
+    if missing in sys.stdlib_module_names:  # as _ctypes or _lzma where Python was built without their libraries
+        line = f"{sys.executable} was built without {missing}; use another Python, as `uv run --managed-python` does"
+    elif missing:
+        line = f"{missing} is not installed for {sys.executable}; begin with `uv run`, or run `pip install .` first"
     elif isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # PyTorch asks for one
         line = f"{error.strerror}; make room there, or give TMPDIR a folder that can be written"
+    elif importing and package not in _OURS and isinstance(error, Exception):  # as where a library of CUDA's is missing
+        reason = shorten("".join(traceback.format_exception_only(error)), 200)
+        line = f"{importing} cannot be loaded ({reason}); where it is damaged, `uv sync --reinstall` mends it"
     if line is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
         sys.__excepthook__(kind, error, trace)
     if line:

@@ -88,27 +88,44 @@ def test_what_names_an_old_python_can_be_read_by_it():
     assert interrupt._leave.__annotations__["frame"] == "FrameType | None"
 
 
+def ends_of_a_start(torch: str, folder: Path) -> list[subprocess.CompletedProcess]:
+    """How a run and a program end where importing PyTorch runs these lines."""
+    (folder / "torch.py").write_text(torch)
+    own = os.environ | {"PYTHONPATH": str(folder), "HYDRA_FULL_ERROR": "0"}  # programs that tests start here set it
+    commands = [[sys.executable, *asked.split()] for asked in ("train.py", "-m scripts.explain")]
+    return [subprocess.run(command, cwd=ROOT, env=own, text=True, capture_output=True) for command in commands]
+
+
+def test_a_package_that_is_missing_is_named_with_the_way_to_have_it(tmp_path):
+    """`python train.py` outside of the environment, as where `uv run` was forgotten."""
+    for done in ends_of_a_start("import hydra_missing.core", tmp_path):
+        remedy = "begin with `uv run`, or run `pip install .` first"
+        line = f"error: hydra_missing is not installed for {sys.executable}; {remedy}\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
 @pytest.mark.parametrize(
-    ("missing", "code", "says"),
+    ("torch", "says"),
     [
-        ("torch", 2, "error: torch is not installed for "),
-        ("hydra.core", 2, "error: hydra is not installed for "),
-        ("conf", 1, "Traceback "),  # ours: Python was told not to look here, which no installation changes
-        (None, 1, "Traceback "),
+        ("raise ModuleNotFoundError('No module', name='torch._C')", "ModuleNotFoundError: No module"),
+        ("raise ImportError('libc10.so: no such file', name='torch._C')", "ImportError: libc10.so: no such file"),
+        ("raise ValueError('libcudart.so\\n' * 99)", "ValueError: libcudart.so libcudart.so "),  # what PyTorch raises
     ],
 )
-def test_a_package_that_is_missing_is_named_with_the_way_to_have_it(missing, code, says, tmp_path):
-    """`python train.py` outside of the environment, as where `uv run` was forgotten."""
-    (tmp_path / "torch.py").write_text(f"raise ModuleNotFoundError('No module named', name={missing!r})")
-    own = os.environ | {"PYTHONPATH": str(tmp_path), "HYDRA_FULL_ERROR": "0"}  # programs that tests start here set it
-    for asked in ("train.py", "-m scripts.explain"):
-        command = [sys.executable, *asked.split()]
-        done = subprocess.run(command, cwd=ROOT, env=own, text=True, capture_output=True)
-        assert (done.returncode, done.stdout) == (code, "")
-        assert done.stderr.startswith(says)
-        if code == 2:
-            (line,) = done.stderr.splitlines()
-            assert line.endswith(f"{sys.executable}; begin with `uv run`, or run `pip install .` first")
+def test_a_package_that_is_damaged_is_not_said_to_be_missing(torch, says, tmp_path):
+    for done in ends_of_a_start(torch, tmp_path):
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"error: torch cannot be loaded ({says}")
+        assert line.endswith("); where it is damaged, `uv sync --reinstall` mends it")
+        assert len(line) < 300
+
+
+def test_what_is_missing_of_ours_is_a_traceback(tmp_path):
+    """Python was told not to look here, which no installation changes."""
+    for done in ends_of_a_start("raise ModuleNotFoundError('No module named', name='conf')", tmp_path):
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("Traceback ")
 
 
 def test_ctrl_c_after_the_imports_is_an_exception_again(tmp_path, monkeypatch):
