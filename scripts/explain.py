@@ -92,6 +92,7 @@ class ExplainSettings(Settings, Shape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.gpu = self.gpu.lower()  # NVIDIA writes H100
         refuse_unknown("", self, what=("attention", "memory"), element=(1, 2, 4, 8), gpu=BOARDS)
         sizes = "seq_len", "head_dim", "num_heads", "batch", "num_layers", "vocab_size", "processes"
         refuse_out_of_range("", self, *sizes)

@@ -69,6 +69,7 @@ def test_traffic_and_the_side_of_the_roofline():
 def test_every_board_of_the_kernels_table_can_be_named():
     assert sorted(board.name for board in BOARDS.values()) == sorted(board.name for board in GPUS)
     assert {"t4", "a100", "h100", "h200", "b200", "rtx4090"} <= BOARDS.keys()
+    assert ExplainSettings(gpu="RTX4090").gpu == "rtx4090"  # as the board's name has it
 
 
 def test_keys_outside_reads_the_row_state_for_each_tile_of_keys():
