@@ -16,7 +16,7 @@ import tiktoken
 
 Fragment = tuple[str, bool]
 
-PIECE_CHARACTERS = 1 << 18  # large enough that a thread works 15 ms on one, small enough for a few hundred in memory
+PIECE_CHARACTERS = 1 << 18  # large enough that a thread works many ms on one, small enough for a few hundred in memory
 
 # A newline directly before a visible ASCII character. GPT-2's pattern gives the last white space of a run to what
 # follows (a blank) or to itself (a newline), so such a newline always is a token boundary on both sides; bytes and

@@ -71,7 +71,7 @@ def build_tokenizer(name: str, alphabet: str = "") -> tiktoken.Encoding:
     if name == "bytes":
         return tiktoken.Encoding(
             "bytes",
-            # any cut is right, as nothing merges; runs of 64 characters encode 3x faster than single ones
+            # any cut is right, as nothing merges, and long runs encode faster than single characters
             pat_str=r"(?s:.){1,64}",
             mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={END_OF_TEXT: 256},

@@ -311,7 +311,7 @@ def _no_hopper_device_reason(device: torch.device) -> str | None:
 
 @lru_cache(maxsize=1)
 def _triton_release() -> str:
-    return version("triton")  # reads a file: 0.3 ms
+    return version("triton")  # reads a file
 
 
 def _unaddressable_reason(**tensors: Tensor | None) -> str | None:

@@ -30,7 +30,7 @@ END_OF_TEXT = 0
 STARTS = ((0, 7, 8, 20), (0, 13))  # of documents in two rows; one has a single token
 CHANGED = (0, 1, 7, 8, 13, 22, 23)  # tokens of a row that are changed one at a time: ends and both sides of a border
 PIECES = (5, 3, 1, 1, 13, 1)  # how the cache is filled
-# how far logits of the same tokens may be apart: on a CPU they are by 1e-5, those of wrong positions by 0.5 and more
+# how far logits of the same tokens may be apart: sums in another order are far less, wrong positions far more
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2, torch.float16: 0.1}
 
 Run = Callable[[Tensor], Tensor]
@@ -52,7 +52,7 @@ def probe(config: GPTConfig, hardware: Hardware) -> dict[str, str | None]:
         parts |= {"KV cache": (_cache, config), "paged KV cache": (_pages, config)}
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_float32_matmul_precision("highest")  # TF32 would need a tolerance of its own
-    torch.set_num_threads(1)  # the calls are tiny: on a busy machine two threads take 100 times as long
+    torch.set_num_threads(1)  # the calls are tiny: on a busy machine two threads wait for each other
     try:
         with torch.no_grad(), hardware.autocast():
             return {name: next(part(_small_model(of, hardware), hardware), None) for name, (part, of) in parts.items()}

@@ -1,7 +1,7 @@
 """The Triton kernels of skinny_linear.py: a program has some outputs and runs over all of their weights.
 
 Bound by memory: each weight is read once; the rows are read by every program, from the second-level cache. Of wide rows
-a program therefore takes a part, and the last one of an output adds the parts. A launch takes half as long as such a
+a program therefore takes a part, and the last one of an output adds the parts. A launch is not short beside such a
 product. So on Hopper and later a kernel starts while its predecessor ends, one of a single row asks for its first
 weights, which nobody writes, and only then it waits (programmatic dependent launch). To start sooner, or to bring
 weights into the second-level cache meanwhile, made a step of 64 rows longer (hopper/NOTES.md).
@@ -43,7 +43,7 @@ def tile_for(num_rows: int, num_outputs: int, width: int, plain: bool) -> Tile:
         return Tile(64, 16, 128, 4, 4, parts=2)
     if num_outputs < 2048:  # few programs: rows are shared among them too
         return Tile(32 if num_rows > 16 else 16, 16, 256, 4, 3)
-    # 64 rows however few there are: wgmma takes no fewer, and without it 8 rows take half as long again
+    # 64 rows however few there are: wgmma takes no fewer, and without it few rows take longer
     return Tile(64, 32, 64, 4, 5) if num_outputs < 16384 else Tile(64, 128, 64, 4, 3)
 
 
