@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from model import ATTENTION, GPT, GPTConfig, resolve_attention, resolve_model
-from model.attention import attend_with
+from model.attention import SHORT, attend_with
 from model.embedding import embed, embedding_bwd
 from model.gpt import rope_tables
 
@@ -74,6 +74,24 @@ def test_backends_align_the_causal_mask_bottom_right(backend, num_queries, num_k
     row, column = torch.arange(num_queries)[:, None], torch.arange(num_keys)
     scores = (q @ k.mT / 4).masked_fill(column > row + num_keys - num_queries, -math.inf)
     torch.testing.assert_close(actual, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("tokens", "scale"), [(1, None), (19, None), (SHORT, 0.4), (SHORT + 1, None)])
+def test_sdpa_in_bfloat16_on_a_cpu_errs_no_more_than_the_formula(tokens, scale, causal):
+    """Short sequences are products of matrices, longer ones PyTorch's kernel in float32; forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do = torch.randn(4, 2, tokens, 3, 16, generator=generator).bfloat16().transpose(2, 3)  # as in a model
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def results(backend, dtype):
+        o = ATTENTION[backend](*(x.to(dtype) for x in inputs), causal=causal, scale=scale)
+        return o, *torch.autograd.grad(o, inputs, do.to(dtype))
+
+    exact = results("naive", torch.float64)
+    for ours, formula, right in zip(results("sdpa", q.dtype), results("naive", q.dtype), exact, strict=True):
+        assert ours.dtype == q.dtype
+        assert (ours - right).norm() <= 1.1 * (formula - right).norm() + 1e-6
 
 
 def test_tiled_takes_block_sizes():
