@@ -15,6 +15,7 @@ import torch
 import train as program
 from kernels import naive_attention
 from model import ATTENTION, GPT, GPTConfig, attend_with
+from scripts import sample
 from tests.runs import metrics, small_run
 from train import train
 from training import memory
@@ -119,6 +120,15 @@ def test_every_run_on_a_gpu_needs_triton(tmp_path, monkeypatch):
     monkeypatch.setattr("training.run.set_up", lambda *_: eager)
     with pytest.raises(ValueError, match=r"^Triton cannot use this GPU"):
         resolve(small_run(tmp_path, "model.attention=sdpa"))
+
+
+def test_samples_on_a_gpu_need_triton_too(monkeypatch, capsys):
+    monkeypatch.setattr("training.hardware.failure_of_triton", lambda: "no Triton here")
+    monkeypatch.setattr("scripts.sample.set_up", lambda _: Hardware(torch.device("cuda"), torch.float32, False, ""))
+    monkeypatch.setattr(sys, "argv", ["sample"])
+    with pytest.raises(SystemExit):
+        sample.main()
+    assert capsys.readouterr().err.startswith("error: Triton cannot use this GPU")
 
 
 @pytest.mark.parametrize(("platform", "why"), [("linux", "cc finds no Python.h"), ("darwin", None)])
