@@ -31,6 +31,7 @@ from scripts.bench.report import installed_gpus
 from scripts.evidence_tables import headline, inserted, page
 from scripts.variants import MUTANTS
 from training.log import ROOT, git_commit
+from training.stop import unless_ignored
 
 FAILED = 1  # exit code
 TABLES = "tables"  # a name that is no experiment
@@ -266,8 +267,7 @@ class Children:
 
     def __enter__(self) -> None:
         self._signal = None
-        ignored = [n for n in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_IGN]  # &, nohup
-        numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}.difference(ignored)
+        numbers = unless_ignored((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         self._previous = {number: signal.signal(number, self._end) for number in numbers}
 
     def __exit__(self, *exc_info: object) -> None:

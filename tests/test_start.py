@@ -46,12 +46,10 @@ def test_without_room_for_a_temporary_file_a_program_ends_in_one_line(asked, tmp
 
 def test_a_python_built_without_a_library_is_told_from_a_missing_package(tmp_path):
     """As pyenv builds one where libffi's headers are not installed."""
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named', name='_ctypes')")
-    own = os.environ | {"PYTHONPATH": str(tmp_path), "HYDRA_FULL_ERROR": "0"}
-    done = subprocess.run([sys.executable, "train.py"], cwd=ROOT, env=own, text=True, capture_output=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {sys.executable} was built without _ctypes; use another Python, as `uv run --man")
+    for done in ends_of_a_start("raise ModuleNotFoundError('No module named', name='_ctypes')", tmp_path):
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"error: {sys.executable} was built without _ctypes; use another Python, as `uv run --m")
 
 
 def test_a_failure_of_an_import_in_our_own_line_keeps_its_traceback(tmp_path):

@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,12 @@ STDERR = 2  # the file descriptor: a signal handler may interrupt a write throug
 REASONS = (EXIT_TIME_LIMIT, *(128 + number for number in SIGNALS))  # exit codes, as processes vote by them
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+
+
+def unless_ignored(numbers: Iterable[int]) -> list[int]:
+    """Of these signals those to handle: a SIGHUP that nohup ignores and a SIGINT that a script's `&` does stay so."""
+    ignored = {n for n in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) is signal.SIG_IGN}
+    return [number for number in numbers if number not in ignored]
 
 
 def resume_command(run_dir: Path, *overrides: str) -> str:
@@ -109,9 +116,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         try:
-            for number in SIGNALS:
-                if number in (signal.SIGHUP, signal.SIGINT) and signal.getsignal(number) is signal.SIG_IGN:
-                    continue
+            for number in unless_ignored(SIGNALS):
                 self._previous[number] = signal.signal(number, self._on_signal)
         except ValueError:  # not the main thread: Python allows no handlers there
             return self
