@@ -126,7 +126,7 @@ def call_packed(attention, qkv: tuple, cu_seqlens: tuple, max_seqlen: tuple, ret
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"v has shape {tuple(v.shape)} but k has {tuple(k.shape)}; all but head_dim must be equal")
     qkv = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
-    o, lse = attention(*qkv, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, return_lse=True, **options)
+    result = attention(*qkv, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, return_lse=return_lse, **options)
     # not o[0]: the gradient of an index is a tensor of zeros with a part filled in
-    o = o.squeeze(0).transpose(0, 1)
-    return (o, lse.squeeze(0)) if return_lse else o
+    o = (result[0] if return_lse else result).squeeze(0).transpose(0, 1)
+    return (o, result[1].squeeze(0)) if return_lse else o

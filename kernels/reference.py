@@ -5,6 +5,7 @@ It is what eager GPT code writes, and what people compare losses with. PyTorch's
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def naive_attention(
     Shapes, dtypes, options and errors as in `flash_attention`, but any device, float64, and any head_dim. Products run
     in the input dtype, the softmax in float32 (float64 for float64 inputs).
     """
-    o, lse = by_documents("naive", _naive, *check_call(q, k, v, **options))
+    o, lse = by_documents("naive", partial(_naive, return_lse), *check_call(q, k, v, **options))
     return (o, lse) if return_lse else o
 
 
@@ -44,8 +45,11 @@ def naive_attention_varlen(
     return call_packed(naive_attention, (q, k, v), cu_seqlens, max_seqlen, **options)
 
 
-def by_documents(name: str, attention, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """O and LSE by attention(q, k, v, options, first_row, first_col), called once, or for each document.
+def by_documents(
+    name: str, attention, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """O and LSE by attention(q, k, v, options, first_row, first_col), called once, or for each document; None for the
+    LSE where attention gives None.
 
     ValueError where `name`, a row of kernels/support.py, does not take these options together.
     """
@@ -65,7 +69,7 @@ def by_documents(name: str, attention, q: Tensor, k: Tensor, v: Tensor, options:
         o, lse = attention(q[:, :, rows], k[:, :, cols], v[:, :, cols], one, rows.start, cols.start)
         outputs.append(o)
         lses.append(lse)
-    return torch.cat(outputs, dim=2), torch.cat(lses, dim=2)
+    return torch.cat(outputs, dim=2), None if lses[0] is None else torch.cat(lses, dim=2)
 
 
 def visible_pairs(rows: Tensor, cols: Tensor, num_q: int, num_k: int, options: Options) -> Tensor | None:
@@ -104,7 +108,7 @@ def kept_pairs(rows: Tensor, cols: Tensor, batch: int, heads: int, options: Opti
     return keep_mask(options.dropout_seed, options.dropout_p, numbers, rows, cols)
 
 
-def _naive(q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0, first_col: int = 0):
+def _naive(return_lse, q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0, first_col: int = 0):
     batch, heads, num_q, _ = q.shape
     num_k = k.shape[2]
     group = heads // k.shape[1]
@@ -136,6 +140,9 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0
     if options.dropout_p:
         kept = kept_pairs(first_row + rows, first_col + cols, batch, heads, options)
         probs = probs * kept / (1.0 - options.dropout_p)
+    o = probs @ v
+    if not return_lse:
+        return o, None
     lse = torch.logsumexp(finite, dim=-1)
     lse = lse.masked_fill(lse == math.inf, math.nan)  # of an infinite score, as a running maximum gives it: so is O
-    return probs @ v, lse if options.sinks is None else lse.masked_fill(empty.squeeze(-1), -math.inf)
+    return o, lse if options.sinks is None else lse.masked_fill(empty.squeeze(-1), -math.inf)

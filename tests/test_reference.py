@@ -1,12 +1,14 @@
 """The references define correct: they are held to PyTorch's own attention and to finite differences."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import BlockMask, flash_attention, naive_attention, tiled_attention
+from kernels import BlockMask, flash_attention, naive_attention, naive_attention_varlen, tiled_attention
 from tests.attention_checks import make_qkv, oracle, results
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,6 +117,32 @@ def test_sinks_are_keys_without_values():
     expected = torch.logaddexp(plain_lse, sinks.double()[None, :, None])
     torch.testing.assert_close(lse, expected)
     torch.testing.assert_close(o, plain * (plain_lse - expected).exp()[..., None])
+
+
+class Logarithms(TorchDispatchMode):
+    """Counts logsumexp."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function == torch.ops.aten.logsumexp.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lse_is_computed_only_where_asked_for(packed):
+    """It is some passes over the scores that eager code does not make: with them the baseline would be too slow."""
+    q, k, v = (x.detach() for x in _double((1, 2, 2, 7, 7, 3)))
+    starts = torch.tensor([0, 2, 7], dtype=torch.int32)
+    attention = partial(naive_attention, q, k, v)
+    if packed:
+        attention = partial(naive_attention_varlen, *(x[0].transpose(0, 1) for x in (q, k, v)), starts, starts, 5, 5)
+    with Logarithms() as asked:
+        o, _ = attention(return_lse=True)
+    with Logarithms() as unasked:
+        alone = attention()
+    assert torch.equal(o, alone)
+    assert (asked.count, unasked.count) == (2 if packed else 1, 0)
 
 
 def test_a_row_that_sees_no_key_sees_its_sink():
