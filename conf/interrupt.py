@@ -20,7 +20,10 @@ _OURS = ("__main__", "conf", "data", "kernels", "model", "scripts", "train", "tr
 
 
 def need_an_environment() -> None:
-    """Exit with one line where Python is too old or, later, where an import fails in a package that is not ours."""
+    """Exit with one line on Windows, where Python is too old or, later, where an import fails in a package that is not
+    ours."""
+    if sys.platform == "win32":
+        _exit("this runs on Linux and macOS; on Windows use WSL (`wsl --install`), and begin anew there")
     if sys.version_info < OLDEST:
         found = ".".join(map(str, sys.version_info[:2]))
         _exit(f"{sys.executable} is Python {found}, older than 3.11; begin with `uv run`, or use 3.13")

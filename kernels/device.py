@@ -1,5 +1,6 @@
 """What GPUs can do: the one table of boards, and this machine's capability, SM count and L2 cache."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -10,6 +11,9 @@ import torch
 
 # Our operators' namespace in PyTorch, of which a process has one: a copy of this folder by another name has its own.
 OPERATORS = "flashgpt" if __package__ == "kernels" else "flashgpt_" + re.sub(r"\W", "_", __package__)
+
+# It is made for Linux alone. Where it is missing, what runs without it does.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Shared memory that one block may use, in bytes, by compute capability x 10: CUDA guide, table 30.
 SHARED_LIMIT_BYTES = {
@@ -77,7 +81,7 @@ def dense_bf16_peak_flops(device_name: str) -> float | None:
 
 def interpreting() -> bool:
     """True when Triton kernels run in its interpreter, as numpy on the CPU (TRITON_INTERPRET=1)."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+    return HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def failure_of_triton() -> str | None:

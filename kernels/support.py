@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .call import Options
-from .device import capability, interpreting
+from .device import HAS_TRITON, capability, interpreting
 from .launch import tma_ready
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -201,6 +201,8 @@ def _flash_device_reason(device: torch.device, dtype: torch.dtype) -> str | None
         return f"device type {device.type} is not supported by flash attention (cuda); use {SDPA}"
     if interpreting():
         return None
+    if not HAS_TRITON:
+        return f"flash attention needs Triton, which is not installed and is made for Linux; use {SDPA}"
     return (
         f"flash attention needs an NVIDIA GPU; use {SDPA}, "
         "or set TRITON_INTERPRET=1 before the start to test it on a CPU"

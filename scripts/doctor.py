@@ -32,6 +32,7 @@ from data import Dataset, build_tokenizer, open_dataset, tokenizer_state
 from data.dataset import digest, locate
 from data.hub import within_reach
 from kernels import why_not
+from kernels.device import HAS_TRITON
 from model import GPT, GPTConfig, build_model, resolve_model
 from scripts.causality import probe
 from scripts.machine import Finding
@@ -116,7 +117,7 @@ def load_triton() -> None:
     It reads TRITON_INTERPRET when it is first imported, and transformers may import it for another question. Other
     questions are answered as for a run, without the variable.
     """
-    if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
+    if HAS_TRITON and "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         import_module("triton")
         del os.environ["TRITON_INTERPRET"]

@@ -26,6 +26,7 @@ from conf.program import program
 from conf.schema import Settings
 from data import TokenBatches
 from kernels import naive_attention
+from kernels.device import HAS_TRITON
 from model import ATTENTION, GPT, attend_with
 from scripts.bench.report import Columns, Report, colour, refuse_out_of_range, refuse_unknown, table
 from scripts.parity_verdict import EARLY, Recorded, compare, fault, final_losses, judge, limits_of, noise, stress
@@ -64,7 +65,7 @@ class ParitySettings(Settings):
 
 @program("config", ParitySettings, experiment="parity", run_dir="runs/parity")
 def main(settings: ParitySettings, run_dir: Path) -> None:
-    if not torch.cuda.is_available():
+    if HAS_TRITON and not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported, which is later
         print("no GPU: flash runs in Triton's interpreter, which is right and very slow")
     repeats = settings.parity.repeats

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import gc
-import importlib
+import importlib.util
 import os
 import sys
 from collections import Counter
@@ -21,6 +21,9 @@ import omegaconf.base
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
+
+if importlib.util.find_spec("triton") is None:
+    sys.exit("error: the tests run kernels, and Triton is not installed, which is made for Linux; run them there")
 
 # files that start processes and wait for them, in turns with long ones that do not: of two workers one has work
 FIRST = (

@@ -141,6 +141,14 @@ def test_headers_are_not_looked_for_where_pytorch_finds_others(tmp_path, monkeyp
         refuse_without_compiler(Hardware(torch.device("cpu"), torch.float32, True, ""))
 
 
+def test_on_macos_a_compiler_comes_with_its_own_command(monkeypatch):
+    monkeypatch.setattr("training.hardware.sys", SimpleNamespace(platform="darwin", version_info=sys.version_info))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ValueError, match=r"there is no C\+\+ compiler \(clang\+\+\); xcode-select --install, or use"):
+        refuse_without_compiler(Hardware(torch.device("cpu"), torch.float32, True, ""))
+
+
 @pytest.mark.parametrize("value", ["nothing++", "cc -m64", "", None])
 def test_a_variable_that_names_no_compiler_is_what_to_mend(monkeypatch, value):
     """PyTorch and Triton take it for the name of one program; no installation helps."""

@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from conf import interrupt
 from conf.program import program
+from conf.schema import HardwareConfig
+from kernels import why_not
+from scripts.bench.report import refuse_without_gpu
 from tests.test_text import Echo
 from training.log import ROOT
 
@@ -77,6 +81,74 @@ def test_a_python_that_is_too_old_is_named(asked, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line == f"error: {sys.executable} is Python 3.10, older than 3.11; begin with `uv run`, or use 3.13"
+
+
+@pytest.mark.parametrize("asked", ["train.py", "-m scripts.explain", "-m scripts.bench.loss"])
+def test_windows_is_told_of_wsl(asked, tmp_path):
+    """It has neither fcntl nor SIGUSR1."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.platform = 'win32'")
+    done = subprocess.run(
+        [sys.executable, *asked.split()], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr
+        == "error: this runs on Linux and macOS; on Windows use WSL (`wsl --install`), and begin anew there\n"
+    )
+
+
+WITHOUT_TRITON = """
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, *other):
+        return None if name.partition(".")[0] == "triton" else self.finder.find_spec(name, *other)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+
+def test_without_triton_a_run_takes_sdpa(tmp_path):
+    """As on macOS, for which there is no Triton, and where its interpreter is asked for in vain."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TRITON)
+    own = {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+
+    def ends(*command):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=os.environ | own, text=True, capture_output=True
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    small = ["model.num_layers=1", "train.steps=1", "train.batch_tokens=256", f"hydra.run.dir={tmp_path / 'run'}"]
+    code, said, _ = ends("-m", "scripts.doctor", *small)
+    assert code == 0
+    assert "note  kernels    flash attention is not for this machine: flash attention needs Triton" in said
+    code, said, _ = ends("train.py", *small)
+    assert code == 0
+    assert "sdpa" in said
+    code, _, said = ends("-m", "pytest", "tests/test_conf.py")
+    assert code == 1
+    assert said.startswith("error: the tests run kernels, and Triton is not installed")
+
+
+def test_without_triton_nobody_is_sent_to_its_interpreter(monkeypatch):
+    monkeypatch.setattr("kernels.device.HAS_TRITON", False)
+    monkeypatch.setattr("kernels.support.HAS_TRITON", False)
+    monkeypatch.setattr("scripts.bench.report.HAS_TRITON", False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    reason = why_not("flash", torch.float32, device=torch.device("cpu"), head_dim=64)
+    assert reason.startswith(
+        "flash attention needs Triton, which is not installed and is made for Linux; use PyTorch's"
+    )
+    with pytest.raises(
+        ValueError, match="attention is measured on an NVIDIA GPU and PyTorch sees none; use another"
+    ) as e:
+        refuse_without_gpu("attention", HardwareConfig(), "less of it")
+    assert "TRITON_INTERPRET" not in str(e.value)
 
 
 def test_what_names_an_old_python_can_be_read_by_it():

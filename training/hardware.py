@@ -115,7 +115,8 @@ def _why_no_compiler(variable: str, usual: str, language: str) -> str | None:
     try:
         done = subprocess.run(command, input=source, capture_output=True)
     except OSError:
-        remedy = f"unset {variable}" if variable in os.environ else f"install {usual} and {headers}"
+        install = "xcode-select --install" if sys.platform == "darwin" else f"install {usual} and {headers}"
+        remedy = f"unset {variable}" if variable in os.environ else install
         return f"there is no {language.upper()} compiler ({name}); {remedy}"
     return f"{name} finds no Python.h; install {headers}" if done.returncode else None
 

@@ -25,7 +25,7 @@ from rich.table import Table as ConsoleTable
 from rich.text import Text
 
 from conf.mistakes import fail
-from kernels.device import interpreting
+from kernels.device import HAS_TRITON, interpreting
 from training.curves import picture
 from training.hardware import HardwareConfig
 from training.log import provenance
@@ -87,9 +87,8 @@ def refuse_without_gpu(what: str, hardware: HardwareConfig, smoke: str, *, needs
     found, remedy = "PyTorch sees none", "use another machine"
     if has_gpu:
         found, remedy = f"hardware.device={hardware.device} is none", "leave it out"
-    raise ValueError(
-        f"{what} is measured on {needs} and {found}; {remedy}, or for a smoke test TRITON_INTERPRET=1 with {smoke}"
-    )
+    smoke_test = f", or for a smoke test TRITON_INTERPRET=1 with {smoke}" if HAS_TRITON else ""
+    raise ValueError(f"{what} is measured on {needs} and {found}; {remedy}{smoke_test}")
 
 
 @dataclass
