@@ -12,7 +12,7 @@ import torch
 # Our operators' namespace in PyTorch, of which a process has one: a copy of this folder by another name has its own.
 OPERATORS = "flashgpt" if __package__ == "kernels" else "flashgpt_" + re.sub(r"\W", "_", __package__)
 
-# It is made for Linux alone. Where it is missing, what runs without it does.
+# Triton is made for Linux alone. Where it is missing, whatever does not need it runs.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # Shared memory that one block may use, in bytes, by compute capability x 10: CUDA guide, table 30.

@@ -108,7 +108,9 @@ def kept_pairs(rows: Tensor, cols: Tensor, batch: int, heads: int, options: Opti
     return keep_mask(options.dropout_seed, options.dropout_p, numbers, rows, cols)
 
 
-def _naive(return_lse, q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0, first_col: int = 0):
+def _naive(
+    return_lse: bool, q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0, first_col: int = 0
+) -> tuple[Tensor, Tensor | None]:
     batch, heads, num_q, _ = q.shape
     num_k = k.shape[2]
     group = heads // k.shape[1]
