@@ -125,7 +125,10 @@ def test_without_triton_a_run_takes_sdpa(tmp_path):
     small = ["model.num_layers=1", "train.steps=1", "train.batch_tokens=256", f"hydra.run.dir={tmp_path / 'run'}"]
     code, said, _ = ends("-m", "scripts.doctor", *small)
     assert code == 0
-    assert "note  kernels    flash attention is not for this machine: flash attention needs Triton" in said
+    assert (
+        "ok    kernels    not tested: flash attention needs Triton, which is not installed and is made for Linux"
+        in said
+    )
     code, said, _ = ends("train.py", *small)
     assert code == 0
     assert "sdpa" in said
