@@ -1,17 +1,10 @@
 """What the kernels compile to, asked of a process of its own: one that interprets kernels cannot compile them."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs triton, whose wheel carries ptxas"
-)
 
 
 def compiled(*arguments: str) -> dict:

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import gc
-import importlib.util
+import importlib
 import os
 import sys
 from collections import Counter
@@ -22,7 +22,9 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-if importlib.util.find_spec("triton") is None:
+from kernels.device import HAS_TRITON
+
+if not HAS_TRITON:
     sys.exit("error: the tests run kernels, and Triton is not installed, which is made for Linux; run them there")
 
 # files that start processes and wait for them, in turns with long ones that do not: of two workers one has work

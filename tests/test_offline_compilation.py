@@ -6,7 +6,7 @@ import pytest
 
 from scripts.bench import compile_kernels
 from scripts.bench.compile_kernels import CompileSettings, instructions, same_program, without_lines
-from tests.compiled import compiled, needs_triton
+from tests.compiled import compiled
 
 SHARED_LIMIT = 232_448  # bytes that one program may use on sm_90
 
@@ -87,18 +87,15 @@ def check_wgmma(rows: list[dict], plans: dict[str, int]) -> None:
         assert (row["REDG.E.ADD.F32x4"] > 0) == plan.startswith("hopper_bwd"), f"{plan}: dQ is added 16 bytes at a time"
 
 
-@needs_triton
 def test_compiles_to_asynchronous_wgmma(some):
     check_wgmma([row for row in some["rows"] if row["plan"].startswith("hopper")], COMPILED)
 
 
 @pytest.mark.slow
-@needs_triton
 def test_the_others_compile_to_asynchronous_wgmma():
     check_wgmma(compiled(f"only='^({'|'.join(THE_OTHERS)})$'")["rows"], THE_OTHERS)
 
 
-@needs_triton
 def test_no_copy_overtakes_a_product(some):
     """Triton gives some loops a buffer too few; `compile_kernels` reads it from what they compile to."""
     rows = [row for row in some["rows"] if row["plan"].startswith("skinny")]
@@ -108,7 +105,6 @@ def test_no_copy_overtakes_a_product(some):
         assert "copied over" not in row["notes"], row["plan"]
 
 
-@needs_triton
 def test_a_changed_kernel_is_seen_and_an_unchanged_one_is_not(some):
     """By the hashes of its instructions and its PTX."""
     (row,) = (row for row in some["rows"] if row["plan"] == CHANGED)

@@ -26,6 +26,13 @@ def _in_the_foreground():
     signal.signal(signal.SIGINT, before)
 
 
+def end_of(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess:
+    """How Python ends with these arguments where modules in `folder` stand before all others."""
+    own = {"PYTHONPATH": str(folder), "HYDRA_FULL_ERROR": "0"}  # programs that tests start here set it
+    environment = os.environ | own | variables
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, text=True, capture_output=True)
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("asked", ["train.py", "-m scripts.explain", "-m scripts.evidence", "-m scripts.bench.loss"])
 def test_ctrl_c_among_the_imports_leaves_without_a_word(asked, ignored, tmp_path):
@@ -41,8 +48,7 @@ def test_ctrl_c_among_the_imports_leaves_without_a_word(asked, ignored, tmp_path
 def test_without_room_for_a_temporary_file_a_program_ends_in_one_line(asked, tmp_path):
     """As on a full disk, or in a container that is read-only; PyTorch could not be imported."""
     (tmp_path / "sitecustomize.py").write_text("import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/proc']")
-    own = os.environ | {"PYTHONPATH": str(tmp_path), "HYDRA_FULL_ERROR": "0"}  # programs that tests start here set it
-    done = subprocess.run([sys.executable, *asked.split()], cwd=ROOT, env=own, text=True, capture_output=True)
+    done = end_of(tmp_path, *asked.split())
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: No usable temporary directory found in ['/proc']; make room there, or give TMPDIR a")
@@ -66,36 +72,29 @@ def test_a_failure_of_an_import_in_our_own_line_keeps_its_traceback(tmp_path):
 def test_a_program_that_needs_no_temporary_file_is_not_refused_for_it(tmp_path):
     """To compare runs no PyTorch is imported."""
     (tmp_path / "sitecustomize.py").write_text("import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/proc']")
-    command, own = [sys.executable, "-m", "scripts.compare", "--help"], os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=own, text=True, capture_output=True)
+    done = end_of(tmp_path, "-m", "scripts.compare", "--help")
     assert (done.returncode, done.stderr) == (0, "")
 
 
+WRONG_PYTHONS = {
+    "sys.version_info = (3, 10, 6)": (
+        f"{sys.executable} is Python 3.10, older than 3.11; begin with `uv run`, or use 3.13"
+    ),
+    # it has neither fcntl nor SIGUSR1
+    "sys.platform = 'win32'": (
+        "this runs on Linux and macOS; on Windows use WSL (`wsl --install`), and begin anew there"
+    ),
+}
+
+
 @pytest.mark.parametrize("asked", ["train.py", "-m scripts.explain", "-m scripts.bench.loss"])
-def test_a_python_that_is_too_old_is_named(asked, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.version_info = (3, 10, 6)")
-    done = subprocess.run(
-        [sys.executable, *asked.split()], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True,
-        capture_output=True,
-    )  # fmt: skip
+@pytest.mark.parametrize("found", WRONG_PYTHONS)
+def test_a_python_that_is_too_old_or_of_windows_is_named(found, asked, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\n{found}")
+    done = end_of(tmp_path, *asked.split())
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line == f"error: {sys.executable} is Python 3.10, older than 3.11; begin with `uv run`, or use 3.13"
-
-
-@pytest.mark.parametrize("asked", ["train.py", "-m scripts.explain", "-m scripts.bench.loss"])
-def test_windows_is_told_of_wsl(asked, tmp_path):
-    """It has neither fcntl nor SIGUSR1."""
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.platform = 'win32'")
-    done = subprocess.run(
-        [sys.executable, *asked.split()], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)}, text=True,
-        capture_output=True,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr
-        == "error: this runs on Linux and macOS; on Windows use WSL (`wsl --install`), and begin anew there\n"
-    )
+    assert line == f"error: {WRONG_PYTHONS[found]}"
 
 
 WITHOUT_TRITON = """
@@ -114,27 +113,18 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 def test_without_triton_a_run_takes_sdpa(tmp_path):
     """As on macOS, for which there is no Triton, and where its interpreter is asked for in vain."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_TRITON)
-    own = {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
-
-    def ends(*command):
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=os.environ | own, text=True, capture_output=True
-        )
-        return done.returncode, done.stdout, done.stderr
-
+    macos = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     small = ["model.num_layers=1", "train.steps=1", "train.batch_tokens=256", f"hydra.run.dir={tmp_path / 'run'}"]
-    code, said, _ = ends("-m", "scripts.doctor", *small)
-    assert code == 0
-    assert (
-        "ok    kernels    not tested: flash attention needs Triton, which is not installed and is made for Linux"
-        in said
-    )
-    code, said, _ = ends("train.py", *small)
-    assert code == 0
-    assert "sdpa" in said
-    code, _, said = ends("-m", "pytest", "tests/test_conf.py")
-    assert code == 1
-    assert said.startswith("error: the tests run kernels, and Triton is not installed")
+    page = end_of(tmp_path, "-m", "scripts.doctor", *small, **macos)
+    assert page.returncode == 0
+    reason = "flash attention needs Triton, which is not installed and is made for Linux"
+    assert f"ok    kernels    not tested: {reason}" in page.stdout
+    run = end_of(tmp_path, "train.py", *small, **macos)
+    assert run.returncode == 0
+    assert "sdpa" in run.stdout
+    suite = end_of(tmp_path, "-m", "pytest", "tests/test_conf.py", **macos)
+    assert suite.returncode == 1
+    assert suite.stderr.startswith("error: the tests run kernels, and Triton is not installed")
 
 
 def test_without_triton_nobody_is_sent_to_its_interpreter(monkeypatch):
@@ -147,11 +137,10 @@ def test_without_triton_nobody_is_sent_to_its_interpreter(monkeypatch):
     assert reason.startswith(
         "flash attention needs Triton, which is not installed and is made for Linux; use PyTorch's"
     )
-    with pytest.raises(
-        ValueError, match="attention is measured on an NVIDIA GPU and PyTorch sees none; use another"
-    ) as e:
+    refused = "attention is measured on an NVIDIA GPU and PyTorch sees none; use another"
+    with pytest.raises(ValueError, match=refused) as error:
         refuse_without_gpu("attention", HardwareConfig(), "less of it")
-    assert "TRITON_INTERPRET" not in str(e.value)
+    assert "TRITON_INTERPRET" not in str(error.value)
 
 
 def test_what_names_an_old_python_can_be_read_by_it():
@@ -162,9 +151,7 @@ def test_what_names_an_old_python_can_be_read_by_it():
 def ends_of_a_start(torch: str, folder: Path) -> list[subprocess.CompletedProcess]:
     """How a run and a program end where importing PyTorch runs these lines."""
     (folder / "torch.py").write_text(torch)
-    own = os.environ | {"PYTHONPATH": str(folder), "HYDRA_FULL_ERROR": "0"}  # programs that tests start here set it
-    commands = [[sys.executable, *asked.split()] for asked in ("train.py", "-m scripts.explain")]
-    return [subprocess.run(command, cwd=ROOT, env=own, text=True, capture_output=True) for command in commands]
+    return [end_of(folder, *asked.split()) for asked in ("train.py", "-m scripts.explain")]
 
 
 def test_a_package_that_is_missing_is_named_with_the_way_to_have_it(tmp_path):
