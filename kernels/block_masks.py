@@ -4,7 +4,6 @@ A mask is built once, without a compiler and without Nq x Nk booleans in memory,
 and backward: FlexAttention's idea (arXiv:2412.05496) with tables in place of generated code.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -17,17 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .mask_bounds import Undecided, decided_blocks
+from .mask_visits import BLOCK, GROUP, packed, visits_and_bits
 
-BLOCK = 128  # queries and keys in a block, as in torch's BlockMask
-GROUP = 192  # queries that a program of Hopper's forward takes where heads are narrow
 MOST_TOKENS = 2**15 * BLOCK  # a block's number and how many larger ones there are share an int32
-MOST_VISITS = 2**29  # places in the list of all three kinds are int32
 HIDDEN, FULL = -2, -1  # entries of `block_table`; the others are numbers of patterns
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _PAIRS = 2**25  # evaluated together: 32 MiB of booleans
-_BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1 in a word: the highest byte has their bits in order
-_ODD = 0x5851F42D4C957F2D  # its powers weigh the words of a hash
 
 
 class BlockMask(NamedTuple):
@@ -193,7 +188,7 @@ def _of_booleans(visible: Tensor) -> BlockMask:
         count = eights.sum(1).view(torch.uint8).view(-1, k_blocks, BLOCK).sum(-1)
         full.append(count == BLOCK * BLOCK)
         partial.append((count > 0) & ~full[-1])
-        bits.append(_packed(eights.transpose(1, 2)[partial[-1]].view(torch.bool)))
+        bits.append(packed(eights.transpose(1, 2)[partial[-1]].view(torch.bool)))
     tables = (torch.cat(x).view(batch, heads, q_blocks, k_blocks).cpu().numpy() for x in (full, partial))
     return _assemble(*tables, bits, num_q, num_k, visible.device)
 
@@ -211,7 +206,7 @@ def _asked(
         asked[..., -1] |= full[..., -1]
     batch, head, row, col = asked.nonzero()
     at = torch.from_numpy(np.stack((batch, head, row * BLOCK, col * BLOCK, full[asked]))).to(device)
-    within = torch.arange(BLOCK, device=device)
+    within = _within(device)
     bits = []
     for part in at.split(max(1, _PAIRS // BLOCK**2), dim=1) if at.numel() else ():
         rows, cols = part[2:4, :, None] + within
@@ -235,7 +230,7 @@ def _asked(
             )
         if num_k % BLOCK:
             seen = (seen | part[4].bool()[:, None, None]) & (cols < num_k)[:, None, :]
-        bits.append(_packed(seen))
+        bits.append(packed(seen))
     return _assemble(full & ~asked, asked, bits, num_q, num_k, within.device)
 
 
@@ -245,93 +240,18 @@ def _vmapped(mask_mod: MaskMod) -> MaskMod:
     return lambda b, h, q, k: each(b[:, 0, 0], h[:, 0, 0], q[:, :, 0], k[:, 0])
 
 
-def _packed(seen: Tensor) -> Tensor:
-    """Booleans (n, 128, 128) as bits of int64 (n, 2, 128, 2): of the rows, and of the columns."""
-    sides = torch.stack((seen, seen.mT), dim=1).view(torch.int64)  # eight in a word, as bytes of 0 or 1
-    return (sides * _BITS_OF_BYTES >> 56).to(torch.uint8).view(torch.int64)
-
-
 @torch.inference_mode(False)  # whoever trains later may be given the same mask
 def _assemble(
     full: np.ndarray, asked: np.ndarray, bits: list[Tensor], num_q: int, num_k: int, device: torch.device
 ) -> BlockMask:
-    """full, asked: (B, H, blocks of queries, blocks of keys) bool, never both; bits of the asked, of `_packed`.
-
-    The host makes the lists: a GPU would wait for each of many small launches. Waits for it to know equal patterns.
-    """
-    bits, numbers = _unlike(torch.cat((_ends(device), *bits)))  # pattern 0 shows everything, 1 nothing
-    pattern = 1 - full.astype(np.int32)
-    pattern[asked] = numbers[2:]
-    q_blocks, k_blocks = pattern.shape[2:]
-    visited = np.flatnonzero(pattern != 1)
-    if len(visited) >= MOST_VISITS:
-        raise ValueError(f"the mask visits {len(visited):,} blocks of 128 x 128; the most are {MOST_VISITS - 1:,}")
-    row, col = np.divmod(visited, k_blocks)
-    head, block = np.divmod(row, q_blocks)
-    key_row, own = head * k_blocks + col, pattern.reshape(-1)[visited]
-    above = np.arange(-(-num_q // GROUP)) * GROUP // BLOCK
-    both = [pattern[:, :, rows].reshape(-1) for rows in (above, np.minimum(above + 1, q_blocks - 1))]
-    of_groups = np.flatnonzero((both[0] != 1) | (both[1] != 1))
-    group, group_col = np.divmod(of_groups, k_blocks)
-    starts, visits = [], [np.array([[0, 1, 1, 0]], np.int32)]
-    for line, lines, *columns in (
-        (row, q_blocks, col, own),
-        (key_row, k_blocks, block, own),
-        (group, len(above), group_col, *(patterns[of_groups] for patterns in both)),
-    ):
-        of_lines, listed = _lists(line, (*pattern.shape[:2], lines), columns, sum(map(len, visits)))
-        starts.append(of_lines)
-        visits.append(listed)
-    larger = np.bincount(row).cumsum()[row] - np.arange(1, len(row) + 1)
-    visits[2][:, 2:] = np.stack((block + (larger << 16), own), axis=1)[np.argsort(key_row, kind="stable")]
-    starts = np.concatenate(starts, axis=2)
-    lists = torch.from_numpy(np.concatenate((starts.reshape(-1, 4), *visits))).to(device)  # in one copy
-    starts, visits = lists[: starts.size // 4].view(starts.shape), lists[starts.size // 4 :]
-    return BlockMask(starts, visits, bits.view(torch.int32), num_q, num_k)
-
-
-def _unlike(bits: Tensor) -> tuple[Tensor, np.ndarray]:
-    """Of patterns (n, 2, 128, 2) those that differ, and the number among them of each of the n."""
-    mixed = bits[:, 0].flatten(1) * _weights(_ODD, bits.device)
-    hashes = (mixed ^ (mixed >> 29)).sum(1)  # unmixed, words that differ in their highest bits would cancel
-    _, first, which = np.unique(hashes.cpu().numpy(), return_index=True, return_inverse=True)
-    kept = np.sort(first)
-    numbers = np.searchsorted(kept, first)[which]
-    first, kept = torch.from_numpy(np.concatenate((first[which], kept))).to(bits.device).split((len(which), len(kept)))
-    if torch.equal(bits, bits[first]):
-        return bits[kept], numbers
-    numbers = np.arange(len(bits))  # two that differ share a hash: all are kept as they are
-    for number, end in ((0, -1), (1, 0)):
-        numbers[(bits == end).flatten(1).all(1).cpu().numpy()] = number
-    return bits, numbers
-
-
-def _lists(line: np.ndarray, shape: tuple[int, ...], columns: list[np.ndarray], before: int) -> tuple[np.ndarray, ...]:
-    """`starts` (B, H, lines, 4) and, behind `before` others, `visits` (all, 4) of visits in lines of shape (B, H,
-    lines). columns: of each visit the block, and its pattern or, of a group, both."""
-    kind = 2 * line + np.logical_or.reduce([patterns != 0 for patterns in columns[1:]])  # of a line first the full ones
-    number = np.bincount(kind, minlength=2 * math.prod(shape)).reshape(*shape, 2)
-    stops = before + number.cumsum().reshape(number.shape)
-    starts = np.empty((*shape, 4), np.int32)
-    starts[..., :2] = stops - number
-    starts[..., 2] = stops[..., 1]
-    starts[..., 3] = np.argsort(-number.sum(3), axis=2, kind="stable")
-    visits = np.zeros((len(line), 4), np.int32)
-    order = np.argsort(kind, kind="stable")
-    for place, column in enumerate(columns):
-        visits[:, place] = column[order]
-    return starts, visits
+    """full, asked: (B, H, blocks of queries, blocks of keys) bool, never both; bits of the asked, of `packed`."""
+    return BlockMask(*visits_and_bits(full, asked, bits, num_q, device), num_q, num_k)
 
 
 @cache
-def _ends(device: torch.device) -> Tensor:
-    """(2, 2, 128, 2) int64: the bits of a pattern that shows everything, and of one that shows nothing."""
-    return torch.arange(-1, 1, device=device)[:, None, None, None].expand(2, 2, BLOCK, 2)
-
-
-@cache
-def _weights(odd: int, device: torch.device) -> Tensor:
-    return torch.full((2 * BLOCK,), odd, device=device).cumprod(0)
+@torch.inference_mode(False)  # whoever does not infer may come next
+def _within(device: torch.device) -> Tensor:
+    return torch.arange(BLOCK, device=device)
 
 
 # ---- torch's BlockMask

@@ -9,9 +9,10 @@ import math
 import torch
 from torch import Tensor
 
-from .block_masks import BLOCK, HIDDEN, block_table
+from .block_masks import HIDDEN, block_table
 from .call import Options, check_call
 from .documents import call_packed
+from .mask_visits import BLOCK
 from .reference import alibi_bias, by_documents, kept_pairs, visible_pairs
 from .support import refuse_second_derivative
 

@@ -28,8 +28,8 @@ from conf.program import key_of, program
 from conf.schema import Settings
 from data import build_tokenizer, tokenizer_state
 from kernels import block_mask
-from kernels.block_masks import BLOCK
 from kernels.device import GPU, GPUS
+from kernels.mask_visits import BLOCK
 from model.masks import mask_mod
 from scripts.bench.report import Table, refuse_out_of_range, refuse_unknown, table
 from training import resume

@@ -13,7 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 
-from kernels import BlockMask, block_mask, block_masks, flash_attention, naive_attention, ops, tiled_attention
+from kernels import (
+    BlockMask,
+    block_mask,
+    block_masks,
+    flash_attention,
+    mask_visits,
+    naive_attention,
+    ops,
+    tiled_attention,
+)
 from kernels.call import Options, key_of
 from kernels.launch import PLANS
 from kernels.portable.visits import where_shown
@@ -52,8 +61,16 @@ def evaluated(mask_mod, *sizes: int) -> torch.Tensor:
 # ---- building
 
 
+@pytest.fixture(params=["few", "many"])
+def patterns(request, monkeypatch):
+    """Few are kept as they come; of many, equal ones are kept once."""
+    if request.param == "many":
+        monkeypatch.setattr(mask_visits, "_FEW", 0)
+    return request.param
+
+
 @pytest.mark.parametrize("name", TABLE)
-def test_a_mask_is_what_its_function_says(name):
+def test_a_mask_is_what_its_function_says(name, patterns):
     mod = masks(TOKENS, DEVICE)[name]
     built = block_mask(mod, None, None, TOKENS, TOKENS, DEVICE)
     expected = evaluated(mod, 1, 1, TOKENS, TOKENS)
@@ -75,16 +92,30 @@ def test_batch_and_heads_and_evaluation_in_strips(monkeypatch):
         assert torch.equal(one, other)
 
 
-def test_counts_and_patterns_kept_once():
+def test_counts_and_patterns_kept_once(patterns):
     window = block_mask(lambda b, h, q, k: (k <= q) & (q - k < 200), 1, 1, 1024, 1024, DEVICE)
     assert window.counts() == {"blocks": 64, "visited": 21, "partial": 21}
-    assert window.bits.shape[0] == 2 + 3  # all and nothing; of the diagonal, next to it, and two away
+    # all and nothing; and of the diagonal, next to it, and two away
+    assert window.bits.shape[0] == 2 + {"few": 21, "many": 3}[patterns]
+    assert BlockMask.from_dense(torch.ones(256, 256, dtype=torch.bool)).counts()["partial"] == 0
+    # bounds tell nothing of floats: blocks of which all is asked are full, partial and hidden all the same
+    asked = block_mask(lambda b, h, q, k: (q - k).float() >= 0, 1, 1, 1024, 1024, DEVICE)
+    for one, other in zip(asked, block_mask(lambda b, h, q, k: k <= q, 1, 1, 1024, 1024, DEVICE), strict=True):
+        assert one == other if isinstance(one, int) else torch.equal(one, other)
     assert block_mask(lambda b, h, q, k: k >= 0, 1, 1, 130, 256, DEVICE).counts()["partial"] == 0  # rows past the last
     assert block_mask(lambda b, h, q, k: k < 0, 1, 1, 130, 256, DEVICE).counts()["visited"] == 0
 
 
+@pytest.mark.parametrize("mod", [lambda b, h, q, k: k % 64 == 5, lambda b, h, q, k: k % 64 != 5])
+def test_a_pattern_of_like_words_is_not_one_of_all_or_nothing(mod, patterns):
+    mask = block_mask(mod, 1, 1, 256, 256, DEVICE)
+    assert torch.equal(mask.dense(), evaluated(mod, 1, 1, 256, 256).expand(1, 1, 256, 256))
+    assert mask.counts()["partial"] == 4
+
+
 def test_patterns_with_one_hash_are_told_apart(monkeypatch):
-    monkeypatch.setattr(block_masks, "_ODD", 0)
+    monkeypatch.setattr(mask_visits, "_FEW", 0)
+    monkeypatch.setattr(mask_visits, "_ODD", 0)
     visible = random_mask(300, 300)
     assert torch.equal(BlockMask.from_dense(visible).dense()[0, 0], visible)
 
@@ -404,7 +435,7 @@ def test_mistakes_in_building(monkeypatch):
     theirs = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 256, 256, device=DEVICE, BLOCK_SIZE=64)
     with pytest.raises(ValueError, match=r"block_mask has BLOCK_SIZE \(64, 64\); make it with BLOCK_SIZE=128"):
         BlockMask.from_torch(theirs)
-    monkeypatch.setattr(block_masks, "MOST_VISITS", 3)
+    monkeypatch.setattr(mask_visits, "MOST_VISITS", 3)
     with pytest.raises(ValueError, match="the mask visits 3 blocks of 128 x 128; the most are 2"):
         block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, DEVICE)
 

@@ -13,6 +13,7 @@ SHIFT = torch.tensor([0, 40], device=DEVICE)
 WHERE = torch.arange(300, device=DEVICE) // 70
 LARGE = torch.tensor([-(2**63), -(2**62), 2**62, 2**63 - 1], device=DEVICE)[WHERE.clamp(max=3)]
 NARROW = torch.tensor([-128, -100, 100, 127], dtype=torch.int8, device=DEVICE)[WHERE.clamp(max=3)]
+BYTES = (torch.arange(300, device=DEVICE) * 4).to(torch.uint8)
 HUNDRED = torch.tensor(100, device=DEVICE)
 EDGE = torch.tensor([[-2, -1], [1, 2]], device=DEVICE)
 HUNDREDS = torch.tensor([0, 100, 200], device=DEVICE)
@@ -44,6 +45,8 @@ EXACT_AND_MIXED = {
     "large numbers": lambda b, h, q, k: (LARGE[q] - LARGE[k] > 0) | (LARGE[q] == LARGE[k]) & (k * 2**55 > q),
     "numbers that grow": lambda b, h, q, k: q * 2**54 + k * 2**54 < 0,
     "wrapped in a byte": lambda b, h, q, k: NARROW[q] - NARROW[k] > 50,
+    "wrapped in a byte without a sign": lambda b, h, q, k: (BYTES[q] - BYTES[k] < 3) | (BYTES[q] + 100 < 60),
+    "beyond a byte": lambda b, h, q, k: (NARROW[q] < 300) & (NARROW[k] + 200 > 20) | (NARROW[k] == -156) & (q < k),
     "bytes beside any number": lambda b, h, q, k: NARROW[q] < torch.minimum(q, k),
     "open": lambda b, h, q, k: (k <= q) & (((q * 7 + k * 2**61) >> 3) % 5 < 3) | (torch.minimum(q, k) == 3),
     "truth beside a number": lambda b, h, q, k: ((k <= q) == 2) | ((k > q) != -1) & ((q < k + 90) > -1) & (k > 3),

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..block_masks import BLOCK
 from ..call import Options, key_of
 from ..launch import (
     Launch,
@@ -26,6 +25,7 @@ from ..launch import (
     tokens_first,
     window_bounds,
 )
+from ..mask_visits import BLOCK
 from .dkdv import flash_dkdv_kernel
 from .dq import flash_dq_kernel
 from .prepare import delta_launch, documents_launches

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..block_masks import BLOCK
 from ..call import Options, key_of
 from ..launch import (
     Launch,
@@ -25,6 +24,7 @@ from ..launch import (
     tokens_first,
     window_bounds,
 )
+from ..mask_visits import BLOCK
 from .prepare import documents_launches
 from .scores import Scoring, kept, logits_of, slope_of
 from .tiles import (

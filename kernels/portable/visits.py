@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from ..block_masks import BLOCK, GROUP
 from ..call import Options
 from ..device import interpreting
+from ..mask_visits import BLOCK, GROUP
 from .record import record
 from .tiles import owned_tile, section_tile, visible_keys
 

@@ -1,0 +1,145 @@
+"""The lists that kernels follow through a mask, from the table of its blocks, and the bits of partial blocks.
+
+The host makes the lists: a GPU would wait for each of many small launches.
+"""
+
+import math
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 128  # queries and keys in a block, as in torch's BlockMask
+GROUP = 192  # queries that a program of Hopper's forward takes where heads are narrow
+MOST_VISITS = 2**29  # places in the list of all three kinds are int32
+
+_FEW = 2**10  # patterns that are kept as they come, equal or not, in 4 MiB: to compare them takes a quarter of the time
+_BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1 in a word: the highest byte has their bits in order
+_ODD = 0x5851F42D4C957F2D  # its powers weigh the words of a hash
+
+
+def packed(seen: Tensor) -> Tensor:
+    """Booleans (n, 128, 128) as bits of int64 (n, 2, 128, 2): of the rows, and of the columns."""
+    sides = torch.stack((seen, seen.mT), dim=1).view(torch.int64)  # eight in a word, as bytes of 0 or 1
+    highest = (sides * _BITS_OF_BYTES).view(torch.uint8)[..., 7::8]
+    return highest.clone(memory_format=torch.contiguous_format).view(torch.int64)
+
+
+def visits_and_bits(
+    full: np.ndarray, asked: np.ndarray, bits: list[Tensor], num_q: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`starts`, `visits` and `bits` of a `BlockMask`.
+
+    full, asked: (B, H, blocks of queries, blocks of keys) bool, never both.
+    bits: of the asked, of `packed`; some may turn out to show all or nothing.
+
+    Raises ValueError where more blocks are visited than the lists can number.
+    """
+    bits = torch.cat((_ends(device), *bits))  # pattern 0 shows everything, 1 nothing
+    table = 1 - full.astype(np.int32)
+    if len(bits) > _FEW:
+        bits, numbers = _unlike(bits)
+        table[asked] = numbers[2:]
+        starts, visits = _lists(table, num_q)
+    else:
+        words, total = _least_and_greatest(bits), len(bits)
+        table[asked] = np.arange(2, total)
+        starts, visits = _lists(table, num_q)  # meanwhile, as if none showed all or nothing
+        bits, numbers = _without_ends(bits, words)
+        if len(bits) < total:
+            table[asked] = numbers[2:]
+            starts, visits = _lists(table, num_q)
+    lists = torch.from_numpy(np.concatenate((starts.reshape(-1, 4), visits))).to(device)  # in one copy
+    starts, visits = lists[: starts.size // 4].view(starts.shape), lists[starts.size // 4 :]
+    return starts, visits, bits.view(torch.int32)
+
+
+def _unlike(bits: Tensor) -> tuple[Tensor, np.ndarray]:
+    """Of patterns (n, 2, 128, 2) those that differ, and the number among them of each of the n."""
+    mixed = bits[:, 0].flatten(1) * _weights(_ODD, bits.device)
+    hashes = (mixed ^ (mixed >> 29)).sum(1)  # unmixed, words that differ in their highest bits would cancel
+    _, first, which = np.unique(hashes.cpu().numpy(), return_index=True, return_inverse=True)
+    kept = np.sort(first)
+    numbers = np.searchsorted(kept, first)[which]
+    first, kept = torch.from_numpy(np.concatenate((first[which], kept))).to(bits.device).split((len(which), len(kept)))
+    if torch.equal(bits, bits[first]):
+        return bits[kept], numbers
+    return _without_ends(bits, _least_and_greatest(bits))  # two that differ share a hash
+
+
+def _least_and_greatest(bits: Tensor) -> Tensor:
+    """(2, n) int64 of the words of patterns (n, 2, 128, 2)."""
+    return torch.stack(torch.aminmax(bits[:, 0].flatten(1), dim=1))
+
+
+def _without_ends(bits: Tensor, words: Tensor) -> tuple[Tensor, np.ndarray]:
+    """As `_unlike`, but of the patterns only those that show all or nothing are kept once.
+
+    words: of `_least_and_greatest`, which is waited for.
+    """
+    least, greatest = words.cpu().numpy()
+    kept = (least != greatest) | (least < -1) | (least > 0)
+    kept[:2] = True
+    numbers = kept.cumsum() - 1
+    if kept.all():
+        return bits, numbers
+    numbers[~kept] = least[~kept] + 1  # all bits set are -1
+    return bits[torch.from_numpy(np.flatnonzero(kept)).to(bits.device)], numbers
+
+
+def _lists(table: np.ndarray, num_q: int) -> tuple[np.ndarray, np.ndarray]:
+    """`starts` and `visits` of patterns (B, H, blocks of queries, blocks of keys)."""
+    batch_and_heads, (q_blocks, k_blocks) = table.shape[:2], table.shape[2:]
+    visited = np.flatnonzero(table != 1)
+    if len(visited) >= MOST_VISITS:
+        raise ValueError(f"the mask visits {len(visited):,} blocks of 128 x 128; the most are {MOST_VISITS - 1:,}")
+    row, col = np.divmod(visited, k_blocks)
+    head, block = np.divmod(row, q_blocks)
+    key_row, own = head * k_blocks + col, table.reshape(-1)[visited]
+    above = np.arange(-(-num_q // GROUP)) * GROUP // BLOCK
+    both = [table[:, :, rows].reshape(-1) for rows in (above, np.minimum(above + 1, q_blocks - 1))]
+    of_groups = np.flatnonzero((both[0] != 1) | (both[1] != 1))
+    group, group_col = np.divmod(of_groups, k_blocks)
+    starts, visits = [], [np.array([[0, 1, 1, 0]], np.int32)]
+    for line, lines, *columns in (
+        (row, q_blocks, col, own),
+        (key_row, k_blocks, block, own),
+        (group, len(above), group_col, *(patterns[of_groups] for patterns in both)),
+    ):
+        of_lines, listed = _in_lines(line, (*batch_and_heads, lines), columns, sum(map(len, visits)))
+        starts.append(of_lines)
+        visits.append(listed)
+    larger = np.bincount(row).cumsum()[row] - np.arange(1, len(row) + 1)
+    visits[2][:, 2:] = np.stack((block + (larger << 16), own), axis=1)[np.argsort(key_row, kind="stable")]
+    return np.concatenate(starts, axis=2), np.concatenate(visits)
+
+
+def _in_lines(
+    line: np.ndarray, shape: tuple[int, ...], columns: list[np.ndarray], before: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`starts` (B, H, lines, 4) and, behind `before` others, `visits` (all, 4) of visits in lines of shape (B, H,
+    lines). columns: of each visit the block, and its pattern or, of a group, both."""
+    kind = 2 * line + np.logical_or.reduce([patterns != 0 for patterns in columns[1:]])  # of a line first the full ones
+    number = np.bincount(kind, minlength=2 * math.prod(shape)).reshape(*shape, 2)
+    stops = before + number.cumsum().reshape(number.shape)
+    starts = np.empty((*shape, 4), np.int32)
+    starts[..., :2] = stops - number
+    starts[..., 2] = stops[..., 1]
+    starts[..., 3] = np.argsort(-number.sum(3), axis=2, kind="stable")
+    visits = np.zeros((len(line), 4), np.int32)
+    order = np.argsort(kind, kind="stable")
+    for place, column in enumerate(columns):
+        visits[:, place] = column[order]
+    return starts, visits
+
+
+@cache
+def _ends(device: torch.device) -> Tensor:
+    """(2, 2, 128, 2) int64: the bits of a pattern that shows everything, and of one that shows nothing."""
+    return torch.arange(-1, 1, device=device)[:, None, None, None].expand(2, 2, BLOCK, 2)
+
+
+@cache
+def _weights(odd: int, device: torch.device) -> Tensor:
+    return torch.full((2 * BLOCK,), odd, device=device).cumprod(0)
