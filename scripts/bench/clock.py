@@ -171,11 +171,17 @@ class Board:
 
 
 def of_tokens(
-    call: Callable[[], object], count: int, device: torch.device, budget_ms: float, runs: int = 50
+    call: Callable[[], object],
+    count: int,
+    device: torch.device,
+    budget_ms: float,
+    runs: int = 50,
+    *,
+    with_host: bool = True,
 ) -> dict[str, float | None]:
     """Figures of `call`, which computes `count` tokens, after a first call that builds what is built once."""
     call()
-    peak, times = peak_gib(call, device), measure(call, device, budget_ms, runs)
+    peak, times = peak_gib(call, device), measure(call, device, budget_ms, runs, with_host=with_host)
     rate = 1e3 * count / times.p50
     return {"ms": times.p50, "p99_ms": times.p99, "tokens_per_second": rate, "peak_gib": peak}
 
