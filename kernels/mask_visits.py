@@ -3,7 +3,6 @@
 The host makes the lists: a GPU would wait for each of many small launches.
 """
 
-import math
 from functools import cache
 
 import numpy as np
@@ -90,48 +89,45 @@ def _without_ends(bits: Tensor, words: Tensor) -> tuple[Tensor, np.ndarray]:
 
 def _lists(table: np.ndarray, num_q: int) -> tuple[np.ndarray, np.ndarray]:
     """`starts` and `visits` of patterns (B, H, blocks of queries, blocks of keys)."""
-    batch_and_heads, (q_blocks, k_blocks) = table.shape[:2], table.shape[2:]
+    q_blocks, k_blocks = table.shape[2:]
     visited = np.flatnonzero(table != 1)
     if len(visited) >= MOST_VISITS:
         raise ValueError(f"the mask visits {len(visited):,} blocks of 128 x 128; the most are {MOST_VISITS - 1:,}")
     row, col = np.divmod(visited, k_blocks)
     head, block = np.divmod(row, q_blocks)
     key_row, own = head * k_blocks + col, table.reshape(-1)[visited]
-    above = np.arange(-(-num_q // GROUP)) * GROUP // BLOCK
-    both = [table[:, :, rows].reshape(-1) for rows in (above, np.minimum(above + 1, q_blocks - 1))]
-    of_groups = np.flatnonzero((both[0] != 1) | (both[1] != 1))
+    above = np.arange(-(-num_q // GROUP)) * GROUP // BLOCK  # of the two rows of blocks that a group lies in
+    upper, lower = (table[:, :, rows].reshape(-1) for rows in (above, np.minimum(above + 1, q_blocks - 1)))
+    of_groups = np.flatnonzero((upper != 1) | (lower != 1))
     group, group_col = np.divmod(of_groups, k_blocks)
-    starts, visits = [], [np.array([[0, 1, 1, 0]], np.int32)]
-    for line, lines, *columns in (
-        (row, q_blocks, col, own),
-        (key_row, k_blocks, block, own),
-        (group, len(above), group_col, *(patterns[of_groups] for patterns in both)),
-    ):
-        of_lines, listed = _in_lines(line, (*batch_and_heads, lines), columns, sum(map(len, visits)))
-        starts.append(of_lines)
-        visits.append(listed)
-    larger = np.bincount(row).cumsum()[row] - np.arange(1, len(row) + 1)
-    visits[2][:, 2:] = np.stack((block + (larger << 16), own), axis=1)[np.argsort(key_row, kind="stable")]
-    return np.concatenate(starts, axis=2), np.concatenate(visits)
-
-
-def _in_lines(
-    line: np.ndarray, shape: tuple[int, ...], columns: list[np.ndarray], before: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """`starts` (B, H, lines, 4) and, behind `before` others, `visits` (all, 4) of visits in lines of shape (B, H,
-    lines). columns: of each visit the block, and its pattern or, of a group, both."""
-    kind = 2 * line + np.logical_or.reduce([patterns != 0 for patterns in columns[1:]])  # of a line first the full ones
-    number = np.bincount(kind, minlength=2 * math.prod(shape)).reshape(*shape, 2)
-    stops = before + number.cumsum().reshape(number.shape)
-    starts = np.empty((*shape, 4), np.int32)
-    starts[..., :2] = stops - number
-    starts[..., 2] = stops[..., 1]
-    starts[..., 3] = np.argsort(-number.sum(3), axis=2, kind="stable")
-    visits = np.zeros((len(line), 4), np.int32)
-    order = np.argsort(kind, kind="stable")
-    for place, column in enumerate(columns):
-        visits[:, place] = column[order]
-    return starts, visits
+    # the lines of queries, of keys and of groups, each kind for all heads
+    kinds, heads = (q_blocks, k_blocks, len(above)), table.shape[0] * table.shape[1]
+    line = np.concatenate((row, heads * q_blocks + key_row, heads * (q_blocks + k_blocks) + group))
+    patterns, below = (np.concatenate((own, own, of_group[of_groups])) for of_group in (upper, lower))
+    part = 2 * line + ((patterns | below) != 0)  # of a line first the full ones
+    number = np.bincount(part, minlength=2 * heads * sum(kinds)).reshape(-1, 2)
+    stops = 1 + number.cumsum().reshape(-1, 2)
+    starts = np.empty((len(number), 4), np.int32)
+    starts[:, :2] = stops - number
+    starts[:, 2] = stops[:, 1]
+    by_kind, first = [], 0
+    for lines in kinds:
+        of_kind = starts[first : first + heads * lines].reshape(*table.shape[:2], lines, 4)
+        of_kind[..., 3] = (of_kind[..., 0] - of_kind[..., 2]).argsort(axis=2, kind="stable")
+        by_kind.append(of_kind)
+        first += heads * lines
+    order = part.argsort(kind="stable")
+    visits = np.zeros((1 + len(line), 4), np.int32)
+    visits[0] = 0, 1, 1, 0
+    visits[1:, 0] = np.concatenate((col, block, group_col))[order]
+    visits[1:, 1] = patterns[order]
+    visits[1 + 2 * len(visited) :, 2] = below[order[2 * len(visited) :]]
+    larger = np.bincount(row).cumsum()[row] - np.arange(1, len(visited) + 1)
+    order = key_row.argsort(kind="stable")
+    of_keys = visits[1 + len(visited) : 1 + 2 * len(visited)]
+    of_keys[:, 2] = (block + (larger << 16))[order]
+    of_keys[:, 3] = own[order]
+    return np.concatenate(by_kind, axis=2), visits
 
 
 @cache
