@@ -204,11 +204,14 @@ def _asked(
     if num_k % BLOCK:  # keys past Nk are hidden, also in blocks that are called full
         asked = asked.copy()
         asked[..., -1] |= full[..., -1]
-    batch, head, row, col = asked.nonzero()
-    at = torch.from_numpy(np.stack((batch, head, row * BLOCK, col * BLOCK, full[asked]))).to(device)
-    within = _within(device)
+    places = np.array(asked.nonzero())
+    places[2:] *= BLOCK
+    if num_k % BLOCK:
+        places = np.concatenate((places, full[asked][None]))
+    at, within, step = torch.from_numpy(places).to(device), _within(device), max(1, _PAIRS // BLOCK**2)
     bits = []
-    for part in at.split(max(1, _PAIRS // BLOCK**2), dim=1) if at.numel() else ():
+    for first in range(0, at.shape[1], step):
+        part = at[:, first : first + step]
         rows, cols = part[2:4, :, None] + within
         if num_q % BLOCK:
             rows = rows.clamp(max=num_q - 1)

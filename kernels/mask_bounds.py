@@ -35,14 +35,17 @@ class Bounds(Tensor):
 
     Attributes:
         exact: (B or 1, H or 1, Nq or 1, Nk or 1) the values, where they depend on queries or on keys alone, or None.
+        axis: of these, queries' or keys', or None where they depend on neither.
         range: in each block.
         limit: no integer here is farther from 0.
     """
 
     @staticmethod
-    def of(dtype: torch.dtype, limit: int, exact: Tensor | None, bounds: Range) -> "Bounds":
+    def of(
+        dtype: torch.dtype, limit: int, bounds: Range, exact: Tensor | None = None, axis: int | None = None
+    ) -> "Bounds":
         made = _nothing(dtype, bounds.low.device).as_subclass(Bounds)
-        made.exact, made.range, made.limit = exact, bounds, limit
+        made.exact, made.axis, made.range, made.limit = exact, axis, bounds, limit
         return made
 
 
@@ -85,7 +88,7 @@ def _indices(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[
             x.view([-1 if axis == i else 1 for i in range(4)])
             for x in (values, values[::each], values[each - 1 :: each])
         )
-        indices.append(Bounds.of(values.dtype, size, exact, Range(low, high)))
+        indices.append(Bounds.of(values.dtype, size, Range(low, high), exact, axis if axis > 1 else None))
     return shape, indices
 
 
@@ -98,33 +101,29 @@ class _Following(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is Tensor.__getitem__:
-            args = (args[0], *(args[1] if isinstance(args[1], tuple) else (args[1],)))
-            function = _looked_up
-            if len(args) != 1 + args[0].dim() or not all(getattr(x, "dtype", None) in _INDEX for x in args[1:]):
-                raise Undecided
+            function, args = _looked_up, (args[0], *(args[1] if isinstance(args[1], tuple) else (args[1],)))
         own = [x for x in args if isinstance(x, Bounds)]
-        name = function.__name__.lstrip("_").removesuffix("__")  # `add_`, in place, keeps its own and is unknown
         if not own or function in _PROPERTIES:
             result = function(*args, **(kwargs or {}))
             if isinstance(result, Bounds):  # of keywords or lists, which are not looked into
                 raise Undecided
             return result
+        name = function.__name__.lstrip("_").removesuffix("__")  # `add_`, in place, keeps its own and is unknown
         name = _SYNONYMS.get(name, name)
-        plain = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Bounds)]
         if kwargs or name not in _KNOWN:
-            raise Undecided
-        # beside larger tensors the dtype of a () one would count for less than it does among () tensors
-        if name != "looked_up" and any(x.dim() or x.dtype != own[0].dtype for x in plain):
             raise Undecided
         with torch._C.DisableTorchFunctionSubclass():
             return self._followed(name, function, args, own)
 
     def _followed(self, name: str, function: Callable, args: tuple, own: list[Bounds]) -> Bounds:
-        def values(of: Callable[[Bounds], Tensor]) -> Tensor:
-            return function(*(of(x) if isinstance(x, Bounds) else x for x in args))
-
+        plain = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Bounds)]
         if name == "looked_up":
+            if len(args) != 1 + args[0].dim() or any(getattr(x, "dtype", None) not in _INDEX for x in args[1:]):
+                raise Undecided
             dtype = args[0].dtype
+        # beside larger tensors the dtype of a () one would count for less than it does among () tensors
+        elif any(x.dim() or x.dtype != own[0].dtype for x in plain):
+            raise Undecided
         elif name in _COMPARED and name != "where":
             dtype = torch.bool
         else:
@@ -133,13 +132,14 @@ class _Following(TorchFunctionMode):
                 raise Undecided
             dtype = _dtype_of(function, *kinds)
         limit = _limit(name, dtype, args)
-        exact = [x.exact for x in own]
-        if all(x is not None for x in exact) and not all(any(x.shape[axis] > 1 for x in exact) for axis in (2, 3)):
-            result = values(lambda x: x.exact).to(dtype)
-            return Bounds.of(dtype, limit, result, _in_blocks(result, self.block))
+        axes = {x.axis for x in own} - {None}
+        if len(axes) < 2 and all(x.exact is not None for x in own):
+            values = function(*(x.exact if isinstance(x, Bounds) else x for x in args)).to(dtype)
+            axis = axes.pop() if axes else None
+            return Bounds.of(dtype, limit, _in_blocks(values, axis, self.block), values, axis)
         if (bounds := _bounds(name, dtype, limit, args)) is None:
             bounds, limit = _open(dtype), _largest(dtype)
-        return Bounds.of(dtype, limit, None, bounds)
+        return Bounds.of(dtype, limit, bounds)
 
 
 @cache
@@ -153,12 +153,10 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty((), dtype=dtype, device=device)
 
 
-def _in_blocks(x: Tensor, block: int) -> Range:
-    for axis in (2, 3):
-        if x.shape[axis] > 1:
-            x = x.unflatten(axis, (-1, block))
-            return Range(*torch.aminmax(x, dim=axis + 1))
-    return Range(x, x)
+def _in_blocks(x: Tensor, axis: int | None, block: int) -> Range:
+    if axis is None:
+        return Range(x, x)
+    return Range(*torch.aminmax(x.unflatten(axis, (-1, block)), dim=axis + 1))
 
 
 def _looked_up(table: Tensor, *index: Tensor) -> Tensor:
@@ -254,7 +252,8 @@ def _bounds(name: str, dtype: torch.dtype, limit: int, args: tuple) -> Range | N
         # as a () tensor, which `_open` is, counts for less than a larger one of fewer bits
         widest = reduce(torch.promote_types, dtypes - {torch.bool}, torch.bool)
         ranges = [_range(x) for x in args]
-        ranges = [x if torch.bool in (x.low.dtype, widest) else Range(*(y.to(widest) for y in x)) for x in ranges]
+        if widest != torch.bool:
+            ranges = [x if x.low.dtype in (torch.bool, widest) else Range(*(y.to(widest) for y in x)) for x in ranges]
         result = rules[name](*ranges)
     if name in _COMPARED or name in _LOGIC or limit < _largest(dtype):
         return result
