@@ -70,10 +70,11 @@ def _after_kernel(
     rows = tile * ROWS + tl.arange(0, ROWS)
     added = tl.load(turns_ptr + tl.program_id(0)) > 0
     cols = tl.arange(0, TILE_WIDTH)
-    stored = tl.load(dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * TILE_WIDTH + tl.arange(0, ROWS * TILE_WIDTH))
+    sums = dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * TILE_WIDTH + tl.arange(0, ROWS * TILE_WIDTH)
+    stored = tl.load(sums, mask=added, other=0.0)  # of documents also tiles that hold no row are among the padded rows
     parts = tl.reshape(stored, [TILE_WIDTH // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
     dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
-    dq = tl.where(added, dq * scale, 0.0)
+    dq *= scale
     dq_strides = in_sixteen_bytes(dq_strides)
     dq_base = head_base(dq_ptr, dq_strides, batch, head, row0, False)
     dq_at = dq_base + rows.to(tl.int64)[:, None] * dq_strides[2] + cols

@@ -128,7 +128,7 @@ def document_tiles_launch(
     """The launch that lists the tiles of `block` tokens of packed x (1, H, N, D) in `tiles`; see the kernel."""
     num_docs, num_tiles = grid_tiles(x.shape[2], block, starts)
     arguments = starts, other_starts, tiles, num_docs, x.shape[2], others.shape[2]
-    return Launch(_document_tiles_kernel, num_tiles, arguments, {"BLOCK": block}, {"num_warps": 4})
+    return Launch(_document_tiles_kernel, num_tiles, arguments, {"BLOCK": block}, {"num_warps": 1})
 
 
 @triton.jit
