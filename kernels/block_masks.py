@@ -190,7 +190,7 @@ def _of_booleans(visible: Tensor) -> BlockMask:
         partial.append((count > 0) & ~full[-1])
         bits.append(packed(eights.transpose(1, 2)[partial[-1]].view(torch.bool)))
     tables = (torch.cat(x).view(batch, heads, q_blocks, k_blocks).cpu().numpy() for x in (full, partial))
-    return _assemble(*tables, bits, num_q, num_k, visible.device)
+    return BlockMask(*visits_and_bits(*tables, bits, num_q, visible.device), num_q, num_k)
 
 
 def _asked(
@@ -234,21 +234,13 @@ def _asked(
         if num_k % BLOCK:
             seen = (seen | part[4].bool()[:, None, None]) & (cols < num_k)[:, None, :]
         bits.append(packed(seen))
-    return _assemble(full & ~asked, asked, bits, num_q, num_k, within.device)
+    return BlockMask(*visits_and_bits(full & ~asked, asked, bits, num_q, within.device), num_q, num_k)
 
 
 def _vmapped(mask_mod: MaskMod) -> MaskMod:
     """mask_mod for b and h (n, 1, 1), q (n, rows, 1) and k (n, 1, cols), called with () tensors only."""
     each = torch.vmap(torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None)))
     return lambda b, h, q, k: each(b[:, 0, 0], h[:, 0, 0], q[:, :, 0], k[:, 0])
-
-
-@torch.inference_mode(False)  # whoever trains later may be given the same mask
-def _assemble(
-    full: np.ndarray, asked: np.ndarray, bits: list[Tensor], num_q: int, num_k: int, device: torch.device
-) -> BlockMask:
-    """full, asked: (B, H, blocks of queries, blocks of keys) bool, never both; bits of the asked, of `packed`."""
-    return BlockMask(*visits_and_bits(full, asked, bits, num_q, device), num_q, num_k)
 
 
 @cache

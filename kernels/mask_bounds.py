@@ -116,13 +116,14 @@ class _Following(TorchFunctionMode):
             return self._followed(name, function, args, own)
 
     def _followed(self, name: str, function: Callable, args: tuple, own: list[Bounds]) -> Bounds:
-        plain = [x for x in args if isinstance(x, Tensor) and not isinstance(x, Bounds)]
         if name == "looked_up":
             if len(args) != 1 + args[0].dim() or any(getattr(x, "dtype", None) not in _INDEX for x in args[1:]):
                 raise Undecided
             dtype = args[0].dtype
         # beside larger tensors the dtype of a () one would count for less than it does among () tensors
-        elif any(x.dim() or x.dtype != own[0].dtype for x in plain):
+        elif any(
+            x.dim() or x.dtype != own[0].dtype for x in args if isinstance(x, Tensor) and not isinstance(x, Bounds)
+        ):
             raise Undecided
         elif name in _COMPARED and name != "where":
             dtype = torch.bool

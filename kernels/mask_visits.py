@@ -25,6 +25,7 @@ def packed(seen: Tensor) -> Tensor:
     return highest.clone(memory_format=torch.contiguous_format).view(torch.int64)
 
 
+@torch.inference_mode(False)  # whoever trains later may be given the same mask
 def visits_and_bits(
     full: np.ndarray, asked: np.ndarray, bits: list[Tensor], num_q: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,7 +71,7 @@ def _after_kernel(
     added = tl.load(turns_ptr + tl.program_id(0)) > 0
     cols = tl.arange(0, TILE_WIDTH)
     sums = dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * TILE_WIDTH + tl.arange(0, ROWS * TILE_WIDTH)
-    stored = tl.load(sums, mask=added, other=0.0)  # of documents also tiles that hold no row are among the padded rows
+    stored = tl.load(sums, mask=added, other=0.0)  # among documents' padded rows are tiles without a token
     parts = tl.reshape(stored, [TILE_WIDTH // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
     dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
     dq *= scale
