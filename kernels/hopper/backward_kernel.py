@@ -59,6 +59,81 @@ from .tma import slot
 
 
 @gluon.jit
+def _steps(
+    operands, begin, end, to_step, to_tile, sign, key, sizes, scoring, dk, dv,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """dK and dV after the steps begin + to_step .. end + to_step: step i + to_step has query tile to_tile + sign i."""
+    for i in range(begin, end):
+        if dk.shape[1] == 64:
+            dk, dv, _ = gradient_step_64(
+                *operands, to_step + i, key, to_tile + sign * i, sizes,
+                scoring, dk, dv, MASKED, STAGES, CAUSAL, CONSUMER,
+            )  # fmt: skip
+        else:
+            dk, dv = gradient_step_128(
+                *operands, to_step + i, key, to_tile + sign * i, sizes,
+                scoring, dk, dv, False, MASKED, STAGES, CAUSAL, CONSUMER,
+            )  # fmt: skip
+    return dk, dv
+
+
+@gluon.jit
+def _steps_of_item(
+    operands, step, begun, key, query_tiles, from_last, batch, kv_head, sizes, scale_log2, softcap, dk, dv,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """All steps of an item but the first `begun`: (dK, dV, the number of the step behind them).
+
+    query_tiles: first, the first that needs no mask, end. Walked from the last, those that need one are a head's last.
+    """
+    first, unmasked, end = query_tiles
+    group_size = sizes.num_heads // sizes.num_kv_heads
+    if CAUSAL and sizes.window is None and sizes.masked is None and sizes.item is None:
+        # a turn is masked steps and then others; walked from the last, masked ones of the head before
+        late = gl.where(from_last, 1, 0)
+        sign = 1 - 2 * late
+        masked_end = step + gl.where(from_last, 0, unmasked - first)
+        item_end = step + group_size * (end - first)
+        step += begun
+        turn = 0
+        while step < item_end:
+            head = gl.maximum(turn - late, 0)
+            scoring = (scale_log2, softcap, slope_of(head, batch, kv_head, sizes, scale_log2, softcap))
+            dk, dv = _steps(
+                operands, step, masked_end, 0, gl.where(from_last, first - 1, unmasked) - sign * masked_end, sign,
+                key, sizes, scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
+            )  # fmt: skip
+            step = gl.maximum(step, masked_end)
+            head = gl.minimum(turn, group_size - 1)
+            scoring = (scale_log2, softcap, slope_of(head, batch, kv_head, sizes, scale_log2, softcap))
+            turn_end = gl.minimum(masked_end + end - unmasked, item_end)
+            dk, dv = _steps(
+                operands, step, turn_end, 0, gl.where(from_last, end - 1, unmasked) - sign * masked_end, sign,
+                key, sizes, scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
+            )  # fmt: skip
+            step = gl.maximum(step, turn_end)
+            masked_end += end - first
+            turn += 1
+    else:
+        begun += first
+        for head in range(group_size):
+            scoring = (scale_log2, softcap, slope_of(head, batch, kv_head, sizes, scale_log2, softcap))
+            dk, dv = _steps(
+                operands, begun, unmasked, step - first, 0, 1,
+                key, sizes, scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
+            )  # fmt: skip
+            if sizes.window is None and sizes.masked is None:
+                dk, dv = _steps(
+                    operands, gl.maximum(begun, unmasked), end, step - first, 0, 1,
+                    key, sizes, scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
+                )  # fmt: skip
+            begun = first
+            step += end - first
+    return dk, dv, step
+
+
+@gluon.jit
 def _consumer(
     dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
@@ -75,7 +150,7 @@ def _consumer(
     _q_row0, k_row0, _padded_row0 = first_rows(sizes)
     step = 0
     for done in range(num_own_items(sizes)):
-        tile, batch, kv_head = owned(done, sizes, CAUSAL)
+        tile, batch, kv_head, from_last = owned(done, sizes, CAUSAL)
         key = tile * BLOCK_K + KEYS * CONSUMER
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         unmasked = unmasked_from(key, first, end, sizes, CAUSAL)
@@ -94,9 +169,9 @@ def _consumer(
             pattern = 0
             if BY_PATTERN and first < end:
                 pattern = awaited_pattern(full, step, sizes, STAGES)
-            for member in range(sizes.num_heads // sizes.num_kv_heads):
-                scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
-                if BY_PATTERN:
+            if BY_PATTERN:
+                for member in range(sizes.num_heads // sizes.num_kv_heads):
+                    scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
                     for query_tile in range(first, end):
                         at = step + query_tile - first
                         if pattern == 0:
@@ -109,55 +184,42 @@ def _consumer(
                                 k, v, streamed, ds_smem, ring, at, key, query_tile, sizes,
                                 scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
                             )  # fmt: skip
-                else:
-                    for query_tile in range(first, unmasked):
-                        dk, dv, _ = gradient_step_64(
-                            k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
-                            scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
-                        )  # fmt: skip
-                    if sizes.window is None and sizes.masked is None:
-                        for query_tile in range(unmasked, end):
-                            dk, dv, _ = gradient_step_64(
-                                k, v, streamed, ds_smem, ring, step + query_tile - first, key, query_tile, sizes,
-                                scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
-                            )  # fmt: skip
-                step += end - first
+                    step += end - first
+            else:
+                dk, dv, step = _steps_of_item(
+                    (k, v, streamed, ds_smem, ring), step, 0, key, (first, unmasked, end), from_last, batch, kv_head,
+                    sizes, scale_log2, softcap, dk, dv, STAGES, CAUSAL, CONSUMER,
+                )  # fmt: skip
         elif first < end:
+            operands = (k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring)
             scoring = (scale_log2, softcap, slope_of(0, batch, kv_head, sizes, scale_log2, softcap))
             dk, dv = gradient_step_128(
-                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step, key, first, sizes,
+                *operands, step, key, gl.where(from_last, end - 1, first), sizes,
                 scoring, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
             )  # fmt: skip
-            begun = first + 1
-            for member in range(sizes.num_heads // sizes.num_kv_heads):
-                scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
-                if BY_PATTERN:
+            if BY_PATTERN:
+                begun = first + 1
+                for member in range(sizes.num_heads // sizes.num_kv_heads):
+                    scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
                     for query_tile in range(begun, end):
                         at = step + query_tile - first
                         if awaited_pattern(full, at, sizes, STAGES) == 0:
                             dk, dv = gradient_step_128(
-                                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, at, key, query_tile, sizes,
+                                *operands, at, key, query_tile, sizes,
                                 scoring, dk, dv, False, False, STAGES, CAUSAL, CONSUMER,
                             )  # fmt: skip
                         else:
                             dk, dv = gradient_step_128(
-                                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, at, key, query_tile, sizes,
+                                *operands, at, key, query_tile, sizes,
                                 scoring, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
                             )  # fmt: skip
-                else:
-                    for query_tile in range(begun, unmasked):
-                        dk, dv = gradient_step_128(
-                            k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                            query_tile, sizes, scoring, dk, dv, False, True, STAGES, CAUSAL, CONSUMER,
-                        )  # fmt: skip
-                    if sizes.window is None and sizes.masked is None:
-                        for query_tile in range(gl.maximum(begun, unmasked), end):
-                            dk, dv = gradient_step_128(
-                                k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring, step + query_tile - first, key,
-                                query_tile, sizes, scoring, dk, dv, False, False, STAGES, CAUSAL, CONSUMER,
-                            )  # fmt: skip
-                begun = first
-                step += end - first
+                    begun = first
+                    step += end - first
+            else:
+                dk, dv, step = _steps_of_item(
+                    operands, step, 1, key, (first, unmasked, end), from_last, batch, kv_head,
+                    sizes, scale_log2, softcap, dk, dv, STAGES, CAUSAL, CONSUMER,
+                )  # fmt: skip
             # K is gone with the item, so the last step's share is not left for the next item's first step
             dq, dk = late_products(k_smem.index(0), q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)
             turn = wait_for_turn(turns, step - 1)

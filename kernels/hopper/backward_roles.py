@@ -19,6 +19,7 @@ from .backward_schedule import (
     query_tile_at,
     query_tiles,
     visit_at,
+    walked,
 )
 from .masked import announce_patterns
 from .pipeline import load_rows
@@ -45,7 +46,7 @@ def producer(
     q_row0, k_row0, padded_row0 = first_rows(sizes)
     step = 0
     for done in range(num_own_items(sizes)):
-        tile, batch, kv_head = owned(done, sizes, CAUSAL)
+        tile, batch, kv_head, from_last = owned(done, sizes, CAUSAL)
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_empty.index(k_stage), k_phase ^ 1)
         mbarrier.expect(k_full.index(k_stage), k_bytes)
@@ -61,7 +62,7 @@ def producer(
         for member in range(group_size):
             head = kv_head * group_size + member
             for position in range(first, end):
-                row = query_tile_at(position, visit, sizes) * BLOCK_Q
+                row = query_tile_at(walked(position - first, first, end, from_last), visit, sizes) * BLOCK_Q
                 stage, phase = slot(step, STAGES)
                 ready = full.index(stage)
                 mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -134,15 +135,14 @@ def turn_keeper(
     _q_row0, _k_row0, padded_row0 = first_rows(sizes)
     before = 0
     for done in range(num_own_items(sizes)):
-        tile, batch, kv_head = owned(done, sizes, CAUSAL)
+        tile, batch, kv_head, from_last = owned(done, sizes, CAUSAL)
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         steps = end - first
         visit, _pattern = visit_at(first + ((before + WHICH) & 1), first, end, sizes)
         for step in range((before + WHICH) & 1, group_size * steps, KEEPERS):
             member = step // steps
-            position = first + step - member * steps
-            turn = adds_before(position, visit, tile, sizes, CAUSAL)
-            query_tile = query_tile_at(position, visit, sizes)
+            query_tile = query_tile_at(walked(step - member * steps, first, end, from_last), visit, sizes)
+            turn = adds_before(query_tile, visit, tile, from_last, sizes, CAUSAL)
             following = step + KEEPERS
             visit, _pattern = visit_at(first + following % steps, first, end, sizes)
             place = (batch * sizes.num_heads + kv_head * group_size + member) * (num_q_padded // BLOCK_Q) + query_tile
@@ -167,7 +167,7 @@ def query_gradient(
     k_full, k_empty, ds_full, ds_empty = barriers
     step = 0
     for done in range(num_own_items(sizes)):
-        tile, batch, kv_head = owned(done, sizes, CAUSAL)
+        tile, batch, kv_head, _from_last = owned(done, sizes, CAUSAL)
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_full.index(k_stage), k_phase)

@@ -6,9 +6,13 @@ documents a program has one item.
 dQ is summed in fp32 in global memory, in a fixed order, so that its bits are the same in every run. Each query tile has
 a counter, its turn: an item adds its share when so many items have added as come before it. Without a mask these are
 the items of smaller keys. With one, and in documents, they are those of larger keys that the query tile sees: an item
-begins at its diagonal and goes down the queries, so the one before it in the order is two steps ahead by itself and
-nobody waits. Either way an item waits only for items before it. With one program an item these were handed out earlier,
-so nobody can wait for ever; a grid of one program an SM is launched as a cooperative one, all of it resident or none.
+begins at its diagonal and goes through the queries, so the one before it in the order is two steps ahead by itself and
+nobody waits. But the longest items are the last then, and when they end, most SMs have long been idle. So the last
+section of a causal call is the other way round: smaller keys first, queries from the last one on. There the SMs become
+free one after the other, and again nobody waits.
+
+Either way an item waits only for items before it. With one program an item these were handed out earlier, so nobody can
+wait for ever; a grid of one program an SM is launched as a cooperative one, all of it resident or none.
 """
 
 from triton.experimental import gluon
@@ -90,18 +94,24 @@ def num_own_items(sizes):
 
 @gluon.jit
 def owned(done, sizes, CAUSAL: gl.constexpr):
-    """(key tile, batch, KV head) of this program's next item, after `done` of them. Sections of heads that share L2;
-    in each, tile by tile."""
+    """(key tile, batch, KV head, whether its queries are walked from the last one on) of this program's next item,
+    after `done` of them. Sections of heads that share L2; in each, tile by tile."""
     if sizes.item is not None:
-        return sizes.item.tile, 0, sizes.item.kv_head
+        return sizes.item.tile, 0, sizes.item.kv_head, False
     else:
         item = gl.program_id(0) + done * gl.num_programs(0)
         num_tiles = (sizes.num_k + BLOCK_K - 1) // BLOCK_K
         tile, batch_kv_head = section_tile(item, num_tiles, sizes.num_batch_kv_heads, sizes.heads_per_section, False)
         batch = batch_kv_head // sizes.num_kv_heads
-        if CAUSAL or sizes.window is not None or sizes.masked is not None:
-            tile = num_tiles - 1 - tile
-        return tile, batch, batch_kv_head - batch * sizes.num_kv_heads
+        kv_head = batch_kv_head - batch * sizes.num_kv_heads
+        if sizes.window is not None or sizes.masked is not None:
+            return num_tiles - 1 - tile, batch, kv_head, False
+        elif CAUSAL:
+            last_section = (sizes.num_batch_kv_heads - 1) // sizes.heads_per_section
+            from_last = batch_kv_head // sizes.heads_per_section == last_section
+            return gl.where(from_last, tile, num_tiles - 1 - tile), batch, kv_head, from_last
+        else:
+            return tile, batch, kv_head, False
 
 
 @gluon.jit
@@ -173,18 +183,24 @@ def unmasked_from(key, first, end, sizes, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def adds_before(position, visit, tile, sizes, CAUSAL: gl.constexpr):
-    """How many items add to the dQ of the query tile at a position before that of this key tile."""
+def walked(step, first, end, from_last):
+    """The position, among first .. end, of a head's step."""
+    return gl.where(from_last, end - 1 - step, first + step)
+
+
+@gluon.jit
+def adds_before(query_tile, visit, tile, from_last, sizes, CAUSAL: gl.constexpr):
+    """How many items add to a query tile's dQ before that of this key tile."""
     last = (sizes.num_k + BLOCK_K - 1) // BLOCK_K - 1
     if sizes.masked is not None:
         return visit >> 16
     elif sizes.window is not None:
         _left, right = sizes.window
-        last_seen = (position * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q + right) // BLOCK_K
+        last_seen = (query_tile * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q + right) // BLOCK_K
         return gl.minimum(last_seen, last) - tile
     elif CAUSAL:
-        last_seen = (position * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q) // BLOCK_K
-        return gl.minimum(last_seen, last) - tile
+        last_seen = (query_tile * BLOCK_Q + BLOCK_Q - 1 + sizes.num_k - sizes.num_q) // BLOCK_K
+        return gl.where(from_last, tile, gl.minimum(last_seen, last) - tile)
     elif sizes.item is not None:
         return last - tile
     else:
