@@ -216,6 +216,9 @@ class _Machine:
     def fence_async_global(self):
         _finish(self._own.unwritten)
 
+    def let_next_begin(self):
+        pass
+
     def wait_for_previous(self):
         """The launch before has ended."""
 

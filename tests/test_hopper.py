@@ -388,10 +388,21 @@ def test_few_tiles_are_not_taken_in_pairs(monkeypatch):
 
 @pytest.fixture
 def simulated_backward(monkeypatch, poisoned_memory):
-    """The Hopper backward's own source, run by Python: (inputs as of launch_hopper_bwd, plan) -> (dq, dk, dv)."""
+    """The Hopper backward's own source, run by Python: (inputs as of launch_hopper_bwd, plan) -> (dq, dk, dv).
+
+    One kernel after the other: where the last one waits for adds on a GPU, for ever if it is for another number, it is
+    looked here whether there have been as many."""
+    from triton import language as tl
+
     from kernels.hopper import backward as hopper_bwd
     from tests import hopper_simulator
 
+    def have_come(address, adds):
+        assert tl.load(address).handle.data.item() == adds.handle.data.item()
+
+    monkeypatch.setattr(hopper_bwd, "interpreting", lambda: False)
+    monkeypatch.setattr(hopper_bwd, "_wait_for_turn", have_come)
+    monkeypatch.setattr(hopper_bwd, "gdc_wait", lambda: None)
     monkeypatch.setattr(hopper_bwd, "num_sms", lambda _: 3)
     monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**19)
 

@@ -7,10 +7,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ..block_masks import BlockMask
 from ..call import Options, key_of
-from ..device import num_sms
+from ..device import interpreting, num_sms
 from ..launch import (
     Launch,
     Plan,
@@ -39,21 +40,56 @@ from .backward_schedule import BLOCK_K, ROWS
 from .tma import tile_width
 
 
-@triton.jit(do_not_specialize=["num_heads", "q_tokens", "q_tokens_padded", "num_docs"])
+@triton.jit
+def _wait_for_turn(address, turn):
+    """Wait until the int32 at `address` is `turn`; what was added before it was set is then seen."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred waits;
+        .reg .u32 now;
+        AGAIN:
+        ld.acquire.gpu.global.u32 now, [$1];
+        setp.ne.u32 waits, now, $2;
+        @waits nanosleep.u32 100;
+        @waits bra AGAIN;
+        mov.u32 $0, now;
+        }""",
+        "=r,l,r", [address, turn], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _num_adds(tile, num_q, num_k, window_left, window_right, ROWS: tl.constexpr):
+    """How many items add to a query tile, of a call without a block mask: the key tiles of which it sees a key."""
+    first_seen = tl.maximum(tile * ROWS + num_k - num_q - window_left, 0) // BLOCK_K
+    end_seen = tl.minimum(tl.maximum((tile + 1) * ROWS + num_k - num_q + window_right, 0), num_k)
+    return tl.where(tile * ROWS < num_q, tl.maximum(tl.cdiv(end_seen, BLOCK_K) - first_seen, 0), 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_heads", "q_tokens", "q_tokens_padded", "k_tokens", "num_docs", "window_left", "window_right"
+    ]
+)  # fmt: skip
 def _after_kernel(
     dq_sum_ptr,  # (B, Hq, q_tokens_padded * TILE_WIDTH) fp32, each (64, 64) in the order of `in_register_order`
     turns_ptr,  # (B, Hq, q_tokens_padded / ROWS) int32: how many have added to a tile
     dq_ptr,  # out, (B, Hq, Nq, D)
-    cu_seqlens_ptr,  # (documents + 1,) int32, or None
+    cu_seqlens_q,  # (documents + 1,) int32, or None
+    cu_seqlens_k,
     dq_strides,  # (batch, head, token)
     num_heads,
     q_tokens,  # Nq; all documents together where packed
     q_tokens_padded,
+    k_tokens,
     num_docs,
+    window_left,
+    window_right,  # 0 in a causal call
     scale,
     HEAD_DIM: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,  # launched when no program of the main kernel is still to come, without a block mask
 ):
     """dQ = scale * its fp32 sum, rounded once; 0 in tiles that see no key, to which nothing was added."""
     tiles = q_tokens_padded // ROWS
@@ -62,16 +98,22 @@ def _after_kernel(
     batch = (batch_head // num_heads).to(tl.int64)
     head = (batch_head % num_heads).to(tl.int64)
     document = 0
-    if cu_seqlens_ptr is not None:
+    if cu_seqlens_q is not None:
         in_padding: tl.constexpr = ROW_PADDING // ROWS
-        document, padded_tile = document_of(tile // in_padding, cu_seqlens_ptr, num_docs, ROW_PADDING)
+        document, padded_tile = document_of(tile // in_padding, cu_seqlens_q, num_docs, ROW_PADDING)
         tile = padded_tile * in_padding + tile % in_padding
-    row0, num_q = document_rows(document, cu_seqlens_ptr, q_tokens)
+    row0, num_q = document_rows(document, cu_seqlens_q, q_tokens)
     rows = tile * ROWS + tl.arange(0, ROWS)
-    added = tl.load(turns_ptr + tl.program_id(0)) > 0
+    turn = turns_ptr + tl.program_id(0)
+    if EARLY:
+        _row0, num_k = document_rows(document, cu_seqlens_k, k_tokens)
+        adds = _num_adds(tile, num_q, num_k, window_left, window_right, ROWS)
+        _wait_for_turn(turn, adds)
+    else:
+        adds = tl.load(turn)
     cols = tl.arange(0, TILE_WIDTH)
     sums = dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * TILE_WIDTH + tl.arange(0, ROWS * TILE_WIDTH)
-    stored = tl.load(sums, mask=added, other=0.0)  # among documents' padded rows are tiles without a token
+    stored = tl.load(sums, mask=adds > 0, other=0.0)  # among documents' padded rows are tiles without a token
     parts = tl.reshape(stored, [TILE_WIDTH // 64, 8, 4, 8, 4, 2, 2])  # half of the columns, n, w, r, c, h, b
     dq = tl.reshape(tl.permute(parts, (2, 5, 3, 0, 1, 4, 6)), [ROWS, TILE_WIDTH])
     dq *= scale
@@ -79,6 +121,8 @@ def _after_kernel(
     dq_base = head_base(dq_ptr, dq_strides, batch, head, row0, False)
     dq_at = dq_base + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None] & (cols < HEAD_DIM))
+    if EARLY and tl.program_id(0) == tl.num_programs(0) - 1:
+        gdc_wait()  # what comes behind this kernel must find the main one ended
 
 
 @dataclass(frozen=True)
@@ -158,11 +202,11 @@ def _launches(
     programs = min(items, num_sms(q.device.index)) if schedule.persistent else items
     # of a KV head: its query heads' Q and dO, 16 bits each, and dQ's sum, 32
     section = heads_per_section(q, k, schedule.l2_share, bytes_per_kv_head=8 * num_q * head_dim * group_size)
-    bounds = None, None
-    if options.local or (options.softcap and not options.masked):
-        # a soft-cap too: the branch around the mask keeps ptxas from having all of a step's scores in flight
-        left, right = window_bounds(options, num_q, num_k)
-        bounds = left, 0 if options.causal else right
+    left, right = window_bounds(options, num_q, num_k)
+    window = left, 0 if options.causal else right
+    # a soft-cap too: the branch around the mask keeps ptxas from having all of a step's scores in flight
+    in_window = options.local or (options.softcap and not options.masked)
+    early = not (options.masked or interpreting())
     describe = tma.packed_descriptor if options.packed else tma.descriptor
     main = (
         describe(q, 64, tile), describe(k, 128, tile), describe(v, 128, tile), describe(do, 64, tile),
@@ -170,12 +214,12 @@ def _launches(
         describe(dk, tile, tile), describe(dv, tile, tile), turns,
         num_heads, num_kv_heads, batch * num_kv_heads, num_q, delta.shape[1], num_k, section // group_size,
         options.scale, options.scale * LOG2_E.value, options.softcap or None,
-        *bounds, given.get("alibi_slopes"), given.get("tiles"),
+        *(window if in_window else (None, None)), given.get("alibi_slopes"), given.get("tiles"),
         *(given.get(f"mask_{name}") for name in BlockMask._fields[:3]),
     )  # fmt: skip
     after = (
-        dq_sum, turns, dq, given.get("starts_q"), dq.stride()[:3], num_heads, num_q, delta.shape[1], num_docs,
-        options.scale,
+        dq_sum, turns, dq, given.get("starts_q"), given.get("starts_k"), dq.stride()[:3],
+        num_heads, num_q, delta.shape[1], num_k, num_docs, *window, options.scale,
     )  # fmt: skip
     constants = {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal, **mask_constants(options)}
     launches = documents_launches(q, k, **given)
@@ -190,7 +234,8 @@ def _launches(
             {"num_warps": 4, "launch_cooperative_grid": schedule.persistent},
         ),
         Launch(
-            _after_kernel, turns.shape[0], after, {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS},
-            {"num_warps": 4},
+            _after_kernel, turns.shape[0], after,
+            {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS, "EARLY": early},
+            {"num_warps": 4, "launch_pdl": early},
         ),
     ]  # fmt: skip

@@ -296,6 +296,7 @@ def hopper_bwd_kernel(
     MASK_OF_BATCH: gl.constexpr,  # dimensions of the block mask
     MASK_OF_HEAD: gl.constexpr,
 ):
+    tma.let_next_begin()  # it waits for turns, which were set to 0 before this one began
     if document_tiles is not None:
         item, its_num_q, its_num_k = packed_item(document_tiles, num_kv_heads, heads_per_section)
     else:

@@ -11,13 +11,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import launch
 
 load = tma.async_copy_global_to_shared  # (descriptor, coordinates, mbarrier, shared tile)
 store = tma.async_copy_shared_to_global  # (descriptor, coordinates, shared tile)
 store_wait = tma.store_wait  # until all but n stores of this thread have READ their shared tile
+let_next_begin = gdc_launch_dependents  # if launched so (launch_pdl): where no program of this one is still to come
 wait_for_previous = gdc_wait  # until the kernel before has ended, where this one was launched sooner (launch_pdl)
 
 
