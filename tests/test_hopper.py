@@ -449,7 +449,10 @@ def test_simulated_backward_agrees_with_float64(
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("lengths_q", "lengths_k", "causal", "window", "softcap"), SIMULATED[1:])
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k", "causal", "window", "softcap"),
+    [*SIMULATED[1:], ([400], [400], True, (128, -1), 0.0)],  # of a tile of keys the last one is seen, by one query
+)
 def test_simulated_backward_under_options_agrees_with_float64(
     head_dim, lengths_q, lengths_k, causal, window, softcap, simulated_backward
 ):
