@@ -52,85 +52,17 @@ from .backward_schedule import (
     query_tiles,
     unmasked_from,
 )
-from .backward_step import awaited_pattern, gradient_step_64, gradient_step_128, late_products, slope_of
+from .backward_step import (
+    awaited_pattern,
+    gradient_step_64,
+    gradient_step_128,
+    late_products,
+    slope_of,
+    steps_of_item,
+)
 from .masked import heads_together, masked_by
 from .pipeline import store_rows
 from .tma import slot
-
-
-@gluon.jit
-def _steps(
-    operands, begin, end, to_step, to_tile, sign, key, sizes, scoring, dk, dv,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """dK and dV after the steps begin + to_step .. end + to_step: step i + to_step has query tile to_tile + sign i."""
-    for i in range(begin, end):
-        if dk.shape[1] == 64:
-            dk, dv, _ = gradient_step_64(
-                *operands, to_step + i, key, to_tile + sign * i, sizes,
-                scoring, dk, dv, MASKED, STAGES, CAUSAL, CONSUMER,
-            )  # fmt: skip
-        else:
-            dk, dv = gradient_step_128(
-                *operands, to_step + i, key, to_tile + sign * i, sizes,
-                scoring, dk, dv, False, MASKED, STAGES, CAUSAL, CONSUMER,
-            )  # fmt: skip
-    return dk, dv
-
-
-@gluon.jit
-def _steps_of_item(
-    operands, step, begun, key, query_tiles, from_last, batch, kv_head, sizes, scale_log2, softcap, dk, dv,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """All steps of an item but the first `begun`: (dK, dV, the number of the step behind them).
-
-    query_tiles: first, the first that needs no mask, end. Walked from the last, those that need one are a head's last.
-    """
-    first, unmasked, end = query_tiles
-    group_size = sizes.num_heads // sizes.num_kv_heads
-    if CAUSAL and sizes.window is None and sizes.masked is None and sizes.item is None:
-        # a turn is masked steps and then others; walked from the last, masked ones of the head before
-        late = gl.where(from_last, 1, 0)
-        sign = 1 - 2 * late
-        masked_end = step + gl.where(from_last, 0, unmasked - first)
-        item_end = step + group_size * (end - first)
-        step += begun
-        turn = 0
-        while step < item_end:
-            head = gl.maximum(turn - late, 0)
-            scoring = (scale_log2, softcap, slope_of(head, batch, kv_head, sizes, scale_log2, softcap))
-            dk, dv = _steps(
-                operands, step, masked_end, 0, gl.where(from_last, first - 1, unmasked) - sign * masked_end, sign,
-                key, sizes, scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
-            )  # fmt: skip
-            step = gl.maximum(step, masked_end)
-            head = gl.minimum(turn, group_size - 1)
-            scoring = (scale_log2, softcap, slope_of(head, batch, kv_head, sizes, scale_log2, softcap))
-            turn_end = gl.minimum(masked_end + end - unmasked, item_end)
-            dk, dv = _steps(
-                operands, step, turn_end, 0, gl.where(from_last, end - 1, unmasked) - sign * masked_end, sign,
-                key, sizes, scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
-            )  # fmt: skip
-            step = gl.maximum(step, turn_end)
-            masked_end += end - first
-            turn += 1
-    else:
-        begun += first
-        for head in range(group_size):
-            scoring = (scale_log2, softcap, slope_of(head, batch, kv_head, sizes, scale_log2, softcap))
-            dk, dv = _steps(
-                operands, begun, unmasked, step - first, 0, 1,
-                key, sizes, scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
-            )  # fmt: skip
-            if sizes.window is None and sizes.masked is None:
-                dk, dv = _steps(
-                    operands, gl.maximum(begun, unmasked), end, step - first, 0, 1,
-                    key, sizes, scoring, dk, dv, False, STAGES, CAUSAL, CONSUMER,
-                )  # fmt: skip
-            begun = first
-            step += end - first
-    return dk, dv, step
 
 
 @gluon.jit
@@ -186,7 +118,7 @@ def _consumer(
                             )  # fmt: skip
                     step += end - first
             else:
-                dk, dv, step = _steps_of_item(
+                dk, dv, step = steps_of_item(
                     (k, v, streamed, ds_smem, ring), step, 0, key, (first, unmasked, end), from_last, batch, kv_head,
                     sizes, scale_log2, softcap, dk, dv, STAGES, CAUSAL, CONSUMER,
                 )  # fmt: skip
@@ -216,7 +148,7 @@ def _consumer(
                     begun = first
                     step += end - first
             else:
-                dk, dv, step = _steps_of_item(
+                dk, dv, step = steps_of_item(
                     operands, step, 1, key, (first, unmasked, end), from_last, batch, kv_head,
                     sizes, scale_log2, softcap, dk, dv, STAGES, CAUSAL, CONSUMER,
                 )  # fmt: skip
