@@ -545,6 +545,18 @@ def test_dq_is_added_in_one_order_by_any_number_of_programs(causal, head_dim, si
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
+def test_the_last_heads_of_a_causal_call_begin_with_their_longest_items():
+    """The others begin with the shortest, as each item waits for those before it."""
+    from kernels.hopper import backward_schedule as schedule
+    from tests import hopper_simulator
+
+    sizes = schedule.Sizes(1, 1, 5, 300, 300, 2, None, None, None, None)  # five heads of three tiles, two a section
+    items = [hopper_simulator.call(schedule.owned, item, sizes, True) for item in range(15)]
+    assert [(tile, batch) for tile, batch, *_ in items[:6]] == [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
+    assert [tile for tile, *_ in items[6:]] == [2, 2, 1, 1, 0, 0, 0, 1, 2]
+    assert [bool(from_last) for *_, from_last in items] == [False] * 12 + [True] * 3
+
+
 @pytest.fixture
 def forwards(monkeypatch) -> list:
     """The Hopper forward's calls, which take documents and block masks of any head_dim here."""
