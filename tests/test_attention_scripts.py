@@ -156,8 +156,7 @@ def test_a_benchmark_of_nothing_is_refused_and_writes_nothing(tmp_path, key):
 def test_the_hardware_is_said_as_it_is_used(tmp_path, monkeypatch):
     """TF32 is off in the error budget and queries over a cache are in bfloat16, whatever is the default elsewhere."""
     asked = []
-    for module in (error_budget, decode):
-        monkeypatch.setattr(module, "set_up", lambda config: asked.append(config) or set_up(config))
+    monkeypatch.setattr("scripts.bench.report.set_up", lambda config: asked.append(config) or set_up(config))
     cpu = HardwareConfig(device="cpu", dtype="auto")
     budget = error_budget.BudgetConfig(cases=[])
     with pytest.raises(ValueError, match=r"nothing was measured: a list .* is empty; name something"):

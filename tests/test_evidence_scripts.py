@@ -475,8 +475,8 @@ OF_A_GPU = (
 def test_without_a_gpu_sizes_of_one_are_refused_before_anything_begins(name, tmp_path, monkeypatch, capsys):
     """The others took all memory or many minutes and said nothing, or ended in the tracebacks of their processes."""
     module = importlib.import_module(f"scripts.bench.{name}")
-    begins = "set_up" if name in OF_A_GPU else "on_each_gpu"
-    monkeypatch.setattr(module, begins, lambda *_: pytest.fail("it began"))
+    begins = "scripts.bench.report.set_up" if name in OF_A_GPU else f"{module.__name__}.on_each_gpu"
+    monkeypatch.setattr(begins, lambda *_: pytest.fail("it began"))
     monkeypatch.setattr("scripts.bench.report.interpreting", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)

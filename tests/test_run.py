@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -15,7 +16,6 @@ import torch
 import train as program
 from kernels import naive_attention
 from model import ATTENTION, GPT, GPTConfig, attend_with
-from scripts import sample
 from tests.runs import metrics, small_run
 from train import train
 from training import memory
@@ -122,12 +122,26 @@ def test_every_run_on_a_gpu_needs_triton(tmp_path, monkeypatch):
         resolve(small_run(tmp_path, "model.attention=sdpa"))
 
 
-def test_samples_on_a_gpu_need_triton_too(monkeypatch, capsys):
+ON_A_GPU = [
+    "sample",
+    *(f"bench.{name}" for name in ("attention", "cache_bits", "decode", "error_budget", "generation", "huggingface")),
+    *(f"bench.{name}" for name in ("loss", "masks", "mosaicbert", "training")),
+]
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_what_runs_on_a_gpu_needs_triton_too(name, monkeypatch, capsys, tmp_path):
+    """It ended in PyTorch's traceback at its first kernel."""
+    program = importlib.import_module(f"scripts.{name}")
+    on_gpu = Hardware(torch.device("cuda"), torch.float32, False, "")
+    where = "scripts.bench.report" if not hasattr(program, "set_up") else program.__name__
+    monkeypatch.setattr(f"{where}.set_up", lambda _: on_gpu)
+    monkeypatch.setattr("scripts.bench.report.refuse_without_gpu", lambda *_: None)
     monkeypatch.setattr("training.hardware.failure_of_triton", lambda: "no Triton here")
-    monkeypatch.setattr("scripts.sample.set_up", lambda _: Hardware(torch.device("cuda"), torch.float32, False, ""))
-    monkeypatch.setattr(sys, "argv", ["sample"])
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        sample.main()
+        program.main()
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: Triton cannot use this GPU")
 
 

@@ -49,11 +49,11 @@ from scripts.bench.report import (
     draw_lengths,
     refuse_out_of_range,
     refuse_unknown,
-    refuse_without_gpu,
+    set_up_gpu,
     table,
 )
 from scripts.evidence_tables import PEERS
-from training.hardware import DTYPES, HardwareConfig, set_up
+from training.hardware import DTYPES, HardwareConfig
 from training.speed import attention_flops
 
 ATTENTION = ("flash", "naive", *SDPA, "flex")
@@ -125,8 +125,8 @@ class Cell:
 # hardware.compile would hold all of Inductor, FlexAttention too, to choices that are the same in every process
 @program("tool", BenchSettings, run_dir="runs/bench_attention", overrides=("hardware.compile=false",))
 def main(settings: BenchSettings, run_dir: Path) -> None:
-    refuse_without_gpu("attention", settings.hardware, SMOKE)
-    hardware, bench = set_up(settings.hardware), settings.bench
+    hardware = set_up_gpu("attention", settings.hardware, SMOKE)
+    bench = settings.bench
     if bench.sustained_ms and hardware.device.type != "cuda":
         raise ValueError(f"bench.sustained_ms={bench.sustained_ms} asks an NVIDIA GPU for its clock; leave it out")
     report = Report("attention", run_dir, hardware.description)

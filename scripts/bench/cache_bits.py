@@ -28,12 +28,12 @@ from kernels import naive_attention
 from model import GPT, GPTConfig, KVCache, PagedKVCache
 from model.attention import flash
 from scripts.bench.clock import Milliseconds, measure
-from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_without_gpu, table
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, set_up_gpu, table
 from scripts.variants import exit_if_asked
 from train import train
 from training.checkpoint import open_checkpoint
 from training.curves import picture
-from training.hardware import Hardware, set_up
+from training.hardware import Hardware
 from training.run import resolve
 
 SMOKE = (
@@ -75,8 +75,7 @@ class BenchSettings(Settings):
     "config", BenchSettings, experiment="quickstart", run_dir="runs/cache_bits", overrides=("logger.wandb=disabled",)
 )
 def main(settings: BenchSettings, run_dir: Path) -> None:
-    refuse_without_gpu("a cache in 8 bits", settings.hardware, SMOKE)
-    hardware = set_up(settings.hardware)
+    hardware = set_up_gpu("a cache in 8 bits", settings.hardware, SMOKE)
     report = Report("cache_bits", run_dir, hardware.description)
     dtypes = {str(hardware.dtype).removeprefix("torch."): hardware.dtype} | EIGHT_BITS
     if settings.init_from is None:

@@ -34,9 +34,9 @@ from kernels import flash_attention_with_kvcache, kvcache_workspace
 from kernels.device import num_sms
 from scripts.bench.calls import SDPA, refusal, sdpa
 from scripts.bench.clock import GraphClock, facts_as_errors
-from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, set_up_gpu, table
 from training.curves import picture
-from training.hardware import HardwareConfig, set_up
+from training.hardware import HardwareConfig
 
 FAMILIES = ("context", "group", "queries", "pages", "ragged", "bits", "growing")
 HEADS = (  # groups of 1, 2, 4, 8 and 16
@@ -148,8 +148,8 @@ def cells(bench: BenchConfig) -> Iterator[Cell]:
 
 @program("tool", BenchSettings, run_dir="runs/bench_decode")
 def main(settings: BenchSettings, run_dir: Path) -> None:
-    refuse_without_gpu("attention over a cache", settings.hardware, SMOKE)
-    hardware, bench = set_up(replace(settings.hardware, dtype="bfloat16")), settings.bench
+    hardware = set_up_gpu("attention over a cache", replace(settings.hardware, dtype="bfloat16"), SMOKE)
+    bench = settings.bench
     report = Report("decode", run_dir, hardware.description)
     known = list(cells(bench))
     chosen = [cell for cell in known if cell.held_bytes <= bench.largest_gib * 2**30]

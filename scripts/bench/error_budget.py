@@ -20,9 +20,9 @@ from torch import Tensor
 
 from conf.program import program
 from kernels import flash_attention, flash_attention_varlen, naive_attention, naive_attention_varlen
-from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, set_up_gpu, table
 from scripts.selftest import gradients
-from training.hardware import DTYPES, HardwareConfig, set_up
+from training.hardware import DTYPES, HardwareConfig
 
 TENSORS = ("o", "dq", "dk", "dv")
 CASES = {
@@ -64,8 +64,8 @@ class BudgetSettings:
 
 @program("tool", BudgetSettings, run_dir="runs/error_budget")
 def main(settings: BudgetSettings, run_dir: Path) -> None:
-    refuse_without_gpu("the error of attention", settings.hardware, SMOKE)
-    hardware = set_up(replace(settings.hardware, tf32=False))  # the float32 baseline must not be TF32
+    config = replace(settings.hardware, tf32=False)  # the float32 baseline must not be TF32
+    hardware = set_up_gpu("the error of attention", config, SMOKE)
     budget, report = settings.budget, Report("error_budget", run_dir, hardware.description)
     for case, dtype, head_dim in product(budget.cases, budget.dtypes, budget.head_dim):
         report.add(measure(case, dtype, head_dim, budget, hardware.device))

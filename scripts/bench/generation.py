@@ -40,8 +40,8 @@ from model.embedding import embed
 from model.gpt import norm
 from model.huggingface_weights import config_json, tensors
 from scripts.bench.clock import p99, peak_gib
-from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
-from training.hardware import HardwareConfig, set_up
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, set_up_gpu, table
+from training.hardware import HardwareConfig
 
 OURS = "gpt"
 PEERS = {"transformers": {}, "transformers_static": {"cache_implementation": "static"}}
@@ -86,8 +86,8 @@ class BenchSettings:
 @program("tool", BenchSettings, run_dir="runs/bench_generation", overrides=("hardware.compile=false",))
 @torch.no_grad()
 def main(settings: BenchSettings, run_dir: Path) -> None:
-    refuse_without_gpu("generate()", settings.hardware, SMOKE)
-    hardware, bench = set_up(settings.hardware), settings.bench
+    hardware = set_up_gpu("generate()", settings.hardware, SMOKE)
+    bench = settings.bench
     if settings.model.name is not None:
         raise ValueError(f"model.name={settings.model.name} is no GPT of ours, which is what is timed; leave it out")
     device = hardware.device

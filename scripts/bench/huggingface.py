@@ -17,8 +17,8 @@ import torch
 
 from conf.program import program
 from scripts.bench.clock import facts_as_errors, laps, of_tokens, p99
-from scripts.bench.report import Columns, Report, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
-from training.hardware import HardwareConfig, set_up
+from scripts.bench.report import Columns, Report, refuse_out_of_range, refuse_unknown, set_up_gpu, table
+from training.hardware import HardwareConfig
 
 LLAMA_1B = {
     "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -53,8 +53,7 @@ class HuggingFaceBenchSettings:
 
 @program("tool", HuggingFaceBenchSettings, run_dir="runs/bench_huggingface")
 def main(settings: HuggingFaceBenchSettings, run_dir: Path) -> None:
-    refuse_without_gpu("a model of transformers", settings.hardware, SMOKE)
-    hardware = set_up(settings.hardware)
+    hardware = set_up_gpu("a model of transformers", settings.hardware, SMOKE)
     with hardware.device:
         model = build(settings).to(hardware.dtype)
     report = Report("bench_huggingface", run_dir, hardware.description, more={"sizes": LLAMA_1B | settings.sizes})

@@ -15,8 +15,8 @@ from torch import Tensor
 from conf.program import program
 from kernels import cross_entropy, linear_cross_entropy
 from scripts.bench.clock import facts_as_errors, measure, peak_gib
-from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_without_gpu, table
-from training.hardware import Hardware, HardwareConfig, set_up
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, set_up_gpu, table
+from training.hardware import Hardware, HardwareConfig
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 SMOKE = "tokens=64 n_embd=16 vocab_size=50 padded_vocab=64 chunk_tokens=[16] exact_tokens=16"
@@ -41,8 +41,7 @@ class LossBenchSettings:
 
 @program("tool", LossBenchSettings, run_dir="runs/bench_loss")
 def main(settings: LossBenchSettings, run_dir: Path) -> None:
-    refuse_without_gpu("the head's loss", settings.hardware, SMOKE)
-    hardware = set_up(settings.hardware)
+    hardware = set_up_gpu("the head's loss", settings.hardware, SMOKE)
     report = Report("bench_loss", run_dir, hardware.description, more={"tokens": settings.tokens})
     inputs = make(settings, hardware.device)
     exact = exact_results(settings, *inputs)

@@ -29,8 +29,8 @@ from kernels.portable.forward import launch_flash_fwd
 from scripts.bench.calls import PASSES, one_pass, refuse_uneven_heads, tensors
 from scripts.bench.clock import measure, turns
 from scripts.bench.mask_table import masks
-from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, refuse_without_gpu, table
-from training.hardware import HardwareConfig, set_up
+from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, refuse_unknown, set_up_gpu, table
+from training.hardware import HardwareConfig
 
 BLOCKS = {"all full": lambda b, h, q, k: k >= 0, "all partial": lambda b, h, q, k: (q + k) % 64 > 0}
 KNOWN = (*masks(1), *BLOCKS)
@@ -63,8 +63,8 @@ class BenchSettings:
 # hardware.compile would hold all of Inductor, FlexAttention too, to choices that are the same in every process
 @program("tool", BenchSettings, run_dir="runs/bench_masks", overrides=("hardware.compile=false",))
 def main(settings: BenchSettings, run_dir: Path) -> None:
-    refuse_without_gpu("attention under a block mask", settings.hardware, SMOKE)
-    hardware, bench = set_up(settings.hardware), settings.bench
+    hardware = set_up_gpu("attention under a block mask", settings.hardware, SMOKE)
+    bench = settings.bench
     report = Report("masks", run_dir, hardware.description)
     for name, head_dim in product(bench.mask, bench.head_dim):
         report.add(*rows_of(name, head_dim, bench, hardware.device, hardware.dtype))

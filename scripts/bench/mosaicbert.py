@@ -36,11 +36,11 @@ from scripts.bench.report import (
     draw_lengths,
     refuse_out_of_range,
     refuse_unknown,
-    refuse_without_gpu,
+    set_up_gpu,
     table,
 )
 from scripts.mosaicbert import BertModel, dnabert2_config
-from training.hardware import HardwareConfig, set_up
+from training.hardware import HardwareConfig
 
 ATTENTION = ("naive", "sdpa", "flash", "free")
 NETWORK = ("forward", "step")
@@ -69,8 +69,7 @@ class MosaicBertBenchSettings:
 
 @program("tool", MosaicBertBenchSettings, run_dir="runs/bench_mosaicbert")
 def main(settings: MosaicBertBenchSettings, run_dir: Path) -> None:
-    refuse_without_gpu("DNABERT-2's network", settings.hardware, SMOKE)
-    hardware = set_up(settings.hardware)
+    hardware = set_up_gpu("DNABERT-2's network", settings.hardware, SMOKE)
     report = Report("bench_mosaicbert", run_dir, hardware.description)
     for seq_len, lengths in cases(settings):
         ids, mask = batch(seq_len, settings.rows(seq_len), lengths)

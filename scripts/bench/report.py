@@ -27,7 +27,7 @@ from rich.text import Text
 from conf.mistakes import fail
 from kernels.device import HAS_TRITON, interpreting
 from training.curves import picture
-from training.hardware import HardwareConfig
+from training.hardware import Hardware, HardwareConfig, refuse_without_compiler, set_up
 from training.log import provenance
 
 Row = dict[str, Any]
@@ -89,6 +89,15 @@ def refuse_without_gpu(what: str, hardware: HardwareConfig, smoke: str, *, needs
         found, remedy = f"hardware.device={hardware.device} is none", "leave it out"
     smoke_test = f", or for a smoke test TRITON_INTERPRET=1 with {smoke}" if HAS_TRITON else ""
     raise ValueError(f"{what} is measured on {needs} and {found}; {remedy}{smoke_test}")
+
+
+def set_up_gpu(what: str, config: HardwareConfig, smoke: str) -> Hardware:
+    """`set_up` for a benchmark that runs in this process; ValueError as of `refuse_without_gpu`, and where no kernel
+    can be compiled."""
+    refuse_without_gpu(what, config, smoke)
+    hardware = set_up(config)
+    refuse_without_compiler(hardware)
+    return hardware
 
 
 @dataclass
