@@ -16,6 +16,7 @@ import torch
 import train as program
 from kernels import naive_attention
 from model import ATTENTION, GPT, GPTConfig, attend_with
+from scripts.bench import processes
 from tests.runs import metrics, small_run
 from train import train
 from training import memory
@@ -143,6 +144,17 @@ def test_what_runs_on_a_gpu_needs_triton_too(name, monkeypatch, capsys, tmp_path
     with pytest.raises(SystemExit):
         program.main()
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: Triton cannot use this GPU")
+
+
+def test_a_benchmark_of_several_gpus_needs_triton_too(monkeypatch, tmp_path):
+    """Each of its processes looks, and leaves what it refuses where the one that started it finds it."""
+    on_gpu = Hardware(torch.device("cuda"), torch.float32, False, "")
+    monkeypatch.setattr("scripts.bench.processes.set_up", lambda *_: on_gpu)
+    monkeypatch.setattr("training.hardware.failure_of_triton", lambda: "no Triton here")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    with pytest.raises(SystemExit):
+        processes._run(0, [1], 0, None, SimpleNamespace(hardware=None), tmp_path / "found")
+    assert (tmp_path / "refused_by_0").read_text().startswith("Triton cannot use this GPU")
 
 
 @pytest.mark.parametrize(("platform", "why"), [("linux", "cc finds no Python.h"), ("darwin", None)])
