@@ -38,7 +38,7 @@ from scripts.causality import probe
 from scripts.machine import Finding
 from scripts.selftest import self_test
 from training import memory, resume
-from training.hardware import Hardware, set_up
+from training.hardware import Hardware, choose_hardware
 from training.parallel import World
 from training.rendezvous import ranks
 from training.run import resolve
@@ -54,7 +54,7 @@ def main(settings: Settings, run_dir: Path) -> None:
     began = time.perf_counter()
     if ranks()[0] > 0:  # the first of several processes asks, and only has to meet the others
         if cluster.launch().value:
-            cluster.network(set_up(settings.hardware))
+            cluster.network(choose_hardware(settings.hardware))
         return
     page = examine(settings, Path("runs") if run_dir == Path(".") else run_dir)  # hydra.run.dir=FOLDER is the run's
     show(page)
@@ -125,7 +125,7 @@ def load_triton() -> None:
 
 def chosen_hardware(settings: Settings, *, processes: int | None) -> Finding:
     """This process's hardware, in a world of as many processes as were started: they are only planned for."""
-    hardware = replace(set_up(settings.hardware), world=World(size=processes or 1))
+    hardware = replace(choose_hardware(settings.hardware), world=World(size=processes or 1))
     threads, cores = settings.hardware.num_threads, os.cpu_count() or 1
     if threads is not None and threads > cores:
         waiting = f"hardware.num_threads={threads} on {cores} cores: threads would wait for each other"

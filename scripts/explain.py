@@ -34,7 +34,7 @@ from model.masks import mask_mod
 from scripts.bench.report import Table, refuse_out_of_range, refuse_unknown, table
 from training import resume
 from training.checkpoint import META, Checkpoint
-from training.hardware import DTYPES, Hardware, set_up
+from training.hardware import DTYPES, Hardware, choose_hardware
 from training.memory import GIB, Plan
 from training.parallel import World
 from training.run import resolve
@@ -268,7 +268,7 @@ def explain_step(settings: ExplainSettings, run_dir: Path) -> tuple[dict, list[T
         )
     world = World(size=settings.processes)
     if torch.cuda.is_available():
-        hardware = replace(set_up(settings.hardware), world=world)
+        hardware = replace(choose_hardware(settings.hardware), world=world)
     else:
         dtype, compiled = DTYPES.get(settings.hardware.dtype, torch.bfloat16), settings.hardware.compile is not False
         words = f"a GPU elsewhere, {dtype}, {'compiled' if compiled else 'eager'}"

@@ -28,7 +28,7 @@ from scripts.parity_verdict import ROOM
 from scripts.variants import nulls
 from training.bad_steps import FirstBad, in_words
 from training.checkpoint import META, STATE, Checkpoint, open_checkpoint
-from training.hardware import Hardware, HardwareConfig, set_up
+from training.hardware import Hardware, HardwareConfig, choose_hardware, set_up
 from training.hooks import Place, watched
 from training.optimizer import OptimConfig, Optimizer
 from training.random_states import restore_random_states
@@ -235,7 +235,7 @@ def main(settings: ReplaySettings, run_dir: Path) -> None:
     dump = open_dump(settings.dump)
     with np.errstate(all="ignore"):  # Triton's interpreter would warn of each number that is not finite
         rows = compare(dump, settings)
-    show(dump, rows, set_up(settings.hardware).device.type)
+    show(dump, rows, choose_hardware(settings.hardware).device.type)
     print(json.dumps({"dump": str(dump.path), "step": dump.step, "runs": rows}, allow_nan=False))
 
 

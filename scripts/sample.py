@@ -24,7 +24,7 @@ from model import GPT, generate
 from model.sampling import check_sampling, marked
 from scripts.bench.report import refuse_out_of_range, refuse_unknown
 from training.checkpoint import given_or_newest, open_checkpoint
-from training.hardware import HardwareConfig, refuse_without_compiler, set_up
+from training.hardware import HardwareConfig, set_up
 from training.trained import load_trained
 
 MOST = 2**28  # tokens of one prompt's samples; the random number of each takes 8 bytes
@@ -98,7 +98,6 @@ def refuse_other_bytes(prompt: str) -> None:
 @program("tool", SampleSettings)
 def main(settings: SampleSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
-    refuse_without_compiler(hardware)
     checkpoint = open_checkpoint(given_or_newest(settings.checkpoint))
     model, tokenizer = load_trained(checkpoint, hardware.device, hardware.dtype, attention=settings.model.attention)
     if settings.cache and model.config.attention != "flash":

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.test_training import Net
-from training.hardware import HardwareConfig, set_up
+from training.hardware import HardwareConfig, choose_hardware
 from training.optimizer import (
     FIRST_SCALE,
     GROWTH_INTERVAL,
@@ -147,11 +147,11 @@ def test_a_gpu_without_bfloat16_takes_float16(monkeypatch):
         "reset_peak_memory_stats": None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
-    chosen = set_up(HardwareConfig(device="cuda"))
+    chosen = choose_hardware(HardwareConfig(device="cuda"))
     assert chosen.dtype == torch.float16
     assert "float16, loss scaled" in chosen.description
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (6, 1))
-    assert set_up(HardwareConfig(device="cuda")).dtype == torch.float32
+    assert choose_hardware(HardwareConfig(device="cuda")).dtype == torch.float32
 
 
 def test_a_gpu_that_is_named_is_the_current_one(monkeypatch):
@@ -161,7 +161,7 @@ def test_a_gpu_that_is_named_is_the_current_one(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert set_up(HardwareConfig(device="cuda:1", compile=False)).device == torch.device("cuda:1")
+    assert choose_hardware(HardwareConfig(device="cuda:1", compile=False)).device == torch.device("cuda:1")
     assert chosen == [torch.device("cuda:1")]
-    set_up(HardwareConfig(device="cuda", compile=False))  # the one that is current
+    choose_hardware(HardwareConfig(device="cuda", compile=False))  # the one that is current
     assert len(chosen) == 1

@@ -118,7 +118,7 @@ def test_every_run_on_a_gpu_needs_triton(tmp_path, monkeypatch):
     """An eager one of PyTorch's own attention, too: rotary positions and the loss are kernels of ours."""
     monkeypatch.setattr("training.hardware.failure_of_triton", lambda: "no Triton here")
     eager = Hardware(torch.device("cuda"), torch.float32, False, "")
-    monkeypatch.setattr("training.run.set_up", lambda *_: eager)
+    monkeypatch.setattr("training.hardware.choose_hardware", lambda *_: eager)
     with pytest.raises(ValueError, match=r"^Triton cannot use this GPU"):
         resolve(small_run(tmp_path, "model.attention=sdpa"))
 
@@ -135,8 +135,7 @@ def test_what_runs_on_a_gpu_needs_triton_too(name, monkeypatch, capsys, tmp_path
     """It ended in PyTorch's traceback at its first kernel."""
     program = importlib.import_module(f"scripts.{name}")
     on_gpu = Hardware(torch.device("cuda"), torch.float32, False, "")
-    where = "scripts.bench.report" if not hasattr(program, "set_up") else program.__name__
-    monkeypatch.setattr(f"{where}.set_up", lambda _: on_gpu)
+    monkeypatch.setattr("training.hardware.choose_hardware", lambda *_: on_gpu)
     monkeypatch.setattr("scripts.bench.report.refuse_without_gpu", lambda *_: None)
     monkeypatch.setattr("training.hardware.failure_of_triton", lambda: "no Triton here")
     monkeypatch.setattr(sys, "argv", [name])
@@ -149,7 +148,7 @@ def test_what_runs_on_a_gpu_needs_triton_too(name, monkeypatch, capsys, tmp_path
 def test_a_benchmark_of_several_gpus_needs_triton_too(monkeypatch, tmp_path):
     """Each of its processes looks, and leaves what it refuses where the one that started it finds it."""
     on_gpu = Hardware(torch.device("cuda"), torch.float32, False, "")
-    monkeypatch.setattr("scripts.bench.processes.set_up", lambda *_: on_gpu)
+    monkeypatch.setattr("training.hardware.choose_hardware", lambda *_: on_gpu)
     monkeypatch.setattr("training.hardware.failure_of_triton", lambda: "no Triton here")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     with pytest.raises(SystemExit):

@@ -68,6 +68,13 @@ class Hardware:
 
 
 def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
+    """`choose_hardware` for who computes there: ValueError, too, where nothing can be compiled."""
+    hardware = choose_hardware(config, world)
+    refuse_without_compiler(hardware)
+    return hardware
+
+
+def choose_hardware(config: HardwareConfig, world: World = ALONE) -> Hardware:
     """Resolve `auto` and set PyTorch's global switches; ValueError where a named choice is not available."""
     device = _device(config, world)
     if config.num_threads is not None:

@@ -16,7 +16,7 @@ from training.checkpoint import Checkpoint, open_checkpoint
 from training.comparison import flat
 from training.context import resolve_method
 from training.evaluate import prompt_of
-from training.hardware import Hardware, refuse_without_compiler, set_up
+from training.hardware import Hardware, set_up
 from training.memory import Plan
 from training.parallel import ALONE, World
 from training.profile import refuse_too_few
@@ -198,7 +198,6 @@ def resolve(
     world.begin_run()
     if hardware is None:
         hardware = set_up(settings.hardware, world)
-        refuse_without_compiler(hardware)
     if not world.is_first:
         found = world.broadcast(None)  # the first process's choices, at the end of its `resolve`
         train = replace(settings.train, micro_batch=found["micro_batch"])

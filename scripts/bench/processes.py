@@ -16,7 +16,7 @@ import torch._dynamo  # as any optimizer does at its first step, and here before
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from training.hardware import Hardware, refuse_without_compiler, set_up
+from training.hardware import Hardware, set_up
 from training.parallel import ALONE, World
 
 
@@ -80,7 +80,6 @@ def _compute(rank: int, sizes: list[int], port: int, function: Callable[..., Any
     store = dist.TCPStore("127.0.0.1", port, count, is_master=rank == 0)
     world = World(rank, count, rank, dist.PrefixStore("all", store))
     hardware = set_up(settings.hardware, world)
-    refuse_without_compiler(hardware)
     world.mesh(hardware.device)  # the process group begins
     worlds = {count: world} | ({1: ALONE} if rank == 0 else {})
     for size in sizes:

@@ -27,7 +27,7 @@ from rich.text import Text
 from conf.mistakes import fail
 from kernels.device import HAS_TRITON, interpreting
 from training.curves import picture
-from training.hardware import Hardware, HardwareConfig, refuse_without_compiler, set_up
+from training.hardware import Hardware, HardwareConfig, set_up
 from training.log import provenance
 
 Row = dict[str, Any]
@@ -92,12 +92,9 @@ def refuse_without_gpu(what: str, hardware: HardwareConfig, smoke: str, *, needs
 
 
 def set_up_gpu(what: str, config: HardwareConfig, smoke: str) -> Hardware:
-    """`set_up` for a benchmark that runs in this process; ValueError as of `refuse_without_gpu`, and where no kernel
-    can be compiled."""
+    """`set_up` for a benchmark that runs in this process, with `refuse_without_gpu` before it."""
     refuse_without_gpu(what, config, smoke)
-    hardware = set_up(config)
-    refuse_without_compiler(hardware)
-    return hardware
+    return set_up(config)
 
 
 @dataclass

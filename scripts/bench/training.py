@@ -26,7 +26,7 @@ from scripts.bench.clock import Parts, facts_as_errors, free, laps
 from scripts.bench.report import Columns, Panel, Report, Row, draw_lengths, refuse_out_of_range, refuse_unknown, table
 from scripts.bench.saving import save_cost
 from training.graph import BEFORE_REPLAY
-from training.hardware import Hardware, refuse_without_compiler, set_up
+from training.hardware import Hardware, set_up
 from training.memory import DoesNotFit
 from training.optimizer import Optimizer
 from training.run import Run, resolve
@@ -66,7 +66,6 @@ class BenchSettings(Settings):
 )
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware, bench = set_up(settings.hardware), settings.bench
-    refuse_without_compiler(hardware)
     report = Report("bench_training", run_dir, hardware.description)
     rows = [  # what cannot be is refused here, before anything is trained
         (attention, one_row(settings, *chosen, attention, hardware))
