@@ -401,7 +401,7 @@ def simulated_backward(monkeypatch, poisoned_memory):
         assert tl.load(address).handle.data.item() == adds.handle.data.item()
 
     monkeypatch.setattr(hopper_bwd, "interpreting", lambda: False)
-    monkeypatch.setattr(hopper_bwd, "_wait_for_turn", have_come)
+    monkeypatch.setattr(hopper_bwd, "_wait_for_adds", have_come)
     monkeypatch.setattr(hopper_bwd, "gdc_wait", lambda: None)
     monkeypatch.setattr(hopper_bwd, "num_sms", lambda _: 3)
     monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**19)

@@ -36,13 +36,13 @@ from ..portable.tiles import LOG2_E, ROW_PADDING, document_of, document_rows, he
 from ..portable.visits import mask_constants
 from . import tma
 from .backward_kernel import hopper_bwd_kernel
-from .backward_schedule import BLOCK_K, ROWS
+from .backward_schedule import BLOCK_K, ROWS, num_adds
 from .tma import tile_width
 
 
 @triton.jit
-def _wait_for_turn(address, turn):
-    """Wait until the int32 at `address` is `turn`; what was added before it was set is then seen."""
+def _wait_for_adds(address, adds):
+    """Wait until the int32 at `address` is `adds`; what was added before it was set is then seen."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred waits;
@@ -54,16 +54,8 @@ def _wait_for_turn(address, turn):
         @waits bra AGAIN;
         mov.u32 $0, now;
         }""",
-        "=r,l,r", [address, turn], dtype=tl.int32, is_pure=False, pack=1,
+        "=r,l,r", [address, adds], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@triton.jit
-def _num_adds(tile, num_q, num_k, window_left, window_right, ROWS: tl.constexpr):
-    """How many items add to a query tile, of a call without a block mask: the key tiles of which it sees a key."""
-    first_seen = tl.maximum(tile * ROWS + num_k - num_q - window_left, 0) // BLOCK_K
-    end_seen = tl.minimum(tl.maximum((tile + 1) * ROWS + num_k - num_q + window_right, 0), num_k)
-    return tl.where(tile * ROWS < num_q, tl.maximum(tl.cdiv(end_seen, BLOCK_K) - first_seen, 0), 0)
 
 
 @triton.jit(
@@ -107,8 +99,8 @@ def _after_kernel(
     turn = turns_ptr + tl.program_id(0)
     if EARLY:
         _row0, num_k = document_rows(document, cu_seqlens_k, k_tokens)
-        adds = _num_adds(tile, num_q, num_k, window_left, window_right, ROWS)
-        _wait_for_turn(turn, adds)
+        adds = num_adds(tile, num_q, num_k, window_left, window_right)
+        _wait_for_adds(turn, adds)
     else:
         adds = tl.load(turn)
     cols = tl.arange(0, TILE_WIDTH)

@@ -98,10 +98,10 @@ def _consumer(
         dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, dk_layout)
         if HEAD_DIM == 64:
-            pattern = 0
-            if BY_PATTERN and first < end:
-                pattern = awaited_pattern(full, step, sizes, STAGES)
             if BY_PATTERN:
+                pattern = 0
+                if first < end:
+                    pattern = awaited_pattern(full, step, sizes, STAGES)
                 for member in range(sizes.num_heads // sizes.num_kv_heads):
                     scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
                     for query_tile in range(first, end):

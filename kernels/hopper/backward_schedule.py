@@ -15,6 +15,8 @@ Either way an item waits only for items before it. With one program an item thes
 wait for ever; a grid of one program an SM is launched as a cooperative one, all of it resident or none.
 """
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -205,3 +207,12 @@ def adds_before(query_tile, visit, tile, from_last, sizes, CAUSAL: gl.constexpr)
         return last - tile
     else:
         return tile
+
+
+@triton.jit
+def num_adds(query_tile, num_q, num_k, window_left, window_right):
+    """How many items add to a query tile of a call without a block mask: one more than `adds_before` for the last of
+    them. What is unbounded is a distance that no pair of tokens has, and window_right 0 in a causal call."""
+    first_seen = tl.maximum(query_tile * BLOCK_Q + num_k - num_q - window_left, 0) // BLOCK_K
+    end_seen = tl.minimum(tl.maximum((query_tile + 1) * BLOCK_Q + num_k - num_q + window_right, 0), num_k)
+    return tl.where(query_tile * BLOCK_Q < num_q, tl.maximum(tl.cdiv(end_seen, BLOCK_K) - first_seen, 0), 0)
