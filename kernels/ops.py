@@ -61,7 +61,7 @@ def _run_backward(do, dlse, q, k, v, o, lse, *options) -> tuple[Tensor, Tensor, 
     if _on_hopper(plan, q, k, v, options, backward=True):
         from .hopper import backward as hopper
 
-        return hopper.launch_hopper_bwd(do, dlse, q, k, v, o, lse, options, None, plan)
+        return hopper.launch_hopper_bwd(do, dlse, q, k, v, o, lse, options, plan)
     from .portable import backward as portable
 
     return portable.launch_flash_bwd(do, dlse, q, k, v, o, lse, options, None, None, plan)

@@ -388,7 +388,7 @@ def test_few_tiles_are_not_taken_in_pairs(monkeypatch):
 
 @pytest.fixture
 def simulated_backward(monkeypatch, poisoned_memory):
-    """The Hopper backward's own source, run by Python: (inputs as of launch_hopper_bwd, plan) -> (dq, dk, dv).
+    """The Hopper backward's own source, run by Python: (inputs as of launch_hopper_bwd) -> (dq, dk, dv).
 
     One kernel after the other: where the last one waits for adds on a GPU, for ever if it is for another number, it is
     looked here whether there have been as many."""
@@ -403,12 +403,14 @@ def simulated_backward(monkeypatch, poisoned_memory):
     monkeypatch.setattr(hopper_bwd, "interpreting", lambda: False)
     monkeypatch.setattr(hopper_bwd, "_wait_for_adds", have_come)
     monkeypatch.setattr(hopper_bwd, "gdc_wait", lambda: None)
+    monkeypatch.setattr("kernels.portable.prepare.gdc_launch_dependents", lambda: None)
+    monkeypatch.setattr(hopper_bwd, "L2_SHARE", {64: 1.0, 128: 1.0})
     monkeypatch.setattr(hopper_bwd, "num_sms", lambda _: 3)
     monkeypatch.setattr("kernels.launch.l2_bytes", lambda _: 3 * 2**19)
 
-    def run(inputs, persistent, **how):
+    def run(inputs, **how):
         hopper_simulator.simulate(monkeypatch, hopper_bwd.hopper_bwd_kernel, **how)
-        return hopper_bwd.launch_hopper_bwd(*inputs, hopper_bwd.BackwardPlan(persistent, l2_share=1.0))[:3]
+        return hopper_bwd.launch_hopper_bwd(*inputs)[:3]
 
     return run
 
@@ -426,8 +428,7 @@ def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, cau
     return (do, dlse if with_dlse else None, q, k, v, o, lse.float(), options), gradients
 
 
-# test_simulated_backward_pads_narrow_heads: wider heads in a persistent grid
-@pytest.mark.parametrize(("head_dim", "persistent"), [(64, True), (128, False)])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("batch", "num_heads", "num_kv_heads", "num_q", "num_k"),
@@ -440,11 +441,11 @@ def _backward_inputs(batch, num_heads, num_kv_heads, num_q, num_k, head_dim, cau
     ],
 )
 def test_simulated_backward_agrees_with_float64(
-    batch, num_heads, num_kv_heads, num_q, num_k, causal, persistent, head_dim, simulated_backward
+    batch, num_heads, num_kv_heads, num_q, num_k, causal, head_dim, simulated_backward
 ):
     sizes = (batch, num_heads, num_kv_heads, num_q, num_k, head_dim, causal)
     inputs, exact = _backward_inputs(*sizes, with_dlse=num_q != 1)
-    for ours, right in zip(simulated_backward(inputs, persistent, residents=3), exact, strict=True):
+    for ours, right in zip(simulated_backward(inputs, residents=3), exact, strict=True):
         torch.testing.assert_close(ours.double(), right.double(), atol=1e-5, rtol=1e-5)
 
 
@@ -480,8 +481,7 @@ def check_simulated_backward(head_dim, lengths_q, lengths_k, how, simulated_back
     options = options._replace(alibi_slopes=slopes, **(packed if len(lengths_q) > 1 else {}))
     dlse = torch.where(torch.isfinite(exact["lse"]), dlse, 0.0)
     inputs = (do, dlse[None], q, k, v, o, exact["lse"][None].float(), options)
-    persistent = len(lengths_q) == 1 and head_dim == 64
-    ours = simulated_backward(inputs, persistent, residents=3, pauses=Random(sum(lengths_q)))
+    ours = simulated_backward(inputs, residents=3, pauses=Random(sum(lengths_q)))
     for name, gradient in zip(("dq", "dk", "dv"), ours, strict=True):
         right = exact[name].transpose(0, 1)[None]
         torch.testing.assert_close(
@@ -506,7 +506,7 @@ def test_simulated_backward_under_a_block_mask(dims, kv_heads, num_q, num_k, sof
     dlse = torch.where(torch.isfinite(exact["lse"]), dlse, 0.0)
     do, q, k, v, o = (_in_nan(x.float()) for x in (do, q, k, v, exact["o"]))
     inputs = (do, dlse, q, k, v, o, exact["lse"].float(), options)
-    ours = simulated_backward(inputs, False, residents=3, pauses=Random(num_q))
+    ours = simulated_backward(inputs, residents=3, pauses=Random(num_q))
     for name, gradient in zip(("dq", "dk", "dv"), ours, strict=True):
         torch.testing.assert_close(
             gradient.double(), exact[name], atol=2e-5, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
@@ -517,7 +517,7 @@ def test_simulated_backward_under_a_block_mask(dims, kv_heads, num_q, num_k, sof
 @pytest.mark.parametrize("causal", [True, False])
 def test_simulated_backward_pads_narrow_heads(causal, head_dim, simulated_backward):
     inputs, exact = _backward_inputs(2, 4, 2, 150, 200, head_dim, causal)
-    for ours, right in zip(simulated_backward(inputs, True, residents=3), exact, strict=True):
+    for ours, right in zip(simulated_backward(inputs, residents=3), exact, strict=True):
         torch.testing.assert_close(ours.double(), right.double(), atol=1e-5, rtol=1e-5)
 
 
@@ -528,20 +528,18 @@ def test_keys_past_the_end_do_not_overflow_in_the_backward(bounds, head_dim, sim
     inputs, exact = _backward_inputs(1, 1, 1, 64, 70, head_dim, False, shift=5.0)
     assert inputs[6].max() < -100
     inputs = (*inputs[:7], inputs[7]._replace(window_left=bounds, window_right=bounds))  # a window that hides nothing
-    for ours, right in zip(simulated_backward(inputs, False), exact, strict=True):
+    for ours, right in zip(simulated_backward(inputs), exact, strict=True):
         torch.testing.assert_close(ours.double(), right.double(), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("causal", "head_dim"), [(True, 128), (False, 64)])
-def test_dq_is_added_in_one_order_by_any_number_of_programs(causal, head_dim, simulated_backward):
-    """One program an item, handed out in order, with one, two, three or all of them resident: none waits for ever.
-
-    A persistent grid is not tried with less than all: its programs wait for one another.
-    """
+def test_dq_is_added_in_one_order_by_any_number_of_programs(causal, head_dim, simulated_backward, monkeypatch):
+    """With one, some or all of the programs resident none waits for ever; the last are as many as there are items."""
     inputs, _ = _backward_inputs(1, 2, 1, 300, 600, head_dim, causal)
-    first = simulated_backward(inputs, False, residents=1)
-    for residents in (2, 3, 5):
-        again = simulated_backward(inputs, False, residents=residents, pauses=Random(residents))
+    first = simulated_backward(inputs, residents=1)
+    for programs, residents in ((3, 2), (3, 3), (10, 4), (10, 10)):
+        monkeypatch.setattr("kernels.hopper.backward.num_sms", lambda _, programs=programs: programs)
+        again = simulated_backward(inputs, residents=residents, pauses=Random(residents))
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
@@ -550,7 +548,9 @@ def test_the_last_heads_of_a_causal_call_begin_with_their_longest_items():
     from kernels.hopper import backward_schedule as schedule
     from tests import hopper_simulator
 
-    sizes = schedule.Sizes(1, 1, 5, 300, 300, 2, None, None, None, None)  # five heads of three tiles, two a section
+    sizes = schedule.Sizes(
+        1, 1, 5, 300, 300, 2, None, None, None, None, None
+    )  # five heads of three tiles, two a section
     items = [hopper_simulator.call(schedule.owned, item, sizes, True) for item in range(15)]
     assert [(tile, batch) for tile, batch, *_ in items[:6]] == [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
     assert [tile for tile, *_ in items[6:]] == [2, 2, 1, 1, 0, 0, 0, 1, 2]

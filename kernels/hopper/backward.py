@@ -1,6 +1,5 @@
 """Backward pass for Hopper (sm_90a): one fused kernel (backward_kernel.py) between a pre- and a post-kernel."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -38,6 +37,10 @@ from . import tma
 from .backward_kernel import hopper_bwd_kernel
 from .backward_schedule import BLOCK_K, ROWS, num_adds
 from .tma import tile_width
+
+# How many bytes of Q, dO and dQ's sum the heads of a section may take, as a share of the L2 cache, by the width of the
+# tiles: NOTES.md
+L2_SHARE = {64: 1 / 4, 128: 1 / 2}
 
 
 @triton.jit
@@ -117,28 +120,6 @@ def _after_kernel(
         gdc_wait()  # what comes behind this kernel must find the main one ended
 
 
-@dataclass(frozen=True)
-class BackwardPlan:
-    """How the main kernel runs: one program for each SM or for each item, and how many bytes of Q, dO and dQ's sum
-    the heads of a section may take, as a share of the L2 cache."""
-
-    persistent: bool
-    l2_share: float
-
-
-def plan_for(head_dim: int, options: Options, num_q: int) -> BackwardPlan:
-    """The fastest or within 3 % of it at 1,024, 4,096 and 16,384 tokens (NOTES.md): one H200, torch 2.11.0,
-    triton 3.6.0, 2026-11-21, 16,384 tokens a call, hidden size 2,048; with a window, a soft-cap,
-    documents or a block mask as for long causal calls."""
-    if options.local or options.packed or options.masked or options.softcap:
-        return BackwardPlan(persistent=False, l2_share=1 / 2 if head_dim == 128 else 1 / 4)
-    if head_dim == 128:
-        return BackwardPlan(persistent=False, l2_share=1 / 4 if num_q <= 1024 else 1 / 2)
-    if options.causal:
-        return BackwardPlan(persistent=num_q <= 2048, l2_share=5 / 8 if num_q <= 2048 else 1 / 4)
-    return BackwardPlan(persistent=True, l2_share=1 / 4)
-
-
 def launch_hopper_bwd(
     do: Tensor,
     dlse: Tensor | None,
@@ -148,18 +129,17 @@ def launch_hopper_bwd(
     o: Tensor,
     lse: Tensor,
     options: Options,
-    schedule: BackwardPlan | None = None,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the backward kernels on the forward's inputs and outputs, not refused by `why_not_hopper`.
 
     Arguments and results as of the portable `launch_flash_bwd`: dQ, dK, dV in q's dtype, stored as (B, N, H, D), and
-    an empty tensor in the place of the sinks' gradient. The same inputs give the same bits. `schedule` overrides the
-    choice; `plan` is the call's where it is known.
+    an empty tensor in the place of the sinks' gradient. The same inputs give the same bits. `plan` is the call's where
+    it is known.
     """
     batch, num_heads, num_q, head_dim = q.shape
     do = do.to(q.dtype)
-    plan = plan or plan_of(key_of(("hopper backward", schedule, dlse is None), options, do, q, k, v, o))
+    plan = plan or plan_of(key_of(("hopper backward", dlse is None), options, do, q, k, v, o))
     do = do if tma_ready(do) else do.contiguous()
     o = o if tma_ready(o) else o.contiguous()
     dq, dk, dv = (tokens_first(x, head_dim) for x in (q, k, v))
@@ -170,30 +150,28 @@ def launch_hopper_bwd(
     tensors = {
         "do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse.contiguous(),
         "dlse": None if dlse is None else dlse.to(torch.float32).contiguous(),
-        "lse_log2": lse_log2, "delta": delta, "turns": q.new_empty(rows // ROWS, dtype=torch.int32),
+        "lse_log2": lse_log2, "delta": delta, "turns": q.new_empty(rows // ROWS + 1, dtype=torch.int32),
         "dq_sum": q.new_empty(rows * tile_width(head_dim), dtype=torch.float32), "dq": dq, "dk": dk, "dv": dv,
         **option_tensors(options),
     }  # fmt: skip
     if options.packed:
         tensors["tiles"] = document_tiles(k, BLOCK_K.value, options.cu_seqlens_k)
-    run(plan, tensors, partial(_launches, options, schedule))
+    run(plan, tensors, partial(_launches, options))
     return dq, dk, dv, q.new_empty(0, dtype=torch.float32)
 
 
 def _launches(
-    options: Options, schedule: BackwardPlan | None, do, q, k, v, o, lse, dlse, lse_log2, delta, turns, dq_sum,
+    options: Options, do, q, k, v, o, lse, dlse, lse_log2, delta, turns, dq_sum,
     dq, dk, dv, **given: Tensor,
 ) -> list[Launch]:  # fmt: skip
     assert DELTA_ROWS == ROWS, "a turn is of as many rows"
     batch, num_heads, num_q, head_dim = q.shape
     num_kv_heads, num_k, group_size = k.shape[1], k.shape[2], num_heads // k.shape[1]
     tile = tile_width(head_dim)
-    schedule = schedule or plan_for(tile, options, num_q)
     num_docs, key_tiles = grid_tiles(num_k, BLOCK_K.value, options.cu_seqlens_k)
-    items = key_tiles * batch * num_kv_heads
-    programs = min(items, num_sms(q.device.index)) if schedule.persistent else items
+    programs = min(key_tiles * batch * num_kv_heads, num_sms(q.device.index))
     # of a KV head: its query heads' Q and dO, 16 bits each, and dQ's sum, 32
-    section = heads_per_section(q, k, schedule.l2_share, bytes_per_kv_head=8 * num_q * head_dim * group_size)
+    section = heads_per_section(q, k, L2_SHARE[tile], bytes_per_kv_head=8 * num_q * head_dim * group_size)
     left, right = window_bounds(options, num_q, num_k)
     window = left, 0 if options.causal else right
     # a soft-cap too: the branch around the mask keeps ptxas from having all of a step's scores in flight
@@ -220,13 +198,10 @@ def _launches(
         launches.append(document_tiles_launch(k, q, BLOCK_K.value, *starts, given["tiles"]))
     return [
         *launches,
-        delta_launch(o, do, lse, dlse, lse_log2, delta, turns=turns, aligned=True, **given),
+        delta_launch(o, do, lse, dlse, lse_log2, delta, turns=turns, **given),
+        Launch(hopper_bwd_kernel, programs, main, constants, {"num_warps": 4, "launch_pdl": True}),
         Launch(
-            hopper_bwd_kernel, programs, main, constants,
-            {"num_warps": 4, "launch_cooperative_grid": schedule.persistent},
-        ),
-        Launch(
-            _after_kernel, turns.shape[0], after,
+            _after_kernel, turns.shape[0] - 1, after,
             {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS, "EARLY": early},
             {"num_warps": 4, "launch_pdl": early},
         ),

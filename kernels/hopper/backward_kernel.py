@@ -22,6 +22,7 @@ Barriers (mbarriers; [s] is a stage of a ring):
     k_full[s], v_full    an item's keys, values are there      k_empty[s], v_empty   ... are read (128: and dK, dV out)
     full[s]              a step's Q, dO, LSE, delta are there  empty[s]              both consumers are done with them
     ds_full[s]           both halves of dS are there           ds_empty[s]           dQ is computed from them (64)
+    told_full[s]         the next item's number is there       told_empty[s]        all roles have read it
     turn_ready[w]        a share of dQ may be added; keeper w learns of it at the hardware barrier ADDED + w
 """
 
@@ -45,11 +46,12 @@ from .backward_schedule import (
     BLOCK_Q,
     KEYS,
     Sizes,
+    end_of_items,
     first_rows,
-    num_own_items,
+    next_item,
     owned,
-    packed_item,
     query_tiles,
+    sizes_of,
     unmasked_from,
 )
 from .backward_step import (
@@ -67,7 +69,7 @@ from .tma import slot
 
 @gluon.jit
 def _consumer(
-    dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
+    dq_ptr, turns, outputs, tiles, barriers, draws, call, scale, scale_log2, softcap,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     dk_desc, dv_desc = outputs
@@ -78,11 +80,13 @@ def _consumer(
     ring = (full, empty, ds_full, ds_empty)
     # full blocks have a body of their own: a branch inside the step costs them a tenth (NOTES.md). A soft-cap needs it.
     # With head_dim 64 a step knows the next one's pattern: to look at it first takes 2 % of a step
-    BY_PATTERN: gl.constexpr = sizes.masked is not None and softcap is None
-    _q_row0, k_row0, _padded_row0 = first_rows(sizes)
-    step = 0
-    for done in range(num_own_items(sizes)):
-        tile, batch, kv_head, from_last = owned(done, sizes, CAUSAL)
+    BY_PATTERN: gl.constexpr = call.masked is not None and softcap is None
+    step, done, end_item = 0, 0, end_of_items(call)
+    item = next_item(done, draws, 4)
+    while item < end_item:
+        sizes = sizes_of(item, call)
+        _q_row0, k_row0, _padded_row0 = first_rows(sizes)
+        tile, batch, kv_head, from_last = owned(item, sizes, CAUSAL)
         key = tile * BLOCK_K + KEYS * CONSUMER
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         unmasked = unmasked_from(key, first, end, sizes, CAUSAL)
@@ -185,6 +189,8 @@ def _consumer(
                 tma.store_wait(0)
                 mbarrier.arrive(k_empty.index(k_stage), count=1)
                 mbarrier.arrive(v_empty, count=1)
+        done += 1
+        item = next_item(done, draws, 4)
     tma.store_wait(0)
 
 
@@ -204,7 +210,7 @@ def hopper_bwd_kernel(
     dq_ptr,  # (B * Hq * num_q_padded * HEAD_DIM,) fp32: dQ / scale in the order of `in_register_order`
     dk_desc,  # (B, Hkv, Nk, D), tiles of HEAD_DIM rows
     dv_desc,  # (B, Hkv, Nk, D), tiles of HEAD_DIM rows
-    turns_ptr,  # (B * Hq * num_q_padded / 64,) int32, zeros: how many items have added to a query tile
+    turns_ptr,  # (B * Hq * num_q_padded / 64 + 1,) int32, zeros: how many items have added to a query tile; drawn items
     num_heads,  # Hq
     num_kv_heads,  # Hkv
     num_batch_kv_heads,  # B * Hkv
@@ -228,12 +234,6 @@ def hopper_bwd_kernel(
     MASK_OF_BATCH: gl.constexpr,  # dimensions of the block mask
     MASK_OF_HEAD: gl.constexpr,
 ):
-    tma.let_next_begin()  # it waits for turns, which were set to 0 before this one began
-    if document_tiles is not None:
-        item, its_num_q, its_num_k = packed_item(document_tiles, num_kv_heads, heads_per_section)
-    else:
-        item: gl.constexpr = None
-        its_num_q, its_num_k = num_q, num_k
     if window_left is not None:
         window = (window_left, window_right)
     else:
@@ -270,6 +270,9 @@ def hopper_bwd_kernel(
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
     turn_ready = gl.allocate_shared_memory(gl.int64, [KEEPERS, 1], bar_layout)
+    told = gl.allocate_shared_memory(gl.int32, [2, 1], row_layout)
+    told_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
+    told_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar_layout)
     for stage in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=CONSUMERS + 1 if HEAD_DIM == 64 else 1)
@@ -282,42 +285,51 @@ def hopper_bwd_kernel(
         mbarrier.init(ds_full.index(place), count=CONSUMERS)
         mbarrier.init(ds_empty.index(place), count=1)
         mbarrier.init(turn_ready.index(place), count=1)
+        mbarrier.init(told_full.index(place), count=1)
+        mbarrier.init(told_empty.index(place), count=5 if HEAD_DIM == 64 else 4)  # roles beside the producer
     fence_async_shared()
+    tma.wait_for_previous()
+    tma.let_next_begin()  # it reads turns, which are 0 now
 
     loaded = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem)
     tiles = (k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem, ds_smem, out_smem)
     loads = (k_full, k_empty, v_full, v_empty, full, empty)
     barriers = (k_full, k_empty, v_full, v_empty, full, empty, ds_full, ds_empty)
     section = heads_together(masked, heads_per_section, num_batch_kv_heads, num_q, num_k)
-    tokens = its_num_q, its_num_k
-    sizes = Sizes(num_heads, num_kv_heads, num_batch_kv_heads, *tokens, section, window, item, masked, alibi_slopes)
+    no_item: gl.constexpr = None
+    sizes = Sizes(
+        num_heads, num_kv_heads, num_batch_kv_heads, num_q, num_k, section, window, document_tiles, no_item, masked,
+        alibi_slopes,
+    )  # fmt: skip
+    counter = turns_ptr + num_batch_kv_heads * (num_heads // num_kv_heads) * (num_q_padded // BLOCK_Q)
+    draws = (counter, told, told_full, told_empty)
     inputs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     turns, outputs = (announced, turn_ready), (dk_desc, dv_desc)
     if HEAD_DIM == 64:
         gl.warp_specialize(
             [
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
-                (query_gradient, (dq_ptr, turns, (k_smem, ds_smem), (k_full, k_empty, ds_full, ds_empty), sizes,
+                (query_gradient, (dq_ptr, turns, (k_smem, ds_smem), (k_full, k_empty, ds_full, ds_empty), draws, sizes,
                                    HEAD_DIM, K_STAGES, CAUSAL)),
-                (producer, (inputs, loaded, loads, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
-                (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
-                (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
+                (producer, (inputs, loaded, loads, draws, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
+                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
+                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
             ],
             [4, 4, 1, 1, 1], [208, 72, 24, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 0)),
-                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, sizes, scale, scale_log2, softcap,
+                (_consumer, (dq_ptr, turns, outputs, tiles, barriers, draws, sizes, scale, scale_log2, softcap,
                              HEAD_DIM, STAGES, K_STAGES, CAUSAL, 1)),
-                (producer, (inputs, loaded, loads, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
-                (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
-                (turn_keeper, (turns_ptr, turns, sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
+                (producer, (inputs, loaded, loads, draws, sizes, HEAD_DIM, STAGES, K_STAGES, CAUSAL)),
+                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 0, HEAD_DIM, CAUSAL)),
+                (turn_keeper, (turns_ptr, turns, draws, sizes, num_q_padded, 1, HEAD_DIM, CAUSAL)),
             ],
             [4, 1, 1, 1], [240, 24, 24, 24],
         )  # fmt: skip

@@ -13,11 +13,14 @@ from .backward_schedule import (
     BLOCK_K,
     BLOCK_Q,
     adds_before,
+    draw_item,
+    end_of_items,
     first_rows,
-    num_own_items,
+    next_item,
     owned,
     query_tile_at,
     query_tiles,
+    sizes_of,
     visit_at,
     walked,
 )
@@ -33,20 +36,22 @@ S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 @gluon.jit
 def producer(
-    descriptors, tiles, barriers, sizes,
+    descriptors, tiles, barriers, draws, call,
     HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Loads K and V of each item, and Q, dO, LSE and delta of each step."""
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descriptors
     k_smem, v_smem, q_smem, do_smem, lse_smem, delta_smem = tiles
     k_full, k_empty, v_full, v_empty, full, empty = barriers
-    group_size = sizes.num_heads // sizes.num_kv_heads
+    group_size = call.num_heads // call.num_kv_heads
     k_bytes: gl.constexpr = BLOCK_K * HEAD_DIM * 2
     step_bytes: gl.constexpr = 2 * (BLOCK_Q * HEAD_DIM * 2 + BLOCK_Q * 4)
-    q_row0, k_row0, padded_row0 = first_rows(sizes)
-    step = 0
-    for done in range(num_own_items(sizes)):
-        tile, batch, kv_head, from_last = owned(done, sizes, CAUSAL)
+    step, done, end_item = 0, 0, end_of_items(call)
+    item = draw_item(done, draws)
+    while item < end_item:
+        sizes = sizes_of(item, call)
+        q_row0, k_row0, padded_row0 = first_rows(sizes)
+        tile, batch, kv_head, from_last = owned(item, sizes, CAUSAL)
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_empty.index(k_stage), k_phase ^ 1)
         mbarrier.expect(k_full.index(k_stage), k_bytes)
@@ -81,6 +86,8 @@ def producer(
                     delta_smem.index(stage)._reinterpret(gl.float32, [1, BLOCK_Q], delta_desc.layout),
                 )  # fmt: skip
                 step += 1
+        done += 1
+        item = draw_item(done, draws)
 
 
 @gluon.jit
@@ -122,7 +129,7 @@ def add_in_turn(dq, dq_ptr, place, step, PART: gl.constexpr, HEAD_DIM: gl.conste
 
 @gluon.jit
 def turn_keeper(
-    turns_ptr, turns, sizes, num_q_padded,
+    turns_ptr, turns, draws, call, num_q_padded,
     WHICH: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Waits for the turn of every second step's query tile, says so to those who add to it, and passes the turn on
@@ -131,11 +138,13 @@ def turn_keeper(
     An add is complete, and the turn passed on, only a few thousand cycles after its step: hence two of these.
     """
     announced, turn_ready = turns
-    group_size = sizes.num_heads // sizes.num_kv_heads
-    _q_row0, _k_row0, padded_row0 = first_rows(sizes)
-    before = 0
-    for done in range(num_own_items(sizes)):
-        tile, batch, kv_head, from_last = owned(done, sizes, CAUSAL)
+    group_size = call.num_heads // call.num_kv_heads
+    before, done, end_item = 0, 0, end_of_items(call)
+    item = next_item(done, draws, 1)
+    while item < end_item:
+        sizes = sizes_of(item, call)
+        _q_row0, _k_row0, padded_row0 = first_rows(sizes)
+        tile, batch, kv_head, from_last = owned(item, sizes, CAUSAL)
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         steps = end - first
         visit, _pattern = visit_at(first + ((before + WHICH) & 1), first, end, sizes)
@@ -155,19 +164,23 @@ def turn_keeper(
             tma.named_barrier("bar.sync", ADDED + WHICH, 32 + 2 * HEAD_DIM, 1)
             tma.pass_turn(turns_ptr + place)
         before += group_size * steps
+        done += 1
+        item = next_item(done, draws, 1)
 
 
 @gluon.jit
 def query_gradient(
-    dq_ptr, turns, tiles, barriers, sizes,
+    dq_ptr, turns, tiles, barriers, draws, call,
     HEAD_DIM: gl.constexpr, K_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """dQ = dS K of every step, for head_dim 64."""
     k_smem, ds_smem = tiles
     k_full, k_empty, ds_full, ds_empty = barriers
-    step = 0
-    for done in range(num_own_items(sizes)):
-        tile, batch, kv_head, _from_last = owned(done, sizes, CAUSAL)
+    step, done, end_item = 0, 0, end_of_items(call)
+    item = next_item(done, draws, 4)
+    while item < end_item:
+        sizes = sizes_of(item, call)
+        tile, batch, kv_head, _from_last = owned(item, sizes, CAUSAL)
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_full.index(k_stage), k_phase)
@@ -180,3 +193,5 @@ def query_gradient(
             add_in_turn(dq, dq_ptr, wait_for_turn(turns, step), step, 0, HEAD_DIM)
             step += 1
         mbarrier.arrive(k_empty.index(k_stage), count=1)
+        done += 1
+        item = next_item(done, draws, 4)

@@ -1,7 +1,7 @@
 """What a program of the Hopper backward owns, which query tiles see its keys, and in which order dQ is added up.
 
-An item is BLOCK_K keys of one KV head with all query tiles that see them. Programs take the items in turn; of packed
-documents a program has one item.
+An item is BLOCK_K keys of one KV head with all query tiles that see them. A program draws its items from a counter, one
+after another: the next one when it is done with the loads of the one before.
 
 dQ is summed in fp32 in global memory, in a fixed order, so that its bits are the same in every run. Each query tile has
 a counter, its turn: an item adds its share when so many items have added as come before it. Without a mask these are
@@ -11,19 +11,21 @@ nobody waits. But the longest items are the last then, and when they end, most S
 section of a causal call is the other way round: smaller keys first, queries from the last one on. There the SMs become
 free one after the other, and again nobody waits.
 
-Either way an item waits only for items before it. With one program an item these were handed out earlier, so nobody can
-wait for ever; a grid of one program an SM is launched as a cooperative one, all of it resident or none.
+Either way an item waits only for items before it, which were drawn by programs that run; of those that have not ended
+the first is always worked on. So nobody can wait for ever, however few of the programs run at a time.
 """
 
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..portable.record import record
 from ..portable.tiles import ROW_PADDING, Mask, end_query, first_query, section_tile
 from ..portable.visits import first_line
 from .masked import Masked
+from .tma import slot
 
 ROWS = 64  # of a query tile, and of a turn
 BLOCK_Q = gl.constexpr(ROWS)
@@ -33,9 +35,8 @@ KEYS = gl.constexpr(64)  # of a consumer
 
 @record
 class Item:
-    """What a program owns of packed documents; None in its place where nothing is packed."""
+    """An item of packed documents."""
 
-    count: gl.tensor  # 1, or 0 where no tile is left
     tile: gl.tensor  # of keys, inside the document
     kv_head: gl.tensor
     q_row0: gl.tensor  # the document's first packed query
@@ -51,33 +52,38 @@ class Sizes:
     num_heads: gl.tensor  # Hq
     num_kv_heads: gl.tensor  # Hkv
     num_batch_kv_heads: gl.tensor  # B * Hkv
-    num_q: gl.tensor  # of the program's document, where documents are packed
+    num_q: gl.tensor  # of an item's document, where documents are packed: see `sizes_of`
     num_k: gl.tensor
     heads_per_section: gl.tensor  # KV heads
     window: tuple  # (left, right), or None
-    item: Item  # or None
+    document_tiles: gl.tensor  # pointer to the list of key tiles of `_document_tiles_kernel`, or None
+    item: Item  # None where nothing is packed, and before `sizes_of`
     masked: Masked  # or None
     alibi_slopes: gl.tensor  # pointer to (B or documents, Hq) fp32, or None
 
 
 @gluon.jit
-def packed_item(document_tiles, num_kv_heads, heads_per_section):
-    """(what a program owns of packed documents, that document's number of queries, of keys)."""
-    num_tiles = gl.load(document_tiles)
-    items = num_tiles * num_kv_heads
-    count = gl.where(gl.program_id(0) < items, 1, 0)
-    ordinal = gl.minimum(gl.program_id(0), items - 1)
-    number, kv_head = section_tile(ordinal, num_tiles, num_kv_heads, heads_per_section, False)
-    row = document_tiles + (1 + number) * 8
-    tile, k_row0, num_k = gl.load(row), gl.load(row + 1), gl.load(row + 2)
-    q_row0, num_q, document = gl.load(row + 3), gl.load(row + 4), gl.load(row + 5)
-    padded_row0 = (q_row0 // ROW_PADDING + document) * ROW_PADDING
-    return Item(count, tile, kv_head, q_row0, k_row0, padded_row0, document), num_q, num_k
+def sizes_of(item, sizes):
+    """Sizes as an item has them: of packed documents its document's."""
+    if sizes.document_tiles is None:
+        return sizes
+    else:
+        num_tiles = gl.load(sizes.document_tiles)
+        number, kv_head = section_tile(item, num_tiles, sizes.num_kv_heads, sizes.heads_per_section, False)
+        row = sizes.document_tiles + (1 + number) * 8
+        tile, k_row0, num_k = gl.load(row), gl.load(row + 1), gl.load(row + 2)
+        q_row0, num_q, document = gl.load(row + 3), gl.load(row + 4), gl.load(row + 5)
+        padded_row0 = (q_row0 // ROW_PADDING + document) * ROW_PADDING
+        return Sizes(
+            sizes.num_heads, sizes.num_kv_heads, sizes.num_batch_kv_heads, num_q, num_k, sizes.heads_per_section,
+            sizes.window, sizes.document_tiles, Item(tile, kv_head, q_row0, k_row0, padded_row0, document),
+            sizes.masked, sizes.alibi_slopes,
+        )  # fmt: skip
 
 
 @gluon.jit
 def first_rows(sizes):
-    """The first row of the program's document, as (query, key, row of LSE); zeros where nothing is packed."""
+    """The first row of an item's document, as (query, key, row of LSE); zeros where nothing is packed."""
     if sizes.item is not None:
         return sizes.item.q_row0, sizes.item.k_row0, sizes.item.padded_row0
     else:
@@ -85,23 +91,46 @@ def first_rows(sizes):
 
 
 @gluon.jit
-def num_own_items(sizes):
-    """How many items this program takes."""
-    if sizes.item is not None:
-        return sizes.item.count
+def end_of_items(sizes):
+    """The end of the items' numbers."""
+    if sizes.document_tiles is not None:
+        return gl.load(sizes.document_tiles) * sizes.num_kv_heads
     else:
-        items = (sizes.num_k + BLOCK_K - 1) // BLOCK_K * sizes.num_batch_kv_heads
-        return (items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+        return (sizes.num_k + BLOCK_K - 1) // BLOCK_K * sizes.num_batch_kv_heads
 
 
 @gluon.jit
-def owned(done, sizes, CAUSAL: gl.constexpr):
-    """(key tile, batch, KV head, whether its queries are walked from the last one on) of this program's next item,
-    after `done` of them. Sections of heads that share L2; in each, tile by tile."""
+def draw_item(done, draws):
+    """By the producer, behind the loads of `done` items: the next one's number, which all roles are told."""
+    counter, told, told_full, told_empty = draws
+    item = gl.atomic_add(counter, 1, sem="relaxed")
+    place, use = slot(done, 2)
+    mbarrier.wait(told_empty.index(place), use ^ 1)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    told.index(place).store(gl.full([1], item, gl.int32, one))
+    mbarrier.arrive(told_full.index(place), count=1)
+    return item
+
+
+@gluon.jit
+def next_item(done, draws, WARPS: gl.constexpr):
+    """What `draw_item` returns to the producer, for another role."""
+    _counter, told, told_full, told_empty = draws
+    place, use = slot(done, 2)
+    mbarrier.wait(told_full.index(place), use)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    item = gl.max(told.index(place).load(one), 0)
+    mbarrier.arrive(told_empty.index(place), count=1)
+    return item
+
+
+@gluon.jit
+def owned(item, sizes, CAUSAL: gl.constexpr):
+    """(key tile, batch, KV head, whether its queries are walked from the last one on) of an item. Sections of heads
+    that share L2; in each, tile by tile."""
     if sizes.item is not None:
         return sizes.item.tile, 0, sizes.item.kv_head, False
     else:
-        item = gl.program_id(0) + done * gl.num_programs(0)
         num_tiles = (sizes.num_k + BLOCK_K - 1) // BLOCK_K
         tile, batch_kv_head = section_tile(item, num_tiles, sizes.num_batch_kv_heads, sizes.heads_per_section, False)
         batch = batch_kv_head // sizes.num_kv_heads

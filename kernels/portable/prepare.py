@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..launch import Launch, grid_tiles, padded
 from .tiles import (
@@ -148,7 +149,7 @@ def _delta_kernel(
     # outputs, (B, Hq, q_tokens_padded) fp32
     lse_log2_ptr,
     delta_ptr,
-    turns_ptr,  # (B, Hq, q_tokens_padded / BLOCK_Q) int32 that becomes 0, or None
+    turns_ptr,  # (B * Hq * q_tokens_padded / BLOCK_Q + 1,) int32 that becomes 0: Hopper's; or None
     # layout and sizes
     o_strides,  # (batch, head, token), elements; the last stride is 1
     do_strides,
@@ -159,7 +160,6 @@ def _delta_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    ALIGNED: tl.constexpr,  # strides of o and do are multiples of 16 bytes in 16 bits
 ):
     """One program prepares BLOCK_Q rows of one head for the backward's main kernels.
 
@@ -183,7 +183,9 @@ def _delta_kernel(
         row0 = 0
         num_q = q_tokens
         q_start = tile * BLOCK_Q
-    if ALIGNED:
+    if turns_ptr is not None:
+        gdc_launch_dependents()
+        # TMA reads them too, so their strides are multiples of 16 bytes
         o_strides, do_strides = in_sixteen_bytes(o_strides), in_sixteen_bytes(do_strides)
 
     o_base = head_base(o_ptr, o_strides, batch, head, row0, False)
@@ -203,6 +205,8 @@ def _delta_kernel(
     tl.store(delta_ptr + padded, delta)
     if turns_ptr is not None:
         tl.store(turns_ptr + program, 0)
+        if program == 0:
+            tl.store(turns_ptr + tl.num_programs(0), 0)
 
 
 def delta_launch(
@@ -215,17 +219,15 @@ def delta_launch(
     *,
     starts_q: Tensor | None = None,
     turns: Tensor | None = None,
-    aligned: bool = False,
     **others: Tensor,
 ) -> Launch:
-    """The launch that fills lse_log2 and delta (B * Hq, padded rows), and sets turns to 0."""
+    """The launch that fills lse_log2 and delta (B * Hq, padded rows), and sets turns to 0. With turns, o and do are as
+    TMA needs them, and the next kernel may begin meanwhile (launch_pdl)."""
     batch, num_heads, num_q, head_dim_v = o.shape
     padded_rows = lse_log2.shape[-1]
     arguments = (
         o, do, lse, dlse, starts_q, lse_log2, delta, turns, o.stride()[:3], do.stride()[:3],
         num_heads, num_q, padded_rows, grid_tiles(num_q, DELTA_ROWS, starts_q)[0],
     )  # fmt: skip
-    constants = {
-        "HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v), "BLOCK_Q": DELTA_ROWS, "ALIGNED": aligned,
-    }  # fmt: skip
+    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v), "BLOCK_Q": DELTA_ROWS}
     return Launch(_delta_kernel, padded_rows // DELTA_ROWS * batch * num_heads, arguments, constants, {"num_warps": 4})

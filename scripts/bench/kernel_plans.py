@@ -171,7 +171,7 @@ def hopper_calls() -> Iterator[tuple[tuple[str, ...], list[Launch]]]:
             _launch_hopper_bwd(*call(head_dim, dtype, mask))
         yield (dtype, mask), launches
     calls = [*product((64, 128), ("causal", "full", "window"), options)]
-    calls += product((64, 128), ("full",), BLOCK_MASKS + ALIBI)
+    calls += [*product((64, 128), ("full",), BLOCK_MASKS + ALIBI), *product((64, 128), ("causal",), ALIBI)]
     for head_dim, mask, words in calls:
         with recorded() as launches:
             _launch_hopper_bwd(*call(head_dim, "bf16", mask, words))
