@@ -324,8 +324,9 @@ def fuzz(cases: int, seed: int, workers: int, device: str = "cuda") -> dict:
         failures += [failure for job in jobs for failure in run_share(job)]
     else:
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
-            for found in pool.imap_unordered(run_share, jobs):
+            for done, found in enumerate(pool.imap_unordered(run_share, jobs), 1):
                 failures += found
+                print(f"{done} of {len(jobs)} configurations: {len(failures)} failed", file=sys.stderr, flush=True)
     return {
         "seed": seed,
         "cases": cases,

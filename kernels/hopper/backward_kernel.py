@@ -90,6 +90,7 @@ def _consumer(
         key = tile * BLOCK_K + KEYS * CONSUMER
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         unmasked = unmasked_from(key, first, end, sizes, CAUSAL)
+        slope = slope_of(0, batch, kv_head, sizes, scale_log2, softcap)
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_full.index(k_stage), k_phase)
         if HEAD_DIM == 64:
@@ -124,11 +125,11 @@ def _consumer(
             else:
                 dk, dv, step = steps_of_item(
                     (k, v, streamed, ds_smem, ring), step, 0, key, (first, unmasked, end), from_last, batch, kv_head,
-                    sizes, scale_log2, softcap, dk, dv, STAGES, CAUSAL, CONSUMER,
+                    sizes, scale_log2, softcap, slope, dk, dv, STAGES, CAUSAL, CONSUMER,
                 )  # fmt: skip
         elif first < end:
             operands = (k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring)
-            scoring = (scale_log2, softcap, slope_of(0, batch, kv_head, sizes, scale_log2, softcap))
+            scoring = (scale_log2, softcap, slope)
             dk, dv = gradient_step_128(
                 *operands, step, key, gl.where(from_last, end - 1, first), sizes,
                 scoring, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
@@ -154,7 +155,7 @@ def _consumer(
             else:
                 dk, dv, step = steps_of_item(
                     operands, step, 1, key, (first, unmasked, end), from_last, batch, kv_head,
-                    sizes, scale_log2, softcap, dk, dv, STAGES, CAUSAL, CONSUMER,
+                    sizes, scale_log2, softcap, slope, dk, dv, STAGES, CAUSAL, CONSUMER,
                 )  # fmt: skip
             # K is gone with the item, so the last step's share is not left for the next item's first step
             dq, dk = late_products(k_smem.index(0), q_smem, ds_smem, ds_full, step - 1, dk, STAGES, CONSUMER)

@@ -238,12 +238,13 @@ def _steps(
 
 @gluon.jit
 def steps_of_item(
-    operands, step, begun, key, query_tiles, from_last, batch, kv_head, sizes, scale_log2, softcap, dk, dv,
+    operands, step, begun, key, query_tiles, from_last, batch, kv_head, sizes, scale_log2, softcap, slope, dk, dv,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """All steps of an item but the first `begun`: (dK, dV, the number of the step behind them).
 
     query_tiles: first, the first that needs no mask, end. Walked from the last, those that need one are a head's last.
+    slope: the first head's. The next one's is asked for a head ahead, as in `visit_at`.
     """
     first, unmasked, end = query_tiles
     group_size = sizes.num_heads // sizes.num_kv_heads
@@ -254,17 +255,16 @@ def steps_of_item(
         masked_end = step + gl.where(from_last, 0, unmasked - first)
         item_end = step + group_size * (end - first)
         step += begun
-        turn = 0
+        turn, slope_before = 0, slope
         while step < item_end:
-            head = gl.maximum(turn - late, 0)
-            scoring = (scale_log2, softcap, slope_of(head, batch, kv_head, sizes, scale_log2, softcap))
+            next_slope = slope_of(gl.minimum(turn + 1, group_size - 1), batch, kv_head, sizes, scale_log2, softcap)
+            scoring = (scale_log2, softcap, gl.where(from_last, slope_before, slope))
             dk, dv = _steps(
                 operands, step, masked_end, 0, gl.where(from_last, first - 1, unmasked) - sign * masked_end, sign,
                 key, sizes, scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
             )  # fmt: skip
             step = gl.maximum(step, masked_end)
-            head = gl.minimum(turn, group_size - 1)
-            scoring = (scale_log2, softcap, slope_of(head, batch, kv_head, sizes, scale_log2, softcap))
+            scoring = (scale_log2, softcap, slope)
             turn_end = gl.minimum(masked_end + end - unmasked, item_end)
             dk, dv = _steps(
                 operands, step, turn_end, 0, gl.where(from_last, end - 1, unmasked) - sign * masked_end, sign,
@@ -273,10 +273,12 @@ def steps_of_item(
             step = gl.maximum(step, turn_end)
             masked_end += end - first
             turn += 1
+            slope_before, slope = slope, next_slope
     else:
         begun += first
         for head in range(group_size):
-            scoring = (scale_log2, softcap, slope_of(head, batch, kv_head, sizes, scale_log2, softcap))
+            next_slope = slope_of(gl.minimum(head + 1, group_size - 1), batch, kv_head, sizes, scale_log2, softcap)
+            scoring = (scale_log2, softcap, slope)
             dk, dv = _steps(
                 operands, begun, unmasked, step - first, 0, 1,
                 key, sizes, scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
@@ -288,4 +290,5 @@ def steps_of_item(
                 )  # fmt: skip
             begun = first
             step += end - first
+            slope = next_slope
     return dk, dv, step
