@@ -71,6 +71,7 @@ class _InFlight(threading.local):
         self.products, self.unread, self.unwritten = [], [], []  # unwritten: functions
         self.copies = []  # by pointer
         self.taken = []  # what others had not written when they arrived at a barrier
+        self.waited = False  # for the launch before
 
 
 class _Machine:
@@ -217,10 +218,10 @@ class _Machine:
         _finish(self._own.unwritten)
 
     def let_next_begin(self):
-        pass
+        assert self._own.waited, "the next kernel would begin before the one before this has ended"
 
     def wait_for_previous(self):
-        """The launch before has ended."""
+        self._own.waited = True
 
     def leave(self, barrier):
         """What this thread has written is now for those who pass the barrier to tell of; the caller holds the lock."""
