@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scripts.bench import compile_kernels
-from scripts.bench.compile_kernels import CompileSettings, instructions, same_program, without_lines
+from scripts.bench.compile_kernels import CompileSettings, instructions, rows_of, same_program, without_lines
 from tests.compiled import compiled
 
 SHARED_LIMIT = 232_448  # bytes that one program may use on sm_90
@@ -111,6 +111,13 @@ def test_a_changed_kernel_is_seen_and_an_unchanged_one_is_not(some):
     assert some["differ"] == [CHANGED]
     for changed, same in (({}, True), ({"sass": "0"}, True), ({"ptx": "0"}, True), ({"sass": "0", "ptx": "0"}, False)):
         assert same_program(row, row | changed) == same
+
+
+@pytest.mark.parametrize("content", [b"", b"no JSON", b"[1]", b'{"rows": [{"mask": "causal"}]}', b"\xff"], ids=repr)
+def test_an_earlier_output_that_is_none_is_refused(tmp_path, content):
+    (tmp_path / "before.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"against=.*before.txt is no output of scripts.bench.compile_kernels"):
+        rows_of(str(tmp_path / "before.txt"))
 
 
 def test_a_pattern_that_is_none_is_refused():

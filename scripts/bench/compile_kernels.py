@@ -175,9 +175,9 @@ def rows_of(path: str) -> dict[str, dict]:
     """Plan -> its row, from the last line of an earlier run's output."""
     try:
         rows = json.loads(Path(path).read_text().splitlines()[-1])["rows"]
-    except (IndexError, KeyError, TypeError, json.JSONDecodeError) as error:
+        return {row["plan"]: row for row in rows}
+    except (LookupError, TypeError, ValueError) as error:  # no JSON, another program's, or not even text
         raise ValueError(f"against={path} is no output of scripts.bench.compile_kernels") from error
-    return {row["plan"]: row for row in rows}
 
 
 def line(row: dict) -> str:
