@@ -65,7 +65,7 @@ class SampleSettings:
             raise ValueError(f"seed={self.seed} must lie between 0 and 2^64 - 1")
         if self.hardware.compile:
             raise ValueError("hardware.compile=true: no part of sampling is compiled; leave it out")
-        refuse_other_bytes(self.prompt)
+        self.prompt = as_utf8(self.prompt)
         if self.prompts == "":
             raise ValueError("prompts is empty; give a file with a prompt a line, or leave it out")
         if self.prompt and self.prompts:
@@ -87,12 +87,17 @@ class SampleSettings:
         raise ValueError(f"prompts={self.prompts} has no line with text; write one prompt a line")
 
 
-def refuse_other_bytes(prompt: str) -> None:
-    """ValueError for what was typed if it was not UTF-8: the tokenizer would read U+FFFD in place of such bytes."""
+def as_utf8(typed: str) -> str:
+    """What was typed, read as UTF-8: of bytes that the locale lacks (LC_ALL=C) Python makes half surrogate pairs.
+
+    ValueError where they are not UTF-8 either: the tokenizer would read U+FFFD in their place.
+    """
+    found = typed.encode(errors="surrogateescape")
     try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt {prompt!r} is not UTF-8 at character {error.start}; type it as UTF-8") from error
+        return found.decode()
+    except UnicodeDecodeError as error:
+        place = len(found[: error.start].decode())
+        raise ValueError(f"the prompt {typed!r} is not UTF-8 at character {place}; type it as UTF-8") from error
 
 
 @program("tool", SampleSettings)
@@ -138,7 +143,7 @@ def typed_prompts(tokenizer: tiktoken.Encoding) -> Iterator[list[str]]:
         if not line:
             return
         try:
-            refuse_other_bytes(line)
+            line = as_utf8(line)
             tokenizer.encode_ordinary(line)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -245,6 +245,18 @@ def test_a_prompt_that_is_no_utf8_is_refused(trained, monkeypatch, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_prompt_in_utf8_is_read_whatever_the_locale(trained, monkeypatch, capsys):
+    """With LC_ALL=C its bytes arrive one by one, as where they are no UTF-8."""
+    as_bytes = "é".encode().decode("ascii", "surrogateescape")
+    drawing(monkeypatch, [(0, 97)])
+    assert sampled(trained, monkeypatch, capsys, f"prompt=caf{as_bytes}").out.startswith("[café]a")
+    typed = iter([f"caf{as_bytes}", ""])
+    monkeypatch.setattr("builtins.input", lambda question: next(typed))
+    assert list(typed_prompts(build_tokenizer("bytes", ""))) == [["café"]]
+    refused = sampled(trained, monkeypatch, capsys, f"prompt={as_bytes}\udcff")
+    assert "is not UTF-8 at character 1; type it" in refused.error
+
+
 def test_without_a_standard_input_a_document_begins(trained, monkeypatch, capsys):
     expected = sampled(trained, monkeypatch, capsys).out.splitlines()[:-1]
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it after `<&-`
