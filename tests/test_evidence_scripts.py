@@ -299,6 +299,12 @@ def test_impossible_benchmarks_are_refused():
     with pytest.raises(ValueError, match="seq_len=66 cannot be cut into 4 equal pieces; use seq_len=64"):
         bench_context.ContextBenchSettings(seq_len=[66])  # pieces that differed ended in an abort
     bench_context.ContextBenchSettings(seq_len=[66], methods=["heads"])
+    for wrong in ({"shard_embd": 2000}, {"shard_embd": 33}):  # their model refused them, after all other cells
+        with pytest.raises(ValueError, match=r"bench\.shard_embd=.* heads of an even width; use a multiple of 128"):
+            bench_parallel.BenchConfig(**wrong)
+    for key in ("shard_layers", "shard_embd", "vocab_size"):
+        with pytest.raises(ValueError, match=rf"bench\.{key}=0 must be at least 1"):
+            bench_parallel.BenchConfig(**{key: 0})
 
 
 # its processes are forked, and not started anew, where there is no GPU that would not have it

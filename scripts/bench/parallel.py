@@ -70,11 +70,17 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("bench.", self, cells=CELLS)
-        refuse_out_of_range(
-            "bench.", self, "processes", "tokens", "context_tokens", "hash_steps", "warmup_steps", "steps"
-        )
+        sizes = "processes", "tokens", "shard_layers", "shard_embd", "context_tokens", "vocab_size"
+        refuse_out_of_range("bench.", self, *sizes, "hash_steps", "warmup_steps", "steps")
+        if self.shard_embd % (2 * self.shard_heads):  # what its model would refuse, after all other cells
+            heads = f"bench.shard_embd={self.shard_embd} cannot be cut into heads of an even width"
+            raise ValueError(f"{heads}; use a multiple of {SHARD_HEAD_DIM}")
         if 1 not in self.processes or len(self.processes) < 2:
             raise ValueError(f"bench.processes={self.processes} must have 1 and more than that; use [1,2]")
+
+    @property
+    def shard_heads(self) -> int:
+        return max(1, self.shard_embd // SHARD_HEAD_DIM)
 
 
 @dataclass
@@ -205,7 +211,7 @@ def shard(host: Host, settings: ParallelBenchSettings, _: None) -> Iterator[Row]
     """A model whose weights and moments the processes share, beside one GPU that holds all."""
     bench, size, seq_len = settings.bench, host.world.size, 2 * settings.data.seq_len
     shape = {"num_layers": bench.shard_layers, "n_embd": bench.shard_embd}
-    model = replace(settings.model, **shape, num_heads=max(1, bench.shard_embd // SHARD_HEAD_DIM))
+    model = replace(settings.model, **shape, num_heads=bench.shard_heads)
     one = {"cell": "shard"} | alone(host, sized(settings, bench.tokens, seq_len, model=model))
     yield one
     shared = ParallelConfig(data="shard")
