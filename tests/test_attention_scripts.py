@@ -424,13 +424,14 @@ def test_bytes_of_a_cache_are_of_its_keys_values_and_scales(monkeypatch):
     eight = replace(cell, cache="int8")
     assert eight.kv_bytes == 30 * 2 * 2 * 16
     assert replace(eight, scale="token").kv_bytes == 30 * 2 * 2 * (16 + 4)
-    machine = decode.Machine(CPU, 0)
-    times = iter([3.0, 2.0, 4.0])  # us, of three grids
-    monkeypatch.setattr(machine, "timed", lambda call: lambda: next(times))
-    monkeypatch.setattr(machine, "device", GPU)
     monkeypatch.setattr(decode, "num_sms", lambda _: 1)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
-    assert machine.read_bandwidth() == machine.keys.nbytes / 2e-6
+    for elements in (0, 3 * 17):  # an odd number of columns too
+        machine, times = decode.Machine(CPU, elements), iter([3.0, 2.0, 4.0])  # us, of three grids
+        with monkeypatch.context() as patch:
+            patch.setattr(machine, "timed", lambda call, times=times: lambda: next(times))
+            patch.setattr(machine, "device", GPU)
+            patch.setattr(torch, "empty", lambda *_, **__: None)
+            assert machine.read_bandwidth() == 2**16 * 2 / 2e-6
 
 
 @pytest.mark.parametrize(("late", "passes"), [(1.0, True), (1.3, False)])
