@@ -56,6 +56,7 @@ def test_each_dtype_of_a_cache_has_its_memory_latency_error_and_loss(tmp_path, c
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"context": 1}, "bench.context=1 must be at least 2"),
         ({"num_heads": 3}, "bench.num_heads=3 is no multiple of bench.num_kv_heads=8; use one"),
         ({"head_dim": 17}, "bench.head_dim=17 must be even, from 16 to 256"),
         ({"head_dim": 8}, "bench.head_dim=8 must be even, from 16 to 256"),

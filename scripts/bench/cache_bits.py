@@ -57,6 +57,8 @@ class BenchConfig:
         sizes = "batch", "context", "num_heads", "num_kv_heads", "head_dim", "page"
         refuse_out_of_range("bench.", self, *sizes)
         # what the cache would refuse, after a whole run
+        if self.context < 2:
+            raise ValueError(f"bench.context={self.context} must be at least 2: a token is appended to those before it")
         if self.num_heads % self.num_kv_heads:
             heads = f"bench.num_heads={self.num_heads} is no multiple of bench.num_kv_heads={self.num_kv_heads}"
             raise ValueError(f"{heads}; use one")
