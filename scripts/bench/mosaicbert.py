@@ -152,15 +152,11 @@ def models(settings: MosaicBertBenchSettings, seq_len: int, device: torch.device
             model.encoder.rebuild_alibi_tensor(size=seq_len, device=device)
         if name == "sdpa":
             for layer in model.encoder.layer:
-                layer.attention.self.attend = with_bias
+                layer.attention.self.attend = F.scaled_dot_product_attention  # its fourth argument is a bias
         if name == "free":
             for layer in model.encoder.layer:
                 layer.attention.self.forward = partial(values, layer.attention.self)
         yield name, model
-
-
-def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 def values(module: nn.Module, hidden: Tensor, *_: object) -> Tensor:
