@@ -304,7 +304,7 @@ def test_energy_and_time_on_end_are_of_one_call(ticking):
 
 
 def test_pythons_share_of_a_call_is_without_its_first_and_without_the_wait(ticking, monkeypatch):
-    monkeypatch.setattr(attention, "time", SimpleNamespace(perf_counter=lambda: ticking.now))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: ticking.now))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: ticking.take(9))
     takes = chain([5.0], repeat(1e-4))
     assert attention.python_us(lambda: ticking.take(next(takes))) == pytest.approx(100)

@@ -20,7 +20,6 @@ The last line is one JSON object. On a CPU with TRITON_INTERPRET=1 this is a smo
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -40,7 +39,7 @@ from kernels import (
     naive_attention_varlen,
 )
 from scripts.bench.calls import PASSES, SDPA, one_pass, refusal, refuse_uneven_heads, sdpa, tensors
-from scripts.bench.clock import Board, Milliseconds, facts_as_errors, free, measure, peak_gib, turns
+from scripts.bench.clock import Board, Milliseconds, asked_in, facts_as_errors, free, measure, peak_gib, turns
 from scripts.bench.report import (
     Columns,
     Panel,
@@ -259,12 +258,9 @@ def python_us(call: Callable[[], object]) -> float:
     """Python's share of a call on a GPU, in microseconds: calls are queued, and nobody waits for their end."""
     call()
     torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    spent = time.perf_counter() - began
+    seconds = asked_in(call, CALLS)
     torch.cuda.synchronize()
-    return 1e6 * spent / CALLS
+    return 1e6 * seconds
 
 
 if __name__ == "__main__":
