@@ -27,7 +27,7 @@ from data import fixed_windows
 from kernels import naive_attention
 from model import GPT, GPTConfig, KVCache, PagedKVCache
 from model.attention import flash
-from scripts.bench.clock import Milliseconds, measure
+from scripts.bench.clock import Graph, Milliseconds, measure
 from scripts.bench.report import Columns, Report, Row, refuse_out_of_range, set_up_gpu, table
 from scripts.variants import exit_if_asked
 from train import train
@@ -153,11 +153,7 @@ def latency(call: partial, device: torch.device) -> Milliseconds:
     if device.type != "cuda":
         return measure(call, device)
     call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return measure(graph.replay, device, budget_ms=1e6, runs=REPLAYS)
+    return measure(Graph((call,), 1).graph.replay, device, budget_ms=1e6, runs=REPLAYS)
 
 
 def held_out(settings: BenchSettings, path: str, dtypes: dict[str, torch.dtype]) -> tuple[float, dict[str, float]]:

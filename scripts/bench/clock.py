@@ -223,7 +223,7 @@ class GraphClock:
         torch.cuda.current_stream().wait_stream(side)
         (seconds,) = spans(call, self.device, 1)
         runs = max(fewest, min(20, int(4e-3 / max(seconds, 1e-6))))
-        both, alone = _Graph((self.flush, call), runs), _Graph((self.flush,), runs)
+        both, alone = Graph((self.flush, call), runs), Graph((self.flush,), runs)
 
         def microseconds() -> float:
             turn = cycle((both, alone))
@@ -237,7 +237,7 @@ class GraphClock:
         torch.sum(self.cold, 0, out=self.sum)
 
 
-class _Graph:
+class Graph:
     """A captured graph of the parts in turn, `runs` times. It keeps them: a replay reads their tensors."""
 
     def __init__(self, parts: tuple[Callable[[], object], ...], runs: int):
