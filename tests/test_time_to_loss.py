@@ -170,6 +170,8 @@ def test_without_a_target_it_is_what_nanogpt_reaches_with_every_seed():
     for seeds in ([0, 0], [0, -1], [2**64]):  # of a second one an hour of training would know
         with pytest.raises(ValueError, match=r"bench.seeds=.* must be different, from 0 to 2\^64 - 1"):
             TimeToLossConfig(seeds=seeds)
+    with pytest.raises(ValueError, match=r"bench.changes=model.window has no value; write KEY=VALUE"):
+        TimeToLossConfig(changes=["model.qk_norm=true", "model.window"])  # it was null, and ours was trained twice
 
 
 def test_the_recipe_of_nanogpt():

@@ -52,6 +52,8 @@ class TimeToLossConfig:
     def __post_init__(self) -> None:
         refuse_out_of_range("bench.", self, "every")
         refuse_unknown("bench.", self, opponents=OPPONENTS)
+        if unset := [change for change in self.changes if "=" not in change]:
+            raise ValueError(f"bench.changes={unset[0]} has no value; write KEY=VALUE")
         if self.target is not None and not self.target > 0:
             raise ValueError(f"bench.target={self.target} must be above 0 nats")
         if self.target is None and not self.opponents:
