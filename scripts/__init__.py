@@ -10,7 +10,7 @@ if sys.argv[:1] == ["-m"]:  # Python looks for a module of ours to run, and sets
     need_an_environment()
     asked = sys.orig_argv[-len(sys.argv)].rpartition("scripts.")[2]
     file = Path(__file__).parent / (asked.replace(".", "/") + ".py")
-    if file.is_file() and '__name__ == "__main__"' not in file.read_text():
+    if file.is_file() and '__name__ == "__main__"' not in file.read_text(encoding="utf-8"):
         from conf.mistakes import fail
 
         sys.exit(fail(f"scripts.{asked} is a part of programs and none itself; scripts/README.md lists them"))

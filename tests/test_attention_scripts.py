@@ -1,6 +1,8 @@
 """The attention programs on a CPU: figures mean nothing here, but rows, files and refusals do."""
 
 import json
+import os
+import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -21,6 +23,7 @@ from scripts.evidence_tables import page
 from scripts.selftest import gradients
 from tests.runs import settings_of
 from training.hardware import set_up
+from training.log import ROOT
 
 pytestmark = pytest.mark.usefixtures("smoke_test")
 CPU, GPU = torch.device("cpu"), SimpleNamespace(type="cuda", index=0)
@@ -180,6 +183,17 @@ def test_the_error_budget_writes_its_table(tmp_path, capsys):
     assert summary["summary"]["over_twice"] == []
     page = (tmp_path / "error_budget.md").read_text().splitlines()
     assert len([line for line in page if line.startswith("|")]) == 4
+
+
+def test_signs_that_a_locale_lacks_are_read_and_written(tmp_path):
+    """A program's source, which has one, ended in a traceback, and its table would have."""
+    chosen = [*error_budget.SMOKE.split(), "budget.cases=[full]", f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.bench.error_budget", *chosen], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"PYTHONUTF8": "0", "LC_ALL": "C", "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert " ± " in (tmp_path / "error_budget.md").read_text(encoding="utf-8")
 
 
 def test_the_error_is_held_to_float64_and_to_the_plain_formula(monkeypatch):

@@ -244,7 +244,7 @@ class Report:
             console.print(shown)
         found = self._written()
         page = [origin_line(found), *(shown.markdown() for shown in tables)]
-        (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n")
+        (self.folder / f"{self.name}.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
         print(json.dumps(without_nan(last or found) | {"folder": str(self.folder)}), flush=True)
         if expects_figures and self.rows and all(row.get("error") for row in self.rows):
             first, *others = dict.fromkeys(row.get("why") or row["error"] for row in self.rows)
