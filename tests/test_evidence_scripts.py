@@ -209,6 +209,15 @@ def test_a_row_of_pytorchs_kernel_is_held_to_it(tmp_path, monkeypatch):
     assert held == [True, False]
 
 
+def test_a_kernel_of_pytorchs_that_cannot_run_is_a_row(tmp_path, capsys):
+    """It ended the program, and with it the rows that were still to come."""
+    asked = "hardware.dtype=float32", "bench.attention=[sdpa_cudnn,naive]"
+    bench_training.main.__wrapped__(settings_of(bench_training.main, *TINY, *asked), tmp_path)
+    refused, naive = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert refused["error"].startswith("No viable backend")
+    assert naive["tokens_per_second"] > 0
+
+
 def test_the_typed_keys_of_a_run_hold_in_its_benchmark(tmp_path, monkeypatch):
     """Where no list of the benchmark's own has other values; without a word the length is 1,024."""
     rows = []
