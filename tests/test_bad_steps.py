@@ -1,6 +1,7 @@
 """Runs in which numbers go bad: the step, module and tensor are named, the step is kept, and the policy followed."""
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -229,19 +230,22 @@ def test_a_damaged_weight_is_named_and_rollback_heals_it(tmp_path, monkeypatch, 
     assert math.isfinite(summary["val_loss"])
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
-def test_damaged_weights_are_not_saved_and_take_no_good_checkpoint_s_place(tmp_path, monkeypatch, capsys, policy):
-    """Damaged in the last micro-batch's backward, when the step's own numbers were already there."""
-    real = program.Optimizer.step
+def damage_after(monkeypatch, step):
+    """Damage a weight in the last micro-batch's backward, when the step's own numbers were already there."""
+    real, steps = Optimizer.step, iter(range(1, 1000))
 
-    def step(self, loss=None):
+    def damaging(self, loss=None):
         norm = real(self, loss)
-        if not isinstance(self.held, FakeTensor) and next(steps) == 4:
+        if not isinstance(self.held, FakeTensor) and next(steps) == step:
             self.parameters[0].data[0, 0] = math.nan
         return norm
 
-    steps = iter(range(1, 1000))
-    monkeypatch.setattr(Optimizer, "step", step)
+    monkeypatch.setattr(Optimizer, "step", damaging)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_damaged_weights_are_not_saved_and_take_no_good_checkpoint_s_place(tmp_path, monkeypatch, capsys, policy):
+    damage_after(monkeypatch, 4)
     monkeypatch.setattr(bad_steps, "MOST_IN_A_ROW", 3)
     story = (*STORY, f"train.on_nonfinite={policy}", "train.save_every=1", "train.keep_last=1", "train.eval_every=0")
     summary = train(small_run(tmp_path, *story), tmp_path / "run")
@@ -255,6 +259,15 @@ def test_damaged_weights_are_not_saved_and_take_no_good_checkpoint_s_place(tmp_p
         assert summary["exit_code"] == bad_steps.EXIT_BAD_NUMBERS
         assert open_checkpoint(tmp_path / "run").step == 3
         assert summary["checkpoint"].endswith("step_000003")
+
+
+@pytest.mark.parametrize(("save_every", "remedy"), [(2, "then .*python train.py resume="), (0, "and begin anew")])
+def test_a_run_whose_last_weights_are_damaged_has_not_saved_its_end(tmp_path, monkeypatch, save_every, remedy):
+    damage_after(monkeypatch, 8)  # no later step finds it
+    with pytest.raises(ValueError, match=rf"embedding.weight is not finite\): mend its cause,? {remedy}"):
+        train(small_run(tmp_path, *STORY, f"train.save_every={save_every}"), tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["unsaved"], summary["exit_code"]) == ("embedding.weight is not finite", 2)
 
 
 def test_where_nothing_could_be_saved_no_way_on_is_shown(tmp_path, monkeypatch, capsys):
@@ -344,7 +357,8 @@ def test_bad_steps_in_a_row_are_kept_alike_however_late_they_are_found(tmp_path,
         monkeypatch.setattr(bad_steps, "steps_late", lambda device, late=late: late)
         with monkeypatch.context() as patch:
             flip(patch, "embedding.weight", 2)
-            train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / str(late))
+            with pytest.raises(ValueError, match="the last checkpoint was not saved"):  # no step mends the weight
+                train(small_run(tmp_path, *STORY, "train.on_nonfinite=skip"), tmp_path / str(late))
         paths = sorted((tmp_path / str(late) / "bad_steps").iterdir())
         assert [path.name for path in paths] == ["step_000002", "step_000003", "step_000004"]
         assert "not saved: what reproduces step 5" in capsys.readouterr().out

@@ -554,6 +554,13 @@ def test_a_run_survives_a_full_disk(tmp_path, capsys):
         assert not list(run_dir.glob("checkpoints/.*"))
 
 
+def test_where_no_checkpoint_was_ever_saved_the_remedy_is_not_to_resume(saver):
+    with size_limit(200_000):
+        save_with(saver, Net(300), 1)
+    with pytest.raises(OSError, match="free what is short and begin anew"):
+        saver.check()
+
+
 def test_a_checkpoint_that_cannot_be_deleted_is_no_failed_save(saver, monkeypatch):
     """As where somebody reads it on a network file system: its folder stays, with a hidden file."""
     save_with(saver, Net(), 1)

@@ -211,6 +211,7 @@ class BadSteps:
             if self.policy == "stop":
                 purpose = "to go on without its batch", "train.on_nonfinite=skip"
             stop.request(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS, *purpose)
+            self.saver.ends_for_bad_numbers = True
         return goes_on
 
     def _follow(self, step: int) -> tuple[bool, str]:

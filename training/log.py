@@ -151,7 +151,7 @@ class RunLog:
 
     def finish(
         self, results: Mapping[str, Any], check: NumberCheck, stop: StopRequest | None, checkpoint: Path | None,
-        unsaved: OSError | None,
+        unsaved: OSError | ValueError | None,
     ) -> dict[str, Any]:  # fmt: skip
         """Write `summary.json`, hand it to wandb, print the run's last lines, return the summary.
 

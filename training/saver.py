@@ -27,8 +27,8 @@ class Saver:
 
     A checkpoint that cannot be written (full disk, folder read-only or gone) is reported through `say` and the run
     continues: the checkpoints before it are whole, and the next save tries again. The other processes of `world` then
-    report it too. Use it with `with`, which waits for the last one; `check` then raises OSError if that one failed and
-    the end of the run is lost; `error` says why.
+    report it too. Weights that are not finite are not saved either. Use it with `with`, which waits for the last one;
+    `check` then raises if that one failed and the end of the run is lost; `error` says why.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class Saver:
         self.folder, self._keep_last, self._keep_every, self._say = folder, keep_last, keep_every, say
         self._world = world
         self._saved: Path | None = None
-        self.error: OSError | None = None  # why the last attempt failed
+        self.error: OSError | ValueError | None = None  # why the last attempt failed; ValueError: of the weights
+        self.ends_for_bad_numbers = False  # the run has said so: its weights may be damaged, which is no other failure
         self._bug: BaseException | None = None  # any other exception of the thread
         self._writing: threading.Thread | None = None
         self._host: dict[tuple, torch.Tensor] = {}  # where in the state -> its copy
@@ -63,13 +64,17 @@ class Saver:
         return self._saved
 
     def check(self) -> None:
-        """OSError if the last checkpoint is not on disk."""
+        """If the last checkpoint is not on disk, raise OSError, or ValueError where its weights are not finite."""
         self.wait()
-        if self.error is not None:
-            again = resume_command(self.folder.parent)
-            raise OSError(
-                f"the last checkpoint was not saved to {self.folder} ({self.error}): free what is short, then {again}"
-            ) from self.error
+        if self.error is None:
+            return
+        kind, remedy = OSError, "free what is short"
+        if isinstance(self.error, ValueError):
+            kind, remedy = ValueError, "mend its cause"
+        # a folder that is gone, as with its disk, may come back with what was in it
+        earlier = not self.folder.exists() or checkpoints.newest_complete(self.folder, lambda line: None, verify=())
+        remedy += f", then {resume_command(self.folder.parent)}" if earlier else " and begin anew"
+        raise kind(f"the last checkpoint was not saved to {self.folder} ({self.error}): {remedy}") from self.error
 
     def __enter__(self) -> Self:
         return self
@@ -99,6 +104,7 @@ class Saver:
                     f"not saved: step {meta['step']}: {wrong} is not finite; earlier checkpoints are untouched, and "
                     "going on begins with the newest of them"
                 )
+                self.error = None if self.ends_for_bad_numbers else ValueError(f"{wrong} is not finite")
                 return
             self._saved = checkpoints.write(self.folder, weights, state, meta, best=best)
             self.error = None
