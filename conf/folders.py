@@ -3,6 +3,7 @@
 import os
 import re
 import traceback
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -58,8 +59,12 @@ def _own(folder: str) -> str:
 
 def listing(folder: Path) -> dict[str, int]:
     """The names in `folder`, but for the lock of who works there, and when each was changed."""
-    paths = [path for path in folder.iterdir() if path.name != LOCK] if folder.is_dir() else []
-    return {path.name: path.lstat().st_mtime_ns for path in paths}
+    changed = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # another process's, renamed or removed meanwhile
+            changed[path.name] = path.lstat().st_mtime_ns
+    changed.pop(LOCK, None)
+    return changed
 
 
 def keep_traceback(log: Path) -> str:

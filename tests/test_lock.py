@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from conf.folders import listing
 from tests.runs import SMALL, metrics, small_run
 from tests.test_bad_input import contents, told
 from train import train
@@ -66,6 +67,14 @@ def test_a_second_process_is_refused_and_kill_9_frees_the_folder(tmp_path, monke
     train(small_run(tmp_path, *story, "train.steps=4"), tmp_path / "run")
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_a_file_that_goes_while_a_folder_is_listed_refuses_no_run(tmp_path, monkeypatch):
+    """As loss.png's hidden one, of the run that has the folder, before this one looks for its lock."""
+    names = ["metrics.jsonl", ".loss.png.tmp", "lock"]
+    (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setattr(Path, "iterdir", lambda folder: (folder / name for name in names))
+    assert list(listing(tmp_path)) == ["metrics.jsonl"]
 
 
 def test_the_lock_is_taken_anew_where_its_file_was_just_removed(tmp_path, monkeypatch):
