@@ -167,6 +167,16 @@ def test_a_run_that_goes_on_in_the_folder_of_another_is_refused(tmp_path):
     assert [line["step"] for line in metrics(other)] == [1, 2, 4]
 
 
+def test_a_run_leaves_hidden_files_of_the_user_alone(tmp_path):
+    """hydra.run.dir may name a folder that has a .config.yaml of its own."""
+    names = [f".{name}" for name in ("config.yaml", "run.json", "summary.json", "metrics.jsonl")]
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    for steps in (1, 2):  # the second one cuts metrics.jsonl
+        train(small_run(tmp_path, f"train.steps={steps}", "resume=auto"), tmp_path)
+    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 4
+
+
 def test_lines_of_two_lives_do_not_mix(tmp_path):
     """The second goes back, saves more often than it logs, and is killed before its first line."""
     run, story = tmp_path / "run", ("optim.schedule=constant", "train.eval_every=0", "train.save_every=2")

@@ -346,7 +346,7 @@ def write_description(run_dir: Path, description: dict, manifest: dict, protocol
 
 def _write_whole(path: Path, content: str) -> None:
     """Write a file whole or not at all: a run with half a file could not be compared or exported."""
-    temporary = path.with_name(f".{path.name}")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(content)
         flush(temporary)  # or a power cut leaves the new name and not its content
