@@ -46,7 +46,6 @@ def train_aside(settings: Settings, folder: Path, attend: Attention | None = Non
     if settings.resume:
         raise ValueError(f"resume={settings.resume} goes on with one run, and these are several; leave it out")
     folder.mkdir(parents=True, exist_ok=True)
-    torch.compiler.reset()  # a compiled model would keep the function that it was traced with
     with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
         summary = train(settings, folder, attend=attend)
     exit_if_asked(summary)

@@ -1,15 +1,19 @@
 """What torch.compile is told: graphs as it gets them, here on tensors of a GPU that need not be there."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from model import GPT, GPTConfig
 from training.compiler import CONVERT, PRODUCT, FewerConversions
-from training.hardware import HardwareConfig, set_up
+from training.hardware import Hardware, HardwareConfig, set_up
+from training.shard import parallelize
 
 
 def operators(function, *shapes) -> Counter:
@@ -43,6 +47,19 @@ def test_a_gradient_that_becomes_fp32_leaves_its_product_so(used_twice):
     assert left[torch.ops.aten.mm.dtype] == (not used_twice)
     assert left[PRODUCT] == used_twice
     assert left[CONVERT] == 2 + used_twice
+
+
+def test_each_run_of_a_sweep_is_compiled(monkeypatch):
+    """PyTorch compiles a function of ours for so many models of a process, and runs it as it is for all after them."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    hardware, tokens = (
+        Hardware(torch.device("cpu"), torch.float32, True, "compiled"),
+        torch.zeros(1, 8, dtype=torch.int64),
+    )
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for n_embd in (16, 32):
+            model = GPT(GPTConfig(num_layers=1, num_heads=1, n_embd=n_embd, attention="naive", loss="plain"), 20, 8)
+            parallelize(model, hardware)(tokens, tokens).backward()
 
 
 @pytest.mark.gpu

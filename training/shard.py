@@ -29,6 +29,9 @@ def parallelize(model: GPT, hardware: Hardware) -> nn.Module:
     With parallel.data=shard `model` then holds this process's rows alone, and every process has to call it.
     """
     world = hardware.world
+    if hardware.compile:
+        # in a sweep the graphs of runs before would count against PyTorch's limit of eight, and the fifth run be eager
+        torch.compiler.reset()
     if not world.shards:
         return torch.compile(model, dynamic=False) if hardware.compile else model
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # half a second
