@@ -286,16 +286,11 @@ def register(schema: type) -> None:
     `schema` holds every field with its default, so that `--cfg job` lists all keys and all can be overridden. It is
     stored without its types: `settings_from` checks those, after composition, where one place can explain a mistake.
     """
-    ConfigStore.instance().store("schema", _defaults(schema))
+    ConfigStore.instance().store("schema", OmegaConf.create(OmegaConf.to_container(_typed(schema))))
     OmegaConf.register_new_resolver("run_dir", folder_of_run, replace=True)
     OmegaConf.register_new_resolver("optim_for", _optim_for, replace=True)
     OmegaConf.register_new_resolver("tokenizer_for", lambda model, ours: model or ours, replace=True)
     OmegaConf.register_new_resolver("unless", lambda other, value: None if other else value, replace=True)
-
-
-@cache
-def _defaults(schema: type) -> DictConfig:
-    return OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(schema)))
 
 
 @cache
