@@ -5,7 +5,7 @@ gradient has a d in front (`do`, `doutput`), a parameter's is `dweight`.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -42,17 +42,18 @@ def watched(model: GPT, see: See) -> Iterator[None]:
 
         return call
 
-    with ExitStack() as stack:
-        hooks = [model.blocks[0].register_forward_pre_hook(lambda _m, inputs: show("embedding", "x", inputs[0]))]
-        for name, module in model.named_modules():
-            if module in set(model.blocks) or isinstance(module, nn.Linear):
-                hooks.append(module.register_forward_hook(lambda _m, _i, out, name=name: show(name, "output", out)))
-        hooks.append(model.register_forward_hook(lambda _m, _i, out: show("head", "loss", out)))
-        for name, parameter in model.named_parameters():
-            module, _, tensor = name.rpartition(".")
-            see_one = lambda p, module=module, tensor=tensor: see(module, "d" + tensor, p.grad.detach())  # noqa: E731
-            hooks.append(parameter.register_post_accumulate_grad_hook(see_one))
+    hooks = [model.blocks[0].register_forward_pre_hook(lambda _m, inputs: show("embedding", "x", inputs[0]))]
+    for name, module in model.named_modules():
+        if module in set(model.blocks) or isinstance(module, nn.Linear):
+            hooks.append(module.register_forward_hook(lambda _m, _i, out, name=name: show(name, "output", out)))
+    hooks.append(model.register_forward_hook(lambda _m, _i, out: show("head", "loss", out)))
+    for name, parameter in model.named_parameters():
+        module, _, tensor = name.rpartition(".")
+        see_one = lambda p, module=module, tensor=tensor: see(module, "d" + tensor, p.grad.detach())  # noqa: E731
+        hooks.append(parameter.register_post_accumulate_grad_hook(see_one))
+    try:
+        with attend_with(model, showing):
+            yield
+    finally:
         for hook in hooks:
-            stack.callback(hook.remove)
-        stack.enter_context(attend_with(model, showing))
-        yield
+            hook.remove()

@@ -275,9 +275,8 @@ class MetricsFile:
 
     def _cut(self) -> FileIO:
         """The file with the lines that are kept, open for more."""
-        self.path.with_name("summary.json").unlink(
-            missing_ok=True
-        )  # of the process before, which ended at another step
+        # that of the process before, which ended at another step
+        self.path.with_name("summary.json").unlink(missing_ok=True)
         if self.path.exists():
             _write_whole(self.path, "".join(line + "\n" for line in self._kept))
         file = self.path.open("ab", buffering=0)
