@@ -165,7 +165,7 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
     described = [run["folder"] for run in runs if (run["folder"] / "config.yaml").is_file()]
     if len({settings_of(folder).get("tokenizer") for folder in described}) > 1:
         console.print("the runs have different tokenizers: a token of one is not one of another; compare bits per byte")
-    console.print(f"the curves over each other are in {path}", markup=False, soft_wrap=True)
+    console.print(f"the curves over each other are in {path}", soft_wrap=True)
     return {"picture": str(path), "equal": places, "runs": rows}
 
 

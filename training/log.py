@@ -80,7 +80,7 @@ class RunLog:
     ):
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
-        self.console = Console(highlight=False, emoji=False)  # :key: in a sample is a text
+        self.console = Console(highlight=False, markup=False, emoji=False)  # [key] and :key: in a sample are text
         own = checkpoint is not None and checkpoint.path in {path.resolve() for path in run_dir.glob("checkpoints/*")}
         expected = checkpoint.meta["metric_lines"] if own else None  # another run's counts another file's lines
         # otherwise the folder's files are the user's own, or another run's
@@ -120,7 +120,7 @@ class RunLog:
         return self._file.lines
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
     def advance(self, step: int) -> None:
         """Move the bar to `step` steps done; nothing where there is no terminal to show one."""

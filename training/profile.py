@@ -114,7 +114,7 @@ class StepProfiler:
         try:
             self._report(recorded)
         except (OSError, ValueError) as error:  # a full disk, or a driver that forbids profiling
-            self._console.print(f"not profiled: {self.folder}: {error}; the run goes on", markup=False, soft_wrap=True)
+            self._console.print(f"not profiled: {self.folder}: {error}; the run goes on", soft_wrap=True)
 
     def _report(self, recorded: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ class StepProfiler:
         for part in found.tables():
             self._console.print(part)
         where = f"the whole trace: {path} (open it at https://ui.perfetto.dev)"
-        self._console.print(where, markup=False, soft_wrap=True)
+        self._console.print(where, soft_wrap=True)
 
 
 # --- reading the trace
