@@ -121,34 +121,28 @@ def read(file: TextFile, field: str = FIELD) -> Iterator[Fragment]:
 
 
 def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
-    """What each row holds in `field`; None where it lacks it. Rows are lines, or the items of one list."""
-    number = 0
+    """What each row holds in `field`; None where it lacks it. Rows are lines but for blank ones, or the items of the
+    list that the file is."""
+    place = ""  # in a list that is no JSON the error itself says where
     try:
-        for row in _json_rows(file):
-            number += 1
-            if isinstance(row, str):
-                row = json.loads(row)
-            if not isinstance(row, dict):
-                raise ValueError(f'not an object, as {{"{field}": "..."}}')
-            if number == 1 and field not in row:
-                raise ValueError(_no_column(field, list(row)))
-            if isinstance(text := row.get(field), str):
-                text.encode()  # half a surrogate pair is no text
-            yield text
+        with file.path.open(encoding="utf-8-sig", newline="\n") as stream:
+            while (first := stream.read(1)).isspace():
+                pass
+            stream.seek(0)
+            is_list = first == "["
+            rows = json.load(stream) if is_list else (line for line in stream if line.strip())
+            for number, row in enumerate(rows, 1):
+                place = f"row {number}: "
+                row = row if is_list else json.loads(row)
+                if not isinstance(row, dict):
+                    raise ValueError(f'not an object, as {{"{field}": "..."}}')
+                if number == 1 and field not in row:
+                    raise ValueError(_no_column(field, list(row)))
+                if isinstance(text := row.get(field), str):
+                    text.encode()  # half a surrogate pair is no text
+                yield text
     except (ValueError, OSError, RecursionError) as error:
-        raise ValueError(f"{file.path} cannot be read as json: row {number}: {error}; correct or drop it") from error
-
-
-def _json_rows(file: TextFile) -> Iterator[Any]:
-    """Lines, not yet parsed, but for blank ones; or the items of the list that the file is."""
-    with file.path.open(encoding="utf-8-sig", newline="\n") as stream:
-        while (first := stream.read(1)).isspace():
-            pass
-        stream.seek(0)
-        if first == "[":
-            yield from json.load(stream)
-        else:
-            yield from (line for line in stream if line.strip())
+        raise ValueError(f"{file.path} cannot be read as json: {place}{error}; correct or drop it") from error
 
 
 def _no_column(field: str, columns: list[str]) -> str:
