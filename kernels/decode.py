@@ -192,7 +192,8 @@ def check_kvcache_call(
     Raises ValueError, naming the argument, its value and what is allowed.
     """
     given = Call(q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace)
-    for name, x in (*given._asdict().items(), ("sinks", options.get("sinks"))):
+    for field, x in (*given._asdict().items(), ("sinks", options.get("sinks"))):
+        name = field.removesuffix("_new")  # the caller's name
         if x is not None or name in ("q", "k_cache", "v_cache", "cache_seqlens"):
             check_tensor(name, x)
             if x.device != q.device:

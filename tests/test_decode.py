@@ -777,6 +777,8 @@ MISTAKES = {
     "v_cache has stride": {"v_cache": torch.zeros(2, 40, 2, 16).transpose(1, 2)},
     "k_cache has head_dim 32 but q has 16": {"k_cache": torch.zeros(2, 2, 40, 32)},
     "v is None; pass k and v, or neither": {"k": torch.zeros(2, 2, 1, 16)},
+    "k is on meta but q is on cpu": {"k": torch.zeros(2, 2, 1, 16, device="meta"), "v": torch.zeros(2, 2, 1, 16)},
+    "v has type int; expected a torch.Tensor": {"k": torch.zeros(2, 2, 1, 16), "v": 0},
     "k has shape (2, 2, 3, 16)": {"k": torch.zeros(2, 2, 3, 16), "v": torch.zeros(2, 2, 3, 16)},
     "k has shape (2, 2, 1, 16) and dtype torch.float16; expected (2, 2, 1, 16), the tokens of q, and torch.float32": {
         "k": torch.zeros(2, 2, 1, 16).half(), "v": torch.zeros(2, 2, 1, 16).half()
