@@ -115,7 +115,7 @@ def checked(call: Call, causal, scale, window, softcap, alibi_slopes, sinks) -> 
             options = plan.options
     if options is None:
         call, options = check_kvcache_call(
-            *call, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
+            call, causal=causal, scale=scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks
         )
         q, options = with_positive_scale(call.q, options)
         call = call._replace(q=q)
@@ -167,8 +167,8 @@ def naive_attention_with_kvcache(
     the lengths, so a GPU is waited for. An 8-bit cache is read as float32.
     """
     return_lse = options.pop("return_lse", False)
-    tensors = (options.pop(name, None) for name in Call._fields[5:])
-    call, options = check_kvcache_call(q, k_cache, v_cache, k, v, *tensors, **options)
+    tensors = [options.pop(name, None) for name in Call._fields[5:]]  # before the others are passed on
+    call, options = check_kvcache_call(Call(q, k_cache, v_cache, k, v, *tensors), **options)
     o, lse = _naive(call, options)
     return (o, lse) if return_lse else o
 
@@ -183,16 +183,13 @@ def _words(batch_size: int, num_heads: int) -> int:
     return 2 + MAX_SPANS + batch_size * num_heads * (MAX_GROUPS + 1)
 
 
-def check_kvcache_call(
-    q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace,
-    causal: bool = True, **options,
-) -> tuple[Call, Options]:  # fmt: skip
-    """Check a call; return its tensors and its options in canonical form.
+def check_kvcache_call(call: Call, *, causal: bool = True, **options) -> tuple[Call, Options]:
+    """Check a call; return it, cast where autocast is on, and its options in canonical form.
 
     Raises ValueError, naming the argument, its value and what is allowed.
     """
-    given = Call(q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace)
-    for field, x in (*given._asdict().items(), ("sinks", options.get("sinks"))):
+    q, k_cache, v_cache, k, v, cache_seqlens, cache_leftpad, block_table, k_scale, v_scale, workspace = call
+    for field, x in (*call._asdict().items(), ("sinks", options.get("sinks"))):
         name = field.removesuffix("_new")  # the caller's name
         if x is not None or name in ("q", "k_cache", "v_cache", "cache_seqlens"):
             check_tensor(name, x)
@@ -249,7 +246,7 @@ def check_kvcache_call(
             f"workspace has dtype {workspace.dtype} and {workspace.numel()} elements, strides {workspace.stride()}; "
             f"expected int32 and {words} or more in a row: make it by kvcache_workspace({batch}, {num_heads}, device)"
         )
-    return given._replace(q=q, k_new=None if k is None else new_k, v_new=None if v is None else new_v), options
+    return call._replace(q=q, k_new=None if k is None else new_k, v_new=None if v is None else new_v), options
 
 
 def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
