@@ -146,7 +146,7 @@ def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
     """`key_of` a call; `tile` overrides the table's. A cache that grows by a copy keeps its key at any length."""
     given = tuple([x is not None for x in call])
     k, v = call.k_cache, call.v_cache
-    if not (given[1] and given[2]) or call.block_table is not None or call.k_scale is not None:
+    if not (given[1] and given[2]) or k.dim() != 4 or call.block_table is not None or call.k_scale is not None:
         return key_of(("decode", tile, given), options, *[x for x in call if x is not None])
     strides, together = k.stride(), 0
     for stride in strides[:3]:
