@@ -53,7 +53,6 @@ SDPA = "PyTorch's scaled_dot_product_attention (model.attention=sdpa)"
 class Implementation:
     """What one implementation can do: every feature named here, in every dtype named here, in both passes."""
 
-    name: str
     features: frozenset[str]
     dtypes: frozenset[torch.dtype]
     instead: str  # the remedy that its refusals name
@@ -64,19 +63,13 @@ class Implementation:
 
 
 IMPLEMENTATIONS = {
-    i.name: i
-    for i in (
-        Implementation("naive", frozenset(FEATURES), _ALL_DTYPES, instead=TILED),
-        Implementation("tiled", _IN_TILES, _ALL_DTYPES, instead=NAIVE),
-        Implementation("flash", _IN_TILES, _ALL_DTYPES - {torch.float64}, instead=NAIVE),
-        # PyTorch's own, as the model calls it; its dropout draws from a stream of its own
-        Implementation(
-            "sdpa",
-            frozenset({"full", "causal", "gqa", "head_dim_v", "block_mask"}),
-            _ALL_DTYPES,
-            instead=f"{FLASH} or {NAIVE}",
-        ),
-    )
+    "naive": Implementation(frozenset(FEATURES), _ALL_DTYPES, instead=TILED),
+    "tiled": Implementation(_IN_TILES, _ALL_DTYPES, instead=NAIVE),
+    "flash": Implementation(_IN_TILES, _ALL_DTYPES - {torch.float64}, instead=NAIVE),
+    # PyTorch's own, as the model calls it; its dropout draws from a stream of its own
+    "sdpa": Implementation(
+        frozenset({"full", "causal", "gqa", "head_dim_v", "block_mask"}), _ALL_DTYPES, instead=f"{FLASH} or {NAIVE}"
+    ),
 }
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
@@ -84,13 +77,11 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 # The kernels behind "flash" that are chosen where they can be (and, in the backward, where they are the faster ones).
 KERNELS = {
     "hopper": Implementation(
-        "hopper",
         frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "alibi_slopes", "varlen", "block_mask"}),
         _HALVES,
         instead="the portable kernels",
     ),
     "kvcache": Implementation(
-        "kvcache",
         frozenset({"full", "causal", "gqa", "lse", "window", "softcap", "alibi_slopes", "sinks"}),
         _ALL_DTYPES - {torch.float64},
         instead="naive_attention_with_kvcache",
