@@ -50,10 +50,9 @@ def sized(config: GPTConfig) -> GPTConfig:
     """
     theirs = their_config(config)
     found = {key: getattr(theirs, name, None) for key, name in SIZES.items()}
-    default = GPTConfig()
     for key in (*SIZES, *OURS):
         value = getattr(config, key)
-        if value not in (getattr(default, key), found.get(key, getattr(default, key))):
+        if value not in (getattr(GPTConfig, key), found.get(key)):
             raise ValueError(f"model.{key}={value} describes a GPT of ours and {config.name} has its own; leave it out")
     for key in ("num_layers", "num_heads", "n_embd"):
         if type(found[key]) is not int:
