@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,11 @@ class FileEncoding:
         decoder = json.dumps(state["tokenizer"].get("decoder"))
         self._of_bytes, self._falls_back = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
         self._end = self._inner.decode([self.eot_token], skip_special_tokens=False)
+        self._line: list[int] = []  # a newline behind the blank that is put before any text; empty where none is
+        with suppress(ValueError):  # an alphabet without newlines
+            line = self.encode_ordinary("\n")
+            if len(line) > 1 and self._inner.id_to_token(line[0]) == "▁":
+                self._line = line
 
     @property
     def contents(self) -> dict[str, Any]:
@@ -103,11 +109,10 @@ class FileEncoding:
         """first: whether a document begins here. Elsewhere there is no leading blank, which SentencePiece tokenizers
         put before any text.
         """
-        line = [] if first else self.encode_ordinary("\n")
-        if len(line) > 1 and self._inner.id_to_token(line[0]) == "▁":
+        if self._line and not first:
             behind = self.encode_ordinary("\n" + text)
-            if behind[: len(line)] == line:
-                return np.array(behind[len(line) :], dtype=np.uint32)
+            if behind[: len(self._line)] == self._line:
+                return np.array(behind[len(self._line) :], dtype=np.uint32)
         return np.array(self.encode_ordinary(text), dtype=np.uint32)
 
     def divides(self, left: str, right: str) -> bool:

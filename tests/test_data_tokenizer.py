@@ -99,6 +99,18 @@ def test_a_tokenizer_json_neither_cuts_nor_pads_a_text():
     assert (theirs.n_vocab, theirs.eot_token) == (257, 256)
 
 
+def test_a_tokenizer_json_without_newlines_takes_a_long_text():
+    """In its middle a newline was encoded, to see what comes before it."""
+    pytest.importorskip("tokenizers", reason="needs transformers: uv run --group hf")
+    ours = build_tokenizer("characters", " ab")
+    contents = {"end_of_text": END_OF_TEXT, "tokenizer": tokenizer_json(ours)}
+    theirs, text = FileEncoding("theirs", json.dumps(contents)), "ab " * (2 * PIECE_CHARACTERS)
+    for encoding in (ours, theirs):
+        cut = list(tokenize([(text, True)], encoding, 1, Counts()))
+        assert len(cut) > 1
+        assert np.concatenate(cut).tolist() == ours.encode_ordinary(text)
+
+
 def test_tokens_of_sentencepiece_are_streamed_with_their_blanks_and_bytes(tmp_path):
     """A tokenizer of words with blanks before them, and of bytes for what it has no word for, as Llama 2's."""
     tokenizers = pytest.importorskip("tokenizers", reason="needs transformers: uv run --group hf")
