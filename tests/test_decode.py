@@ -771,6 +771,8 @@ def test_pages_before_a_window_may_be_gone(attention):
 MISTAKES = {
     "q has 17 tokens a row; attention over a cache takes 1 to 16: read a prompt": {"q": torch.zeros(2, 4, 17, 16)},
     "k_cache has shape (40, 16); expected 4 dimensions": {"k_cache": torch.zeros(40, 16)},
+    "k_cache is nested or sparse; expected a dense tensor": {"k_cache": torch.zeros(2, 2, 40, 16).to_sparse()},
+    "q is nested or sparse; expected a dense tensor": {"q": torch.zeros(2, 4, 1, 16).to_sparse()},
     "k_cache has dtype torch.float16 but q has torch.float32; expected that, torch.int8": {
         "k_cache": torch.zeros(2, 2, 40, 16).half()
     },
