@@ -226,24 +226,26 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, options: Options, *, backwar
     """Why the Hopper forward (or backward) does not take this checked call."""
     head_dim = q.shape[3]
     features = features_of(options, q.shape[1], k.shape[1], head_dim, v.shape[3])
-    reason = why_not("hopper", q.dtype, features, head_dim=head_dim)
-    if reason is None and backward and head_dim not in HOPPER_BACKWARD_HEAD_DIMS:
-        reason = (
+    if reason := why_not("hopper", q.dtype, features, head_dim=head_dim):
+        return reason
+    if backward and head_dim not in HOPPER_BACKWARD_HEAD_DIMS:
+        return (
             f"head_dim {head_dim} is not supported by the hopper backward ({_listed(HOPPER_BACKWARD_HEAD_DIMS)}): "
             "wider dK and dV do not fit in registers"
         )
-    reason = reason or _no_hopper_device_reason(q.device)
-    if reason is None and (q.numel() == 0 or k.numel() == 0):
-        reason = "hopper takes no empty tensors"
-    if reason is None and options.packed and not backward and head_dim not in HOPPER_PACKED_HEAD_DIMS:
-        reason = f"the portable forward is faster for packed documents with head_dim {head_dim}"
-    if reason is None and options.masked and options.alibi_slopes is not None:
-        reason = "ALiBi under a block mask takes the portable kernels"
-    if reason is None and options.masked and not backward and not _has_masked_forward(head_dim, options):
-        reason = f"this block mask takes the portable forward with head_dim {head_dim}"
-    if reason is None and options.masked and backward and options.mask_starts.shape[1] > 1 and "gqa" in features:
-        reason = "the hopper backward walks a group's heads together: a block mask may not tell them apart"
-    return reason or _unaddressable_reason(q=q, k=k, v=v)
+    if reason := _no_hopper_device_reason(q.device):
+        return reason
+    if q.numel() == 0 or k.numel() == 0:
+        return "hopper takes no empty tensors"
+    if options.packed and not backward and head_dim not in HOPPER_PACKED_HEAD_DIMS:
+        return f"the portable forward is faster for packed documents with head_dim {head_dim}"
+    if options.masked and options.alibi_slopes is not None:
+        return "ALiBi under a block mask takes the portable kernels"
+    if options.masked and not backward and not _has_masked_forward(head_dim, options):
+        return f"this block mask takes the portable forward with head_dim {head_dim}"
+    if options.masked and backward and options.mask_starts.shape[1] > 1 and "gqa" in features:
+        return "the hopper backward walks a group's heads together: a block mask may not tell them apart"
+    return _unaddressable_reason(q=q, k=k, v=v)
 
 
 def _has_masked_forward(head_dim: int, options: Options) -> bool:
@@ -267,22 +269,23 @@ def why_not_hopper_kvcache(
     block_table: Tensor | None,
 ) -> str | None:  # fmt: skip
     """Why the Hopper kernel does not take this checked call over a cache; nothing of the batch or its lengths does."""
+    if reason := _no_hopper_device_reason(q.device):
+        return reason
     head_dim, rows = q.shape[3], q.shape[1] // k_cache.shape[1] * q.shape[2]
-    reason = _no_hopper_device_reason(q.device)
     bits, head_dims, most = 16, HOPPER_KVCACHE_HEAD_DIMS, HOPPER_KVCACHE_ROWS
     if k_cache.itemsize == 1:
         bits, head_dims, most = 8, HOPPER_KVCACHE_8_BIT_HEAD_DIMS, HOPPER_KVCACHE_8_BIT_ROWS
-    if reason is None and (q.dtype not in _HALVES or (bits == 16 and k_cache.dtype != q.dtype)):
-        reason = f"hopper takes caches in 16 and 8 bits; this one is in {_short(k_cache.dtype)}"
-    if reason is None and head_dim not in head_dims:
-        reason = f"hopper takes caches in {bits} bits with head_dim {_listed(head_dims)}; this one has {head_dim}"
-    if reason is None and rows > most:
-        reason = f"{rows} queries share a KV head; hopper takes up to {most} over a cache in {bits} bits"
-    if reason is None and leftpad is not None and block_table is not None:
-        reason = "hopper takes cache_leftpad in contiguous caches: keys in pages would begin inside a copy"
-    if reason is None and (q.numel() == 0 or k_cache.numel() == 0):
-        reason = "hopper takes no empty tensors"
-    return reason or _unaddressable_reason(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    if q.dtype not in _HALVES or (bits == 16 and k_cache.dtype != q.dtype):
+        return f"hopper takes caches in 16 and 8 bits; this one is in {_short(k_cache.dtype)}"
+    if head_dim not in head_dims:
+        return f"hopper takes caches in {bits} bits with head_dim {_listed(head_dims)}; this one has {head_dim}"
+    if rows > most:
+        return f"{rows} queries share a KV head; hopper takes up to {most} over a cache in {bits} bits"
+    if leftpad is not None and block_table is not None:
+        return "hopper takes cache_leftpad in contiguous caches: keys in pages would begin inside a copy"
+    if q.numel() == 0 or k_cache.numel() == 0:
+        return "hopper takes no empty tensors"
+    return _unaddressable_reason(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
 
 
 def _listed(head_dims: range) -> str:
