@@ -91,6 +91,7 @@ def _consumer(
         first, end = query_tiles(tile, batch, kv_head, sizes, CAUSAL)
         unmasked = unmasked_from(key, first, end, sizes, CAUSAL)
         slope = slope_of(0, batch, kv_head, sizes, scale_log2, softcap)
+        scoring = (scale_log2, softcap, slope)  # of the first head; under a block mask, without ALiBi, of all
         k_stage, k_phase = slot(done, K_STAGES)
         mbarrier.wait(k_full.index(k_stage), k_phase)
         if HEAD_DIM == 64:
@@ -107,8 +108,7 @@ def _consumer(
                 pattern = 0
                 if first < end:
                     pattern = awaited_pattern(full, step, sizes, STAGES)
-                for member in range(sizes.num_heads // sizes.num_kv_heads):
-                    scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
+                for _ in range(sizes.num_heads // sizes.num_kv_heads):
                     for query_tile in range(first, end):
                         at = step + query_tile - first
                         if pattern == 0:
@@ -129,15 +129,13 @@ def _consumer(
                 )  # fmt: skip
         elif first < end:
             operands = (k_smem, v_smem, streamed, ds_smem, dq_ptr, turns, ring)
-            scoring = (scale_log2, softcap, slope)
             dk, dv = gradient_step_128(
                 *operands, step, key, gl.where(from_last, end - 1, first), sizes,
                 scoring, dk, dv, True, True, STAGES, CAUSAL, CONSUMER,
             )  # fmt: skip
             if BY_PATTERN:
                 begun = first + 1
-                for member in range(sizes.num_heads // sizes.num_kv_heads):
-                    scoring = (scale_log2, softcap, slope_of(member, batch, kv_head, sizes, scale_log2, softcap))
+                for _ in range(sizes.num_heads // sizes.num_kv_heads):
                     for query_tile in range(begun, end):
                         at = step + query_tile - first
                         if awaited_pattern(full, at, sizes, STAGES) == 0:
