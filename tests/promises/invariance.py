@@ -142,7 +142,6 @@ def run(settings: InvarianceSettings, folder: Path, changes: dict[str, Any]) -> 
         *group, name = key.split(".")
         setattr(getattr(settings, group[0]) if group else settings, name, value)
     folder.mkdir(parents=True)
-    torch.compiler.reset()  # what an earlier run compiled is not this run's
     digests: Digests = []
     with (folder / "console.txt").open("w") as text, contextlib.redirect_stdout(text):
         trainer.train(settings, folder, on_step=lambda step: digests.append(digests_of(step)))
