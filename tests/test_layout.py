@@ -99,6 +99,51 @@ def test_no_file_grows_past_the_ceiling(path):
     assert lines <= CEILING or path.name.startswith("test_"), f"{lines} lines"
 
 
+def copies(nodes: list[ast.AST]) -> set[tuple[str, str]]:
+    """(x, y) of each assignment x = y of a bare name, alone or one of several."""
+    found = set()
+    for assignment in (node for top in nodes for node in ast.walk(top) if isinstance(node, ast.Assign)):
+        for target in assignment.targets:
+            several = isinstance(target, ast.Tuple) and isinstance(assignment.value, ast.Tuple)
+            xs, ys = (target.elts, assignment.value.elts) if several else ([target], [assignment.value])
+            found |= {
+                (x.id, y.id) for x, y in zip(xs, ys, strict=True) if isinstance(x, ast.Name) and isinstance(y, ast.Name)
+            }
+    return found
+
+
+def lost_in_loops(source: str) -> list[str]:
+    """Names of compiled functions that Triton does not carry around a loop: such a name is another one's value when the
+    loop begins and takes that one's value of before in it, so to Triton it is not changed. It keeps its first value.
+    What an earlier loop leaves is a value of its own."""
+    lost = []
+    for function in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)):
+        if not any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+            continue
+        loops = [node for node in ast.walk(function) if isinstance(node, ast.For | ast.While)]
+        for loop in loops:
+            past = {id(node) for other in loops if other.end_lineno < loop.lineno for node in ast.walk(other)}
+            before = [
+                node for node in ast.walk(function)
+                if isinstance(node, ast.Assign) and node.lineno < loop.lineno and id(node) not in past
+            ]  # fmt: skip
+            same = {frozenset(pair) for pair in copies(before)}
+            lost += [f"{function.name}: {x}" for x, y in copies(loop.body) if frozenset((x, y)) in same]
+    return lost
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if room(p) == "kernels"], ids=lambda p: p.stem)
+def test_no_name_of_a_kernel_is_lost_in_a_loop(path):
+    assert lost_in_loops(path.read_text()) == []
+
+
+def test_a_name_lost_in_a_loop_is_found():
+    kernel = "@gluon.jit\ndef kernel(slope):\n    before{}\n    while 0:\n        before, slope = slope, slope + 1\n"
+    assert lost_in_loops(kernel.format(" = slope")) == ["kernel: before"]
+    assert lost_in_loops(kernel.format(", turn = slope, 0")) == ["kernel: before"]
+    assert lost_in_loops(kernel.format(" = 1 * slope")) == []
+
+
 def test_every_room_is_a_regular_package():
     """Without __init__.py a same-named installed package wins; `kernels` exists on the package index."""
     assert all((ROOT / name / "__init__.py").is_file() for name in ROOMS)

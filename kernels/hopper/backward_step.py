@@ -255,10 +255,11 @@ def steps_of_item(
         masked_end = step + gl.where(from_last, 0, unmasked - first)
         item_end = step + group_size * (end - first)
         step += begun
-        turn, slope_before = 0, slope
+        # a value of its own, of gl.where: Triton does not carry around a loop what is another name's value of before
+        turn, masked_slope = 0, slope
         while step < item_end:
             next_slope = slope_of(gl.minimum(turn + 1, group_size - 1), batch, kv_head, sizes, scale_log2, softcap)
-            scoring = (scale_log2, softcap, gl.where(from_last, slope_before, slope))
+            scoring = (scale_log2, softcap, masked_slope)
             dk, dv = _steps(
                 operands, step, masked_end, 0, gl.where(from_last, first - 1, unmasked) - sign * masked_end, sign,
                 key, sizes, scoring, dk, dv, True, STAGES, CAUSAL, CONSUMER,
@@ -273,7 +274,8 @@ def steps_of_item(
             step = gl.maximum(step, turn_end)
             masked_end += end - first
             turn += 1
-            slope_before, slope = slope, next_slope
+            masked_slope = gl.where(from_last, slope, next_slope)
+            slope = next_slope
     else:
         begun += first
         for head in range(group_size):
