@@ -82,11 +82,10 @@ class _Machine:
         program: int,
         programs: int,
         element_bytes: int,
-        replaced: dict,
         memory: threading.Condition,
         pauses: Random | None,
     ):
-        self.program, self.programs, self.replaced = program, programs, replaced
+        self.program, self.programs = program, programs
         self._element_bytes = element_bytes
         self._memory = memory  # of all programs: tells of a turn passed on
         self._pauses = pauses
@@ -313,9 +312,8 @@ def _python(function, machine, made: dict):
             "tma": machine, "mbarrier": _MBARRIER,
             "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.wait_products,
             "where_bit": lambda values, words, bits, hidden: np.where(words & bits != 0, values, HIDDEN[hidden]),
-            **dict.fromkeys(("pack", "unpack", "_pack", "_unpack", "settled"), lambda values, *_: values),
+            **dict.fromkeys(("pack", "unpack", "_pack", "_unpack"), lambda values, *_: values),
             "widened": lambda words, *_: _bytes(words),
-            "rescaled": lambda acc, factor, *_: acc * factor[:, None], **machine.replaced,
         }  # fmt: skip
         for name, value in names.items():
             if name in ours:
@@ -344,16 +342,14 @@ def launch(
     constants: dict,
     *,
     element_bytes: int = 2,
-    replaced: dict | None = None,
     residents: int = 1,
     pauses: Random | None = None,
     **_how,
 ) -> None:
     """`kernels.launch.launch` on tensors of the CPU in float32.
 
-    element_bytes: those that the kernel expects of an element that it loads. replaced: functions in place of the
-    kernel's, by their names. residents: how many programs run at a time; the next begins when one has ended.
-    pauses: threads let others go first at random.
+    element_bytes: those that the kernel expects of an element that it loads. residents: how many programs run at a
+    time; the next begins when one has ended. pauses: threads let others go first at random.
     """
     arguments = [on_device(x) for x in arguments]
     memory, programs, problems = threading.Condition(), iter(range(grid)), []
@@ -362,7 +358,7 @@ def launch(
         for program in programs:
             try:
                 with np.errstate(all="ignore"):
-                    machine = _Machine(Int(program), Int(grid), element_bytes, replaced or {}, memory, pauses)
+                    machine = _Machine(Int(program), Int(grid), element_bytes, memory, pauses)
                     _python(kernel, machine, {})(*arguments, **constants)
             except Exception as problem:  # carried over to the thread that launched
                 problems.append(problem)
@@ -373,7 +369,7 @@ def launch(
 
 def call(function, *arguments):
     """What one function of a kernel returns, for a grid of one program."""
-    machine = _Machine(Int(0), Int(1), 2, {}, threading.Condition(), None)
+    machine = _Machine(Int(0), Int(1), 2, threading.Condition(), None)
     return _python(function, machine, {})(*map(on_device, arguments))
 
 

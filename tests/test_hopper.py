@@ -4,7 +4,6 @@ import itertools
 import math
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 
@@ -320,14 +319,8 @@ def test_simulated_plans(
 
 
 def test_simulated_maximum_that_rises_with_each_key_tile(monkeypatch):
-    """By less than the lag, where rows keep a maximum of before, and by more. The rightmost tile is the first."""
-    factors = []
-
-    def rescaled(acc, factor, *_):
-        factors.append(np.asarray(factor))
-        return acc * factor[:, None]
-
-    hopper_fwd = simulated_forward(monkeypatch, 2, replaced={"rescaled": rescaled})
+    """By little and by much: O and the sum are rescaled at each. The rightmost tile is the first."""
+    hopper_fwd = simulated_forward(monkeypatch, 2)
     q, k, v = (0.1 * torch.randn(1, 1, n, 128) for n in (130, 700, 700))
     q[..., 0] = torch.linspace(0.5, 20.0, 130)  # how much a row's scores rise a tile, as exponents of 2
     k[..., 0] = (700 - torch.arange(700)) / 128
@@ -336,10 +329,6 @@ def test_simulated_maximum_that_rises_with_each_key_tile(monkeypatch):
     exact = naive_attention(*(x.double() for x in (q, k, v)), scale=options.scale, return_lse=True)
     torch.testing.assert_close(o.double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), exact[1], atol=1e-5, rtol=1e-5)
-    factors = np.stack(factors)
-    assert (factors == 1.0).any()
-    assert (factors < 2.0**-8).any()
-    assert not ((factors < 1.0) & (factors > 2.0**-8)).any()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])  # groups of 192 queries, rows of 128
@@ -699,7 +688,7 @@ def test_keys_past_the_end_do_not_overflow_on_a_gpu(window, head_dim, backwards)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_maxima_that_rise_with_each_key_tile_agree_with_float64(causal, dtype, forwards):
-    """Scores of some hundreds: a row's maximum rises by more and by less than the lag after which O is rescaled."""
+    """Scores of some hundreds."""
     case = {"number": 0, "dtype": dtype, "kind": "large", "heads": 4, "kv_heads": 2, "head_dims": (128, 128),
             "causal": causal, "layout": "padded", "batch": 2}  # fmt: skip
     for num_q, num_k in [(300, 300), (193, 1000)]:

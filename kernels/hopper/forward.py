@@ -178,10 +178,10 @@ def _query_tile(
     # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
     row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
     row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
-    lse_log2 = running_max * factor + gl.log2(row_sum)
+    lse = running_max * (factor * LN_2) + gl.log2(row_sum) * LN_2
     inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
     row = rows + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
-    gl.store(lse_row(lse_ptr, batch_head, sizes.num_q, call.document) + row, lse_log2 * LN_2, mask=row < sizes.num_q)
+    gl.store(lse_row(lse_ptr, batch_head, sizes.num_q, call.document) + row, lse, mask=row < sizes.num_q)
     tma.store_wait(0)  # the previous tile's O has left its buffer
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
@@ -259,7 +259,6 @@ def hopper_fwd_kernel(
     LOCAL: gl.constexpr,  # a window (left, right) in place of CAUSAL
     PING_PONG: gl.constexpr,
     PAIRED: gl.constexpr,  # causal tiles two at a time, in pairs of equal work
-    LAZY_RESCALE: gl.constexpr,  # see `softmax_step`
     MASK_OF_BATCH: gl.constexpr,  # dimensions of the block mask
     MASK_OF_HEAD: gl.constexpr,
 ):
@@ -287,7 +286,7 @@ def hopper_fwd_kernel(
     else:
         masked: gl.constexpr = None
     call = Call(tiles, barriers, sizes, (window_left, window_right), document, masked, alibi_slopes)
-    build = Build(HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED, LAZY_RESCALE)
+    build = Build(HEAD_DIM, BLOCK_K, CONSUMERS, STAGES, CAUSAL, LOCAL, PING_PONG, PAIRED)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -305,7 +304,7 @@ def hopper_fwd_kernel(
                 (_consumer, (o_desc, lse_ptr, call, scale_log2, softcap, build, 2)),
                 (_producer, (q_desc, k_desc, v_desc, call, build)),
             ],
-            [4, 4, 1], [160, 160, 24],
+            [4, 4, 1], [160, 160, 24 if LOCAL else 32],
         )  # fmt: skip
 
 
@@ -318,7 +317,6 @@ class ForwardPlan:
     ping_pong: bool = False
     persistent: bool = True
     block_k: int = 128
-    lazy_rescale: bool = False
 
 
 def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
@@ -335,14 +333,12 @@ def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
     if options.softcap or options.local or options.packed:
         persistent = not causal or options.packed or num_q <= 1024
         return ForwardPlan(consumers=2, stages=2 if head_dim == 128 else 3, persistent=persistent)
-    if head_dim == 128:
-        lazy = options.alibi_slopes is None  # with ALiBi it was not measured
-        return ForwardPlan(2, ping_pong=causal, persistent=not causal or num_q <= 8192, lazy_rescale=lazy)
-    if not causal:
-        return ForwardPlan(consumers=3, ping_pong=num_q <= 4096)
-    if num_q <= 1024:
+    if head_dim == 64 and causal and num_q <= 1024:
         return ForwardPlan(consumers=2, ping_pong=True)
-    return ForwardPlan(consumers=3, ping_pong=True, persistent=num_q <= 4096)
+    persistent = not causal or num_q <= 4096
+    if head_dim == 64:
+        return ForwardPlan(consumers=3, ping_pong=True, persistent=persistent)
+    return ForwardPlan(consumers=2, ping_pong=causal, persistent=persistent)
 
 
 def grid_of(plan: ForwardPlan, tiles: int, options: Options, device_index: int | None) -> tuple[int, bool]:
@@ -391,7 +387,7 @@ def _launches(
     constants = {
         "HEAD_DIM": tile, "BLOCK_K": schedule.block_k, "CONSUMERS": schedule.consumers, "STAGES": schedule.stages,
         "CAUSAL": options.causal, "LOCAL": options.local, "PING_PONG": schedule.ping_pong, "PAIRED": paired,
-        "LAZY_RESCALE": schedule.lazy_rescale, **mask_constants(options),
+        **mask_constants(options),
     }  # fmt: skip
     launches = documents_launches(q, k, **given)
     if options.packed:

@@ -51,7 +51,6 @@ class Build:
     LOCAL: gl.constexpr
     PING_PONG: gl.constexpr
     PAIRED: gl.constexpr
-    LAZY_RESCALE: gl.constexpr
 
 
 @gluon.jit

@@ -10,8 +10,6 @@ from .masked import by_bits, pattern_words
 from .pipeline import pass_baton, take_baton
 from .tma import slot
 
-LAG_LOG2 = gl.constexpr(8.0)  # float16 holds 2^15; sums and O are float32
-
 
 @gluon.jit
 def hide(scores, row, key, mask, BLOCK_K: gl.constexpr):
@@ -96,45 +94,6 @@ def thread_sums(probs, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
-def settled(sums):
-    """sums, before what follows: else ptxas moves the exponentials that they are made of to where they are used, behind
-    the wait for the product that they are to hide. What it cannot know: no sum is below 0, so no thread sleeps."""
-    return gl.inline_asm_elementwise(
-        "{.reg .pred never; setp.lt.f32 never, $1, 0f00000000; @never nanosleep.u32 0; mov.b32 $0, $1;}", "=f,f",
-        [sums], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.constexpr_function
-def _rescale_asm(values):
-    acc, factors = ([f"${i}" for i in range(start, start + values)] for start in (values, 2 * values))
-    lines = [
-        f"setp.neu.f32 any, {factors[0]}, 0f3F800000;",  # of a thread's two rows
-        f"setp.neu.or.f32 any, {factors[2]}, 0f3F800000, any;",
-        "vote.sync.any.pred any, any, 0xffffffff;",
-        *(f"mov.b32 ${i}, {value};" for i, value in enumerate(acc)),
-        "@!any bra.uni KEPT;",
-        *(f"mul.f32 ${i}, ${i}, {factor};" for i, factor in enumerate(factors)),
-    ]
-    return f"{{.reg .pred any; {' '.join(lines)} KEPT: }}"
-
-
-@gluon.constexpr_function
-def _rescale_constraints(values):
-    return ",".join(["=&f"] * values + ["f"] * (2 * values))
-
-
-@gluon.jit
-def rescaled(acc, factor, HEAD_DIM: gl.constexpr):
-    """acc (64, HEAD_DIM) times a factor for each row. A warp, whose rows are 16, leaves it where all factors are 1."""
-    values: gl.constexpr = HEAD_DIM // 2  # of a thread
-    return gl.inline_asm_elementwise(
-        _rescale_asm(values), _rescale_constraints(values), [acc, factor[:, None]],
-        dtype=gl.float32, is_pure=True, pack=values,
-    )  # fmt: skip
-
-
-@gluon.jit
 def row_max(scores, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, s_layout: gl.constexpr):
     """The maximum of each row of scores (64, BLOCK_K).
 
@@ -183,6 +142,18 @@ def add_p_v(probs, v_tile, acc, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
+def halves(x):
+    """The left and the right half of x's columns: no instruction, only names."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def whole(left, right, like):
+    """What `halves` took apart of `like`."""
+    return gl.convert_layout(gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), like.shape), like.type.layout)
+
+
+@gluon.jit
 def softmax_step(
     call, q_tile, mask, build, CONSUMER: gl.constexpr, scale_log2, softcap, slope, row, from_step_0, end,
     step, acc, probs, running_max, running_sum, FIRST: gl.constexpr, MASKED: gl.constexpr,
@@ -191,9 +162,6 @@ def softmax_step(
 
     At a query tile's FIRST key tile nothing is added, and maximum and sum begin. Step s has the keys from
     from_step_0 - s * BLOCK_K on, of a block mask the visit from_step_0 - s; the query tile ends with step end - 1.
-
-    With LAZY_RESCALE little is left between P V and the next products: P is packed before the wait for them, into
-    registers of its own, and the maximum that P and O refer to is an earlier one until P would pass 2^LAG_LOG2.
     """
     barriers = call.barriers
     tiles = call.tiles
@@ -226,36 +194,32 @@ def softmax_step(
     new_max = row_max(scores, build.CONSUMERS, build.BLOCK_K, s_layout)
     if not FIRST:
         new_max = gl.maximum(running_max, new_max)
-        if build.LAZY_RESCALE:
-            new_max = gl.where((new_max - running_max) * factor > LAG_LOG2, new_max, running_max)
     if MASKED:
         # a row that has seen no key keeps -inf, and -inf - -inf would be NaN: subtract 0 there
         base_log2 = gl.where(new_max == -float("inf"), 0.0, new_max) * factor
     else:
         base_log2 = new_max * factor
-    p = gl.exp2(scores * factor - base_log2[:, None])
+    exponents = scores * factor - base_log2[:, None]
+    next_stage, next_phase = slot(step + 1, build.STAGES)
     if FIRST:
+        p = gl.exp2(exponents)
         running_sum = thread_sums(p, build.BLOCK_K)
+        mbarrier.wait(barriers.k_full.index(next_stage), next_phase, pred=step + 1 < end)
+        return acc, pack(p, tiles.v.dtype, build.BLOCK_K), new_max, running_sum
     else:
         rescale = gl.exp2(running_max * factor - base_log2)
-        if build.LAZY_RESCALE:
-            rescale = gl.where(new_max == running_max, 1.0, rescale)
-        sum_layout: gl.constexpr = gl.SliceLayout(1, running_sum.type.layout)
-        running_sum = running_sum * gl.convert_layout(rescale, sum_layout)[:, None] + thread_sums(p, build.BLOCK_K)
-    if build.LAZY_RESCALE:
-        running_sum = settled(running_sum)
-        next_probs = pack(p, tiles.v.dtype, build.BLOCK_K)
-    # waiting here for the next keys (they have long arrived) also ends a basic block: without it ptxas moves
-    # the wait for P V in front of the exponentials, and they no longer overlap
-    next_stage, next_phase = slot(step + 1, build.STAGES)
-    mbarrier.wait(barriers.k_full.index(next_stage), next_phase, pred=step + 1 < end)
-    if not FIRST:
+        # The wait for the next keys, which have long arrived, ends a basic block, and ptxas moves no exponential over
+        # it: so a quarter of them run beside P V, the others beside the rescaling of O and the packing of P. All before
+        # the wait for P V are more than three consumers' registers hold, and none leaves P V alone (NOTES.md).
+        left, right = halves(exponents)
+        first, second = halves(left)
+        first = gl.exp2(first)
+        mbarrier.wait(barriers.k_full.index(next_stage), next_phase, pred=step + 1 < end)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(barriers.v_empty.index(last_stage), count=1)
-    if not build.LAZY_RESCALE:
+        p = whole(whole(first, gl.exp2(second), left), gl.exp2(right), exponents)
+        sums = thread_sums(p, build.BLOCK_K)
         next_probs = pack(p, tiles.v.dtype, build.BLOCK_K)  # not earlier: the old P's registers are free only now
-    if not FIRST:
-        acc_rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        rescale = gl.convert_layout(rescale, acc_rows)
-        acc = rescaled(acc, rescale, build.HEAD_DIM) if build.LAZY_RESCALE else acc * rescale[:, None]
-    return acc, next_probs, new_max, running_sum
+        running_sum = running_sum * gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+        acc *= gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+        return acc, next_probs, new_max, running_sum
