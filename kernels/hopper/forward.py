@@ -320,9 +320,9 @@ class ForwardPlan:
 
 
 def plan_for(head_dim: int, options: Options, num_q: int) -> ForwardPlan:
-    """The fastest of those tried at 1,024 to 32,768 tokens, or within 1 % of it: one H200, torch 2.11.0, triton 3.6.0,
-    2026-11-23, 16,384 tokens a call, hidden size 2,048 (NOTES.md). With a window, a soft-cap, documents or a block mask
-    at 16,384 tokens: one of four to six. 256 has room for key tiles of 64, two stages."""
+    """The fastest of those tried at 1,024 to 32,768 tokens, or within 2 % of it: one H100, torch 2.11.0, triton 3.6.0,
+    2026-11-27, 16,384 tokens a call, hidden size 2,048 (NOTES.md). With a window, a soft-cap, documents or a block mask
+    at 16,384 tokens: one of four to six on an H200, 2026-11-23. 256 has room for key tiles of 64, two stages."""
     causal = options.causal
     if options.masked:
         return ForwardPlan(2 if head_dim == 128 else 3, ping_pong=head_dim == 64, persistent=False)
