@@ -6,11 +6,11 @@ query tile (a plain grid) or one after another (a persistent grid, whose produce
 
 Pipeline of one consumer; S(j) = Q K(j)^T, P(j) = exp2(S(j) - max), keys from right to left:
 
-    tensor cores   S(0)         S(1) P(0)V(0)            S(2) P(1)V(1)
-    other units         mask,P(0)         max, exp2: P(1)            max, exp2: P(2)   ...  last P V, store
-                        |                 |          |
-                        the only masked   after S(1) O is rescaled when P(0)V(0) is done
-                        tiles come first  alone is done
+    tensor cores   S(0)         S(1) P(0)V(0)                                  S(2) P(1)V(1)
+    other units         mask,P(0)         max, 1/4 of P(1)  3/4 of P(1), O rescaled          max, ...   last P V, store
+                        |                 |                 |
+                        the only masked   after S(1)        when P(0)V(0) is done, under products of the other
+                        tiles come first  alone is done     consumers
 
 A window's left edge is masked too, in the last tiles. Tiles that only the program's other consumers need are handed
 back unread. Packed documents: descriptors clip at the document's end, for loads and for the store of O.
