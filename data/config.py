@@ -93,6 +93,12 @@ class DataConfig:
                 f"data.validation_split={self.split} is what is trained on; hold out another, or leave it out for the "
                 "last data.validation_fraction"
             )
+        if self.validation_split and self.validation_fraction != DataConfig.validation_fraction:
+            raise ValueError(
+                f"data.validation_fraction={self.validation_fraction} holds out the end of data.split, and "
+                f"data.validation_split={self.validation_split} is held out in its place; leave the first out, or use "
+                "data.validation_split=null"
+            )
 
 
 def check_tokenizer(name: str) -> None:

@@ -526,6 +526,10 @@ def test_shifted_windows_need_two_of_them(corpus, cache):
             {"source": "hub", "local_dir": "x", "revision": "main"},
             "data.revision=main is a commit of the hub, and data.local_dir=x is read as it lies; use data.revision=",
         ),
+        (
+            {"source": "hub", "name": "a/b", "validation_split": "test", "validation_fraction": 0.2},
+            "data.validation_fraction=0.2 holds out the end of data.split, and data.validation_split=test is held out",
+        ),
         ({"source": "hub", "name": "a/b", "config": ""}, "data.config='' is empty; leave it out"),
         ({"validation_fraction": 1.0}, "data.validation_fraction=1.0"),
         ({"seq_len": 0}, "data.seq_len=0"),

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import train as program
-from data import build_tokenizer
+from data import DataConfig, build_tokenizer
 from data.tokenizer_json import tokenizer_json
 from model import GPT, attend_with, resolve_model
 from tests.runs import CORPUS, SMALL, contents, metrics, settings, told
@@ -270,6 +270,15 @@ def test_a_revision_that_an_earlier_version_ignored_is_left_out():
     assert settings_as_asked(checkpoint) == {"data.local_dir": "there", "data.revision": None}
     meta["settings"]["data"]["local_dir"] = None
     assert settings_as_asked(checkpoint) == {"data.local_dir": None, "data.revision": "main"}
+
+
+def test_a_fraction_that_an_earlier_version_ignored_is_left_out():
+    """As a revision is; where no split is held out, it says what is."""
+    meta = {"settings": {"data": {"validation_split": "validation", "validation_fraction": 0.2}}, "left_open": {}}
+    checkpoint = SimpleNamespace(meta=meta, require=lambda *_: None)
+    assert settings_as_asked(checkpoint)["data.validation_fraction"] == DataConfig.validation_fraction
+    meta["settings"]["data"]["validation_split"] = None
+    assert settings_as_asked(checkpoint)["data.validation_fraction"] == 0.2
 
 
 # --- a run of its own with another's weights

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from data import DataConfig
 from model import GPT, GPTConfig
 from training.bad_steps import SPIKE_WINDOW, NumberCheck
 from training.checkpoint import FILES, META, STATE, Checkpoint, newest_complete, open_checkpoint
@@ -97,8 +98,12 @@ def settings_as_asked(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _not_ignored(settings: dict[str, Any]) -> dict[str, Any]:
-    """Without the revision that earlier versions let stand beside a local copy, which nobody read."""
-    return settings | ({"data.revision": None} if settings.get("data.local_dir") else {})
+    """Without what earlier versions let stand and nobody read: a revision beside a local copy, a fraction to hold out
+    beside a split."""
+    ignored: dict[str, Any] = {"data.revision": None} if settings.get("data.local_dir") else {}
+    if settings.get("data.validation_split"):
+        ignored["data.validation_fraction"] = DataConfig.validation_fraction
+    return settings | ignored
 
 
 def refuse_unless_same(
