@@ -73,7 +73,8 @@ def sdpa(
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which picks its own kernel; ValueError for window, dropout, documents.
 
-    A block mask becomes Nq x Nk booleans in memory. On a CPU short causal sequences in bfloat16 are `_short`'s.
+    A block mask becomes Nq x Nk booleans in memory. On a CPU short causal sequences in bfloat16 are `_short`'s,
+    unless `sdpa_kernel` leaves out PyTorch's own formula (MATH).
     """
     asked = {
         "causal": causal and block_mask is not None, "window": window != ALL, "dropout": dropout_p > 0,
@@ -106,7 +107,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, **given)
     with torch.autocast("cpu", enabled=False):
         is_short = given.get("is_causal") and q.size(2) <= SHORT and q.shape == k.shape == v.shape
-        if is_short and q.dtype == torch.bfloat16:
+        if is_short and q.dtype == torch.bfloat16 and torch.backends.cuda.math_sdp_enabled():
             return _short(q, k, v, given["scale"])
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **given).to(q.dtype)
 

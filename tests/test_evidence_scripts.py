@@ -209,9 +209,10 @@ def test_a_row_of_pytorchs_kernel_is_held_to_it(tmp_path, monkeypatch):
     assert held == [True, False]
 
 
-def test_a_kernel_of_pytorchs_that_cannot_run_is_a_row(tmp_path, capsys):
-    """It ended the program, and with it the rows that were still to come."""
-    asked = "hardware.dtype=float32", "bench.attention=[sdpa_cudnn,naive]"
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_kernel_of_pytorchs_that_cannot_run_is_a_row(dtype, tmp_path, capsys):
+    """It ended the program, and with it the rows that were still to come; in bfloat16 it was timed as another one."""
+    asked = f"hardware.dtype={dtype}", "bench.attention=[sdpa_cudnn,naive]"
     bench_training.main.__wrapped__(settings_of(bench_training.main, *TINY, *asked), tmp_path)
     refused, naive = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert refused["error"].startswith("No viable backend")

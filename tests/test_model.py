@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import ATTENTION, GPT, GPTConfig, resolve_attention, resolve_model
 from model.attention import SHORT, attend_with
@@ -92,6 +93,16 @@ def test_sdpa_in_bfloat16_on_a_cpu_errs_no_more_than_the_formula(tokens, scale, 
     for ours, formula, right in zip(results("sdpa", q.dtype), results("naive", q.dtype), exact, strict=True):
         assert ours.dtype == q.dtype
         assert (ours - right).norm() <= 1.1 * (formula - right).norm() + 1e-6
+
+
+def test_sdpa_is_the_kernel_of_pytorchs_that_it_is_held_to():
+    """In bfloat16 on a CPU our products of matrices ran in its place, and a benchmark timed them under its name."""
+    q = torch.randn(1, 2, 19, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        held = ATTENTION["sdpa"](q, q, q, causal=True)
+    own = F.scaled_dot_product_attention(*[q.float()] * 3, is_causal=True).bfloat16()
+    assert torch.equal(held, own)
+    assert not torch.equal(ATTENTION["sdpa"](q, q, q, causal=True), own)
 
 
 def test_tiled_takes_block_sizes():
