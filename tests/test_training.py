@@ -258,12 +258,15 @@ def test_named_hardware_that_is_absent_raises():
 
 
 def test_threads_and_tf32_are_as_configured(monkeypatch):
-    said: list[int | str] = []
-    monkeypatch.setattr(torch, "set_num_threads", said.append)
+    """A run of a sweep that sets no threads has those of the process, whatever the runs before it set."""
+    threads, said = [8], []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
-    set_up(HardwareConfig(device="cpu", num_threads=3, tf32=False))
-    set_up(HardwareConfig(device="cpu"))
-    assert said == [3, "highest", "high"]
+    monkeypatch.setattr("training.hardware._FOUND", [])
+    for number, tf32 in ((None, True), (3, False), (2, True), (None, True)):
+        set_up(HardwareConfig(device="cpu", num_threads=number, tf32=tf32))
+    assert (threads, said) == ([8, 3, 2, 8], ["high", "highest", "high", "high"])
 
 
 def test_a_mac_where_pytorch_takes_it(monkeypatch):
