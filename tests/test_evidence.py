@@ -38,8 +38,9 @@ def test_one_that_fails_is_named_and_what_it_made_is_not_kept(tmp_path, capsys, 
     monkeypatch.setattr(sys, "executable", quick_python)
     monkeypatch.setattr(evidence, "EXPERIMENTS", {"explain": ("seq_len=128",), "explain wrong": ("gpu=none",)})
     kept = tmp_path / "kept"
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stopped:
         evidence.main.__wrapped__(evidence.EvidenceSettings(folder=str(kept)), tmp_path)
+    assert stopped.value.code == 1
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["experiments"]
     assert [row["verdict"].partition(",")[0] for row in rows] == ["as expected", "exit code 2"]
     assert "4BHND" in (kept / "explain" / "console.txt").read_text()

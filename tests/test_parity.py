@@ -82,6 +82,18 @@ def test_a_signal_ends_the_program_and_is_no_verdict(steps, tmp_path, capsys):
     assert f"ended by {'SIGTERM' if steps > 1 else 'a signal'}: without all of its" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("asked", [(), ("parity.repeats=2",)])
+def test_a_verdict_is_the_exit_code(asked, tmp_path, monkeypatch):
+    verdicts = iter([True, False])
+    monkeypatch.setattr(parity, "run_parity", lambda *_: {"passes": next(verdicts)})
+    monkeypatch.setattr(parity, "repeat", lambda *_: next(verdicts))
+    chosen = settings(*asked, schema=ParitySettings, experiment="parity")
+    parity.main.__wrapped__(chosen, tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        parity.main.__wrapped__(chosen, tmp_path)
+    assert stopped.value.code == 1
+
+
 def test_what_judges_nothing_is_refused():
     with pytest.raises(ValueError, match=r"parity.attention=\[\] judges nothing; name one"):
         ParityConfig(attention=[])
