@@ -86,13 +86,14 @@ def test_stored_tokenizer_is_the_same(encoding):
     assert (again.n_vocab, again.eot_token, again.name) == (encoding.n_vocab, encoding.eot_token, encoding.name)
 
 
-def test_a_tokenizer_json_neither_cuts_nor_pads_a_text():
+def test_a_tokenizer_json_neither_cuts_nor_pads_nor_begins_a_text():
     """Those of many models are saved with such settings: whatever came after the first 512 tokens would be lost."""
     tokenizers = pytest.importorskip("tokenizers", reason="needs transformers: uv run --group hf")
     ours = build_tokenizer("bytes")
     inner = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(ours)))
     inner.enable_truncation(4)
     inner.enable_padding(length=6)
+    inner.post_processor = tokenizers.processors.TemplateProcessing("x $0", special_tokens=[("x", 256)])
     theirs = FileEncoding("theirs", json.dumps({"end_of_text": END_OF_TEXT, "tokenizer": json.loads(inner.to_str())}))
     for text in ("ab", "abcdefgh", END_OF_TEXT):
         assert theirs.encode_ordinary(text) == ours.encode_ordinary(text)
