@@ -15,7 +15,7 @@ import torch
 from kernels import naive_attention
 from scripts import parity, variants
 from scripts.parity import ParityConfig, ParitySettings, plan_runs, run_parity, with_one_micro_batch
-from scripts.parity_verdict import QUANTITIES, fault, final_losses, judge, limits_of, noise
+from scripts.parity_verdict import QUANTITIES, TOLERANCE, fault, final_losses, judge, limits_of, noise
 from scripts.variants import MUTANTS, train_once
 from tests.runs import settings, small_run
 from training import memory
@@ -235,12 +235,13 @@ def test_a_final_loss_is_judged_by_all_runs_of_the_baseline():
     assert final_losses([4.5] * 30)["limit"] == 2.0**-21  # the next float32
 
 
-def test_the_tolerance_factor_covers_what_it_says():
-    """Of normal samples of 8, mean + k sd lies above the 99 % quantile in 95 % of cases."""
+@pytest.mark.parametrize(("runs", "factor"), TOLERANCE.items())
+def test_the_tolerance_factor_covers_what_it_says(runs, factor):
+    """Of normal samples of so many, mean + k sd lies above the 99 % quantile in 95 % of cases."""
     import numpy as np
 
-    samples = np.random.default_rng(0).standard_normal((40_000, 8))
-    covered = samples.mean(1) + 4.354 * samples.std(1, ddof=1) >= 2.3263
+    samples = np.random.default_rng(0).standard_normal((40_000, runs))
+    covered = samples.mean(1) + factor * samples.std(1, ddof=1) >= 2.3263
     assert covered.mean() == pytest.approx(0.95, abs=0.005)
 
 
