@@ -74,12 +74,15 @@ def mask(
     use_vmap: whether mask_function must be called for one pair at a time.
 
     Raises:
-        ValueError: output_attentions, a model that adds numbers to its mask, or a hole that a GPU has found.
+        ValueError: output_attentions, a model that adds numbers to its mask, a mask of other rows than the batch, or a
+            hole that a GPU has found.
     """
     if (model := getattr(config, "model_type", None)) in OF_NUMBERS:
         raise ValueError(f"layers of {model} add numbers to their mask, which gpt_triton does not compute; {INSTEAD}")
     if "attentions" in (_active_collector.get() or ()):  # GPT-2 and OPT do not pass it to their layers
         raise ValueError(NO_WEIGHTS)
+    if attention_mask is not None and len(attention_mask) != batch_size:
+        raise ValueError(f"attention_mask has {len(attention_mask)} rows and the batch {batch_size}; give one for each")
     refuse_found_holes()
 
     def pairs() -> Tensor:

@@ -348,6 +348,15 @@ def test_other_masks_are_refused(mask, match, in_pytorch):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_mask_with_other_rows_than_the_batch_is_refused(rows, in_pytorch):
+    """Rows of the batch that it lacked were not computed, and nothing said so."""
+    model = build("Llama", num_hidden_layers=1)
+    model.set_attn_implementation(huggingface.NAME)
+    with pytest.raises(ValueError, match=f"^attention_mask has {rows} rows and the batch 3; give one for each$"):
+        model(tokens(), attention_mask=padding("left").repeat(2, 1)[:rows])
+
+
 @pytest.mark.parametrize("attention_mask", [None, padding("left")])
 def test_layers_that_add_numbers_to_their_mask_are_refused(attention_mask):
     """Doge's took the bounds of ours for a mask of pairs, whose shape did not fit."""
