@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.runs import SMALL, contents, metrics, small_run
 from train import train
@@ -68,11 +69,13 @@ class Cluster:
     folder: Path
     python: Path
 
-    def sbatch(self, *arguments: str, tasks: int = 1, lives: int = 3) -> list[subprocess.CompletedProcess]:
+    def sbatch(
+        self, *arguments: str, tasks: int = 1, lives: int = 3, name: str = "flashgpt"
+    ) -> list[subprocess.CompletedProcess]:
         """Run the job, again for as long as it requeues itself, at most `lives` times."""
         ended = []
         while len(ended) < lives:
-            own = {"SLURM_JOB_ID": JOB, "SLURM_JOB_NAME": "flashgpt", "SLURM_JOB_NODELIST": "node[1-2]"}
+            own = {"SLURM_JOB_ID": JOB, "SLURM_JOB_NAME": name, "SLURM_JOB_NODELIST": "node[1-2]"}
             own |= {"SLURM_NTASKS": str(tasks), "SLURM_CPUS_PER_TASK": "1", "SLURM_RESTART_COUNT": str(len(ended))}
             own |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "PYTHON": str(self.python)}
             script = ["bash", ROOT / "scripts" / "train.sbatch", *arguments]
@@ -123,7 +126,7 @@ assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("localhost", "
 assert os.environ["SRUN_CPUS_PER_TASK"] == os.environ["SLURM_CPUS_PER_TASK"]
 program, code, steps, *_, resume, folder = sys.argv[1:]
 assert (program, resume) == ("train.py", "resume=auto")
-last = Path(folder.removeprefix("hydra.run.dir="), "checkpoints", "last")
+last = Path(folder.removeprefix("hydra.run.dir=").strip('"'), "checkpoints", "last")
 last.parent.mkdir(parents=True, exist_ok=True)
 if steps == "steps":
     last.unlink(missing_ok=True)
@@ -160,6 +163,24 @@ def test_a_checkpoint_to_begin_with_is_refused(cluster):
     (refused,) = cluster(ENDING).sbatch("0", "steps", "resume=runs/first")
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: resume=runs/first: a requeued job would begin there again; hydra.run.dir=")
+
+
+@pytest.mark.parametrize("folder", ["runs/${oc.env:SLURM_ARRAY_TASK_ID}", '"my/run"', "'my/run'"])
+def test_a_folder_that_only_hydra_can_read_is_refused(folder, cluster):
+    """Its checkpoints were not found, so the second life was said to have made no step and was the last."""
+    (refused,) = cluster(ENDING).sbatch("75", "steps", f"hydra.run.dir={folder}")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"error: hydra.run.dir={folder}: this script looks into the folder")
+    assert refused.stderr.count("\n") == 1
+
+
+def test_a_job_may_be_named_after_what_it_varies(cluster):
+    """Its run lies in a folder of that name, which Hydra reads only in quotes."""
+    job = cluster('import sys\nopen("argument", "x").write(sys.argv[-1])')
+    (ended,) = job.sbatch(name="lr=3e-4, the first")
+    assert ended.returncode == 0, ended.stderr
+    read = OverridesParser.create().parse_override((job.folder / "argument").read_text())
+    assert (read.key_or_group, read.value()) == ("hydra.run.dir", f"runs/lr=3e-4, the first/{JOB}")
 
 
 # --- a signal before the run listens
