@@ -12,6 +12,7 @@ from training.lock import NAME as LOCK
 
 SWEEP = "multirun.yaml"  # what Hydra writes beside the folders of a sweep's runs, before the first begins
 DATED = re.compile(r"\d{4}-\d\d-\d\d_")  # the name of a run's folder
+LOG_OF_ANOTHER = re.compile(r"rank_\d+\.log")  # of several processes, which leave them where they fail
 MADE: set[Path] = set()  # by this process, before anything was checked
 
 
@@ -75,6 +76,15 @@ def keep_traceback(log: Path) -> str:
     except OSError:
         return ""
     return f" [traceback: {log}]"
+
+
+def remove_logs_of_others(folder: Path, before: dict[str, int]) -> None:
+    """If all that was written since `before`, a listing, are logs of other processes, which found the same mistake."""
+    now = listing(folder)
+    logs = {name for name in now.keys() - before.keys() if LOG_OF_ANOTHER.fullmatch(name)}
+    if {name: changed for name, changed in now.items() if name not in logs} == before:
+        for name in logs:
+            (folder / name).unlink(missing_ok=True)
 
 
 def remove_empty_sweeps(folders: set[Path]) -> None:

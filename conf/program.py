@@ -30,7 +30,15 @@ from yaml import YAMLError
 from conf import arguments
 from conf.arguments import NOW, key_of, literal
 from conf.console import protect_console
-from conf.folders import folder_of_run, keep_traceback, listing, newest_run, remove_empty_sweeps, remove_if_empty
+from conf.folders import (
+    folder_of_run,
+    keep_traceback,
+    listing,
+    newest_run,
+    remove_empty_sweeps,
+    remove_if_empty,
+    remove_logs_of_others,
+)
 from conf.interrupt import raise_again
 from conf.keys import help_page, known_keys
 from conf.mistakes import EXIT_USER_ERROR, explain, fail, no_value, of_the_system
@@ -228,6 +236,8 @@ class _Runs(Generic[S]):
         """End a run with one line of error; `before`: the listing of its folder before it began."""
         self.show(error)
         message = of_the_system(error, folder) if isinstance(error, OSError) else str(error)
+        if self.processes and self.is_first:
+            remove_logs_of_others(folder, before)
         # the run had begun; in a folder that is another process's, it had not. In "." anybody may write
         has_begun = folder != Path() and not isinstance(error, InUse) and listing(folder) != before
         has_begun = has_begun and not holder(folder)

@@ -180,6 +180,13 @@ def test_a_mistake_is_one_line(found):
     assert log in line
 
 
+def test_a_mistake_that_all_find_leaves_nothing(found):
+    """The other's traceback is not what a run has written that begins."""
+    run = found["none_begins"]
+    assert run["codes"] == [2, 2], run["err"]
+    assert (run["err"][0], run["runs"]) == ("error: the moon is full; wait a week\n", [])
+
+
 def test_a_full_or_bad_disk_costs_checkpoints_and_no_step(found):
     """While it was so; another rank's disk is not asked. All say "not saved", who writes with the reason."""
     run, whole = found["disk"], found["muon_1"]
