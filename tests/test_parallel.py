@@ -168,6 +168,7 @@ def test_a_mistake_is_one_line(found):
     assert refused["codes"] == failed["codes"] == [2, 2]
     assert refused["err"][0].startswith("error: train.micro_batch=3 does not divide the 16 sequences")
     assert refused["err"][0].count("\n") == 1
+    assert "error: " not in refused["err"][1], "the first process has said it"
     assert refused["runs"] == []
     for name, words in {"mistyped": "train.lrr is not a known key", "flag": "unrecognized arguments: --lr"}.items():
         assert found[name]["codes"] == [2, 2]

@@ -164,7 +164,8 @@ class Watchdog:
     def _end(self, failure: Failure, silent: list[int]) -> NoReturn:
         """Print the failure, in one of the processes that are left, and end this one."""
         wait_for_saves(self._limits.silent / 4)  # one that is nearly on disk
-        if self._world.rank == min(rank for rank in range(self._world.size) if rank not in silent):
+        said = failure.rank == 0 and failure.code != EXIT_LOST  # by the first process, before it told the others
+        if not said and self._world.rank == min(rank for rank in range(self._world.size) if rank not in silent):
             cursor = SHOW_CURSOR if sys.stdout is not None and sys.stdout.isatty() else ""
             place = f"rank {failure.rank} of {self._world.size} on {failure.host}, after step {failure.step}"
             print(f"{cursor}error: {place}: {' '.join(failure.message.split())}; all end", file=sys.stderr, flush=True)
