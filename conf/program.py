@@ -297,7 +297,8 @@ def register(schema: type) -> None:
     stored without its types: `settings_from` checks those, after composition, where one place can explain a mistake.
     """
     ConfigStore.instance().store("schema", OmegaConf.create(OmegaConf.to_container(_typed(schema))))
-    OmegaConf.register_new_resolver("run_dir", folder_of_run, replace=True)
+    # cached: it makes a folder, and jobs of a launcher, processes of their own, are handed what was found here
+    OmegaConf.register_new_resolver("run_dir", folder_of_run, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("optim_for", _optim_for, replace=True)
     OmegaConf.register_new_resolver("tokenizer_for", lambda model, ours: model or ours, replace=True)
     OmegaConf.register_new_resolver("unless", lambda other, value: None if other else value, replace=True)

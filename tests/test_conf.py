@@ -4,6 +4,7 @@ import errno
 import getpass
 import importlib
 import math
+import pickle
 import re
 import shlex
 import sys
@@ -15,12 +16,15 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from conf import folders
 from conf.keys import known_keys
 from conf.mistakes import EXIT_USER_ERROR, fail, of_the_system
-from conf.program import ConfigError, name_user, program
+from conf.program import ConfigError, name_user, program, register
 from conf.schema import Settings
 from data import DataConfig
 from data.config import SOURCES, TOKENIZERS
@@ -223,6 +227,21 @@ def test_only_the_first_process_reads_the_files_of_a_configuration(tmp_path, mon
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     main()
     assert read == ["the first one's"]
+
+
+def test_a_job_of_a_launcher_has_the_folder_of_its_sweep(tmp_path, monkeypatch):
+    """It is another process, which has made no folder yet, and each life of a job is one more."""
+    monkeypatch.chdir(tmp_path)
+    asked = ["experiment=quickstart", "name=lr"]
+    register(Settings)
+    with initialize_config_module("conf", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        sweep = loader.load_configuration("config", asked, RunMode.MULTIRUN)
+        folder = sweep.hydra.sweep.dir
+        folders._own.cache_clear()
+        job = loader.load_sweep_config(pickle.loads(pickle.dumps(sweep)), [*asked, "optim.lr=1e-3"])
+    assert job.hydra.sweep.dir == folder
+    assert [str(path) for path in Path("runs", "lr").iterdir()] == [folder]
 
 
 def test_a_user_without_a_name_gets_one(monkeypatch):
