@@ -344,13 +344,11 @@ def command_lines(folder: Path) -> dict[str, Any]:
     files = ("data=text", f"data.files={folder / 'corpus.txt'}", f"data.cache_dir={folder / 'cache'}")
     os.chdir(folder)
 
-    def typed(*overrides: str, failing: int | None = None, full: bool = False, all_fail: bool = False) -> Case:
+    def typed(*overrides: str, failing: tuple[int, ...] = (), full: bool = False) -> Case:
         def case(rank: int, world: parallel.World) -> None:
             sys.argv = ["train.py", *SMALL, *RUN, *files, "train.steps=3", *overrides]
-            if rank == failing:
-                program.Optimizer = refuse
-            if all_fail:
-                program.resolve = refuse if rank else refuse_last
+            if rank in failing:
+                program.Optimizer = partial(refuse, last=rank == 0)
             if full:
                 lost_disk(errno.ENOSPC)
             program.main()
@@ -358,13 +356,10 @@ def command_lines(folder: Path) -> dict[str, Any]:
 
         return case
 
-    def refuse(*arguments, **options):
-        raise ValueError("the moon is full; wait a week")
-
-    def refuse_last(*arguments, **options):
-        while not list((folder / "runs" / "none_begins").glob("*/rank_1.log")):
+    def refuse(*arguments, last: bool, **options):
+        while last and not list((folder / "runs" / "none_begins").glob("*/rank_1.log")):
             pass
-        refuse()
+        raise ValueError("the moon is full; wait a week")
 
     found = {}
     for name, case in {
@@ -372,8 +367,8 @@ def command_lines(folder: Path) -> dict[str, Any]:
         "refused": typed("name=refused", "train.micro_batch=3"),
         "mistyped": typed("name=mistyped", "train.lrr=1"),
         "flag": typed("name=flag", "--lr"),
-        "failed": typed("name=failed", failing=1),
-        "none_begins": typed("name=none_begins", all_fail=True),
+        "failed": typed("name=failed", failing=(1,)),
+        "none_begins": typed("name=none_begins", failing=(0, 1)),
         "full": typed("name=full", "train.save_every=1", full=True),
     }.items():
         found[name] = processes(folder / f"said_{name}", 2, case)
