@@ -178,6 +178,7 @@ def _query_tile(
     # a row without a visible key has sum 0 and max -inf: O = 0 / 1 and LSE = -inf + log2(1) = -inf
     row_sum = gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, s_layout))
     row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
+    # not (running_max * factor + ...) * LN_2: that product is the loop's too, and would be carried around it (NOTES.md)
     lse = running_max * (factor * LN_2) + gl.log2(row_sum) * LN_2
     inverse = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, o_layout))
     row = rows + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
@@ -304,6 +305,7 @@ def hopper_fwd_kernel(
                 (_consumer, (o_desc, lse_ptr, call, scale_log2, softcap, build, 2)),
                 (_producer, (q_desc, k_desc, v_desc, call, build)),
             ],
+            # the first consumer has what is left of the registers: 160 as well, 168 under a window, which needs them
             [4, 4, 1], [160, 160, 24 if LOCAL else 32],
         )  # fmt: skip
 
