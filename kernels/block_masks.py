@@ -37,8 +37,9 @@ class BlockMask(NamedTuple):
     # the queries, of the keys, of the groups. Beside the n-th of a row of keys stands its n-th in the order of blocks:
     # block + 2^16 * (how many larger blocks of keys visit that block), pattern. A group lies in two rows of blocks and
     # has two patterns; full are its blocks where both are
-    bits: Tensor  # (patterns, 2, 128, 4) int32: rows of queries over keys, then rows of keys over queries; the first
-    # pattern is a full block's, the second shows nothing
+    bits: Tensor  # (patterns, 256, 4) int32: rows of queries over keys, then rows of keys over queries. Word i has
+    # columns 2 i and 2 i + 1 of each eight, which are one thread's in a product. The first pattern is a full block's,
+    # the second shows nothing
     num_q: int
     num_k: int
 
@@ -138,7 +139,8 @@ def check_block_mask(given: object, batch: int, heads: int, num_q: int, num_k: i
     for name, found, allowed in (("batch", mask.starts.shape[0], batch), ("heads", mask.starts.shape[1], heads)):
         if found not in (1, allowed):
             raise ValueError(f"block_mask has a {name} dimension of {found}; it must be 1 or q's {allowed}")
-    if mask.starts.shape[2] != -(-num_q // BLOCK) - (-num_k // BLOCK) - (-num_q // GROUP):
+    lines = -(-num_q // BLOCK) - (-num_k // BLOCK) - (-num_q // GROUP)
+    if mask.starts.shape[2] != lines or mask.bits.shape[1:] != (2 * BLOCK, 4):
         raise ValueError("block_mask was saved by another version of these kernels; make it again")
     if mask.starts.device != device:
         raise ValueError(f"block_mask is on {mask.starts.device} but q is on {device}; move them to one device")
@@ -163,8 +165,8 @@ def pairs_of(
 ) -> Tensor:
     """Booleans (batch, heads, rows, cols) of queries (rows, 1) and keys (1, cols): the definition of the mask."""
     entry = block_table(starts, visits, num_q, num_k)[:, :, rows // BLOCK, cols // BLOCK]
-    place = (entry.clamp(min=0) * 2 * BLOCK + rows % BLOCK) * 4 + cols % BLOCK // 32
-    bit = bits.flatten()[place] >> (cols % 32).to(torch.int32) & 1
+    word = bits.flatten()[(entry.clamp(min=0) * 2 * BLOCK + rows % BLOCK) * 4 + cols % 8 // 2]
+    bit = word >> (cols % BLOCK // 8 * 2 + cols % 2).to(torch.int32) & 1
     return (entry == FULL) | (entry >= 0) & (bit == 1)
 
 

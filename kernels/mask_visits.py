@@ -19,8 +19,10 @@ _ODD = 0x5851F42D4C957F2D  # its powers weigh the words of a hash
 
 
 def packed(seen: Tensor) -> Tensor:
-    """Booleans (n, 128, 128) as bits of int64 (n, 2, 128, 2): of the rows, and of the columns."""
-    sides = torch.stack((seen, seen.mT), dim=1).view(torch.int64)  # eight in a word, as bytes of 0 or 1
+    """Booleans (n, 128, 128) as bits of int64 (n, 2, 128, 2), of the rows and of the columns: see `BlockMask.bits`."""
+    pairs = torch.stack((seen, seen.mT), dim=1).view(torch.int16).unflatten(3, (BLOCK // 8, 4))
+    # eight bits of a word as bytes of 0 or 1
+    sides = pairs.mT.clone(memory_format=torch.contiguous_format).view(torch.int64).flatten(3)
     highest = (sides * _BITS_OF_BYTES).view(torch.uint8)[..., 7::8]
     return highest.clone(memory_format=torch.contiguous_format).view(torch.int64)
 
@@ -52,7 +54,7 @@ def visits_and_bits(
             starts, visits = _lists(table, num_q)
     lists = torch.from_numpy(np.concatenate((starts.reshape(-1, 4), visits))).to(device)  # in one copy
     starts, visits = lists[: starts.size // 4].view(starts.shape), lists[starts.size // 4 :]
-    return starts, visits, bits.view(torch.int32)
+    return starts, visits, bits.view(torch.int32).flatten(1, 2)
 
 
 def _unlike(bits: Tensor) -> tuple[Tensor, np.ndarray]:

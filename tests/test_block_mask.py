@@ -180,7 +180,7 @@ def test_a_kernel_reads_the_bits_of_any_tile_from_either_side(tile):
         out = torch.empty(128, 128, device=DEVICE)
         for row in range(128, 256, tile[0]):
             for col in range(256, 384, tile[1]):
-                _shown_kernel[(1,)](bits[2, side], out, row, col, *tile)
+                _shown_kernel[(1,)](bits[2, 128 * side :], out, row, col, *tile)
         values = torch.arange(128.0 * 128, device=DEVICE).view(128, 128)
         assert torch.equal(out, values.masked_fill(~expected, -math.inf))
 

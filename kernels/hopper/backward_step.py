@@ -49,7 +49,7 @@ def probabilities(
         if sizes.masked is not None:
             pattern, words = bits
             if softcap is None or pattern > 0:
-                p = by_bits(p, words, 2, "0f00000000")
+                p = by_bits(p, words, BLOCK_Q, "0f00000000")
         elif sizes.window is not None:
             left, right = sizes.window
             end = gl.minimum(diagonal + right + 1, sizes.num_k)  # of the keys that the first query sees
@@ -93,7 +93,7 @@ def pattern_bits(stage, position, key, sizes):
     if sizes.masked is not None:
         pattern = announced_pattern(stage, sizes.masked)
         of_keys = sizes.masked.bits + (pattern.to(gl.int64) * 2 + 1) * 512
-        return pattern, own_bits(of_keys, key, position % 2 * 2, S_LAYOUT, 2)
+        return pattern, own_bits(of_keys, key, position % 2 * BLOCK_Q, S_LAYOUT, BLOCK_Q)
     else:
         return 0, 0
 

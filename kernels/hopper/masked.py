@@ -123,25 +123,20 @@ def announced_pattern(stage, masked, row=0):
 
 
 @gluon.jit
-def _by_words(layout: gl.constexpr, WORDS: gl.constexpr):
-    """Scores (64, 32 WORDS) in `layout` as (row, word of 32 columns, eight of them, pair of the eight, column of the
-    pair). A thread has one pair of each eight."""
-    return gl.reshape(gl.zeros([64, 32 * WORDS], gl.float32, layout), [64, WORDS, 4, 4, 2])
+def _by_pairs(layout: gl.constexpr, COLS: gl.constexpr):
+    """Scores (64, COLS) in `layout` as (row, eight columns, pair of the eight, column of the pair). A thread has one
+    pair of each eight."""
+    return gl.reshape(gl.zeros([64, COLS], gl.float32, layout), [64, COLS // 8, 4, 2])
 
 
 @gluon.jit
-def own_bits(pattern, row, first_word, s_layout: gl.constexpr, WORDS: gl.constexpr):
-    """Bits of 64 rows from `row` on, of 32 WORDS columns from word `first_word` on, (64, 4) int32: a thread's own
-    8 WORDS of each row, those of word w, eight e and column c of the pair in bit 8 e + 2 w + c. `pattern`: pointer to
-    its rows."""
-    layout: gl.constexpr = _by_words(s_layout, WORDS).type.layout
-    pairs: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, layout))  # (row, word, pair)
-    rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, pairs)))
-    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, pairs)))
-    pair = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, pairs)))
-    words = gl.load(pattern + (rows[:, None] * 4 + (first_word + word)[None, :]))
-    own = (words[:, :, None] >> (2 * pair)[None, None, :]) & 0x03030303
-    return gl.sum(own << (2 * word)[None, :, None], 1)
+def own_bits(pattern, row, col, s_layout: gl.constexpr, COLS: gl.constexpr):
+    """The words of `BlockMask.bits` of 64 rows from `row` on, (64, 4) int32, one of each row for a thread: its columns
+    from `col` on begin at bit 0. `pattern`: pointer to its rows."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _by_pairs(s_layout, COLS).type.layout))  # (row, pair)
+    rows = row % 128 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    pair = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
+    return gl.load(pattern + (rows[:, None] * 4 + pair[None, :])) >> (col // 4)
 
 
 @gluon.jit
@@ -151,7 +146,7 @@ def pattern_words(row, stage, masked, s_layout: gl.constexpr):
     if masked.ROWS == 2:
         of_group = row // 128 - row // MASK_GROUP * MASK_GROUP // 128
     pattern = announced_pattern(stage, masked, of_group)
-    return own_bits(masked.bits + pattern.to(gl.int64) * 1024, row, 0, s_layout, 4)
+    return own_bits(masked.bits + pattern.to(gl.int64) * 1024, row, 0, s_layout, 128)
 
 
 _select_asm = gluon.constexpr_function(select_by_bit)
@@ -166,17 +161,13 @@ def where_bit(values, words, bits, HIDDEN: gl.constexpr):
 
 
 @gluon.jit
-def by_bits(values, words, WORDS: gl.constexpr, HIDDEN: gl.constexpr):
-    """values (64, 32 WORDS) where a thread's bit, of `own_bits`, is 1, else HIDDEN as in `where_bit`: tests of bits
-    that the compiler knows."""
-    seen = gl.reshape(values, [64, WORDS, 4, 4, 2])
+def by_bits(values, words, COLS: gl.constexpr, HIDDEN: gl.constexpr):
+    """values (64, COLS) where a thread's bit, of `own_bits`, is 1, else HIDDEN as in `where_bit`: tests of bits that
+    the compiler knows."""
+    seen = gl.reshape(values, [64, COLS // 8, 4, 2])
     layout: gl.constexpr = seen.type.layout
-    word = gl.arange(
-        0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
-    )
-    eight = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout)))))
-    column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))))
-    bit = (8 * eight)[None, None, :, None, None] + (2 * word)[None, :, None, None, None]
-    bits = 1 << (bit + column[None, None, None, None, :])
-    shown = where_bit(seen, words[:, None, None, :, None], bits, HIDDEN)
-    return gl.convert_layout(gl.reshape(shown, [64, 32 * WORDS]), values.type.layout)
+    eight = gl.arange(0, COLS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    column = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    bits = 1 << ((2 * eight)[None, :, None, None] + column[None, None, None, :])
+    shown = where_bit(seen, words[:, None, :, None], bits, HIDDEN)
+    return gl.convert_layout(gl.reshape(shown, [64, COLS]), values.type.layout)

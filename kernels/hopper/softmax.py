@@ -188,7 +188,7 @@ def softmax_step(
         key = from_step_0 - step * build.BLOCK_K
         scores = biased(scores, slope, row + (mask.num_k - mask.num_q), key, build.BLOCK_K)
     if hidden_by_bits:
-        scores = by_bits(scores, words, 4, "0fFF800000")
+        scores = by_bits(scores, words, build.BLOCK_K, "0fFF800000")
     elif MASKED:
         key = from_step_0 - step * build.BLOCK_K
         scores = hide(scores, row, key, mask, build.BLOCK_K)

@@ -136,31 +136,22 @@ def bits_at(position, visits):
 
 
 @triton.jit
-def _own_bits(words, cols, COLS: tl.constexpr):
-    """(word, bit) of each pair of a tile: its word has its bit where the pattern shows it.
-
-    In the layout of a product a thread has the same two columns of each eight. So its bits of a row fit into one word,
-    made once, and which of them a register tests is known to the compiler.
-
-    words: pointers to the first word of each row's columns, (ROWS, 1). cols: the columns (1, COLS), from 0 on; of less
-    than a word their places in it.
-    """
-    if COLS < 32:
-        return tl.load(words), cols
-    else:
-        first = cols & 6  # of the thread's two columns
-        own = (tl.load(words) >> first) & 0x03030303
-        for word in tl.static_range(1, COLS // 32):
-            own |= ((tl.load(words + word) >> first) & 0x03030303) << (2 * word)
-        return own, (cols & 0x19) | (cols // 32 * 2)
-
-
-@triton.jit
 def where_shown(logits, bits, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """logits (ROWS, COLS) of the pairs that a pattern shows from (row, col) on, -inf in place of the others."""
-    words = bits + ((row % MASK_BLOCK + tl.arange(0, ROWS)) * 4 + col % MASK_BLOCK // 32)[:, None]
-    cols = tl.arange(0, COLS)[None, :] if COLS >= 32 else (col % 32 + tl.arange(0, COLS))[None, :]
-    word, bit = _own_bits(words, cols, COLS)
+    """logits (ROWS, COLS) of the pairs that a pattern shows from (row, col) on, -inf in place of the others.
+
+    In the layout of a product a thread has the same two columns of each eight. So its bits of a row are one word, and
+    which of them a register tests is known to the compiler.
+    """
+    words = bits + ((row % MASK_BLOCK + tl.arange(0, ROWS)) * 4)[:, None]
+    cols = tl.arange(0, COLS)[None, :]
+    pair = cols % 8 // 2
+    word = tl.where(
+        pair < 2,
+        tl.where(pair == 0, tl.load(words), tl.load(words + 1)),
+        tl.where(pair == 2, tl.load(words + 2), tl.load(words + 3)),
+    )
+    word >>= col % MASK_BLOCK // 4
+    bit = cols // 8 * 2 + cols % 2
     if PACKED:
         code: tl.constexpr = MINUS_INFINITY
         return tl.inline_asm_elementwise(code, "=f,f,r,r", [logits, word, 1 << bit], tl.float32, is_pure=True, pack=1)
