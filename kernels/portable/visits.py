@@ -142,19 +142,17 @@ def where_shown(logits, bits, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
     In the layout of a product a thread has the same two columns of each eight. So its bits of a row are one word, and
     which of them a register tests is known to the compiler.
     """
-    words = bits + ((row % MASK_BLOCK + tl.arange(0, ROWS)) * 4)[:, None]
+    rows = row % MASK_BLOCK + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     pair = cols % 8 // 2
-    word = tl.where(
-        pair < 2,
-        tl.where(pair == 0, tl.load(words), tl.load(words + 1)),
-        tl.where(pair == 2, tl.load(words + 2), tl.load(words + 3)),
-    )
-    word >>= col % MASK_BLOCK // 4
+    words = bits.to(tl.pointer_type(tl.int64)) + rows * 2  # two words in one load
+    word = tl.where(pair < 2, tl.load(words), tl.load(words + 1)) >> (pair % 2 * 32 + col % MASK_BLOCK // 4)
     bit = cols // 8 * 2 + cols % 2
     if PACKED:
         code: tl.constexpr = MINUS_INFINITY
-        return tl.inline_asm_elementwise(code, "=f,f,r,r", [logits, word, 1 << bit], tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            code, "=f,f,r,r", [logits, word.to(tl.int32), 1 << bit], tl.float32, is_pure=True, pack=1
+        )
     else:
         return tl.where(((word >> bit) & 1) != 0, logits, -float("inf"))
 
