@@ -234,8 +234,9 @@ def test_what_is_no_mask_and_no_device_is_refused():
 def test_a_mask_of_another_version_is_refused():
     mask = BlockMask.from_dense(torch.ones(200, 200, dtype=torch.bool))
     q = torch.zeros(1, 1, 200, 16)
-    with pytest.raises(ValueError, match="was saved by another version"):
-        tiled_attention(q, q, q, block_mask=mask._replace(starts=mask.starts[:, :, :-2]))
+    for other in (mask._replace(starts=mask.starts[:, :, :-2]), mask._replace(bits=mask.bits.unflatten(1, (2, 128)))):
+        with pytest.raises(ValueError, match="was saved by another version"):
+            tiled_attention(q, q, q, block_mask=other)
 
 
 # ---- attention
