@@ -73,8 +73,8 @@ def sdpa(
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which picks its own kernel; ValueError for window, dropout, documents.
 
-    A block mask becomes Nq x Nk booleans in memory. On a CPU short causal sequences in bfloat16 are `_short`'s,
-    unless `sdpa_kernel` leaves out PyTorch's own formula (MATH).
+    A block mask becomes Nq x Nk booleans in memory. On a CPU short causal sequences are `_short`'s, unless
+    `sdpa_kernel` leaves out PyTorch's own formula (MATH).
     """
     asked = {
         "causal": causal and block_mask is not None, "window": window != ALL, "dropout": dropout_p > 0,
@@ -102,21 +102,25 @@ def sdpa(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-    """In float32 on a CPU, where its backward takes a quarter of the time that it does in 16 bits."""
-    if q.device.type != "cpu" or q.dtype.itemsize > 2:
+    """On a CPU in float32, where its backward takes a quarter of the time that it does in 16 bits; or `_short`."""
+    if q.device.type != "cpu" or q.dtype == torch.float64:
         return F.scaled_dot_product_attention(q, k, v, **given)
     with torch.autocast("cpu", enabled=False):
         is_short = given.get("is_causal") and q.size(2) <= SHORT and q.shape == k.shape == v.shape
-        if is_short and q.dtype == torch.bfloat16 and torch.backends.cuda.math_sdp_enabled():
+        # a compiler would have to break the graph to ask what `sdpa_kernel` allows
+        allowed = torch.compiler.is_compiling() or torch.backends.cuda.math_sdp_enabled()
+        if is_short and q.dtype != torch.float16 and allowed:
             return _short(q, k, v, given["scale"])
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **given).to(q.dtype)
 
 
 def _short(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Causal attention as products of matrices, which a CPU's units for bfloat16 compute, with the scores in memory.
+    """Causal attention as products of matrices, the widest that a CPU has, with the scores in memory.
 
-    Forward and backward of 32 x 128 tokens, 4 heads of 32, take 3.0 ms so and 8.9 in `scaled_dot_product_attention`; of
-    4 x 512, 12 heads of 64, 23 and 76; of 2 x 1,024, 98 and 97 (two cores of an AMD EPYC of family 26, 2026-11-27).
+    Forward and backward in bfloat16 of 32 x 128 tokens, 4 heads of 32, take 3.0 ms so and 8.9 in
+    `scaled_dot_product_attention`; of 4 x 512, 12 heads of 64, 23 and 76; of 2 x 1,024, 98 and 97. In float32 of 16 x
+    64, 4 heads of 32, 0.8 and 6.9; of 32 x 128 5.6 and 28; of 8 x 256 4.8 and 9.7; of 2 x 1,024, heads of 64, 35 and 20
+    (two cores of an AMD EPYC of family 26, torch 2.11.0, 2026-11-27).
     """
     scale = q.size(3) ** -0.5 if scale is None else scale
     hidden = q.new_full(q.shape[2:3] * 2, -torch.inf).triu(1)

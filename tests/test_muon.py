@@ -94,7 +94,7 @@ def test_rounding_beyond_the_largest_length_does_not_grow():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (8, 8), (8, 12), (13, 8)])
 def test_its_flops_are_those_of_its_products(shape, dtype):
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.randn(3, *shape), dtype)

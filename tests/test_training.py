@@ -5,6 +5,7 @@ import copy
 import ctypes
 import errno
 import io
+import itertools
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 
@@ -264,9 +266,23 @@ def test_threads_and_tf32_are_as_configured(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
     monkeypatch.setattr("training.hardware._FOUND", [])
-    for number, tf32 in ((None, True), (3, False), (2, True), (None, True)):
+    amd, intel = {"cpu_name": "AMD EPYC", "avx512_f": True}, {"cpu_name": "Intel Xeon", "avx512_f": True}
+    amd_with_amx = amd | {"amx_bf16": True}  # which would round to bfloat16
+    for number, tf32, cpu in ((None, True, intel), (3, False, amd), (2, True, amd_with_amx), (None, True, amd)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda cpu=cpu: cpu)
         set_up(HardwareConfig(device="cpu", num_threads=number, tf32=tf32))
-    assert (threads, said) == ([8, 3, 2, 8], ["high", "highest", "high", "high"])
+    assert (threads, said) == ([8, 3, 2, 8], ["high", "highest", "high", "medium"])
+
+
+def test_products_in_float32_on_a_cpu_are_float32s():
+    """Of all shapes, whichever library has them: by those that PyTorch may round to bfloat16 where it is allowed to."""
+    set_up(HardwareConfig(device="cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for rows, inner, columns in itertools.product((1, 7, 64, 257), (3, 64, 500), (1, 65, 512)):
+        a, b = (torch.randn(2, *shape, generator=generator) for shape in ((rows, inner), (columns, inner)))
+        right = a.double() @ b.double().mT
+        for found in (a @ b.mT, F.linear(a[0], b[0])[None], (b @ a.mT).mT, torch.baddbmm(torch.zeros(()), a, b.mT)):
+            assert (found - right[: len(found)]).norm() <= 3e-6 * right[: len(found)].norm()
 
 
 def test_a_mac_where_pytorch_takes_it(monkeypatch):

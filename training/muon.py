@@ -142,14 +142,15 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     |X X^T|^(1/2) in Frobenius norms: at least the largest of them and far nearer to it than |X|. What was 0.005 or more
     is then in [0.9, 1.1] at the end.
 
-    In float32 only the gram matrix X X^T is iterated, along the shorter side, and X multiplied once at the end: half
-    the FLOPs where one side is four times the other. Its smallest eigenvalues are squares, so bfloat16 would lose them.
+    In float32 only the gram matrix X X^T is iterated, along the shorter side, and X multiplied once at the end, where
+    that is fewer FLOPs (`_by_gram`): half where one side is four times the other. Its smallest eigenvalues are squares,
+    so bfloat16 would lose them.
 
     x: (matrices, rows, columns).
     dtype: of the products.
     """
     x = torch.div(x, x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS), out=torch.empty_like(x, dtype=dtype))
-    wide = x.size(1) <= x.size(2)
+    wide, by_gram = x.size(1) <= x.size(2), _by_gram(*x.shape[1:], dtype)
     gram, whole = (x @ x.mT if wide else x.mT @ x), None
     largest = gram.norm(dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=EPS) * SAFETY**2
     gram, x = gram.div_(largest), x.div_(largest.sqrt())
@@ -158,7 +159,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
         safety = 1.0 if last else SAFETY
         a, b, c = a / safety, b / safety**3, c / safety**5
         weights = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        if dtype == torch.float32:
+        if by_gram:
             weights.diagonal(dim1=1, dim2=2).add_(a)
             whole = weights if whole is None else weights @ whole
             gram = gram if last else weights @ (gram @ weights)
@@ -170,10 +171,14 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
+def _by_gram(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    return dtype == torch.float32 and 2 * max(rows, columns) > 3 * min(rows, columns)
+
+
 def newton_schulz_flops(shapes: list[torch.Size], dtype: torch.dtype) -> float:
     """What `orthogonalize` costs of matrices of these shapes."""
     n, flops = len(QUINTICS), 0.0
     for short, long in map(sorted, shapes):
-        over_long, over_short = (2, 4 * n - 3) if dtype == torch.float32 else (2 * n, n)
+        over_long, over_short = (2, 4 * n - 3) if _by_gram(short, long, dtype) else (2 * n, n)
         flops += 2 * short**2 * (over_long * long + over_short * short)
     return flops
