@@ -270,13 +270,16 @@ def test_threads_and_tf32_are_as_configured(monkeypatch):
     amd_with_amx = amd | {"amx_bf16": True}  # which would round to bfloat16
     for number, tf32, cpu in ((None, True, intel), (3, False, amd), (2, True, amd_with_amx), (None, True, amd)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda cpu=cpu: cpu)
-        set_up(HardwareConfig(device="cpu", num_threads=number, tf32=tf32))
-    assert (threads, said) == ([8, 3, 2, 8], ["high", "highest", "high", "medium"])
+        set_up(HardwareConfig(device="cpu", num_threads=number, tf32=tf32), trains=True)
+    assert threads == [8, 3, 2, 8]
+    assert said == ["high", "high", "highest", "high", "high", "high", "medium"]
+    set_up(HardwareConfig(device="cpu"))
+    assert said[7:] == ["high"], "a cache that grows has a new shape for each token"
 
 
 def test_products_in_float32_on_a_cpu_are_float32s():
     """Of all shapes, whichever library has them: by those that PyTorch may round to bfloat16 where it is allowed to."""
-    set_up(HardwareConfig(device="cpu"))
+    set_up(HardwareConfig(device="cpu"), trains=True)
     generator = torch.Generator().manual_seed(0)
     for rows, inner, columns in itertools.product((1, 7, 64, 257), (3, 64, 500), (1, 65, 512)):
         a, b = (torch.randn(2, *shape, generator=generator) for shape in ((rows, inner), (columns, inner)))

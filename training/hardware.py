@@ -68,10 +68,15 @@ class Hardware:
         return torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
 
 
-def set_up(config: HardwareConfig, world: World = ALONE) -> Hardware:
-    """`choose_hardware` for who computes there: ValueError, too, where nothing can be compiled."""
+def set_up(config: HardwareConfig, world: World = ALONE, *, trains: bool = False) -> Hardware:
+    """`choose_hardware` for who computes there: ValueError, too, where nothing can be compiled.
+
+    trains: takes steps, whose products have the same few shapes each time.
+    """
     hardware = choose_hardware(config, world)
     refuse_without_compiler(hardware)
+    if trains and config.tf32:
+        torch.set_float32_matmul_precision(float32_products(hardware.device))
     return hardware
 
 
@@ -88,7 +93,7 @@ def choose_hardware(config: HardwareConfig, world: World = ALONE) -> Hardware:
     dtype = _dtype(config.dtype, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # several runs of one process each report their own
-    torch.set_float32_matmul_precision(float32_products(device) if config.tf32 else "highest")
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     compiled = config.compile if config.compile is not None else device.type == "cuda"
     if compiled:
         from training.compiler import set_up_compiler  # takes a second, so only where it is used
@@ -214,11 +219,13 @@ def products_dtype(device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def float32_products(device: torch.device) -> str:
-    """What PyTorch is to allow of products in float32: TF32 on a GPU; on a CPU what is fastest and no less exact.
+    """What PyTorch is to allow of a training step's products in float32: TF32 on a GPU; on a CPU what is fastest and no
+    less exact.
 
     On AMD's cores with AVX-512 that is oneDNN, which "medium" lets have them: 450 GFLOP/s on two cores of an EPYC of
     family 26, where MKL, which is for Intel's, uses AVX2 and has 210 (torch 2.11.0, 2026-11-27). "medium" would allow
-    it to round to bfloat16, too, which it does with AMX alone.
+    it to round to bfloat16, too, which it does with AMX alone. For each new shape it takes a millisecond, so that a
+    cache that grows by a token at a time was read a quarter more slowly.
     """
     if device.type == "cpu":
         cpu = torch.cpu.get_capabilities()

@@ -197,7 +197,7 @@ def resolve(
     """
     world.begin_run()
     if hardware is None:
-        hardware = set_up(settings.hardware, world)
+        hardware = set_up(settings.hardware, world, trains=True)
     if not world.is_first:
         found = world.broadcast(None)  # the first process's choices, at the end of its `resolve`
         train = replace(settings.train, micro_batch=found["micro_batch"])

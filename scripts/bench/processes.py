@@ -79,7 +79,7 @@ def _compute(rank: int, sizes: list[int], port: int, function: Callable[..., Any
     count = max(sizes)
     store = dist.TCPStore("127.0.0.1", port, count, is_master=rank == 0)
     world = World(rank, count, rank, dist.PrefixStore("all", store))
-    hardware = set_up(settings.hardware, world)
+    hardware = set_up(settings.hardware, world, trains=True)
     world.mesh(hardware.device)  # the process group begins
     worlds = {count: world} | ({1: ALONE} if rank == 0 else {})
     for size in sizes:

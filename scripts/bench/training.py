@@ -65,7 +65,7 @@ class BenchSettings(Settings):
     overrides=("model=gpt2_124m", "data.seq_len=1024", "train.batch_tokens=65536"),
 )
 def main(settings: BenchSettings, run_dir: Path) -> None:
-    hardware, bench = set_up(settings.hardware), settings.bench
+    hardware, bench = set_up(settings.hardware, trains=True), settings.bench
     report = Report("bench_training", run_dir, hardware.description)
     rows = [  # what cannot be is refused here, before anything is trained
         (attention, one_row(settings, *chosen, attention, hardware))
