@@ -18,7 +18,7 @@ from training.parallel import ALONE, World
 MAX_THREADS = 1024  # more than a machine has cores; a million makes PyTorch hang
 TENSOR_CORES = (7, 0)  # Volta and Turing multiply float16 on them and know no bfloat16; before, float16 gains nothing
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_FOUND: list[int] = []  # the threads there were whenever a run of this process set others; first the process's own
+_FOUND: list[int] = []  # the process's own threads, once a run of it has set others
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -84,7 +84,8 @@ def choose_hardware(config: HardwareConfig, world: World = ALONE) -> Hardware:
     """Resolve `auto` and set PyTorch's global switches; ValueError where a named choice is not available."""
     device = _device(config, world)
     if config.num_threads is not None:
-        _FOUND.append(torch.get_num_threads())
+        if not _FOUND:
+            _FOUND.append(torch.get_num_threads())
         torch.set_num_threads(config.num_threads)
     elif _FOUND:
         torch.set_num_threads(_FOUND[0])
