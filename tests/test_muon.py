@@ -101,6 +101,16 @@ def test_its_flops_are_those_of_its_products(shape, dtype):
     assert counter.get_total_flops() == muon.newton_schulz_flops([torch.Size(shape)] * 3, dtype)
 
 
+def test_in_float32_whichever_way_is_fewer_flops(monkeypatch):
+    for shape in map(torch.Size, [(8, 8), (8, 12), (8, 13), (13, 8), (8, 32)]):
+        chosen, either = muon.newton_schulz_flops([shape], torch.float32), []
+        for by_gram in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(muon, "_by_gram", lambda *_, by_gram=by_gram: by_gram)
+                either.append(muon.newton_schulz_flops([shape], torch.float32))
+        assert chosen == min(either), shape
+
+
 def test_what_products_run_in_follows_from_the_device(monkeypatch):
     for capabilities, dtype, word in (
         ({"avx512_bf16": True, "amx_bf16": True}, torch.bfloat16, "amx_bf16"),

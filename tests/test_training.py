@@ -23,10 +23,12 @@ from rich.console import Console
 from torch import nn
 
 from model import GPT, GPTConfig, resolve_attention
+from tests.runs import small_run
 from training.hardware import HardwareConfig, set_up
 from training.log import LoggerConfig, RunLog
 from training.optimizer import OptimConfig, Optimizer, lr_factor
 from training.random_states import random_states, restore_random_states
+from training.run import resolve
 from training.speed import Speed, mfu, model_flops, peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -275,6 +277,14 @@ def test_threads_and_tf32_are_as_configured(monkeypatch):
     assert said == ["high", "high", "highest", "high", "high", "high", "medium"]
     set_up(HardwareConfig(device="cpu"))
     assert said[7:] == ["high"], "a cache that grows has a new shape for each token"
+
+
+def test_a_run_has_the_products_of_who_trains(monkeypatch, tmp_path):
+    said = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": "AMD EPYC", "avx512_f": True})
+    resolve(small_run(tmp_path, "hardware.device=cpu"))
+    assert said[-1] == "medium"
 
 
 def test_products_in_float32_on_a_cpu_are_float32s():
