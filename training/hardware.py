@@ -75,8 +75,8 @@ def set_up(config: HardwareConfig, world: World = ALONE, *, trains: bool = False
     """
     hardware = choose_hardware(config, world)
     refuse_without_compiler(hardware)
-    if trains and config.tf32:
-        torch.set_float32_matmul_precision(float32_products(hardware.device))
+    if trains and config.tf32 and hardware.device.type == "cpu" and onednn_is_faster():
+        torch.set_float32_matmul_precision("medium")
     return hardware
 
 
@@ -219,20 +219,16 @@ def products_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, f"this {device.type.upper()} has no fast bfloat16 units that PyTorch knows"
 
 
-def float32_products(device: torch.device) -> str:
-    """What PyTorch is to allow of a training step's products in float32: TF32 on a GPU; on a CPU what is fastest and no
-    less exact.
+def onednn_is_faster() -> bool:
+    """Whether a CPU's products in float32, of shapes that come again, are faster by oneDNN, and no less exact.
 
-    On AMD's cores with AVX-512 that is oneDNN, which "medium" lets have them: 450 GFLOP/s on two cores of an EPYC of
-    family 26, where MKL, which is for Intel's, uses AVX2 and has 210 (torch 2.11.0, 2026-11-27). "medium" would allow
-    it to round to bfloat16, too, which it does with AMX alone. For each new shape it takes a millisecond, so that a
-    cache that grows by a token at a time was read a quarter more slowly.
+    On AMD's cores with AVX-512 they are: 450 GFLOP/s on two cores of an EPYC of family 26, where MKL, which is for
+    Intel's, uses AVX2 and has 210 (torch 2.11.0, 2026-11-27). The precision "medium", with which PyTorch takes it,
+    allows it to round to bfloat16, too, which it does with AMX alone. For each new shape it takes a millisecond, so
+    that a cache that grows by a token at a time was read a quarter more slowly.
     """
-    if device.type == "cpu":
-        cpu = torch.cpu.get_capabilities()
-        if cpu.get("cpu_name", "").startswith("AMD") and cpu.get("avx512_f") and not cpu.get("amx_bf16"):
-            return "medium"
-    return "high"
+    cpu = torch.cpu.get_capabilities()
+    return bool(cpu.get("cpu_name", "").startswith("AMD") and cpu.get("avx512_f") and not cpu.get("amx_bf16"))
 
 
 def gpu_number(device: str) -> int:

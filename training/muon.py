@@ -143,7 +143,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
     is then in [0.9, 1.1] at the end.
 
     In float32 only the gram matrix X X^T is iterated, along the shorter side, and X multiplied once at the end, where
-    that is fewer FLOPs (`_by_gram`): half where one side is four times the other. Its smallest eigenvalues are squares,
+    that is fewer FLOPs: half where one side is four times the other. Its smallest eigenvalues are squares,
     so bfloat16 would lose them.
 
     x: (matrices, rows, columns).
@@ -172,6 +172,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _by_gram(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether the gram matrix alone is iterated: in float32, where that is fewer FLOPs (`newton_schulz_flops`)."""
     return dtype == torch.float32 and 2 * max(rows, columns) > 3 * min(rows, columns)
 
 
