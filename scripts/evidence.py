@@ -125,7 +125,7 @@ EXPERIMENTS = {  # name -> arguments; the longest first: they run beside each ot
         "bench.head_dim=[128]", "bench.mask=[causal]", "bench.budget_ms=30",
         "bench.attention=[flash,naive,sdpa_flash,sdpa_cudnn]",
     ),
-    "masks": ("bench.rounds=12", "bench.budget_ms=20"),  # four calls take turns: each stands at each place three times
+    "masks": ("bench.rounds=24", "bench.budget_ms=20"),  # four calls take turns: each stands at each place six times
     "decode/context": ("bench.family=[context]", "bench.attention=[flash]"),
     "decode/peers": (
         "bench.family=[context]", "bench.heads=[32/8/128,12/12/64,64/8/128]", "bench.batch=[1,8,16,64]",

@@ -32,7 +32,7 @@ from ..portable.prepare import (
     in_sixteen_bytes,
 )
 from ..portable.tiles import LOG2_E, ROW_PADDING, document_of, document_rows, head_base
-from ..portable.visits import mask_constants
+from ..portable.visits import MASK_BLOCK, first_line, mask_constants
 from . import tma
 from .backward_kernel import hopper_bwd_kernel
 from .backward_schedule import BLOCK_K, ROWS, num_adds
@@ -80,11 +80,14 @@ def _after_kernel(
     num_docs,
     window_left,
     window_right,  # 0 in a causal call
+    mask_starts,  # of a BlockMask, or None
     scale,
     HEAD_DIM: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    EARLY: tl.constexpr,  # launched when no program of the main kernel is still to come, without a block mask
+    MASK_OF_BATCH: tl.constexpr,  # dimensions of the block mask
+    MASK_OF_HEAD: tl.constexpr,
+    EARLY: tl.constexpr,  # launched when no program of the main kernel is still to come
 ):
     """dQ = scale * its fp32 sum, rounded once; 0 in tiles that see no key, to which nothing was added."""
     tiles = q_tokens_padded // ROWS
@@ -101,8 +104,15 @@ def _after_kernel(
     rows = tile * ROWS + tl.arange(0, ROWS)
     turn = turns_ptr + tl.program_id(0)
     if EARLY:
-        _row0, num_k = document_rows(document, cu_seqlens_k, k_tokens)
-        adds = num_adds(tile, num_q, num_k, window_left, window_right)
+        if mask_starts is not None:
+            line = first_line(
+                mask_starts, batch, head, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD
+            )  # fmt: skip
+            of_block = line + tile // (MASK_BLOCK // ROWS) * 4
+            adds = tl.load(of_block + 2) - tl.load(of_block)  # each of the blocks of keys that it visits
+        else:
+            _row0, num_k = document_rows(document, cu_seqlens_k, k_tokens)
+            adds = num_adds(tile, num_q, num_k, window_left, window_right)
         _wait_for_adds(turn, adds)
     else:
         adds = tl.load(turn)
@@ -176,7 +186,8 @@ def _launches(
     window = left, 0 if options.causal else right
     # a soft-cap too: the branch around the mask keeps ptxas from having all of a step's scores in flight
     in_window = options.local or (options.softcap and not options.masked)
-    early = not (options.masked or interpreting())
+    early = not interpreting()
+    of_mask = mask_constants(options)
     describe = tma.packed_descriptor if options.packed else tma.descriptor
     main = (
         describe(q, 64, tile), describe(k, 128, tile), describe(v, 128, tile), describe(do, 64, tile),
@@ -189,9 +200,9 @@ def _launches(
     )  # fmt: skip
     after = (
         dq_sum, turns, dq, given.get("starts_q"), given.get("starts_k"), dq.stride()[:3],
-        num_heads, num_q, delta.shape[1], num_k, num_docs, *window, options.scale,
+        num_heads, num_q, delta.shape[1], num_k, num_docs, *window, given.get("mask_starts"), options.scale,
     )  # fmt: skip
-    constants = {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal, **mask_constants(options)}
+    constants = {"HEAD_DIM": tile, "STAGES": 3, "CAUSAL": options.causal, **of_mask}
     launches = documents_launches(q, k, **given)
     if options.packed:
         starts = given["starts_k"], given["starts_q"]
@@ -202,7 +213,7 @@ def _launches(
         Launch(hopper_bwd_kernel, programs, main, constants, {"num_warps": 4, "launch_pdl": True}),
         Launch(
             _after_kernel, turns.shape[0] - 1, after,
-            {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS, "EARLY": early},
+            {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS, **of_mask, "EARLY": early},
             {"num_warps": 4, "launch_pdl": early},
         ),
     ]  # fmt: skip
