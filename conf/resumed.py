@@ -16,7 +16,7 @@ def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, know
     """`cfg` with the settings of the run that `resume` or `init_from` names.
 
     A resumed run keeps its settings but for the keys and groups in `typed`, which are `cfg`'s. With `init_from` model
-    and tokenizer are the checkpoint's, unless `typed` chooses an experiment.
+    and tokenizer are the checkpoint's, unless `typed` chooses an experiment; a model of transformers has AdamW.
 
     cfg: what was composed.
     typed: the arguments of the command line.
@@ -48,6 +48,9 @@ def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, know
         }
         composed = cfg.copy()
         OmegaConf.set_struct(cfg, False)
+        if first.get("model.name") and not chosen & {"optim", "optim.name"}:  # Muon is for a GPT of ours
+            theirs = OmegaConf.load(Path(__file__).parent / "optim" / "adamw.yaml")
+            first |= {f"optim.{key}": value for key, value in theirs.items()}
         _apply_values(cfg, first, known)
         _apply_overrides(cfg, composed, overrides)
     return cfg

@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from hydra import compose, initialize_config_module
 from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: uv run --group hf")
 
+from conf.keys import known_keys  # noqa: E402
+from conf.program import settings_from  # noqa: E402
+from conf.resumed import with_earlier_settings  # noqa: E402
+from conf.schema import Settings  # noqa: E402
 from data import build_tokenizer, open_dataset  # noqa: E402
 from data.tokenizer_json import tokenizer_json  # noqa: E402
 from model import GPTConfig, build_model, generate, huggingface_model, resolve_model  # noqa: E402
@@ -101,6 +106,25 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     with torch.no_grad():
         before = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
     assert (before - theirs(ids).logits).abs().max() > 1e-3
+
+
+def test_a_run_that_begins_with_their_weights_has_adamw(folders, tmp_path):
+    """The quickstart, which the command line asks for where it names no experiment, has Muon."""
+    train(run_settings(folders["GPT2"], tmp_path, "model.attention=sdpa", "train.steps=1"), tmp_path / "theirs")
+    begun = f"init_from={tmp_path}/theirs"
+
+    def found(*typed):
+        with initialize_config_module("conf", version_base="1.3"):
+            cfg = compose("config", overrides=["experiment=quickstart", begun, *typed])
+        cfg = with_earlier_settings(cfg, [begun, *typed], tmp_path / "tuned", set(known_keys(Settings)))
+        return settings_from(cfg, Settings)
+
+    asked = found("train.steps=7")
+    assert (asked.optim, asked.train.steps) == (OptimConfig(name="adamw", lr=6e-4), 7)
+    assert asked.model.name == asked.tokenizer == str(folders["GPT2"])
+    assert found("optim.lr=1e-5").optim == OptimConfig(name="adamw", lr=1e-5)
+    with pytest.raises(ValueError, match="optim=muon is for a GPT of ours"):
+        found("optim=muon")
 
 
 def poison(step):
