@@ -109,7 +109,8 @@ def _refuse_too_long(data: DataConfig, dataset: Dataset, held_out: bool) -> None
     windows, tokens = windows_of[split], len(dataset.tokens[split])
     needed = windows * data.seq_len + 1
     remedy = f"use data.seq_len={longest} or less" if longest > 0 else "use a longer text"
-    if held_out:
+    both = sum(windows * data.seq_len + 1 for windows in windows_of.values())
+    if held_out and sum(len(dataset.tokens[split]) for split in windows_of) >= both:
         remedy += f", or another data.validation_fraction than {data.validation_fraction:g}"
     asked = f"data.seq_len={data.seq_len}" + (" with data.shift_windows" if windows > 1 else "")
     raise ValueError(f"{asked} needs {needed} tokens, the {split} split has {tokens}; {remedy}")

@@ -123,7 +123,7 @@ def read(file: TextFile, field: str = FIELD) -> Iterator[Fragment]:
 def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
     """What each row holds in `field`; None where it lacks it. Rows are lines but for blank ones, or the items of the
     list that the file is."""
-    place = ""  # in a list that is no JSON the error itself says where
+    place, columns = "", None  # in a list that is no JSON the error itself says where
     try:
         with file.path.open(encoding="utf-8-sig", newline="\n") as stream:
             while (first := stream.read(1)).isspace():
@@ -137,26 +137,32 @@ def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
                 if not isinstance(row, dict):
                     raise ValueError(f'not an object, as {{"{field}": "..."}}')
                 if number == 1 and field not in row:
-                    raise ValueError(_no_column(field, list(row)))
+                    columns = [*row]
+                    break
                 if isinstance(text := row.get(field), str):
                     text.encode()  # half a surrogate pair is no text
                 yield text
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{file.path} cannot be read as json: {place}{error}; correct or drop it") from error
+    if columns is not None:
+        raise _no_column(file, field, columns)
 
 
-def _no_column(field: str, columns: list[str]) -> str:
-    return f'no column "{field}", only {", ".join(columns)} (choose one with data.text_field)'
+def _no_column(file: TextFile, field: str, columns: list[str]) -> ValueError:
+    found = ", ".join(columns)
+    return ValueError(f'{file.path} has no column "{field}", only {found}; choose one with data.text_field')
 
 
 def _parquet_texts(file: TextFile, field: str) -> Iterator[Any]:
     import pyarrow.parquet  # here: it takes half a second, and a tokenized copy is opened without it
 
     with _named(file), pyarrow.parquet.ParquetFile(file.path) as table:
-        if field not in table.schema_arrow.names:
-            raise ValueError(_no_column(field, table.schema_arrow.names))
-        for batch in table.iter_batches(_ROWS, columns=[field]):
-            yield from batch.column(field).to_pylist()
+        columns = table.schema_arrow.names
+        if field in columns:
+            for batch in table.iter_batches(_ROWS, columns=[field]):
+                yield from batch.column(field).to_pylist()
+    if field not in columns:
+        raise _no_column(file, field, columns)
 
 
 def lines(file: TextFile) -> Iterator[str]:

@@ -107,7 +107,8 @@ def test_another_column(tmp_path, cache):
         tokens = [*dataset.train[:].tolist(), *dataset.validation[:].tolist()]
         assert bytes(0 if i == 256 else i for i in tokens).decode() == "\0".join(rows)
         fingerprints.add(dataset.fingerprint)
-        with pytest.raises(ValueError, match=r'no column "text", only (n, )?body \(choose one with data.text_field\)'):
+        wrong = rf'^{file} has no column "text", only (n, )?body; choose one with data\.text_field$'
+        with pytest.raises(ValueError, match=wrong):
             opened(cache, str(file))
     assert len(fingerprints) == 3
     (tmp_path / "a.txt").write_text(TEXT)
@@ -483,8 +484,9 @@ def test_a_file_is_named_once(corpus, tmp_path, cache):
 
 def test_seq_len_longer_than_a_split(corpus, cache):
     held_out = len(TEXT) - int(len(TEXT) * 0.9)
-    for asked in (held_out, len(TEXT)):  # which is too long for the other split as well
-        says = rf"data.seq_len={asked} .*validation.*data.seq_len={held_out - 1} or less"
+    # the latter too long for the other split as well, and for any two
+    for asked, otherwise in ((held_out, ", or another data.validation_fraction than 0.1"), (len(TEXT), "")):
+        says = rf"data.seq_len={asked} .*validation.*data.seq_len={held_out - 1} or less{otherwise}$"
         with pytest.raises(ValueError, match=says):
             opened(cache, str(corpus), seq_len=asked)
     opened(cache, str(corpus), seq_len=held_out - 1)
