@@ -229,6 +229,11 @@ def _asked(
                 f"mask_mod cannot be evaluated ({reason}); use &, | and torch.where of tensors where it has if, and, "
                 f"or, and read what is on {within.device}"
             ) from error
+        except (IndexError, TypeError) as error:
+            raise ValueError(
+                f"mask_mod cannot be evaluated ({error}); it must be a function of (b, h, q, k), for q up to "
+                f"{num_q - 1} and k up to {num_k - 1}"
+            ) from error
         if seen.dtype != torch.bool or seen.device != within.device:
             raise ValueError(
                 f"mask_mod returned {seen.dtype} on {seen.device}; it must return a boolean, True where the query sees "

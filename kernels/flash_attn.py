@@ -57,7 +57,7 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """`flash_attention_varlen` of (tokens, H, D) tensors: (tokens, Hq, D), and as above LSE (Hq, tokens)."""
     o, lse = flash_attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k),
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         causal=causal, scale=softmax_scale, window=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=s_aux,
         dropout_p=dropout_p, return_lse=True,
     )  # fmt: skip

@@ -41,6 +41,8 @@ def main(settings: KernelExportSettings, run_dir: Path) -> None:
     folder = Path(settings.folder)
     if folder.exists():
         raise ValueError(f"folder={folder} exists; give another, nothing is overwritten")
+    if (copied := Path(kernels.__file__).parent.resolve()) in folder.resolve().parents:
+        raise ValueError(f"folder={folder} lies in {copied}, which is copied; give one outside of it")
     with whole_folder(folder) as temporary:
         metadata = fill(temporary / "build" / "torch-cuda")
     print(f"{folder} holds the kernels as {metadata['id']}")

@@ -458,6 +458,14 @@ def test_what_makes_no_mask_is_refused_in_a_line(tmp_path):
     instead = r"\); use &, \| and torch.where of tensors where it has if, and, or"
     with pytest.raises(ValueError, match=r"mask_mod cannot be evaluated \(.*" + instead):
         block_mask(lambda b, h, q, k: k <= q if q > 3 else k < 2, None, None, 200, 200, DEVICE)
+    short = torch.zeros(199, device=DEVICE)
+    told = r"; it must be a function of \(b, h, q, k\), for q up to 199 and k up"
+    for wrong, reason in ((lambda q, k: k <= q, "takes 2 positional"), (short, "not callable")):
+        with pytest.raises(ValueError, match=rf"mask_mod cannot be evaluated \(.*{reason}.*\){told} to 299"):
+            block_mask(wrong, None, None, 200, 300, DEVICE)
+    if DEVICE == "cpu":  # a GPU's own check ends the process
+        with pytest.raises(ValueError, match=rf"evaluated \(index 199 is out of bounds.*{told}"):
+            block_mask(lambda b, h, q, k: short[k] == short[q], None, None, 200, 200, DEVICE)
     sliced = create_block_mask(lambda b, h, q, k: k <= q + h, None, 2, 200, 200, device=DEVICE)[:, :1]
     with pytest.raises(ValueError, match=r"must set it from the original BlockMask's mask_mod.*" + instead):
         BlockMask.from_torch(sliced)

@@ -54,6 +54,9 @@ def test_loaded_by_its_path_under_another_name(tmp_path, capsys):
     assert done.returncode == 0, done.stderr
     with pytest.raises(ValueError, match="exists; give another, nothing is overwritten"):
         export_kernels.main.__wrapped__(settings, tmp_path)
+    inside = str(ROOT / "kernels" / "mine")
+    with pytest.raises(ValueError, match=rf"^folder={inside} lies in {ROOT}/kernels, which is copied; give one"):
+        export_kernels.main.__wrapped__(export_kernels.KernelExportSettings(inside), tmp_path)
     with pytest.raises(ValueError, match="folder= is not given"):
         export_kernels.main.__wrapped__(export_kernels.KernelExportSettings(), tmp_path)
 

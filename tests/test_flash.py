@@ -525,3 +525,5 @@ def test_flash_attentions_arguments_are_ours_by_other_names(more):
     ):
         assert found[2] is None
         assert all(map(torch.equal, found[:2], expected))
+    with pytest.raises(ValueError, match=r"max_seqlen_q is 11.5; it must be an integer"):
+        flash_attn_varlen_func(*packed[:5], 11.5, 11)
