@@ -106,14 +106,13 @@ def _refuse_too_long(data: DataConfig, dataset: Dataset, held_out: bool) -> None
     longest, split = min(((len(dataset.tokens[split]) - 1) // windows, split) for split, windows in windows_of.items())
     if data.seq_len <= longest:
         return
-    windows, tokens = windows_of[split], len(dataset.tokens[split])
-    needed = windows * data.seq_len + 1
+    needed = {name: windows * data.seq_len + 1 for name, windows in windows_of.items()}
     remedy = f"use data.seq_len={longest} or less" if longest > 0 else "use a longer text"
-    both = sum(windows * data.seq_len + 1 for windows in windows_of.values())
-    if held_out and sum(len(dataset.tokens[split]) for split in windows_of) >= both:
+    if held_out and sum(len(dataset.tokens[name]) for name in needed) >= sum(needed.values()):
         remedy += f", or another data.validation_fraction than {data.validation_fraction:g}"
-    asked = f"data.seq_len={data.seq_len}" + (" with data.shift_windows" if windows > 1 else "")
-    raise ValueError(f"{asked} needs {needed} tokens, the {split} split has {tokens}; {remedy}")
+    asked = f"data.seq_len={data.seq_len}" + (" with data.shift_windows" if windows_of[split] > 1 else "")
+    tokens = len(dataset.tokens[split])
+    raise ValueError(f"{asked} needs {needed[split]} tokens, the {split} split has {tokens}; {remedy}")
 
 
 def _fingerprint(identity: dict[str, Any], about: dict[str, Any]) -> str:

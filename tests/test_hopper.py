@@ -389,7 +389,6 @@ def simulated_backward(monkeypatch, poisoned_memory):
     def have_come(address, adds):
         assert tl.load(address).handle.data.item() == adds.handle.data.item()
 
-    monkeypatch.setattr(hopper_bwd, "interpreting", lambda: False)
     monkeypatch.setattr(hopper_bwd, "_wait_for_adds", have_come)
     monkeypatch.setattr(hopper_bwd, "gdc_wait", lambda: None)
     monkeypatch.setattr("kernels.portable.prepare.gdc_launch_dependents", lambda: None)

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from ..block_masks import BlockMask
 from ..call import Options, key_of
-from ..device import interpreting, num_sms
+from ..device import num_sms
 from ..launch import (
     Launch,
     Plan,
@@ -87,9 +87,11 @@ def _after_kernel(
     ROWS: tl.constexpr,
     MASK_OF_BATCH: tl.constexpr,  # dimensions of the block mask
     MASK_OF_HEAD: tl.constexpr,
-    EARLY: tl.constexpr,  # launched when no program of the main kernel is still to come
 ):
-    """dQ = scale * its fp32 sum, rounded once; 0 in tiles that see no key, to which nothing was added."""
+    """dQ = scale * its fp32 sum, rounded once; 0 in tiles that see no key, to which nothing was added.
+
+    Needs: to be launched when no program of the main kernel is still to come, for whose adds it waits.
+    """
     tiles = q_tokens_padded // ROWS
     batch_head = tl.program_id(0) // tiles
     tile = tl.program_id(0) - batch_head * tiles
@@ -102,20 +104,14 @@ def _after_kernel(
         tile = padded_tile * in_padding + tile % in_padding
     row0, num_q = document_rows(document, cu_seqlens_q, q_tokens)
     rows = tile * ROWS + tl.arange(0, ROWS)
-    turn = turns_ptr + tl.program_id(0)
-    if EARLY:
-        if mask_starts is not None:
-            line = first_line(
-                mask_starts, batch, head, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD
-            )  # fmt: skip
-            of_block = line + tile // (MASK_BLOCK // ROWS) * 4
-            adds = tl.load(of_block + 2) - tl.load(of_block)  # each of the blocks of keys that it visits
-        else:
-            _row0, num_k = document_rows(document, cu_seqlens_k, k_tokens)
-            adds = num_adds(tile, num_q, num_k, window_left, window_right)
-        _wait_for_adds(turn, adds)
+    if mask_starts is not None:
+        line = first_line(mask_starts, batch, head, num_heads, q_tokens, k_tokens, MASK_OF_BATCH, MASK_OF_HEAD)
+        of_block = line + tile // (MASK_BLOCK // ROWS) * 4
+        adds = tl.load(of_block + 2) - tl.load(of_block)  # each of the blocks of keys that it visits
     else:
-        adds = tl.load(turn)
+        _row0, num_k = document_rows(document, cu_seqlens_k, k_tokens)
+        adds = num_adds(tile, num_q, num_k, window_left, window_right)
+    _wait_for_adds(turns_ptr + tl.program_id(0), adds)
     cols = tl.arange(0, TILE_WIDTH)
     sums = dq_sum_ptr + tl.program_id(0).to(tl.int64) * ROWS * TILE_WIDTH + tl.arange(0, ROWS * TILE_WIDTH)
     stored = tl.load(sums, mask=adds > 0, other=0.0)  # among documents' padded rows are tiles without a token
@@ -126,7 +122,7 @@ def _after_kernel(
     dq_base = head_base(dq_ptr, dq_strides, batch, head, row0, False)
     dq_at = dq_base + rows.to(tl.int64)[:, None] * dq_strides[2] + cols
     tl.store(dq_at, dq.to(dq_ptr.dtype.element_ty), mask=(rows < num_q)[:, None] & (cols < HEAD_DIM))
-    if EARLY and tl.program_id(0) == tl.num_programs(0) - 1:
+    if tl.program_id(0) == tl.num_programs(0) - 1:
         gdc_wait()  # what comes behind this kernel must find the main one ended
 
 
@@ -186,7 +182,6 @@ def _launches(
     window = left, 0 if options.causal else right
     # a soft-cap too: the branch around the mask keeps ptxas from having all of a step's scores in flight
     in_window = options.local or (options.softcap and not options.masked)
-    early = not interpreting()
     of_mask = mask_constants(options)
     describe = tma.packed_descriptor if options.packed else tma.descriptor
     main = (
@@ -213,7 +208,7 @@ def _launches(
         Launch(hopper_bwd_kernel, programs, main, constants, {"num_warps": 4, "launch_pdl": True}),
         Launch(
             _after_kernel, turns.shape[0] - 1, after,
-            {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS, **of_mask, "EARLY": early},
-            {"num_warps": 4, "launch_pdl": early},
+            {"HEAD_DIM": head_dim, "TILE_WIDTH": tile, "ROWS": ROWS, **of_mask},
+            {"num_warps": 4, "launch_pdl": True},
         ),
     ]  # fmt: skip
