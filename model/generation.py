@@ -54,7 +54,7 @@ def generate(
 
     Args:
         model: not a compiled one.
-        prompts: of each the ids to continue, at least one.
+        prompts: of each the ids to continue, at least one; lists, or tensors or arrays of one dimension.
         max_new_tokens: how many tokens to add to each sequence.
         temperature, top_k, top_p: as in `choose_next_token`.
         seed: of the draws, the same for each prompt.
@@ -72,8 +72,9 @@ def generate(
     check_sampling(temperature, top_k, top_p)
     prompts, contexts = list(prompts), []  # arrays: a list of as many ids would keep a GPU waiting
     for number, prompt in enumerate(prompts):
-        one = isinstance(prompt, Tensor) and prompt.dim() == 0  # `prompts` is a tensor, one prompt's
-        if one or isinstance(prompt, str) or not isinstance(prompt, Sequence | Tensor):
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()  # of a tensor, or of NumPy
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence):
             raise ValueError(f"prompt {number} is {prompt!r}; give a list of prompts, each a list of ids")
         if len(prompt) == 0:
             raise ValueError(f"prompt {number} is empty; give at least one token")

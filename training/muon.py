@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
             update = update * rate.view(1, 1, 1)  # fp32: times a 0-d tensor bfloat16 would stay what it is
             if group["cautious"]:
                 weights = torch.stack(stack.parameters)
-                update -= decay * weights * (weights * update < 0)
+                update = torch.where(weights * update < 0, update - decay * weights, update)
             else:
                 torch._foreach_mul_(stack.parameters, kept)
             update.masked_fill_(skip, -0.0)  # x + -0 is x, the sign of a zero included
