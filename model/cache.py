@@ -75,7 +75,7 @@ class KVCache:
         self.lengths = torch.full((num_rows,), ABSENT, dtype=torch.int32, device=device)  # tokens stored
         self.stored = [0] * num_rows  # the same on the host, 0 for ABSENT
         self.reserved = [ABSENT] * num_rows  # with the slots that `extend` has reserved
-        self.workspace: Tensor | None = None  # of attention, once it is asked
+        self.workspace = kvcache_workspace(num_rows, config.num_heads, device)  # of attention
         self.products_workspace = torch.zeros(config.n_embd, dtype=torch.int32, device=device)
 
     def allocate(self, row: int) -> None:
@@ -153,8 +153,6 @@ class KVCache:
             )
         q, k, v = (x[0].unflatten(1, (len(self.reserved), -1)).transpose(0, 1) for x in (q, k, v))  # (rows, H, N, D)
         if attend is flash and q.size(2) <= MAX_QUERIES:
-            if self.workspace is None:
-                self.workspace = kvcache_workspace(q.size(0), q.size(1), q.device)
             (keys, k_scale), (values, v_scale) = self._of(layer)
             o = flash_attention_with_kvcache(
                 q, keys, values, k, v, cache_seqlens=self.lengths, block_table=self.block_table,

@@ -27,6 +27,7 @@ from model.sampling import check_sampling, choose_next_token, whole
 PAGE = 128  # tokens: a tile of the decode kernel is in one page
 PROMPT_TOKENS = 32768  # read in one call, where there is more than one prompt
 Drawn = list[tuple[int, int]]  # (sequence, token)
+COMPILED: set[tuple] = set()  # kinds of steps that have run in this process: only such a one can be captured
 
 
 @torch.inference_mode(False)  # the tensors made here are written to later, perhaps outside of inference mode
@@ -168,19 +169,19 @@ class Generation:
         self.device, num_rows = cache.lengths.device, len(cache.reserved)
         self.uniform = uniform.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
         self.row_sequences: list[Continuation | None] = [None] * num_rows
-        # double buffer: a step reads one half and writes the other, so that its tokens are copied to the host while the
-        # next step runs
-        self.tokens = torch.zeros(2, num_rows, dtype=torch.int64, device=self.device)
-        self.half = 0  # the one with the newest tokens
-        self.sample = torch.zeros_like(self.tokens[0])  # of each row: which sample of its prompt it is
-        self.drawn = torch.zeros_like(self.tokens[0])  # of each row: tokens generated
+        self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)  # of each row, the newest
+        self.sample = torch.zeros_like(self.tokens)  # of each row: which sample of its prompt it is
+        self.drawn = torch.zeros_like(self.tokens)  # of each row: tokens generated
         self.on_cuda = self.device.type == "cuda"
         self.copy_stream = torch.cuda.Stream(self.device) if self.on_cuda else None  # to the host
         # other attentions, those of `attend_with` too, read lengths on the host; a counter of FLOPs sees no replay
         plain = all(block.attention.attend is flash for block in model.blocks)
         self.uses_graphs = self.on_cuda and plain and not needs_dispatcher(self.tokens)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # of a step, by the half that it reads
-        self.compiled = False  # a first step has run
+        self.graph: torch.cuda.CUDAGraph | None = None  # of a step
+        # that the newest tokens are on their way to the host no more; `external`: waited for inside of the graph
+        self.copied = torch.cuda.Event(external=True) if self.on_cuda else None
+        sizes = cache.block_table.shape, cache.keys.shape, model.vocab_size
+        self.kind = str((model.config, choose, greedy)), model.compute_dtype, cache.keys.dtype, self.device, *sizes
 
     def run(self, sequences: Iterator[Continuation]) -> Iterator[Drawn]:
         """Continue the sequences until all have ended."""
@@ -190,7 +191,7 @@ class Generation:
             waiting.extend(islice(sequences, max(0, num_rows + 1 - len(waiting))))
             if waiting and None in self.row_sequences:
                 in_flight.append(self._read_prompts(waiting))
-            if len(self.graphs) < 2:  # the next launch compiles or captures, so hand tokens over before it
+            if self.graph is None:  # the next launch compiles or captures, so hand tokens over before it
                 yield from self._drain(in_flight, 0)
             rows = [row for row, sequence in enumerate(self.row_sequences) if sequence]
             full = [row for row in rows if self.cache.reserved[row] == self.cache.max_tokens]
@@ -242,9 +243,8 @@ class Generation:
         self.sample[rows] = torch.tensor([sequence.sample for _, sequence in taken], device=self.device)
         self.drawn[rows] = torch.tensor([sequence.drawn for _, sequence in taken], device=self.device)
         first = self._draw(logits[reader_of], self.sample[rows], self.drawn[rows])
-        if self.copy_stream:  # which may still read the earlier tokens of these rows
-            torch.cuda.current_stream(self.device).wait_stream(self.copy_stream)
-        self.tokens[self.half, rows] = first
+        self._wait_for_copy()
+        self.tokens[rows] = first
         self.drawn[rows] += 1
         for row, sequence in taken:
             self.row_sequences[row] = sequence
@@ -254,32 +254,37 @@ class Generation:
     def _launch(self, rows: list[int]) -> Step:
         """One more token of each row in use."""
         self.cache.extend(rows, 1)
-        if self.uses_graphs and self.compiled:
-            if self.half not in self.graphs:
-                self.graphs[self.half] = self._captured(self.half)
-            self.graphs[self.half].replay()
+        if self.uses_graphs and self.kind in COMPILED:
+            self.graph = self.graph or self._captured()
+            self.graph.replay()
             self.cache.count_stored(1)
         else:
-            self._step(self.half)
-            self.compiled = True
-        self.half ^= 1
-        return self._send(self.tokens[self.half], list(self.row_sequences))
+            self._step()
+            if self.uses_graphs:
+                COMPILED.add(self.kind)
+        return self._send(self.tokens, list(self.row_sequences))
 
-    def _step(self, half: int) -> None:
-        """The device's work of a step, the same whatever the rows hold; it reads this half of the tokens."""
-        logits = self._logits(self.tokens[half, :, None], self.cache)[:, 0]  # (rows, V)
-        self.tokens[half ^ 1] = self._draw(logits, self.sample, self.drawn)
+    def _step(self) -> None:
+        """The device's work of a step, the same whatever the rows hold."""
+        logits = self._logits(self.tokens[:, None], self.cache)[:, 0]  # (rows, V)
+        drawn = self._draw(logits, self.sample, self.drawn)
+        self._wait_for_copy()
+        self.tokens.copy_(drawn)
         if not self.greedy:
             self.drawn += 1
 
-    def _captured(self, half: int) -> torch.cuda.CUDAGraph:
+    def _wait_for_copy(self) -> None:
+        """Before the newest tokens are written over: their copy to the host runs beside what came after them."""
+        if self.copied:
+            self.copied.wait(torch.cuda.current_stream(self.device))
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             # not torch.cuda.graph, which empties the allocator's cache; other threads may allocate meanwhile
-            pool = next((other.pool() for other in self.graphs.values()), None)  # shared: the two never run at once
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            self._step(half)
+            graph.capture_begin(capture_error_mode="thread_local")
+            self._step()
             graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         return graph
@@ -304,6 +309,7 @@ class Generation:
             with torch.cuda.stream(self.copy_stream):
                 host.copy_(tokens, non_blocking=True)
                 arrived = self.copy_stream.record_event()
+                self.copied.record()
         else:
             host.copy_(tokens)
         for sequence in filter(None, sequences):

@@ -96,6 +96,26 @@ def test_under_autocast_all_parts_have_the_projections_dtype():
         assert {x.dtype for x in rotate_and_split(qkv, cos, sin, 4, 1e-6)} == {torch.float32}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm_eps", [None, 0.5])
+def test_a_replayed_launch_is_of_its_own_tensors(norm_eps):
+    """At addresses that only Triton takes too, and with as many tokens and heads in another layout."""
+    for seed in range(4):
+        qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
+        other = (qkv.detach() * (1 + seed)).sin()
+        if seed == 2:  # one element further on
+            other = torch.cat((other.new_zeros(1), other.flatten()))[1:].view_as(other)
+        if seed == 3:
+            other = other.transpose(0, 1).contiguous().transpose(0, 1)
+        other.requires_grad_()
+        results = rotary_fwd(other, cos, sin, 4, norm_eps)[:3]
+        (actual,) = torch.autograd.grad(sum((x * x.detach().cos()).sum() for x in results), other)
+        expected = formula(other, cos, sin, 4, norm_eps)
+        (gradient,) = torch.autograd.grad(sum((x * x.detach().cos()).sum() for x in expected), other)
+        for ours, theirs in zip((*results, actual), (*expected, gradient), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("norm_eps", [None, 1e-6])
 def test_rows_past_the_offsets_of_32_bits_are_launched_in_parts(norm_eps, monkeypatch):
     import kernels.fused.rotary_kernel as kernel

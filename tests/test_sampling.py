@@ -540,16 +540,18 @@ def test_streams_are_of_the_models_gpu(monkeypatch):
         def record_stream(self, stream):
             pass
 
-    graph = SimpleNamespace(capture_begin=lambda **_: None, capture_end=lambda: None, pool=lambda: None)
+    graph = SimpleNamespace(capture_begin=lambda **_: None, capture_end=lambda: None)
     stand_ins = {"Stream": Stream, "current_stream": Stream, "stream": nullcontext, "CUDAGraph": lambda: graph}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     model = small_gpt().for_inference(torch.float32)
     generation = Generation(model, model.make_cache(1, page=16), torch.zeros(1, 1), likeliest, None)
-    generation.device, generation.copies = torch.device("cuda", 1), Stream(torch.device("cuda", 1))
-    monkeypatch.setattr(generation, "_step", lambda half: None)
-    generation._captured(0)
+    generation.device, generation.copy_stream = torch.device("cuda", 1), Stream(torch.device("cuda", 1))
+    generation.copied = SimpleNamespace(record=lambda: None, wait=lambda stream: None)
+    monkeypatch.setattr(generation, "_step", generation._wait_for_copy)
+    generation._captured()
     generation._send(torch.zeros(1, dtype=torch.int64).as_subclass(OnAGpu), [None])
+    assert len(asked) == 6
     assert set(asked) == {generation.device}
 
 
@@ -559,9 +561,9 @@ def test_what_a_step_reads_and_writes_stays_where_it_is(cache_dtype, monkeypatch
     places, steps = {}, []
     real = Generation._step
 
-    def step(self, half):
-        real(self, half)
-        steps.append(half)
+    def step(self):
+        real(self)
+        steps.append(len(steps))
         for part in (self, self.cache):
             for name, x in vars(part).items():
                 if isinstance(x, torch.Tensor):
@@ -661,6 +663,35 @@ class TestOnTheGpu:
         monkeypatch.setattr("model.generation.needs_dispatcher", lambda *tensors: True)  # takes no graphs
         assert texts(model, prompts[20:27], **options) == found
         assert len(set(map(tuple, found))) == 14
+
+    def test_tokens_arrive_however_late_they_are_copied(self, model, prompts, monkeypatch):
+        """The next step, which begins meanwhile, writes its own where they are."""
+        options = {"max_new_tokens": 12, "temperature": 0.0}
+        found, send = texts(model, prompts[:8], **options), Generation._send
+
+        def late(self, *arguments):
+            with torch.cuda.stream(self.copy_stream):
+                torch.cuda._sleep(10**7)  # cycles of the GPU: some steps
+            return send(self, *arguments)
+
+        monkeypatch.setattr(Generation, "_send", late)
+        assert texts(model, prompts[:8], **options) == found
+
+    def test_a_step_runs_once_before_it_is_captured_and_then_never_more(self, model, prompts, monkeypatch):
+        """Triton compiles in the first one of a process, which no capture may."""
+        launched, step = [], Generation._step
+        monkeypatch.setattr(
+            Generation, "_step", lambda self: launched.append(torch.cuda.is_current_stream_capturing()) or step(self)
+        )
+        monkeypatch.setattr("model.generation.COMPILED", set())
+        for _ in range(2):
+            texts(model, prompts[:3], max_new_tokens=10, temperature=0.0)
+        assert launched == [False, True, True]
+        texts(model, prompts[:4], max_new_tokens=3, temperature=0.0)  # of other sizes
+        with attend_with(model, lambda layer, named: lambda *qkv, **options: named(*qkv, **options)):
+            texts(model, prompts[:5], max_new_tokens=3, temperature=0.0)  # no kernel of these is compiled by those
+        texts(model, prompts[:5], max_new_tokens=3, temperature=0.0)
+        assert launched[3:] == [False, True, False, False, False, True]
 
     def test_another_gpu_may_be_current(self, model, prompts):
         if torch.cuda.device_count() < 2:

@@ -65,6 +65,35 @@ def test_parts_of_a_long_product_take_turns_and_leave_none():
             skinny_linear(x, weight, workspace=wrong)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 20])
+def test_a_replayed_launch_is_of_its_own_tensors(rows):
+    """With and without what may stand beside a product, in parts too, and at addresses that only Triton takes."""
+    for width, outputs in ((256, 96), (2304, 48)):
+        tables = torch.rand(2, rows, 1, 16, device=DEVICE)
+        for call in (
+            {}, {"norm_eps": 0.5}, {"activation": "gelu"}, {"activation": "swiglu"}, {"residual": None},
+            {"rotary": (*tables, 2)}, {"rotary": (*tables, 1)},
+        ):  # fmt: skip
+            for seed in range(3):
+                x, weight, residual = (t.bfloat16() + seed for t in tensors(rows, width, outputs))
+                if seed == 2:  # one element further on
+                    x = torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x)
+                given = call | ({"residual": residual} if "residual" in call else {})
+                halves = outputs // 2 if call.get("activation") == "swiglu" else outputs
+                actual = skinny_linear(x, weight, **given)
+                expected = skinny_linear(x.float().cpu(), weight.float().cpu(), **on_the_cpu(given))
+                assert actual.shape == (rows, halves)
+                torch.testing.assert_close(actual.float().cpu(), expected, rtol=2e-2, atol=2e-2 * width**0.5)
+
+
+def on_the_cpu(options: dict) -> dict:
+    moved = {name: x.float().cpu() for name, x in options.items() if isinstance(x, torch.Tensor)}
+    if "rotary" in options:
+        moved["rotary"] = tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in options["rotary"])
+    return options | moved
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_it_is_rounded_once(dtype):
     x, weight, residual = tensors(5, 96, 24, dtype)

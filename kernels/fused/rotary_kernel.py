@@ -5,13 +5,14 @@ Bound by memory: each element is read once and written once.
 
 import itertools
 import math
+from functools import partial
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..device import interpreting
-from ..launch import on_device
+from ..launch import Launch, plan_of, run
 
 TOKENS = 16  # of a program
 MAX_HEADS = 4  # of a program: they share the loads of cosine and sine
@@ -146,21 +147,28 @@ def launch_rotary(
     elif packed.stride(-1) != 1:
         packed = packed.contiguous()
     normed = turned[0] is not None if inverse else norm_eps is not None
-    turned_strides = [x.stride()[:3] if x is not None else (0, 0, 0) for x in turned]
+    tensors = {"packed": packed, "q": q, "k": k, "v": v, "cos": cos, "sin": sin, "scale": scale if normed else None}
+    tensors |= dict(zip(("turned_q", "turned_k"), turned, strict=True))
+    described = [(x.shape, x.stride()) if x is not None else None for x in tensors.values()]
+    plan = plan_of(("rotary", packed.dtype, packed.device, norm_eps, inverse, *described))
+    run(plan, tensors, partial(_launches, norm_eps, inverse))
+    return None
+
+
+def _launches(norm_eps: float | None, inverse: bool, **given: Tensor | None) -> list[Launch]:
+    packed, q, k, v, cos, *_ = given.values()
     batch, tokens, _, head_dim = packed.shape
     num_heads, kv_heads = q.shape[1], k.shape[1]
     heads = math.gcd(num_heads, kv_heads, MAX_HEADS)
-    blocks = batch * triton.cdiv(tokens, TOKENS) * ((num_heads + 2 * kv_heads) // heads)
-    with on_device(packed):
-        rotary_kernel[(blocks,)](
-            packed, q, k, v, cos, sin, scale if normed else None, *turned,
-            packed.stride()[:3], q.stride()[:3], k.stride()[:3], v.stride()[:3], *turned_strides,
-            cos.stride(0), tokens, norm_eps or 0.0,
-            NUM_HEADS=num_heads, KV_HEADS=kv_heads, HALF=head_dim // 2,
-            BLOCK_HALF=triton.next_power_of_2(head_dim // 2), TOKENS=TOKENS, HEADS=heads, INVERSE=inverse,
-            num_warps=4,
-        )  # fmt: skip
-    return None
+    by_head = q, k, v, given["turned_q"], given["turned_k"]
+    strides = [x.stride()[:3] if x is not None else (0, 0, 0) for x in (packed, *by_head)]
+    arguments = *given.values(), *strides, cos.stride(0), tokens, norm_eps or 0.0
+    constants = {
+        "NUM_HEADS": num_heads, "KV_HEADS": kv_heads, "HALF": head_dim // 2,
+        "BLOCK_HALF": triton.next_power_of_2(head_dim // 2), "TOKENS": TOKENS, "HEADS": heads, "INVERSE": inverse,
+    }  # fmt: skip
+    grid = batch * triton.cdiv(tokens, TOKENS) * ((num_heads + 2 * kv_heads) // heads)
+    return [Launch(rotary_kernel, grid, arguments, constants, {"num_warps": 4})]
 
 
 def _launch_in_float32(packed, q, k, v, cos, sin, scale, norm_eps, turned, inverse) -> None:

@@ -7,6 +7,7 @@ weights, which nobody writes, and only then it waits (programmatic dependent lau
 weights into the second-level cache meanwhile, made a step of 64 rows longer (hopper/NOTES.md).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..device import capability, interpreting
-from ..launch import Launch, dot_precision, on_device, start
+from ..launch import Launch, dot_precision, plan_of, run
 from ..portable.split import last_of
 
 LONG = 2048  # columns
@@ -263,32 +264,42 @@ def launch_skinny_linear(
     out = x.new_empty((*x.shape[:-1], num_outputs))
     if out.numel() == 0:
         return out
-    early = x.is_cuda and not interpreting() and capability(x.device.index) >= (9, 0)
-    cos, sin, num_turned = rotary or (None, None, 0)
-    head_dim = 0
+    (cos, sin, num_turned), head_dim = rotary or (None, None, 0), 0
     if rotary is not None:
         cos, sin, head_dim = cos.contiguous(), sin.contiguous(), cos.size(-1)
     plain = norm_eps is None and activation is None and rotary is None
     tile = tile_for(num_rows, num_outputs, width, plain)
-    block_n = tile.block_n if rotary is None else tile.block_n // 2  # pairs
     blocks = triton.cdiv(num_outputs, tile.block_n) * triton.cdiv(num_rows, tile.block_m)
     sums = turns = None
     if tile.parts > 1:
         sums = x.new_empty((blocks, tile.parts, tile.block_m, tile.block_n), dtype=torch.float32)
         turns = x.new_zeros(blocks, dtype=torch.int32) if workspace is None else workspace
+    tensors = {
+        "x": x.contiguous(), "weight": weight, "residual": residual, "out": out, "cos": cos, "sin": sin, "sums": sums,
+        "turns": turns,
+    }  # fmt: skip
+    sizes = num_rows, num_outputs, width, norm_eps, activation, head_dim, num_turned
+    key = "skinny_linear", x.dtype, x.device, residual is None, *sizes
+    run(plan_of(key), tensors, partial(_launches, tile, tile.parts * blocks, *sizes))
+    return out
+
+
+def _launches(
+    tile: Tile, grid: int, num_rows: int, num_outputs: int, width: int, norm_eps: float | None, activation: str | None,
+    head_dim: int, num_turned: int, *, x: Tensor, sums: Tensor | None, turns: Tensor | None, **given: Tensor | None,
+) -> list[Launch]:  # fmt: skip
+    early = x.is_cuda and not interpreting() and capability(x.device.index) >= (9, 0)
     if num_rows == 1:
         kernel, memory, sizes, more = one_row_linear_kernel, (), (num_outputs,), {}
     else:
         kernel, memory, sizes = skinny_linear_kernel, (sums, turns), (num_rows, num_outputs)
         more = {"BLOCK_M": tile.block_m, "PARTS": tile.parts, "PRECISION": dot_precision(x)}
+    block_n = tile.block_n // 2 if head_dim else tile.block_n  # pairs, of heads
     constants = {
         "K": width, "NORM": norm_eps is not None, "ACTIVATION": activation, "HEAD_DIM": head_dim, "EARLY": early,
         "BLOCK_N": block_n, "BLOCK_K": tile.block_k, **more,
     }  # fmt: skip
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}  # in their order
     how = {"num_warps": tile.num_warps, "num_stages": tile.num_stages} | ({"launch_pdl": True} if early else {})
-    arguments = (
-        x.contiguous(), weight, residual, out, cos, sin, *memory, *sizes, num_turned * head_dim, norm_eps or 0.0
-    )  # fmt: skip
-    with on_device(x):
-        start(Launch(kernel, tile.parts * blocks, arguments, constants, how))
-    return out
+    arguments = x, *given.values(), *memory, *sizes, num_turned * head_dim, norm_eps or 0.0
+    return [Launch(kernel, grid, arguments, constants, how)]
