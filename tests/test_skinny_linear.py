@@ -70,13 +70,14 @@ def test_parts_of_a_long_product_take_turns_and_leave_none():
 def test_a_replayed_launch_is_of_its_own_tensors(rows):
     """With and without what may stand beside a product, in parts too, and at addresses that only Triton takes."""
     for width, outputs in ((256, 96), (2304, 48)):
-        tables = torch.rand(2, rows, 1, 16, device=DEVICE)
+        angle = torch.rand(rows, 1, 8, device=DEVICE)
+        tables = torch.cat((angle, angle), -1).cos(), torch.cat((-angle, angle), -1).sin()
         for call in (
             {}, {"norm_eps": 0.5}, {"activation": "gelu"}, {"activation": "swiglu"}, {"residual": None},
             {"rotary": (*tables, 2)}, {"rotary": (*tables, 1)},
         ):  # fmt: skip
             for seed in range(3):
-                x, weight, residual = (t.bfloat16() + seed for t in tensors(rows, width, outputs))
+                x, weight, residual = (t.bfloat16().roll(seed, 0) for t in tensors(rows, width, outputs))
                 if seed == 2:  # one element further on
                     x = torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x)
                 given = call | ({"residual": residual} if "residual" in call else {})
@@ -84,7 +85,7 @@ def test_a_replayed_launch_is_of_its_own_tensors(rows):
                 actual = skinny_linear(x, weight, **given)
                 expected = skinny_linear(x.float().cpu(), weight.float().cpu(), **on_the_cpu(given))
                 assert actual.shape == (rows, halves)
-                torch.testing.assert_close(actual.float().cpu(), expected, rtol=2e-2, atol=2e-2 * width**0.5)
+                torch.testing.assert_close(actual.float().cpu(), expected, rtol=2e-2, atol=2e-2)
 
 
 def on_the_cpu(options: dict) -> dict:
