@@ -28,7 +28,7 @@ PAGE = 128  # tokens: a tile of the decode kernel is in one page
 PROMPT_TOKENS = 32768  # read in one call, where there is more than one prompt
 UNASKED = 2**26  # bytes that any machine has: to ask takes a millisecond
 Drawn = list[tuple[int, int]]  # (sequence, token)
-COMPILED: set[tuple] = set()  # kinds of steps that have run in this process: only such a one can be captured
+COMPILED: set[tuple] = set()  # kinds of steps that have run in this process, whose kernels a capture finds compiled
 
 
 @torch.inference_mode(False)  # the tensors made here are written to later, perhaps outside of inference mode
@@ -179,7 +179,7 @@ class Generation:
         plain = all(block.attention.attend is flash for block in model.blocks)
         self.uses_graphs = self.on_cuda and plain and not needs_dispatcher(self.tokens)
         self.graph: torch.cuda.CUDAGraph | None = None  # of a step
-        # that the newest tokens are on their way to the host no more; `external`: waited for inside of the graph
+        # recorded behind the newest tokens' copy to the host; external: the graph waits for the record of the moment
         self.copied = torch.cuda.Event(external=True) if self.on_cuda else None
         sizes = cache.block_table.shape, cache.keys.shape, model.vocab_size
         self.kind = str((model.config, choose, greedy)), model.compute_dtype, cache.keys.dtype, self.device, *sizes

@@ -294,7 +294,7 @@ def _launches(
     else:
         kernel, memory, sizes = skinny_linear_kernel, (sums, turns), (num_rows, num_outputs)
         more = {"BLOCK_M": tile.block_m, "PARTS": tile.parts, "PRECISION": dot_precision(x)}
-    block_n = tile.block_n // 2 if head_dim else tile.block_n  # pairs, of heads
+    block_n = tile.block_n // 2 if head_dim else tile.block_n  # of heads: pairs
     constants = {
         "K": width, "NORM": norm_eps is not None, "ACTIVATION": activation, "HEAD_DIM": head_dim, "EARLY": early,
         "BLOCK_N": block_n, "BLOCK_K": tile.block_k, **more,
