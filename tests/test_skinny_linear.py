@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kernels.fused.rotary import rotary_fwd
 from kernels.fused.skinny_linear import ACTIVATIONS, _composed, skinny_linear, takes_skinny_linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,6 +64,19 @@ def test_parts_of_a_long_product_take_turns_and_leave_none():
     for wrong in (workspace[:39], workspace.long()):
         with pytest.raises(ValueError, match=r"workspace has (39|40) elements of .* expected 40 int32 zeros"):
             skinny_linear(x, weight, workspace=wrong)
+
+
+def test_operands_of_other_dtypes_are_other_plans(monkeypatch):
+    """A replay reads its operands as those that were compiled for, whatever they are."""
+    monkeypatch.setattr("kernels.launch.PLANS", plans := {})
+    x, weight, residual = tensors(3, 48, 32)
+    angle = torch.rand(3, 1, 4, device=DEVICE)
+    cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((-angle, angle), -1).sin()
+    for known, cast in enumerate((torch.float32, torch.float64, torch.float32)):
+        skinny_linear(x, weight, residual=residual.to(cast))
+        skinny_linear(x, weight, rotary=(cos.to(cast), sin.to(cast), 2))
+        rotary_fwd(x.view(1, 3, 6, 8), cos.to(cast), sin.to(cast), 2)
+        assert len(plans) == (3, 6, 6)[known]
 
 
 @pytest.mark.gpu

@@ -149,8 +149,8 @@ def launch_rotary(
     normed = turned[0] is not None if inverse else norm_eps is not None
     tensors = {"packed": packed, "q": q, "k": k, "v": v, "cos": cos, "sin": sin, "scale": scale if normed else None}
     tensors |= dict(zip(("turned_q", "turned_k"), turned, strict=True))
-    described = [(x.shape, x.stride()) if x is not None else None for x in tensors.values()]
-    plan = plan_of(("rotary", packed.dtype, packed.device, norm_eps, inverse, *described))
+    described = [(x.shape, x.stride(), x.dtype) if x is not None else None for x in tensors.values()]
+    plan = plan_of(("rotary", packed.device, norm_eps, inverse, *described))
     run(plan, tensors, partial(_launches, norm_eps, inverse))
     return None
 

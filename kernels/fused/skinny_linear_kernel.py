@@ -136,9 +136,9 @@ def skinny_linear_kernel(
     ACTIVATION: tl.constexpr,
     HEAD_DIM: tl.constexpr,  # of heads that turn; 0: none do
     EARLY: tl.constexpr,  # launched before the predecessor has ended
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,  # of the columns; more than one only of a plain product
     PRECISION: tl.constexpr,
 ):
@@ -279,7 +279,7 @@ def launch_skinny_linear(
         "turns": turns,
     }  # fmt: skip
     sizes = num_rows, num_outputs, width, norm_eps, activation, head_dim, num_turned
-    key = "skinny_linear", x.dtype, x.device, residual is None, *sizes
+    key = "skinny_linear", x.device, *sizes, *(t is not None and t.dtype for t in tensors.values())
     run(plan_of(key), tensors, partial(_launches, tile, tile.parts * blocks, *sizes))
     return out
 
@@ -299,7 +299,6 @@ def _launches(
         "K": width, "NORM": norm_eps is not None, "ACTIVATION": activation, "HEAD_DIM": head_dim, "EARLY": early,
         "BLOCK_N": block_n, "BLOCK_K": tile.block_k, **more,
     }  # fmt: skip
-    constants = {name: constants[name] for name in kernel.arg_names if name in constants}  # in their order
     how = {"num_warps": tile.num_warps, "num_stages": tile.num_stages} | ({"launch_pdl": True} if early else {})
     arguments = x, *given.values(), *memory, *sizes, num_turned * head_dim, norm_eps or 0.0
     return [Launch(kernel, grid, arguments, constants, how)]
