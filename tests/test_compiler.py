@@ -6,12 +6,13 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config as inductor
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from model import GPT, GPTConfig
-from training.compiler import CONVERT, PRODUCT, FewerConversions
+from training.compiler import CONVERT, PRODUCT, FewerConversions, compiled
 from training.hardware import Hardware, HardwareConfig, set_up
 from training.shard import parallelize
 
@@ -49,6 +50,24 @@ def test_a_gradient_that_becomes_fp32_leaves_its_product_so(used_twice):
     assert left[CONVERT] == 2 + used_twice
 
 
+def test_every_graph_has_the_choices_and_an_opponents_has_none(monkeypatch):
+    """Dynamo undid one for all graphs after a process's first; as global settings they held for an opponent's too."""
+    seen, names = [], ("deterministic", "fallback_random", "reorder_for_peak_memory", "post_grad_custom_pre_pass")
+    monkeypatch.setattr(FewerConversions, "__call__", lambda self, graph: seen.append(now()))
+
+    def now():
+        return [getattr(inductor, name) for name in names]
+
+    by_itself = now()
+    with inductor.patch(fx_graph_cache=False):  # a graph from the cache sees no pass
+        for size in (2, 3):
+            function = compiled(lambda x: torch.mm(x, x))
+            function(torch.ones(size, size, requires_grad=True)).sum().backward()
+            assert now() == by_itself
+    assert by_itself == [False, False, True, None]
+    assert [choices[:3] for choices in seen] == [[True, True, False]] * 4  # forward and backward of both
+
+
 def test_each_run_of_a_sweep_is_compiled(monkeypatch):
     """PyTorch compiles a function of ours for so many models of a process, and runs it as it is for all after them."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -78,8 +97,8 @@ def test_on_the_gpu_gradients_are_nearer_to_the_exact_ones():
             value = function(x, first, second)
         return value, *torch.autograd.grad(value, (first, second))
 
-    compiled = torch.compile(loss, dynamic=False)
-    plain, ours, again = gradients(loss), gradients(compiled), gradients(compiled)
+    function = compiled(loss)
+    plain, ours, again = gradients(loss), gradients(function), gradients(function)
     exact = torch.autograd.grad(loss(x.double(), first.double(), second.double()), (first, second))
     torch.testing.assert_close(ours[0], plain[0], rtol=1e-3, atol=0)
     assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))

@@ -13,7 +13,7 @@ import torch
 from conf.program import changed
 from model.config import GPTConfig
 from scripts.bench import opponents, time_to_loss
-from scripts.bench.opponents import NanochatConfig, NanoGPTConfig, RandomRows, its_own_choices
+from scripts.bench.opponents import NanochatConfig, NanoGPTConfig, RandomRows
 from scripts.bench.time_to_loss import (
     TimeToLossConfig,
     TimeToLossSettings,
@@ -290,21 +290,6 @@ def test_the_recipe_of_nanochat(nanochat):
     assert group["weight_decay"] == pytest.approx(net.given["weight_decay"] * 0.5 * (1 + math.cos(0.6 * math.pi)))
     assert net.table.weight.grad is None
     assert net.table.weight.abs().sum() > 0
-
-
-def test_an_opponent_is_compiled_as_pytorch_does_it_by_itself():
-    """It kept our order of kernels, our random numbers for its dropout and our pass over its weights' gradients."""
-    from torch._inductor import config as inductor
-
-    names = ("deterministic", "fallback_random", "reorder_for_peak_memory", "post_grad_custom_pre_pass")
-    with inductor.patch({name: inductor._config[name].default for name in names}):  # what is set here ends here
-        itself = inductor.get_config_copy()
-        hardware = set_up(HardwareConfig(device="cpu", compile=True))
-        assert {name for name in itself if itself[name] != getattr(inductor, name)} == {*names}
-        with its_own_choices(hardware):
-            assert inductor.get_config_copy() == itself
-        with its_own_choices(replace(hardware, compile=False)):
-            assert inductor.deterministic
 
 
 def test_a_change_is_a_key_that_a_run_has(small):

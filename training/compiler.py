@@ -1,29 +1,31 @@
-"""torch.compile's settings: the same bits each time, and fewer passes over weights.
+"""torch.compile as our runs use it: the same bits each time, and fewer passes over weights.
 
 A pass gets a graph of ATen operators after autograd. Both are about conversions of weights between 32 and 16 bit, which
 are a quarter of a small model's launches.
 """
 
 import operator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import fx
-from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 CONVERT = torch.ops.prims.convert_element_type.default
 PRODUCT = torch.ops.aten.mm.default
 
 
-def set_up_compiler() -> None:
-    for name, value in _CHOICES.items():
-        setattr(config, name, value)
+Function = TypeVar("Function", bound=Callable)  # a module too
 
 
-def without_choices() -> AbstractContextManager:
-    """For the duration torch.compile is as by itself, for networks that are not ours."""
-    return config.patch(_DEFAULTS)
+def compiled(function: Function) -> Function:
+    """`function` compiled for the shapes that it is called with, each for itself.
+
+    Each graph is told the choices: as global settings they would be an opponent's too, and Dynamo sets `deterministic`
+    back to what torch.are_deterministic_algorithms_enabled says whenever it has traced one (torch 2.11).
+    """
+    return torch.compile(function, dynamic=False, options=_CHOICES)
 
 
 class FewerConversions(CustomGraphPass):
@@ -87,4 +89,3 @@ _CHOICES = {
     "reorder_for_peak_memory": False,
     "post_grad_custom_pre_pass": FewerConversions(),
 }
-_DEFAULTS = {name: getattr(config, name) for name in _CHOICES}

@@ -96,10 +96,6 @@ def choose_hardware(config: HardwareConfig, world: World = ALONE) -> Hardware:
         torch.cuda.reset_peak_memory_stats(device)  # several runs of one process each report their own
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     compiled = config.compile if config.compile is not None else device.type == "cuda"
-    if compiled:
-        from training.compiler import set_up_compiler  # takes a second, so only where it is used
-
-        set_up_compiler()
     graphs = config.cuda_graphs if device.type == "cuda" else False
     return Hardware(device, dtype, compiled, _description(config, device, dtype, compiled, world), graphs, world)
 

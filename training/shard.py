@@ -30,17 +30,19 @@ def parallelize(model: GPT, hardware: Hardware) -> nn.Module:
     """
     world = hardware.world
     if hardware.compile:
+        from training.compiler import compiled  # takes a second, so only where it is used
+
         # in a sweep the graphs of runs before would count against PyTorch's limit of eight, and the fifth run be eager
         torch.compiler.reset()
     if not world.shards:
-        return torch.compile(model, dynamic=False) if hardware.compile else model
+        return compiled(model) if hardware.compile else model
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # half a second
 
     mesh = world.flat_mesh(hardware.device)
     rounded = MixedPrecisionPolicy(hardware.dtype, torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
         if hardware.compile:
-            block.forward = torch.compile(block.forward, dynamic=False)
+            block.forward = compiled(block.forward)
         fully_shard(block, mesh=mesh, mp_policy=rounded)
     fully_shard(model, mesh=mesh)
     for module in model.modules():

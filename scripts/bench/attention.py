@@ -121,7 +121,7 @@ class Cell:
         return [half, quarter, eighth, self.seq_len - half - quarter - eighth]
 
 
-# hardware.compile would hold all of Inductor, FlexAttention too, to choices that are the same in every process
+# nothing of ours is compiled, and the description of the machine says so
 @program("tool", BenchSettings, run_dir="runs/bench_attention", overrides=("hardware.compile=false",))
 def main(settings: BenchSettings, run_dir: Path) -> None:
     hardware = set_up_gpu("attention", settings.hardware, SMOKE)

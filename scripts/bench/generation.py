@@ -82,7 +82,7 @@ class BenchSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 
-# hardware.compile would hold all of Inductor, the peer's too, to choices that are the same in every process
+# nothing of ours is compiled, and the description of the machine says so
 @program("tool", BenchSettings, run_dir="runs/bench_generation", overrides=("hardware.compile=false",))
 @torch.no_grad()
 def main(settings: BenchSettings, run_dir: Path) -> None:

@@ -7,7 +7,6 @@ the text; our Prefetcher reads them ahead on a GPU. A network is compiled where 
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import import_module
@@ -24,7 +23,6 @@ from data import Prefetcher
 from data.shards import Tokens
 from model.config import round_up
 from scripts.bench.report import refuse_out_of_range
-from training.hardware import Hardware
 from training.run import Run
 
 
@@ -261,21 +259,12 @@ def train_opponent(config: Opponent, lr: float, run: Run, seed: int) -> Iterator
     torch.manual_seed(seed)
     contender = config.contender(lr, run)
     rows = RandomRows(run.dataset.train, run.seq_len, config.rows(run.seq_len), seed)
-    with its_own_choices(run.hardware), Prefetcher(rows, 0, run.hardware.device) as batches:
+    with Prefetcher(rows, 0, run.hardware.device) as batches:
         for step in range(config.steps):
             inputs, targets, _ = next(batches)
             contender.mean_loss(inputs, targets).backward()
             contender.update(step)
             yield contender
-
-
-def its_own_choices(hardware: Hardware) -> AbstractContextManager:
-    """torch.compile as it is by itself, without what training/compiler.py sets for our runs."""
-    if not hardware.compile:
-        return nullcontext()
-    from training.compiler import without_choices  # takes a second, so only where it is used
-
-    return without_choices()
 
 
 def _matrices(net: nn.Module) -> int:
