@@ -4,6 +4,7 @@ import gc
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import why_not
 from kernels.fused.rotary import rotary_fwd
 from model import GPT, GPTConfig
+from training.graph import StepGraphs
 from training.hardware import Hardware, HardwareConfig, set_up
 from training.memory import GIB, Plan
 from training.optimizer import OptimConfig, Optimizer
-from training.step import training_step
+from training.shard import parallelize
+from training.step import compute_gradients, training_step
 from training.tracker import EmulatedDevice, Tracker, flash_operator
 
 EVIDENCE = Path(__file__).resolve().parent.parent / ".github" / "evidence" / "training"
@@ -41,8 +44,9 @@ def planned(
     dtype: torch.dtype = BF16,
     device: str = "cuda",
     compiled: bool = False,
+    graphs: bool = False,
 ) -> Plan:
-    hardware = Hardware(torch.device(device), dtype, compiled, "")
+    hardware = Hardware(torch.device(device), dtype, compiled, "", graphs)
     sequences = micro_batch * micro_batches
     return Plan(config, OptimConfig(name=optimizer), hardware, vocab_size, seq_len, sequences, micro_batch)
 
@@ -51,10 +55,12 @@ def take_steps(plan: Plan, steps: int) -> None:
     """What the forecast is of, with real tensors."""
     model = GPT(plan.model, plan.vocab_size, plan.seq_len, device=plan.hardware.device)
     optimizer = Optimizer(model, plan.optim, plan.hardware.dtype)
-    forward = torch.compile(model, dynamic=False) if plan.hardware.compile else model
+    forward = parallelize(model, plan.hardware)
     tokens = torch.randint(plan.vocab_size, (2, plan.sequences, plan.seq_len), device=plan.hardware.device)
+    compute = partial(compute_gradients, forward, optimizer, plan.hardware, tokens[0].numel())
+    graphs = StepGraphs(compute, optimizer) if plan.hardware.graphs else None
     for _ in range(steps):
-        training_step(forward, optimizer, *tokens, plan.micro_batch, plan.hardware)
+        training_step(forward, optimizer, *tokens, plan.micro_batch, plan.hardware, graphs=graphs)
 
 
 # ---- on this machine's CPU
@@ -265,6 +271,12 @@ def test_measured_peaks_are_forecast(record, rows_at_least, each):
         assert plan.peak / GIB == pytest.approx(row["peak_memory_gib"], rel=0.1), row
 
 
+def test_graphs_have_workspaces_of_their_own():
+    without, with_graphs = (planned(small(), 5000, 64, 8, graphs=graphs) for graphs in (False, True))
+    for part in ("forward", "backward", "optimizer"):
+        assert with_graphs.peaks[part].total() == without.peaks[part].total() + 64 * 2**20
+
+
 def test_micro_batches_hold_gradients_and_less_of_all_else():
     one, many = (planned(small(attention="flash"), 5000, 64, *split) for split in ((8, 1), (2, 4)))
     assert one.kinds("forward").get("gradients", 0) < 100  # the loss of one step
@@ -316,6 +328,11 @@ ON_GPU = {  # model, seq_len, micro_batch, micro_batches; hardware, optimizer an
         GPT2 | {"num_layers": 4, "activation_checkpointing": "selective", "mlp": "swiglu"}, 4096, 16, 1,
         {"compile": True, "vocab_size": 8192},
     ),
+    # so small that what libraries hold counts
+    "4 layers of 128, graphs": (
+        {"num_layers": 4, "num_heads": 4, "n_embd": 128, "attention": "flash"}, 256, 32, 1,
+        {"compile": True, "graphs": True, "vocab_size": 512},
+    ),
 }  # fmt: skip
 
 
@@ -333,6 +350,7 @@ def test_measured_peaks_on_this_gpu_are_within_ten_percent(name):
     plan = planned(
         GPTConfig(**{"loss": "chunked"} | changes), other.get("vocab_size", 50257), *shape,
         optimizer=other.get("optimizer", "adamw"), dtype=hardware.dtype, compiled=hardware.compile,
+        graphs=other.get("graphs", False),
     )  # fmt: skip
     forecast = plan.peak
     assert torch.cuda.memory_allocated() == before  # the forecast itself takes nothing

@@ -30,7 +30,7 @@ from training.ordered_sum import PIECE
 from training.parallel import ALONE
 from training.step import training_step
 
-CUBLAS_BYTES = 2 * 32 * 2**20  # workspaces of the forward's and of the backward's thread on Hopper; less elsewhere
+CUBLAS_BYTES = 2 * 32 * 2**20  # a stream's workspaces, in forward's and in backward's thread, on Hopper; less elsewhere
 KINDS = {"": "parameters and batch", "backward": "gradients", "optimizer": "optimizer state"}  # made outside of modules
 
 
@@ -179,8 +179,11 @@ def step_peaks(
         training_step(model, optimizer, inputs, targets, micro_batch, on_cpu, region=tracker.region)
     weights = model.num_parameters() * 4  # float32, and so are gradients
     sums = max(0, math.ceil(math.log2(sequences / micro_batch)) - 1)  # of pairs, of pairs of pairs (GradientSum)
-    for part in ("forward", "backward"):
-        tracker.peaks[part]["sums of gradients", ""] = sums * weights
+    for part, held in tracker.peaks.items():
+        if part != "optimizer":
+            held["sums of gradients", ""] = sums * weights
+        if hardware.graphs is not False:  # captured on a stream of their own, after a step without them
+            held["cuBLAS", ""] *= 2
     in_blocks = sum(weight.numel() for weight in model.blocks.parameters()) * 4
     if hardware.world.shards:
         _shard_peaks(tracker.peaks, hardware, weights, in_blocks, in_blocks // config.num_layers)
