@@ -6,6 +6,7 @@ call can be a CUDA graph. Keys are stored after RoPE: positions never change.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,12 +79,13 @@ class KVCache:
         self.workspace = kvcache_workspace(num_rows, config.num_heads, device)  # of attention
         self.products_workspace = torch.zeros(config.n_embd, dtype=torch.int32, device=device)
 
-    def allocate(self, row: int) -> None:
-        """Put a row that is not in use into use, without tokens."""
-        self._check_row(row)
-        if self.reserved[row] != ABSENT:
-            raise ValueError(f"row {row} of the KV cache is in use with {self.reserved[row]} tokens; free it first")
-        self._set_length(row, 0)
+    def allocate(self, *rows: int) -> None:
+        """Put rows that are not in use into use, without tokens."""
+        for row in rows:
+            self._check_row(row)
+            if self.reserved[row] != ABSENT:
+                raise ValueError(f"row {row} of the KV cache is in use with {self.reserved[row]} tokens; free it first")
+        self._set_length(rows, 0)
 
     def extend(self, rows: list[int], num_tokens: int | list[int]) -> None:
         """Reserve slots for `num_tokens` more tokens of each row, or for its own number of each, for the next call.
@@ -108,10 +110,11 @@ class KVCache:
                 )
         self.reserved = ends
 
-    def free(self, row: int) -> None:
-        """Take a row out of use."""
-        self._check_in_use(row)
-        self._set_length(row, ABSENT)
+    def free(self, *rows: int) -> None:
+        """Take rows out of use."""
+        for row in rows:
+            self._check_in_use(row)
+        self._set_length(rows, ABSENT)
 
     def prompts(self, rows: list[int]) -> "Prompts":
         """In place of the cache in a call of the model: reads the first tokens of some rows, packed end to end."""
@@ -216,10 +219,13 @@ class KVCache:
         if self.reserved[row] == ABSENT:
             raise ValueError(f"row {row} of the KV cache is not in use; allocate it first")
 
-    def _set_length(self, row: int, length: int) -> None:
-        self.reserved[row] = length
-        self.stored[row] = max(length, 0)
-        self.lengths[row] = length
+    def _set_length(self, rows: Sequence[int], length: int) -> None:
+        for row in rows:
+            self.reserved[row] = length
+            self.stored[row] = max(length, 0)
+        is_all = len(set(rows)) == len(self.reserved)  # then one launch; a list of some would be copied, and waited for
+        for place in [slice(None)] if is_all else rows:
+            self.lengths[place] = length
 
 
 class PagedKVCache(KVCache):
@@ -262,14 +268,15 @@ class PagedKVCache(KVCache):
             self.reserved = before
             raise
 
-    def free(self, row: int) -> None:
-        """Take a row out of use, and give back the pages that no other row shares."""
-        super().free(row)
-        for page in reversed(self.row_pages[row]):
-            self.ref_counts[page] -= 1
-            if self.ref_counts[page] == 0:
-                self.free_pages.append(page)
-        self.row_pages[row] = []
+    def free(self, *rows: int) -> None:
+        """Take rows out of use, and give back the pages that no other row shares."""
+        super().free(*rows)
+        for row in rows:
+            for page in reversed(self.row_pages[row]):
+                self.ref_counts[page] -= 1
+                if self.ref_counts[page] == 0:
+                    self.free_pages.append(page)
+            self.row_pages[row] = []
 
     def fork(self, source: int, target: int) -> None:
         """Make `target`, not in use, a copy of `source`: full pages are shared, the growing one is copied.
@@ -289,7 +296,7 @@ class PagedKVCache(KVCache):
         for page in shared:
             self.ref_counts[page] += 1
         self.block_table[target, :full] = self.block_table[source, :full]
-        self._set_length(target, self.reserved[source])
+        self._set_length([target], self.reserved[source])
         if rest:
             try:
                 self._take({target: 1})

@@ -84,12 +84,11 @@ def generate(
             ids = array("q", iter(prompt))  # array("q", bytes) would read eight bytes as an id
         except (TypeError, OverflowError) as error:
             raise ValueError(f"prompt {number} is no list of ids ({error}); give whole numbers") from error
-        least, largest = torch.frombuffer(ids, dtype=torch.int64).aminmax()
-        if least < 0 or largest >= model.vocab_size:
-            raise ValueError(
-                f"an id of prompt {number} lies outside 0..{model.vocab_size - 1}; use the model's tokenizer"
-            )
-        contexts.append(ids[-model.seq_len :])
+        contexts.append(ids)
+    if contexts and not in_range(bytearray().join(contexts), model.vocab_size):
+        number = next(number for number, ids in enumerate(contexts) if not in_range(ids, model.vocab_size))
+        raise ValueError(f"an id of prompt {number} lies outside 0..{model.vocab_size - 1}; use the model's tokenizer")
+    contexts = [ids[-model.seq_len :] for ids in contexts]
     num_samples, batch_size = whole("num_samples", num_samples, 1), whole("batch_size", batch_size, 1)
     max_new_tokens, seed = whole("max_new_tokens", max_new_tokens, 0), whole("seed", seed, -(2**63))
     stop_token = None if stop_token is None else whole("stop_token", stop_token, -(2**63))
@@ -124,6 +123,12 @@ def generate(
             min(batch_size, len(prompts) * num_samples), min(longest, model.seq_len), PAGE, cache_dtype
         )
     return Generation(model, cache, uniform.T, choose, stop_token, greedy=temperature == 0).run(sequences)
+
+
+def in_range(ids: array | bytearray, vocab_size: int) -> bool:
+    """Whether all int64 of the buffer are 0 to vocab_size - 1."""
+    least, largest = torch.frombuffer(ids, dtype=torch.int64).aminmax()
+    return least.item() >= 0 and largest.item() < vocab_size
 
 
 @dataclass(eq=False)
@@ -203,7 +208,7 @@ class Generation:
             yield from self._drain(in_flight, 1 if rows and not full else 0)
             for row in full:  # all of their tokens have arrived
                 if sequence := self.row_sequences[row]:
-                    self._release(sequence)
+                    self._release([sequence])
                     half = max(1, self.cache.max_tokens // 2)
                     sequence.context, sequence.new = (sequence.context + array("q", sequence.new))[-half:], []
                     waiting.appendleft(sequence)
@@ -230,9 +235,9 @@ class Generation:
                 readers.append(row)
                 counts.append(len(context))
                 tokens += context
-                self.cache.allocate(row)
             taken.append((row, waiting.popleft()))
             reader_of.append(len(readers) - 1)
+        self.cache.allocate(*readers)
         self.cache.extend(readers, counts)
         prompts = self.cache.prompts(readers)
         ids = torch.frombuffer(tokens, dtype=torch.int64)
@@ -315,8 +320,7 @@ class Generation:
             host.copy_(tokens)
         for sequence in filter(None, sequences):
             sequence.drawn += 1
-            if sequence.drawn == self.uniform.size(1):
-                self._release(sequence)
+        self._release([x for x in filter(None, sequences) if x.drawn == self.uniform.size(1)])
         return Step(sequences, host, arrived)
 
     def _arrived(self, step: Step) -> Drawn:
@@ -331,10 +335,11 @@ class Generation:
                 if token == self.stop_token:
                     sequence.stopped = True
                     if sequence in self.row_sequences:
-                        self._release(sequence)
+                        self._release([sequence])
         return drawn
 
-    def _release(self, sequence: Continuation) -> None:
-        row = self.row_sequences.index(sequence)
-        self.row_sequences[row] = None
-        self.cache.free(row)
+    def _release(self, sequences: list[Continuation]) -> None:
+        rows = [row for row, sequence in enumerate(self.row_sequences) if sequence in sequences]
+        for row in rows:
+            self.row_sequences[row] = None
+        self.cache.free(*rows)

@@ -142,12 +142,12 @@ def test_no_page_leaks(steps):
     chance, cache = random.Random(0), paged(num_rows=6, num_pages=20, max_tokens=96)
     refused = 0
     for step in range(steps):
-        row, other = chance.sample(range(6), 2)
+        row, other, *more = chance.sample(range(6), chance.choice((2, 2, 2, 3, 6)))  # mostly one is taken or freed
         try:
             if chance.random() < 0.3:
-                cache.allocate(row)
+                cache.allocate(row, *more)
             elif chance.random() < 0.3:
-                cache.free(row)
+                cache.free(row, *more)
             elif chance.random() < 0.2:
                 cache.fork(row, other)
             else:
@@ -158,9 +158,8 @@ def test_no_page_leaks(steps):
             refused += 1
         if step % 10 == 0:
             check_pages(cache)
-    for row in range(6):
-        if cache.reserved[row] >= 0:
-            cache.free(row)
+            assert cache.lengths.tolist() == cache.reserved
+    cache.free(*(row for row in range(6) if cache.reserved[row] >= 0))
     assert refused > steps / 10
     assert sorted(cache.free_pages) == list(range(20))
     assert not any(cache.ref_counts)
@@ -223,7 +222,10 @@ def test_what_a_pool_cannot_hold_is_refused_and_changes_nothing():
         cache.extend([0, 1], [3])
     cache.allocate(0)
     with pytest.raises(ValueError, match="row 0 of the KV cache is in use with 0 tokens; free it first"):
-        cache.allocate(0)
+        cache.allocate(1, 0)
+    with pytest.raises(ValueError, match="row 1 of the KV cache is not in use; allocate it first"):
+        cache.free(0, 1)
+    assert cache.lengths.tolist() == cache.reserved == [0, -1]
     for count in (-1, 2.5):
         with pytest.raises(ValueError, match=f"be extended by {count} tokens; use 0 or more, a whole number"):
             cache.extend([0], count)
