@@ -112,7 +112,7 @@ def program(
                 raise_again()
                 flags, runs.values, wants_help = arguments.read(typed[1:], defaults, positional, known_keys(schema))
                 if wants_help:
-                    return print(help_page(main.__globals__["__doc__"], config, schema, runs.values))
+                    return print(help_page(sys.modules[main.__module__].__doc__, config, schema, runs.values))
                 if not runs.is_first:
                     scratch = tempfile.TemporaryDirectory(prefix="rank_")  # until the first process has made the run's
                     runs.values += [f"hydra.{mode}.dir={scratch.name}" for mode in ("run", "sweep")]

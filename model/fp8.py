@@ -2,8 +2,8 @@
 
 Forward and both backward products multiply e4m3 (inputs, weights) and e5m2 (gradients) tensors, each with one scale for
 the whole tensor, taken from its largest entry at that call (Micikevicius et al., arXiv:2209.05433; section 3 of
-arXiv:2310.18313 on one scale a tensor). Sums are in float32. Weights, their gradients and checkpoints stay float32, and
-evaluation and sampling multiply as without it.
+arXiv:2310.18313 on one scale a tensor). Sums are in float32, but those of the forward keep 14 bits on Hopper. Weights,
+their gradients and checkpoints stay float32, and evaluation and sampling multiply as without it.
 """
 
 from typing import Any

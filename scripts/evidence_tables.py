@@ -150,7 +150,7 @@ def error_budget(found: Reports) -> Table:
             line[tensor] = max(line.get(tensor, 0.0), ratio)
     title = (
         "Largest error against float64 over that of the plain formula in the same precision, the worst over head_dims; "
-        "the criterion is 2. All rows: [error_budget.md](attention/error_budget/error_budget.md)."
+        "the criterion is 2, for errors above 1e-5. All rows: [error_budget.md](attention/error_budget/error_budget.md)."
     )
     figures = {x: f"{{{x}:.2f}}" for x in ("o", "dq", "dk", "dv")}
     return table(worst.values(), {"case": "{case}", "dtype": "{dtype}"}, figures, title)

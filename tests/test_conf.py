@@ -161,10 +161,11 @@ PROGRAMS = ["train"] + [
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_program_says_what_each_of_its_keys_means(name):
+def test_every_program_says_what_it_does_and_what_each_of_its_keys_means(name, monkeypatch, capsys):
     config, schema, _ = (module := importlib.import_module(name)).main.front
     assert config in ("config", "tool")
     assert f"python {name}.py" in module.__doc__ or f"python -m {name}" in module.__doc__
+    assert told(name, ["--help"], monkeypatch, capsys).out.startswith(module.__doc__.splitlines()[0])
     assert [key for key, said in known_keys(schema).items() if not is_dataclass(said.type) and not said.comment] == []
 
 

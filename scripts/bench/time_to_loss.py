@@ -1,7 +1,7 @@
 """How long until a held-out loss? `python -m scripts.bench.time_to_loss` trains ours and others and prints a table.
 
     python -m scripts.bench.time_to_loss data.files=input.txt                          the CPU recipe, on a CPU
-    python -m scripts.bench.time_to_loss experiment=speedrun data.files=input.txt bench.target=1.4698 \
+    python -m scripts.bench.time_to_loss experiment=speedrun data.files=input.txt bench.target=1.4698 \\
         nanogpt.steps=5000 nanogpt.batch_tokens=16384 bench.every=50                   the GPU recipe, on a GPU
 
 All train on the same text and tokens and are judged on the same held-out windows by the same code; runs take turns,
