@@ -14,7 +14,7 @@ from .flops import tell_flop_counters
 from .launch import Plan, plan_of, tokens_first, with_positive_scale
 from .ops import needs_dispatcher
 from .reference import naive_attention
-from .support import why_not_hopper_kvcache, why_not_kvcache
+from .support import refuse_forward_mode, why_not_hopper_kvcache, why_not_kvcache
 
 MAX_QUERIES = 16  # a row; more read a prompt, which `flash_attention` does
 SMALLEST_PAGE = 16
@@ -155,7 +155,7 @@ def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
     for stride in strides[:3]:
         together |= stride
     # what the checks and the launch ask of its shape and strides
-    shape = k.shape[:2], k.shape[3:], k.shape[2] > 0, k.shape == v.shape, strides == v.stride(), strides[3:]
+    shape = k.shape[:2], k.shape[3:], min(k.shape[2], 2), k.shape == v.shape, strides == v.stride(), strides[3:]
     alike = together * k.itemsize % 16, together < 2**31, 0 in strides, k.data_ptr() % 16 == v.data_ptr() % 16 == 0
     kind = "decode", tile, given, shape, alike, k.dtype, v.dtype, k.device, v.device
     return key_of(kind, options, call.q, *[x for x in call[3:] if x is not None])
@@ -198,6 +198,7 @@ def check_kvcache_call(call: Call, *, causal: bool = True, **options) -> tuple[C
             check_tensor(name, x)
             if x.device != q.device:
                 raise ValueError(f"{name} is on {x.device} but q is on {q.device}; move them to one device")
+            refuse_forward_mode("attention over a cache", "naive_attention", x)
             if x.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"{name} asks for a gradient, and a cache's attention has none; use torch.no_grad()")
     if (k is None) != (v is None):

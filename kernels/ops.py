@@ -11,14 +11,13 @@ They are defined through `torch.library.Library`, not `custom_op`: the latter's 
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .call import Options, key_of
 from .device import OPERATORS
 from .documents import check_documents
 from .flops import tell_flop_counters
 from .launch import Plan, plan_of, tokens_first
-from .support import why_not_hopper
+from .support import refuse_forward_mode, why_not_hopper
 
 _LIBRARY = torch.library.Library(OPERATORS, "FRAGMENT")
 _OPTIONS = (
@@ -175,11 +174,8 @@ def _backward(inputs: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _wants_gradient(inputs: tuple) -> bool:
-    """Raises RuntimeError where forward-mode derivatives are asked for: they would be zeros in silence."""
     tensors = [x for x in inputs if isinstance(x, Tensor)]
-    # outside of torch.autograd.forward_ad's levels no tensor has one, and each need not be asked
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise RuntimeError("flash attention has no forward-mode derivative (jvp): use naive_attention for it")
+    refuse_forward_mode("flash attention", "naive_attention", *tensors)
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 

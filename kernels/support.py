@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .call import Options
 from .device import HAS_TRITON, capability, interpreting
@@ -155,6 +156,15 @@ def refuse_second_derivative(name: str, instead: str) -> None:
     """
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         raise RuntimeError(f"{name} has no second derivative: use {instead}")
+
+
+def refuse_forward_mode(name: str, instead: str, *tensors: Tensor) -> None:
+    """RuntimeError where forward-mode derivatives (jvp) of a tensor are asked for: they would be zeros, in silence."""
+    # outside of torch.autograd.forward_ad's levels no tensor has one, and each need not be asked
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(f"{name} has no forward-mode derivative (jvp): use {instead} for it")
 
 
 def _head_dim_reason(implementation: str, head_dim: int) -> str | None:

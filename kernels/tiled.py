@@ -68,6 +68,7 @@ def _tiled(block_q: int, block_k: int, outer: str = "queries"):
 
     def attention(q, k, v, options, first_row=0, first_col=0):
         blocks = (block_q, block_k, outer, first_row, first_col)
+        k, v = k.view_as(k), v.view_as(v)  # of one tensor given twice a compiled Function loses a gradient (torch 2.11)
         return _TiledAttention.apply(q, k, v, options.sinks, options._replace(sinks=None), blocks)
 
     return attention

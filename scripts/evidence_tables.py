@@ -149,8 +149,9 @@ def error_budget(found: Reports) -> Table:
         for tensor, ratio in row["ratio"].items():
             line[tensor] = max(line.get(tensor, 0.0), ratio)
     title = (
-        "Largest error against float64 over that of the plain formula in the same precision, the worst over head_dims; "
-        "the criterion is 2, for errors above 1e-5. All rows: [error_budget.md](attention/error_budget/error_budget.md)."
+        "Largest error against float64 over that of the plain formula in the same precision, the worst over "
+        "head_dims; the criterion is 2, above an error of 1e-5. All rows: "
+        "[error_budget.md](attention/error_budget/error_budget.md)."
     )
     figures = {x: f"{{{x}:.2f}}" for x in ("o", "dq", "dk", "dv")}
     return table(worst.values(), {"case": "{case}", "dtype": "{dtype}"}, figures, title)

@@ -836,6 +836,21 @@ def test_mistakes_are_named(message, attention, grad):
     assert "\n" not in str(error.value)
 
 
+def test_a_cache_of_one_slot_is_another_call_than_one_whose_slots_share_memory():
+    """The check of the second was skipped after a call of the first, and the token written to all of its slots."""
+
+    def call(slots):
+        cache = torch.zeros(1, 2, 1, 16, device=DEVICE).as_strided((1, 2, slots, 16), (32, 16, 0, 1))
+        x = torch.ones(1, 2, 1, 16, device=DEVICE)
+        lengths = torch.tensor([slots - 1], dtype=torch.int32, device=DEVICE)
+        return flash_attention_with_kvcache(x, cache, cache, x, x, cache_seqlens=lengths)
+
+    with torch.no_grad():
+        call(1)
+        with pytest.raises(ValueError, match=r"k_cache has strides .*: tokens that share memory cannot be"):
+            call(4)
+
+
 def test_a_stride_of_more_than_31_bits_is_given_whole():
     """Divided by the elements of 16 bytes it would pass for one of 32 bits, and so would the product with it."""
     from kernels.portable.decode import _unit

@@ -27,6 +27,22 @@ def _double(shape):
     return tuple(x.detach().double().requires_grad_() for x in make_qkv(*shape))
 
 
+@pytest.mark.parametrize("given", [lambda q, k: (q, k, k), lambda q, k: (q, q, k), lambda q, k: (q, q, q)])
+def test_a_tensor_given_twice_has_the_gradients_of_both_when_compiled(given):
+    """Of an autograd.Function with one tensor in two places Dynamo kept one gradient (torch 2.11)."""
+    q, k = (torch.randn(1, 2, 6, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def gradients(function):
+        return torch.autograd.grad(function(q, k).sin().sum(), (q, k), allow_unused=True)
+
+    def tiled(q, k):
+        return tiled_attention(*given(q, k), causal=True)
+
+    torch.compiler.reset()
+    for actual, expected in zip(gradients(torch.compile(tiled, backend="eager")), gradients(tiled), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tiled_equals_naive_in_float64(shape, causal):

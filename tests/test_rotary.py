@@ -82,12 +82,14 @@ def test_strided_gradients():
 
 
 def test_strided_projections_and_tables():
-    """Tables may be parts of wider ones."""
+    """Tables may be parts of wider ones, each of its own."""
     qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)
     apart = torch.stack((qkv, qkv + 1), -1)[..., 0]
-    tables = (torch.cat((x, x + 1), -1)[..., :16] for x in (cos, sin))
-    for ours, theirs in zip(rotary_fwd(apart, *tables, 4), rotary_fwd(qkv, cos, sin, 4), strict=True):
-        assert torch.equal(ours, theirs)
+    wider, wider_sin = (torch.cat((x, x + 1), -1)[..., :16] for x in (cos, sin))
+    steps = torch.stack((cos, sin), -1)
+    for tables in ((wider, wider_sin), (wider, sin), (cos, wider_sin), steps.unbind(-1)):
+        for ours, theirs in zip(rotary_fwd(apart, *tables, 4), rotary_fwd(qkv, cos, sin, 4), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_under_autocast_all_parts_have_the_projections_dtype():
@@ -142,6 +144,13 @@ def test_tables_of_other_tokens_are_refused():
         rotate_and_split(qkv, cos[1:], sin, 4)
     with pytest.raises(ValueError, match="cos and sin have 19 and 18 positions but qkv has 19 tokens"):
         rotate_and_split(qkv, cos, sin[1:], 4)
+
+
+@pytest.mark.parametrize("num_heads", [-1, 0, 3, 8, 9])
+def test_heads_that_leave_none_or_an_odd_one_are_refused(num_heads):
+    qkv, cos, sin = make(2, 19, 4, 2, 16, torch.float32)  # 8 heads
+    with pytest.raises(ValueError, match=f"num_heads is {num_heads} and qkv has 8 heads; what is left must be k's and"):
+        rotate_and_split(qkv, cos, sin, num_heads)
 
 
 def test_tables_without_the_heads_dimension_are_refused():

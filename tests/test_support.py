@@ -9,11 +9,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from kernels import (
     BlockMask,
     flash_attention,
     flash_attention_varlen,
+    flash_attention_with_kvcache,
     linear_cross_entropy,
     rms_norm,
     support,
@@ -399,3 +401,25 @@ def test_a_second_derivative_is_an_error_and_never_a_constant(function, shape):
     torch.autograd.grad(function(x), x)
     with pytest.raises(RuntimeError, match=r"(rms_norm|linear_cross_entropy|tiled_attention) has no second derivative"):
         torch.autograd.grad(function(x), x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x: linear_cross_entropy(x, torch.ones(8, 8), torch.arange(4), 8), (4, 8)),
+        (lambda x: linear_cross_entropy(torch.ones(4, 8), x, torch.arange(4), 8), (8, 8)),
+        (
+            lambda x: flash_attention_with_kvcache(x, x, x, cache_seqlens=torch.ones(1, dtype=torch.int32)),
+            (1, 1, 1, 16),
+        ),
+    ],
+)
+def test_a_forward_mode_derivative_is_an_error_and_never_zero(function, shape):
+    x = torch.randn(shape)
+    with torch.no_grad():
+        function(x)
+    said = r"(linear_cross_entropy|attention over a cache) has no forward-mode derivative \(jvp\): use "
+    with pytest.raises(RuntimeError, match=said):
+        torch.func.jvp(function, (x,), (torch.ones_like(x),))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=said):
+        function(forward_ad.make_dual(x, torch.ones_like(x)))

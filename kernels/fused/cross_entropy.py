@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import OPERATORS
+from ..support import refuse_forward_mode
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -25,6 +26,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     """
     check_targets(targets, logits, vocab_size, logits.shape[1])
     if logits.is_cuda:
+        refuse_forward_mode("cross_entropy on CUDA", "torch.nn.functional.cross_entropy", logits)
         return cross_entropy_fwd(logits, targets, vocab_size)[0].sum()
     return F.cross_entropy(logits[:, :vocab_size].float(), targets.clamp(min=-1), ignore_index=-1, reduction="sum")
 

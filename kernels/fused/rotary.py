@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..device import OPERATORS
+from ..support import refuse_forward_mode
 from .rms_norm import rms_norm
 
 
@@ -51,7 +52,10 @@ def rotate_and_split(
             f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; expected (N, 1, D), and an even D: qkv has "
             f"{qkv.shape[3]}"
         )
+    if not 0 < num_heads < qkv.shape[2] or (qkv.shape[2] - num_heads) % 2:
+        raise ValueError(f"num_heads is {num_heads} and qkv has {qkv.shape[2]} heads; what is left must be k's and v's")
     if qkv.is_cuda:
+        refuse_forward_mode("rotate_and_split on CUDA", "rotate", qkv)
         return rotary_fwd(qkv, cos, sin, num_heads, norm_eps)[:3]
     kv_heads = (qkv.shape[2] - num_heads) // 2
     qk, v = qkv.split([num_heads + kv_heads, kv_heads], dim=2)

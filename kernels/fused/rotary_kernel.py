@@ -147,6 +147,7 @@ def launch_rotary(
     elif packed.stride(-1) != 1:
         packed = packed.contiguous()
     normed = turned[0] is not None if inverse else norm_eps is not None
+    cos, sin = cos.contiguous(), sin.contiguous()
     tensors = {"packed": packed, "q": q, "k": k, "v": v, "cos": cos, "sin": sin, "scale": scale if normed else None}
     tensors |= dict(zip(("turned_q", "turned_k"), turned, strict=True))
     described = [(x.shape, x.stride(), x.dtype) if x is not None else None for x in tensors.values()]

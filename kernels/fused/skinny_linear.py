@@ -6,6 +6,8 @@ norms, non-linearities and sums between them as long as the products. Here each 
 This file is the contract (torch only); the kernel loads when a CUDA tensor, or the interpreter, needs it.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,37 +55,46 @@ def skinny_linear(
         (..., N) in x's dtype.
 
     Raises:
-        ValueError: more rows than 64, an unknown activation, or a weight of another width, dtype or layout; tables of
-            other rows, outputs that are no whole heads or too few, or an activation or residual beside them; another
-            workspace.
+        ValueError: more rows than 64, an unknown activation, a weight or residual of another shape, dtype or layout;
+            tables of other rows or an odd width, outputs that are no whole heads or too few, or an activation or
+            residual beside them; another workspace.
 
-    Triton on CUDA and in its interpreter, PyTorch's own operators elsewhere. No gradient.
+    Triton on CUDA and in its interpreter, PyTorch's own operators elsewhere and in float64. No gradient.
     """
-    rows = x.numel() // x.size(-1)
+    rows, ways = math.prod(x.shape[:-1]), 2 if activation == "swiglu" else 1
     if rows > MAX_ROWS:
         raise ValueError(f"x has {rows} rows; a skinny product takes at most {MAX_ROWS}: use F.linear")
     if activation not in (None, *ACTIVATIONS):
         raise ValueError(f"activation={activation} is not one of None, {', '.join(ACTIVATIONS)}")
-    if weight.size(-1) != x.size(-1) or weight.dtype != x.dtype or not weight.is_contiguous():
+    fits = weight.dim() == 2 and x.shape[-1:] == weight.shape[1:] != (0,) and weight.size(0) % ways == 0
+    if not fits or weight.dtype != x.dtype or not weight.is_contiguous():
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}, strides {weight.stride()} and dtype {weight.dtype}; expected "
-            f"(N, {x.size(-1)}), contiguous, and {x.dtype}"
+            f"({'2 ' * (ways - 1)}N, C), contiguous, and {x.dtype}, of x with shape {tuple(x.shape)}"
+        )
+    shape = *x.shape[:-1], weight.size(0) // ways
+    if residual is not None and (residual.shape != shape or residual.dtype != x.dtype or not residual.is_contiguous()):
+        raise ValueError(
+            f"residual has shape {tuple(residual.shape)}, strides {residual.stride()} and dtype {residual.dtype}; "
+            f"expected {shape}, contiguous, and {x.dtype}"
         )
     if rotary is not None:
         cos, sin, num_turned = rotary
         if activation is not None or residual is not None:
             raise ValueError("rotary turns a plain product; leave activation and residual out, or rotary")
-        heads, left = divmod(weight.size(0), cos.size(-1))
-        if not len(cos) == len(sin) == rows or left or num_turned > heads:
+        head_dim = max(1, cos.size(-1))
+        heads, left = divmod(weight.size(0), head_dim)
+        fits = cos.shape == sin.shape and cos.size(0) == rows and cos.numel() == rows * head_dim
+        if not fits or head_dim % 2 or left or not 0 <= num_turned <= heads:
             raise ValueError(
-                f"rotary has {len(cos)} and {len(sin)} positions and turns {num_turned} heads of {cos.size(-1)}; "
-                f"expected {rows} positions, the rows of x, and at most the heads in {weight.size(0)} outputs"
+                f"rotary has tables of shape {tuple(cos.shape)} and {tuple(sin.shape)} and turns {num_turned} heads; "
+                f"expected ({rows}, ..., D), the rows of x, D even, and at most the heads in {weight.size(0)} outputs"
             )
     if workspace is not None and (workspace.dtype != torch.int32 or workspace.numel() < weight.size(0)):
         raise ValueError(
             f"workspace has {workspace.numel()} elements of {workspace.dtype}; expected {weight.size(0)} int32 zeros"
         )
-    if not x.is_cuda and not interpreting():
+    if x.dtype == torch.float64 or not (x.is_cuda or interpreting()):  # kernels sum in float32
         return _composed(x, weight, norm_eps, activation, residual, rotary)
     from .skinny_linear_kernel import launch_skinny_linear
 
