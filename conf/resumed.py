@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from conf.arguments import literal
 from training.checkpoint import META, open_checkpoint
+from training.comparison import forked_from
 from training.resume import MAY_CHANGE, earlier_settings, settings_as_asked
 
 
@@ -31,11 +32,14 @@ def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, know
     earlier: dict[str, Any] = {}
     if resume and isinstance(resume, str | int | float):
         earlier = earlier_settings(str(resume), run_dir)
+        origin = forked_from(run_dir) if earlier and resume == "auto" else None
         if earlier:
             earlier |= {"resume": str(resume), "profile": False}  # a profile is asked for each time
             cfg, composed = OmegaConf.create({}), cfg
             _apply_values(cfg, earlier, known)
             _apply_overrides(cfg, composed, overrides)
+            if origin:  # killed before it saved: it goes on from there again, and so will its next life
+                OmegaConf.update(cfg, "resume", origin)
             if "experiment" in chosen:
                 print("settings   the run's own; experiment is not read again, other keys that were typed are")
     if init_from and isinstance(init_from, str) and not earlier and "experiment" not in chosen:

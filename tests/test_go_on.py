@@ -338,6 +338,32 @@ def test_a_name_is_a_folder_and_nothing_else(here, train):
     assert "resume is empty" in train("resume=").error
 
 
+def lose_checkpoints(name: str) -> None:
+    """As where a run was killed before its first one."""
+    shutil.rmtree(the_run(name) / "checkpoints")
+    (the_run(name) / "checkpoints").mkdir()
+
+
+def test_a_fork_that_was_killed_before_it_saved_begins_where_it_did(here, train):
+    """It began with random weights, and deleted the metrics of its first life."""
+    assert train(*OWN, "train.steps=2").code == 0
+    forked = train(f"resume={the_run()}", "name=fork", "train.steps=4", "model.dropout=0.3")
+    assert forked.code == 0, forked.error
+    expected = metrics(the_run("fork"))
+    assert [line["step"] for line in expected] == [3, 4]
+    for _ in range(2):  # in each of its lives
+        lose_checkpoints("fork")
+        again = train("resume=auto", "name=fork")
+        assert again.code == 0, again.error
+        assert "after 2 steps" in again.out
+        assert metrics(the_run("fork")) == expected
+        config = yaml.safe_load((the_run("fork") / "config.yaml").read_text())
+        assert (config["resume"], config["model"]["dropout"]) == (str(the_run()), 0.3)
+    lose_checkpoints("fork")
+    lose_checkpoints("mine")
+    assert f"{the_run()} has no" in train("resume=auto", "name=fork").error
+
+
 def test_one_learning_rate_moves_both_optimizers():
     def rates(*overrides: str) -> list[float]:
         run = settings(*overrides)

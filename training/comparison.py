@@ -89,6 +89,14 @@ def settings_of(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged; delete it, and the run is known by its folder") from error
 
 
+def forked_from(folder: Path) -> str | None:
+    """The checkpoint that the run in `folder` went on from, as `resume` named it; None once it has one of its own."""
+    if not (folder / "config.yaml").exists() or any(folder.glob("checkpoints/step_*")):
+        return None
+    origin = settings_of(folder).get("resume")
+    return None if origin == "auto" else origin
+
+
 def flat(settings: Mapping[str, Any], group: str = "") -> dict[str, Any]:
     """Nested settings by their dotted keys."""
     values: dict[str, Any] = {}

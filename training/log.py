@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from data.shards import flush
 from training.bad_steps import NumberCheck
 from training.checkpoint import Checkpoint
+from training.comparison import forked_from
 from training.curves import LossPicture
 from training.saver import EXIT_UNSAVED
 from training.stop import StopRequest, resume_command
@@ -84,7 +85,8 @@ class RunLog:
         own = checkpoint is not None and checkpoint.path in {path.resolve() for path in run_dir.glob("checkpoints/*")}
         expected = checkpoint.meta["metric_lines"] if own else None  # another run's counts another file's lines
         # otherwise the folder's files are the user's own, or another run's
-        same_run = resume and (own or (checkpoint is None and (run_dir / "run.json").exists()))
+        unsaved = checkpoint is None or (resume and forked_from(run_dir) == description["settings"]["resume"])
+        same_run = resume and (own or (unsaved and (run_dir / "run.json").exists()))
         self._file = MetricsFile(
             run_dir / "metrics.jsonl", first_step, resume=same_run, say=self.say, expected=expected
         )
