@@ -25,6 +25,11 @@ Stream = Callable[[], Iterator[Fragment]]
 
 # how WikiText's rows are usually read: their fingerprint leaves it out, as that of the first releases did
 WIKITEXT_READ = {"splits": ["train", "validation", "test"], "text_field": "text"}
+AS_THEY_LIE = {  # what keys may say where WikiText's own files are read, which no key cuts or chooses
+    "split": ("train",), "validation_split": ("validation", None), "test_split": ("test", None),
+    "text_field": (DataConfig.text_field,), "streaming": (DataConfig.streaming,),
+    "validation_fraction": (DataConfig.validation_fraction,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,12 @@ def _hub(data: DataConfig) -> Source:
     if not folder and Path(data.name).is_dir():  # `datasets` would take it
         raise ValueError(f"data.name={data.name} is a folder in {Path.cwd()}; use data.local_dir={data.name}")
     if folder and data.documents == "wikitext" and (found := wikitext.find(folder)):
+        for key, read in AS_THEY_LIE.items():
+            if (value := getattr(data, key)) not in read:
+                raise ValueError(
+                    f"data.{key}={value} is not for data.local_dir={folder}, which holds WikiText's own files: train, "
+                    "validation and test as they lie; leave it out"
+                )
         files = dict(zip(found, textfiles.inspect(list(found.values())), strict=True))
         return Source(
             label,

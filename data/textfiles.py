@@ -143,7 +143,9 @@ def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
                     text.encode()  # half a surrogate pair is no text
                 yield text
     except (ValueError, OSError, RecursionError) as error:
-        raise ValueError(f"{file.path} cannot be read as json: {place}{error}; correct or drop it") from error
+        # an object over several lines is JSON too
+        remedy = "write one object a line, or a list of them" if place == "row 1: " else "correct or drop it"
+        raise ValueError(f"{file.path} cannot be read as json: {place}{error}; {remedy}") from error
     if columns is not None:
         raise _no_column(file, field, columns)
 

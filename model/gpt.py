@@ -359,7 +359,7 @@ class GPT(nn.Module):
         """
         if self.config.mask is not None:
             raise ValueError(
-                f"model.mask={self.config.mask} has no KV cache: it cannot generate text; use model.mask=null"
+                f"model.mask={self.config.mask} has no KV cache: it cannot generate text; train with model.mask=null"
             )
         max_tokens = self.seq_len if max_tokens is None else max_tokens
         if not 1 <= max_tokens <= self.seq_len:

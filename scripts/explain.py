@@ -267,7 +267,7 @@ def explain_step(settings: ExplainSettings, run_dir: Path) -> tuple[dict, list[T
             "it holds between steps, so leave what=memory out"
         )
     world = World(size=settings.processes)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or settings.hardware.device == "cpu":
         hardware = replace(choose_hardware(settings.hardware), world=world)
     else:
         dtype, compiled = DTYPES.get(settings.hardware.dtype, torch.bfloat16), settings.hardware.compile is not False

@@ -105,6 +105,11 @@ def main(settings: SampleSettings, run_dir: Path) -> None:
     hardware = set_up(settings.hardware)
     checkpoint = open_checkpoint(given_or_newest(settings.checkpoint))
     model, tokenizer = load_trained(checkpoint, hardware.device, hardware.dtype, attention=settings.model.attention)
+    if model.config.mask is not None:
+        raise ValueError(
+            f"{checkpoint.path} was trained with model.mask={model.config.mask}, of which nothing can be kept between "
+            "tokens, so that it generates no text; train again with model.mask=null"
+        )
     if settings.cache and model.config.attention != "flash":
         raise ValueError(f"cache={settings.cache} needs model.attention=flash, which runs on a GPU; leave it out")
     nothing_given = not settings.prompt and settings.prompts is None

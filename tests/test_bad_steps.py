@@ -23,6 +23,7 @@ from training import optimizer as optimizers
 from training.checkpoint import open_checkpoint
 from training.hardware import HardwareConfig, set_up
 from training.optimizer import Optimizer
+from training.resume import refuse_unless_it_fits, settings_as_asked
 from training.stop import resume_command, shell_command
 
 # dropout on: only a step that begins with the same random state has the same bits
@@ -109,6 +110,11 @@ def test_stop_names_the_place_and_saves_the_state_before(tmp_path, monkeypatch, 
     assert command.strip() == resume_command(run_dir, "train.on_nonfinite=skip")
     kept = run_dir / "bad_steps" / f"step_{BAD:06d}"
     assert f"{kept}; {shell_command('python', '-m', 'scripts.replay', f'dump={kept}')} runs the step again" in said
+    for start in (settings_as_asked, lambda dump: refuse_unless_it_fits(dump, {}, {}, 0)):
+        with pytest.raises(
+            ValueError, match=rf"{kept} is what a bad step left behind.* use one of {run_dir}/checkpoints"
+        ):
+            start(open_checkpoint(kept))
     assert attention.hits == 2  # in the run, and when it was run again: with the same bits, so from the same state
     train(small_run(tmp_path, *STORY, "train.save_every=1"), tmp_path / "sound")
     sound = open_checkpoint(tmp_path / "sound" / "checkpoints" / f"step_{BAD - 1:06d}")

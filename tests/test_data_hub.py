@@ -296,6 +296,16 @@ def test_wikitext_from_its_own_files(names, tmp_path, cache):
     dataset = wikitext2(cache, local_dir=str(tmp_path))
     assert dataset.manifest["splits"]["train"]["documents"] == 2
     assert list(dataset.tokens) == ["train", "validation"]
+    for key, value in {
+        "split": "train[:1%]", "validation_split": "test", "test_split": "train", "text_field": "body",
+        "streaming": True, "validation_fraction": 0.5,
+    }.items():  # fmt: skip
+        cut = {"validation_split": None} if key == "validation_fraction" else {}
+        with pytest.raises(
+            ValueError, match=re.escape(f"data.{key}={value} is not for data.local_dir={tmp_path}, which")
+        ):
+            wikitext2(cache, local_dir=str(tmp_path), **{key: value}, **cut)
+    assert wikitext2(cache, local_dir=str(tmp_path), test_split=None).fingerprint == dataset.fingerprint
     (tmp_path / names[1]).unlink()
     with pytest.raises(ValueError, match=r"no validation split; add one of valid\.txt"):
         wikitext2(cache, local_dir=str(tmp_path))

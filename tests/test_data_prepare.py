@@ -410,6 +410,11 @@ def test_cache_that_cannot_be_written(corpus, tmp_path):
         (b'[{"text": "a"}, {"text": 3}]', "a.json", "row 2 has no text"),
         (b'\n [{"text": "a"}, {"text": 3}]', "a.json", "row 2 has no text"),  # a list all the same
         (b'[{"text": "a"}, {"text": ', "a.json", "cannot be read as json: Expecting value: line 1 column 26"),
+        (
+            b'{\n "text": "a"\n}',
+            "a.json",
+            "double quotes: line 2 column 1 (char 2); write one object a line, or a list of",
+        ),
         (b'["a", "b"]', "a.json", "row 1: not an object"),  # an item is no line: it is not parsed again
         (b"PAR1", "a.parquet", "cannot be read as parquet"),
     ],

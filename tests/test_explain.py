@@ -130,6 +130,13 @@ def test_the_memory_of_a_step_is_explained_for_the_arguments_of_a_run(tmp_path, 
         ExplainSettings(what="time")
 
 
+def test_a_cpu_that_is_named_is_explained_and_no_gpu_elsewhere(tmp_path, capsys):
+    explain.main.__wrapped__(settings("what=memory", "hardware.device=cpu", schema=ExplainSettings), tmp_path)
+    text = capsys.readouterr().out
+    assert "; CPU, " in text
+    assert "cuBLAS" not in text
+
+
 def test_products_in_8_bits_on_a_gpu_elsewhere(tmp_path, capsys, monkeypatch):
     """No GPU here can be asked for its age, and what the forward keeps for the MLP is smaller."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -11,7 +11,8 @@ from model import GPT, GPTConfig, resolve_attention, resolve_model
 from model.gpt import positions_in
 from model.masks import Pattern, mask_mod
 from scripts.causality import probe
-from tests.runs import settings
+from tests.runs import settings, small_run, told
+from train import train
 from training.hardware import Hardware
 from training.run import resolve
 from training.step import packed_rows
@@ -239,13 +240,24 @@ def test_masks_that_are_none(keys, message):
         GPTConfig(**keys)
 
 
+def test_a_masked_run_is_not_sampled(tmp_path, monkeypatch, capsys):
+    """Its prompt was printed, and then that model.mask=null is the remedy, which is no key of sampling."""
+    train(small_run(tmp_path, "train.steps=1", "model.mask=dilated:2", "model.attention=naive"), tmp_path / "run")
+    said = told(
+        "scripts.sample", [f"checkpoint={tmp_path / 'run'}", "hardware.device=cpu", "prompt=a"], monkeypatch, capsys
+    )
+    assert (said.code, said.out) == (2, "")
+    assert "trained with model.mask=dilated:2, of which nothing can be kept" in said.error
+    assert "train again with model.mask=null" in said.error
+
+
 def test_what_a_masked_model_cannot_do_is_refused_in_a_line():
     with pytest.raises(
         ValueError, match=r"model.mask=dilated:2 keeps no documents apart; use data.document_mask=false"
     ):
         resolve_model(GPTConfig(mask="dilated:2"), "cpu", torch.float32, document_mask=True)
     with pytest.raises(
-        ValueError, match=r"model.mask=dilated:2 has no KV cache: it cannot generate text; use model.mask=null"
+        ValueError, match=r"model.mask=dilated:2 has no KV cache: it cannot generate text; train with model.mask=null"
     ):
         gpt("naive", mask="dilated:2").make_cache(1)
     with pytest.raises(ValueError, match=f"model.mask=prefix:{SEQ_LEN + 1} leaves nothing to predict .* as prefix:"):
