@@ -155,8 +155,9 @@ def decode_key(call: Call, options: Options, tile: object = None) -> tuple:
     for stride in strides[:3]:
         together |= stride
     # what the checks and the launch ask of its shape and strides
-    shape = k.shape[:2], k.shape[3:], min(k.shape[2], 2), k.shape == v.shape, strides == v.stride(), strides[3:]
-    alike = together * k.itemsize % 16, together < 2**31, 0 in strides, k.data_ptr() % 16 == v.data_ptr() % 16 == 0
+    shape = k.shape[:2], k.shape[3:], k.shape[2] > 0, k.shape == v.shape, strides == v.stride(), strides[3:]
+    repeated = 0 in strides, strides[2] == 0 and k.shape[2] > 1
+    alike = together * k.itemsize % 16, together < 2**31, repeated, k.data_ptr() % 16 == v.data_ptr() % 16 == 0
     kind = "decode", tile, given, shape, alike, k.dtype, v.dtype, k.device, v.device
     return key_of(kind, options, call.q, *[x for x in call[3:] if x is not None])
 
