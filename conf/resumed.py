@@ -32,13 +32,13 @@ def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, know
     earlier: dict[str, Any] = {}
     if resume and isinstance(resume, str | int | float):
         earlier = earlier_settings(str(resume), run_dir)
-        origin = forked_from(run_dir) if earlier and resume == "auto" else None
         if earlier:
             earlier |= {"resume": str(resume), "profile": False}  # a profile is asked for each time
             cfg, composed = OmegaConf.create({}), cfg
             _apply_values(cfg, earlier, known)
             _apply_overrides(cfg, composed, overrides)
-            if origin:  # killed before it saved: it goes on from there again, and so will its next life
+            # killed before it saved: it goes on from there again, and so will its next life
+            if resume == "auto" and (origin := forked_from(run_dir)):
                 OmegaConf.update(cfg, "resume", origin)
             if "experiment" in chosen:
                 print("settings   the run's own; experiment is not read again, other keys that were typed are")

@@ -6,7 +6,6 @@ are a quarter of a small model's launches.
 
 import operator
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import fx
@@ -16,11 +15,8 @@ CONVERT = torch.ops.prims.convert_element_type.default
 PRODUCT = torch.ops.aten.mm.default
 
 
-Function = TypeVar("Function", bound=Callable)  # a module too
-
-
-def compiled(function: Function) -> Function:
-    """`function` compiled for the shapes that it is called with, each for itself.
+def compiled(function: Callable) -> Callable:
+    """`function`, or a module, compiled for the shapes that it is called with, each for itself.
 
     Each graph is told the choices: as global settings they would be an opponent's too, and Dynamo sets `deterministic`
     back to what torch.are_deterministic_algorithms_enabled says whenever it has traced one (torch 2.11).

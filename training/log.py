@@ -85,7 +85,7 @@ class RunLog:
         own = checkpoint is not None and checkpoint.path in {path.resolve() for path in run_dir.glob("checkpoints/*")}
         expected = checkpoint.meta["metric_lines"] if own else None  # another run's counts another file's lines
         # otherwise the folder's files are the user's own, or another run's
-        unsaved = checkpoint is None or (resume and forked_from(run_dir) == description["settings"]["resume"])
+        unsaved = checkpoint is None or forked_from(run_dir) == description["settings"]["resume"]
         same_run = resume and (own or (unsaved and (run_dir / "run.json").exists()))
         self._file = MetricsFile(
             run_dir / "metrics.jsonl", first_step, resume=same_run, say=self.say, expected=expected

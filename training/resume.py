@@ -93,17 +93,18 @@ def earlier_settings(resume: str, run_dir: Path) -> dict[str, Any]:
 
 def settings_as_asked(checkpoint: Checkpoint) -> dict[str, Any]:
     """Its settings, flat, as they were before `resolve` chose for its machine."""
-    _refuse_a_dump(checkpoint)
-    checkpoint.require(NEEDED_META, checkpoint.meta, META)
+    _require_a_runs(checkpoint)
     return _not_ignored(flat(checkpoint.meta["settings"])) | dict(checkpoint.meta["left_open"])
 
 
-def _refuse_a_dump(checkpoint: Checkpoint) -> None:
+def _require_a_runs(checkpoint: Checkpoint) -> None:
+    """ValueError unless its description is that of a run, and not of a bad step."""
     if "first" in checkpoint.meta:
         raise ValueError(
             f"{checkpoint.path} is what a bad step left behind, which scripts.replay runs again (dump=...), and no "
             f"checkpoint to train from; use one of {checkpoint.path.parents[1] / 'checkpoints'}"
         )
+    checkpoint.require(NEEDED_META, checkpoint.meta, META)
 
 
 def _not_ignored(settings: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +123,7 @@ def refuse_unless_same(
 
     settings: the run's, resolved. tokenizer: its `tokenizer_state`.
     """
-    _refuse_a_dump(checkpoint)
-    checkpoint.require(NEEDED_META, checkpoint.meta, META)
+    _require_a_runs(checkpoint)
     before, here = checkpoint.meta["settings"], f"resume={checkpoint.path}"
     began = settings["init_from"]
     if began and began != before.get("init_from"):
@@ -142,8 +142,7 @@ def refuse_unless_it_fits(
     checkpoint: Checkpoint, settings: Mapping[str, Any], tokenizer: Mapping[str, str], vocab_size: int
 ) -> None:
     """ValueError where a run cannot start with the weights of `checkpoint`; arguments as `refuse_unless_same`."""
-    _refuse_a_dump(checkpoint)
-    checkpoint.require(NEEDED_META, checkpoint.meta, META)
+    _require_a_runs(checkpoint)
     here = f"init_from={checkpoint.path}"
     _refuse_another_tokenizer(here, checkpoint, tokenizer, vocab_size)
     _refuse_another_model(here, checkpoint.meta["settings"], settings, (*MAY_CHANGE, *MAY_BE_LEARNED))
