@@ -40,6 +40,7 @@ RUN = (
     *("train.steps=10", "train.batch_tokens=512", "train.micro_batch=2", "train.log_every=1"),
     *("train.eval_every=5", "train.eval_windows=7", "train.keep_last=9", "model.dropout=0.1", "model.n_embd=16"),
 )
+THREE = "train.batch_tokens=768"  # micro-batches of each of 4 processes
 Case = Callable[[int, parallel.World], None]  # what a rank does
 
 
@@ -140,7 +141,7 @@ def same_bits(folder: Path) -> dict[str, Any]:
     for optimizer in ("adamw", "muon"):
         for size in (1, 2, 4):
             name = f"{optimizer}_{size}"
-            ended = processes(folder / f"said_{name}", size, training(folder, name, f"optim={optimizer}"))
+            ended = processes(folder / f"said_{name}", size, training(folder, name, f"optim={optimizer}", THREE))
             found[name] = ended | left_by(folder / name)
     return found
 
@@ -155,7 +156,7 @@ def resumed_elsewhere(folder: Path) -> dict[str, Any]:
     found = {}
     for life, (size, on_step) in enumerate(lives):
         resume = ["resume=auto"] if life else []
-        case = training(folder, "resumed", "optim=muon", *resume, on_step=on_step)
+        case = training(folder, "resumed", "optim=muon", THREE, *resume, on_step=on_step)
         found[f"resumed_{life}"] = processes(folder / f"said_resumed_{life}", size, case)
         found[f"resumed_{life}"] |= left_by(folder / "resumed")
     return found
@@ -318,7 +319,7 @@ def disks(folder: Path) -> dict[str, Any]:
         elif step.number == 8:
             checkpoint.flush = flush
 
-    case = training(folder, "disk", "optim=muon", "train.save_every=1", on_step=watched)
+    case = training(folder, "disk", "optim=muon", THREE, "train.save_every=1", on_step=watched)
     return {"disk": processes(folder / "said_disk", 2, case) | left_by(folder / "disk")}
 
 

@@ -252,10 +252,8 @@ def gradients_of(order: list[torch.Tensor]) -> torch.Tensor:
 
 def tree_of(terms: list[torch.Tensor]) -> torch.Tensor:
     """Their sum in the order that is promised."""
-    while len(terms) > 1:
-        pairs = [a + b for a, b in zip(terms[::2], terms[1::2], strict=False)]
-        terms = pairs + terms[len(pairs) * 2 :]
-    return terms[0]
+    first = (len(terms) + 1) // 2
+    return terms[0] if len(terms) == 1 else tree_of(terms[:first]) + tree_of(terms[first:])
 
 
 @pytest.mark.parametrize("lost", ["init_process_group", "init_device_mesh", "set", "wait", "delete_key"])
@@ -361,7 +359,7 @@ def test_what_was_gathered_stays_no_longer_than_somebody_may_read_it():
     assert world.broadcast("unheard") == 7
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
 def test_micro_batches_are_summed_as_a_binary_tree(count):
     generator = torch.Generator().manual_seed(count)
     terms = list(torch.randn(count, 1000, generator=generator))

@@ -9,8 +9,8 @@ from training.parallel import World
 class GradientSum:
     """The sum of a step's gradients: of this process's micro-batches and of all processes, as one binary tree.
 
-    Call `add` after each backward pass. Autograd adds every second micro-batch's gradient to the first's; pairs and
-    what is made of them are added like the digits of a binary counter, so log2(micro-batches) gradients are held.
+    Call `add` after each backward pass. Autograd adds the second gradient of a pair to the first; what pairs are made
+    into (`sums_that_end`) is added as soon as both terms are there, so log2(micro-batches) gradients are held.
     The sum's address is always the same as long as the backward passes always write to the same addresses.
 
     micro_batches: how often `add` will be called.
@@ -19,27 +19,25 @@ class GradientSum:
 
     def __init__(self, parameters: list[Tensor], world: World, micro_batches: int, *, copied: bool = False) -> None:
         self._parameters, self._world, self._copied = parameters, world, copied
-        self._to_come = micro_batches
-        self._loss: Tensor | None = None  # of an odd micro-batch, whose gradient is in `grad`
-        self._pending: list[tuple[int, list[Tensor]]] = []  # (level, gradients and loss), the highest level first
+        self._to_end = sums_that_end(micro_batches)[::-1]  # with each micro-batch to come, the next one last
+        self._loss: Tensor | None = None  # of the first of a pair, whose gradient is in `grad`
+        self._pending: list[list[Tensor]] = []  # gradients and loss of sums whose other term is to come
 
     def add(self, loss: Tensor) -> None:
         """After a backward pass: the micro-batch's loss; its gradients are in `grad`."""
-        self._to_come -= 1
-        if self._loss is None:
-            self._loss = loss
-        else:
+        sums = self._to_end.pop()
+        if self._loss is not None:
             self._loss = self._loss + loss
-            self._push()
+            self._push(sums - 1)
+        else:
+            self._loss = loss
+            if sums or not self._to_end:  # alone: of three, say
+                self._push(sums)
 
     @torch.no_grad()
     def total(self) -> Tensor:
         """The loss of the whole step; its gradients are in `grad`."""
-        if self._loss is not None:
-            self._push()
-        terms = self._pending.pop()[1]
-        while self._pending:
-            terms = _added(self._pending.pop()[1], terms)
+        (terms,) = self._pending
         loss = terms.pop()
         terms, loss = self._world.sum(terms, loss, self._parameters)
         for parameter, gradient in zip(self._parameters, terms, strict=True):
@@ -47,18 +45,31 @@ class GradientSum:
         return loss
 
     @torch.no_grad()
-    def _push(self) -> None:
-        """Add the gradients in `grad` to the pending terms; two of one level become one of the next."""
-        level, terms = 1, [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
-        if self._copied and self._to_come:
+    def _push(self, sums: int) -> None:
+        """Take the gradients out of `grad`, and add them to the last `sums` pending terms."""
+        terms = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
+        if self._copied and self._to_end:
             terms = [term.clone() for term in terms]
         terms.append(self._loss)
         self._loss = None
         for parameter in self._parameters:
             parameter.grad = None
-        while self._pending and self._pending[-1][0] == level:
-            level, terms = level + 1, _added(self._pending.pop()[1], terms)
-        self._pending.append((level, terms))
+        for _ in range(sums):
+            terms = _added(self._pending.pop(), terms)
+        self._pending.append(terms)
+
+
+def sums_that_end(micro_batches: int) -> list[int]:
+    """With each micro-batch, how many sums of the tree are complete.
+
+    The tree is cut from the top, into halves that differ by one micro-batch at most: then the halves, and quarters, of
+    a step are added as two processes, or four, add theirs, however many micro-batches each has.
+    """
+    if micro_batches == 1:
+        return [0]
+    later = micro_batches // 2
+    *ends, last = sums_that_end(micro_batches - later) + sums_that_end(later)
+    return [*ends, last + 1]
 
 
 def _added(earlier: list[Tensor], later: list[Tensor]) -> list[Tensor]:

@@ -49,11 +49,14 @@ def reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def tree_sum(rows: list[Tensor], out: Tensor) -> None:
-    """Write to `out` the sum of at least two `rows`, in the order of a binary tree and over some of them."""
-    while len(rows) > 2:
-        pairs = [a.add_(b) for a, b in zip(rows[::2], rows[1::2], strict=False)]
-        rows = pairs + rows[len(pairs) * 2 :]
-    torch.add(*rows, out=out)
+    """Write to `out` the sum of at least two `rows`, in the order of `gradient_sum.sums_that_end`; some are written over."""
+    first = -(-len(rows) // 2)
+    torch.add(_tree(rows[:first]), _tree(rows[first:]), out=out)
+
+
+def _tree(rows: list[Tensor]) -> Tensor:
+    first = -(-len(rows) // 2)
+    return rows[0] if first == len(rows) else _tree(rows[:first]).add_(_tree(rows[first:]))
 
 
 def cut(terms: list[Tensor], size: int) -> list[list[Tensor]]:
