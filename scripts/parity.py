@@ -106,7 +106,9 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     if settings.model.attention_dropout and settings.parity.mutants:
         raise ValueError("parity.mutants know no dropout; use model.attention_dropout=0 with them")
     settings = with_one_micro_batch(settings, run_dir)
-    plan = plan_runs(settings, run_dir)
+    head_dim, device = settings.model.head_dim, set_up(settings.hardware).device
+    disguises = nulls(settings.parity.nulls, settings.data.seq_len, head_dim, device)
+    plan = plan_runs(settings, run_dir, disguises)
     runs, curves = {}, {}  # name -> what the report says of a run, and its losses
     for number, (name, (changed, attend)) in enumerate(plan.items(), 1):
         print(f"[{number}/{len(plan)}] {name}", end=" ", flush=True)
@@ -120,11 +122,11 @@ def run_parity(settings: ParitySettings, run_dir: Path) -> dict:
     places, dropout = record_both(settings, run_dir), settings.model.attention_dropout
     options = {"dropout_p": dropout, "dropout_seed": 0} if dropout else {}
     torch.set_float32_matmul_precision("highest")  # TF32 would hide what float32 can show; a run sets its own
-    disguised = [naive_attention, *nulls(settings.parity.nulls, settings.data.seq_len).values()]
+    rounded = [naive_attention, *disguises.values()]
     limits = {}
     for place, recorded in places.items():
-        rows = [compare(f, recorded, options) for f in disguised]
-        limits[place] = limits_of(rows, [stress(f, recorded, options) for f in disguised])
+        rows = [compare(f, recorded, options) for f in rounded]
+        limits[place] = limits_of(rows, [stress(f, recorded, options) for f in rounded])
     verdicts = {}
     for name in (*settings.parity.attention, *settings.parity.mutants):
         attend = MUTANTS[name][0] if name in MUTANTS else ATTENTION[name]
@@ -167,18 +169,20 @@ def with_one_micro_batch(settings: ParitySettings, run_dir: Path) -> ParitySetti
     return replace(settings, train=replace(settings.train, micro_batch=min(found)))
 
 
-def plan_runs(settings: ParitySettings, run_dir: Path) -> dict[str, tuple[ParitySettings, Attention | None]]:
+def plan_runs(
+    settings: ParitySettings, run_dir: Path, disguises: dict[str, Attention]
+) -> dict[str, tuple[ParitySettings, Attention | None]]:
     """name -> the run's settings, and what is called in place of its attention."""
     config, seed = settings.parity, settings.train.window_seed
-    disguised, mutants = nulls(config.nulls, settings.data.seq_len), {name: MUTANTS[name][0] for name in config.mutants}
+    mutants = {name: MUTANTS[name][0] for name in config.mutants}
     orders = {f"seed {number}": seed + number for number in range(1, config.seeds + 1)}
     group = settings.logger.group or f"parity {run_dir.name}"
     plan = {}
-    for name in ("naive", *disguised, *orders, *config.attention, *mutants):
+    for name in ("naive", *disguises, *orders, *config.attention, *mutants):
         model = replace(settings.model, attention=name if name in config.attention else "naive")
         train = replace(settings.train, data_seed=orders.get(name, seed))
         logger = replace(settings.logger, group=group, tags=[*settings.logger.tags, "parity", name])
-        plan[name] = replace(settings, model=model, train=train, logger=logger), (disguised | mutants).get(name)
+        plan[name] = replace(settings, model=model, train=train, logger=logger), (disguises | mutants).get(name)
     return plan
 
 

@@ -180,7 +180,8 @@ def run_again(
 
 def compare(dump: Checkpoint, settings: ReplaySettings) -> list[dict]:
     """Run the step with each attention in each dtype; a row of the table for each."""
-    disguise = next(iter(nulls(1, dump.meta["settings"]["data"]["seq_len"]).values()))
+    config, seq_len = GPTConfig(**dump.meta["settings"]["model"]), dump.meta["settings"]["data"]["seq_len"]
+    (disguise,) = nulls(1, seq_len, config.head_dim, choose_hardware(settings.hardware).device).values()
     state = dump.load_state()
     dump.require({"batch": tuple, "random": {}, "optimizer": list}, state, STATE)
     reference, rows = None, []

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +63,18 @@ def exit_if_asked(summary: dict[str, Any]) -> None:
 # ---- nulls
 
 
-def disguised(seed: int, block_k: int) -> Attention:
+def disguised(seed: int, block_k: int, head_dim: int, device: torch.device) -> Attention:
     """Queries and keys in another orthonormal basis, values too: (q R)(k R)^T = q k^T; and the keys in tiles.
 
     Every product and sum rounds anew, and the change of basis rounds once more: noise of every kind that a correct
     kernel makes, and somewhat more of it.
     """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    normal = torch.randn(2, head_dim, head_dim, dtype=torch.float64, device="cpu", generator=generator)
+    # here and not in a call, whose graph a compiler would have to break
+    basis, values = (torch.linalg.qr(x)[0].to(device=device, dtype=torch.float32) for x in normal)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        # disabled here and not by a decorator: that would import Triton before it can be told to interpret
-        basis, values = torch.compiler.disable(_bases)(seed, q.shape[-1], q.device)
         turned = ((x.float() @ basis).to(q.dtype) for x in (q, k))
         # packed documents have lengths of their own
         tiles = {} if options.get("documents") else {"block_q": q.shape[2], "block_k": block_k}
@@ -83,20 +84,12 @@ def disguised(seed: int, block_k: int) -> Attention:
     return attend
 
 
-@lru_cache(maxsize=64)
-def _bases(seed: int, head_dim: int, device: torch.device) -> list[Tensor]:
-    """Two random orthogonal matrices, float32."""
-    generator = torch.Generator().manual_seed(seed)
-    normal = torch.randn(2, head_dim, head_dim, dtype=torch.float64, generator=generator)
-    return [torch.linalg.qr(x)[0].to(device=device, dtype=torch.float32) for x in normal]
-
-
-def nulls(count: int, seq_len: int) -> dict[str, Attention]:
+def nulls(count: int, seq_len: int, head_dim: int, device: torch.device) -> dict[str, Attention]:
     """`count` of them, by name: another basis each, and the keys in two or three tiles."""
     found: dict[str, Attention] = {}
     for number in range(count):
         block_k = -(-seq_len // (2 + number % 2))
-        found[f"null {number}: tiles of {block_k} keys"] = disguised(number, block_k)
+        found[f"null {number}: tiles of {block_k} keys"] = disguised(number, block_k, head_dim, device)
     return found
 
 

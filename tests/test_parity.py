@@ -16,7 +16,7 @@ from kernels import naive_attention
 from scripts import parity, variants
 from scripts.parity import ParityConfig, ParitySettings, plan_runs, run_parity, with_one_micro_batch
 from scripts.parity_verdict import QUANTITIES, TOLERANCE, fault, final_losses, judge, limits_of, noise
-from scripts.variants import MUTANTS, train_once
+from scripts.variants import MUTANTS, nulls, train_once
 from tests.runs import settings, small_run
 from training import memory
 
@@ -94,6 +94,14 @@ def test_a_verdict_is_the_exit_code(asked, tmp_path, monkeypatch):
     assert stopped.value.code == 1
 
 
+def test_a_null_is_compiled_as_the_run_that_it_is_beside():
+    """Without a break in the graph, which would also keep the step from being one of CUDA."""
+    q, k, v = torch.randn(3, 1, 2, 32, 16, generator=torch.Generator().manual_seed(0))
+    for attend in nulls(2, 32, 16, torch.device("cpu")).values():
+        whole = torch.compile(attend, fullgraph=True, backend="eager")
+        torch.testing.assert_close(whole(q, k, v, causal=True), naive_attention(q, k, v, causal=True))
+
+
 def test_what_judges_nothing_is_refused():
     with pytest.raises(ValueError, match=r"parity.attention=\[\] judges nothing; name one"):
         ParityConfig(attention=[])
@@ -103,7 +111,7 @@ def test_what_judges_nothing_is_refused():
 def test_the_order_of_the_batches_is_the_typed_one(tmp_path, typed, orders):
     """And those of the seed runs are others."""
     chosen = settings("train.seed=5", "parity.seeds=2", *typed, schema=ParitySettings, experiment="parity")
-    plan = {name: changed.train for name, (changed, _) in plan_runs(chosen, tmp_path).items()}
+    plan = {name: changed.train for name, (changed, _) in plan_runs(chosen, tmp_path, {}).items()}
     assert [plan[name].data_seed for name in ("naive", "seed 1", "seed 2")] == orders
     assert {train.seed for train in plan.values()} == {5}
 
