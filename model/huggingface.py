@@ -6,6 +6,9 @@
 The import registers two functions under that name: `mask` (huggingface_masks.py), which transformers calls once a
 forward and kind of layer, and `attention`, called in each layer with what `mask` returned. For padding, windows and
 documents neither copies keys or values; only the bounds of documents are waited for, once a forward.
+
+Without a mask documents begin where position_ids do not rise by one, as in transformers' flash attention. Its eager and
+sdpa attention see that only without a cache: with use_cache at its default they let such documents see each other.
 """
 
 from collections.abc import Callable
@@ -30,6 +33,7 @@ for _distribution in metadata.distributions(name="kernels"):
     )
 
 from transformers import AttentionInterface, AttentionMaskInterface, __version__  # noqa: E402
+from transformers.utils.output_capturing import _active_collector  # noqa: E402
 
 if __version__.startswith("4."):
     raise ImportError(f"transformers {__version__} is installed; gpt_triton needs 5.22 or later (uv run --group hf)")
@@ -37,7 +41,6 @@ if __version__.startswith("4."):
 from model.huggingface_masks import (  # noqa: E402
     INSTEAD,
     MAX_QUERIES,
-    NO_WEIGHTS,
     blocks_of,
     documents_of,
     mask,
@@ -88,6 +91,9 @@ def attention(
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     padded = attention_mask is not None and attention_mask.shape[0] == 4 and attention_mask.shape[3] > 0
     if padded:
+        if attention_mask.shape[1] != key.shape[2]:
+            columns, keys = attention_mask.shape[1], key.shape[2]
+            raise ValueError(f"attention_mask has {columns} columns and there are {keys} keys; give one for each")
         query = nan_at_holes(query, attention_mask)
         if not (needs_grad or dropout or (window[0] >= 0 and not causal)) and _readable_as_cache(query, key, value):
             kind = query.shape[1], scaling, softcap, window[0], causal, id(s_aux)
@@ -148,8 +154,9 @@ def _packing(
         return None
     if not 1 < query.shape[2] == key.shape[2] == position_ids.shape[1]:
         return None
-    breaks = lambda: position_ids.diff(dim=-1).expand(query.shape[0], -1) != 1  # noqa: E731
-    return shared(position_ids, "cu_seqlens", lambda: documents_of(breaks()))
+    rows = query.shape[0]  # position_ids of one row are of all, and may serve another batch
+    breaks = lambda: position_ids.diff(dim=-1).expand(rows, -1) != 1  # noqa: E731
+    return shared(position_ids, ("cu_seqlens", rows), lambda: documents_of(breaks()))
 
 
 def _over_caches(query: Tensor, ranges: Tensor, options: dict) -> Callable:
@@ -196,7 +203,7 @@ def _refuse(attention_mask: object, others: dict) -> None:
     """ValueError for what the kernels do not compute."""
     if isinstance(attention_mask, Tensor):
         shape, dtype = attention_mask.shape, attention_mask.dtype
-        ours = dtype == torch.int32 and shape[:2] in ((1, 1), (4, 1)) and shape[2] <= 4
+        ours = dtype == torch.int32 and (shape[0] == 4 or shape[:2] == (1, 1)) and shape[2] <= 4
         if not (ours or (len(shape) == 4 and (dtype == torch.bool or dtype.is_floating_point))):
             raise ValueError(
                 f"attention_mask reached a layer with shape {tuple(shape)} and {dtype}; gpt_triton takes (B, tokens) "
@@ -205,8 +212,11 @@ def _refuse(attention_mask: object, others: dict) -> None:
     for name in BEYOND_US:
         if others.get(name) is not None:
             raise ValueError(f"the model hands {name} to its attention, which gpt_triton does not compute; {INSTEAD}")
-    if others.get("output_attentions"):
-        raise ValueError(NO_WEIGHTS)
+    # of GPT-2, OPT and SigLIP the collector alone knows
+    if others.get("output_attentions") or "attentions" in (_active_collector.get() or ()):
+        raise ValueError(
+            'output_attentions asks for weights that gpt_triton never has; use set_attn_implementation("eager")'
+        )
     if others.get("cache") is not None:
         raise ValueError(f"a paged cache (continuous batching) is not gpt_triton's; {INSTEAD}")
 

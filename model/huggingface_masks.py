@@ -7,7 +7,7 @@ functions. Its blocks (kernels/block_masks.py) are built by the first layer, whi
 What `mask` returns always has four dimensions, because transformers' generation passes such a tensor through unchanged.
 What the host knows is in its shape, as a tensor's other attributes do not survive compilation:
 
-    (4, 1, kind, B) int32  of each row the first key, the end of its keys, the first query, the end of its queries
+    (4, Nk, kind, B) int32  of each row the first key, the end of its keys, the first query, the end of its queries
     (4, 1, kind, 0) int32  no padding
     (1, 1, kind, documents + 1) int32  cu_seqlens of documents packed end to end
     (B, 1, N, Nk) bool  pairs
@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
 from transformers import masking_utils as theirs
-from transformers.utils.output_capturing import _active_collector
 
 from kernels import BlockMask, place_documents
 from kernels.block_masks import version_of
@@ -31,7 +30,6 @@ from kernels.decode import MAX_QUERIES
 
 HIDDEN = -1e4  # what is added to a score to hide a pair, or less: exp(-1e4) is 0
 INSTEAD = 'use set_attn_implementation("sdpa")'
-NO_WEIGHTS = 'output_attentions asks for weights that gpt_triton never has; use set_attn_implementation("eager")'
 HOLE = (
     "attention_mask has a hole, a 0 between two 1s of a row, which gpt_triton cannot see on a GPU without waiting; "
     f"pad at the ends, pass booleans (B, 1, N, N), or {INSTEAD}"
@@ -74,13 +72,11 @@ def mask(
     use_vmap: whether mask_function must be called for one pair at a time.
 
     Raises:
-        ValueError: output_attentions, a model that adds numbers to its mask, a mask of other rows than the batch, or a
-            hole that a GPU has found.
+        ValueError: a model that adds numbers to its mask, a mask of other rows than the batch, or a hole that a GPU has
+            found.
     """
     if (model := getattr(config, "model_type", None)) in OF_NUMBERS:
         raise ValueError(f"layers of {model} add numbers to their mask, which gpt_triton does not compute; {INSTEAD}")
-    if "attentions" in (_active_collector.get() or ()):  # GPT-2 and OPT do not pass it to their layers
-        raise ValueError(NO_WEIGHTS)
     if attention_mask is not None and len(attention_mask) != batch_size:
         raise ValueError(f"attention_mask has {len(attention_mask)} rows and the batch {batch_size}; give one for each")
     refuse_found_holes()
@@ -109,7 +105,7 @@ def mask(
         ranges = torch.zeros((4, 1, kind, batch_size), dtype=torch.int32, device=device)
         ranges[1] = end
         ranges[3] = q_length
-        return ranges
+        return ranges.expand(-1, kv_length, -1, -1)
     real = theirs.prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, kv_offset : kv_offset + kv_length]
     keys = torch.arange(kv_length, dtype=torch.int32, device=real.device)
     first = torch.where(real, keys, kv_length).amin(1)
@@ -127,6 +123,7 @@ def mask(
         ranges[2:] = ranges[:2]
     else:
         ranges[3] = q_length
+    ranges = ranges.expand(-1, kv_length, -1, -1)
     if not seen:
         _check_later(hole, ranges)
     return ranges

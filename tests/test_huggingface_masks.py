@@ -1,5 +1,6 @@
 """Masks that are no range of keys in transformers' models with our attention: pairs, their mask functions, holes."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -365,3 +366,31 @@ def test_layers_that_add_numbers_to_their_mask_are_refused(attention_mask):
     model.set_attn_implementation(huggingface.NAME)
     with pytest.raises(ValueError, match=f"layers of doge add numbers to their mask, .*; {SDPA}"):
         model(tokens(), attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("columns", [1, N - 4, N + 4])
+@pytest.mark.parametrize("family", ["Llama", "Bert"])
+def test_a_mask_with_other_columns_than_there_are_keys_is_refused(family, columns, in_pytorch):
+    """Without a cache transformers believes the mask, and keys that it lacked were not seen."""
+    model, given = build(family, num_hidden_layers=1), torch.ones(3, columns).long()
+    model.set_attn_implementation(huggingface.NAME)
+    with pytest.raises(ValueError, match=f"^attention_mask has {columns} columns and there are {N} keys; give one for"):
+        model(tokens(), attention_mask=given, **({"use_cache": False} if family == "Llama" else {}))
+
+
+def test_positions_of_one_row_serve_batches_of_other_sizes(in_pytorch):
+    """The last batch of an evaluation is smaller."""
+    q, positions = torch.randn(3, 4, 9, 16), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    attend = partial(huggingface.attention, torch.nn.Identity(), attention_mask=None, position_ids=positions)
+    whole, part = attend(q, q, q)[0], attend(q[:2], q[:2], q[:2])[0]
+    close(whole[:2], part)
+
+
+def test_weights_are_refused_where_no_mask_is_asked_for(in_pytorch):
+    """SigLIP's layers hear nothing of output_attentions either."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.SiglipVisionConfig(**sizes, image_size=32, patch_size=8)
+    model = transformers.SiglipVisionModel(config).eval()
+    model.set_attn_implementation(huggingface.NAME)
+    with pytest.raises(ValueError, match="output_attentions asks for weights that gpt_triton never has"):
+        model(torch.zeros(1, 3, 32, 32), output_attentions=True)
