@@ -1,7 +1,8 @@
 """Losses and gradients that are not finite: detect the step, name the tensor, dump the step, follow the policy.
 
 stop      the run ends with the state before the step saved; exit code EXIT_BAD_NUMBERS
-skip      the step is not taken and the run continues with the next batch
+skip      the step is not taken and the run continues with the next batch; where weights are not finite, which none
+          mends, as stop
 rollback  weights and moments go back to the newest good checkpoint; steps, schedule and data continue, so the batches
           since that checkpoint are skipped. Chowdhery et al. 2022 (PaLM, section 5.1) got past their loss spikes this
           way: the same state with other batches.
@@ -194,13 +195,17 @@ class BadSteps:
         what = "gradient" if math.isfinite(bad.loss) else "loss"
         with self.hardware.world.communicating():
             model, moments = full_model(self.model), full_on_host(self.optimizer.state_dict())
+        weights = FirstBad()  # the step before may have made them so
         if self.hardware.world.is_first:  # one process computes the whole step, with the same bits
             batch, alone = batches.whole(bad.step - 1), replace(self.hardware, world=ALONE)
             no_op = NoOpOptimizer(model, self.optimizer.loss_scale)
-            first = self._diagnose(bad, model, lambda forward: compute_step(forward, batch, no_op, alone))
+            weights.weights(model)
+            again = lambda forward: compute_step(forward, batch, no_op, alone)  # noqa: E731
+            first = weights.found or self._diagnose(bad, model, again)
             self.say(f"bad step   {bad.step}: its {what} is not finite; first in {in_words(first)}")
             self._dump(bad, batch, model, moments, {"what": what, "first": first})
-        goes_on, action = self._follow(bad.step)
+        lost = self.hardware.world.broadcast(weights.found is not None)
+        goes_on, action = self._follow(bad.step, lost)
         self.say(f"on_nonfinite={self.policy}: {action}")
         restore_random_states(bad.after if goes_on else bad.before, self.hardware.device)
         if goes_on:
@@ -208,19 +213,24 @@ class BadSteps:
         else:
             # the checkpoint is of the step before, so a resumed run computes that step again
             purpose = ("to meet it again, once its cause is mended",)
-            if self.policy == "stop":
+            if lost:
+                slower = f"optim.lr={self.description['settings']['optim']['lr'] / 10:g}"
+                purpose = "to go on from weights that are finite, and more slowly", slower
+            elif self.policy == "stop":
                 purpose = "to go on without its batch", "train.on_nonfinite=skip"
             stop.request(f"a step that was not finite, step {bad.step}", EXIT_BAD_NUMBERS, *purpose)
             self.saver.ends_for_bad_numbers = True
         return goes_on
 
-    def _follow(self, step: int) -> tuple[bool, str]:
-        """Carry out the policy: whether the run continues, and what was done, in words."""
+    def _follow(self, step: int, lost: bool) -> tuple[bool, str]:
+        """Carry out the policy: whether the run continues, and what was done, in words. lost: the weights are."""
         if self.policy == "stop":
             return False, "the run stops before it"
         if self.check.in_a_row >= MOST_IN_A_ROW:
             return False, f"the run stops; more than {MOST_IN_A_ROW} bad steps in a row are not the batch's doing"
         if self.policy == "skip":
+            if lost:
+                return False, "the run stops; no other batch mends weights that are not finite"
             return True, "the step is not taken; the run goes on with the next batch"
         good = self.hardware.world.broadcast(self.hardware.world.on_first(self._newest_good)(step))
         if good is None:
@@ -243,9 +253,6 @@ class BadSteps:
         roundings or dropout masks differ, the message says so.
         """
         seen = FirstBad()
-        seen.weights(model)
-        if seen.found:
-            return seen.found
         restore_random_states(bad.before, self.hardware.device)
         try:
             with watched(model, seen):
