@@ -225,7 +225,7 @@ class _Runs(Generic[S]):
 
                 given = [override for override in _as_given() if override not in self.defaults]
                 cfg = with_earlier_settings(cfg, given, run, set(known_keys(self.schema)))
-            _refuse_missing_in_files(resumes=cfg is not composed)
+            _refuse_missing_in_files(cfg if cfg is not composed else None)
             settings = settings_from(cfg, self.schema)
         if self.processes:  # those of the first one, which are right
             cfg = OmegaConf.create(self.processes.broadcast(OmegaConf.to_container(cfg)))
@@ -335,23 +335,24 @@ def changed(settings: S, change: str) -> S:
     return settings_from(cfg, type(settings))
 
 
-def _refuse_missing_in_files(*, resumes: bool) -> None:
+def _refuse_missing_in_files(resumed: DictConfig | None) -> None:
     """ConfigError for a ??? in a chosen file, unless the command line has its key: composing drops what is missing.
 
-    resumes: the run has settings of its own, and takes only files whose groups were typed, an experiment's not.
+    resumed: of a run with settings of its own, which have the value, or takes only files whose groups were typed, an
+        experiment's not.
     """
     hydra_config = HydraConfig.get()
     typed = set(map(key_of, _as_given()))
     folders = [Path(source.path) for source in hydra_config.runtime.config_sources if source.schema == "file"]
     for folder in [Path(__file__).parent, *folders]:
         for group, name in hydra_config.runtime.choices.items():
-            if resumes and (group not in typed or group == "experiment"):
+            if resumed is not None and (group not in typed or group == "experiment"):
                 continue
             if (file := folder / group / f"{name}.yaml").is_file():
                 first_line = file.read_text(encoding="utf-8").partition("\n")[0]
                 package = "" if "@package _global_" in first_line else group
                 for key in _missing(OmegaConf.to_container(OmegaConf.load(file)), package):
-                    if key not in typed:
+                    if key not in typed and (resumed is None or OmegaConf.select(resumed, key) is None):
                         raise ConfigError(no_value(key, f"{group}={name}"))
 
 

@@ -16,8 +16,9 @@ from training.resume import MAY_CHANGE, earlier_settings, settings_as_asked
 def with_earlier_settings(cfg: DictConfig, typed: list[str], run_dir: Path, known: set[str]) -> DictConfig:
     """`cfg` with the settings of the run that `resume` or `init_from` names.
 
-    A resumed run keeps its settings but for the keys and groups in `typed`, which are `cfg`'s. With `init_from` model
-    and tokenizer are the checkpoint's, unless `typed` chooses an experiment; a model of transformers has AdamW.
+    A resumed run keeps its settings but for the keys in `typed`, which are `cfg`'s, as is all of a group that is
+    another. With `init_from` model and tokenizer are the checkpoint's, unless `typed` chooses an experiment; a model of
+    transformers has AdamW.
 
     cfg: what was composed.
     typed: the arguments of the command line.
@@ -66,11 +67,22 @@ def _apply_values(cfg: DictConfig, values: dict[str, Any], known: set[str]) -> N
             OmegaConf.update(cfg, key, literal(value), force_add=True)
 
 
+def _is_chosen(cfg: DictConfig, group: str, choice: object) -> bool:
+    """Whether `cfg` has that choice of a group already: what the file says of itself, or all of it that is no ???."""
+    file = Path(__file__).parent / group / f"{choice}.yaml"
+    if "." in group or not file.is_file():
+        return False
+    chosen = {key: value for key, value in OmegaConf.load(file).items_ex(resolve=False) if "$" not in str(value)}
+    chosen = {key: value for key, value in chosen.items() if value != "???"}
+    names = {key: chosen[key] for key in ("source", "name", "config") if key in chosen} or chosen
+    return bool(names) and all(OmegaConf.select(cfg, f"{group}.{key}") == value for key, value in names.items())
+
+
 def _apply_overrides(cfg: DictConfig, composed: DictConfig, overrides: list[Override]) -> None:
     """Set in `cfg` what each override composed to; for a group, all of its keys."""
     for override in overrides:
         key = override.key_or_group
-        if key == "experiment":
+        if key == "experiment" or _is_chosen(cfg, key, override.value()):
             continue
         group, _, name = key.rpartition(".")
         if override.is_delete():

@@ -135,9 +135,9 @@ def test_the_command_is_for_the_shell_that_the_run_began_in(monkeypatch, tmp_pat
 def test_the_command_line_changes_on_top(here, train):
     assert train(*OWN, "train.max_hours=1e-9").code == 75
     assert changes(train("resume=auto", "name=mine", "optim.lr=1e-3").out) == ["optim.lr 0.002 -> 0.001"]
-    # an experiment and a group that were typed again are those of the run; one that is another is taken whole
-    again = train("resume=auto", *OWN[:2], "data.seq_len=32", "name=mine", "experiment=quickstart", "train.max_hours=1")
-    assert changes(again.out)[-1] == "train.max_hours 1e-09 -> 1.0"
+    # an experiment and a group that were typed again are those of the run, with its context, files and rate
+    again = train("resume=auto", "data=text", "optim=adamw", "name=mine", "experiment=quickstart", "train.max_hours=1")
+    assert changes(again.out) == ["train.max_hours 1e-09 -> 1.0"]
     assert "settings   the run's own; experiment is not read again" not in again.out  # it is the program's default
     needs_files = train("resume=auto", "name=mine", "experiment=shakespeare", "train.max_hours=1")
     assert needs_files.code == 0, needs_files.error  # it has some
