@@ -72,7 +72,8 @@ def find(patterns: list[str]) -> list[Path]:
         paths += matches
     places = set()
     for path in paths:
-        if (place := path.resolve()) in places:  # what is held out at its end would be trained on
+        there = path.stat()  # a link is the same file
+        if (place := (there.st_dev, there.st_ino)) in places:  # what is held out at its end would be trained on
             raise ValueError(f"data.files names {path} twice; name it once")
         places.add(place)
     return paths
@@ -124,6 +125,7 @@ def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
     """What each row holds in `field`; None where it lacks it. Rows are lines but for blank ones, or the items of the
     list that the file is."""
     place, columns = "", None  # in a list that is no JSON the error itself says where
+    remedy = "write one object a line, or a list of them"  # an object over several lines is JSON too
     try:
         with file.path.open(encoding="utf-8-sig", newline="\n") as stream:
             while (first := stream.read(1)).isspace():
@@ -136,6 +138,7 @@ def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
                 row = row if is_list else json.loads(row)
                 if not isinstance(row, dict):
                     raise ValueError(f'not an object, as {{"{field}": "..."}}')
+                remedy = "correct or drop it"
                 if number == 1 and field not in row:
                     columns = [*row]
                     break
@@ -143,16 +146,16 @@ def _json_texts(file: TextFile, field: str) -> Iterator[Any]:
                     text.encode()  # half a surrogate pair is no text
                 yield text
     except (ValueError, OSError, RecursionError) as error:
-        # an object over several lines is JSON too
-        remedy = "write one object a line, or a list of them" if place == "row 1: " else "correct or drop it"
-        raise ValueError(f"{file.path} cannot be read as json: {place}{error}; {remedy}") from error
+        reason = str(error).partition(";")[0]  # of Python's own remedies
+        raise ValueError(f"{file.path} cannot be read as json: {place}{reason}; {remedy}") from error
     if columns is not None:
         raise _no_column(file, field, columns)
 
 
 def _no_column(file: TextFile, field: str, columns: list[str]) -> ValueError:
-    found = ", ".join(columns)
-    return ValueError(f'{file.path} has no column "{field}", only {found}; choose one with data.text_field')
+    found = ", ".join(filter(None, columns))
+    remedy = f"only {found}; choose one with data.text_field" if found else f'nor another; write {{"{field}": "..."}}'
+    return ValueError(f'{file.path} has no column "{field}", {remedy}')
 
 
 def _parquet_texts(file: TextFile, field: str) -> Iterator[Any]:

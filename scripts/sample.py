@@ -53,7 +53,7 @@ class SampleSettings:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     def __post_init__(self) -> None:
-        if self.num_samples * self.max_new_tokens > MOST:
+        if self.num_samples > 0 and self.num_samples * self.max_new_tokens > MOST:
             raise ValueError(
                 f"num_samples={self.num_samples} of max_new_tokens={self.max_new_tokens} each are more than {MOST:,} "
                 "tokens of a prompt; use fewer"

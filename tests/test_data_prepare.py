@@ -406,6 +406,9 @@ def test_cache_that_cannot_be_written(corpus, tmp_path):
         (b'{"text": "a"}\n\n"b"\n', "a.jsonl", "row 2: not an object"),
         (b'{"text": "a"}\n{"text": "b}\n', "a.jsonl", "row 2: "),
         (b'{"text": "a"}\n{"text": "\\ud83d"}\n', "a.jsonl", "row 2: 'utf-8' codec can't encode"),
+        (b'{"text": "\\ud83d"}\n', "a.jsonl", "surrogates not allowed; correct or drop it"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "a.jsonl", "value has 5000 digits; write one object"),
+        (b"{}\n", "a.jsonl", 'has no column "text", nor another; write {"text": "..."}'),
         (b'{"text": ' + b"[" * 100_000, "a.jsonl", "row 1: "),
         (b'[{"text": "a"}, {"text": 3}]', "a.json", "row 2 has no text"),
         (b'\n [{"text": "a"}, {"text": 3}]', "a.json", "row 2 has no text"),  # a list all the same
@@ -482,7 +485,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(name, how, tmp_path, ca
 def test_a_file_is_named_once(corpus, tmp_path, cache):
     """Else the text that is held out at its end is trained on."""
     (tmp_path / "link.txt").symlink_to(corpus)
-    for again in (str(corpus), str(tmp_path / "corp*.txt"), str(tmp_path / "link.txt")):
+    (tmp_path / "hard.txt").hardlink_to(corpus)
+    for again in (str(corpus), *(str(tmp_path / name) for name in ("corp*.txt", "link.txt", "hard.txt"))):
         with pytest.raises(ValueError, match=r"data\.files names .* twice; name it once"):
             opened(cache, [str(corpus), again])
 

@@ -403,6 +403,12 @@ def test_a_second_derivative_is_an_error_and_never_a_constant(function, shape):
         torch.autograd.grad(function(x), x, create_graph=True)
 
 
+@pytest.mark.parametrize(("transform", "shape"), [(torch.vmap, (3, 1, 2, 4, 8)), (torch.func.grad, (1, 2, 4, 8))])
+def test_tiled_attention_names_what_takes_its_place_under_torch_func(transform, shape):
+    with pytest.raises(RuntimeError, match=r"^tiled_attention is not for torch.func .*: use naive_attention$"):
+        transform(lambda x: tiled_attention(x, x, x).sum())(torch.randn(shape))
+
+
 @pytest.mark.parametrize(
     ("function", "shape"),
     [
