@@ -125,13 +125,18 @@ def model_card(name: str, checkpoint: Checkpoint, model: GPT) -> str:
         **validation(checkpoint),
         "commit": commit or "unknown",
     }
-    if settings.get("init_from"):
-        figures["trained on"] += ", from the weights of an earlier run"
+    (about, terms), base = ABOUT, model.config.name
+    if base is not None:
+        base = Path(base).name if Path(base).is_dir() else base
+        about, terms = f"{base}, trained further on the text below.", f"What {base} has holds on."
+    if began := "an earlier run" if settings.get("init_from") else base:
+        figures["trained on"] += f", from the weights of {began}"
     rows = "\n".join(f"| {key} | {value} |" for key, value in figures.items())
     shown = {key: settings[key] for key in ("model", "optim", "train")}
     if model.config.name is not None:  # the other keys describe a GPT of ours
         shown["model"] = {key: settings["model"][key] for key in ("name", "dropout", "attention_dropout")}
-    return CARD.format(name=name, rows=rows, settings=yaml.safe_dump(shown, sort_keys=False).strip())
+    settings_yaml = yaml.safe_dump(shown, sort_keys=False).strip()
+    return CARD.format(name=name, about=about, rows=rows, settings=settings_yaml, terms=terms)
 
 
 def validation(checkpoint: Checkpoint) -> dict[str, str]:
@@ -156,7 +161,7 @@ pipeline_tag: text-generation
 
 # {name}
 
-A language model. It continues text; it was not taught to follow instructions.
+{about}
 
 | | |
 |---|---|
@@ -178,8 +183,12 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50, do_sample=Tru
 
 ## License
 
-None is stated: that is for whoever trained it to say, by the terms of the text above. The training code is under MIT.
+{terms} The training code is under MIT.
 """
+ABOUT = (  # of a GPT that was trained from the beginning, and its terms
+    "A language model. It continues text; it was not taught to follow instructions.",
+    "None is stated: that is for whoever trained it to say, by the terms of the text above.",
+)
 
 if __name__ == "__main__":
     main()

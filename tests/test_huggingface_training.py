@@ -91,6 +91,9 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     out = tmp_path / "out"
     export_hf.main.__wrapped__(export_hf.ExportSettings(str(tmp_path / "whole"), str(out)), tmp_path)
     card = (out / "README.md").read_text()
+    assert f"from the weights of {folder.name} |" in card
+    assert "instructions" not in card, "it may have been taught"
+    assert f"What {folder.name} has holds on." in card
     assert f"\nmodel:\n  name: {folder}\n  dropout: 0.0\n  attention_dropout: 0.0\noptim:" in card, "mlp is not theirs"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)

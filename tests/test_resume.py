@@ -13,7 +13,7 @@ import train as program
 from tests.runs import contents, metrics, settings, small_run
 from tests.test_checkpoint import described_anew
 from train import train
-from training import speed
+from training import resume, speed
 from training.checkpoint import open_checkpoint
 from training.comparison import state
 from training.curves import curve, read_run
@@ -392,3 +392,10 @@ def test_on_the_gpu(tmp_path, optim, compiled):
     path = tmp_path / "parts" / "checkpoints" / "step_000041"
     train(settings(*common, f"resume={path}"), tmp_path / "parts")
     same_end(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_of_another_model_its_name_is_what_differs():
+    """The other keys follow from it: to do as they say would not do."""
+    before = {"model": {"num_kv_heads": 2, "name": "a"}}
+    with pytest.raises(ValueError, match=r"^resume=x was trained with model.name=a, this run has b; use a$"):
+        resume._refuse_another_model("resume=x", before, {"model": {"num_kv_heads": None, "name": "b"}}, ())

@@ -180,7 +180,7 @@ def _refuse_another_tokenizer(here: str, checkpoint: Checkpoint, tokenizer: Mapp
 def _refuse_another_model(
     here: str, before: Mapping[str, Any], settings: Mapping[str, Any], may_change: tuple[str, ...]
 ) -> None:
-    for key, new in settings["model"].items():
+    for key, new in sorted(settings["model"].items(), key=lambda item: item[0] != "name"):  # the others follow from it
         old = before["model"].get(key, getattr(GPTConfig, key, None))  # a checkpoint from before there was such a key
         if old != new and key not in may_change:
             raise ValueError(f"{here} was trained with model.{key}={old}, this run has {new}; use {old}")
