@@ -163,18 +163,7 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
         if len(prompt) > model.seq_len:
             said = f"the prompt {shorten(text, 40, placeholder='...')!r} has {len(prompt):,} tokens"
             print(f"{said}; the model reads the last {model.seq_len:,} of them", file=sys.stderr)
-    count = len(texts) * settings.num_samples
-    # of one text a character whose bytes are not all there yet waits for the rest
-    stream = codecs.getincrementaldecoder("utf-8")(errors="replace") if count == 1 else None
-    if stream:
-        print(marked(texts[0]), end="", flush=True)
-
-    def ended(tokens: list[int]) -> bool:
-        return len(tokens) == settings.max_new_tokens or tokens[-1:] == [tokenizer.eot_token]
-
-    samples: defaultdict[int, list[int]] = defaultdict(list)  # those that are drawn now, or wait for their turn
-    printed = drawn = 0
-    for step in generate(
+    steps = generate(  # refuses before anything is printed
         model,
         prompts,
         max_new_tokens=settings.max_new_tokens,
@@ -186,7 +175,19 @@ def continue_texts(model: GPT, texts: list[str], tokenizer: tiktoken.Encoding, s
         stop_token=tokenizer.eot_token,
         batch_size=settings.batch_size,
         cache_dtype=CACHES.get(settings.cache),
-    ):
+    )
+    count = len(texts) * settings.num_samples
+    # of one text a character whose bytes are not all there yet waits for the rest
+    stream = codecs.getincrementaldecoder("utf-8")(errors="replace") if count == 1 else None
+    if stream:
+        print(marked(texts[0]), end="", flush=True)
+
+    def ended(tokens: list[int]) -> bool:
+        return len(tokens) == settings.max_new_tokens or tokens[-1:] == [tokenizer.eot_token]
+
+    samples: defaultdict[int, list[int]] = defaultdict(list)  # those that are drawn now, or wait for their turn
+    printed = drawn = 0
+    for step in steps:
         for number, token in step:
             samples[number].append(token)
             drawn += 1
