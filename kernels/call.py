@@ -205,7 +205,7 @@ def canonical_window(causal: bool, window: tuple[int, int]) -> tuple[bool, int, 
     """(causal, left, right) with causal folded into a bounded window. Raises ValueError on a bad window."""
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ValueError(f"window is {window!r}; expected two integers (left, right), -1 for no bound")
-    if type(causal) is not bool and causal not in (True, False):
+    if type(causal) is not bool and (isinstance(causal, Tensor) or causal not in (True, False)):
         raise ValueError(f"causal is {causal!r}; it must be True or False")
     left, right = window
     left, right = _integer("window's left bound", left), _integer("window's right bound", right)

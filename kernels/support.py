@@ -158,6 +158,19 @@ def refuse_second_derivative(name: str, instead: str) -> None:
         raise RuntimeError(f"{name} has no second derivative: use {instead}")
 
 
+def refuse_torch_func(name: str, instead: str, *, maps: bool = False) -> None:
+    """RuntimeError inside of torch.func's transforms, whose own message is for authors of an autograd.Function.
+
+    maps: vmap is none of those.
+    """
+    if torch.compiler.is_compiling():
+        return
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and not (maps and transform.key() == torch._C._functorch.TransformType.Vmap):
+        known = "grad, vjp, jvp" if maps else "vmap, grad, jvp"
+        raise RuntimeError(f"{name} is not for torch.func ({known}): use {instead}")
+
+
 def refuse_forward_mode(name: str, instead: str, *tensors: Tensor) -> None:
     """RuntimeError where forward-mode derivatives (jvp) of a tensor are asked for: they would be zeros, in silence."""
     # outside of torch.autograd.forward_ad's levels no tensor has one, and each need not be asked

@@ -14,7 +14,7 @@ from .call import Options, check_call
 from .documents import call_packed
 from .mask_visits import BLOCK
 from .reference import alibi_bias, by_documents, kept_pairs, visible_pairs
-from .support import refuse_second_derivative
+from .support import refuse_second_derivative, refuse_torch_func
 
 
 def tiled_attention(
@@ -67,8 +67,7 @@ def _tiled(block_q: int, block_k: int, outer: str = "queries"):
         raise ValueError(f"outer is {outer!r}; use 'queries' or 'keys'")
 
     def attention(q, k, v, options, first_row=0, first_col=0):
-        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
-            raise RuntimeError("tiled_attention is not for torch.func (vmap, grad, jacrev): use naive_attention")
+        refuse_torch_func("tiled_attention", "naive_attention")
         blocks = (block_q, block_k, outer, first_row, first_col)
         k, v = k.view_as(k), v.view_as(v)  # of one tensor given twice a compiled Function loses a gradient (torch 2.11)
         return _TiledAttention.apply(q, k, v, options.sinks, options._replace(sinks=None), blocks)

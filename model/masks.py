@@ -56,7 +56,7 @@ class Pattern(nn.Module):
 
     def __init__(self, mask: str, window: int | None, seq_len: int, device: torch.device | str):
         super().__init__()
-        self.mod, self.seq_len = mask_mod(mask, window), seq_len
+        self.pattern, self.seq_len = (mask, window), seq_len  # its function can be made again, and not pickled
         made = self._made(seq_len, device) if torch.device(device).type != "meta" else None
         for name in BlockMask._fields[:3]:  # tensors that move with the model, and are no part of a checkpoint
             self.register_buffer(name, getattr(made, name, None), persistent=False)
@@ -70,4 +70,4 @@ class Pattern(nn.Module):
         return BlockMask(self.starts, self.visits, self.bits, num_tokens, num_tokens)
 
     def _made(self, num_tokens: int, device: torch.device | str) -> BlockMask:
-        return block_mask(self.mod, None, None, num_tokens, num_tokens, device)
+        return block_mask(mask_mod(*self.pattern), None, None, num_tokens, num_tokens, device)

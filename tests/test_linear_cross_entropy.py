@@ -223,3 +223,16 @@ def test_the_124m_model_at_65536_tokens_takes_half_of_nanogpts_memory():
     print(peaks, losses)
     assert (losses["plain"] - losses["chunked"]).abs().max() < 1e-3
     assert peaks["chunked"] <= 40.7 / 2
+
+
+def test_shapes_and_dtypes_are_named():
+    h, weight, targets = torch.zeros(4, 8), torch.zeros(64, 8), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"h has shape \(1, 4, 8\) and weight \(64, 8\); expected"):
+        linear_cross_entropy(h[None], weight, targets[:1], 64)
+    with pytest.raises(ValueError, match=r"h has shape \(4, 8\) and weight \(64, 4\); expected"):
+        linear_cross_entropy(h, weight[:, :4], targets, 64)
+    for loss in (lambda t, v: linear_cross_entropy(h, weight, t, v), lambda t, v: cross_entropy(h @ weight.T, t, v)):
+        with pytest.raises(ValueError, match=r"targets has dtype torch.int32; expected torch.int64"):
+            loss(targets.int(), 64)
+        with pytest.raises(ValueError, match=r"vocab_size is 10.0; it must be from 1 to the 64 columns"):
+            loss(targets, 10.0)

@@ -1,6 +1,7 @@
 """What the model sees: sliding windows, documents that do not see each other, dropout, and who refuses them."""
 
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -274,3 +275,12 @@ def test_the_probe_of_who_sees_whom_knows_the_masks(kind):
     hardware = Hardware(torch.device(DEVICE), torch.float32, False, "")
     config = GPTConfig(num_layers=2, num_heads=2, n_embd=32, attention="naive", **kind)
     assert probe(config, hardware) == {"model": None}
+
+
+def test_a_masked_model_can_be_pickled():
+    """As any other: spawned workers get it so."""
+    model = GPT(
+        GPTConfig(num_layers=1, num_heads=1, n_embd=16, attention="naive", loss="plain", mask="prefix:4"), 10, 8
+    )
+    tokens = torch.arange(6)[None]
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), model(tokens))

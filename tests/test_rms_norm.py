@@ -60,3 +60,9 @@ def test_16_bits_are_rounded_once():
 def test_on_a_cpu_float64_keeps_its_digits():
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: rms_norm(x, EPS), x)
+
+
+def test_whole_numbers_are_refused():
+    """They would be cut off."""
+    with pytest.raises(ValueError, match=r"^x has dtype torch.int64; a norm is of floating point numbers$"):
+        rms_norm(torch.arange(1, 5), 1e-5)

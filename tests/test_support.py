@@ -403,10 +403,26 @@ def test_a_second_derivative_is_an_error_and_never_a_constant(function, shape):
         torch.autograd.grad(function(x), x, create_graph=True)
 
 
-@pytest.mark.parametrize(("transform", "shape"), [(torch.vmap, (3, 1, 2, 4, 8)), (torch.func.grad, (1, 2, 4, 8))])
-def test_tiled_attention_names_what_takes_its_place_under_torch_func(transform, shape):
-    with pytest.raises(RuntimeError, match=r"^tiled_attention is not for torch.func .*: use naive_attention$"):
-        transform(lambda x: tiled_attention(x, x, x).sum())(torch.randn(shape))
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+@pytest.mark.parametrize(
+    ("function", "shape", "instead"),
+    [
+        (lambda x: tiled_attention(x, x, x), (1, 2, 4, 8), "naive_attention"),
+        (lambda x: rms_norm(x, 1e-5), (4, 8), "torch.nn.functional.rms_norm"),
+        (
+            lambda x: linear_cross_entropy(x, torch.ones(8, 8), torch.arange(4), 8),
+            (4, 8),
+            "cross_entropy of the logits",
+        ),
+    ],
+)
+def test_torch_func_is_told_what_takes_its_place(function, shape, instead, transform):
+    x = torch.randn((2, *shape) if transform is torch.vmap else shape)
+    if instead.startswith("cross_entropy") and transform is torch.vmap:  # which it knows
+        assert transform(function)(x).shape == (2,)
+        return
+    with pytest.raises(RuntimeError, match=rf"^\w+ is not for torch.func \([a-z, ]+\): use {instead}$"):
+        transform(lambda x: function(x).sum())(x)
 
 
 @pytest.mark.parametrize(

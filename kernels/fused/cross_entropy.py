@@ -35,7 +35,9 @@ def check_targets(targets: Tensor, rows: Tensor, vocab_size: int, columns: int) 
     """ValueError unless each of the rows has a target, and the vocabulary has a place in the columns."""
     if targets.shape != rows.shape[:1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; expected ({len(rows)},), one of each row")
-    if not 1 <= vocab_size <= columns:  # a kernel would read beyond the row
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets has dtype {targets.dtype}; expected torch.int64")
+    if type(vocab_size) is float or not 1 <= vocab_size <= columns:  # a kernel would read beyond the row
         raise ValueError(f"vocab_size is {vocab_size}; it must be from 1 to the {columns} columns of the logits")
 
 

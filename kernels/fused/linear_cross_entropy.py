@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..device import OPERATORS
 from ..flops import tell_flop_counters
-from ..support import refuse_forward_mode, refuse_second_derivative
+from ..support import refuse_forward_mode, refuse_second_derivative, refuse_torch_func
 from .cross_entropy import check_targets, cross_entropy_fwd
 
 # Adding a chunk's share to weight's fp32 gradient moves 8 bytes an entry, so longer chunks are faster; and on a GPU of
@@ -39,7 +39,11 @@ def linear_cross_entropy(
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
     check_targets(targets, h, vocab_size, len(weight))
+    if h.dim() != 2 or weight.dim() != 2 or h.shape[1] != weight.shape[1]:
+        shapes = f"h has shape {tuple(h.shape)} and weight {tuple(weight.shape)}"
+        raise ValueError(f"{shapes}; expected (tokens, channels) and (columns, channels)")
     refuse_forward_mode("linear_cross_entropy", "cross_entropy of the logits", h, weight)
+    refuse_torch_func("linear_cross_entropy", "cross_entropy of the logits", maps=True)
     if chunk_tokens is None:
         chunk_tokens = max(CHUNK_TOKENS, CHUNK_LOGITS // len(weight))
     elif not isinstance(chunk_tokens, int) or chunk_tokens < 1:

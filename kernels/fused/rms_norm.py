@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..support import refuse_second_derivative
+from ..support import refuse_second_derivative, refuse_torch_func
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
@@ -21,7 +21,10 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if not x.is_floating_point():
+        raise ValueError(f"x has dtype {x.dtype}; a norm is of floating point numbers")
     if not x.is_cuda or (torch.compiler.is_compiling() and torch.is_grad_enabled()):
+        refuse_torch_func("rms_norm", "torch.nn.functional.rms_norm")
         return _RMSNorm.apply(x, eps, dtype)
     return F.rms_norm(x, (x.size(-1),), eps=eps).to(dtype)
 
