@@ -1,7 +1,9 @@
 """A GPT's configuration: sizes and options, and their valid values."""
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,6 +56,11 @@ class GPTConfig:
         if self.name is not None:  # it may be another than n_embd / num_heads
             return _of_transformers().head_dim(self.name)
         return self.n_embd // self.num_heads
+
+    @property
+    def theirs(self) -> dict[str, Any] | None:
+        """Of a model of transformers, its configuration there as JSON."""
+        return None if self.name is None else _of_transformers().described(self.name)
 
     @property
     def kv_heads(self) -> int:
@@ -189,6 +196,11 @@ def build_model(
     from model.gpt import GPT
 
     return GPT(config, vocab_size, seq_len, device=device)
+
+
+def as_described(name: str, theirs: dict[str, Any]) -> AbstractContextManager[None]:
+    """Within, models of that name are what `GPTConfig.theirs` says, from no folder, with weights still to be loaded."""
+    return _of_transformers().as_described(name, theirs)
 
 
 def _of_transformers():

@@ -4,8 +4,9 @@
 model.attention, theirs; batches, documents, loss and optimizer are those of any run.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -43,6 +44,30 @@ MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtime
 OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
+# of no model, but of its files, its versions and the memory it takes
+NOT_DESCRIBED = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+_KEPT: dict[str, dict[str, Any]] = {}  # name -> `described`, as a checkpoint has it
+
+
+@contextmanager
+def as_described(name: str, values: dict[str, Any]) -> Iterator[None]:
+    """Within, a model of that name is what `values` describe: no folder or hub is asked, and its weights are random."""
+    head_dim.cache_clear()
+    _KEPT[name] = values
+    try:
+        yield
+    finally:
+        del _KEPT[name]
+        head_dim.cache_clear()
+
+
+@cache
+def described(name: str) -> dict[str, Any]:
+    """Its configuration in transformers as JSON, but for dropout, which is ours, and what says nothing of the model."""
+    values = json.loads(_their_own(name).to_json_string())
+    return {key: value for key, value in values.items() if key not in NOT_DESCRIBED and not _is_dropout(key)}
+
+
 def sized(config: GPTConfig) -> GPTConfig:
     """`config` with the sizes of the model that it names.
 
@@ -70,27 +95,37 @@ def sized(config: GPTConfig) -> GPTConfig:
 
 def their_config(config: GPTConfig) -> Any:
     """Its configuration in transformers, with our dropout in the place of theirs. Raises ValueError."""
+    theirs = _their_own(config.name)
+    for part in _with_parts(theirs):
+        for key, value in vars(part).items():
+            if type(value) in (int, float) and _is_dropout(key):  # some files say 0 for 0.0
+                setattr(part, key, config.attention_dropout if "att" in key else config.dropout)
+    return theirs
+
+
+def _is_dropout(key: str) -> bool:
+    return "dropout" in key or key.endswith("pdrop")
+
+
+def _their_own(name: str) -> Any:
     try:
-        folder = config.name
+        if name in _KEPT:
+            return AutoConfig.for_model(**_KEPT[name])
+        folder = name
         if not Path(folder).is_dir():
             # out of reach of the hub transformers asks for 23 s, in two dozen lines, before it looks into the cache
             folder = snapshot_download(folder, allow_patterns="config.json")
-        theirs = AutoConfig.from_pretrained(folder).get_text_config()
+        return AutoConfig.from_pretrained(folder).get_text_config()
     except HFValidationError as error:  # a name that cannot be the hub's
-        raise ValueError(f"model.name={config.name} is no folder; give one that save_pretrained wrote") from error
+        raise ValueError(f"model.name={name} is no folder; give one that save_pretrained wrote") from error
     except (OSError, StrictDataclassError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"model.name={config.name} is no model of transformers ({reason}); give a folder that "
+            f"model.name={name} is no model of transformers ({reason}); give a folder that "
             "save_pretrained wrote, or OWNER/NAME of the hub"
         ) from error
     except MISFITS as error:
-        raise misfit(config.name, error) from error
-    for part in _with_parts(theirs):
-        for key, value in vars(part).items():
-            if type(value) in (int, float) and ("dropout" in key or key.endswith("pdrop")):  # some files say 0 for 0.0
-                setattr(part, key, config.attention_dropout if "att" in key else config.dropout)
-    return theirs
+        raise misfit(name, error) from error
 
 
 def _with_parts(config: Any) -> list[Any]:
@@ -335,6 +370,8 @@ def _alike(a: Tensor, b: Tensor, logits: Tensor) -> bool:
 def _loaded(name: str, config: Any) -> nn.Module:
     """Their model with all of its weights; ValueError where some are missing, as those would be random."""
     asked = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    if name in _KEPT:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     try:
         try:  # first without a word to the hub: `their_config` has asked it what is newest
             model, found = AutoModelForCausalLM.from_pretrained(name, local_files_only=True, **asked)

@@ -30,6 +30,7 @@ from training.checkpoint import open_checkpoint  # noqa: E402
 from training.hardware import HardwareConfig, set_up  # noqa: E402
 from training.optimizer import OptimConfig, Optimizer  # noqa: E402
 from training.speed import model_flops  # noqa: E402
+from training.trained import load_trained  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread", "threads_as_before")
 TEXT = "the quick brown fox: naïve café 漢字"
@@ -109,6 +110,37 @@ def test_trained_resumed_and_handed_on(folders, family, how, tmp_path):
     with torch.no_grad():
         before = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
     assert (before - theirs(ids).logits).abs().max() > 1e-3
+
+
+def test_a_folder_that_was_moved_or_changed(tmp_path, capsys):
+    """A checkpoint says what the model is: its folder is for the first start."""
+    folder = saved("Llama", tmp_path / "theirs")
+    begun = run_settings(folder, tmp_path, "optim=adamw", "train.steps=2", "train.sample_tokens=0")
+    train(begun, tmp_path / "run")
+    checkpoint, ids = open_checkpoint(tmp_path / "run"), torch.randint(257, (2, 20))
+    with torch.no_grad():
+        logits = load_trained(checkpoint, "cpu", torch.float32, attention="naive")[0].eval()(ids)
+        moved = folder.rename(tmp_path / "moved")
+        model, tokenizer = load_trained(checkpoint, "cpu", torch.float32, attention="naive")
+        assert torch.equal(model.eval()(ids), logits)
+    export_hf.write_folder(tmp_path / "out", model, tokenizer, "")
+    assert "tokenizer  without its chats and its beginning of a text: " in capsys.readouterr().out
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+    torch.testing.assert_close(theirs, logits, atol=1e-4, rtol=0)
+    # it goes on from where it is now
+    more = f"resume={tmp_path}/run", f"tokenizer={moved}", "optim=adamw", "train.steps=3", "train.sample_tokens=0"
+    resumed = run_settings(moved, tmp_path, *more)
+    assert train(resumed, tmp_path / "run")["steps"] == 3
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    huggingface_model.described.cache_clear()
+    said = r"was trained with rms_norm_eps=1e-06 of .*moved, whose config.json says 0.1 now; put it back"
+    with pytest.raises(ValueError, match=said):
+        train(resumed, tmp_path / "run")
+    with torch.no_grad():
+        found = load_trained(checkpoint, "cpu", torch.float32, attention="naive")[0].eval()(ids)
+    assert torch.equal(found, logits)
 
 
 def test_a_run_that_begins_with_their_weights_has_adamw(folders, tmp_path):

@@ -164,6 +164,7 @@ class Run:
             "tokenizer": self.tokenizer,
             "vocab_size": self.vocab_size,
             "data_fingerprint": self.dataset.fingerprint,
+            "theirs": self.model.theirs,
         }
 
     @property
@@ -261,7 +262,7 @@ def _open_text(
 ) -> dict[str, Any]:
     """The fields of a `Run` about its text and checkpoints. `model` is resolved: of any kind it has its sizes."""
     dataset = open_dataset(settings.data, settings.tokenizer, report=report)
-    sized = asdict(settings) | {"model": asdict(model)}
+    sized = asdict(settings) | {"model": asdict(model), "theirs": model.theirs}
     vocab_size, tokenizer = dataset.vocab_size, tokenizer_state(dataset.tokenizer)
     prompt = prompt_of(settings.train.sample_prompt, dataset, settings.data.seq_len)
     resumed = resume.find(settings.resume, run_dir, report)

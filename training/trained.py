@@ -7,6 +7,7 @@ import torch
 
 from data import tokenizer_from_state
 from model import GPT, GPTConfig, build_model, resolve_model
+from model.config import as_described
 from training.checkpoint import META, Checkpoint, use_its_commit
 
 # of a checkpoint's description
@@ -39,8 +40,22 @@ def load_trained(
             f"{tokenizer.n_vocab}; use another checkpoint"
         )
     its_own = settings["model"] | {"attention": attention, "fp8": "none"}  # products in 8 bits are for training alone
-    config, *_ = resolve_model(GPTConfig(**its_own), device, dtype)
-    model = build_model(config, checkpoint.meta["vocab_size"], settings["data"]["seq_len"], device=device)
+    name, theirs = its_own.get("name"), checkpoint.meta.get("theirs")
+
+    def built() -> GPT:
+        config, *_ = resolve_model(GPTConfig(**its_own), device, dtype)
+        return build_model(config, checkpoint.meta["vocab_size"], settings["data"]["seq_len"], device=device)
+
+    try:
+        model = built()
+        known = theirs is None or model.config.theirs == theirs
+    except ValueError:  # its folder was moved, say
+        if theirs is None:
+            raise
+        known = False
+    if not known:
+        with as_described(name, theirs):
+            model = built()
     checkpoint.load_weights(model)
     return model, tokenizer
 
