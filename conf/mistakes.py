@@ -107,7 +107,7 @@ def of_the_system(error: OSError, folder: Path) -> str:
         return (
             f"{folder} cannot be written to ({error.strerror}); resume a copy of it, or begin with init_from={folder}"
         )
-    return f"{error.filename} cannot be used ({error.strerror}); check that path, or name another"
+    return f"{error.filename2 or error.filename} cannot be used ({error.strerror}); check that path, or name another"
 
 
 def _of_omegaconf(error: OmegaConfBaseException, keys: dict[str, Key], cfg: DictConfig | None) -> str:

@@ -124,6 +124,7 @@ def program(
                 if runs.processes:
                     runs.processes.close()
             except KeyboardInterrupt:  # before there was anything to save
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would be shown in a traceback
                 sys.exit(128 + signal.SIGINT)
             # a run explains its own errors, so a ValueError or OSError here is about arguments or the run's folder
             except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:

@@ -736,3 +736,13 @@ def test_a_description_has_a_line_for_each_value(tmp_path):
     """`diff` and people read it."""
     checkpoint_files.write_json({"step": 3, "of": ["a"]}, tmp_path / "checkpoint.json")
     assert (tmp_path / "checkpoint.json").read_text() == '{\n  "step": 3,\n  "of": [\n    "a"\n  ]\n}\n'
+
+
+def test_a_folder_that_was_renamed_is_to_be_put_back(saver):
+    save_with(saver, Net(), 1)
+    moved = saver.folder.rename(saver.folder.with_name("moved"))
+    save_with(saver, Net(), 2)
+    assert saver.lines[-1].endswith("the run goes on; put the folder back before the next save")
+    moved.rename(saver.folder)
+    save_with(saver, Net(), 3)
+    saver.check()

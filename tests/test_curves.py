@@ -245,6 +245,14 @@ def test_a_word_for_a_number_is_damage(tmp_path, edit):
         read_run(run)
 
 
+def test_a_damaged_config_is_found_before_a_picture_is_drawn(tmp_path):
+    run = written(tmp_path / "run", RECORDS)
+    (run / "config.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match=r"config.yaml is damaged; delete it"):
+        compare([run], tmp_path / "compare.png")
+    assert not (tmp_path / "compare.png").exists()
+
+
 def test_what_became_of_a_run(tmp_path):
     finished = written(tmp_path / "0", RECORDS, {"steps": 4, "stopped": None})
     stopped = written(tmp_path / "1", RECORDS, {"steps": 4, "stopped": "SIGTERM"})

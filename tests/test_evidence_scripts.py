@@ -228,6 +228,9 @@ def test_the_typed_keys_of_a_run_hold_in_its_benchmark(tmp_path, monkeypatch):
         bench_training.main.__wrapped__(typed, tmp_path)
     found = [(name, chosen.model.attention, chosen.data.seq_len) for name, chosen, *_ in rows]
     assert found == [("naive", "naive", 16), ("sdpa", "sdpa", 32)]
+    # the length that is there without a word is in nobody's way
+    few = settings_of(bench_training.main, *(x for x in TINY if "seq_len" not in x), "bench.seq_len=[16,32]")
+    assert few.data.seq_len == 16
     assert settings_of(bench_training.main).data.seq_len == 1024
 
 

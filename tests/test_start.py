@@ -201,8 +201,9 @@ def test_ctrl_c_after_the_imports_is_an_exception_again(tmp_path, monkeypatch):
     try:
         with pytest.raises(SystemExit) as left:
             main()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "a second one would be a traceback"
     finally:
-        interrupt.raise_again()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     assert left.value.code == 130
     assert not any(Path("echoes").iterdir())
 

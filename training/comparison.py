@@ -136,6 +136,8 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
         ValueError: a folder holds no run (`read_run`), or a damaged one; `path` cannot be written.
     """
     runs, names = [read_run(folder) for folder in folders], labels(folders)
+    described = [folder for folder in folders if (folder / "config.yaml").is_file()]
+    tokenizers = {settings_of(folder).get("tokenizer") for folder in described}
     try:
         draw_runs(runs, names, path)
     except OSError as error:
@@ -170,8 +172,7 @@ def compare(folders: list[Path], path: Path) -> dict[str, Any]:
     # figures are never cut: a terminal wraps what does not fit
     console.width = max(console.width, console.measure(shown, options=console.options.update(width=10_000)).maximum)
     console.print(shown)
-    described = [run["folder"] for run in runs if (run["folder"] / "config.yaml").is_file()]
-    if len({settings_of(folder).get("tokenizer") for folder in described}) > 1:
+    if len(tokenizers) > 1:
         console.print("the runs have different tokenizers: a token of one is not one of another; compare bits per byte")
     console.print(f"the curves over each other are in {path}", soft_wrap=True)
     return {"picture": str(path), "equal": places, "runs": rows}

@@ -111,9 +111,11 @@ class Saver:
             self._prune()
         except OSError as error:
             self.error, self._world.messages.unsaved = error, meta["step"]
+            gone = isinstance(error, FileNotFoundError)  # a disk, or a folder that was renamed
+            remedy = "put the folder back" if gone else "free space or make the folder writable"
             self._say(
                 f"not saved: step {meta['step']} to {self.folder}: {error}; earlier checkpoints are untouched and the "
-                "run goes on; free space or make the folder writable before the next save"
+                f"run goes on; {remedy} before the next save"
             )
         except BaseException as error:  # raised again in `wait`
             self._bug = error

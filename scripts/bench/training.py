@@ -57,6 +57,11 @@ class BenchConfig:
 class BenchSettings(Settings):
     bench: BenchConfig = field(default_factory=BenchConfig)
 
+    def __post_init__(self) -> None:
+        if self.bench.seq_len and self.data.seq_len not in self.bench.seq_len:  # of no row, and in no row's way
+            self.data = replace(self.data, seq_len=self.bench.seq_len[0])
+        super().__post_init__()
+
 
 @program(
     "config",
