@@ -33,10 +33,11 @@ for _distribution in metadata.distributions(name="kernels"):
     )
 
 from transformers import AttentionInterface, AttentionMaskInterface, __version__  # noqa: E402
-from transformers.utils.output_capturing import _active_collector  # noqa: E402
 
 if __version__.startswith("4."):
     raise ImportError(f"transformers {__version__} is installed; gpt_triton needs 5.22 or later (uv run --group hf)")
+
+from transformers.utils.output_capturing import _active_collector  # noqa: E402
 
 from model.huggingface_masks import (  # noqa: E402
     INSTEAD,

@@ -278,7 +278,8 @@ def goes_on(settings: Settings, *, model: GPTConfig | None, dataset: Dataset | N
     """Whether the checkpoint that is named is whole, and fits."""
     checkpoint = resume.find(settings.resume, None)
     if dataset is not None:
-        sized = asdict(settings) | ({"model": asdict(model)} if model else {})  # one of transformers brings its sizes
+        # one of transformers brings its sizes
+        sized = asdict(settings) | ({"model": asdict(model), "theirs": model.theirs} if model else {})
         resume.refuse_unless_same(checkpoint, sized, tokenizer_state(dataset.tokenizer), dataset.vocab_size)
     return Finding(f"{checkpoint.path} after {checkpoint.step} steps", facts={"step": checkpoint.step})
 

@@ -396,6 +396,6 @@ def test_on_the_gpu(tmp_path, optim, compiled):
 
 def test_of_another_model_its_name_is_what_differs():
     """The other keys follow from it: to do as they say would not do."""
-    before = {"settings": {"model": {"num_kv_heads": 2, "name": "a"}}}
+    before = SimpleNamespace(meta={"settings": {"model": {"num_kv_heads": 2, "name": "a"}}}, theirs=None)
     with pytest.raises(ValueError, match=r"^resume=x was trained with model.name=a, this run has b; use a$"):
         resume._refuse_another_model("resume=x", before, {"model": {"num_kv_heads": None, "name": "b"}}, ())

@@ -101,6 +101,13 @@ class Checkpoint:
                 f"checkpoint {self.path}: {STATE} cannot be read ({reason}); use another checkpoint"
             ) from error
 
+    @property
+    def theirs(self) -> dict[str, Any] | None:
+        """`GPTConfig.theirs` of the run's model; None of a GPT of ours, and in a checkpoint from before it was kept."""
+        if self.meta.get("theirs") is not None:
+            self.require({"theirs": {}}, self.meta, META)
+        return self.meta.get("theirs")
+
     def require(self, form: Form, values: Any, file: str, place: str = "") -> None:
         """ValueError for the first key of `form` that `values`, read from `file`, lacks or has in another type."""
         for key, expected in form.items():

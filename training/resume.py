@@ -129,7 +129,7 @@ def refuse_unless_same(
     if began and began != before.get("init_from"):
         raise ValueError(f"{here} has weights of its own, init_from={began} would replace them; leave one out")
     _refuse_another_tokenizer(here, checkpoint, tokenizer, vocab_size)
-    _refuse_another_model(here, checkpoint.meta, settings, MAY_CHANGE)
+    _refuse_another_model(here, checkpoint, settings, MAY_CHANGE)
     anew = f", or begin a run of its own with init_from={checkpoint.path}"
     # the step times batch_tokens is where the run is in the text, and what it has seen
     for group, key, otherwise in (("optim", "name", ""), ("train", "batch_tokens", anew)):
@@ -145,7 +145,7 @@ def refuse_unless_it_fits(
     _require_a_runs(checkpoint)
     here = f"init_from={checkpoint.path}"
     _refuse_another_tokenizer(here, checkpoint, tokenizer, vocab_size)
-    _refuse_another_model(here, checkpoint.meta, settings, (*MAY_CHANGE, *MAY_BE_LEARNED))
+    _refuse_another_model(here, checkpoint, settings, (*MAY_CHANGE, *MAY_BE_LEARNED))
 
 
 def refuse_another_text(checkpoint: Checkpoint, settings: Mapping[str, Any], fingerprint: str) -> None:
@@ -178,9 +178,9 @@ def _refuse_another_tokenizer(here: str, checkpoint: Checkpoint, tokenizer: Mapp
 
 
 def _refuse_another_model(
-    here: str, meta: Mapping[str, Any], settings: Mapping[str, Any], may_change: tuple[str, ...]
+    here: str, checkpoint: Checkpoint, settings: Mapping[str, Any], may_change: tuple[str, ...]
 ) -> None:
-    before, then, now = meta["settings"]["model"], meta.get("theirs"), settings.get("theirs")
+    before, then, now = checkpoint.meta["settings"]["model"], checkpoint.theirs, settings.get("theirs")
     moved = then is not None and then == now  # of a folder of transformers the contents count
     for key, new in sorted(settings["model"].items(), key=lambda item: item[0] != "name"):  # the others follow from it
         old = before.get(key, getattr(GPTConfig, key, None))  # a checkpoint from before there was such a key

@@ -40,7 +40,8 @@ def load_trained(
             f"{tokenizer.n_vocab}; use another checkpoint"
         )
     its_own = settings["model"] | {"attention": attention, "fp8": "none"}  # products in 8 bits are for training alone
-    name, theirs = its_own.get("name"), checkpoint.meta.get("theirs")
+    name = its_own.get("name")
+    theirs = None if name is None else checkpoint.theirs
 
     def built() -> GPT:
         config, *_ = resolve_model(GPTConfig(**its_own), device, dtype)
