@@ -87,7 +87,8 @@ def write_folder(folder: Path, model: GPT, tokenizer: tiktoken.Encoding, card: s
         try:
             contents["tokenizer_config.json"] = read_config(tokenizer.name)
         except (OSError, ValueError) as error:
-            print(f"tokenizer  without its chats and its beginning of a text: {error}", flush=True)
+            reason = str(error).partition(" (")[0]
+            print(f"tokenizer  without its chats and its beginning of a text: {reason}", flush=True)
     if model.config.name is None:
         ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_text)
         contents |= {"config.json": config_json(model, end_of_text), "generation_config.json": ends}
