@@ -399,6 +399,8 @@ def test_what_the_system_refuses_is_said_with_its_place(tmp_path):
             f"No space left (the run's folder is {tmp_path}); free what is short ",
         ),
         (OSError(errno.EACCES, "Permission denied", "there"), "there cannot be used (Permission denied); check "),
+        # of a file that was to take another's name the user knows the latter
+        (OSError(errno.EISDIR, "Is a directory", "a.tmp", None, "a"), "a cannot be used (Is a directory); check "),
         (
             OSError(errno.EROFS, "Read-only", f"{tmp_path}/lock"),
             f"{tmp_path} cannot be written to (Read-only); resume ",

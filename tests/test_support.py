@@ -226,6 +226,7 @@ def test_slopes_that_ask_for_a_gradient_are_refused_after_their_like_that_do_not
 
 DENSE_MISTAKES = {
     "causal is 'yes'; it must be True or False": {"causal": "yes"},
+    "causal is tensor([ True, False]); it must be True or False": {"causal": torch.tensor([True, False])},
     "window has left bound -2; it must be at least 0, or -1 for no bound": {"window": (-2, 0)},
     "window has right bound -7": {"window": (3, -7), "causal": False},
     "window is 5; expected two integers (left, right)": {"window": 5},
