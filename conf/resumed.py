@@ -72,8 +72,8 @@ def _is_chosen(cfg: DictConfig, group: str, choice: object) -> bool:
     file = Path(__file__).parent / group / f"{choice}.yaml"
     if "." in group or not file.is_file():
         return False
-    chosen = {key: value for key, value in OmegaConf.load(file).items_ex(resolve=False) if "$" not in str(value)}
-    chosen = {key: value for key, value in chosen.items() if value != "???"}
+    of_file = OmegaConf.load(file).items_ex(resolve=False)
+    chosen = {key: value for key, value in of_file if value != "???" and "$" not in str(value)}
     names = {key: chosen[key] for key in ("source", "name", "config") if key in chosen} or chosen
     return bool(names) and all(OmegaConf.select(cfg, f"{group}.{key}") == value for key, value in names.items())
 

@@ -195,16 +195,15 @@ class BadSteps:
         what = "gradient" if math.isfinite(bad.loss) else "loss"
         with self.hardware.world.communicating():
             model, moments = full_model(self.model), full_on_host(self.optimizer.state_dict())
-        weights = FirstBad()  # the step before may have made them so
+        seen = FirstBad()
         if self.hardware.world.is_first:  # one process computes the whole step, with the same bits
             batch, alone = batches.whole(bad.step - 1), replace(self.hardware, world=ALONE)
             no_op = NoOpOptimizer(model, self.optimizer.loss_scale)
-            weights.weights(model)
-            again = lambda forward: compute_step(forward, batch, no_op, alone)  # noqa: E731
-            first = weights.found or self._diagnose(bad, model, again)
+            seen.weights(model)  # the step before may have made them so
+            first = seen.found or self._diagnose(bad, model, lambda forward: compute_step(forward, batch, no_op, alone))
             self.say(f"bad step   {bad.step}: its {what} is not finite; first in {in_words(first)}")
             self._dump(bad, batch, model, moments, {"what": what, "first": first})
-        lost = self.hardware.world.broadcast(weights.found is not None)
+        lost = self.hardware.world.broadcast(seen.found is not None)
         goes_on, action = self._follow(bad.step, lost)
         self.say(f"on_nonfinite={self.policy}: {action}")
         restore_random_states(bad.after if goes_on else bad.before, self.hardware.device)

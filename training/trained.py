@@ -40,22 +40,21 @@ def load_trained(
             f"{tokenizer.n_vocab}; use another checkpoint"
         )
     its_own = settings["model"] | {"attention": attention, "fp8": "none"}  # products in 8 bits are for training alone
-    name = its_own.get("name")
-    theirs = None if name is None else checkpoint.theirs
+    asked, model = GPTConfig(**its_own), None
+    theirs = None if asked.name is None else checkpoint.theirs
 
     def built() -> GPT:
-        config, *_ = resolve_model(GPTConfig(**its_own), device, dtype)
+        config, *_ = resolve_model(asked, device, dtype)
         return build_model(config, checkpoint.meta["vocab_size"], settings["data"]["seq_len"], device=device)
 
     try:
-        model = built()
-        known = theirs is None or model.config.theirs == theirs
+        if theirs is None or asked.theirs == theirs:
+            model = built()
     except ValueError:  # its folder was moved, say
         if theirs is None:
             raise
-        known = False
-    if not known:
-        with as_described(name, theirs):
+    if model is None:
+        with as_described(asked.name, theirs):
             model = built()
     checkpoint.load_weights(model)
     return model, tokenizer
